@@ -1,0 +1,27 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python
+
+.PHONY: help
+help: ## print this help
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+.PHONY: install
+install: ## install stowplan with torch (CPU build) and the development tools
+	$(PYTHON) -m pip install torch==2.13.0
+	$(PYTHON) -m pip install -e '.[torch,dev]'
+
+.PHONY: lint
+lint: ## ruff: style and common faults
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+.PHONY: types
+types: ## mypy --strict over source, tests and benchmarks
+	$(PYTHON) -m mypy
+
+.PHONY: test
+test: ## the test suite
+	$(PYTHON) -m pytest -n 2
+
+.PHONY: check
+check: lint types test ## lint, types and tests, as CI runs them

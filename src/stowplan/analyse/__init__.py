@@ -1,0 +1,1 @@
+"""What follows from a graph: aliases, lifetimes, the memory curve, bounds, costs, packing."""

@@ -1,0 +1,1 @@
+"""A living PyTorch training step becomes a Graph, without allocating it."""

@@ -1,0 +1,1 @@
+"""One reader (and writer) per foreign format; none knows another."""

@@ -1,0 +1,22 @@
+"""Which input's storage an output can share: always (a view), or when that input dies (in place)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stowplan.ops.table import Site, Table
+
+
+@dataclass(frozen=True, slots=True)
+class Aliasing:
+    """By output position: the input position it is a view of, and those it may overwrite if they die."""
+
+    view_of: Mapping[int, int] = field(default_factory=dict)
+    in_place_of: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+def shares_nothing(_: Site) -> Aliasing:
+    """The stated default: every output has its own storage."""
+    return Aliasing()
+
+
+aliasing_of: Table[Aliasing] = Table("aliasing", default=shares_nothing)

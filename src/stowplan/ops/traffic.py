@@ -1,0 +1,11 @@
+"""How many bytes an op moves. The default, each operand and result once, is right for most ops."""
+
+from stowplan.ops.table import Site, Table
+
+
+def each_tensor_once(site: Site) -> int:
+    """The stated default: every tensor read or written passes through memory once."""
+    return sum(tensor.nbytes or 0 for tensor in (*site.inputs, *site.outputs))
+
+
+traffic_of: Table[int] = Table("traffic", default=each_tensor_once)

@@ -1,0 +1,1 @@
+"""Decisions under a budget: simulate, solve, verify."""

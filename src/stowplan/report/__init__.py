@@ -1,0 +1,1 @@
+"""Shows a Graph, Facts, Plan or Record; computes nothing."""

@@ -1,0 +1,1 @@
+"""Executes a plan on PyTorch and measures it."""
