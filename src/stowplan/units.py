@@ -41,7 +41,8 @@ def format_bytes(count: int) -> str:
     if exponent == 0:
         return f"{count} B"
     size = count / 1024**exponent
-    return f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f} {('KiB', 'MiB', 'GiB', 'TiB')[exponent - 1]}"
+    digits = 2 if abs(size) < 10 else 1 if abs(size) < 100 else 0
+    return f"{size:.{digits}f} {('KiB', 'MiB', 'GiB', 'TiB')[exponent - 1]}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -1,0 +1,24 @@
+"""Fixtures shared by all tests."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_DEFAULT_SEEDS = Path(__file__).resolve().parents[2] / "shared" / "seeds"
+
+
+@pytest.fixture(scope="session")
+def seeds() -> Callable[[str], Path]:
+    """The path of one of the five documents by its number; their absence fails under CI and skips elsewhere."""
+
+    def find(number: str) -> Path:
+        folder = Path(os.environ.get("STOWPLAN_SEEDS", _DEFAULT_SEEDS))
+        found = sorted(folder.glob(f"{number}_*.txt"))
+        if not found:
+            missing = pytest.fail if os.environ.get("CI") else pytest.skip
+            missing(f"document {number} is not in {folder}; set STOWPLAN_SEEDS")
+        return found[0]
+
+    return find
