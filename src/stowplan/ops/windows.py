@@ -1,0 +1,131 @@
+"""The sliding windows of a convolution or pool over its spatial dims, in each framework's spelling."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stowplan.errors import MissingRule
+from stowplan.ops.sliding import Window
+from stowplan.ops.table import Site, Table, shape_of
+
+windows_of: Table[tuple[Window, ...]] = Table("windows")
+"""In the order (H, W). Rules may need the shapes of the op's inputs."""
+
+
+@windows_of.entry("Convolution2DFunction")
+def chainer_convolution(site: Site) -> tuple[Window, ...]:
+    """Kernel from the weight [out, in, kh, kw]; `cover_all` lets the last output reach past the padding."""
+    return _chainer_windows(site, _kernel(site, slice(2, 4)))
+
+
+@windows_of.entry("MaxPooling2D")
+def chainer_pool(site: Site) -> tuple[Window, ...]:
+    """Kernel from the attributes."""
+    return _chainer_windows(site, (_integer(site, "kh"), _integer(site, "kw")))
+
+
+@windows_of.entry("Deconvolution2DFunction")
+def chainer_deconvolution(site: Site) -> tuple[Window, ...]:
+    """Kernel from the weight [in, out, kh, kw]; `outh` and `outw` fix where the output stops."""
+    windows = []
+    sizes = shape_of(site.inputs[0])[2:4]
+    for window, size, side in zip(
+        _chainer_windows(site, _kernel(site, slice(2, 4))), sizes, "hw", strict=True
+    ):
+        whole = replace(window, after=0, transposed=True)
+        windows.append(replace(whole, after=whole.output_size(size) - _integer(site, f"out{side}")))
+    return tuple(windows)
+
+
+def _chainer_windows(site: Site, kernels: Sequence[int]) -> tuple[Window, ...]:
+    windows = []
+    for (axis, side), kernel in zip((("y", "h"), ("x", "w")), kernels, strict=True):
+        stride, padding = _integer(site, f"s{axis}"), _integer(site, f"p{side}")
+        after = padding + stride - 1 if site.attributes.get("cover_all") else padding
+        windows.append(Window(kernel, stride, padding, after, _integer(site, f"d{axis}", 1)))
+    return tuple(windows)
+
+
+@windows_of.entry("ConvolutionForward")
+def megengine_convolution(site: Site) -> tuple[Window, ...]:
+    """Kernel from the weight [out, in, kh, kw]."""
+    return _megengine_windows(site, _kernel(site, slice(2, 4)))
+
+
+@windows_of.entry("PoolingForward")
+def megengine_pool(site: Site) -> tuple[Window, ...]:
+    """Kernel from the attributes."""
+    return _megengine_windows(site, (_integer(site, "window_h"), _integer(site, "window_w")))
+
+
+def _megengine_windows(site: Site, kernels: Sequence[int]) -> tuple[Window, ...]:
+    return tuple(
+        Window(
+            kernel,
+            _integer(site, f"stride_{side}"),
+            _integer(site, f"pad_{side}"),
+            _integer(site, f"pad_{side}"),
+            _integer(site, f"dilate_{side}", 1),
+        )
+        for side, kernel in zip("hw", kernels, strict=True)
+    )
+
+
+@windows_of.entry("Conv2D")
+def tensorflow_convolution(site: Site) -> tuple[Window, ...]:
+    """Kernel from the filter [kh, kw, in, out]."""
+    return _tensorflow_windows(site, _kernel(site, slice(0, 2)))
+
+
+@windows_of.entry("MaxPool")
+def tensorflow_pool(site: Site) -> tuple[Window, ...]:
+    """Kernel from the attribute `ksize`, one number per tensor dim."""
+    return _tensorflow_windows(site, _spatial(site, _integers(site, "ksize")))
+
+
+def _tensorflow_windows(site: Site, kernels: Sequence[int]) -> tuple[Window, ...]:
+    """SAME padding is what makes ceil(inputs / stride) outputs, the odd one behind; VALID is none."""
+    same = site.attributes.get("padding") == "SAME"
+    strides = _spatial(site, _integers(site, "strides"))
+    windows = []
+    for size, kernel, stride in zip(_spatial(site, shape_of(site.inputs[0])), kernels, strides, strict=True):
+        outputs = -(-size // max(1, stride))
+        padding = max(0, (outputs - 1) * stride + kernel - size) if same else 0
+        windows.append(Window(kernel, stride, padding // 2, padding - padding // 2))
+    return tuple(windows)
+
+
+def _spatial(site: Site, values: Sequence[int]) -> tuple[int, ...]:
+    """The H and W entries of four values in the op's data format."""
+    if len(values) != 4:
+        raise MissingRule(f"windows of {site.op.id!r}: {tuple(values)} is not one value per tensor dim")
+    return tuple(values[2:4] if site.attributes.get("data_format") == "NCHW" else values[1:3])
+
+
+@windows_of.entry("conv2d", "maxpool2d")
+def tiled_window(site: Site) -> tuple[Window, ...]:
+    """PyTorch's spelling: kernel_size, stride, padding and dilation, each a pair (H, W)."""
+    columns = (_integers(site, key) for key in ("kernel_size", "stride", "padding", "padding", "dilation"))
+    return tuple(Window(*row) for row in zip(*columns, strict=True))
+
+
+def _kernel(site: Site, dims: slice) -> tuple[int, ...]:
+    if len(site.inputs) < 2 or len(shape_of(site.inputs[1])) != 4:
+        raise MissingRule(f"windows of {site.op.id!r}: its second input is not a weight of four dims")
+    return shape_of(site.inputs[1])[dims]
+
+
+def _integer(site: Site, key: str, default: int | None = None) -> int:
+    value = site.attributes.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise MissingRule(f"windows of {site.op.id!r}: attribute {key!r} is {value!r}, not an integer")
+    return value
+
+
+def _integers(site: Site, key: str) -> tuple[int, ...]:
+    value = site.attributes.get(key)
+    integers = tuple(item for item in value if isinstance(item, int)) if isinstance(value, tuple) else ()
+    if integers != value:
+        raise MissingRule(
+            f"windows of {site.op.id!r}: attribute {key!r} is {value!r}, not a tuple of integers"
+        )
+    return integers
