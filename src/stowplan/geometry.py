@@ -72,9 +72,9 @@ class Rect:
         return self.intersect(Rect.of_shape(shape))
 
     def overhang(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """How far it reaches past a tensor of this shape, per dim (before, after): the padding it needs."""
+        """How many of its points lie before and after a tensor of this shape, per dim: its padding."""
         return tuple(
-            (max(0, -low), max(0, high - size))
+            (max(0, min(high, 0) - low), max(0, high - max(low, size)))
             for low, high, size in zip(self.lo, self.hi, shape, strict=True)
         )
 
@@ -135,10 +135,7 @@ def are_disjoint(rects: Iterable[Rect]) -> bool:
     """Whether no point lies in two of the rects. Sweeps along dim 0."""
     active: list[Rect] = []
     for rect in sorted((r for r in rects if not r.is_empty), key=lambda r: r.lo):
-        if rect.ndim == 0:
-            if active:
-                return False
-        else:
+        if rect.ndim:
             active = [a for a in active if a.hi[0] > rect.lo[0]]
         if any(not a.intersect(rect).is_empty for a in active):
             return False

@@ -1,6 +1,7 @@
 """Bytes and seconds: reading "6GiB", writing figures people can compare."""
 
 import re
+from fractions import Fraction
 
 from stowplan.errors import BadUse
 
@@ -28,35 +29,44 @@ def parse_bytes(text: str | int) -> int:
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2].upper() not in _BYTES:
         raise BadUse(f"{text!r} is not a size; write it like 6GiB, 512MB or 1000")
-    return (
-        round(float(match[1]) * _BYTES[match[2].upper()])
-        if "." in match[1]
-        else int(match[1]) * _BYTES[match[2].upper()]
-    )
+    return round(Fraction(match[1]) * _BYTES[match[2].upper()])
 
 
 def format_bytes(count: int) -> str:
     """`count` with a binary unit and three digits: 7.39 GiB, 91.9 MiB, 812 B."""
-    exponent = min(4, max(0, abs(count).bit_length() - 1) // 10)
-    if exponent == 0:
+    if abs(count) < 1024:
         return f"{count} B"
-    size = count / 1024**exponent
-    digits = 2 if abs(size) < 10 else 1 if abs(size) < 100 else 0
-    return f"{size:.{digits}f} {('KiB', 'MiB', 'GiB', 'TiB')[exponent - 1]}"
-
-
-def format_seconds(seconds: float) -> str:
-    """`seconds` with the unit that keeps three digits: 22.8 ms, 1.24 s, 3 min 05 s."""
-    for unit, scale in (("ns", 1e-9), ("us", 1e-6), ("ms", 1e-3)):
-        if abs(seconds) < scale * 1000:
-            return f"{seconds / scale:.3g} {unit}"
-    if abs(seconds) < 120:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s"
+    return _scaled(count, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def format_count(count: int) -> str:
     """`count` with a decimal prefix: 1.26 T, 81.9 G, 950."""
-    exponent = min(5, (len(str(abs(count))) - 1) // 3)
-    return f"{count / 1000**exponent:.3g} {('', 'k', 'M', 'G', 'T', 'P')[exponent]}".rstrip()
+    if abs(count) < 1000:
+        return str(count)
+    return _scaled(count, 1000, ("", "k", "M", "G", "T", "P"))
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` with the unit that keeps three digits: 22.8 ms, 1.24 s, 3 min 05 s."""
+    if not seconds:
+        return "0 s"
+    if abs(seconds) >= 120:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02d} s"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= scale:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return f"{_three_digits(seconds * 1e9)} ns"
+
+
+def _scaled(count: int, base: int, units: tuple[str, ...]) -> str:
+    """`count` in the largest unit it reaches, which is never the first."""
+    exponent = 1
+    while exponent < len(units) - 1 and abs(count) >= base ** (exponent + 1):
+        exponent += 1
+    return f"{_three_digits(count / base**exponent)} {units[exponent]}"
+
+
+def _three_digits(size: float) -> str:
+    """Fixed point with three significant digits, and whole numbers above 100."""
+    return f"{size:.{2 if abs(size) < 10 else 1 if abs(size) < 100 else 0}f}"

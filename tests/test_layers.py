@@ -1,0 +1,121 @@
+"""Imports point one way, and torch stays at the edges."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import stowplan
+
+SOURCE = Path(stowplan.__file__).parent
+
+# Each line may import from the lines above it; parts on one line do not import each other.
+LAYERS = (
+    ("errors",),
+    ("units", "geometry"),
+    ("ir",),
+    ("ops",),
+    ("formats", "capture", "analyse"),
+    ("plan",),
+    ("run",),
+    ("report",),
+    ("api",),
+    ("cli",),
+)
+LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+TORCH_PARTS = ("capture", "run")
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """Every module of the package by dotted name, parsed."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = ".".join(("stowplan", *path.relative_to(SOURCE).with_suffix("").parts))
+        yield name.removesuffix(".__init__"), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports_of(module: str, tree: ast.Module) -> Iterator[str]:
+    """Dotted names a module imports, at its top and inside its functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} uses a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(name: str) -> str:
+    """The layer entry a dotted name belongs to; "" for the package itself."""
+    return name.split(".")[1] if name.count(".") else ""
+
+
+def faults(module: str, imported: str) -> Iterator[str]:
+    """What is wrong with one import, if anything."""
+    package, here, there = imported.partition(".")[0], part_of(module), part_of(imported)
+    if package == "torch" and not is_torch_edge(module):
+        yield f"{module} imports {imported}: torch stays in {', '.join(TORCH_PARTS)}, torch-named formats"
+    if package == "stowplan" and here and there != "__version__":
+        if there not in LEVEL:
+            yield f"{module} imports {imported}, which has no layer"
+        elif here != there and LEVEL[there] >= LEVEL[here]:
+            yield f"{module} imports {imported}, which is not below it"
+
+
+def is_torch_edge(module: str) -> bool:
+    return part_of(module) in TORCH_PARTS or module.startswith("stowplan.formats.torch")
+
+
+def test_every_module_has_a_layer() -> None:
+    parts = {part_of(name) for name, _ in modules()} - {""}
+    assert parts <= LEVEL.keys()
+
+
+def test_imports_point_down_the_layers() -> None:
+    found = [
+        fault
+        for name, tree in modules()
+        for imported in imports_of(name, tree)
+        for fault in faults(name, imported)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("stowplan.ir.graph", "stowplan.formats.stow"),
+        ("stowplan.formats.chainer", "stowplan.analyse.facts_of"),
+        ("stowplan.geometry", "stowplan.units.parse_bytes"),
+        ("stowplan.formats.stow", "torch"),
+        ("stowplan.plan.solve", "torch.nn"),
+        ("stowplan.ops.macs", "stowplan.helpers.all"),
+    ],
+)
+def test_the_check_itself_sees_a_wrong_import(module: str, imported: str) -> None:
+    assert list(faults(module, imported))
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("stowplan.capture.step", "torch"),
+        ("stowplan.formats.torch_export", "torch.fx"),
+        ("stowplan.cli.inspect", "stowplan.api.inspect"),
+        ("stowplan.formats.door", "stowplan.formats.stow"),
+    ],
+)
+def test_the_check_itself_allows_a_right_import(module: str, imported: str) -> None:
+    assert not list(faults(module, imported))
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules in sys.modules after a fresh interpreter ran `code`."""
+    report = "\nimport sys\nprint('\\n' + ' '.join({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code + report], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_importing_the_package_loads_neither_torch_nor_numpy() -> None:
+    assert not loaded_by("import stowplan") & {"torch", "numpy", "rich", "scipy"}
