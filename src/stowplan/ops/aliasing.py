@@ -20,3 +20,18 @@ def shares_nothing(_: Site) -> Aliasing:
 
 
 aliasing_of: Table[Aliasing] = Table("aliasing", default=shares_nothing)
+
+
+@aliasing_of.entry("Elemwise")
+def pointwise(site: Site) -> Aliasing:
+    """The output may overwrite an input of its own shape; one that is broadcast is too small."""
+    shape = site.outputs[0].shape
+    return Aliasing(
+        in_place_of={0: tuple(i for i, tensor in enumerate(site.inputs) if tensor.shape == shape)}
+    )
+
+
+@aliasing_of.entry("Reshape")
+def reshape(_: Site) -> Aliasing:
+    """The same elements under another shape."""
+    return Aliasing(view_of={0: 0})

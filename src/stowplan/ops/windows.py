@@ -47,8 +47,8 @@ def _chainer_windows(site: Site, kernels: Sequence[int]) -> tuple[Window, ...]:
 
 @windows_of.entry("ConvolutionForward")
 def megengine_convolution(site: Site) -> tuple[Window, ...]:
-    """Kernel from the weight [out, in, kh, kw]."""
-    return _megengine_windows(site, _kernel(site, slice(2, 4)))
+    """Kernel from the weight [(groups,) out, in, kh, kw]."""
+    return _megengine_windows(site, _kernel(site, slice(-2, None)))
 
 
 @windows_of.entry("PoolingForward")
@@ -109,7 +109,7 @@ def tiled_window(site: Site) -> tuple[Window, ...]:
 
 
 def _kernel(site: Site, dims: slice) -> tuple[int, ...]:
-    if len(site.inputs) < 2 or len(shape_of(site.inputs[1])) != 4:
+    if len(site.inputs) < 2 or len(shape_of(site.inputs[1])) < 4:
         raise MissingRule(f"windows of {site.op.id!r}: its second input is not a weight of four dims")
     return shape_of(site.inputs[1])[dims]
 

@@ -1,0 +1,26 @@
+"""MegEngine's profile of one run, in JSON: ops, vars with their addresses, times on two clocks."""
+
+from stowplan.errors import BadInput, InvalidGraph
+from stowplan.formats.megengine.facets import allocation_of, counts_of, profile_of
+from stowplan.formats.megengine.graph import graph_of
+from stowplan.formats.megengine.records import parse
+from stowplan.ir import Document, validate
+
+FORMAT = "megengine"
+
+
+def recognise(text: str) -> bool:
+    """A JSON object that opens with one of the dump's two sections."""
+    head = text[:1024].lstrip()
+    return head.startswith("{") and ('"profiler"' in head or '"graph_exec"' in head)
+
+
+def read(text: str) -> Document:
+    """The executed ops in their order, with times, addresses and footprints."""
+    dump = parse(text)
+    graph, notes = graph_of(dump)
+    try:
+        validate(graph)
+    except InvalidGraph as error:
+        raise BadInput(str(error), where="graph_exec") from None
+    return Document(FORMAT, graph, profile_of(dump), allocation_of(dump), notes=notes, counts=counts_of(dump))
