@@ -1,0 +1,1 @@
+"""Networks and measurements that show what stowplan does to real training steps."""
