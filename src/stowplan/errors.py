@@ -29,3 +29,9 @@ class InvalidGraph(StowplanError):
 
 class MissingRule(StowplanError):
     """A table of `ops/` was asked about an op it has no entry for, and has no default."""
+
+
+class IllegalPlan(StowplanError):
+    """A plan does not compute its graph: it reads what is not there, or leaves out what must run."""
+
+    exit_code = 1

@@ -1,0 +1,163 @@
+"""Problem: a graph as a planner sees it. Values are storages; views cost nothing and are folded away.
+
+Ops are positions in the graph's order. Everything before `turn` is the forward half; a value made there may
+be dropped and made again for the ops after it, which are the only ones with a choice.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from stowplan.analyse.storages import Storages, is_resident, storages_of
+from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor
+from stowplan.ops.aliasing import aliasing_of
+from stowplan.ops.effects import Effect, effect_of
+from stowplan.ops.table import Site, site_of
+
+Numbers = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Everything the planner needs, by number: values 0..V-1, ops 0..N-1.
+
+    `in_place[op]` pairs an output value with the input values it may overwrite when they die at the op.
+    `standing_bytes` is what is always there: parameters, buffers, inputs that the caller holds.
+    """
+
+    graph: Graph
+    owners: tuple[str, ...]  # value -> the tensor that owns the storage
+    nbytes: Numbers
+    producer: Numbers  # value -> op, -1 for a source
+    held: tuple[bool, ...]
+    droppable: tuple[bool, ...]
+    reads: tuple[Numbers, ...]
+    writes: tuple[Numbers, ...]
+    in_place: tuple[tuple[tuple[int, Numbers], ...], ...]
+    temporary_bytes: Numbers
+    seconds: tuple[float, ...]
+    turn: int
+    standing_bytes: int
+
+
+def problem_of(
+    graph: Graph, seconds: Sequence[float], workspace_bytes: Mapping[str, int] | None = None
+) -> Problem:
+    """Number the values and ops of `graph`; `workspace_bytes` is what kernels take besides, by op id."""
+    values = _Values(graph)
+    turn = next((i for i, op in enumerate(graph.ops) if op.phase is Phase.BACKWARD), len(graph.ops))
+    again = [_can_run_again(graph, op) for op in graph.ops]
+    producer = tuple(values.maker.get(owner, -1) for owner in values.owners)
+    held = {values.number_of(name) for name in graph.held}
+    return Problem(
+        graph=graph,
+        owners=values.owners,
+        nbytes=values.nbytes,
+        producer=producer,
+        held=tuple(value in held for value in range(len(producer))),
+        droppable=tuple(
+            0 <= op < turn and again[op] and value not in held for value, op in enumerate(producer)
+        ),
+        reads=tuple(values.read_by(op) for op in graph.ops),
+        writes=tuple(values.made_by(op) for op in graph.ops),
+        in_place=tuple(values.overwritable_by(op) for op in graph.ops),
+        temporary_bytes=tuple(values.temporary_of(op, workspace_bytes or {}) for op in graph.ops),
+        seconds=tuple(seconds),
+        turn=turn,
+        standing_bytes=values.standing_bytes,
+    )
+
+
+def overwritable(graph: Graph, site: Site) -> list[tuple[str, tuple[str, ...]]]:
+    """Each fresh output with the inputs it may overwrite if they die: alike, and made in the step."""
+    pairs = []
+    left = {tensor.id for tensor in site.inputs}
+    for output, inputs in aliasing_of(site).in_place_of.items():
+        target = site.outputs[output]
+        victims = [site.inputs[i] for i in inputs if site.inputs[i].id in left]
+        fitting = tuple(v.id for v in victims if _same_block(graph, v, target))
+        left -= set(fitting)
+        if fitting and target.alias_of is None:
+            pairs.append((target.id, fitting))
+    return pairs
+
+
+def _same_block(graph: Graph, victim: Tensor, target: Tensor) -> bool:
+    owner = victim
+    while owner.alias_of is not None:
+        owner = graph.tensors[owner.alias_of]
+    whole = owner.nbytes == victim.nbytes == target.nbytes
+    alike = (victim.shape, victim.dtype, victim.layout) == (target.shape, target.dtype, target.layout)
+    return whole and alike and owner.kind not in (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT, Kind.CONSTANT)
+
+
+def _can_run_again(graph: Graph, op: Op) -> bool:
+    return op.phase is Phase.FORWARD and not effect_of(site_of(graph, op)) & Effect.BUFFER_UPDATE
+
+
+class _Values:
+    """The numbering of storages that come and go during the step."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._storages: Storages = storages_of(graph)
+        self.maker = {
+            use.tensor: position
+            for position, op in enumerate(graph.ops)
+            for use in op.outputs
+            if use.role is Role.DATA
+        }
+        standing = self._standing()
+        numbers = [n for n in range(len(self._storages.owners)) if n not in standing]
+        self._value_of_storage = {number: value for value, number in enumerate(numbers)}
+        self.owners = tuple(self._storages.owners[number] for number in numbers)
+        self.nbytes = tuple(int(self._storages.nbytes[number]) for number in numbers)
+        self.standing_bytes = sum(
+            int(self._storages.nbytes[number])
+            for number in standing
+            if graph.tensors[self._storages.owners[number]].kind is not Kind.CONSTANT
+        )
+
+    def _standing(self) -> set[int]:
+        tensors, number_of = self._graph.tensors, self._storages.number_of
+        return {
+            number_of[name]
+            for name, tensor in tensors.items()
+            if is_resident(tensor) or (name in self._graph.held and self._owner(name) not in self.maker)
+        }
+
+    def _owner(self, name: str) -> str:
+        return self._storages.owners[self._storages.number_of[name]]
+
+    def number_of(self, name: str) -> int | None:
+        """The value a tensor lives in; None for what is always there."""
+        return self._value_of_storage.get(self._storages.number_of[name])
+
+    def _numbers(self, names: Iterable[str]) -> Numbers:
+        found = (self.number_of(name) for name in names)
+        return tuple(dict.fromkeys(value for value in found if value is not None))
+
+    def made_by(self, op: Op) -> Numbers:
+        """The values whose storage this op allocates."""
+        return self._numbers(
+            use.tensor
+            for use in op.outputs
+            if use.role is Role.DATA and self._owner(use.tensor) == use.tensor
+        )
+
+    def read_by(self, op: Op) -> Numbers:
+        """The values that must be there before this op runs: what it reads, adds into or views."""
+        made = self.made_by(op)
+        return tuple(value for value in self._numbers((*op.reads(), *op.writes())) if value not in made)
+
+    def overwritable_by(self, op: Op) -> tuple[tuple[int, Numbers], ...]:
+        """`overwritable` in numbers, without what is always there."""
+        pairs = (
+            (self._numbers([output]), self._numbers(victims))
+            for output, victims in overwritable(self._graph, site_of(self._graph, op))
+        )
+        return tuple((output[0], victims) for output, victims in pairs if output and victims)
+
+    def temporary_of(self, op: Op, workspace_bytes: Mapping[str, int]) -> int:
+        """What the op needs besides operands and results: kernel workspace, a second contribution."""
+        added = self._numbers(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
+        return workspace_bytes.get(op.id, 0) + sum(self.nbytes[value] for value in added)

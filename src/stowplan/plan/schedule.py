@@ -1,0 +1,163 @@
+"""From one state per value to the list of steps: what runs when, what is overwritten, what is freed.
+
+Three passes: find the runs (every op once, and again where a tensor is missing), find each copy's last
+reader, then write the steps with every free right behind it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stowplan.analyse.storages import Storages, is_resident, storages_of
+from stowplan.ir import Graph, Op, Role
+from stowplan.ops.table import site_of
+from stowplan.plan.decision import Again, Compute, Free, Step
+from stowplan.plan.ledger import State
+from stowplan.plan.problem import Problem, overwritable
+
+Copy = tuple[str, int]  # a tensor and how many times it had been made before
+
+
+@dataclass(slots=True)
+class _Run:
+    """One execution of an op: the copies it reads, those it leaves behind, those that end with it."""
+
+    op: Op
+    again: bool
+    reads: dict[str, Copy]
+    makes: dict[str, Copy]
+    ends: list[Copy] = field(default_factory=list)
+
+
+def steps_of(problem: Problem, states: Sequence[State]) -> tuple[Step, ...]:
+    """The schedule that the states describe."""
+    runs = _Runs(problem, states).in_order()
+    homes = _homes_of(problem.graph, runs)
+    steps: list[Step] = []
+    for run, ending in zip(runs, _storages_ending(problem.graph, runs, homes), strict=True):
+        overwrites = _overwrites_of(problem.graph, run, homes, ending)
+        if run.again:
+            steps.append(Again(run.op.id, tuple(run.makes), overwrites))
+        else:
+            steps.append(Compute(run.op.id, overwrites))
+        if run.ends:
+            steps.append(Free(tuple(name for name, _ in run.ends)))
+    return tuple(steps)
+
+
+class _Runs:
+    """Walks the graph's order and runs ops again wherever the states say that a tensor is gone."""
+
+    def __init__(self, problem: Problem, states: Sequence[State]) -> None:
+        self._graph, self._turn = problem.graph, problem.turn
+        storages = storages_of(problem.graph)
+        self._state_of = _state_by_tensor(problem, states, storages)
+        self._maker = {name: op for op in self._graph.ops for name in op.writes()}
+        self._position = {op.id: position for position, op in enumerate(self._graph.ops)}
+        self._there = {name for name in self._graph.tensors if name not in self._maker}
+        self._copies = {name: (name, 0) for name in self._graph.tensors}
+        self._runs: list[_Run] = []
+
+    def in_order(self) -> list[_Run]:
+        for position, op in enumerate(self._graph.ops):
+            if position == self._turn:
+                self._drop(State.HOLD, State.EACH)
+            for missing, outputs in self._chain_of(op):
+                self._run(missing, outputs, again=True)
+            self._run(op, [use.tensor for use in op.outputs], again=False)
+            if position >= self._turn:
+                self._drop(State.EACH)
+        return self._runs
+
+    def _drop(self, *states: State) -> None:
+        self._there = {name for name in self._there if self._state_of[name] not in states}
+
+    def _chain_of(self, op: Op) -> list[tuple[Op, list[str]]]:
+        """The ops to run again before `op`, in forward order, each with the outputs wanted of it."""
+        wanted: dict[str, list[str]] = {}
+        missing = [name for name in op.reads() if name not in self._there]
+        seen = set(missing)
+        while missing:
+            name = missing.pop()
+            maker = self._maker[name]
+            wanted.setdefault(maker.id, []).append(name)
+            for read in maker.reads():
+                if read not in self._there and read not in seen:
+                    seen.add(read)
+                    missing.append(read)
+        chain = sorted(wanted, key=self._position.__getitem__)
+        return [(self._graph.ops[self._position[again]], sorted(wanted[again])) for again in chain]
+
+    def _run(self, op: Op, outputs: list[str], *, again: bool) -> None:
+        reads = {name: self._copies[name] for name in (*op.reads(), *_added(op))}
+        makes = {}
+        for name in outputs:
+            if name not in _added(op):
+                copy = (name, self._copies[name][1] + 1)
+                makes[name] = self._copies[name] = copy
+            self._there.add(name)
+        self._runs.append(_Run(op, again, reads, makes))
+
+
+def _state_by_tensor(problem: Problem, states: Sequence[State], storages: Storages) -> dict[str, State]:
+    by_owner = dict(zip(problem.owners, states, strict=True))
+    return {
+        name: by_owner.get(storages.owners[number], State.KEEP) for name, number in storages.number_of.items()
+    }
+
+
+def _added(op: Op) -> tuple[str, ...]:
+    return tuple(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
+
+
+def _homes_of(graph: Graph, runs: list[_Run]) -> dict[Copy, Copy]:
+    """By copy: the copy that owns its storage. A view lives where what it views does."""
+    homes: dict[Copy, Copy] = {(name, 0): (name, 0) for name in graph.tensors}
+    for run in runs:
+        for name, copy in run.makes.items():
+            base = graph.tensors[name].alias_of
+            if base is None:
+                homes[copy] = copy
+            else:
+                homes[copy] = homes[run.reads.get(base) or run.makes.get(base) or (base, 0)]
+    return homes
+
+
+def _storages_ending(graph: Graph, runs: list[_Run], homes: dict[Copy, Copy]) -> list[set[Copy]]:
+    """By run: the storages nobody uses afterwards. Notes at each run the copies that end with it, too."""
+    last: dict[Copy, int] = {}
+    for index, run in enumerate(runs):
+        for copy in (*run.reads.values(), *run.makes.values()):
+            last[copy] = index
+    newest = {name: (name, number) for name, number in sorted(last)}
+    storage_last: dict[Copy, int] = {}
+    for copy, index in last.items():
+        stays = _stays(graph, copy, newest)
+        if not stays:
+            runs[index].ends.append(copy)
+        storage_last[homes[copy]] = max(storage_last.get(homes[copy], 0), len(runs) if stays else index)
+    ending: list[set[Copy]] = [set() for _ in range(len(runs) + 1)]
+    for home, index in storage_last.items():
+        ending[index].add(home)
+    return ending[:-1]
+
+
+def _stays(graph: Graph, copy: Copy, newest: dict[str, Copy]) -> bool:
+    name = copy[0]
+    return is_resident(graph.tensors[name]) or (name in graph.held and newest[name] == copy)
+
+
+def _overwrites_of(
+    graph: Graph, run: _Run, homes: dict[Copy, Copy], ending: set[Copy]
+) -> tuple[tuple[str, str], ...]:
+    """Pair outputs with inputs whose storage ends at this run, each storage at most once."""
+    site = site_of(graph, run.op)
+    pairs: list[tuple[str, str]] = []
+    left = ending - {homes[copy] for copy in run.makes.values()}
+    for output, inputs in overwritable(graph, site):
+        for victim in inputs:
+            home = homes[run.reads[victim]]
+            if output in run.makes and home in left:
+                left.discard(home)
+                pairs.append((output, victim))
+                break
+    return tuple(pairs)

@@ -1,0 +1,128 @@
+"""The only judge of peaks: the exact memory curve and seconds of a list of steps, whoever made it.
+
+Works on tensors and storages as PyTorch does: a storage exists while any tensor in it is bound. It shares no
+code with the search, so that each can show the other wrong.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stowplan.analyse.storages import is_resident
+from stowplan.errors import IllegalPlan
+from stowplan.ir import Graph, Kind, Op, Role
+from stowplan.plan.decision import Again, Compute, Free, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Bytes alive while each step runs (a Free shows what is left after it), and the seconds of all runs."""
+
+    curve_bytes: tuple[int, ...]
+    seconds: float
+    extra_seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.curve_bytes, default=0)
+
+
+def simulate(
+    graph: Graph,
+    steps: Sequence[Step],
+    seconds: Mapping[str, float],
+    workspace_bytes: Mapping[str, int] | None = None,
+) -> Simulation:
+    """Walk the steps, binding and freeing; raises IllegalPlan at a step that cannot run."""
+    memory = _Memory(graph)
+    workspace = workspace_bytes or {}
+    ops = {op.id: op for op in graph.ops}
+    curve: list[int] = []
+    first = again = 0.0
+    for number, step in enumerate(steps):
+        match step:
+            case Compute(op_id, overwrites):
+                op = ops[op_id]
+                first += seconds[op_id]
+                wanted = tuple(use.tensor for use in op.outputs)
+                curve.append(memory.run(number, op, wanted, dict(overwrites)) + workspace.get(op_id, 0))
+            case Again(op_id, outputs, overwrites):
+                again += seconds[op_id]
+                curve.append(
+                    memory.run(number, ops[op_id], outputs, dict(overwrites)) + workspace.get(op_id, 0)
+                )
+            case Free(tensors):
+                memory.free(number, tensors)
+                curve.append(memory.level)
+    return Simulation(tuple(curve), first + again, again)
+
+
+class _Memory:
+    """Which tensors are bound to which storages, and how many bytes that makes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._storage_of: dict[str, int] = {}
+        self._bound: dict[int, int] = {}  # storage -> how many tensors are in it
+        self._size: dict[int, int] = {}
+        self.level = 0
+        made = {name for op in graph.ops for name in op.writes()}
+        for name in graph.tensors:
+            if name not in made:
+                self._bind_root(name)
+
+    def _bind_root(self, name: str) -> None:
+        base = self._graph.tensors[name].alias_of
+        if base is not None:
+            if base not in self._storage_of:
+                self._bind_root(base)
+            self._join(name, self._storage_of[base])
+        elif name not in self._storage_of:
+            self._allocate(name)
+
+    def _allocate(self, name: str) -> None:
+        tensor = self._graph.tensors[name]
+        storage = len(self._size)
+        self._size[storage] = 0 if tensor.kind is Kind.CONSTANT else tensor.nbytes or 0
+        self._bound[storage] = 0
+        self.level += self._size[storage]
+        self._join(name, storage)
+
+    def _join(self, name: str, storage: int) -> None:
+        self._let_go(name)
+        self._storage_of[name] = storage
+        self._bound[storage] += 1
+
+    def _let_go(self, name: str) -> None:
+        storage = self._storage_of.pop(name, None)
+        if storage is not None:
+            self._bound[storage] -= 1
+            if self._bound[storage] == 0:
+                self.level -= self._size[storage]
+
+    def run(self, number: int, op: Op, wanted: Sequence[str], overwrites: Mapping[str, str]) -> int:
+        """Run `op`: bind the wanted outputs; returns the bytes alive meanwhile."""
+        for name in op.reads():
+            if name not in self._storage_of:
+                raise IllegalPlan(f"step {number}: {op.id} reads {name!r}, which is not in memory then")
+        aside = 0
+        for use in op.outputs:
+            size = self._graph.tensors[use.tensor].nbytes or 0
+            if use.role is Role.ACCUMULATE:
+                aside += size
+            elif self._graph.tensors[use.tensor].alias_of is not None:
+                if use.tensor in wanted:
+                    self._join(use.tensor, self._storage_of[self._graph.tensors[use.tensor].alias_of or ""])
+            elif use.tensor in overwrites:
+                self._join(use.tensor, self._storage_of[overwrites[use.tensor]])
+            elif use.tensor in wanted:
+                self._allocate(use.tensor)
+            else:
+                aside += size
+        return self.level + aside
+
+    def free(self, number: int, tensors: Sequence[str]) -> None:
+        """Let go of `tensors`."""
+        for name in tensors:
+            if name not in self._storage_of or is_resident(self._graph.tensors[name]):
+                raise IllegalPlan(f"step {number}: frees {name!r}, which is not there to be freed")
+            self._let_go(name)
