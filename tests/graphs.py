@@ -34,21 +34,21 @@ _TRICKY_WORDS = (
     "#",
     "-",
 )
-_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
-_words = st.sampled_from(_TRICKY_WORDS) | _text
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+_words = st.sampled_from(_TRICKY_WORDS) | texts
 _ids = _words.filter(bool)
 
 
 def attributes() -> st.SearchStrategy[Attributes]:
     """JSON-like values of some depth, infinities and huge integers among them."""
     numbers = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False)
-    leaves: st.SearchStrategy[Attribute] = st.none() | st.booleans() | numbers | _text
-    return st.dictionaries(_text, st.recursive(leaves, _nested, max_leaves=4), max_size=3)
+    leaves: st.SearchStrategy[Attribute] = st.none() | st.booleans() | numbers | texts
+    return st.dictionaries(texts, st.recursive(leaves, _nested, max_leaves=4), max_size=3)
 
 
 def _nested(inner: st.SearchStrategy[Attribute]) -> st.SearchStrategy[Attribute]:
     lists: st.SearchStrategy[Attribute] = st.lists(inner, max_size=3).map(tuple)
-    return lists | st.dictionaries(_text | st.sampled_from(["$", "$float"]), inner, max_size=2)
+    return lists | st.dictionaries(texts | st.sampled_from(["$", "$float"]), inner, max_size=2)
 
 
 @st.composite
@@ -61,7 +61,7 @@ def legal_graphs(draw: st.DrawFn, *, sized: bool = False) -> Graph:
         kinds = MADE_KINDS if index >= sources else OUTSIDE_KINDS + MADE_KINDS
         tensors[name] = draw(_tensors(name, kinds, names[:index], sized))
     ops = draw(_op_lists(names[:sources], names[sources:]))
-    return Graph(tensors, ops, draw(st.frozensets(st.sampled_from(names))), draw(_text))
+    return Graph(tensors, ops, draw(st.frozensets(st.sampled_from(names))), draw(texts))
 
 
 @st.composite

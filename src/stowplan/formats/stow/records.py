@@ -1,0 +1,231 @@
+"""The records of a `.stow.json` file, and how they become graph types and back.
+
+Tensors and ops are the bulk of a file: what has its default value is left out, a use as data is a bare id.
+The smaller facets are spelled as their types are.
+"""
+
+from collections.abc import Iterable
+from math import isfinite
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+
+from stowplan.errors import BadInput, BadUse
+from stowplan.formats.stow.attributes import from_json, to_json
+from stowplan.geometry import Point
+from stowplan.ir import (
+    Allocation,
+    Document,
+    DType,
+    Graph,
+    Kind,
+    Note,
+    Op,
+    Phase,
+    Profile,
+    Regions,
+    Role,
+    Shape,
+    Tensor,
+    TileSchedule,
+    TileStep,
+    Use,
+)
+
+UseRecord: TypeAlias = str | tuple[str, Role]
+TileRecord: TypeAlias = tuple[Point, tuple[TileStep, ...]]
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class _Record(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
+    """A JSON object whose keys are known and whose default values go without saying."""
+
+
+class TensorRecord(_Record):
+    """One tensor."""
+
+    id: str
+    kind: Kind
+    shape: Shape | None = None
+    dtype: DType | None = None
+    nbytes: int | None = None
+    name: str = ""
+    layout: str = ""
+    device: str = ""
+    gradient_of: str | None = None
+    alias_of: str | None = None
+
+
+class OpRecord(_Record):
+    """One op, at its place in the order."""
+
+    id: str
+    type: str
+    phase: Phase
+    inputs: tuple[UseRecord, ...] = ()
+    outputs: tuple[UseRecord, ...] = ()
+    attributes: dict[str, Any] = {}
+    device: str = ""
+    adjoint_of: str | None = None
+    scope: str = ""
+    source: str = ""
+
+
+class TilesRecord(_Record):
+    """A tile schedule; JSON objects have no tuples for keys, so tiles are pairs of coordinate and steps."""
+
+    grid: Point
+    forward: tuple[TileRecord, ...]
+    backward: tuple[TileRecord, ...]
+
+
+class DocumentRecord(_Record):
+    """All a file says. Tensors and ops come first: the writer gives each of them a line."""
+
+    tensors: tuple[TensorRecord, ...]
+    ops: tuple[OpRecord, ...]
+    held: tuple[str, ...] = ()
+    name: str = ""
+    profile: Profile | None = None
+    allocation: Allocation | None = None
+    regions: Regions | None = None
+    tiles: TilesRecord | None = None
+    notes: tuple[Note, ...] = ()
+    counts: dict[str, int] = {}
+
+
+def record_of(document: Document) -> DocumentRecord:
+    """What the file of a document says."""
+    graph = document.graph
+    return DocumentRecord(
+        tensors=tuple(map(_tensor_record, graph.tensors.values())),
+        ops=tuple(map(_op_record, graph.ops)),
+        held=tuple(sorted(graph.held)),
+        name=graph.name,
+        profile=_finite(document.profile) if document.profile else None,
+        allocation=document.allocation,
+        regions=document.regions,
+        tiles=_tiles_record(document.tiles) if document.tiles else None,
+        notes=document.notes,
+        counts=dict(document.counts),
+    )
+
+
+def _tensor_record(tensor: Tensor) -> TensorRecord:
+    return TensorRecord(
+        tensor.id,
+        tensor.kind,
+        tensor.shape,
+        tensor.dtype,
+        tensor.nbytes,
+        tensor.name,
+        tensor.layout,
+        tensor.device,
+        tensor.gradient_of,
+        tensor.alias_of,
+    )
+
+
+def _op_record(op: Op) -> OpRecord:
+    return OpRecord(
+        op.id,
+        op.type,
+        op.phase,
+        tuple(map(_use_record, op.inputs)),
+        tuple(map(_use_record, op.outputs)),
+        {key: to_json(value) for key, value in op.attributes.items()},
+        op.device,
+        op.adjoint_of,
+        op.scope,
+        op.source,
+    )
+
+
+def _use_record(use: Use) -> UseRecord:
+    return use.tensor if use.role is Role.DATA else (use.tensor, use.role)
+
+
+def _tiles_record(tiles: TileSchedule) -> TilesRecord:
+    return TilesRecord(tiles.grid, tuple(tiles.forward.items()), tuple(tiles.backward.items()))
+
+
+def _finite(profile: Profile) -> Profile:
+    """`profile` itself; JSON has no number for a time that is none."""
+    for clock, times in profile.clocks.items():
+        for op, time in times.items():
+            if not all(map(isfinite, (time.start_seconds, time.kernel_seconds, time.end_seconds))):
+                raise BadUse(
+                    f"op {op!r} has a time on clock {clock!r} that is not a number of seconds: {time}"
+                )
+    return profile
+
+
+def document_of(record: DocumentRecord, format_name: str) -> Document:
+    """The document a file describes, its graph not yet validated."""
+    graph = Graph(
+        _unique(((tensor.id, _tensor(tensor)) for tensor in record.tensors), "$.tensors"),
+        tuple(map(_op, record.ops)),
+        frozenset(record.held),
+        record.name,
+    )
+    return Document(
+        format_name,
+        graph,
+        record.profile,
+        record.allocation,
+        record.regions,
+        _tiles(record.tiles) if record.tiles else None,
+        record.notes,
+        record.counts,
+    )
+
+
+def _tensor(record: TensorRecord) -> Tensor:
+    return Tensor(
+        record.id,
+        record.kind,
+        record.shape,
+        record.dtype,
+        record.nbytes,
+        record.name,
+        record.layout,
+        record.device,
+        record.gradient_of,
+        record.alias_of,
+    )
+
+
+def _op(record: OpRecord) -> Op:
+    return Op(
+        record.id,
+        record.type,
+        record.phase,
+        tuple(map(_use, record.inputs)),
+        tuple(map(_use, record.outputs)),
+        {key: from_json(value) for key, value in record.attributes.items()},
+        record.device,
+        record.adjoint_of,
+        record.scope,
+        record.source,
+    )
+
+
+def _use(record: UseRecord) -> Use:
+    return Use(record) if isinstance(record, str) else Use(*record)
+
+
+def _tiles(record: TilesRecord) -> TileSchedule:
+    return TileSchedule(
+        record.grid, _unique(record.forward, "$.tiles.forward"), _unique(record.backward, "$.tiles.backward")
+    )
+
+
+def _unique(pairs: Iterable[tuple[_Key, _Value]], where: str) -> dict[_Key, _Value]:
+    found: dict[_Key, _Value] = {}
+    for key, value in pairs:
+        if key in found:
+            raise BadInput(f"{key!r} comes twice", where=where)
+        found[key] = value
+    return found
