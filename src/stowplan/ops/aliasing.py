@@ -35,3 +35,18 @@ def pointwise(site: Site) -> Aliasing:
 def reshape(_: Site) -> Aliasing:
     """The same elements under another shape."""
     return Aliasing(view_of={0: 0})
+
+
+@aliasing_of.entry("Identity")
+def identity(_: Site) -> Aliasing:
+    """TensorFlow's read of a variable is the variable."""
+    return Aliasing(view_of={0: 0})
+
+
+@aliasing_of.entry("ReLU", "Dropout")
+@aliasing_of.entry("Relu", "BiasAdd")
+@aliasing_of.entry("ReLU.backward", "Dropout.backward")
+@aliasing_of.entry("ReluGrad")
+def overwrites_first(site: Site) -> Aliasing:
+    """Elementwise in its first input: the value itself forward, the gradient backward (if one is wanted)."""
+    return Aliasing(in_place_of={0: (0,)} if site.outputs else {})

@@ -19,3 +19,9 @@ def no_effect(_: Site) -> Effect:
 
 
 effect_of: Table[Effect] = Table("effects", default=no_effect)
+
+
+@effect_of.entry("Dropout")
+def draws_random_numbers(_: Site) -> Effect:
+    """A second run would draw another mask."""
+    return Effect.RANDOM

@@ -2,6 +2,8 @@
 
 from math import prod
 
+from stowplan.errors import MissingRule
+from stowplan.ir import Tensor
 from stowplan.ops.table import Site, Table, elements_of, shape_of
 
 
@@ -13,7 +15,7 @@ def no_macs(_: Site) -> int:
 macs_of: Table[int] = Table("macs", default=no_macs)
 
 
-@macs_of.entry("ConvolutionForward", "conv2d")
+@macs_of.entry("Convolution2DFunction", "ConvolutionForward", "conv2d")
 def channels_first_convolution(site: Site) -> int:
     """Each output takes one weight [.., in, kh, kw]; with groups, `in` is already a group's share."""
     return elements_of(site.outputs[0]) * prod(shape_of(site.inputs[1])[-3:])
@@ -24,3 +26,51 @@ def matrix_multiplication(site: Site) -> int:
     """Each output takes a row of the left matrix."""
     rows, columns = shape_of(site.inputs[0])[-2:]
     return elements_of(site.outputs[0]) * (rows if site.attributes.get("transposeA") else columns)
+
+
+@macs_of.entry("Deconvolution2DFunction")
+def channels_first_deconvolution(site: Site) -> int:
+    """Each input spreads one weight [.., out, kh, kw]."""
+    return elements_of(site.inputs[0]) * prod(shape_of(site.inputs[1])[-3:])
+
+
+@macs_of.entry("Convolution2DFunction.backward")
+def convolution_adjoint(site: Site) -> int:
+    """Inputs (gradient, image, weight, ..): one forward's worth for each of the two gradients it makes."""
+    if len(site.inputs) < 3:
+        raise MissingRule(f"macs: {site.op.id!r} lists no image and weight")
+    forward = elements_of(site.inputs[0]) * prod(shape_of(site.inputs[2])[-3:])
+    return forward * _gradients_of(site, site.inputs[1:3])
+
+
+@macs_of.entry("Deconvolution2DFunction.backward")
+def deconvolution_adjoint(site: Site) -> int:
+    """Inputs (gradient, image, weight, ..): one forward's worth for each of the two gradients it makes."""
+    if len(site.inputs) < 3:
+        raise MissingRule(f"macs: {site.op.id!r} lists no image and weight")
+    forward = elements_of(site.inputs[1]) * prod(shape_of(site.inputs[2])[-3:])
+    return forward * _gradients_of(site, site.inputs[1:3])
+
+
+def _gradients_of(site: Site, operands: tuple[Tensor, ...]) -> int:
+    """How many of these operands the op makes a gradient of."""
+    names = {tensor.id for tensor in operands}
+    return sum(tensor.gradient_of in names for tensor in site.outputs)
+
+
+@macs_of.entry("Conv2D")
+def tensorflow_convolution(site: Site) -> int:
+    """Each output takes one filter [kh, kw, in]."""
+    return elements_of(site.outputs[0]) * prod(shape_of(site.inputs[1])[:3])
+
+
+@macs_of.entry("Conv2DBackpropFilter")
+def tensorflow_filter_gradient(site: Site) -> int:
+    """Inputs (image, filter sizes, gradient): each gradient element meets one filter [kh, kw, in]."""
+    return elements_of(site.inputs[-1]) * prod(shape_of(site.outputs[0])[:3])
+
+
+@macs_of.entry("Conv2DBackpropInput")
+def tensorflow_input_gradient(site: Site) -> int:
+    """Inputs (image sizes, filter, gradient): each gradient element meets one filter [kh, kw, in]."""
+    return elements_of(site.inputs[-1]) * prod(shape_of(site.inputs[-2])[:3])

@@ -1,0 +1,175 @@
+"""From the file's records to a graph: two tensors per variable, an executable order, what backward keeps.
+
+The file's own order is not executable. `rank` is the longest path from the inputs, so ascending ranks order
+the forward half and descending ranks the backward half.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from stowplan.errors import BadInput
+from stowplan.formats.chainer.records import Listing, Record, Tag, Variable
+from stowplan.formats.chainer.spelling import BACKWARD, gradient_id, link_of
+from stowplan.formats.chainer.views import SavedView, masks_of, saved_uses
+from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
+
+_MANY = 10**9
+_INPUTS = {
+    "Convolution2DFunction": (2, 3),
+    "Deconvolution2DFunction": (2, 3),
+    "SoftmaxCrossEntropy": (2, 2),
+    "ReLU": (1, 1),
+    "Dropout": (1, 1),
+    "MaxPooling2D": (1, 1),
+    "GetItem": (1, 1),
+    "Concat": (1, _MANY),
+}
+"""How many inputs a function takes, at least and at most."""
+
+
+def values_of(listing: Listing) -> dict[str, Tensor]:
+    """One tensor per variable, with the bytes the file gives and no shape yet."""
+    return {
+        variable.id: Tensor(variable.id, _kind_of(variable), nbytes=variable.nbytes, name=_name_of(variable))
+        for variable in listing.variables.values()
+    }
+
+
+def _kind_of(variable: Variable) -> Kind:
+    if variable.name == "_":
+        return Kind.ACTIVATION
+    return Kind.PARAMETER if variable.name.startswith("/") else Kind.INPUT
+
+
+def _name_of(variable: Variable) -> str:
+    return "" if variable.name == "_" else variable.name
+
+
+def forward_ops(listing: Listing) -> list[tuple[Op, Record]]:
+    """The forward half in an executable order, before anything is kept for the backward."""
+    ranked = sorted(listing.forward, key=lambda record: record.rank)
+    return [(_forward_op(record, listing), record) for record in ranked]
+
+
+def _forward_op(record: Record, listing: Listing) -> Op:
+    _check_arity(record)
+    names = (listing.variables[name].name for name, _ in record.inputs)
+    scope = next((link_of(name) for name in names if name.startswith("/")), "")
+    return Op(
+        id=f"{scope or record.type}.{record.outputs[0]}",
+        type=record.type,
+        phase=Phase.FORWARD,
+        inputs=tuple(Use(name) for name, _ in record.inputs),
+        outputs=tuple(Use(name) for name in record.outputs),
+        attributes=record.attributes,
+        scope=scope,
+    )
+
+
+def _check_arity(record: Record) -> None:
+    least, most = _INPUTS.get(record.type, (0, len(record.inputs)))
+    if not record.outputs or not least <= len(record.inputs) <= most:
+        raise BadInput(
+            f"{record.type} has {len(record.inputs)} inputs and {len(record.outputs)} outputs; "
+            f"it needs {least} to {most} and at least one",
+            where=f"line {record.line}",
+        )
+
+
+def step_graph(
+    listing: Listing, forward: list[tuple[Op, Record]], values: Mapping[str, Tensor], view: SavedView
+) -> tuple[Graph, dict[str, str]]:
+    """The whole step, and by op id the line it was written on."""
+    adjoint_of = {record.line: adjoint for record, adjoint in pairs_of(listing)}
+    ops = [_with_masks(op, record, view) if adjoint_of else op for op, record in forward]
+    where = {op.id: f"line {record.line}" for op, record in forward}
+    made: set[str] = set()
+    for op, record in sorted(forward, key=lambda pair: -pair[1].rank) if adjoint_of else ():
+        backward = adjoint_of[record.line]
+        ops.append(_backward_op(op, record, backward, view, values, made))
+        where[ops[-1].id] = f"line {backward.line}"
+    tensors = dict(values) | {tensor.id: tensor for tensor in _derived(ops, values)}
+    held = frozenset(
+        tensor.id
+        for tensor in tensors.values()
+        if tensor.gradient_of is not None and values[tensor.gradient_of].kind is Kind.PARAMETER
+    )
+    return Graph(tensors, tuple(ops), held), where
+
+
+def _with_masks(op: Op, record: Record, view: SavedView) -> Op:
+    return replace(op, outputs=op.outputs + tuple(Use(mask) for mask in masks_of(record, view)))
+
+
+def _backward_op(
+    op: Op,
+    forward: Record,
+    backward: Record,
+    view: SavedView,
+    values: Mapping[str, Tensor],
+    made: set[str],
+) -> Op:
+    """The adjoint of `op`. Graph inputs get no gradient; `made` are the gradients that exist already."""
+    incoming = [Use(gradient_id(name)) for name, tag in backward.inputs if tag is Tag.GRADIENT]
+    wanted = [gradient_id(name) for name in backward.outputs if values[name].kind is not Kind.INPUT]
+    return Op(
+        id=op.id + BACKWARD,
+        type=op.type + BACKWARD,
+        phase=Phase.BACKWARD,
+        inputs=(*incoming, *saved_uses(forward, backward, view)),
+        outputs=tuple(_contribution(name, made) for name in wanted),
+        attributes=backward.attributes,
+        adjoint_of=op.id,
+        scope=op.scope,
+    )
+
+
+def _contribution(gradient: str, made: set[str]) -> Use:
+    role = Role.ACCUMULATE if gradient in made else Role.DATA
+    made.add(gradient)
+    return Use(gradient, role)
+
+
+def _derived(ops: list[Op], values: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    """The gradients and masks that the ops use, each with the bytes and shape of its value."""
+    used = dict.fromkeys(use.tensor for op in ops for use in (*op.inputs, *op.outputs))
+    for name in used:
+        if name not in values:
+            value = values[name.rpartition(".")[0]]
+            is_gradient = name == gradient_id(value.id)
+            yield replace(
+                value,
+                id=name,
+                kind=Kind.GRADIENT if is_gradient else Kind.MASK,
+                gradient_of=value.id if is_gradient else None,
+                name="",
+            )
+
+
+def pairs_of(listing: Listing) -> list[tuple[Record, Record]]:
+    """Each forward record with its adjoint: the i-th with the i-th, if the file has a backward half."""
+    if not listing.backward:
+        return []
+    if len(listing.backward) != len(listing.forward):
+        raise BadInput(
+            f"{len(listing.forward)} forward records but {len(listing.backward)} backward ones: "
+            "the i-th backward must be the adjoint of the i-th forward",
+            where=f"line {listing.backward[0].line}",
+        )
+    pairs = list(zip(listing.forward, listing.backward, strict=True))
+    for forward, backward in pairs:
+        _check_pair(forward, backward)
+    return pairs
+
+
+def _check_pair(forward: Record, backward: Record) -> None:
+    inputs, outputs = {name for name, _ in forward.inputs}, set(forward.outputs)
+    sources = {Tag.INPUT: inputs, Tag.OUTPUT: outputs, Tag.GRADIENT: outputs}
+    strange = [name for name, tag in backward.inputs if name not in sources[tag]]
+    strange += [name for name in backward.outputs if name not in inputs]
+    if strange or forward.type != backward.type:
+        what = f"uses {strange[0]!r} otherwise" if strange else f"is a {forward.type}"
+        raise BadInput(
+            f"this {backward.type} is not the adjoint of the record on line {forward.line}, which {what}",
+            where=f"line {backward.line}",
+        )

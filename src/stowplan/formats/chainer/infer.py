@@ -1,0 +1,163 @@
+"""Shapes from bytes. The file gives no shape, dtype or kernel size, yet they follow from what it gives.
+
+A scalar loss tells the element size. A deconvolution, whose output size is an attribute and whose channels
+are its bias, tells the batch. The kernels follow in `filters.py`; everything else op by op from the rules of
+`ops/`. A shape that contradicts the file's bytes is reported and not used.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from stowplan.errors import BadUse, MissingRule
+from stowplan.formats.chainer.filters import DECONVOLUTION, Layer, layers_of
+from stowplan.ir import DType, Kind, Note, NoteKind, Op, Shape, Tensor, bytes_of_shape
+from stowplan.ops.shapes import output_shapes_of
+from stowplan.ops.table import Site
+
+_LOSS = "SoftmaxCrossEntropy"
+_FLOATS = {2: DType.FLOAT16, 4: DType.FLOAT32, 8: DType.FLOAT64}
+_INTEGERS = {1: DType.INT8, 2: DType.INT16, 4: DType.INT32, 8: DType.INT64}
+
+
+@dataclass(slots=True)
+class Inference:
+    """What is known so far, and what there is to say about it."""
+
+    tensors: dict[str, Tensor]
+    where: Mapping[str, str]
+    notes: list[Note] = field(default_factory=list)
+    element: DType = DType.FLOAT32
+    batch: int | None = None
+
+    def note(self, kind: NoteKind, name: str, what: str) -> None:
+        """A remark about the line of a tensor or op."""
+        self.notes.append(Note(kind, self.where.get(name, ""), what))
+
+    def site(self, op: Op) -> Site:
+        """An op with what is known of its tensors."""
+        inputs, outputs = (
+            tuple(self.tensors[use.tensor] for use in uses) for uses in (op.inputs, op.outputs)
+        )
+        return Site(op, inputs, outputs)
+
+    def elements(self, tensor: Tensor) -> int:
+        """How many elements of the common type fill a tensor's bytes."""
+        return (tensor.nbytes or 0) // self.element.itemsize
+
+    def settle(self, name: str, shape: Shape, dtype: DType) -> None:
+        """Accept a shape unless it contradicts the file's bytes or an earlier finding."""
+        tensor = self.tensors[name]
+        if tensor.shape is None and bytes_of_shape(shape, dtype) == tensor.nbytes:
+            self.tensors[name] = replace(tensor, shape=shape, dtype=dtype)
+        elif tensor.shape != shape:
+            found = f"{tensor.nbytes} bytes" if tensor.shape is None else _dims(tensor.shape)
+            self.note(NoteKind.ODD, name, f"{name!r} should be {dtype} {_dims(shape)}, but is {found}")
+
+
+def infer_shapes(
+    tensors: Mapping[str, Tensor], ops: Sequence[Op], where: Mapping[str, str]
+) -> tuple[dict[str, Tensor], list[Note]]:
+    """The tensors with every shape that follows, and the notes on how. `ops` are in executable order."""
+    state = Inference(dict(tensors), where)
+    _infer_element(state, ops)
+    _infer_batch(state, ops)
+    for op in ops:
+        _OPERANDS.get(op.type, _nothing)(state, op)
+        _infer_outputs(state, op)
+    known = sum(tensor.shape is not None for tensor in state.tensors.values())
+    state.note(NoteKind.INFERRED, "", f"shapes of {known} of {len(tensors)} variables, from their bytes")
+    return state.tensors, state.notes
+
+
+def _infer_element(state: Inference, ops: Sequence[Op]) -> None:
+    for op in ops:
+        nbytes = state.tensors[op.outputs[0].tensor].nbytes
+        if op.type == _LOSS and op.attributes.get("reduce") == "mean" and nbytes in _FLOATS:
+            state.element = _FLOATS[nbytes]
+            what = f"elements are {state.element}: the scalar loss takes {nbytes} bytes"
+            state.note(NoteKind.INFERRED, op.id, what)
+            return
+    state.note(NoteKind.INFERRED, "", f"elements are taken to be {state.element}: no scalar loss tells")
+
+
+def _infer_batch(state: Inference, ops: Sequence[Op]) -> None:
+    found = {_batch_of(state, op): op.id for op in ops if op.type == DECONVOLUTION}
+    found.pop(None, None)
+    if len(found) == 1:
+        ((state.batch, op_id),) = found.items()
+        what = f"batch {state.batch}: elements of the output / (channels x outh x outw)"
+        state.note(NoteKind.INFERRED, op_id, what)
+    else:
+        told = " and ".join(map(str, sorted(filter(None, found)))) or "none"
+        state.note(NoteKind.ODD, "", f"batch unknown: the deconvolutions tell {told}")
+
+
+def _batch_of(state: Inference, deconvolution: Op) -> int | None:
+    site = state.site(deconvolution)
+    sides = [site.attributes.get(key) for key in ("outh", "outw")]
+    if len(site.inputs) < 3 or not all(isinstance(side, int) and side > 0 for side in sides):
+        return None
+    image = state.elements(site.inputs[2]) * prod(side for side in sides if isinstance(side, int))
+    batch, rest = divmod(state.elements(site.outputs[0]), image) if image else (0, 0)
+    return batch if batch and not rest else None
+
+
+def _nothing(_: Inference, __: Op) -> None:
+    """Most ops tell nothing about their operands."""
+
+
+def _infer_filter(state: Inference, op: Op) -> None:
+    """Settle the weight, the bias and, where it is unknown, the input of a (de)convolution."""
+    site = state.site(op)
+    if site.inputs[0].shape is None and state.batch is None:
+        return
+    fits = list(layers_of(site, state.elements, state.batch))
+    if len(fits) == 1:
+        _settle_layer(state, site, fits[0])
+    else:
+        what = f"{len(fits)} kernel sizes fit the bytes of {op.id!r}, so its shapes stay unknown"
+        state.note(NoteKind.ODD, op.id, what)
+
+
+def _settle_layer(state: Inference, site: Site, layer: Layer) -> None:
+    image, weight, _ = layer
+    if site.inputs[0].shape is None:
+        what = (
+            f"{site.inputs[0].id!r} is {_dims(image)} and the kernel {_dims(weight[2:])}: nothing else fits"
+        )
+        state.note(NoteKind.INFERRED, site.op.id, what)
+    for tensor, shape in zip(site.inputs, layer, strict=False):
+        state.settle(tensor.id, shape, state.element)
+
+
+def _infer_label(state: Inference, op: Op) -> None:
+    """Labels are integers, one per score vector: the scores' shape without its channels."""
+    scores, labels = state.site(op).inputs
+    if scores.shape is None or len(scores.shape) < 2 or labels.kind is not Kind.INPUT:
+        return
+    shape = (scores.shape[0], *scores.shape[2:])
+    width = (labels.nbytes or 0) // (prod(shape) or 1)
+    state.settle(labels.id, shape, _INTEGERS.get(width, DType.INT32))
+
+
+_OPERANDS: dict[str, Callable[[Inference, Op], None]] = {
+    "Convolution2DFunction": _infer_filter,
+    DECONVOLUTION: _infer_filter,
+    _LOSS: _infer_label,
+}
+
+
+def _infer_outputs(state: Inference, op: Op) -> None:
+    site = state.site(op)
+    if any(tensor.shape is None for tensor in site.inputs):
+        return
+    try:
+        for tensor, shape in zip(site.outputs, output_shapes_of(site), strict=False):
+            state.settle(tensor.id, shape, state.element)
+    except (MissingRule, BadUse) as reason:
+        state.note(NoteKind.ODD, op.id, f"no shapes from here on: {reason}")
+
+
+def _dims(shape: Shape) -> str:
+    return "x".join(map(str, shape)) or "a scalar"

@@ -1,0 +1,160 @@
+"""From rows, edges and order to a graph: one tensor per output, one op per node, copy and read."""
+
+from collections.abc import Iterator
+
+from stowplan.formats.tensorflow.forward import is_backward
+from stowplan.formats.tensorflow.order import execution_order
+from stowplan.formats.tensorflow.rows import Listing, Row, RowKind, Value, copied_by
+from stowplan.formats.tensorflow.wiring import Edge, Wiring
+from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use
+
+_PHASES = {RowKind.READ: Phase.FORWARD, RowKind.TRANSPOSE: Phase.LAYOUT}
+_CONSTANTS = (RowKind.SHAPE_CONSTANT, RowKind.PERMUTATION_CONSTANT)
+
+
+def graph_of(listing: Listing, wiring: Wiring) -> Graph:
+    """The step, without layouts. Variables and what is returned stay until its end."""
+    order = [listing.rows[name] for name in execution_order(listing, wiring)]
+    copies = listing.of_kind(RowKind.MEMCPY)
+    ops = [_op(listing, wiring, row) for row in order] + [_copy(listing, row) for row in copies]
+    tensors = {tensor.id: tensor for tensor in _tensors(listing, wiring, copies)}
+    return Graph(tensors, tuple(ops), frozenset(_held(listing, tensors)))
+
+
+def _op(listing: Listing, wiring: Wiring, row: Row) -> Op:
+    kind = listing.kinds[row.name]
+    adjoint = wiring.adjoints.get(row.name)
+    return Op(
+        id=row.name,
+        type="Identity" if kind is RowKind.READ else listing.op_types[row.name],
+        phase=_PHASES.get(kind, Phase.BACKWARD if is_backward(row.name) else Phase.FORWARD),
+        inputs=tuple(
+            Use(edge.source or unknown_input(row, position), edge.role)
+            for position, edge in enumerate(wiring.edges[row.name])
+        ),
+        outputs=(Use(row.name),),
+        device=row.device,
+        adjoint_of=adjoint.forward if adjoint else None,
+    )
+
+
+def unknown_input(row: Row, position: int) -> str:
+    """The tensor that stands for an input whose producer the table does not reveal."""
+    return f"{row.name}:input{position}"
+
+
+def _copy(listing: Listing, row: Row) -> Op:
+    if copied_by(row) not in listing.rows or listing.rows[copied_by(row)].output is None:
+        raise row.fault(f"{row.name!r} copies {copied_by(row)!r}, which is no value of this table")
+    return Op(
+        id=row.name,
+        type=row.name.rpartition(":")[2],
+        phase=Phase.TRANSFER,
+        inputs=(Use(copied_by(row)),),
+        outputs=(Use(row.name),),
+        device=row.device,
+    )
+
+
+def _tensors(listing: Listing, wiring: Wiring, copies: list[Row]) -> Iterator[Tensor]:
+    parameters = _parameters(wiring)
+    for row in listing.of_kind(RowKind.VARIABLE):
+        yield _tensor(row, Kind.PARAMETER if row.name in parameters else Kind.INPUT)
+    for row in listing.of_kind(RowKind.READ):
+        variable = _owner(listing, row.name)
+        kind = Kind.PARAMETER if variable in parameters else Kind.INPUT
+        yield _tensor(row, kind, alias_of=variable)
+    for row in listing.of_kind(*_CONSTANTS):
+        yield _tensor(row, Kind.CONSTANT)
+    for row in listing.of_kind(RowKind.OP, RowKind.TRANSPOSE):
+        kind, target = _meaning(listing, wiring, row.name)
+        yield _tensor(row, kind, gradient_of=target)
+    for row in copies:
+        yield _copied_tensor(listing, wiring, row)
+    yield from _unknown_tensors(listing, wiring)
+
+
+def _parameters(wiring: Wiring) -> set[str]:
+    """The variables that a forward op reads beside its data."""
+    reads = {value for (_, position), value in wiring.forward.items() if position > 0}
+    return {edge.source for name in reads for edge in wiring.edges[name] if edge.source}
+
+
+def _owner(listing: Listing, name: str) -> str:
+    """The variable behind a read; any other value is its own."""
+    return name.removesuffix("/read") if listing.kinds[name] is RowKind.READ else name
+
+
+def _meaning(listing: Listing, wiring: Wiring, name: str) -> tuple[Kind, str | None]:
+    """Whether a row makes an activation or a gradient, and of what. A transpose makes what it turns."""
+    value = wiring.transposed.get(name, name)
+    if not is_backward(value) or listing.kinds[value] is not RowKind.OP:
+        return Kind.ACTIVATION, None
+    adjoint = wiring.adjoints.get(value)
+    target = wiring.forward.get((adjoint.forward, adjoint.rule.makes)) if adjoint else None
+    return Kind.GRADIENT, target and _owner(listing, target)
+
+
+def _tensor(row: Row, kind: Kind, alias_of: str | None = None, gradient_of: str | None = None) -> Tensor:
+    value = row.output
+    if value is None:
+        raise row.fault(f"{row.name!r} has no output")
+    return Tensor(
+        id=row.name,
+        kind=kind,
+        shape=value.shape,
+        dtype=value.dtype,
+        nbytes=value.nbytes,
+        device=row.device,
+        gradient_of=gradient_of,
+        alias_of=alias_of,
+    )
+
+
+def _copied_tensor(listing: Listing, wiring: Wiring, row: Row) -> Tensor:
+    """What a device-to-host copy leaves on the host."""
+    source = copied_by(row)
+    kind, target = _meaning(listing, wiring, source)
+    value = listing.rows[source].output
+    is_whole = value is not None and value.nbytes == row.copied_bytes
+    return Tensor(
+        id=row.name,
+        kind=kind,
+        shape=value.shape if value and is_whole else None,
+        dtype=value.dtype if value and is_whole else None,
+        nbytes=row.copied_bytes,
+        device="CPU",
+        gradient_of=target,
+    )
+
+
+def _unknown_tensors(listing: Listing, wiring: Wiring) -> Iterator[Tensor]:
+    for row, position, wanted in unresolved(listing, wiring):
+        name = unknown_input(row, position)
+        yield Tensor(name, Kind.INPUT, wanted.shape, wanted.dtype, wanted.nbytes, device=row.device)
+
+
+def unresolved(listing: Listing, wiring: Wiring) -> Iterator[tuple[Row, int, Value]]:
+    """The inputs whose producer is unclear."""
+    for name, edges in wiring.edges.items():
+        for position, edge in enumerate(edges):
+            if edge.source is None:
+                yield listing.rows[name], position, listing.rows[name].inputs[position]
+
+
+def is_consistent(listing: Listing, edge: Edge, wanted: Value) -> bool:
+    """Whether an edge's source has the type and shape that its reader shows."""
+    return edge.source is not None and listing.rows[edge.source].output == wanted
+
+
+def _held(listing: Listing, tensors: dict[str, Tensor]) -> Iterator[str]:
+    for tensor in tensors.values():
+        target = tensors.get(tensor.gradient_of or "")
+        if target is not None and target.kind is Kind.PARAMETER:
+            yield tensor.id
+    for row in listing.of_kind(RowKind.VARIABLE, RowKind.MEMCPY):
+        if tensors[row.name].kind is not Kind.PARAMETER:
+            yield row.name
+    for row in listing.of_kind(RowKind.RETVAL):
+        if copied_by(row) in tensors:
+            yield copied_by(row)

@@ -1,0 +1,100 @@
+"""Who feeds whom in the forward half. The table gives shapes, not producers; names and control edges tell.
+
+A candidate for an input is any value of its shape, in either layout. Three facts narrow them down:
+- the folded shape constant of a gradient waits for the inputs of its forward op, by name;
+- ops of one name scope read each other rather than another scope's values, and the op named like the scope is
+  its result, which nothing inside reads;
+- an activation has one reader in the forward half, so what one input must take no other can.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from stowplan.formats.tensorflow.rows import Listing, Row, RowKind
+from stowplan.ir import Shape
+
+_FOLDED_SHAPE = re.compile(r"(?:ConstantFolding/)?gradients/(.+)_grad/.+")
+
+Slot: TypeAlias = tuple[str, int]
+"""An op's name and the position of one of its inputs."""
+
+
+def is_backward(name: str) -> bool:
+    """Whether an op belongs to the backward half. (Of a transpose, the prefix says nothing.)"""
+    return name.startswith("gradients/")
+
+
+def forward_operands(listing: Listing) -> dict[Slot, str]:
+    """The value each input of a forward op reads: the read of a variable or another forward op."""
+    readers = [row for row in listing.of_kind(RowKind.OP) if not is_backward(row.name)]
+    values = [*listing.of_kind(RowKind.READ), *readers]
+    candidates = _candidates(listing, readers, values)
+    _eliminate(candidates, exclusive={row.name for row in readers})
+    return {slot: min(names) for slot, names in candidates.items() if len(names) == 1}
+
+
+def _candidates(listing: Listing, readers: list[Row], values: list[Row]) -> dict[Slot, set[str]]:
+    by_dims: defaultdict[Shape, list[Row]] = defaultdict(list)
+    for value in values:
+        by_dims[_dims(value)].append(value)
+    scopes = {name.rpartition("/")[0] for name in listing.rows}
+    named = _named_operands(listing)
+    found = {}
+    for row in readers:
+        scope = row.name if row.name in scopes else row.name.rpartition("/")[0]
+        for position, wanted in enumerate(row.inputs):
+            rows = by_dims[tuple(sorted(wanted.shape))]
+            fitting = {value.name for value in rows if value is not row and _fits(value, wanted.shape)}
+            found[row.name, position] = (
+                fitting & named.get(row.name, set())
+                or {name for name in fitting if scope and name.startswith(scope + "/")}
+                or fitting
+            )
+    return found
+
+
+def _dims(row: Row) -> Shape:
+    return tuple(sorted(row.output.shape)) if row.output else ()
+
+
+def _fits(value: Row, shape: Shape) -> bool:
+    """Whether a value has this shape, as it is or in the other layout."""
+    if value.output is None:
+        return False
+    return value.output.shape == shape or shape in other_layouts(value.output.shape)
+
+
+def other_layouts(shape: Shape) -> tuple[Shape, ...]:
+    """An image's shape with its channels moved from front to back, and from back to front."""
+    if len(shape) != 4:
+        return ()
+    batch, *rest = shape
+    return (batch, *rest[1:], rest[0]), (batch, rest[2], *rest[:2])
+
+
+def _named_operands(listing: Listing) -> Mapping[str, set[str]]:
+    """By forward op, what the shape constants of its gradients wait for."""
+    named: defaultdict[str, set[str]] = defaultdict(set)
+    for row in listing.of_kind(RowKind.SHAPE_CONSTANT):
+        match = _FOLDED_SHAPE.fullmatch(row.name)
+        if match:
+            named[match[1]].update(row.controls)
+    return named
+
+
+def _eliminate(candidates: dict[Slot, set[str]], exclusive: set[str]) -> None:
+    """Where an input has one candidate left, no other input may read it; repeat until nothing changes."""
+    slots_of: defaultdict[str, list[Slot]] = defaultdict(list)
+    for slot, names in candidates.items():
+        for name in names:
+            slots_of[name].append(slot)
+    settled = [slot for slot, names in candidates.items() if len(names) == 1]
+    while settled:
+        (taken,) = candidates[settled.pop()]
+        for other in slots_of[taken] if taken in exclusive else ():
+            if len(candidates[other]) > 1 and taken in candidates[other]:
+                candidates[other].remove(taken)
+                if len(candidates[other]) == 1:
+                    settled.append(other)
