@@ -51,16 +51,25 @@ class Regions:
 
 @dataclass(frozen=True, slots=True)
 class TileStep:
-    """One op of one tile: the input region it wants (unclipped) and what of it lies inside the tensor."""
+    """One op of one tile: the region it makes, the region it wants for that, and what of that lies inside.
+
+    Forward it makes a part of the op's output from its input; backward, a part of the gradient of its input
+    from the gradient of its output. `wanted` is not clipped: what it has outside the tensor is padding.
+    """
 
     op: str
+    result: Rect
     wanted: Rect
     inside: Rect
 
 
 @dataclass(frozen=True, slots=True)
 class TileSchedule:
-    """A segment computed tile by tile: for each tile (by grid coordinate) its forward and backward steps."""
+    """A segment computed tile by tile: for each tile (by grid coordinate) its forward and backward steps.
+
+    Steps are in the order in which their regions follow from one another: forward from the last op to the
+    first, backward from the first to the last. Tiles are in the order in which they run.
+    """
 
     grid: tuple[int, ...]
     forward: Mapping[tuple[int, ...], tuple[TileStep, ...]]

@@ -1,10 +1,10 @@
 """MegEngine's profile of one run, in JSON: ops, vars with their addresses, times on two clocks."""
 
-from stowplan.errors import BadInput, InvalidGraph
+from stowplan.formats.checked import checked
 from stowplan.formats.megengine.facets import allocation_of, counts_of, profile_of
 from stowplan.formats.megengine.graph import graph_of
 from stowplan.formats.megengine.records import parse
-from stowplan.ir import Document, validate
+from stowplan.ir import Document
 
 FORMAT = "megengine"
 
@@ -19,8 +19,12 @@ def read(text: str) -> Document:
     """The executed ops in their order, with times, addresses and footprints."""
     dump = parse(text)
     graph, notes = graph_of(dump)
-    try:
-        validate(graph)
-    except InvalidGraph as error:
-        raise BadInput(str(error), where="graph_exec") from None
-    return Document(FORMAT, graph, profile_of(dump), allocation_of(dump), notes=notes, counts=counts_of(dump))
+    places = {op.id: f"graph_exec.operator.{op.id}" for op in graph.ops}
+    return Document(
+        FORMAT,
+        checked(graph, places, otherwise="graph_exec"),
+        profile_of(dump),
+        allocation_of(dump),
+        notes=notes,
+        counts=counts_of(dump),
+    )

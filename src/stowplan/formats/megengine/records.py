@@ -1,6 +1,7 @@
 """The records of a MegEngine dump, typed. A fault is told with its key path: `graph_exec.var.539.name`."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar
@@ -16,6 +17,9 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=-1e15, le=1e15)]
 Sizes: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=16)]
 Scalar: TypeAlias = bool | int | float | Name | None
 Section: TypeAlias = dict[Name, Any]
+
+_PLACE = re.compile(r" - at (?:`key` in )?`\$(.*)`")  # how msgspec says where a fault is
+_THE_LINE = "line 1"  # a dump is one line; some faults have no finer place
 
 
 class Times(Struct, frozen=True):
@@ -147,8 +151,8 @@ def _typed(value: object, kind: type[Record], where: str) -> Record:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).partition(" - at `$")
-        raise BadInput(what, where=(where + path.rstrip("`")).lstrip(".")) from None
+        what, *path = _PLACE.split(str(error))
+        raise BadInput(what, where="".join((where, *path)).lstrip(".") or "top level") from None
     except UnicodeEncodeError as error:
         raise BadInput(f"half of a surrogate pair is not text: {error.reason}", where=where) from None
 
@@ -159,9 +163,9 @@ def _json(text: str) -> object:
     except json.JSONDecodeError as error:
         raise BadInput(error.msg, where=f"line {error.lineno} column {error.colno}") from None
     except RecursionError:
-        raise BadInput("nested deeper than any MegEngine dump") from None
+        raise BadInput("nested deeper than any dump", where=_THE_LINE) from None
     except ValueError as error:  # an integer of thousands of digits
-        raise BadInput(str(error)) from None
+        raise BadInput(str(error), where=_THE_LINE) from None
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -173,4 +177,4 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _not_a_number(word: str) -> NoReturn:
-    raise BadInput(f"{word} is not a JSON number")
+    raise BadInput(f"{word} is not a JSON number", where=_THE_LINE)

@@ -1,0 +1,153 @@
+"""The log's box record: one op of one tile, as printed. Boxes are [left, right, top, bottom], inclusive."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from stowplan.errors import BadInput
+from stowplan.formats.tilelog.streams import Line
+from stowplan.geometry import Rect
+
+Numbers: TypeAlias = tuple[int, ...]
+
+FAKE = -11  # the key and next_id of the record a walk starts from
+LAST = -99  # the next_id of a walk's first op
+
+_HEADER = re.compile(
+    r"(?:, |f_info \{|b_info \{|f_info :: | )?(?:(?P<key>-?[0-9]{1,18}): )?(?P<name>[a-z][a-z0-9-]{0,60})"
+    r"\[(?P<i>-?[0-9]{1,9}),(?P<j>-?[0-9]{1,9})\] PI\( <(?P<row>[0-9]{1,9}),(?P<column>[0-9]{1,9}),>,"
+)
+_LIST = re.compile(r" <([a-z]+) ((?:-?[0-9]{1,9},){0,4})>, ?")
+_LENGTHS = {
+    "otileshape": (2,),
+    "padding": (0, 4),
+    "inpslidx": (4,),
+    "internal": (0, 4),
+    "realidx": (4,),
+    "ndtsize": (0, 2),
+}
+_LOCAL_FIRST = {"  local_first False": False, "  local_first True": True}
+_NEXT = re.compile(r" next_id (-?[0-9]{1,18})\)")
+RECORD_LINES = 9
+
+
+@dataclass(frozen=True, slots=True)
+class BoxRecord:
+    """What one op of one tile reads: `realidx` as wanted, `inpslidx` as clipped to the tensor.
+
+    `name` is the op's type and id, `position` its place in the walk and in its run of convolutions. `key` is
+    what a table files it under: the id again, or FAKE.
+    """
+
+    name: str
+    position: Numbers
+    coord: Numbers
+    otileshape: Numbers
+    padding: Numbers
+    inpslidx: Numbers
+    internal: Numbers
+    realidx: Numbers
+    ndtsize: Numbers
+    local_first: bool
+    next_id: int
+    key: int = field(default=FAKE, compare=False)
+    where: str = field(default="", compare=False)
+
+    @property
+    def wanted(self) -> Rect:
+        return rect_of(self.realidx)
+
+    @property
+    def inside(self) -> Rect:
+        return rect_of(self.inpslidx)
+
+
+def rect_of(box: Numbers) -> Rect:
+    """[left, right, top, bottom] with both ends as a half-open rect over (H, W)."""
+    left, right, top, bottom = box
+    return Rect((top, left), (bottom + 1, right + 1))
+
+
+def box_of(rect: Rect) -> Numbers:
+    """The reverse of `rect_of`."""
+    (top, left), (bottom, right) = rect.lo, rect.hi
+    return (left, right - 1, top, bottom - 1)
+
+
+def is_record(line: Line) -> bool:
+    """Whether a record starts on this line."""
+    return _HEADER.fullmatch(line.text) is not None
+
+
+def parse_record(lines: Sequence[Line], at: int) -> BoxRecord:
+    """The record that starts at position `at` of the lines."""
+    where = lines[at].where
+    header = _HEADER.fullmatch(lines[at].text)
+    if header is None:
+        raise BadInput("not the first line of a box record", where=where)
+    if header["key"] and int(header["key"]) != FAKE and not header["name"].endswith(header["key"]):
+        raise BadInput(f"{header['name']!r} is filed under {header['key']}", where=where)
+    if at + RECORD_LINES > len(lines):
+        raise BadInput("the box record is cut short", where=where)
+    *lists, local_first, next_id = lines[at + 1 : at + RECORD_LINES]
+    otileshape, padding, inpslidx, internal, realidx, ndtsize = map(_numbers, lists, _LENGTHS)
+    return BoxRecord(
+        name=header["name"],
+        position=(int(header["i"]), int(header["j"])),
+        coord=(int(header["row"]), int(header["column"])),
+        otileshape=otileshape,
+        padding=padding,
+        inpslidx=inpslidx,
+        internal=internal,
+        realidx=realidx,
+        ndtsize=ndtsize,
+        local_first=_flag(local_first),
+        next_id=_next_id(next_id),
+        key=int(header["key"] or FAKE),
+        where=where,
+    )
+
+
+def _numbers(line: Line, name: str) -> Numbers:
+    match = _LIST.fullmatch(line.text)
+    if match is None or match[1] != name:
+        raise BadInput(f"expected <{name} ..>", where=line.where)
+    numbers = tuple(int(number) for number in match[2].split(",")[:-1])
+    if len(numbers) not in _LENGTHS[name]:
+        raise BadInput(f"<{name} ..> has {len(numbers)} numbers", where=line.where)
+    return numbers
+
+
+def _flag(line: Line) -> bool:
+    if line.text not in _LOCAL_FIRST:
+        raise BadInput("expected local_first True or False", where=line.where)
+    return _LOCAL_FIRST[line.text]
+
+
+def _next_id(line: Line) -> int:
+    match = _NEXT.fullmatch(line.text)
+    if match is None:
+        raise BadInput("expected next_id", where=line.where)
+    return int(match[1])
+
+
+def text_of(record: BoxRecord) -> str:
+    """The record as the log prints it, without the key that stands before it in a table."""
+    row, column = record.coord
+    i, j = record.position
+    return (
+        f"{record.name}[{i},{j}] PI( <{row},{column},>,\n"
+        f" <otileshape {_list(record.otileshape)}>,\n"
+        f" <padding {_list(record.padding)}>,\n"
+        f" <inpslidx {_list(record.inpslidx)}>, \n"
+        f" <internal {_list(record.internal)}>, \n"
+        f" <realidx {_list(record.realidx)}>, \n"
+        f" <ndtsize {_list(record.ndtsize)}>, \n"
+        f"  local_first {record.local_first}\n"
+        f" next_id {record.next_id})\n"
+    )
+
+
+def _list(numbers: Numbers) -> str:
+    return "".join(f"{number}," for number in numbers)
