@@ -31,7 +31,27 @@ class MissingRule(StowplanError):
     """A table of `ops/` was asked about an op it has no entry for, and has no default."""
 
 
+class CaptureError(StowplanError):
+    """A training step cannot be captured: what happened, where in the user's code, and what to try."""
+
+    def __init__(self, what: str, *, where: str = "", advice: str = "") -> None:
+        self.what, self.where, self.advice = what, where, advice
+        super().__init__(f"{where + ': ' if where else ''}{what}{'; ' + advice if advice else ''}")
+
+
 class IllegalPlan(StowplanError):
     """A plan does not compute its graph: it reads what is not there, or leaves out what must run."""
 
     exit_code = 1
+
+
+class BudgetTooSmall(StowplanError):
+    """No plan was found within the budget; tells the smallest that was, and what binds there."""
+
+    exit_code = 1
+
+    def __init__(
+        self, what: str, *, allowed_bytes: int, minimum_bytes: int, binding: tuple[str, ...]
+    ) -> None:
+        self.allowed_bytes, self.minimum_bytes, self.binding = allowed_bytes, minimum_bytes, binding
+        super().__init__(what)

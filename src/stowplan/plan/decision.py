@@ -39,7 +39,7 @@ Decision: TypeAlias = Keep | Recompute | Offload | Tile
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run an op for the first time. `overwrites` pairs outputs with the dying inputs whose storage they take."""
+    """Run an op for the first time. `overwrites` pairs an output with the dying input it replaces."""
 
     op: str
     overwrites: tuple[tuple[str, str], ...] = ()

@@ -13,8 +13,10 @@ the values that live from before to after s, `local[s]` is the highest sum of th
 change of one state touches only the ops whose chains involve the value; all else stays as it was booked.
 """
 
+from dataclasses import dataclass
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +35,41 @@ class State(IntEnum):
     EACH = 2
 
 
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """What runs again before an op; a value is demanded if made there, involved if made or read there."""
+
+    op: int
+    ops: Numbers = ()
+    demanded: frozenset[int] = frozenset()
+    involved: frozenset[int] = frozenset()
+    seconds: float = 0.0
+
+
+class _State(NamedTuple):
+    value: int
+    state: State
+    remade: int
+
+
+class _Remake(NamedTuple):
+    value: int
+    remade: int
+
+
+class _Spans(NamedTuple):
+    value: int
+    spans: tuple[Span, ...]
+
+
+class _Local(NamedTuple):
+    op: int
+    nbytes: int
+
+
+_Change: TypeAlias = _State | _Remake | _Chain | _Spans | _Local  # an entry as it was before
+
+
 class Ledger:
     """Mutable on purpose: a search calls `set_state` thousands of times."""
 
@@ -40,37 +77,59 @@ class Ledger:
         self.problem = problem
         ops, values = len(problem.reads), len(problem.nbytes)
         self.states = [State.KEEP] * values
-        self.chains: list[Numbers] = [()] * ops
         self.extra_seconds = 0.0
-        self._chain_seconds = [0.0] * ops
-        self._demanded: list[frozenset[int]] = [frozenset()] * ops  # made by the chain because it is needed
-        self._involved: list[frozenset[int]] = [frozenset()] * ops  # demanded, or read by the chain
+        self._chains = [_Chain(op) for op in range(ops)]
         self._direct, self._last_forward = _readers(problem)
         self._via: list[set[int]] = [set() for _ in range(values)]  # ops whose chain involves the value
         self._remade = [_NEVER] * values  # the op before which a HOLD value is made again
         self._spans: list[tuple[Span, ...]] = [()] * values
+        self._starts, self._ends = np.full((2, values), _NEVER), np.full((2, values), _NEVER)
+        self._droppable = np.array(problem.droppable, dtype=bool)
         self._through = np.zeros(ops, dtype=np.int64)
         self._local = np.zeros(ops, dtype=np.int64)
+        self._changes: list[_Change] = []
         for value in range(values):
             self._rebook(value)
         for op in range(ops):
             self._local[op] = self._local_peak(op)
+        self.commit()
 
     def curve_bytes(self) -> NDArray[np.int64]:
         """The highest memory while each op or its chain runs."""
         curve: NDArray[np.int64] = self._through + self._local + self.problem.standing_bytes
         return curve
 
-    def alive_across(self, op: int) -> list[int]:
+    def last_reader(self, value: int) -> int:
+        """The last op that reads the value itself; -1 if none after the turn does."""
+        return self._direct[value][-1] if self._direct[value] else _NEVER
+
+    def alive_across(self, op: int) -> NDArray[np.int64]:
         """Droppable values that stay alive from before `op` to after it."""
-        return [
-            value
-            for value, droppable in enumerate(self.problem.droppable)
-            if droppable and any(start < op < end for start, end in self._spans[value])
-        ]
+        return np.flatnonzero(((self._starts < op) & (op < self._ends)).any(axis=0) & self._droppable)
+
+    def commit(self) -> None:
+        """Make the changes since the last commit final."""
+        self._changes.clear()
+
+    def roll_back(self) -> None:
+        """Take back the changes since the last commit."""
+        while self._changes:
+            change = self._changes.pop()
+            match change:
+                case _State(value, state, remade):
+                    self.states[value], self._remade[value] = state, remade
+                case _Remake(value, remade):
+                    self._remade[value] = remade
+                case _Chain():
+                    self._enter_chain(change)
+                case _Spans(value, spans):
+                    self._enter_spans(value, spans)
+                case _Local(op, nbytes):
+                    self._local[op] = nbytes
 
     def set_state(self, value: int, state: State) -> None:
         """Decide otherwise about one value and rebook what that touches."""
+        self._changes.append(_State(value, self.states[value], self._remade[value]))
         self.states[value] = state
         self._remade[value] = _NEVER
         queue = [*self._direct[value], *self._via[value]]
@@ -86,6 +145,7 @@ class Ledger:
         for touched in dirty:
             changed |= self._rebook(touched)
         for op in changed:
+            self._changes.append(_Local(op, int(self._local[op])))
             self._local[op] = self._local_peak(op)
 
     def _available(self, value: int, op: int) -> bool:
@@ -94,36 +154,40 @@ class Ledger:
 
     def _rechain(self, op: int, dirty: set[int]) -> list[int]:
         """Find anew what must run again before `op`; returns later ops whose chains may change by it."""
-        chain, demanded, involved = self._chain_of(op)
-        if chain != self.chains[op]:
-            self.extra_seconds -= self._chain_seconds[op]
-            self._chain_seconds[op] = sum(self.problem.seconds[again] for again in chain)
-            self.extra_seconds += self._chain_seconds[op]
-            self.chains[op] = chain
-        for value in involved ^ self._involved[op]:
-            (self._via[value].add if value in involved else self._via[value].discard)(op)
-            dirty.add(value)
-        concerned = demanded | self._demanded[op]
-        self._involved[op], self._demanded[op] = involved, demanded
+        before, now = self._chains[op], self._chain_of(op)
+        if now != before:
+            self._changes.append(before)
+            dirty |= now.involved ^ before.involved
+            self._enter_chain(now)
         later: list[int] = []
-        for value in concerned:
-            if self.states[value] is State.HOLD and self._move_remake(value, op, value in demanded):
+        for value in now.demanded | before.demanded:
+            if self.states[value] is State.HOLD and self._move_remake(value, op, value in now.demanded):
                 dirty.add(value)
                 later += (reader for reader in (*self._direct[value], *self._via[value]) if reader > op)
         return later
+
+    def _enter_chain(self, chain: "_Chain") -> None:
+        before = self._chains[chain.op]
+        for value in before.involved - chain.involved:
+            self._via[value].discard(chain.op)
+        for value in chain.involved - before.involved:
+            self._via[value].add(chain.op)
+        self.extra_seconds += chain.seconds - before.seconds
+        self._chains[chain.op] = chain
 
     def _move_remake(self, value: int, op: int, demanded: bool) -> bool:
         """Note that `value` is made again before `op`, or no longer is; says whether that is news."""
         if demanded == (self._remade[value] == op):
             return False
+        self._changes.append(_Remake(value, self._remade[value]))
         self._remade[value] = op if demanded else _NEVER
         return True
 
-    def _chain_of(self, op: int) -> tuple[Numbers, frozenset[int], frozenset[int]]:
+    def _chain_of(self, op: int) -> "_Chain":
         problem = self.problem
         missing = [value for value in problem.reads[op] if not self._available(value, op)]
         if not missing:
-            return (), frozenset(), frozenset()
+            return _Chain(op)
         demanded, ready, chain = set(missing), set[int](), set[int]()
         while missing:
             maker = problem.producer[missing.pop()]
@@ -136,7 +200,8 @@ class Ledger:
                 elif value not in demanded:
                     demanded.add(value)
                     missing.append(value)
-        return tuple(sorted(chain)), frozenset(demanded), frozenset(demanded | ready)
+        seconds = sum(problem.seconds[again] for again in chain)
+        return _Chain(op, tuple(sorted(chain)), frozenset(demanded), frozenset(demanded | ready), seconds)
 
     def _spans_of(self, value: int) -> tuple[Span, ...]:
         """From which op to which op the value exists; a second span where it is made again and held."""
@@ -153,21 +218,28 @@ class Ledger:
 
     def _rebook(self, value: int) -> set[int]:
         """Enter the lifetimes of `value` anew; returns the ops at which it now comes or goes otherwise."""
-        spans, nbytes = self._spans_of(value), self.problem.nbytes[value]
-        before = self._spans[value]
+        spans, before = self._spans_of(value), self._spans[value]
         if spans == before:
             return set()
-        for start, end in before:
+        self._changes.append(_Spans(value, before))
+        self._enter_spans(value, spans)
+        return {op for span in set(before) ^ set(spans) for op in span if 0 <= op < len(self._local)}
+
+    def _enter_spans(self, value: int, spans: tuple[Span, ...]) -> None:
+        nbytes = self.problem.nbytes[value]
+        for start, end in self._spans[value]:
             self._through[start + 1 : max(start + 1, end)] -= nbytes
         for start, end in spans:
             self._through[start + 1 : max(start + 1, end)] += nbytes
         self._spans[value] = spans
-        return {op for span in set(before) ^ set(spans) for op in span if 0 <= op < len(self._local)}
+        for number in range(2):
+            start, end = spans[number] if number < len(spans) else (_NEVER, _NEVER)
+            self._starts[number, value], self._ends[number, value] = start, end
 
     def _local_peak(self, op: int) -> int:
         """The highest sum, over the chain of `op` and `op` itself, of what comes or goes meanwhile."""
-        problem, demanded = self.problem, self._demanded[op]
-        sequence = (*self.chains[op], op)
+        problem, demanded = self.problem, self._chains[op].demanded
+        sequence = (*self._chains[op].ops, op)
         change = [0] * (len(sequence) + 1)
         made: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -191,12 +263,12 @@ class Ledger:
         level, peak = 0, 0
         for index, running in enumerate(sequence):
             level += change[index]
-            saved = sum(
-                problem.nbytes[target]
-                for target, victims in problem.in_place[running]
-                if any(victim in dying and last[victim] == index for victim in victims)
-            )
-            peak = max(peak, level + problem.temporary_bytes[running] - saved)
+            here = level + problem.temporary_bytes[running]
+            for target, victims in problem.in_place[running]:
+                if any(victim in dying and last[victim] == index for victim in victims):
+                    here -= problem.nbytes[target]
+            if here > peak:
+                peak = here
         return peak
 
     def _outlives(self, value: int, op: int, made_here: bool) -> bool:

@@ -39,21 +39,25 @@ def simulate(
     curve: list[int] = []
     first = again = 0.0
     for number, step in enumerate(steps):
-        match step:
-            case Compute(op_id, overwrites):
-                op = ops[op_id]
-                first += seconds[op_id]
-                wanted = tuple(use.tensor for use in op.outputs)
-                curve.append(memory.run(number, op, wanted, dict(overwrites)) + workspace.get(op_id, 0))
-            case Again(op_id, outputs, overwrites):
-                again += seconds[op_id]
-                curve.append(
-                    memory.run(number, ops[op_id], outputs, dict(overwrites)) + workspace.get(op_id, 0)
-                )
-            case Free(tensors):
-                memory.free(number, tensors)
-                curve.append(memory.level)
+        level = memory.take(number, step, ops)
+        if isinstance(step, Free):
+            curve.append(level)
+        else:
+            curve.append(level + workspace.get(step.op, 0))
+            if isinstance(step, Again):
+                again += seconds[step.op]
+            else:
+                first += seconds[step.op]
     return Simulation(tuple(curve), first + again, again)
+
+
+def alive_at(graph: Graph, steps: Sequence[Step], number: int) -> tuple[str, ...]:
+    """The tensors that own a storage while step `number` runs, largest first; without constants."""
+    memory = _Memory(graph)
+    ops = {op.id: op for op in graph.ops}
+    for position, step in enumerate(steps[: number + 1]):
+        memory.take(position, step, ops)
+    return memory.owners()
 
 
 class _Memory:
@@ -98,6 +102,24 @@ class _Memory:
             self._bound[storage] -= 1
             if self._bound[storage] == 0:
                 self.level -= self._size[storage]
+
+    def take(self, number: int, step: Step, ops: Mapping[str, Op]) -> int:
+        """Carry out one step; returns the bytes alive meanwhile."""
+        match step:
+            case Compute(op, overwrites):
+                wanted = tuple(use.tensor for use in ops[op].outputs)
+                return self.run(number, ops[op], wanted, dict(overwrites))
+            case Again(op, outputs, overwrites):
+                return self.run(number, ops[op], outputs, dict(overwrites))
+            case Free(tensors):
+                self.free(number, tensors)
+                return self.level
+
+    def owners(self) -> tuple[str, ...]:
+        """One tensor for each storage, the largest storage first."""
+        by_storage = {storage: name for name, storage in reversed(self._storage_of.items())}
+        names = (by_storage[storage] for storage in sorted(by_storage, key=lambda s: (-self._size[s], s)))
+        return tuple(name for name in names if self._graph.tensors[name].kind is not Kind.CONSTANT)
 
     def run(self, number: int, op: Op, wanted: Sequence[str], overwrites: Mapping[str, str]) -> int:
         """Run `op`: bind the wanted outputs; returns the bytes alive meanwhile."""

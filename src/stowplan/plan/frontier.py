@@ -1,0 +1,216 @@
+"""Frontier: budget against time, found once for all budgets.
+
+Every schedule met during the search is offered to an archive that keeps those no other beats in both peak and
+seconds. A budget is answered by looking it up, so larger budgets never cost more time, smaller ones never
+more memory, and the same graph always gives the same plans.
+
+The search starts, budget by budget, from the values that cross the plain peak in the optimum of `bound`, and
+goes on by simulated annealing on the Ledger. Then the budget sweeps slowly between the plain peak and the
+floor: a good schedule for one budget is a few changes away from a good one for the next. Where the present
+peak is over the present budget, a value alive across the peak is reconsidered; otherwise any. In networks of
+repeated blocks a value's twins in other blocks may follow it: what was found for one is tried on all.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import dataclass
+from math import exp
+from random import Random
+from re import sub
+
+import numpy as np
+
+from stowplan.plan.bound import crossing_at
+from stowplan.plan.ledger import Ledger, State
+from stowplan.plan.problem import Problem
+
+_ANCHORS = 8  # budgets that get a start of their own
+_SWEEPS = 6
+_CHEAP = 0.05  # of an average op: cheap enough to run for every reader
+_HOT, _COLD = 0.1, 0.007  # temperatures, in seconds of an average droppable value's op
+_PENALTY = 4.0  # price of being over the budget by the whole plain peak, in seconds of the plain step
+_AT_PEAK = 0.7  # share of moves aimed at the peak while over the budget
+_TWINS = 0.15  # share of moves that take the twins along
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One schedule: its peak, its extra seconds over the plain step, and a state per value."""
+
+    peak_bytes: int
+    extra_seconds: float
+    states: tuple[State, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Points by ascending peak and descending seconds. The first is the smallest budget that was reached."""
+
+    points: tuple[Point, ...]
+
+    def at(self, allowed_bytes: int) -> Point | None:
+        """The fastest point that stays within `allowed_bytes`; None if none does."""
+        reached = bisect_right(self.points, allowed_bytes, key=lambda point: point.peak_bytes)
+        return self.points[reached - 1] if reached else None
+
+
+def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
+    """Search all budgets between the floor and the plain peak; deterministic."""
+    search = _Search(problem)
+    if any(problem.droppable):
+        total = default_moves(problem) if moves is None else moves
+        for number in range(_ANCHORS):
+            search.start_at((number + 1) / (_ANCHORS + 1), moves=total // 8 // _ANCHORS)
+        for number in range(_SWEEPS):
+            search.sweep(total * 7 // 8 // _SWEEPS, cooling=number / (_SWEEPS - 1), down=number % 2 == 1)
+    return search.frontier()
+
+
+def default_moves(problem: Problem) -> int:
+    """Enough to settle small graphs, and a bounded time on large ones."""
+    return max(50_000, min(120_000, 12 * len(problem.reads)))
+
+
+class _Search:
+    """One annealing run and the archive of what it met."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._ledger = Ledger(problem)
+        self._random = Random(0)
+        self._values = [value for value, droppable in enumerate(problem.droppable) if droppable]
+        self._twins = twins_of(problem)
+        self._floor_bytes = floor_of(problem)
+        costly = [problem.seconds[problem.producer[v]] for v in self._values] or [0.0]
+        self._warmth = float(np.mean([c for c in costly if c > 0] or [0.0]))
+        self._peaks: list[int] = []
+        self._points: list[tuple[float, bytes]] = []
+        self._plain_bytes, self._plain_op = self._look()
+        self._penalty = _PENALTY * (sum(problem.seconds) or 1.0) / max(1, self._plain_bytes)
+
+    def frontier(self) -> Frontier:
+        """What the archive holds."""
+        return Frontier(
+            tuple(
+                Point(peak, seconds, tuple(map(State, states)))
+                for peak, (seconds, states) in zip(self._peaks, self._points, strict=True)
+            )
+        )
+
+    def start_at(self, share: float, moves: int) -> None:
+        """Take the best crossing of the plain peak for a budget this far down, and anneal from there."""
+        budget = self._budget_at(share)
+        crossing = crossing_at(self._ledger.problem, self._plain_op, int(budget), whole=True)
+        for value in self._values:
+            if self._ledger.last_reader(value) > self._plain_op:
+                state = State.KEEP if value in crossing.kept else self._dropped(value)
+                self._ledger.set_state(value, state)
+        self._ledger.commit()
+        self._anneal([budget] * moves, cooling=0.5)
+
+    def sweep(self, moves: int, cooling: float, down: bool) -> None:
+        """One pass of the budget from the plain peak to the floor, or back."""
+        shares = (move / moves if down else 1 - move / moves for move in range(moves))
+        self._anneal([self._budget_at(share) for share in shares], cooling)
+
+    def _budget_at(self, share: float) -> float:
+        return self._plain_bytes + share * (self._floor_bytes - self._plain_bytes)
+
+    def _dropped(self, value: int) -> State:
+        """Cheap values are made for each reader, others once."""
+        problem = self._ledger.problem
+        return State.EACH if problem.seconds[problem.producer[value]] < _CHEAP * self._warmth else State.HOLD
+
+    def _anneal(self, budgets: list[float], cooling: float) -> None:
+        """One move per budget; a move that makes things worse may stay while it is warm."""
+        temperature = self._warmth * _HOT * (_COLD / _HOT) ** cooling
+        peak, peak_op = self._look()
+        for budget in budgets:
+            before = self._price(peak, budget)
+            self._change(peak_op if peak > budget else None)
+            new_peak, new_op = self._look()
+            worse = self._price(new_peak, budget) - before
+            if worse <= 0 or (temperature > 0 and self._random.random() < exp(-worse / temperature)):
+                peak, peak_op = new_peak, new_op
+                self._ledger.commit()
+            else:
+                self._ledger.roll_back()
+
+    def _price(self, peak: int, budget: float) -> float:
+        return self._ledger.extra_seconds + self._penalty * max(0.0, peak - budget)
+
+    def _change(self, peak_op: int | None) -> None:
+        """Decide otherwise about one value, perhaps with its twins."""
+        value = self._pick(peak_op)
+        state = State((self._ledger.states[value] + self._random.randint(1, 2)) % 3)
+        for twin in self._twins[value] if self._random.random() < _TWINS else (value,):
+            if self._ledger.states[twin] is not state:
+                self._ledger.set_state(twin, state)
+
+    def _pick(self, peak_op: int | None) -> int:
+        if peak_op is not None and self._random.random() < _AT_PEAK:
+            alive = self._ledger.alive_across(peak_op)
+            if len(alive):
+                return int(alive[self._random.randrange(len(alive))])
+        return self._random.choice(self._values)
+
+    def _look(self) -> tuple[int, int]:
+        """The present peak and its op; a schedule that nothing beats goes into the archive."""
+        curve = self._ledger.curve_bytes()
+        if not len(curve):
+            return 0, 0
+        peak_op = int(curve.argmax())
+        peak, seconds = int(curve[peak_op]), self._ledger.extra_seconds
+        place = bisect_right(self._peaks, peak)
+        if place == 0 or self._points[place - 1][0] > seconds:
+            self._file(place, peak, seconds)
+        return peak, peak_op
+
+    def _file(self, place: int, peak: int, seconds: float) -> None:
+        end = place
+        while end < len(self._peaks) and self._points[end][0] >= seconds:
+            end += 1
+        if place and self._peaks[place - 1] == peak:
+            place -= 1
+        self._peaks[place:end] = [peak]
+        self._points[place:end] = [(seconds, bytes(self._ledger.states))]
+
+
+def floor_of(problem: Problem) -> int:
+    """What no choice of states can go below: values that may not be dropped, and each op's own operands."""
+    ops = len(problem.reads)
+    last = list(problem.producer)
+    for op, values in enumerate(problem.reads):
+        for value in values:
+            last[value] = op
+    through = np.zeros(ops + 1, dtype=np.int64)
+    for value, nbytes in enumerate(problem.nbytes):
+        if not problem.droppable[value]:
+            start, end = problem.producer[value] + 1, ops if problem.held[value] else last[value]
+            through[start : max(start, end)] += nbytes
+    return problem.standing_bytes + max(
+        (int(through[op]) + _own_bytes(problem, op, last) for op in range(ops)), default=0
+    )
+
+
+def _own_bytes(problem: Problem, op: int, last: list[int]) -> int:
+    """What `op` itself needs beyond the values counted as living across it."""
+    own = sum(
+        problem.nbytes[value]
+        for value in (*problem.reads[op], *problem.writes[op])
+        if problem.droppable[value] or problem.producer[value] == op or last[value] == op
+    )
+    spared = sum(problem.nbytes[target] for target, _ in problem.in_place[op])
+    return own + problem.temporary_bytes[op] - spared
+
+
+def twins_of(problem: Problem) -> dict[int, tuple[int, ...]]:
+    """By droppable value: the values that stand at the same place in other blocks, itself included."""
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for value, droppable in enumerate(problem.droppable):
+        if droppable:
+            op = problem.producer[value]
+            scope = sub(r"\d+", "#", problem.graph.ops[op].scope)
+            kind = problem.graph.ops[op].type
+            shape = (problem.nbytes[value], problem.writes[op].index(value), len(problem.reads[op]))
+            groups[(kind, scope, *shape)].append(value)
+    return {value: tuple(group) for group in groups.values() for value in group}

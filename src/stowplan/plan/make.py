@@ -1,0 +1,111 @@
+"""Making plans: search the frontier of a graph once, then answer budgets from it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stowplan.analyse.costs import costs_of
+from stowplan.analyse.facts import memory_curve
+from stowplan.analyse.liveness import liveness_of
+from stowplan.errors import BudgetTooSmall
+from stowplan.ir import Graph
+from stowplan.plan.bound import bound_of
+from stowplan.plan.decision import Again, Decision, Keep, Recompute, Step
+from stowplan.plan.frontier import Frontier, Point, frontier_of
+from stowplan.plan.ledger import State
+from stowplan.plan.plan import Plan
+from stowplan.plan.pricing import Pricing
+from stowplan.plan.problem import Problem, problem_of
+from stowplan.plan.schedule import steps_of
+from stowplan.plan.simulate import alive_at, simulate
+from stowplan.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """A graph with its prices and its searched frontier: `plan` answers one budget."""
+
+    problem: Problem
+    pricing: Pricing
+    frontier: Frontier
+
+    @staticmethod
+    def of(graph: Graph, pricing: Pricing, moves: int | None = None) -> "Planner":
+        """Search the frontier of `graph`; takes seconds."""
+        seconds = [pricing.seconds[op.id] for op in graph.ops]
+        problem = problem_of(graph, seconds, pricing.workspace_bytes)
+        return Planner(problem, pricing, frontier_of(problem, moves))
+
+    @property
+    def minimum_bytes(self) -> int:
+        """The smallest budget for which a plan was found."""
+        return self.frontier.points[0].peak_bytes
+
+    def plan(self, allowed_bytes: int) -> Plan:
+        """The fastest schedule found within `allowed_bytes`; raises BudgetTooSmall if there is none."""
+        point = self.frontier.at(allowed_bytes)
+        if point is None:
+            raise self._too_small(allowed_bytes)
+        graph, steps = self.problem.graph, steps_of(self.problem, point.states)
+        simulation = simulate(graph, steps, self.pricing.seconds, self.pricing.workspace_bytes)
+        plain_seconds = sum(self.problem.seconds)
+        return Plan(
+            graph=graph,
+            pricing=self.pricing,
+            allowed_bytes=allowed_bytes,
+            decisions=_decisions_of(self.problem, point, steps),
+            steps=steps,
+            projected_curve_bytes=simulation.curve_bytes,
+            projected_seconds=simulation.seconds,
+            plain_peak_bytes=plain_peak_of(graph, self.pricing),
+            plain_seconds=plain_seconds,
+            minimum_bytes=self.minimum_bytes,
+            bound_seconds=plain_seconds + bound_of(self.problem, allowed_bytes),
+            extra_macs=_extra_macs(graph, steps),
+        )
+
+    def _too_small(self, allowed_bytes: int) -> BudgetTooSmall:
+        graph, steps = self.problem.graph, steps_of(self.problem, self.frontier.points[0].states)
+        curve = simulate(graph, steps, self.pricing.seconds, self.pricing.workspace_bytes).curve_bytes
+        peak = int(np.argmax(curve))
+        alive = alive_at(graph, steps, peak)
+        named = ", ".join(f"{name} ({format_bytes(graph.tensors[name].nbytes or 0)})" for name in alive[:4])
+        return BudgetTooSmall(
+            f"{format_bytes(allowed_bytes)} allowed, but the smallest plan found needs "
+            f"{format_bytes(self.minimum_bytes)} ({self.minimum_bytes} bytes) at {_op_of(steps[peak])}; "
+            f"it binds through {named}",
+            allowed_bytes=allowed_bytes,
+            minimum_bytes=self.minimum_bytes,
+            binding=alive,
+        )
+
+
+def plain_peak_of(graph: Graph, pricing: Pricing) -> int:
+    """The peak of the graph run in its order, nothing overwritten, nothing made again."""
+    curve = memory_curve(graph, liveness_of(graph))
+    workspace = np.array([pricing.workspace_bytes.get(op.id, 0) for op in graph.ops], dtype=np.int64)
+    return int((curve + workspace).max(initial=0))
+
+
+def _op_of(step: Step) -> str:
+    return step.op if hasattr(step, "op") else "a free"
+
+
+def _decisions_of(problem: Problem, point: Point, steps: tuple[Step, ...]) -> dict[str, Decision]:
+    remade = {step.op for step in steps if isinstance(step, Again)}
+    needed = {value for op in range(problem.turn, len(problem.reads)) for value in problem.reads[op]}
+    decisions: dict[str, Decision] = {}
+    for value, owner in enumerate(problem.owners):
+        if problem.droppable[value]:
+            state = point.states[value]
+            again = problem.graph.ops[problem.producer[value]].id in remade
+            if state is not State.KEEP and again:
+                decisions[owner] = Recompute(hold=state is State.HOLD)
+            elif value in needed:
+                decisions[owner] = Keep()
+    return decisions
+
+
+def _extra_macs(graph: Graph, steps: tuple[Step, ...]) -> int:
+    macs = dict(zip((op.id for op in graph.ops), costs_of(graph).macs.tolist(), strict=True))
+    return sum(macs[step.op] for step in steps if isinstance(step, Again))

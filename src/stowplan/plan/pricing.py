@@ -1,0 +1,67 @@
+"""Pricing: what each op costs to run, and on what that figure rests."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from stowplan.analyse.costs import costs_of
+from stowplan.errors import BadUse
+from stowplan.ir import Graph, Profile
+
+_BYTES_PER_MAC = 1000  # moving bytes only breaks ties where multiply-accumulates are what counts
+
+
+class Basis(StrEnum):
+    """Where seconds come from."""
+
+    MEASURED = "measured"  # ops were timed on a machine
+    ROOFLINE = "roofline"  # a model of a machine: the slower of arithmetic and memory traffic
+    MACS = "macs"  # one multiply-accumulate is one second: only ratios mean anything
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """Seconds and kernel workspace by op id."""
+
+    seconds: Mapping[str, float]
+    basis: Basis
+    workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A roofline: multiply-accumulates and bytes per second, and what starting an op takes."""
+
+    macs_per_second: float = 2e10
+    bytes_per_second: float = 1e10
+    launch_seconds: float = 2e-6
+
+
+def price_by_macs(graph: Graph) -> Pricing:
+    """For graphs of unknown machines: arithmetic is what counts, traffic breaks ties."""
+    costs = costs_of(graph)
+    seconds = costs.macs + costs.traffic_bytes / _BYTES_PER_MAC
+    return Pricing({op.id: float(s) for op, s in zip(graph.ops, seconds, strict=True)}, Basis.MACS)
+
+
+def price_by_roofline(graph: Graph, machine: Machine) -> Pricing:
+    """An estimate where nothing may run: the slower of arithmetic and traffic, op by op."""
+    costs = costs_of(graph)
+    seconds = {
+        op.id: machine.launch_seconds
+        + max(float(macs) / machine.macs_per_second, float(traffic) / machine.bytes_per_second)
+        for op, macs, traffic in zip(graph.ops, costs.macs, costs.traffic_bytes, strict=True)
+    }
+    return Pricing(seconds, Basis.ROOFLINE)
+
+
+def price_by_profile(graph: Graph, profile: Profile, workspace_bytes: Mapping[str, int]) -> Pricing:
+    """Seconds of the profile's only or its device clock."""
+    name = "device" if "device" in profile.clocks else next(iter(profile.clocks), "")
+    clock = profile.clocks.get(name, {})
+    missing = [op.id for op in graph.ops if op.id not in clock]
+    if missing:
+        raise BadUse(f"the profile has no time for {len(missing)} ops, the first is {missing[0]!r}")
+    seconds = {op.id: clock[op.id].end_seconds - clock[op.id].kernel_seconds for op in graph.ops}
+    basis = Basis.ROOFLINE if profile.estimated else Basis.MEASURED
+    return Pricing(seconds, basis, workspace_bytes)
