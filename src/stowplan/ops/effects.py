@@ -1,4 +1,4 @@
-"""What an op does besides computing its outputs: draw random numbers, update a buffer."""
+"""What an op does besides computing its outputs: draw random numbers, update a buffer, read elsewhere."""
 
 from enum import Flag, auto
 
@@ -11,12 +11,15 @@ class Effect(Flag):
     NONE = 0
     RANDOM = auto()
     BUFFER_UPDATE = auto()
+    OUTSIDE = auto()  # reads what the graph does not hold
 
 
 def no_effect(_: Site) -> Effect:
     """The stated default: an op without a rule only computes its outputs."""
     return Effect.NONE
 
+
+ONCE = Effect.BUFFER_UPDATE | Effect.OUTSIDE  # no way to run it a second time; random draws can be replayed
 
 effect_of: Table[Effect] = Table("effects", default=no_effect)
 
@@ -25,3 +28,15 @@ effect_of: Table[Effect] = Table("effects", default=no_effect)
 def draws_random_numbers(_: Site) -> Effect:
     """A second run would draw another mask."""
     return Effect.RANDOM
+
+
+@effect_of.entry("data")
+def draws_another_batch(_: Site) -> Effect:
+    """A second run would read the next batch."""
+    return Effect.OUTSIDE
+
+
+@effect_of.entry("update")
+def updates_parameters(_: Site) -> Effect:
+    """Changes a parameter in place: a second run would take the step twice."""
+    return Effect.BUFFER_UPDATE

@@ -8,7 +8,8 @@ The search starts, budget by budget, from the values that cross the plain peak i
 goes on by simulated annealing on the Ledger. Then the budget sweeps slowly between the plain peak and the
 floor: a good schedule for one budget is a few changes away from a good one for the next. Where the present
 peak is over the present budget, a value alive across the peak is reconsidered; otherwise any. In networks of
-repeated blocks a value's twins in other blocks may follow it: what was found for one is tried on all.
+repeated blocks a value's twins in other blocks may follow it: what was found for one is tried on all. In the
+end, points along the archive are improved by single changes until none gains.
 """
 
 from bisect import bisect_right
@@ -26,6 +27,7 @@ from stowplan.plan.problem import Problem
 
 _ANCHORS = 8  # budgets that get a start of their own
 _SWEEPS = 6
+_QUENCHED = 48  # points of the archive that are improved one by one in the end
 _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
 _HOT, _COLD = 0.1, 0.007  # temperatures, in seconds of an average droppable value's op
 _PENALTY = 4.0  # price of being over the budget by the whole plain peak, in seconds of the plain step
@@ -63,6 +65,7 @@ def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
             search.start_at((number + 1) / (_ANCHORS + 1), moves=total // 8 // _ANCHORS)
         for number in range(_SWEEPS):
             search.sweep(total * 7 // 8 // _SWEEPS, cooling=number / (_SWEEPS - 1), down=number % 2 == 1)
+        search.quench()
     return search.frontier()
 
 
@@ -111,6 +114,31 @@ class _Search:
         """One pass of the budget from the plain peak to the floor, or back."""
         shares = (move / moves if down else 1 - move / moves for move in range(moves))
         self._anneal([self._budget_at(share) for share in shares], cooling)
+
+    def quench(self) -> None:
+        """From points all along the archive, take every single change that gains time within their peak."""
+        every = max(1, len(self._peaks) // _QUENCHED)
+        for peak, (_, states) in list(zip(self._peaks, self._points, strict=True))[::every]:
+            self._load(states)
+            self._improve(peak)
+
+    def _load(self, states: bytes) -> None:
+        for value in self._values:
+            if self._ledger.states[value] != states[value]:
+                self._ledger.set_state(value, State(states[value]))
+        self._ledger.commit()
+
+    def _improve(self, budget: int) -> None:
+        for value in self._values:
+            for state in State:
+                if self._ledger.states[value] is not State.KEEP and self._ledger.states[value] is not state:
+                    before = self._ledger.extra_seconds
+                    self._ledger.set_state(value, state)
+                    peak, _ = self._look()
+                    if peak <= budget and self._ledger.extra_seconds < before:
+                        self._ledger.commit()
+                    else:
+                        self._ledger.roll_back()
 
     def _budget_at(self, share: float) -> float:
         return self._plain_bytes + share * (self._floor_bytes - self._plain_bytes)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from stowplan.analyse.storages import Storages, is_resident, storages_of
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor
 from stowplan.ops.aliasing import aliasing_of
-from stowplan.ops.effects import Effect, effect_of
+from stowplan.ops.effects import ONCE, effect_of
 from stowplan.ops.table import Site, site_of
 
 Numbers = tuple[int, ...]
@@ -91,7 +91,7 @@ def _same_block(graph: Graph, victim: Tensor, target: Tensor) -> bool:
 
 
 def _can_run_again(graph: Graph, op: Op) -> bool:
-    return op.phase is Phase.FORWARD and not effect_of(site_of(graph, op)) & Effect.BUFFER_UPDATE
+    return op.phase is Phase.FORWARD and not effect_of(site_of(graph, op)) & ONCE
 
 
 class _Values:

@@ -1,0 +1,112 @@
+"""Is this plan legal for this graph? Knows nothing of how it was made; runs before every execution.
+
+A plan computes its graph if every op runs once, with every value it reads being the value the graph means:
+in memory, not overwritten since, made from inputs of which the same holds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stowplan.errors import IllegalPlan
+from stowplan.ir import Graph, Op, Phase, Role
+from stowplan.ops.effects import ONCE, effect_of
+from stowplan.ops.table import site_of
+from stowplan.plan.decision import Again, Compute, Free, Step
+from stowplan.plan.plan import Plan
+from stowplan.plan.problem import overwritable
+from stowplan.plan.simulate import simulate
+from stowplan.units import format_bytes
+
+
+def verify(plan: Plan) -> Plan:
+    """`plan` itself if it is legal and stays within its budget; otherwise IllegalPlan names the step."""
+    _Check(plan.graph).walk(plan.steps)
+    simulation = simulate(plan.graph, plan.steps, plan.pricing.seconds, plan.pricing.workspace_bytes)
+    if simulation.curve_bytes != plan.projected_curve_bytes:
+        raise IllegalPlan("the projected curve is not the one its steps have")
+    if simulation.peak_bytes > plan.allowed_bytes:
+        peak, allowed = format_bytes(simulation.peak_bytes), format_bytes(plan.allowed_bytes)
+        raise IllegalPlan(f"its steps need {peak}, {allowed} are allowed")
+    return plan
+
+
+@dataclass(slots=True)
+class _Check:
+    """Follows which tensors hold the value that the graph means."""
+
+    graph: Graph
+    _ops: Mapping[str, Op] = field(init=False)
+    _sound: set[str] = field(init=False)  # tensors that hold their value
+    _done: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        made = {name for op in self.graph.ops for name in op.writes()}
+        self._ops = {op.id: op for op in self.graph.ops}
+        self._sound = {name for name in self.graph.tensors if name not in made}
+
+    def walk(self, steps: tuple[Step, ...]) -> None:
+        """Take every step, then look whether all was done and is there."""
+        for number, step in enumerate(steps):
+            match step:
+                case Compute(name, overwrites):
+                    self._compute(number, self._op(number, name), overwrites)
+                case Again(name, outputs, overwrites):
+                    self._again(number, self._op(number, name), outputs, overwrites)
+                case Free(tensors):
+                    self._sound.difference_update(tensors)
+        for op in self.graph.ops:
+            if op.id not in self._done:
+                raise IllegalPlan(f"op {op.id!r} never runs")
+        for name in sorted(self.graph.held - self._sound):
+            raise IllegalPlan(f"{name!r} is gone at the end, though the graph holds it")
+
+    def _op(self, number: int, name: str) -> Op:
+        if name not in self._ops:
+            raise IllegalPlan(f"step {number} runs {name!r}, which is not an op of the graph")
+        return self._ops[name]
+
+    def _compute(self, number: int, op: Op, overwrites: tuple[tuple[str, str], ...]) -> None:
+        if op.id in self._done:
+            raise IllegalPlan(f"step {number} runs {op.id!r} a second time as if it were the first")
+        self._run(number, op, tuple(op.writes()), overwrites)
+        self._done.add(op.id)
+
+    def _again(
+        self, number: int, op: Op, outputs: tuple[str, ...], overwrites: tuple[tuple[str, str], ...]
+    ) -> None:
+        if op.id not in self._done or op.phase is not Phase.FORWARD:
+            raise IllegalPlan(f"step {number} repeats {op.id!r}, which is not a forward op that has run")
+        if effect_of(site_of(self.graph, op)) & ONCE or _accumulates(op):
+            raise IllegalPlan(f"step {number} repeats {op.id!r}, whose effect must happen once")
+        if not set(outputs) <= set(op.writes()):
+            raise IllegalPlan(f"step {number} wants outputs of {op.id!r} that it does not have")
+        self._run(number, op, outputs, overwrites)
+
+    def _run(
+        self, number: int, op: Op, outputs: tuple[str, ...], overwrites: tuple[tuple[str, str], ...]
+    ) -> None:
+        for name in (*op.reads(), *_accumulates(op)):
+            if name not in self._sound:
+                raise IllegalPlan(
+                    f"step {number}: {op.id!r} reads {name!r}, which does not hold its value then"
+                )
+        allowed = dict(overwritable(self.graph, site_of(self.graph, op)))
+        for output, victim in overwrites:
+            if output not in outputs or victim not in allowed.get(output, ()):
+                raise IllegalPlan(f"step {number}: {op.id!r} may not write {output!r} over {victim!r}")
+            self._spoil(victim)
+        self._sound.update(outputs)
+
+    def _spoil(self, victim: str) -> None:
+        """Everything that shares the victim's storage loses its value."""
+        root = self._root(victim)
+        self._sound = {name for name in self._sound if self._root(name) != root}
+
+    def _root(self, name: str) -> str:
+        while (base := self.graph.tensors[name].alias_of) is not None:
+            name = base
+        return name
+
+
+def _accumulates(op: Op) -> tuple[str, ...]:
+    return tuple(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
