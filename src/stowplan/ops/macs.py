@@ -74,3 +74,16 @@ def tensorflow_filter_gradient(site: Site) -> int:
 def tensorflow_input_gradient(site: Site) -> int:
     """Inputs (image sizes, filter, gradient): each gradient element meets one filter [kh, kw, in]."""
     return elements_of(site.inputs[-1]) * prod(shape_of(site.inputs[-2])[:3])
+
+
+@macs_of.entry("filter", "linear")
+def untied_weights(site: Site) -> int:
+    """Each weight, of [out, 1, 1, in, kh, kw, h, w] or [classes, channels, h, w], meets each sample once."""
+    return shape_of(site.inputs[0])[0] * elements_of(site.inputs[1])
+
+
+@macs_of.entry("filter.grad", "linear.grad")
+def untied_adjoint(site: Site) -> int:
+    """Inputs (gradient, image, weights): one forward's worth for each of the two gradients it adds to."""
+    forward = shape_of(site.inputs[1])[0] * elements_of(site.inputs[2])
+    return forward * _gradients_of(site, site.inputs[1:3])

@@ -68,6 +68,7 @@ def _image(site: Site) -> Shape:
 
 @output_shapes_of.entry("ReLU", "Dropout")
 @output_shapes_of.entry("Identity", "BiasAdd", "Relu", "LRN", "ReluGrad", "LRNGrad", "MaxPoolGrad")
+@output_shapes_of.entry("filterA", "filterNL", "filterNL.grad")
 def same_as_first(site: Site) -> tuple[Shape, ...]:
     """Every output has the shape of the first input: a dropout's mask too."""
     return (shape_of(site.inputs[0]),) * len(site.outputs)
@@ -154,3 +155,35 @@ def reduction(site: Site) -> tuple[Shape, ...]:
 def _with_workspaces(site: Site, shape: Shape) -> tuple[Shape, ...]:
     """The result's shape, then those of workspaces, which only the op that asked for them knows."""
     return (shape, *(shape_of(tensor) for tensor in site.outputs[1:]))
+
+
+@output_shapes_of.entry("filter")
+def untied_filter(site: Site) -> tuple[Shape, ...]:
+    """[n, in, h, w] by a filter [out, 1, 1, in, kh, kw, h', w'] that has a kernel for every output pixel."""
+    batch, filters = _image(site)[0], shape_of(site.inputs[1])
+    if len(filters) != 8:
+        raise MissingRule(f"output shapes: the filter of {site.op.id!r} is {filters}, not of 8 dims")
+    return ((batch, filters[0], *filters[6:]),)
+
+
+@output_shapes_of.entry("linear")
+def image_classifier(site: Site) -> tuple[Shape, ...]:
+    """[n, channels, h, w] by a matrix [classes, channels, h, w]: one number per sample and class."""
+    return ((_image(site)[0], shape_of(site.inputs[1])[0], 1, 1),)
+
+
+@output_shapes_of.entry("softmax")
+def softmax_with_loss(site: Site) -> tuple[Shape, ...]:
+    """Probabilities like the scores, and one loss that keeps all dims."""
+    scores = shape_of(site.inputs[0])
+    return (scores, (1,) * len(scores))
+
+
+@output_shapes_of.entry("filter.grad", "filterA.grad", "linear.grad", "softmax.grad")
+def like_its_operand(site: Site) -> tuple[Shape, ...]:
+    """Each gradient has the shape of the operand it is the gradient of."""
+    shapes = {tensor.id: shape_of(tensor) for tensor in site.inputs}
+    missing = [tensor.id for tensor in site.outputs if tensor.gradient_of not in shapes]
+    if missing:
+        raise MissingRule(f"output shapes: {site.op.id!r} does not read what {missing[0]!r} is a gradient of")
+    return tuple(shapes[tensor.gradient_of or ""] for tensor in site.outputs)
