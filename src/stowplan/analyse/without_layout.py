@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from stowplan.ir import Graph, Op, Phase, Role, Use
+from stowplan.ir import Graph, Op, Phase, Role, Tensor, Use
 
 
 def without_layout(graph: Graph) -> Graph:
@@ -18,14 +18,20 @@ def without_layout(graph: Graph) -> Graph:
         source[op.outputs[0].tensor] = source.get(turned, turned)
     gone = {op.id for op in bypassed}
     ops = tuple(_rerouted(op, source) for op in graph.ops if op.id not in gone)
-    used = {use.tensor for op in ops for use in (*op.inputs, *op.outputs)}
-    idle = {use.tensor for op in bypassed for use in op.inputs} - used
+    held = frozenset(source.get(name, name) for name in graph.held)
+    used = {use.tensor for op in ops for use in (*op.inputs, *op.outputs)} | held
+    idle = {use.tensor for op in bypassed for use in op.inputs[1:]} - used
     tensors = {
-        name: replace(tensor, alias_of=source.get(tensor.alias_of or "", tensor.alias_of))
+        name: _relinked(tensor, source)
         for name, tensor in graph.tensors.items()
-        if name not in source and name not in idle - graph.held
+        if name not in source and name not in idle
     }
-    return replace(graph, tensors=tensors, ops=ops, held=frozenset(source.get(n, n) for n in graph.held))
+    return replace(graph, tensors=tensors, ops=ops, held=held)
+
+
+def _relinked(tensor: Tensor, source: dict[str, str]) -> Tensor:
+    alias_of, gradient_of = (source.get(link or "", link) for link in (tensor.alias_of, tensor.gradient_of))
+    return replace(tensor, alias_of=alias_of, gradient_of=gradient_of)
 
 
 def _is_turn(op: Op) -> bool:

@@ -3,11 +3,12 @@ refused rather than written with a loss."""
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats.chainer.reader import read
 from stowplan.formats.chainer.slices import format_slices
-from stowplan.formats.chainer.spelling import BACKWARD, gradient_id
+from stowplan.formats.chainer.spelling import BACKWARD
 from stowplan.formats.chainer.views import SavedView
 from stowplan.ir import Attributes, Graph, Kind, Op, Phase, Role, Tensor
 
@@ -37,13 +38,9 @@ def _forward_record(graph: Graph, op: Op) -> Iterator[str]:
 
 
 def _backward_record(graph: Graph, forward: Op, op: Op) -> Iterator[str]:
-    """Every forward input gets a gradient in the file, graph inputs too."""
-    made = set(op.writes())
-    outputs = [
-        use.tensor
-        for use in forward.inputs
-        if gradient_id(use.tensor) in made or graph.tensors[use.tensor].kind is Kind.INPUT
-    ]
+    """In the file graph inputs get a gradient too: it lists what a backward could make."""
+    outputs = [graph.tensors[name].gradient_of or name for name in op.writes()]
+    outputs += [name for name in forward.reads() if graph.tensors[name].kind is Kind.INPUT]
     inputs = [
         _tagged(graph.tensors[use.tensor], forward)
         for use in op.inputs
@@ -80,9 +77,16 @@ def _refuse_loss(graph: Graph, text: str) -> None:
 
 def _first_difference(graph: Graph, back: Graph) -> str:
     for name, tensor in graph.tensors.items():
-        if back.tensors.get(name) != tensor:
-            return f"{tensor} would come back as {back.tensors.get(name)}"
+        if name not in back.tensors:
+            return f"tensor {name!r} would be lost"
+        if back.tensors[name] != tensor:
+            return f"tensor {name!r} would come back with another {_changed(tensor, back.tensors[name])}"
     for op, other in zip(graph.ops, back.ops, strict=False):
         if op != other:
-            return f"{op} would come back as {other}"
+            return f"op {op.id!r} would come back with another {_changed(op, other)}"
     return "it would come back with other tensors, ops or held tensors"
+
+
+def _changed(one: Tensor | Op, other: Tensor | Op) -> str:
+    names = (field.name for field in fields(one))
+    return " and ".join(name for name in names if getattr(one, name) != getattr(other, name))

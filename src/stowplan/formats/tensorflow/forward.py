@@ -1,10 +1,12 @@
 """Who feeds whom in the forward half. The table gives shapes, not producers; names and control edges tell.
 
-A candidate for an input is any value of its shape, in either layout. Three facts narrow them down:
+A candidate for an input is any value of its shape, in either layout. Five facts narrow them down:
 - the folded shape constant of a gradient waits for the inputs of its forward op, by name;
 - ops of one name scope read each other rather than another scope's values, and the op named like the scope is
   its result, which nothing inside reads;
-- an activation has one reader in the forward half, so what one input must take no other can.
+- a value has one reader in the forward half, so what one input must take no other can;
+- no op reads what follows from its own output;
+- if that leaves several, layers of one number belong together: lrn2 reads conv2.
 """
 
 import re
@@ -31,7 +33,9 @@ def forward_operands(listing: Listing) -> dict[Slot, str]:
     readers = [row for row in listing.of_kind(RowKind.OP) if not is_backward(row.name)]
     values = [*listing.of_kind(RowKind.READ), *readers]
     candidates = _candidates(listing, readers, values)
-    _eliminate(candidates, exclusive={row.name for row in readers})
+    _take_singles(candidates)
+    while _break_circles(candidates) or _match_number(candidates):
+        _take_singles(candidates)
     return {slot: min(names) for slot, names in candidates.items() if len(names) == 1}
 
 
@@ -84,7 +88,7 @@ def _named_operands(listing: Listing) -> Mapping[str, set[str]]:
     return named
 
 
-def _eliminate(candidates: dict[Slot, set[str]], exclusive: set[str]) -> None:
+def _take_singles(candidates: dict[Slot, set[str]]) -> None:
     """Where an input has one candidate left, no other input may read it; repeat until nothing changes."""
     slots_of: defaultdict[str, list[Slot]] = defaultdict(list)
     for slot, names in candidates.items():
@@ -93,8 +97,49 @@ def _eliminate(candidates: dict[Slot, set[str]], exclusive: set[str]) -> None:
     settled = [slot for slot, names in candidates.items() if len(names) == 1]
     while settled:
         (taken,) = candidates[settled.pop()]
-        for other in slots_of[taken] if taken in exclusive else ():
+        for other in slots_of[taken]:
             if len(candidates[other]) > 1 and taken in candidates[other]:
                 candidates[other].remove(taken)
                 if len(candidates[other]) == 1:
                     settled.append(other)
+
+
+def _break_circles(candidates: dict[Slot, set[str]]) -> bool:
+    """Drop candidates that follow from the op that would read them; says whether there were any."""
+    readers: defaultdict[str, list[str]] = defaultdict(list)
+    for (reader, _), names in candidates.items():
+        if len(names) == 1:
+            readers[min(names)].append(reader)
+    changed = False
+    for (reader, _), names in candidates.items():
+        possible = names - _downstream(reader, readers) if len(names) > 1 else names
+        if possible and possible != names:
+            names &= possible
+            changed = True
+    return changed
+
+
+def _match_number(candidates: dict[Slot, set[str]]) -> bool:
+    """Settle one input on the only candidate of its layer's number; says whether there was such an input."""
+    for (reader, _), names in candidates.items():
+        same = {name for name in names if _number_of(name) == _number_of(reader) != ""}
+        if len(names) > 1 and len(same) == 1:
+            names &= same
+            return True
+    return False
+
+
+def _number_of(name: str) -> str:
+    """The number of a layer, from the first part of its path: "2" of "conv2/Conv2D"."""
+    scope = name.partition("/")[0]
+    return scope[len(scope.rstrip("0123456789")) :]
+
+
+def _downstream(op: str, readers: Mapping[str, list[str]]) -> set[str]:
+    """What depends on an op, by the edges that are certain."""
+    found, waiting = {op}, [op]
+    while waiting:
+        fresh = set(readers.get(waiting.pop(), ())) - found
+        found |= fresh
+        waiting += fresh
+    return found

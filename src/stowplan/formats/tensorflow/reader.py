@@ -14,7 +14,7 @@ from stowplan.ir import Document, Note, NoteKind
 FORMAT = "tensorflow"
 _SHAPE = r"\((?:[a-z0-9]+ )?[0-9x]+\)"
 _FIELD = rf"(?:{_SHAPE}|\(no (?:in|out)put\)|\(output [0-9]+ bytes\)|\^[^\s,]+)"
-_BEGINNING = re.compile(rf"[^\s,]+(?:, {_FIELD}){{2,32}}, [^\s,()]+, [0-9]+\r?(?:\n|$)")
+_BEGINNING = re.compile(rf"[^\s,()^]+(?:, {_FIELD}){{2,32}}, [^\s,()]+, [0-9]+\r?(?:\n|$)")
 
 
 def recognise(text: str) -> bool:
