@@ -31,41 +31,49 @@ def is_backward(name: str) -> bool:
 def forward_operands(listing: Listing) -> dict[Slot, str]:
     """The value each input of a forward op reads: the read of a variable or another forward op."""
     readers = [row for row in listing.of_kind(RowKind.OP) if not is_backward(row.name)]
-    values = [*listing.of_kind(RowKind.READ), *readers]
-    candidates = _candidates(listing, readers, values)
+    candidates = _candidates(listing, readers, [*listing.of_kind(RowKind.READ), *readers])
     _take_singles(candidates)
-    while _break_circles(candidates) or _match_number(candidates):
+    while _break_circles(candidates) or _match_numbers(candidates):
         _take_singles(candidates)
     return {slot: min(names) for slot, names in candidates.items() if len(names) == 1}
 
 
 def _candidates(listing: Listing, readers: list[Row], values: list[Row]) -> dict[Slot, set[str]]:
-    by_dims: defaultdict[Shape, list[Row]] = defaultdict(list)
-    for value in values:
-        by_dims[_dims(value)].append(value)
-    scopes = {name.rpartition("/")[0] for name in listing.rows}
-    named = _named_operands(listing)
+    by_dims, by_scope = _by_dims(values), _by_scope(values)
+    by_control = _named_operands(listing, values)
     found = {}
     for row in readers:
-        scope = row.name if row.name in scopes else row.name.rpartition("/")[0]
+        scope = row.name if row.name in by_scope else row.name.rpartition("/")[0]
+        near = (by_control.get(row.name, []), by_scope.get(scope, []))
         for position, wanted in enumerate(row.inputs):
-            rows = by_dims[tuple(sorted(wanted.shape))]
-            fitting = {value.name for value in rows if value is not row and _fits(value, wanted.shape)}
-            found[row.name, position] = (
-                fitting & named.get(row.name, set())
-                or {name for name in fitting if scope and name.startswith(scope + "/")}
-                or fitting
-            )
+            groups = (*near, by_dims.get(tuple(sorted(wanted.shape)), []))
+            fitting = ({value.name for value in group if _fits(value, row, wanted.shape)} for group in groups)
+            found[row.name, position] = next(filter(None, fitting), set())
     return found
 
 
-def _dims(row: Row) -> Shape:
-    return tuple(sorted(row.output.shape)) if row.output else ()
+def _by_dims(values: list[Row]) -> Mapping[Shape, list[Row]]:
+    """The values by their sizes in any order."""
+    found: defaultdict[Shape, list[Row]] = defaultdict(list)
+    for value in values:
+        found[tuple(sorted(value.output.shape)) if value.output else ()].append(value)
+    return found
 
 
-def _fits(value: Row, shape: Shape) -> bool:
-    """Whether a value has this shape, as it is or in the other layout."""
-    if value.output is None:
+def _by_scope(values: list[Row]) -> Mapping[str, list[Row]]:
+    """The values inside each name scope, at any depth."""
+    found: defaultdict[str, list[Row]] = defaultdict(list)
+    for value in values:
+        scope = value.name.rpartition("/")[0]
+        while scope:
+            found[scope].append(value)
+            scope = scope.rpartition("/")[0]
+    return found
+
+
+def _fits(value: Row, reader: Row, shape: Shape) -> bool:
+    """Whether another row's value has this shape, as it is or in the other layout."""
+    if value is reader or value.output is None:
         return False
     return value.output.shape == shape or shape in other_layouts(value.output.shape)
 
@@ -78,13 +86,14 @@ def other_layouts(shape: Shape) -> tuple[Shape, ...]:
     return (batch, *rest[1:], rest[0]), (batch, rest[2], *rest[:2])
 
 
-def _named_operands(listing: Listing) -> Mapping[str, set[str]]:
+def _named_operands(listing: Listing, values: list[Row]) -> Mapping[str, list[Row]]:
     """By forward op, what the shape constants of its gradients wait for."""
-    named: defaultdict[str, set[str]] = defaultdict(set)
+    value_of = {value.name: value for value in values}
+    named: defaultdict[str, list[Row]] = defaultdict(list)
     for row in listing.of_kind(RowKind.SHAPE_CONSTANT):
         match = _FOLDED_SHAPE.fullmatch(row.name)
         if match:
-            named[match[1]].update(row.controls)
+            named[match[1]] += [value_of[name] for name in row.controls if name in value_of]
     return named
 
 
@@ -119,14 +128,16 @@ def _break_circles(candidates: dict[Slot, set[str]]) -> bool:
     return changed
 
 
-def _match_number(candidates: dict[Slot, set[str]]) -> bool:
-    """Settle one input on the only candidate of its layer's number; says whether there was such an input."""
+def _match_numbers(candidates: dict[Slot, set[str]]) -> bool:
+    """Settle inputs on the only candidate of their layer's number; says whether there were any."""
+    changed = False
     for (reader, _), names in candidates.items():
-        same = {name for name in names if _number_of(name) == _number_of(reader) != ""}
-        if len(names) > 1 and len(same) == 1:
+        number = _number_of(reader)
+        same = {name for name in names if _number_of(name) == number} if len(names) > 1 and number else set()
+        if len(same) == 1:
             names &= same
-            return True
-    return False
+            changed = True
+    return changed
 
 
 def _number_of(name: str) -> str:

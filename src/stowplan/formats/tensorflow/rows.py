@@ -10,7 +10,7 @@ from stowplan.ir import DType, Shape, bytes_of_shape
 
 _SHAPE = re.compile(r"\((?:([a-z0-9]+) )?([0-9]{1,18}(?:x[0-9]{1,18}){0,31})\)")
 _COPY = re.compile(r"\(output ([0-9]{1,18}) bytes\)")
-_NAME = re.compile(r"[^\s,()^]+")
+_NAME = re.compile(r"[^\s,()^]{1,1000}")
 _KERNEL = re.compile(r"(.+):(\w+)")
 _COPIED = re.compile(r"edge_[0-9]+_(.+):MEMCPY\w+")
 _RETURNED = re.compile(r"_retval_(.+)_[0-9]+_[0-9]+")
