@@ -3,15 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from stowplan.ops import aten
 from stowplan.ops.table import Site, Table
 
 
 @dataclass(frozen=True, slots=True)
 class Aliasing:
-    """By output position: the input position it is a view of, and those it may overwrite if they die."""
+    """By output position: the input position it is a view of, and those it may overwrite if they die.
+
+    `adds_in_place`: a result that accumulates is added straight into the tensor, without being made aside.
+    """
 
     view_of: Mapping[int, int] = field(default_factory=dict)
     in_place_of: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    adds_in_place: bool = False
 
 
 def shares_nothing(_: Site) -> Aliasing:
@@ -45,8 +50,43 @@ def identity(_: Site) -> Aliasing:
 
 @aliasing_of.entry("ReLU", "Dropout")
 @aliasing_of.entry("Relu", "BiasAdd")
+@aliasing_of.entry("filterA", "filterNL")
 @aliasing_of.entry("ReLU.backward", "Dropout.backward")
 @aliasing_of.entry("ReluGrad")
 def overwrites_first(site: Site) -> Aliasing:
     """Elementwise in its first input: the value itself forward, the gradient backward (if one is wanted)."""
     return Aliasing(in_place_of={0: (0,)} if site.outputs else {})
+
+
+@aliasing_of.entry("GetItem.backward")
+def adds_into_a_slice(_: Site) -> Aliasing:
+    """The gradient of a slice is nothing but an addition to that slice."""
+    return Aliasing(adds_in_place=True)
+
+
+@aliasing_of.entry(*aten.VIEWS)
+def view_of_first(site: Site) -> Aliasing:
+    """Every output looks at the memory of the first input."""
+    return Aliasing(view_of=dict.fromkeys(range(len(site.outputs)), 0))
+
+
+@aliasing_of.entry(*aten.POINTWISE)
+def overwrites_any(site: Site) -> Aliasing:
+    """The output may take the place of an input that looks the same and that no other input overlaps."""
+    return Aliasing(
+        in_place_of={0: tuple(filter(lambda i: _may_overwrite(site, i), range(len(site.inputs))))}
+    )
+
+
+@aliasing_of.entry(*aten.POINTWISE_FIRST, *aten.ROWWISE, *aten.SCATTERS, *aten.FILLS)
+def overwrites_first_if_alike(site: Site) -> Aliasing:
+    """The output may take the place of the first input if that looks the same and no other overlaps it."""
+    return Aliasing(in_place_of={0: (0,)} if _may_overwrite(site, 0) else {})
+
+
+def _may_overwrite(site: Site, position: int) -> bool:
+    victim, output = site.inputs[position], site.outputs[0]
+    alike = (victim.shape, victim.dtype, victim.layout) == (output.shape, output.dtype, output.layout)
+    storage = victim.alias_of or victim.id
+    others = (other for other in site.inputs if other.id != victim.id)
+    return alike and all((other.alias_of or other.id) != storage for other in others)

@@ -7,9 +7,9 @@ more memory, and the same graph always gives the same plans.
 The search starts, budget by budget, from the values that cross the plain peak in the optimum of `bound`, and
 goes on by simulated annealing on the Ledger. Then the budget sweeps slowly between the plain peak and the
 floor: a good schedule for one budget is a few changes away from a good one for the next. Where the present
-peak is over the present budget, a value alive across the peak is reconsidered; otherwise any. In networks of
-repeated blocks a value's twins in other blocks may follow it: what was found for one is tried on all. In the
-end, points along the archive are improved by single changes until none gains.
+peak is over the present budget, a value in memory across the peak is reconsidered; otherwise any. In networks
+of repeated blocks a value's twins in other blocks may follow it: what was found for one is tried on all. In
+the end, points along the archive are improved by single changes until none gains.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ from re import sub
 import numpy as np
 
 from stowplan.plan.bound import crossing_at
-from stowplan.plan.ledger import Ledger, State
+from stowplan.plan.ledger import Gaps, Ledger, State
 from stowplan.plan.problem import Problem
 
 _ANCHORS = 8  # budgets that get a start of their own
@@ -32,12 +32,14 @@ _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
 _HOT, _COLD = 0.1, 0.007  # temperatures, in seconds of an average droppable value's op
 _PENALTY = 4.0  # price of being over the budget by the whole plain peak, in seconds of the plain step
 _AT_PEAK = 0.7  # share of moves aimed at the peak while over the budget
+_ALONE = 0.1  # share of moves that decide about one gap only; the others about all that follow as well
+_USUAL = (State.KEEP, State.HOLD, State.EACH)  # what makes sense for all that follows
 _TWINS = 0.15  # share of moves that take the twins along
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One schedule: its peak, its extra seconds over the plain step, and a state per value."""
+    """One schedule: its peak, its extra seconds over the plain step, and a state per gap."""
 
     peak_bytes: int
     extra_seconds: float
@@ -80,11 +82,11 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self._ledger = Ledger(problem)
         self._random = Random(0)
-        self._values = [value for value, droppable in enumerate(problem.droppable) if droppable]
-        self._twins = twins_of(problem)
+        self._gaps = self._ledger.gaps
+        self._twins = twins_of(problem, self._ledger.gaps)
         self._floor_bytes = floor_of(problem)
-        costly = [problem.seconds[problem.producer[v]] for v in self._values] or [0.0]
-        self._warmth = float(np.mean([c for c in costly if c > 0] or [0.0]))
+        costly = {problem.producer[v]: problem.seconds[problem.producer[v]] for v in self._gaps.value_of}
+        self._warmth = float(np.mean([c for c in costly.values() if c > 0] or [0.0]))
         self._peaks: list[int] = []
         self._points: list[tuple[float, bytes]] = []
         self._plain_bytes, self._plain_op = self._look()
@@ -103,10 +105,11 @@ class _Search:
         """Take the best crossing of the plain peak for a budget this far down, and anneal from there."""
         budget = self._budget_at(share)
         crossing = crossing_at(self._ledger.problem, self._plain_op, int(budget), whole=True)
-        for value in self._values:
-            if self._ledger.last_reader(value) > self._plain_op:
-                state = State.KEEP if value in crossing.kept else self._dropped(value)
-                self._ledger.set_state(value, state)
+        for value in set(self._gaps.value_of):
+            crossed = self._gaps.at(value, self._plain_op + 1)
+            drop = value not in crossing.kept and crossed + 1 < self._gaps.first[value + 1]
+            for gap, state in self._whole_value(crossed, self._dropped(value) if drop else State.KEEP):
+                self._set(gap, state)
         self._ledger.commit()
         self._anneal([budget] * moves, cooling=0.5)
 
@@ -123,17 +126,16 @@ class _Search:
             self._improve(peak)
 
     def _load(self, states: bytes) -> None:
-        for value in self._values:
-            if self._ledger.states[value] != states[value]:
-                self._ledger.set_state(value, State(states[value]))
+        for gap, state in enumerate(states):
+            self._set(gap, State(state))
         self._ledger.commit()
 
     def _improve(self, budget: int) -> None:
-        for value in self._values:
+        for gap in range(len(self._gaps.value_of)):
             for state in State:
-                if self._ledger.states[value] is not State.KEEP and self._ledger.states[value] is not state:
+                if self._ledger.states[gap] is not State.KEEP and self._ledger.states[gap] is not state:
                     before = self._ledger.extra_seconds
-                    self._ledger.set_state(value, state)
+                    self._ledger.set_state(gap, state)
                     peak, _ = self._look()
                     if peak <= budget and self._ledger.extra_seconds < before:
                         self._ledger.commit()
@@ -167,19 +169,39 @@ class _Search:
         return self._ledger.extra_seconds + self._penalty * max(0.0, peak - budget)
 
     def _change(self, peak_op: int | None) -> None:
-        """Decide otherwise about one value, perhaps with its twins."""
-        value = self._pick(peak_op)
-        state = State((self._ledger.states[value] + self._random.randint(1, 2)) % 3)
-        for twin in self._twins[value] if self._random.random() < _TWINS else (value,):
-            if self._ledger.states[twin] is not state:
-                self._ledger.set_state(twin, state)
+        """Decide otherwise about a value for the backward half, or about one gap; perhaps with its twins."""
+        picked = self._pick(peak_op)
+        alone = self._random.random() < _ALONE
+        if not alone:
+            picked = self._crossing(self._gaps.value_of[picked])
+        choices = [
+            state for state in (State if alone else _USUAL) if state is not self._ledger.states[picked]
+        ]
+        state = self._random.choice(choices)
+        for twin in self._twins[picked] if self._random.random() < _TWINS else (picked,):
+            for gap, wanted in ((twin, state),) if alone else self._whole_value(twin, state):
+                self._set(gap, wanted)
+
+    def _crossing(self, value: int) -> int:
+        """The gap in which the value goes from the forward to the backward half."""
+        return self._gaps.at(value, self._ledger.problem.turn)
+
+    def _whole_value(self, gap: int, state: State) -> list[tuple[int, State]]:
+        """One answer for all gaps: kept before this one; behind it kept again, or made for each reader."""
+        after = State.EACH if state is State.EACH else State.KEEP
+        gaps = self._gaps.of(self._gaps.value_of[gap])
+        return [(g, State.KEEP if g < gap else state if g == gap else after) for g in gaps]
+
+    def _set(self, gap: int, state: State) -> None:
+        if self._ledger.states[gap] is not state:
+            self._ledger.set_state(gap, state)
 
     def _pick(self, peak_op: int | None) -> int:
         if peak_op is not None and self._random.random() < _AT_PEAK:
-            alive = self._ledger.alive_across(peak_op)
-            if len(alive):
-                return int(alive[self._random.randrange(len(alive))])
-        return self._random.choice(self._values)
+            occupied = self._ledger.occupied_across(peak_op)
+            if len(occupied):
+                return int(occupied[self._random.randrange(len(occupied))])
+        return self._random.randrange(len(self._gaps.value_of))
 
     def _look(self) -> tuple[int, int]:
         """The present peak and its op; a schedule that nothing beats goes into the archive."""
@@ -231,14 +253,12 @@ def _own_bytes(problem: Problem, op: int, last: list[int]) -> int:
     return own + problem.temporary_bytes[op] - spared
 
 
-def twins_of(problem: Problem) -> dict[int, tuple[int, ...]]:
-    """By droppable value: the values that stand at the same place in other blocks, itself included."""
+def twins_of(problem: Problem, gaps: Gaps) -> dict[int, tuple[int, ...]]:
+    """By gap: the gaps that stand at the same place in other blocks, itself included."""
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for value, droppable in enumerate(problem.droppable):
-        if droppable:
-            op = problem.producer[value]
-            scope = sub(r"\d+", "#", problem.graph.ops[op].scope)
-            kind = problem.graph.ops[op].type
-            shape = (problem.nbytes[value], problem.writes[op].index(value), len(problem.reads[op]))
-            groups[(kind, scope, *shape)].append(value)
-    return {value: tuple(group) for group in groups.values() for value in group}
+    for gap, value in enumerate(gaps.value_of):
+        op = problem.producer[value]
+        scope = sub(r"\d+", "#", problem.graph.ops[op].scope)
+        place = (gap - gaps.first[value], len(gaps.uses[value]), problem.writes[op].index(value))
+        groups[(problem.graph.ops[op].type, scope, problem.nbytes[value], *place)].append(gap)
+    return {gap: tuple(group) for group in groups.values() for gap in group}

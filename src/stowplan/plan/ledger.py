@@ -1,18 +1,20 @@
 """Ledger: the accounts of a schedule, kept exact while single decisions change.
 
-A schedule is the graph's order plus one state per value made in the forward half:
+A schedule is the graph's order plus one state per gap. The gaps of a forward value lie between the ops that
+use it: from its maker to its first reader, from there to the next, and one behind the last. In a gap it is
 
-- KEEP: made once, lives to its last reader;
-- HOLD: dropped after its last forward reader, made again before the first backward op that needs it, then
-  held to the last one;
-- EACH: dropped likewise, made again for every backward op that needs it.
+- KEEP: in memory all along;
+- HOLD: dropped, made again for the first op that needs it on the way to something else, then held;
+- EACH: dropped, and made again for each op that needs it;
+- AHEAD: dropped, and made again one op before its next reader, while there is room yet.
 
-Before a backward op runs, the forward ops that make what it misses run again in forward order (its chain).
-So the memory while op s runs, or its chain does, is `standing + through[s] + local[s]`: `through[s]` counts
-the values that live from before to after s, `local[s]` is the highest sum of those that come or go at s. A
-change of one state touches only the ops whose chains involve the value; all else stays as it was booked.
+Before an op runs, the forward ops that make what it misses run again in their order (its chain). So the
+memory while op s runs, or its chain does, is `standing + through[s] + local[s]`: `through[s]` counts the
+values that live from before to after s, `local[s]` is the highest sum of those that come or go at s. A change
+of one gap touches only the ops whose chains involve the value there; all else stays as it was booked.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
@@ -28,11 +30,56 @@ Span = tuple[int, int]
 
 
 class State(IntEnum):
-    """What happens to a forward value between the two halves."""
+    """What happens to a value in a gap between two of its uses."""
 
     KEEP = 0
     HOLD = 1
     EACH = 2
+    AHEAD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """The gaps of all droppable values, numbered: those of value v begin at `first[v]`.
+
+    Gap i of a value runs from `uses[v][i]` (its maker comes first) to the next use, the last one to the end.
+    """
+
+    uses: tuple[Numbers, ...]
+    first: Numbers
+    value_of: Numbers
+
+    def at(self, value: int, op: int) -> int:
+        """The gap in which `op` finds the value: behind the last use before `op`."""
+        return self.first[value] + bisect_left(self.uses[value], op) - 1
+
+    def of(self, value: int) -> range:
+        """All gaps of a value; none if it may not be dropped."""
+        return range(self.first[value], self.first[value + 1])
+
+    def start(self, gap: int) -> int:
+        """The use the gap lies behind."""
+        value = self.value_of[gap]
+        return self.uses[value][gap - self.first[value]]
+
+    def next_use(self, gap: int) -> int | None:
+        """The use the gap ends at; None for the gap behind the last one."""
+        value = self.value_of[gap]
+        place = gap - self.first[value] + 1
+        return self.uses[value][place] if place < len(self.uses[value]) else None
+
+
+def gaps_of(problem: Problem) -> Gaps:
+    """Number the gaps."""
+    uses: list[list[int]] = [[maker] for maker in problem.producer]
+    for op, values in enumerate(problem.reads):
+        for value in values:
+            uses[value].append(op)
+    first, value_of = [0], list[int]()
+    for value, droppable in enumerate(problem.droppable):
+        value_of += [value] * (len(uses[value]) if droppable else 0)
+        first.append(len(value_of))
+    return Gaps(tuple(map(tuple, uses)), tuple(first), tuple(value_of))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +94,13 @@ class _Chain:
 
 
 class _State(NamedTuple):
-    value: int
+    gap: int
     state: State
     remade: int
 
 
 class _Remake(NamedTuple):
-    value: int
+    gap: int
     remade: int
 
 
@@ -74,17 +121,19 @@ class Ledger:
     """Mutable on purpose: a search calls `set_state` thousands of times."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        ops, values = len(problem.reads), len(problem.nbytes)
-        self.states = [State.KEEP] * values
+        self.problem, self.gaps = problem, gaps_of(problem)
+        ops, values, gaps = len(problem.reads), len(problem.nbytes), len(self.gaps.value_of)
+        self.states = [State.KEEP] * gaps
         self.extra_seconds = 0.0
+        self._remade = [_NEVER] * gaps  # the op before which a HOLD value is made again
+        self._ahead: list[set[int]] = [set() for _ in range(ops)]  # AHEAD values to be made before the op
         self._chains = [_Chain(op) for op in range(ops)]
-        self._direct, self._last_forward = _readers(problem)
         self._via: list[set[int]] = [set() for _ in range(values)]  # ops whose chain involves the value
-        self._remade = [_NEVER] * values  # the op before which a HOLD value is made again
         self._spans: list[tuple[Span, ...]] = [()] * values
-        self._starts, self._ends = np.full((2, values), _NEVER), np.full((2, values), _NEVER)
-        self._droppable = np.array(problem.droppable, dtype=bool)
+        self._starts, self._ends = (
+            np.full(gaps, _NEVER),
+            np.full(gaps, _NEVER),
+        )  # what a gap adds to the spans
         self._through = np.zeros(ops, dtype=np.int64)
         self._local = np.zeros(ops, dtype=np.int64)
         self._changes: list[_Change] = []
@@ -99,13 +148,9 @@ class Ledger:
         curve: NDArray[np.int64] = self._through + self._local + self.problem.standing_bytes
         return curve
 
-    def last_reader(self, value: int) -> int:
-        """The last op that reads the value itself; -1 if none after the turn does."""
-        return self._direct[value][-1] if self._direct[value] else _NEVER
-
-    def alive_across(self, op: int) -> NDArray[np.int64]:
-        """Droppable values that stay alive from before `op` to after it."""
-        return np.flatnonzero(((self._starts < op) & (op < self._ends)).any(axis=0) & self._droppable)
+    def occupied_across(self, op: int) -> NDArray[np.int64]:
+        """The gaps in which a value is in memory from before `op` to after it."""
+        return np.flatnonzero((self._starts < op) & (op < self._ends))
 
     def commit(self) -> None:
         """Make the changes since the last commit final."""
@@ -116,10 +161,11 @@ class Ledger:
         while self._changes:
             change = self._changes.pop()
             match change:
-                case _State(value, state, remade):
-                    self.states[value], self._remade[value] = state, remade
-                case _Remake(value, remade):
-                    self._remade[value] = remade
+                case _State(gap, state, remade):
+                    self._enter_state(gap, state)
+                    self._remade[gap] = remade
+                case _Remake(gap, remade):
+                    self._remade[gap] = remade
                 case _Chain():
                     self._enter_chain(change)
                 case _Spans(value, spans):
@@ -127,12 +173,15 @@ class Ledger:
                 case _Local(op, nbytes):
                     self._local[op] = nbytes
 
-    def set_state(self, value: int, state: State) -> None:
-        """Decide otherwise about one value and rebook what that touches."""
-        self._changes.append(_State(value, self.states[value], self._remade[value]))
-        self.states[value] = state
-        self._remade[value] = _NEVER
-        queue = [*self._direct[value], *self._via[value]]
+    def set_state(self, gap: int, state: State) -> None:
+        """Decide otherwise about one gap and rebook what that touches."""
+        value = self.gaps.value_of[gap]
+        self._changes.append(_State(gap, self.states[gap], self._remade[gap]))
+        self._enter_state(gap, state)
+        self._remade[gap] = _NEVER
+        queue = self._touched(gap, self.gaps.start(gap))
+        if (reader := self.gaps.next_use(gap)) is not None:
+            queue.append(reader - 1)
         heapify(queue)
         dirty, changed = {value}, set[int]()
         while queue:
@@ -148,9 +197,29 @@ class Ledger:
             self._changes.append(_Local(op, int(self._local[op])))
             self._local[op] = self._local_peak(op)
 
+    def _enter_state(self, gap: int, state: State) -> None:
+        value, reader = self.gaps.value_of[gap], self.gaps.next_use(gap)
+        self.states[gap] = state
+        if reader is not None:
+            (self._ahead[reader - 1].add if state is State.AHEAD else self._ahead[reader - 1].discard)(value)
+
+    def _touched(self, gap: int, after: int) -> list[int]:
+        """The ops behind `after` that find the value in this gap: its next reader, and chains on the way."""
+        value, reader = self.gaps.value_of[gap], self.gaps.next_use(gap)
+        if reader is None:
+            return [op for op in self._via[value] if after < op]
+        return [reader, *(op for op in self._via[value] if after < op < reader)]
+
     def _available(self, value: int, op: int) -> bool:
-        state = self.states[value]
-        return state is State.KEEP or (state is State.HOLD and _NEVER < self._remade[value] < op)
+        if not self.problem.droppable[value]:
+            return True
+        gap = self.gaps.at(value, op)
+        state = self.states[gap]
+        return (
+            state is State.KEEP
+            or (state is State.HOLD and _NEVER < self._remade[gap] < op)
+            or (state is State.AHEAD and self.gaps.next_use(gap) == op)
+        )
 
     def _rechain(self, op: int, dirty: set[int]) -> list[int]:
         """Find anew what must run again before `op`; returns later ops whose chains may change by it."""
@@ -161,12 +230,13 @@ class Ledger:
             self._enter_chain(now)
         later: list[int] = []
         for value in now.demanded | before.demanded:
-            if self.states[value] is State.HOLD and self._move_remake(value, op, value in now.demanded):
+            gap = self.gaps.at(value, op)
+            if self.states[gap] is State.HOLD and self._move_remake(gap, op, value in now.demanded):
                 dirty.add(value)
-                later += (reader for reader in (*self._direct[value], *self._via[value]) if reader > op)
+                later += self._touched(gap, op)
         return later
 
-    def _enter_chain(self, chain: "_Chain") -> None:
+    def _enter_chain(self, chain: _Chain) -> None:
         before = self._chains[chain.op]
         for value in before.involved - chain.involved:
             self._via[value].discard(chain.op)
@@ -175,17 +245,18 @@ class Ledger:
         self.extra_seconds += chain.seconds - before.seconds
         self._chains[chain.op] = chain
 
-    def _move_remake(self, value: int, op: int, demanded: bool) -> bool:
-        """Note that `value` is made again before `op`, or no longer is; says whether that is news."""
-        if demanded == (self._remade[value] == op):
+    def _move_remake(self, gap: int, op: int, demanded: bool) -> bool:
+        """Note that the gap's value is made again before `op`, or no longer is; says whether that is news."""
+        if demanded == (self._remade[gap] == op):
             return False
-        self._changes.append(_Remake(value, self._remade[value]))
-        self._remade[value] = op if demanded else _NEVER
+        self._changes.append(_Remake(gap, self._remade[gap]))
+        self._remade[gap] = op if demanded else _NEVER
         return True
 
-    def _chain_of(self, op: int) -> "_Chain":
+    def _chain_of(self, op: int) -> _Chain:
         problem = self.problem
-        missing = [value for value in problem.reads[op] if not self._available(value, op)]
+        ahead = (value for value in self._ahead[op] if problem.producer[value] != op)
+        missing = [value for value in (*problem.reads[op], *ahead) if not self._available(value, op)]
         if not missing:
             return _Chain(op)
         demanded, ready, chain = set(missing), set[int](), set[int]()
@@ -204,17 +275,34 @@ class Ledger:
         return _Chain(op, tuple(sorted(chain)), frozenset(demanded), frozenset(demanded | ready), seconds)
 
     def _spans_of(self, value: int) -> tuple[Span, ...]:
-        """From which op to which op the value exists; a second span where it is made again and held."""
-        problem, state = self.problem, self.states[value]
-        last = max((*self._direct[value][-1:], *self._via[value]), default=_NEVER)
-        if problem.held[value]:
-            last = len(problem.reads)
-        first = problem.producer[value], self._last_forward[value]
-        if state is State.KEEP:
-            return ((first[0], max(first[1], last)),)
-        if state is State.HOLD and self._remade[value] != _NEVER:
-            return first, (self._remade[value], last)
-        return (first,)
+        """From which op to which op the value is in memory without a break."""
+        uses, problem = self.gaps.uses[value], self.problem
+        latest = max(self._via[value], default=_NEVER)
+        if not problem.droppable[value]:
+            end = len(problem.reads) if problem.held[value] else max(uses[-1], latest)
+            return ((uses[0], end),)
+        spans: list[Span] = []
+        for place, gap in enumerate(self.gaps.of(value)):
+            end = uses[place + 1] if place + 1 < len(uses) else latest
+            start = self._span_start(gap, uses[place])
+            if not _NEVER < start <= end:
+                continue
+            if spans and spans[-1][1] == start:
+                spans[-1] = (spans[-1][0], end)
+            else:
+                spans.append((start, end))
+        return tuple(spans)
+
+    def _span_start(self, gap: int, use: int) -> int:
+        match self.states[gap]:
+            case State.KEEP:
+                return use
+            case State.HOLD:
+                return self._remade[gap]
+            case State.AHEAD:
+                return (self.gaps.next_use(gap) or 0) - 1
+            case State.EACH:
+                return _NEVER
 
     def _rebook(self, value: int) -> set[int]:
         """Enter the lifetimes of `value` anew; returns the ops at which it now comes or goes otherwise."""
@@ -232,9 +320,15 @@ class Ledger:
         for start, end in spans:
             self._through[start + 1 : max(start + 1, end)] += nbytes
         self._spans[value] = spans
-        for number in range(2):
-            start, end = spans[number] if number < len(spans) else (_NEVER, _NEVER)
-            self._starts[number, value], self._ends[number, value] = start, end
+        self._occupy(value, spans)
+
+    def _occupy(self, value: int, spans: tuple[Span, ...]) -> None:
+        uses = self.gaps.uses[value]
+        for place, gap in enumerate(self.gaps.of(value)):
+            end = uses[place + 1] if place + 1 < len(uses) else len(self._local)
+            inside = [(s, e) for s, e in spans if s < end and e > uses[place]]
+            self._starts[gap] = max(inside[0][0], uses[place]) if inside else _NEVER
+            self._ends[gap] = min(inside[0][1], end) if inside else _NEVER
 
     def _local_peak(self, op: int) -> int:
         """The highest sum, over the chain of `op` and `op` itself, of what comes or goes meanwhile."""
@@ -277,16 +371,3 @@ class Ledger:
             if start == op if made_here else start < op <= end:
                 return end > op
         return False
-
-
-def _readers(problem: Problem) -> tuple[list[list[int]], list[int]]:
-    """By value: the ops after the turn that read it, and the last op before it that makes or reads it."""
-    direct: list[list[int]] = [[] for _ in problem.nbytes]
-    last_forward = list(problem.producer)
-    for op, values in enumerate(problem.reads):
-        for value in values:
-            if op < problem.turn:
-                last_forward[value] = op
-            else:
-                direct[value].append(op)
-    return direct, last_forward

@@ -12,7 +12,8 @@ from stowplan.ir import Graph
 from stowplan.plan.bound import bound_of
 from stowplan.plan.decision import Again, Decision, Keep, Recompute, Step
 from stowplan.plan.frontier import Frontier, Point, frontier_of
-from stowplan.plan.ledger import State
+from stowplan.plan.ledger import State, gaps_of
+from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import Problem, problem_of
@@ -28,13 +29,15 @@ class Planner:
     problem: Problem
     pricing: Pricing
     frontier: Frontier
+    plain_peak_bytes: int
 
     @staticmethod
     def of(graph: Graph, pricing: Pricing, moves: int | None = None) -> "Planner":
         """Search the frontier of `graph`; takes seconds."""
-        seconds = [pricing.seconds[op.id] for op in graph.ops]
-        problem = problem_of(graph, seconds, pricing.workspace_bytes)
-        return Planner(problem, pricing, frontier_of(problem, moves))
+        ordered = slices_last(graph)
+        seconds = [pricing.seconds[op.id] for op in ordered.ops]
+        problem = problem_of(ordered, seconds, pricing.workspace_bytes)
+        return Planner(problem, pricing, frontier_of(problem, moves), plain_peak_of(graph, pricing))
 
     @property
     def minimum_bytes(self) -> int:
@@ -57,7 +60,7 @@ class Planner:
             steps=steps,
             projected_curve_bytes=simulation.curve_bytes,
             projected_seconds=simulation.seconds,
-            plain_peak_bytes=plain_peak_of(graph, self.pricing),
+            plain_peak_bytes=self.plain_peak_bytes,
             plain_seconds=plain_seconds,
             minimum_bytes=self.minimum_bytes,
             bound_seconds=plain_seconds + bound_of(self.problem, allowed_bytes),
@@ -92,17 +95,16 @@ def _op_of(step: Step) -> str:
 
 
 def _decisions_of(problem: Problem, point: Point, steps: tuple[Step, ...]) -> dict[str, Decision]:
-    remade = {step.op for step in steps if isinstance(step, Again)}
+    remade = {name for step in steps if isinstance(step, Again) for name in step.outputs}
     needed = {value for op in range(problem.turn, len(problem.reads)) for value in problem.reads[op]}
+    gaps = gaps_of(problem)
     decisions: dict[str, Decision] = {}
-    for value, owner in enumerate(problem.owners):
-        if problem.droppable[value]:
-            state = point.states[value]
-            again = problem.graph.ops[problem.producer[value]].id in remade
-            if state is not State.KEEP and again:
-                decisions[owner] = Recompute(hold=state is State.HOLD)
-            elif value in needed:
-                decisions[owner] = Keep()
+    for value in sorted(set(gaps.value_of)):
+        owner = problem.owners[value]
+        if owner in remade:
+            decisions[owner] = Recompute(hold=State.HOLD in (point.states[gap] for gap in gaps.of(value)))
+        elif value in needed:
+            decisions[owner] = Keep()
     return decisions
 
 

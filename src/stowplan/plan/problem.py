@@ -81,6 +81,13 @@ def overwritable(graph: Graph, site: Site) -> list[tuple[str, tuple[str, ...]]]:
     return pairs
 
 
+def made_aside(graph: Graph, op: Op) -> tuple[str, ...]:
+    """The outputs that `op` makes in a place of their own before it adds them into what is there."""
+    if aliasing_of(site_of(graph, op)).adds_in_place:
+        return ()
+    return tuple(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
+
+
 def _same_block(graph: Graph, victim: Tensor, target: Tensor) -> bool:
     owner = victim
     while owner.alias_of is not None:
@@ -159,5 +166,5 @@ class _Values:
 
     def temporary_of(self, op: Op, workspace_bytes: Mapping[str, int]) -> int:
         """What the op needs besides operands and results: kernel workspace, a second contribution."""
-        added = self._numbers(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
+        added = self._numbers(made_aside(self._graph, op))
         return workspace_bytes.get(op.id, 0) + sum(self.nbytes[value] for value in added)

@@ -1,4 +1,4 @@
-"""From one state per value to the list of steps: what runs when, what is overwritten, what is freed.
+"""From one state per gap to the list of steps: what runs when, what is overwritten, what is freed.
 
 Three passes: find the runs (every op once, and again where a tensor is missing), find each copy's last
 reader, then write the steps with every free right behind it.
@@ -7,11 +7,11 @@ reader, then write the steps with every free right behind it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stowplan.analyse.storages import Storages, is_resident, storages_of
+from stowplan.analyse.storages import is_resident, storages_of
 from stowplan.ir import Graph, Op, Role
 from stowplan.ops.table import site_of
 from stowplan.plan.decision import Again, Compute, Free, Step
-from stowplan.plan.ledger import State
+from stowplan.plan.ledger import State, gaps_of
 from stowplan.plan.problem import Problem, overwritable
 
 Copy = tuple[str, int]  # a tensor and how many times it had been made before
@@ -48,9 +48,9 @@ class _Runs:
     """Walks the graph's order and runs ops again wherever the states say that a tensor is gone."""
 
     def __init__(self, problem: Problem, states: Sequence[State]) -> None:
-        self._graph, self._turn = problem.graph, problem.turn
-        storages = storages_of(problem.graph)
-        self._state_of = _state_by_tensor(problem, states, storages)
+        self._problem, self._graph, self._states = problem, problem.graph, states
+        self._gaps = gaps_of(problem)
+        self._tensors_of = _tensors_by_value(problem)
         self._maker = {name: op for op in self._graph.ops for name in op.writes()}
         self._position = {op.id: position for position, op in enumerate(self._graph.ops)}
         self._there = {name for name in self._graph.tensors if name not in self._maker}
@@ -59,22 +59,46 @@ class _Runs:
 
     def in_order(self) -> list[_Run]:
         for position, op in enumerate(self._graph.ops):
-            if position == self._turn:
-                self._drop(State.HOLD, State.EACH)
-            for missing, outputs in self._chain_of(op):
+            remade: set[int] = set()
+            for missing, outputs in self._chain_of([*op.reads(), *self._wanted_ahead(position)]):
                 self._run(missing, outputs, again=True)
+                remade.update(self._problem.writes[self._position[missing.id]])
             self._run(op, [use.tensor for use in op.outputs], again=False)
-            if position >= self._turn:
-                self._drop(State.EACH)
+            used = {*self._problem.reads[position], *self._problem.writes[position]}
+            for value in used | remade:
+                if not self._stays(value, position, made_for_others=value not in used):
+                    self._there.difference_update(self._tensors_of[value])
         return self._runs
 
-    def _drop(self, *states: State) -> None:
-        self._there = {name for name in self._there if self._state_of[name] not in states}
+    def _stays(self, value: int, position: int, *, made_for_others: bool) -> bool:
+        """Whether the states leave the value in memory behind `position`."""
+        state = self._state_at(value, position if made_for_others else position + 1)
+        ahead = state is State.AHEAD and value in self._next_reads(position)
+        return state is State.KEEP or ahead or (made_for_others and state is State.HOLD)
 
-    def _chain_of(self, op: Op) -> list[tuple[Op, list[str]]]:
-        """The ops to run again before `op`, in forward order, each with the outputs wanted of it."""
+    def _state_at(self, value: int, position: int) -> State:
+        if not self._problem.droppable[value]:
+            return State.KEEP
+        return self._states[self._gaps.at(value, position)]
+
+    def _next_reads(self, position: int) -> tuple[int, ...]:
+        return self._problem.reads[position + 1] if position + 1 < len(self._problem.reads) else ()
+
+    def _wanted_ahead(self, position: int) -> list[str]:
+        """What the next op reads and should be made before this one already."""
+        ahead = {
+            name
+            for value in self._next_reads(position)
+            if self._state_at(value, position + 1) is State.AHEAD
+            and self._problem.producer[value] != position
+            for name in self._tensors_of[value]
+        }
+        return [name for name in self._graph.ops[position + 1].reads() if name in ahead] if ahead else []
+
+    def _chain_of(self, names: list[str]) -> list[tuple[Op, list[str]]]:
+        """The ops to run again to have the tensors, in forward order, each with the outputs wanted of it."""
         wanted: dict[str, list[str]] = {}
-        missing = [name for name in op.reads() if name not in self._there]
+        missing = [name for name in dict.fromkeys(names) if name not in self._there]
         seen = set(missing)
         while missing:
             name = missing.pop()
@@ -98,11 +122,14 @@ class _Runs:
         self._runs.append(_Run(op, again, reads, makes))
 
 
-def _state_by_tensor(problem: Problem, states: Sequence[State], storages: Storages) -> dict[str, State]:
-    by_owner = dict(zip(problem.owners, states, strict=True))
-    return {
-        name: by_owner.get(storages.owners[number], State.KEEP) for name, number in storages.number_of.items()
-    }
+def _tensors_by_value(problem: Problem) -> list[list[str]]:
+    storages = storages_of(problem.graph)
+    value_of = {owner: value for value, owner in enumerate(problem.owners)}
+    tensors: list[list[str]] = [[] for _ in problem.owners]
+    for name, number in storages.number_of.items():
+        if (value := value_of.get(storages.owners[number])) is not None:
+            tensors[value].append(name)
+    return tensors
 
 
 def _added(op: Op) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from stowplan.analyse.storages import is_resident
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Role
+from stowplan.ops.aliasing import aliasing_of
+from stowplan.ops.table import site_of
 from stowplan.plan.decision import Again, Compute, Free, Step
 
 
@@ -130,7 +132,7 @@ class _Memory:
         for use in op.outputs:
             size = self._graph.tensors[use.tensor].nbytes or 0
             if use.role is Role.ACCUMULATE:
-                aside += size
+                aside += 0 if aliasing_of(site_of(self._graph, op)).adds_in_place else size
             elif self._graph.tensors[use.tensor].alias_of is not None:
                 if use.tensor in wanted:
                     self._join(use.tensor, self._storage_of[self._graph.tensors[use.tensor].alias_of or ""])

@@ -1,0 +1,48 @@
+"""What costs nothing: another order of the same ops that needs less memory. Each pass returns a new graph."""
+
+from dataclasses import replace
+
+from stowplan.ir import Graph, Op, Role, Use
+from stowplan.ops.aliasing import aliasing_of
+from stowplan.ops.table import site_of
+
+
+def slices_last(graph: Graph) -> Graph:
+    """Where several ops contribute to a gradient, let one that adds in place come after one that does not.
+
+    The gradient of a slice, made first, is a whole tensor of zeros around it, and the next contribution needs
+    room of its own besides. Added last, it needs none. With two contributions the sum is the same to the bit.
+    """
+    ops = list(graph.ops)
+    for name, contributors in _contributors(graph).items():
+        if len(contributors) == 2:
+            first, second = contributors
+            if _adds_in_place(graph, first) and not _adds_in_place(graph, second):
+                _swap(ops, first, second, name)
+    return replace(graph, ops=tuple(ops))
+
+
+def _contributors(graph: Graph) -> dict[str, list[Op]]:
+    by_tensor: dict[str, list[Op]] = {}
+    shared = {use.tensor for op in graph.ops for use in op.outputs if use.role is Role.ACCUMULATE}
+    for op in graph.ops:
+        for name in shared.intersection(op.writes()):
+            by_tensor.setdefault(name, []).append(op)
+    return by_tensor
+
+
+def _adds_in_place(graph: Graph, op: Op) -> bool:
+    return len(op.outputs) == 1 and aliasing_of(site_of(graph, op)).adds_in_place
+
+
+def _swap(ops: list[Op], first: Op, second: Op, name: str) -> None:
+    """Run `first` right behind `second`, and let `second` make the tensor."""
+    ids = [op.id for op in ops]
+    ops.pop(ids.index(first.id))
+    place = ids.index(second.id) - 1
+    ops[place] = _contributing(second, name, Role.DATA)
+    ops.insert(place + 1, _contributing(first, name, Role.ACCUMULATE))
+
+
+def _contributing(op: Op, name: str, role: Role) -> Op:
+    return replace(op, outputs=tuple(Use(name, role) if use.tensor == name else use for use in op.outputs))

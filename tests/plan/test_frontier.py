@@ -1,0 +1,83 @@
+"""Plans against the true optimum, the bound, each other, and the documents."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from small_steps import training_step, uneven_prices
+
+from stowplan.errors import BudgetTooSmall
+from stowplan.formats import chainer
+from stowplan.plan.bound import bound_of
+from stowplan.plan.exact import least_extra_seconds
+from stowplan.plan.make import Planner
+from stowplan.plan.pricing import price_by_macs
+from stowplan.plan.verify import verify
+from stowplan.units import parse_bytes
+
+_STEP_MACS = 3_773_564_964_864
+_REFERENCE = {  # budget -> extra share of the step's multiply-accumulates that plain annealing reached
+    "5.6GiB": 0.0004,
+    "5.0GiB": 0.00574,
+    "4.5GiB": 0.0182,
+    "4.0GiB": 0.0338,
+    "3.5GiB": 0.0527,
+    "3.25GiB": 0.0856,
+    "3.05GiB": 0.1122,
+    "2.6GiB": 0.23,
+}
+
+
+@pytest.fixture(scope="module")
+def unet(seeds: Callable[[str], Path]) -> Planner:
+    graph = chainer.read(seeds("000").read_text(), chainer.SavedView.RETAIN).graph
+    return Planner.of(graph, price_by_macs(graph))
+
+
+@pytest.mark.parametrize("budget", _REFERENCE)
+def test_the_unet_document_costs_no_more_than_annealing_found(unet: Planner, budget: str) -> None:
+    plan = verify(unet.plan(parse_bytes(budget)))
+    assert plan.projected_peak_bytes <= parse_bytes(budget)
+    assert plan.extra_macs / _STEP_MACS <= _REFERENCE[budget]
+    assert plan.bound <= plan.time_ratio * (1 + 1e-9)
+
+
+def test_plans_are_optimal_for_the_unet_document_where_one_cut_binds(unet: Planner) -> None:
+    for budget in ("5.6GiB", "5.0GiB", "4.5GiB", "4.0GiB", "3.5GiB", "3.25GiB"):
+        assert unet.plan(parse_bytes(budget)).gap < 0.001
+
+
+def test_a_budget_below_the_minimum_names_it_and_what_binds(unet: Planner) -> None:
+    with pytest.raises(BudgetTooSmall) as refusal:
+        unet.plan(parse_bytes("2GiB"))
+    assert refusal.value.minimum_bytes == unet.minimum_bytes
+    assert unet.plan(unet.minimum_bytes).projected_peak_bytes == unet.minimum_bytes
+    assert refusal.value.binding[0] in str(refusal.value)
+
+
+def test_more_budget_never_costs_time_and_less_never_memory(unet: Planner) -> None:
+    low, high = unet.minimum_bytes, unet.plain_peak_bytes
+    plans = [unet.plan(low + (high - low) * i // 19) for i in range(20)]
+    seconds = [plan.projected_seconds for plan in plans]
+    peaks = [plan.projected_peak_bytes for plan in plans]
+    assert seconds == sorted(seconds, reverse=True)
+    assert peaks == sorted(peaks)
+
+
+def test_small_steps_come_within_two_per_cent_of_the_true_optimum() -> None:
+    compared = 0
+    for seed in range(40):
+        graph = training_step(seed, layers=5 + seed % 4, plain=True)
+        planner = Planner.of(graph, uneven_prices(graph, seed), moves=2000)
+        low, high = planner.problem.standing_bytes, planner.plain_peak_bytes
+        plain = sum(planner.problem.seconds)
+        for share in (0.9, 0.75, 0.6):
+            budget = int(low + share * (high - low))
+            best = least_extra_seconds(planner.problem, budget)
+            point = planner.frontier.at(budget)
+            if best is None or point is None:
+                continue
+            compared += best > 0
+            assert bound_of(planner.problem, budget) <= best + 1e-9
+            assert plain + point.extra_seconds <= (plain + best) * 1.02
+    assert compared >= 50

@@ -1,0 +1,59 @@
+"""The ledger's books agree with the judge, whatever changes were made on the way."""
+
+from random import Random
+
+import pytest
+from small_steps import training_step, uneven_prices
+
+from stowplan.plan.ledger import Ledger, State
+from stowplan.plan.problem import Problem, problem_of
+from stowplan.plan.schedule import steps_of
+from stowplan.plan.simulate import simulate
+
+
+def _problem(seed: int) -> Problem:
+    graph = training_step(seed, layers=4 + seed % 14)
+    pricing = uneven_prices(graph, seed)
+    workspace = {op.id: 8 * (seed % 3) for op in graph.ops}
+    return problem_of(graph, [pricing.seconds[op.id] for op in graph.ops], workspace)
+
+
+def _judged(problem: Problem, states: list[State]) -> tuple[int, float]:
+    graph = problem.graph
+    seconds = dict(zip((op.id for op in graph.ops), problem.seconds, strict=True))
+    own = {op.id: problem.temporary_bytes[i] for i, op in enumerate(graph.ops)}
+    added = {
+        op.id: sum(graph.tensors[u.tensor].nbytes or 0 for u in op.outputs if u.role == "accumulate")
+        for op in graph.ops
+    }
+    workspace = {name: own[name] - added[name] for name in own}
+    simulation = simulate(graph, steps_of(problem, states), seconds, workspace)
+    return simulation.peak_bytes, simulation.extra_seconds
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_books_agree_with_the_judge_after_any_changes(seed: int) -> None:
+    problem = _problem(seed)
+    ledger = Ledger(problem)
+    random = Random(seed)
+    gaps = range(len(ledger.states))
+    for _ in range(25):
+        for _ in range(random.randint(1, 4)):
+            ledger.set_state(random.choice(gaps), random.choice(list(State)))
+        assert (int(ledger.curve_bytes().max()), ledger.extra_seconds) == _judged(problem, ledger.states)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rolling_back_restores_every_entry(seed: int) -> None:
+    problem = _problem(seed)
+    ledger = Ledger(problem)
+    random = Random(seed)
+    gaps = range(len(ledger.states))
+    for _ in range(20):
+        before = (ledger.curve_bytes().tolist(), ledger.extra_seconds, list(ledger.states))
+        for _ in range(random.randint(1, 5)):
+            ledger.set_state(random.choice(gaps), random.choice(list(State)))
+        ledger.roll_back()
+        assert (ledger.curve_bytes().tolist(), ledger.extra_seconds, list(ledger.states)) == before
+        ledger.set_state(random.choice(gaps), random.choice(list(State)))
+        ledger.commit()
