@@ -108,6 +108,53 @@ def tiled_window(site: Site) -> tuple[Window, ...]:
     return tuple(Window(*row) for row in zip(*columns, strict=True))
 
 
+@windows_of.entry("aten.convolution.default")
+def aten_convolution(site: Site) -> tuple[Window, ...]:
+    """Kernel from the weight; `output_padding` adds outputs where the convolution is transposed."""
+    kernels = shape_of(site.inputs[1])[2:]
+    strides, paddings, dilations, extra = (
+        _per_dim(site, key, len(kernels)) for key in ("stride", "padding", "dilation", "output_padding")
+    )
+    transposed = bool(site.attributes.get("transposed"))
+    return tuple(
+        Window(kernel, stride, padding, padding - more if transposed else padding, dilation, transposed)
+        for kernel, stride, padding, dilation, more in zip(
+            kernels, strides, paddings, dilations, extra, strict=True
+        )
+    )
+
+
+@windows_of.entry(*(f"aten.max_pool{n}d_with_indices.default" for n in (2, 3)))
+@windows_of.entry("aten.max_pool2d.default", *(f"aten.avg_pool{n}d.default" for n in (1, 2, 3)))
+def aten_pool(site: Site) -> tuple[Window, ...]:
+    """No stride means the kernel's; `ceil_mode` lets the last window reach past the padding."""
+    ndim = int(site.op.type.partition("pool")[2][0])
+    kernels = _per_dim(site, "kernel_size", ndim)
+    strides = _per_dim(site, "stride", ndim) or kernels
+    dilations = _per_dim(site, "dilation", ndim) if "dilation" in site.attributes else (1,) * ndim
+    rows = zip(kernels, strides, _per_dim(site, "padding", ndim), dilations, strict=True)
+    windows = [
+        Window(kernel, stride, padding, padding, dilation) for kernel, stride, padding, dilation in rows
+    ]
+    if site.attributes.get("ceil_mode"):
+        sizes = shape_of(site.inputs[0])[-ndim:]
+        windows = [_rounded_up(window, size) for window, size in zip(windows, sizes, strict=True)]
+    return tuple(windows)
+
+
+def _rounded_up(window: Window, size: int) -> Window:
+    """With one more output where a rest is left, unless its window would begin behind the input."""
+    reaching = replace(window, after=window.after + window.stride - 1)
+    begins = (reaching.output_size(size) - 1) * window.stride
+    return window if begins >= size + window.before else reaching
+
+
+def _per_dim(site: Site, key: str, ndim: int) -> tuple[int, ...]:
+    """A list that may hold one number for all dims; an empty one stays empty."""
+    values = _integers(site, key)
+    return values * ndim if len(values) == 1 else values
+
+
 def _kernel(site: Site, dims: slice) -> tuple[int, ...]:
     if len(site.inputs) < 2 or len(shape_of(site.inputs[1])) < 4:
         raise MissingRule(f"windows of {site.op.id!r}: its second input is not a weight of four dims")

@@ -1,0 +1,63 @@
+"""What each output element of an op really needs, found by disturbing one input element after the other."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from op_samples import Sample
+from stowplan.geometry import Rect
+
+Needed = NDArray[np.bool_]
+"""By output index, then input index: whether that output changes with that input."""
+
+
+def dependence(sample: Sample, output: int) -> list[Needed]:
+    """For each input, what elements of output number `output` need of it."""
+    before = sample.outputs()[output]
+    found = []
+    for position, tensor in enumerate(sample.tensors):
+        needed = np.zeros((*before.shape, *tensor.shape), dtype=bool)
+        for index in np.ndindex(*tensor.shape):
+            for value in _disturbances(sample, tensor, index):
+                after = sample.outputs(_replaced(sample.tensors, position, index, value))[output]
+                needed[(..., *index)] |= _differs(before, after)
+        found.append(needed)
+    return found
+
+
+def needed_rect(needed: Needed, outputs: Rect) -> Rect:
+    """The smallest rect of the input that holds everything the rect of outputs needs."""
+    part = needed[tuple(slice(low, high) for low, high in zip(outputs.lo, outputs.hi, strict=True))]
+    ndim = needed.ndim - outputs.ndim
+    places = np.argwhere(part.reshape(-1, *needed.shape[outputs.ndim :]).any(axis=0))
+    if not len(places):
+        return Rect((0,) * ndim, (0,) * ndim)
+    return Rect(tuple(map(int, places.min(axis=0))), tuple(map(int, places.max(axis=0) + 1)))
+
+
+def _disturbances(sample: Sample, tensor: Tensor, index: tuple[int, ...]) -> Iterator[float]:
+    """Other values for one element; a NaN shows every use of a number, unless the op hides it by design."""
+    if tensor.dtype is torch.bool:
+        yield not tensor[index]
+    elif not tensor.is_floating_point():
+        yield from {int(value) for value in tensor.flatten()} - {int(tensor[index])}
+    elif sample.hides:
+        yield from (1e3, -1e3, 0.123)
+    else:
+        yield float("nan")
+
+
+def _replaced(
+    tensors: Sequence[Tensor], position: int, index: tuple[int, ...], value: float
+) -> tuple[Tensor, ...]:
+    changed = tensors[position].clone()
+    changed[index] = value
+    return (*tensors[:position], changed, *tensors[position + 1 :])
+
+
+def _differs(before: Tensor, after: Tensor) -> Needed:
+    same = (before == after) | (before.isnan() & after.isnan())
+    return np.asarray(~same.numpy())

@@ -1,0 +1,126 @@
+"""Region rules by example: padding, barriers, reasons, parts."""
+
+from random import Random
+
+import pytest
+import torch
+
+from aten_samplers import ATEN_SAMPLERS
+from op_samples import Sample, aten, numbers
+from stowplan.geometry import Rect
+from stowplan.ops.regions import DimKind, Partial, pull, push, regions_of
+from stowplan.ops.regions.rules import rules
+from stowplan.ops.sliding import output_sizes
+from stowplan.ops.windows import windows_of
+
+pytestmark = pytest.mark.torch
+
+
+def test_a_norm_needs_only_its_place_once_its_statistics_are_known() -> None:
+    sample = aten(torch.ops.aten.native_group_norm.default, numbers(2, 4, 6), None, None, 2, 4, 6, 2, 1e-5)
+    relation = regions_of(sample.site()).outputs[0]
+    assert relation.reduction is not None
+    assert relation.reduction.after is not None
+    rect = Rect((0, 1, 2), (1, 2, 4))
+    assert relation.pull(rect) == (Rect((0, 0, 0), (1, 2, 6)),)
+    assert relation.reduction.after.pull(rect) == (rect,)
+    assert relation.reduction.partial is Partial.MOMENTS
+
+
+def test_padding_is_what_reaches_past_the_border_and_has_the_ops_value() -> None:
+    pool = torch.ops.aten.max_pool2d_with_indices.default
+    sample = aten(pool, numbers(1, 1, 6, 6), [3, 3], [2, 2], [1, 1])
+    relation = regions_of(sample.site()).outputs[0]
+    (needed,) = relation.pull(Rect((0, 0, 0, 1), (1, 1, 2, 3)))
+    assert needed == Rect((0, 0, -1, 1), (1, 1, 4, 6))
+    assert needed.overhang((1, 1, 6, 6)) == ((0, 0), (0, 0), (1, 0), (0, 0))
+    assert relation.needs[0] is not None
+    assert relation.needs[0].fill == float("-inf")
+
+
+def test_an_op_without_a_rule_is_a_barrier_and_says_so() -> None:
+    sample = aten(torch.ops.aten.sort.default, numbers(3, 4))
+    regions = regions_of(sample.site())
+    assert regions.barrier == "aten.sort.default has no region rule"
+    assert regions.outputs[0].kinds() == (DimKind.WHOLE, DimKind.WHOLE)
+    assert regions.outputs[0].whole[1] == regions.barrier
+    assert pull(sample.site(), Rect((1, 1), (2, 2))) == (Rect((0, 0), (3, 4)),)
+    assert push(sample.site(), (Rect((0, 0), (3, 3)),)) is None
+
+
+def test_a_rule_that_lacks_an_attribute_is_a_barrier_that_names_it() -> None:
+    sample = Sample(
+        "Conv2D", (numbers(1, 4, 4, 1), numbers(3, 3, 1, 1)), {}, lambda image, _: image[:, 1:3, 1:3]
+    )
+    assert "'strides' is None" in regions_of(sample.site()).barrier
+
+
+@pytest.mark.parametrize(
+    ("sample", "dim", "reason"),
+    [
+        (aten(torch.ops.aten._softmax.default, numbers(2, 3, 4, 5), -1, False), 3, "softmax runs over dim 3"),
+        (
+            aten(
+                torch.ops.aten._native_batch_norm_legit.no_stats,
+                numbers(2, 3, 4),
+                None,
+                None,
+                True,
+                0.1,
+                1e-5,
+            ),
+            0,
+            "batch norm takes its statistics over dims 0, 2",
+        ),
+        (
+            aten(torch.ops.aten.view.default, numbers(2, 12), [2, 3, 4]),
+            2,
+            "a reshape lays dim 2 inside dim 1",
+        ),
+    ],
+    ids=["softmax", "batch norm", "reshape"],
+)
+def test_a_dim_that_cannot_be_tiled_has_a_reason(sample: Sample, dim: int, reason: str) -> None:
+    relation = regions_of(sample.site()).outputs[0]
+    assert relation.kind_of(dim) is DimKind.WHOLE
+    assert relation.whole[dim] == reason
+
+
+def test_causal_attention_reads_keys_up_to_its_own_query() -> None:
+    query, key, value = numbers(1, 2, 6, 4), numbers(1, 1, 6, 4), numbers(1, 1, 6, 4)
+    target = torch.ops.aten.scaled_dot_product_attention.default
+    sample = aten(target, query, key, value, None, 0.0, True, enable_gqa=True)
+    needed = pull(sample.site(), Rect((0, 1, 2, 0), (1, 2, 4, 4)))
+    assert needed == (
+        Rect((0, 1, 2, 0), (1, 2, 4, 4)),
+        Rect((0, 0, 0, 0), (1, 1, 4, 4)),
+        Rect((0, 0, 0, 0), (1, 1, 4, 4)),
+    )
+
+
+def test_a_concatenation_needs_only_the_parts_it_shows() -> None:
+    sample = aten(torch.ops.aten.cat.default, [numbers(2, 3), numbers(2, 4)], 1)
+    assert pull(sample.site(), Rect((0, 0), (2, 2))) == (Rect((0, 0), (2, 2)), None)
+    assert pull(sample.site(), Rect((0, 2), (1, 5))) == (Rect((0, 2), (1, 3)), Rect((0, 0), (1, 2)))
+    assert push(sample.site(), (Rect((0, 0), (2, 3)), None)) == Rect((0, 0), (2, 3))
+
+
+def test_outputs_outside_the_tensor_are_never_pulled_for() -> None:
+    sample = aten(torch.ops.aten.relu.default, numbers(4, 4))
+    assert pull(sample.site(), Rect((-2, 3), (2, 9))) == (Rect((0, 3), (2, 4)),)
+    assert pull(sample.site(), Rect((4, 0), (6, 4))) == (None,)
+
+
+def test_a_second_rule_for_a_type_is_refused() -> None:
+    with pytest.raises(ValueError, match="has an entry already"):
+        rules.entry("aten.relu.default")(regions_of)
+
+
+@pytest.mark.parametrize("name", ["convolution", "max_pool", "average_pool"])
+def test_windows_make_as_many_outputs_as_the_op(name: str) -> None:
+    for seed in range(60):
+        torch.manual_seed(seed)
+        sample = ATEN_SAMPLERS[name](Random(seed))
+        windows = windows_of(sample.site())
+        inputs, outputs = (tuple(t.shape[-len(windows) :]) for t in (sample.tensors[0], sample.outputs()[0]))
+        assert output_sizes(windows, inputs) == outputs, dict(sample.attributes)
