@@ -23,6 +23,7 @@ _points = st.tuples(st.integers(-9, 9), st.integers(-9, 9))
 _rects = st.builds(Rect, _points, _points)
 _seconds = st.floats(allow_nan=False, allow_infinity=False)
 _intervals = st.builds(Interval, _seconds, _seconds, _seconds)
+_places = st.tuples(st.integers(0, 2**63), st.integers(0, 2**40))
 _regions = st.builds(TensorRegion, st.none() | _rects, st.none() | _rects)
 _steps = st.lists(st.builds(TileStep, texts, _rects, _rects, _rects), max_size=2).map(tuple)
 _tiles = st.dictionaries(_points, _steps, max_size=2)
@@ -35,17 +36,16 @@ def _by_name(values: st.SearchStrategy[_Value]) -> st.SearchStrategy[dict[str, _
     return st.dictionaries(texts, values, max_size=2)
 
 
-def documents() -> st.SearchStrategy[Document]:
-    """Documents of any content, in the format that can carry them all."""
+def documents(*, sized: bool = False) -> st.SearchStrategy[Document]:
+    """Documents of any content; with `sized`, of a content that can be analysed."""
     return st.builds(
         Document,
         format=st.just("stow"),
-        graph=legal_graphs(),
+        graph=legal_graphs(sized=sized),
         profile=st.none() | st.builds(Profile, _by_name(_by_name(_intervals)), st.booleans()),
-        allocation=st.none()
-        | st.builds(Allocation, _by_name(st.tuples(st.integers(0, 2**63), st.integers(0)))),
+        allocation=st.none() | st.builds(Allocation, _by_name(_places)),
         regions=st.none() | st.builds(Regions, _by_name(_regions), _by_name(_by_name(_rects))),
-        tiles=st.none() | st.builds(TileSchedule, _points, _tiles, _tiles),
+        tiles=st.none() if sized else st.none() | st.builds(TileSchedule, _points, _tiles, _tiles),
         notes=_notes,
         counts=_by_name(st.integers(0, 2**40)),
     )

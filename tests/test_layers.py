@@ -119,3 +119,20 @@ def loaded_by(code: str) -> set[str]:
 
 def test_importing_the_package_loads_neither_torch_nor_numpy() -> None:
     assert not loaded_by("import stowplan") & {"torch", "numpy", "rich", "scipy"}
+
+
+def test_reading_a_file_loads_no_torch(tmp_path: Path) -> None:
+    path = tmp_path / "empty.stow.txt"
+    path.write_text("stowplan graph 1\n")
+    for words in (
+        ["--version"],
+        ["inspect", str(path)],
+        ["convert", str(path), str(tmp_path / "x.stow.json")],
+    ):
+        code = f"from stowplan.cli.main import main\ntry: main({words!r})\nexcept SystemExit: pass"
+        assert "torch" not in loaded_by(code)
+
+
+def test_a_verb_that_is_not_called_is_not_loaded() -> None:
+    code = "from stowplan.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass"
+    assert not loaded_by(code) & {"torch", "numpy", "rich", "scipy", "msgspec"}

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from itertools import product
+from random import Random
 from types import MappingProxyType
 
 import pytest
@@ -34,6 +35,11 @@ def signed(document: str) -> str:
     """A file whose digest fits its document, whatever that says."""
     digest = sha256(document.encode()).hexdigest()
     return f'{{"format":"stow","version":1,"digest":"sha256:{digest}","document":{document}}}'
+
+
+def stow_document(file: str) -> str:
+    """The document of a file in its canonical spelling."""
+    return json.dumps(json.loads(file)["document"], separators=(",", ":"))
 
 
 @given(documents())
@@ -66,6 +72,21 @@ def test_a_flipped_bit_never_gives_another_document() -> None:
             assert stow.read(flipped) == DOCUMENT
             harmless += 1
     assert harmless < 50  # one blank for another
+
+
+def test_damage_under_a_fitting_digest_is_found_by_the_schema_or_harmless() -> None:
+    document, random = stow_document(FILE), Random(0)
+    refusals = []
+    for _ in range(5_000):
+        low, high = sorted(random.choices(range(len(document)), k=2))
+        piece = random.choice(("", document[low:high], random.choice('"{}[],:0-9.e\\')))
+        high = random.choice((low + 1, low + 1, high))
+        try:
+            assert stow.read(signed(document[:low] + piece + document[high:])).format == "stow"
+        except BadInput as error:
+            refusals.append(error.where)
+    assert len(refusals) > 4_000
+    assert all(refusals)
 
 
 @given(st.integers(0, len(FILE) - 3))

@@ -48,7 +48,8 @@ def liveness_of(graph: Graph, *, in_place: bool = False) -> Liveness:
             start[number_of[name]] = 0
         if is_resident(tensor) or name in graph.held:
             end[number_of[name]] = never - 1
-    liveness = Liveness(storages, np.array(start), np.array(end), np.array(temporary, dtype=np.int64))
+    starts, ends = np.array(start, dtype=np.int64), np.array(end, dtype=np.int64)
+    liveness = Liveness(storages, starts, ends, np.array(temporary, dtype=np.int64))
     return _overwriting(graph, liveness) if in_place else liveness
 
 

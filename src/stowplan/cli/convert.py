@@ -1,0 +1,37 @@
+"""`stowplan convert IN OUT`: the same document in another format."""
+
+from argparse import ArgumentParser, Namespace
+
+from stowplan import api
+from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.formats.writers import WRITERS
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What the verb takes."""
+    parser.add_argument("source", metavar="IN", help="a file in any of the formats that can be read")
+    parser.add_argument(
+        "target", metavar="OUT", help="where to write; .stow.json and .stow.txt say their format"
+    )
+    parser.add_argument(
+        "--to", choices=tuple(WRITERS), help="the format to write, if OUT's suffix does not say it"
+    )
+    parser.add_argument(
+        "--graph-only", action="store_true", help="leave out times, addresses, regions and tiles"
+    )
+    parser.add_argument("--saved", choices=("listed", "retain"), help="for Chainer files: as in inspect")
+
+
+def run(arguments: Namespace) -> int:
+    """Convert, and say what was written."""
+    with a_word_after_two_seconds(f"converting {arguments.source}"):
+        document = api.convert(
+            arguments.source,
+            arguments.target,
+            to=arguments.to,
+            graph_only=arguments.graph_only,
+            saved=arguments.saved,
+        )
+    graph = document.graph
+    print(f"{arguments.target}: {len(graph.ops)} ops, {len(graph.tensors)} tensors from {document.format}")
+    return 0

@@ -1,0 +1,70 @@
+"""The command `stowplan`: finds the verb, runs it, and turns refusals into exit codes.
+
+0 done, 1 the answer is no, 2 bad use or bad input. A verb's module is imported only when it is called.
+"""
+
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from importlib import import_module
+from io import TextIOWrapper
+
+from stowplan import __version__
+from stowplan.errors import StowplanError
+
+# Each verb is a module of this package with `add_arguments(parser)` and `run(arguments) -> exit code`.
+VERBS = {
+    "inspect": "say what is in a file, where its memory goes, and how small it could get",
+    "convert": "write what is in a file in another format",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; the exit code is returned, not raised."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = _parser(words).parse_args(words)
+    _print_any_character()
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except StowplanError as error:
+        print(f"stowplan: {_harmless(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the flush at exit complain
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _harmless(message: str) -> str:
+    """A message may quote a file: nothing in it shall steer the terminal."""
+    return "".join(char if char.isprintable() or char == "\n" else "." for char in message)
+
+
+def _print_any_character() -> None:
+    """Names come from files and may hold what the terminal's encoding lacks: print ? for it."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _parser(words: Sequence[str]) -> ArgumentParser:
+    """All verbs by name and summary; only the one that is called brings its arguments."""
+    parser = ArgumentParser(
+        prog="stowplan",
+        description="Decide where, when and for how long every tensor of a training step lives.",
+        epilog="Exit codes: 0 done, 1 the answer is no, 2 bad use or bad input.",
+    )
+    parser.add_argument("--version", action="version", version=f"stowplan {__version__}")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    called = next((word for word in words if not word.startswith("-")), None)
+    for name, summary in VERBS.items():
+        verb = verbs.add_parser(name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
+        if name == called:
+            module = import_module(f"stowplan.cli.{name}")
+            module.add_arguments(verb)
+            verb.set_defaults(run=module.run)
+    return parser

@@ -1,0 +1,29 @@
+"""A sign of life for whoever waits at a terminal."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
+
+_SECONDS = 2.0
+
+
+@contextmanager
+def a_word_after_two_seconds(doing: str) -> Iterator[None]:
+    """Say on a terminal what takes so long, and wipe that away in the end; quick work stays silent."""
+    said: list[str] = []
+
+    def say() -> None:
+        said.append(f"{doing} ...")
+        print(said[-1], end="\r", file=sys.stderr, flush=True)
+
+    timer = Timer(_SECONDS, say)
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        for words in said:
+            print(" " * len(words), end="\r", file=sys.stderr, flush=True)

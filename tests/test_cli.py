@@ -1,0 +1,290 @@
+"""The command line: what it says of the five documents, how it refuses, and how fast it starts."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stowplan import __version__
+from stowplan.cli.main import VERBS, main
+from stowplan.formats import stow
+from stowplan.formats.door import read_document
+from stowplan.ir.text import parse_graph
+
+GRAPH = """\
+stowplan graph 1
+parameter W: float32[4,4] bytes=64
+input x: float32[1,4] bytes=16
+held activation y: float32[1,4] bytes=16
+forward fc: MatMul(x, W) -> (y)
+"""
+
+GOLDEN: dict[str, dict[str, object]] = {
+    "000": {
+        "format": "chainer",
+        "ops.total": 120,
+        "ops.by_phase": {"forward": 60, "backward": 60},
+        "ops.by_type.ReLU": 22,
+        "ops.by_type.Convolution2DFunction": 19,
+        "tensors.by_kind.parameter": 46,
+        "tensors.by_kind.input": 2,
+        "tensors.by_kind.activation": 60,
+        "bytes.by_kind.parameter": 124_401_416,
+        "bytes.by_kind.activation": 11_781_604_356,
+        "macs": {"forward": 1_258_354_034_688, "step": 3_773_564_964_864},
+        "peak.bytes": 7_938_850_064,
+        "peak.op": "conv_u0b_c.90.backward",
+        "lower_bound_bytes": 2_956_736_264,
+        "packing.max_live_bytes": 7_938_850_064,
+        "counts.variables": 108,
+        "counts.shapes": 108,
+        "counts.forward_inputs": 111,
+        "counts.backward_inputs": 175,
+        "counts.gradients_with_two_producers": 4,
+        "counts.forward_edges_out_of_file_order": 25,
+        "counts.backward_edges_out_of_file_order": 38,
+    },
+    "001": {
+        "format": "megengine",
+        "ops.total": 234,
+        "ops.by_type.ConvolutionForward": 53,
+        "ops.by_type.Elemwise": 69,
+        "tensors.total": 299,
+        "bytes.by_kind.constant": 102_106_528,
+        "flops.recorded": 81_954_092_640,
+        "peak.bytes": 96_337_920,
+        "peak.op": "563",
+        "peak.with_constants_bytes": 198_444_448,
+        "peak.in_place_bytes": 72_272_896,
+        "packing.max_live_bytes": 96_337_920,
+        "allocation.tensors": 189,
+        "allocation.start_addresses": 17,
+        "allocation.touched_bytes": 102_443_008,
+        "allocation.overlaps": [],
+        "allocation.views": [["832", "841"]],
+        "counts.operators": 240,
+        "counts.input_edges": 257,
+        "counts.chunks": 104,
+        "counts.footprint_bytes": 2_551_250_656,
+    },
+    "002": {
+        "format": "regiongraph",
+        "ops.total": 41,
+        "tensors.total": 34,
+        "tensors.by_kind": {"gradient": 15, "activation": 12, "parameter": 7},
+        "bytes.total": 3_074_943_528,
+        "bytes.by_kind.parameter": 4 * 293_629_250,
+        "macs.forward": 75_139_301_376,
+        "counts.rects": 96,
+        "counts.none_rects": 7,
+        "counts.dims": 58,
+        "counts.edges": 98,
+        "counts.edge_labels": 88,
+    },
+    "003": {
+        "format": "tensorflow",
+        "counts.rows": 178,
+        "counts.ops": 44,
+        "counts.transposes": 18,
+        "counts.kernels": 62,
+        "counts.edges": 134,
+        "counts.edges_consistent": 134,
+        "counts.control_edges": 18,
+        "counts.copied_bytes": 9_878_784,
+        "bytes.by_kind.parameter": 9_878_784,
+        "bytes.by_kind.input": 77_070_336,
+        "bytes.made_by_phase.forward": 975_503_360,
+        "bytes.made_by_phase.backward": 728_710_400,
+        "bytes.made_by_phase.layout": 1_122_598_912,
+        "macs": {"forward": 84_242_595_840, "step": 243_402_276_864},
+        "peak.bytes": 949_338_368,
+        "peak.op": "gradients/conv5/Conv2D_grad/Conv2DBackpropFilter",
+        "peak.without_layout_bytes": 611_568_384,
+    },
+    "004": {
+        "format": "tilelog",
+        "ops.by_type": {"conv2d": 2, "maxpool2d": 2},
+        "macs.forward": 2_880,
+        "tiles.tiles": 16,
+        "tiles.forward_macs": 24_336,
+        "tiles.untiled_macs": 2_880,
+        "tiles.writes": 100,
+        "tiles.cells": 16,
+        "counts.lines": 5_127,
+        "counts.engine_calls": 118,
+        "counts.differing_elements": 0,
+        "counts.compared_elements": 256,
+    },
+}
+
+
+def found(record: dict[str, Any], path: str) -> object:
+    value: Any = record
+    for key in path.split("."):
+        value = value[key]
+    return value
+
+
+@pytest.fixture
+def inspected(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """What `stowplan inspect --json` prints, read back."""
+
+    def inspect(*words: str | Path) -> dict[str, Any]:
+        assert main(["inspect", "--json", *map(str, words)]) == 0
+        record: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return record
+
+    return inspect
+
+
+@pytest.mark.parametrize("number", GOLDEN)
+def test_golden_numbers(
+    number: str, seeds: Callable[[str], Path], inspected: Callable[..., dict[str, Any]]
+) -> None:
+    record = inspected(seeds(number))
+    assert {path: found(record, path) for path in GOLDEN[number]} == GOLDEN[number]
+    assert record["packing"]["gap"] <= 0.01
+    assert record["peak"]["bytes"] >= record["lower_bound_bytes"]
+
+
+def test_the_retained_view_of_chainer(
+    seeds: Callable[[str], Path], inspected: Callable[..., dict[str, Any]]
+) -> None:
+    record = inspected("--saved", "retain", seeds("000"))
+    assert record["peak"]["bytes"] == 7_413_120_272
+    assert record["lower_bound_bytes"] == 2_324_568_072
+
+
+def test_times_of_the_profile(seeds: Callable[[str], Path], inspected: Callable[..., dict[str, Any]]) -> None:
+    profile = inspected(seeds("001"))["profile"]
+    assert profile["host"]["span_seconds"] == pytest.approx(3.895e-3, abs=5e-7)
+    assert profile["device"]["span_seconds"] == pytest.approx(22.797e-3, abs=5e-7)
+    assert profile["device"]["seconds_by_type"]["ConvolutionForward"] == pytest.approx(15_390.8e-6, abs=5e-8)
+    assert list(profile["device"]["top_ops"])[:4] == ["802", "819", "782", "539"]
+
+
+@pytest.mark.parametrize("number", GOLDEN)
+def test_a_converted_document_is_the_same_document(
+    number: str, seeds: Callable[[str], Path], tmp_path: Path
+) -> None:
+    target = tmp_path / "same.stow.json"
+    assert main(["convert", str(seeds(number)), str(target)]) == 0
+    original, copy = read_document(seeds(number)), read_document(target)
+    assert (copy.graph, copy.profile, copy.allocation) == (
+        original.graph,
+        original.profile,
+        original.allocation,
+    )
+    assert (copy.regions, copy.tiles) == (original.regions, original.tiles)
+    assert (copy.notes, copy.counts) == (original.notes, original.counts)
+
+
+@pytest.mark.parametrize(("number", "to"), [("000", "chainer"), ("002", "regiongraph"), ("004", "tilelog")])
+def test_a_format_that_can_be_written_is_read_again(
+    number: str, to: str, seeds: Callable[[str], Path], tmp_path: Path
+) -> None:
+    target = tmp_path / "again"
+    assert main(["convert", str(seeds(number)), str(target), "--to", to]) == 0
+    original, again = read_document(seeds(number)), read_document(target)
+    assert (again.format, again.graph) == (to, original.graph)
+    assert (again.regions, again.tiles) == (original.regions, original.tiles)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    path = tmp_path / "small.stow.txt"
+    path.write_text(GRAPH)
+    return path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """What a refused call says on stderr; it says nothing else."""
+    assert main([*map(str, words)]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert captured.err.startswith("stowplan: ")
+    return captured.err
+
+
+def test_what_a_format_cannot_carry_is_refused(
+    seeds: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "graph.stow.txt"
+    assert "no place for the document's profile and allocation" in refusal(
+        capsys, "convert", seeds("001"), target
+    )
+    assert not target.exists()
+    assert main(["convert", "--graph-only", str(seeds("001")), str(target)]) == 0
+    assert parse_graph(target.read_text()) == read_document(seeds("001")).graph
+
+
+def test_refusals_name_the_file_and_the_reason(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "nowhere.txt: does not exist" in refusal(capsys, "inspect", tmp_path / "nowhere.txt")
+    assert "chainer files only" in refusal(capsys, "inspect", "--saved", "retain", small)
+    assert "does not say its format" in refusal(capsys, "convert", small, tmp_path / "out.bin")
+    assert "cannot be written" in refusal(capsys, "convert", small, tmp_path / "no" / "folder.stow.json")
+    strange = tmp_path / "strange.txt"
+    strange.write_text("what is this\n")
+    assert "strange.txt: line 1: begins like none of the formats" in refusal(capsys, "inspect", strange)
+    strange.write_text(GRAPH + "forward \x1b[31m\n")
+    assert "\x1b" not in refusal(capsys, "inspect", strange)
+
+
+def test_a_graph_without_sizes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "unsized.stow.txt"
+    path.write_text(GRAPH.replace(" bytes=64", ""))
+    assert "the bytes of tensor 'W' are not known" in refusal(capsys, "inspect", path)
+
+
+@pytest.mark.parametrize("words", [[], ["sail"], ["inspect"], ["inspect", "--colour", "x"], ["convert", "x"]])
+def test_bad_use_ends_with_two(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help"], ["--version"], *([verb, "--help"] for verb in VERBS)):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def stowplan(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-c", "import sys; from stowplan.cli.main import main; sys.exit(main())"]
+    return subprocess.run([*command, *map(str, words)], capture_output=True, text=True, check=False)
+
+
+def test_a_reader_who_leaves_early_is_no_error(small: Path) -> None:
+    command = f"{sys.executable} -c 'import sys; from stowplan.cli.main import main; sys.exit(main())'"
+    shell = f"set -o pipefail; {command} inspect --json {small} | true; echo $?"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_starting_is_fast() -> None:
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        assert stowplan("--help").returncode == 0
+        seconds.append(time.perf_counter() - begin)
+    assert min(seconds) <= 0.3
+
+
+def test_a_digest_that_does_not_fit_is_told(small: Path, tmp_path: Path) -> None:
+    target = tmp_path / "small.stow.json"
+    assert stowplan("convert", small, target).returncode == 0
+    assert stow.recognise(target.read_text())
+    target.write_text(target.read_text().replace('"nbytes":64', '"nbytes":65'))
+    done = stowplan("inspect", target)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "changed or damaged" in done.stderr
