@@ -8,7 +8,7 @@ from random import Random
 from time import process_time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stowplan.analyse import facts_of
@@ -36,7 +36,6 @@ def meet(one: Block, other: Block, offsets: Offsets) -> bool:
     return together and low < high
 
 
-@settings(deadline=None)  # where no packing is without a gap, the search runs to its bound
 @given(block_lists())
 def test_no_two_live_blocks_overlap(blocks: list[Block]) -> None:
     packing = pack(blocks)
