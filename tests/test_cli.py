@@ -219,7 +219,9 @@ def test_what_a_format_cannot_carry_is_refused(
         capsys, "convert", seeds("001"), target
     )
     assert not target.exists()
-    assert main(["convert", "--graph-only", str(seeds("001")), str(target)]) == 0
+    assert main(["convert", "--json", "--graph-only", str(seeds("001")), str(target)]) == 0
+    said = {"file": str(target), "from": "megengine", "ops": 234, "tensors": 299}
+    assert json.loads(capsys.readouterr().out) == said
     assert parse_graph(target.read_text()) == read_document(seeds("001")).graph
 
 

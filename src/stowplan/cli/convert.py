@@ -1,5 +1,6 @@
 """`stowplan convert IN OUT`: the same document in another format."""
 
+import json
 from argparse import ArgumentParser, Namespace
 
 from stowplan import api
@@ -19,6 +20,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--graph-only", action="store_true", help="leave out times, addresses, regions and tiles"
     )
+    parser.add_argument("--json", action="store_true", help="say what was written as JSON")
     parser.add_argument("--saved", choices=("listed", "retain"), help="for Chainer files: as in inspect")
 
 
@@ -32,6 +34,9 @@ def run(arguments: Namespace) -> int:
             graph_only=arguments.graph_only,
             saved=arguments.saved,
         )
-    graph = document.graph
-    print(f"{arguments.target}: {len(graph.ops)} ops, {len(graph.tensors)} tensors from {document.format}")
+    ops, tensors = len(document.graph.ops), len(document.graph.tensors)
+    if arguments.json:
+        print(json.dumps({"file": arguments.target, "from": document.format, "ops": ops, "tensors": tensors}))
+    else:
+        print(f"{arguments.target}: {ops:,} ops, {tensors:,} tensors from {document.format}")
     return 0

@@ -65,10 +65,10 @@ def _size(label: str, size: int, meaning: str) -> Row:
 
 
 def _running(inspection: Inspection) -> str:
-    """Which op makes the peak, with its type where the name does not tell."""
+    """Which op makes the peak, with its type where its name is but a number."""
     for op in inspection.document.graph.ops:
         if op.id == inspection.facts.peak.op:
-            return f"while {op.id} runs" + ("" if op.type in op.id else f" ({op.type})")
+            return f"while {op.id} runs" + (f" ({op.type})" if op.id.isdecimal() else "")
     return "as nothing runs"
 
 
