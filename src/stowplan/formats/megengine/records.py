@@ -154,7 +154,8 @@ def _typed(value: object, kind: type[Record], where: str) -> Record:
         what, *path = _PLACE.split(str(error))
         raise BadInput(what, where="".join((where, *path)).lstrip(".") or "top level") from None
     except UnicodeEncodeError as error:
-        raise BadInput(f"half of a surrogate pair is not text: {error.reason}", where=where) from None
+        what = f"half of a surrogate pair is not text: {error.reason}"
+        raise BadInput(what, where=where or "top level") from None
 
 
 def _json(text: str) -> object:

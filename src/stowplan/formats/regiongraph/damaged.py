@@ -25,6 +25,8 @@ def claim_damaged(names: Names, rests: Sequence[Rest]) -> list[Words]:
     if sum(len(key_of(word)) >= _SHORTEST_KEY for rest in rests for word in rest.words) > _MOST_GUESSES:
         where = f"line {rests[0].line}"
         raise BadInput(f"more than {_MOST_GUESSES} words from here on are unreadable", where=where)
+    if not rests:
+        return []
     unseen: dict[str, list[Entry]] = defaultdict(list)
     for entry in names.lexicon.values():
         if entry.name not in names.found:
@@ -71,10 +73,11 @@ def _nearest_run(words: Sequence[str], patterns: dict[str, Pattern]) -> tuple[in
 
 def _meant(names: Names, candidates: Sequence[Entry], read: str, line: int) -> Entry:
     """The candidate of the most readable layer, then the one whose neighbour is drawn closest to `line`."""
-    layer = _LAYER.match(read)
+    readable = _LAYER.match(read)
+    layer = None if readable is None else Pattern.of(key_of(readable[1]))
 
     def strangeness(entry: Entry) -> tuple[float, float, tuple[int, ...]]:
-        misread = Pattern.of(key_of(entry.layer)).distance(key_of(layer[1])) if layer else 0
+        misread = 0 if layer is None else layer.distance(key_of(entry.layer))
         neighbour = names.found.get(entry.near)
         if neighbour is None:
             return misread, float("inf"), ()

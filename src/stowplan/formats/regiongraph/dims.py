@@ -37,6 +37,7 @@ class Clue:
     key: str
     line: int
     read: str
+    numbers: Shape
     extent: Shape | None
 
     @staticmethod
@@ -44,13 +45,8 @@ class Clue:
         key = box.entry.fields[0]
         token = box.fields.get(key)
         extent = _extent(box, rects)
-        if token is None:
-            return Clue(box.name, box.title, key, box.sighting.line, "", extent)
-        return Clue(box.name, box.title, key, token.line, token.parts[0], extent)
-
-    @property
-    def numbers(self) -> Shape:
-        return numbers_of(self.read)
+        line, read = (box.sighting.line, "") if token is None else (token.line, token.parts[0])
+        return Clue(box.name, box.title, key, line, read, numbers_of(read), extent)
 
     @property
     def is_whole(self) -> bool:

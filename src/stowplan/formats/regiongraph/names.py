@@ -14,7 +14,7 @@ from stowplan.formats.regiongraph.remarks import Remarks
 from stowplan.formats.regiongraph.spelling import as_digits, key_of, swaps_letters
 
 LONGEST_RUN = 4  # words that one name was torn into
-NUMBER = r"([0-9OoQlI|!]{1,4})"
+NUMBER = r"([0-9OoQlI|!]{1,3})"
 _LAYER = re.compile(rf"L{NUMBER}\.filter(?:A|NL)?(?:\.output)?")
 _LINEAR = re.compile(rf"classifier\.(?:linear|weights){NUMBER}(?:\.output)?")
 
@@ -94,9 +94,10 @@ def _numbers(page: Iterable[Words], pattern: re.Pattern[str]) -> list[int]:
 
 
 def _claim_exact(names: Names, by_key: dict[str, Entry], index: int, run: Words) -> Iterator[Rest]:
+    keys = [key_of(word) for word in run.words]
     start = rest = 0
     while start < len(run.words):
-        length, entry = _longest_name(run.words[start : start + LONGEST_RUN], by_key)
+        length, entry = _longest_name(keys[start : start + LONGEST_RUN], by_key)
         if entry is not None:
             names.claim(entry, " ".join(run.words[start : start + length]), run.line, (index, start))
             if rest < start:
@@ -107,9 +108,9 @@ def _claim_exact(names: Names, by_key: dict[str, Entry], index: int, run: Words)
         yield Rest(run.line, (index, rest), run.words[rest:])
 
 
-def _longest_name(words: Sequence[str], by_key: dict[str, Entry]) -> tuple[int, Entry | None]:
-    for length in range(len(words), 0, -1):
-        entry = by_key.get(key_of("".join(words[:length])))
+def _longest_name(keys: Sequence[str], by_key: dict[str, Entry]) -> tuple[int, Entry | None]:
+    for length in range(len(keys), 0, -1):
+        entry = by_key.get("".join(keys[:length]))
         if entry is not None:
             return length, entry
     return 1, None

@@ -71,6 +71,8 @@ def _field(line: int, match: re.Match[str]) -> Field:
 
 
 def _between(line: int, text: str) -> Iterator[Token]:
+    if not text or text.isspace():
+        return
     if _UNFINISHED.search(text):
         raise BadInput(f"a rect that does not end: {text.strip()[:60]!r}", where=f"line {line}")
     for piece in _ELLIPSE.split(text):

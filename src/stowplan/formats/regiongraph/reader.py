@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
+from stowplan.errors import BadInput
 from stowplan.formats.checked import checked
 from stowplan.formats.regiongraph.boxes import boxes_on
 from stowplan.formats.regiongraph.damaged import claim_damaged
@@ -33,6 +34,8 @@ def read(text: str) -> Document:
     remarks = names.remarks
     left = claim_damaged(names, rests)
     names.complete()
+    if not names.found:
+        raise BadInput("no name of a region graph is on this page", where="line 1")
     boxes = boxes_on(page, names.found.values())
     rects = {name: rects_of(box, remarks) for name, box in boxes.items()}
     dims = dims_of(boxes, rects, remarks)

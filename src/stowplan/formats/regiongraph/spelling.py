@@ -4,13 +4,18 @@ Two texts are compared by their keys, in which characters of one shape are one c
 gone; keys that differ are compared by how many edits turn one into the other.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 _DIGITS = str.maketrans("OoQlI|!", "0001111")
-_SHAPES = str.maketrans("oqil|!", "001111")
-_SEPARATORS = str.maketrans("", "", "._ ")
 ANY = "?"
+_SHAPES = {"o": "0", "q": "0", "i": "1", "l": "1", "|": "1", "!": "1", ".": "", "_": "", " ": ""}
+_KEYS = {
+    code: _SHAPES.get(char, char if char.isalnum() else ANY)
+    for code, char in enumerate(map(str.lower, map(chr, range(128))))
+}
+_FOREIGN = re.compile(r"[^\x00-\x7f]")
 
 
 def as_digits(text: str) -> str:
@@ -20,8 +25,7 @@ def as_digits(text: str) -> str:
 
 def key_of(text: str) -> str:
     """`text` with shapes that OCR confuses made one; ANY stands for an unreadable character."""
-    plain = text.translate(_SEPARATORS).lower().translate(_SHAPES)
-    return "".join(char if char.isascii() and char.isalnum() else ANY for char in plain)
+    return (text if text.isascii() else _FOREIGN.sub(ANY, text)).translate(_KEYS)
 
 
 def swaps_letters(read: str, meant: str) -> bool:

@@ -1,0 +1,84 @@
+"""The way in: one file, recognised by its content, read by the one reader that knows it.
+
+Nothing else is opened, and nothing in the file is run. Every fault is a BadInput that names the file.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+from stowplan.errors import BadInput, BadUse
+from stowplan.formats import chainer, graphtext, megengine, regiongraph, stow, tensorflow, tilelog
+from stowplan.formats.chainer import SavedView
+from stowplan.ir import Document
+from stowplan.units import format_bytes
+
+MOST_BYTES = 2**30
+
+
+class Reader(Protocol):
+    """What a format's module offers."""
+
+    FORMAT: str
+
+    def recognise(self, text: str) -> bool:
+        """Whether a text begins like a file of this format; cheap."""
+
+    def read(self, text: str) -> Document:
+        """What the text says; BadInput if it breaks the format."""
+
+
+READERS: tuple[Reader, ...] = (stow, graphtext, megengine, regiongraph, tilelog, tensorflow, chainer)
+
+
+def read_document(path: str | Path, *, saved: str | None = None) -> Document:
+    """What a file in any of the known formats says.
+
+    `saved` ("listed" or "retain") chooses between the two views that a Chainer file gives of its backward.
+    """
+    try:
+        return read_text(_text_in(Path(path)), saved=saved)
+    except BadInput as fault:
+        raise fault.in_file(str(path)) from fault
+
+
+def read_text(text: str, *, saved: str | None = None) -> Document:
+    """What a text in any of the known formats says."""
+    reader = next((reader for reader in READERS if reader.recognise(text)), None)
+    if reader is None:
+        formats = ", ".join(reader.FORMAT for reader in READERS)
+        raise BadInput(f"begins like none of the formats that can be read: {formats}", where="line 1")
+    if saved is None:
+        return reader.read(text)
+    if reader.FORMAT != chainer.FORMAT:
+        raise BadUse(f"what backward saves can be chosen for chainer files only, and this is {reader.FORMAT}")
+    return chainer.read(text, _view(saved))
+
+
+def _view(saved: str) -> SavedView:
+    try:
+        return SavedView(saved)
+    except ValueError:
+        raise BadUse(f"{saved!r} is not a view of what is saved; say {' or '.join(SavedView)}") from None
+
+
+def _text_in(path: Path) -> str:
+    """The text of a regular file, its line ends made one kind."""
+    try:
+        if not path.is_file():
+            raise BadInput("is not a file" if path.exists() else "does not exist")
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except OSError as fault:
+        raise BadInput(f"cannot be read: {fault.strerror or fault}") from fault
+    if len(data) > MOST_BYTES:
+        raise BadInput(f"is larger than {format_bytes(MOST_BYTES)}, the most that is read")
+    return _decoded(data).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _decoded(data: bytes) -> str:
+    if b"\0" in data:
+        raise BadInput("holds a NUL byte, so it is no text", where=f"byte {data.index(0)}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as fault:
+        raise BadInput(f"is not UTF-8: {fault.reason}", where=f"byte {fault.start}") from None
