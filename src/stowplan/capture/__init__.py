@@ -1,1 +1,6 @@
-"""A living PyTorch training step becomes a Graph, without allocating it."""
+"""A living PyTorch training step becomes a Graph, without being allocated."""
+
+from stowplan.capture.capture import Captured, capture
+from stowplan.capture.program import Argument, Call, Program, Ref
+
+__all__ = ["Argument", "Call", "Captured", "Program", "Ref", "capture"]

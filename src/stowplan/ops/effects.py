@@ -2,6 +2,7 @@
 
 from enum import Flag, auto
 
+from stowplan.ops import aten
 from stowplan.ops.table import Site, Table
 
 
@@ -25,6 +26,7 @@ effect_of: Table[Effect] = Table("effects", default=no_effect)
 
 
 @effect_of.entry("Dropout")
+@effect_of.entry(*aten.RANDOM)
 def draws_random_numbers(_: Site) -> Effect:
     """A second run would draw another mask."""
     return Effect.RANDOM
@@ -34,6 +36,18 @@ def draws_random_numbers(_: Site) -> Effect:
 def draws_another_batch(_: Site) -> Effect:
     """A second run would read the next batch."""
     return Effect.OUTSIDE
+
+
+@effect_of.entry(*aten.ATTENTIONS)
+def draws_for_dropout(site: Site) -> Effect:
+    """Attention draws a mask only if it drops anything."""
+    return Effect.RANDOM if site.attributes.get("dropout_p") else Effect.NONE
+
+
+@effect_of.entry("stowplan.update_buffer")
+def updates_a_buffer(_: Site) -> Effect:
+    """Writes the new contents into a buffer: once a step."""
+    return Effect.BUFFER_UPDATE
 
 
 @effect_of.entry("update")

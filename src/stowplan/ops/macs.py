@@ -4,6 +4,7 @@ from math import prod
 
 from stowplan.errors import MissingRule
 from stowplan.ir import Tensor
+from stowplan.ops import aten
 from stowplan.ops.table import Site, Table, elements_of, shape_of
 
 
@@ -87,3 +88,48 @@ def untied_adjoint(site: Site) -> int:
     """Inputs (gradient, image, weights): one forward's worth for each of the two gradients it adds to."""
     forward = shape_of(site.inputs[1])[0] * elements_of(site.inputs[2])
     return forward * _gradients_of(site, site.inputs[1:3])
+
+
+@macs_of.entry("aten.convolution.default")
+def aten_convolution(site: Site) -> int:
+    """Each output, or each input if transposed, takes one weight [in or out, k..] of its group."""
+    met = site.inputs[0] if site.attributes["transposed"] else site.outputs[0]
+    return elements_of(met) * prod(shape_of(site.inputs[1])[1:])
+
+
+@macs_of.entry("aten.convolution_backward.default")
+def aten_convolution_adjoint(site: Site) -> int:
+    """Inputs (gradient, image, weight): a forward's worth for the gradient of each of the two."""
+    met = site.inputs[1] if site.attributes["transposed"] else site.inputs[0]
+    wanted = site.attributes["output_mask"]
+    gradients = sum(map(bool, wanted[:2])) if isinstance(wanted, tuple) else 0
+    return elements_of(met) * prod(shape_of(site.inputs[2])[1:]) * gradients
+
+
+@macs_of.entry("aten.mm.default", "aten.bmm.default", "aten.mv.default", "aten.dot.default")
+@macs_of.entry("aten.addmm.default", "aten.baddbmm.default", "aten.addmv.default")
+def aten_matrix_multiplication(site: Site) -> int:
+    """Each output takes a row of the left matrix, which may come after a tensor to add to."""
+    return elements_of(site.outputs[0]) * shape_of(site.inputs[-2])[-1]
+
+
+@macs_of.entry(*aten.ATTENTIONS)
+def aten_attention(site: Site) -> int:
+    """Inputs (queries, keys, values): every query meets every key, every weight every value."""
+    return _pairs_of_positions(site.inputs[0], site.inputs[1]) * _features(site.inputs[0], site.inputs[2])
+
+
+@macs_of.entry(*aten.ATTENTION_ADJOINTS)
+def aten_attention_adjoint(site: Site) -> int:
+    """Inputs (gradient, queries, keys, values): the weights again, their gradient, and those of all three."""
+    _, queries, keys, values, *_ = site.inputs
+    return _pairs_of_positions(queries, keys) * _features(queries, values, values, queries, keys)
+
+
+def _pairs_of_positions(queries: Tensor, keys: Tensor) -> int:
+    *batch, count, _ = shape_of(queries)
+    return prod(batch) * count * shape_of(keys)[-2]
+
+
+def _features(*tensors: Tensor) -> int:
+    return sum(shape_of(tensor)[-1] for tensor in tensors)

@@ -1,5 +1,6 @@
 """How many bytes an op moves. The default, each operand and result once, is right for most ops."""
 
+from stowplan.ops import aten
 from stowplan.ops.table import Site, Table
 
 
@@ -12,6 +13,7 @@ traffic_of: Table[int] = Table("traffic", default=each_tensor_once)
 
 
 @traffic_of.entry("Reshape", "Identity")
+@traffic_of.entry(*aten.VIEWS)
 def nothing_moves(_: Site) -> int:
     """A view costs no traffic."""
     return 0

@@ -1,0 +1,63 @@
+"""The door: a living PyTorch model in, the Graph of its whole training step out, nothing allocated."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from stowplan.capture.cells import Cell
+from stowplan.capture.eager import EagerMemory, eager_memory
+from stowplan.capture.failures import explained
+from stowplan.capture.lower import Lowering
+from stowplan.capture.program import Program
+from stowplan.capture.prune import pruned
+from stowplan.capture.purify import purify
+from stowplan.capture.recorder import record
+from stowplan.capture.recording import Loss, Recording, Step
+from stowplan.capture.updates import with_updates
+from stowplan.ir import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A training step: a Graph to plan on, the Program that runs it, and what eager keeps meanwhile."""
+
+    graph: Graph
+    program: Program
+    eager: EagerMemory
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    loss: Loss | None = None,
+    device: torch.device | str = "cpu",
+) -> Captured:
+    """The training step of `model(*args, **kwargs)`: forward, loss and backward.
+
+    Without `loss`, gradients come in from outside: for the one scalar among the outputs, which is then taken
+    for the loss, or else for every output that has a gradient. `loss(output)` is captured with the model.
+    Tensors on the meta device are taken to live on `device`. A step that looks at data is a CaptureError.
+    """
+    step = Step(model, tuple(args), dict(kwargs or {}), loss, torch.device(device))
+    with explained():
+        recording = record(step)
+    ids = _outsider_ids(recording)
+    whole = purify(recording, ids)
+    lowering = Lowering(recording, with_updates(pruned(whole)), ids)
+    return Captured(lowering.graph(type(model).__name__), lowering.program(), eager_memory(recording, whole))
+
+
+def _outsider_ids(recording: Recording) -> dict[Cell, str]:
+    ids: dict[Cell, str] = {}
+    taken: set[str] = set()
+    for outsider in recording.outsiders:
+        name = outsider.names[0]
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        ids[outsider.cell] = name
+    return ids

@@ -1,0 +1,101 @@
+"""Cells: tensors as places. Two tensors that look at the same storage in the same way are one cell."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A storage, by number, and the way a tensor looks at it."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    flipped: tuple[bool, bool] = (False, False)  # lazily conjugated, lazily negated
+
+    def is_dense(self) -> bool:
+        """Whether its elements fill a block of memory without gaps or overlaps, in some order of dims."""
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def extent_bytes(self) -> int:
+        """Bytes from its first element to its last."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie in the order of its dims."""
+        return self.stride == contiguous_stride(self.shape) or (
+            self.is_dense() and list(self.stride) == sorted(self.stride, reverse=True)
+        )
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor laid out in the order of its dims, as PyTorch writes them."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+@dataclass(slots=True)
+class Lifetime:
+    """A storage's bytes, the event that made it (-1: it was there before) and the last one it saw."""
+
+    nbytes: int
+    born: int
+    died: int | None = None
+
+
+class StorageBook:
+    """Numbers storages as they appear and notes when they go, which is when eager would free them."""
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        self.lifetimes: list[Lifetime] = []
+        self._now = now
+        self._open: dict[
+            int, tuple[int, object]
+        ] = {}  # address -> number and the weak reference that closes it
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the storage behind `tensor` has been seen."""
+        return tensor.untyped_storage()._cdata in self._open
+
+    def cell_of(self, tensor: Tensor, *, born: int = -1) -> Cell:
+        """The cell of `tensor`; a storage seen for the first time is entered as born then."""
+        return Cell(
+            self._number_of(tensor.untyped_storage(), born),
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.device,
+            (tensor.is_conj(), tensor.is_neg()),
+        )
+
+    def _number_of(self, storage: torch.UntypedStorage, born: int) -> int:
+        address = storage._cdata
+        if address in self._open:
+            return self._open[address][0]
+        number = len(self.lifetimes)
+        self.lifetimes.append(Lifetime(storage.nbytes(), born))
+        self._open[address] = number, weakref.ref(storage, lambda _: self._close(address, number))
+        return number
+
+    def _close(self, address: int, number: int) -> None:
+        self._open.pop(address, None)
+        self.lifetimes[number].died = self._now() - 1

@@ -1,0 +1,123 @@
+"""What eager keeps in memory, and for how long: storages as they came and went while the step was watched.
+
+Autograd keeps what its formulas ask for, Python what its variables hold; neither follows from the graph. The
+watched run has it exactly, with one exception: on stand-ins, autograd makes a new tensor in some places where
+it writes over one that nobody else holds. Those are undone here.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stowplan.capture.cells import Cell
+from stowplan.capture.pure import Pure
+from stowplan.capture.recording import Recording
+from stowplan.capture.watching import Event
+from stowplan.ir import Kind
+
+aten = torch.ops.aten
+
+# What autograd's formulas write in place, unless a tensor is of a subclass as stand-ins are.
+_WRITTEN_BY_FORMULAS = (
+    aten.index_put.default,
+    aten.scatter_add.default,
+    aten.scatter.src,
+    aten.index_add.default,
+    aten.masked_fill.Scalar,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A storage that exists from one event to another, both inclusive; named after the first tensor in it."""
+
+    tensor: str
+    nbytes: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class EagerMemory:
+    """The storages of an eager step. `ops` are the ids of the graph's ops that each event became."""
+
+    ops: tuple[tuple[str, ...], ...]
+    spans: tuple[Span, ...]
+
+    def curve_bytes(self, workspace_bytes: Mapping[str, int] | None = None) -> NDArray[np.int64]:
+        """Bytes alive while each event runs; kernels take `workspace_bytes` besides, by op id."""
+        change = np.zeros(len(self.ops) + 1, dtype=np.int64)
+        for span in self.spans:
+            change[span.first] += span.nbytes
+            change[span.last + 1] -= span.nbytes
+        known = workspace_bytes or {}
+        besides = [max((known.get(op, 0) for op in ops), default=0) for ops in self.ops]
+        curve: NDArray[np.int64] = np.cumsum(change[:-1]) + np.array(besides, dtype=np.int64)
+        return curve
+
+    def peak_bytes(self, workspace_bytes: Mapping[str, int] | None = None) -> int:
+        """The most bytes alive at once, parameters and all."""
+        return int(self.curve_bytes(workspace_bytes).max(initial=0))
+
+
+def eager_memory(recording: Recording, pure: Pure) -> EagerMemory:
+    """The spans of everything but constants, which belong to the loaded program."""
+    ops: list[list[str]] = [[] for _ in recording.events]
+    for call in pure.calls:
+        ops[call.event].append(call.id)
+    return EagerMemory(tuple(map(tuple, ops)), tuple(_spans(recording, pure)))
+
+
+def _spans(recording: Recording, pure: Pure) -> Iterator[Span]:
+    names = {
+        value.cell.storage: name for name, value in reversed(list(pure.values.items())) if value.root == name
+    }
+    constants = {o.cell.storage for o in recording.outsiders if o.kind is Kind.CONSTANT}
+    tangents = {
+        cell.storage: _tangent_end(recording, cell) for cell in recording.tangents if cell is not None
+    }
+    last = [len(recording.events) - 1 if life.died is None else life.died for life in recording.lifetimes]
+    taken_over = _taken_over(recording, last)
+    for later, earlier in reversed(taken_over.items()):
+        last[earlier] = last[later]
+    for number, life in enumerate(recording.lifetimes):
+        if number in tangents:
+            first, end = recording.turn, tangents[number]
+        else:
+            first, end = max(0, life.born), last[number]
+        if number not in constants and number not in taken_over and first <= end:
+            yield Span(names.get(number, ""), life.nbytes, first, end)
+
+
+def _taken_over(recording: Recording, last: list[int]) -> dict[int, int]:
+    """Storages that eager does not allocate, and those it writes to in their place.
+
+    It does so if nobody else holds the tensor written to, which a view does of what it views.
+    """
+    taken: dict[int, int] = {}
+    views: set[Cell] = set()
+    for position, event in enumerate(recording.events):
+        source, result = event.args[0] if event.args else None, event.results[0]
+        if _writes_in_eager(event) and isinstance(source, Cell) and result is not None:
+            sole = last[source.storage] == position and source not in views
+            if sole and source.is_dense():
+                taken[result.storage] = source.storage
+        views.update(
+            cell for cell in event.results if cell and recording.lifetimes[cell.storage].born != position
+        )
+    return taken
+
+
+def _writes_in_eager(event: Event) -> bool:
+    return event.merges or (event.node is not None and event.target in _WRITTEN_BY_FORMULAS)
+
+
+def _tangent_end(recording: Recording, tangent: Cell) -> int:
+    """That of a loss is held by the call of backward; any other is let go of by its last reader."""
+    if not tangent.shape:
+        return len(recording.events) - 1
+    readers = (position for position, event in enumerate(recording.events) if tangent in event.args)
+    return max(readers, default=recording.turn)

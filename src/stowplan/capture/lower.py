@@ -1,0 +1,162 @@
+"""From pure calls to the Graph that plans are made on and the Program that runs it."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from stowplan.capture.attributes import attributes_of, inputs_of
+from stowplan.capture.cells import Cell, contiguous_stride
+from stowplan.capture.origins import Origin
+from stowplan.capture.program import Program, Ref
+from stowplan.capture.prune import is_random
+from stowplan.capture.pure import Pure, PureCall, Value
+from stowplan.capture.recording import Recording
+from stowplan.capture.updates import is_update
+from stowplan.errors import CaptureError
+from stowplan.ir import DType, Graph, Kind, Op, Phase, Role, Tensor, Use, validate
+
+UPDATE_BUFFER = "stowplan.update_buffer"
+
+
+class Lowering:
+    """Builds graph and program of one recording, made pure."""
+
+    def __init__(self, recording: Recording, pure: Pure, ids: Mapping[Cell, str]) -> None:
+        self._recording, self._pure, self._ids = recording, pure, ids
+        self._makers = {name: call for call in pure.calls for name in call.call.outputs if name is not None}
+        self._outsiders = {ids[outsider.cell]: outsider for outsider in recording.outsiders}
+        self._adjoints = self._forward_calls_by_node()
+
+    def graph(self, name: str) -> Graph:
+        """Ops in the order they were watched."""
+        tensors = {tensor.id: tensor for tensor in self._tensors()}
+        outputs = {leaf.tensor for leaf in self._pure.outputs if isinstance(leaf, Ref)}
+        inputs = {tensor.id for tensor in tensors.values() if tensor.kind is Kind.INPUT}
+        held = frozenset(outputs | inputs | set(self._pure.gradients.values()))
+        return validate(Graph(tensors, tuple(map(self._op, self._pure.calls)), held, name))
+
+    def program(self) -> Program:
+        """The calls by op id, and what comes in and goes out."""
+        recording = self._recording
+        return Program(
+            calls={call.id: call.call for call in self._pure.calls},
+            parameters=self._names_of(Kind.PARAMETER),
+            buffers=self._names_of(Kind.BUFFER),
+            constants={self._ids[cell]: tensor for cell, tensor in recording.constants.items()},
+            inputs=tuple(None if cell is None else self._ids[cell] for cell in recording.inputs),
+            input_spec=recording.input_spec,
+            outputs=self._pure.outputs,
+            output_spec=recording.output_spec,
+            tangents=tuple(None if cell is None else self._ids[cell] for cell in recording.tangents),
+            gradients=self._pure.gradients,
+            updates=self._pure.updates,
+        )
+
+    def _names_of(self, kind: Kind) -> dict[str, tuple[str, ...]]:
+        return {name: outsider.names for name, outsider in self._outsiders.items() if outsider.kind is kind}
+
+    def _phase(self, call: PureCall) -> Phase:
+        if is_update(call):
+            return Phase.UPDATE
+        return Phase.FORWARD if call.event < self._recording.turn else Phase.BACKWARD
+
+    def _op(self, call: PureCall) -> Op:
+        if is_update(call):
+            return self._update(call)
+        phase, event = self._phase(call), self._recording.events[call.event]
+        if phase is Phase.BACKWARD and is_random(call):
+            raise CaptureError(
+                f"{call.call.target} draws random numbers during backward",
+                where=event.origin.source,
+                advice="if that is torch.utils.checkpoint, remove it: the plan says what to recompute",
+            )
+        adjoint = self._adjoint(call)
+        origin = event.origin if event.origin.source or adjoint is None else self._origin(adjoint)
+        return Op(
+            id=call.id,
+            type=str(call.call.target),
+            phase=phase,
+            inputs=tuple(Use(name, self._role(name, phase)) for name in inputs_of(call.call)),
+            outputs=tuple(Use(name) for name in call.call.outputs if name is not None),
+            attributes=attributes_of(call.call),
+            device=self._device(call),
+            adjoint_of=None if adjoint is None else adjoint.id,
+            scope=origin.scope,
+            source=origin.source,
+        )
+
+    def _update(self, call: PureCall) -> Op:
+        """Writes into a buffer: reads the new contents, and makes an alias of the buffer that has them."""
+        _, value = inputs_of(call.call)
+        outputs = tuple(Use(name) for name in call.call.outputs if name is not None)
+        return Op(call.id, UPDATE_BUFFER, Phase.UPDATE, (Use(value),), outputs, device=self._device(call))
+
+    def _device(self, call: PureCall) -> str:
+        return str(
+            self._pure.values[next(name for name in call.call.outputs if name is not None)].cell.device
+        )
+
+    def _role(self, name: str, phase: Phase) -> Role:
+        maker = self._makers.get(name)
+        saved = phase is Phase.BACKWARD and maker is not None and self._phase(maker) is Phase.FORWARD
+        return Role.SAVED if saved else Role.DATA
+
+    def _origin(self, call: PureCall) -> Origin:
+        return self._recording.events[call.event].origin
+
+    def _adjoint(self, call: PureCall) -> PureCall | None:
+        """The forward call that a backward one differentiates; none where the engine adds up gradients."""
+        event = self._recording.events[call.event]
+        if self._phase(call) is not Phase.BACKWARD or event.merges or event.node is None:
+            return None
+        return self._adjoints.get(event.node)
+
+    def _forward_calls_by_node(self) -> dict[int, PureCall]:
+        return {
+            node: call
+            for call in self._pure.calls
+            if self._phase(call) is Phase.FORWARD
+            for node in self._recording.events[call.event].nodes
+        }
+
+    def _tensors(self) -> Iterator[Tensor]:
+        gradient_of = {gradient: wanted for wanted, gradient in self._pure.gradients.items()}
+        for value in self._pure.values.values():
+            maker = self._makers.get(value.id)
+            if value.id in self._outsiders or (maker is not None and is_update(maker)):
+                outsider = self._outsiders[value.root]
+                yield _tensor(value, outsider.kind, outsider.names[0], gradient_of.get(value.id))
+            elif maker is not None:
+                yield _tensor(value, self._kind(value), "", gradient_of.get(value.id))
+
+    def _kind(self, value: Value) -> Kind:
+        if value.cell.dtype is torch.bool:
+            return Kind.MASK
+        inexact = value.cell.dtype.is_floating_point or value.cell.dtype.is_complex
+        backward = self._phase(self._makers[value.id]) is Phase.BACKWARD
+        return Kind.GRADIENT if backward and inexact else Kind.ACTIVATION
+
+
+def _tensor(value: Value, kind: Kind, name: str, gradient_of: str | None) -> Tensor:
+    cell = value.cell
+    return Tensor(
+        id=value.id,
+        kind=kind,
+        shape=cell.shape,
+        dtype=_dtype(cell.dtype),
+        nbytes=value.nbytes,
+        name=name,
+        layout="" if cell.stride == contiguous_stride(cell.shape) else str(cell.stride),
+        device=str(cell.device),
+        gradient_of=gradient_of,
+        alias_of=None if value.root == value.id else value.root,
+    )
+
+
+def _dtype(dtype: torch.dtype) -> DType:
+    name = str(dtype).removeprefix("torch.")
+    if name.startswith("float8"):
+        return DType.FLOAT8
+    if name not in DType.__members__.values():
+        raise CaptureError(f"tensors of {dtype} are not supported")
+    return DType(name)

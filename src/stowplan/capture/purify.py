@@ -1,0 +1,228 @@
+"""From events on storages to calls on values: whatever a step overwrites becomes a new value.
+
+Eager code writes into tensors; a plan must be able to run any op again, so no op may have an effect beyond
+its outputs. A storage that is written to is followed through its contents: each write makes a value, and a
+tensor that is read later is looked up anew in the value of that time.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch._ops import OpOverload
+
+from stowplan.capture.cells import Cell
+from stowplan.capture.program import Argument, Call, Ref
+from stowplan.capture.pure import Place, Pure, PureCall, Value
+from stowplan.capture.pure_forms import pure_form, result_stride
+from stowplan.capture.recording import Recording
+from stowplan.capture.schema import bound_arguments, leaves, written_arguments
+from stowplan.capture.watching import Event
+from stowplan.errors import CaptureError
+
+aten = torch.ops.aten
+
+
+def purify(recording: Recording, outsiders: Mapping[Cell, str]) -> Pure:
+    """The recording as pure calls; `outsiders` has the ids of the tensors that come from outside."""
+    purifier = _Purifier(recording, outsiders)
+    for position in range(recording.turn):
+        purifier.add(position)
+    purifier.end_forward()
+    for position in range(recording.turn, len(recording.events)):
+        purifier.add(position)
+    return purifier.end()
+
+
+class _Purifier:
+    def __init__(self, recording: Recording, outsiders: Mapping[Cell, str]) -> None:
+        self._recording, self._outsiders = recording, outsiders
+        self._position = 0
+        self._used = dict.fromkeys(outsiders.values(), 0)  # names, and how often each was asked for again
+        self._places: dict[int, Place] = {}
+        self._values: dict[str, Value] = {}
+        self._calls: list[PureCall] = []
+        self._outputs: tuple[object, ...] = ()
+        self._replaced: dict[str, str] = {}
+        for cell, name in outsiders.items():
+            self._enter(cell, name)
+
+    def add(self, position: int) -> None:
+        """Take in the next event."""
+        self._position, event = position, self._recording.events[position]
+        given = set(leaves((event.args, tuple(event.kwargs.values()))))
+        written = written_arguments(event.target, event.args, event.kwargs)
+        if event.target is aten.lift_fresh.default:
+            self._adopt(event)
+        elif torch.Tag.inplace_view in event.target.tags:
+            self._look_in_place(event)
+        elif written:
+            self._write(event, written)
+        elif not all(result in given for result in event.results):  # else it hands on what it was given
+            self._make(event.target, event, single=event.single)
+
+    def end_forward(self) -> None:
+        """Read what forward returns before backward begins."""
+        recorded = self._recording.outputs
+        self._outputs = tuple(Ref(self._read(leaf)) if isinstance(leaf, Cell) else leaf for leaf in recorded)
+        for buffer, cell in self._recording.replaced.items():
+            self._replaced[self._outsiders[buffer]] = self._read(cell)
+
+    def end(self) -> Pure:
+        """Read the gradients, and what has been written into tensors that were there before."""
+        gradients = {
+            self._outsiders[wanted]: self._read(gradient)
+            for wanted, gradient in self._recording.gradients.items()
+        }
+        contents = {name: self._places[cell.storage].value for cell, name in self._outsiders.items()}
+        updates = {name: value for name, value in contents.items() if value != name} | self._replaced
+        return Pure(self._values, tuple(self._calls), self._outputs, gradients, updates)
+
+    def _adopt(self, event: Event) -> None:
+        """`lift_fresh` hands a constant to the step: its contents under another storage."""
+        for source, result in zip(event.args, event.results, strict=True):
+            if isinstance(source, Cell) and result is not None:
+                value = self._read(source)
+                self._places.setdefault(result.storage, Place(result, value, {result: value}))
+
+    def _look_in_place(self, event: Event) -> None:
+        """`unsqueeze_` and its like change how a tensor looks at its storage, which is a view of it."""
+        target = pure_form(event.target)
+        if target is None:
+            raise CaptureError(f"{event.target} changes a tensor's shape in place", where=event.origin.source)
+        if event.results[0] not in event.args:
+            self._make(target, event, single=True)
+
+    def _write(self, event: Event, written: Mapping[str, object]) -> None:
+        """What the event overwrites becomes a new value, made by the pure form of its op if there is one."""
+        cells = [cell for cell in written.values() if isinstance(cell, Cell)]
+        if len(cells) < len(written):
+            raise CaptureError(f"{event.target} writes into a list of tensors", where=event.origin.source)
+        if event.target is aten.native_batch_norm.default:
+            self._make(aten._native_batch_norm_legit_functional.default, event, cells)
+            return
+        target, full = pure_form(event.target), _spelled_out(event)
+        if target is None or not self._keeps_layout(target, full, cells[0]):
+            self._make(event.target, event, cells, fresh=tuple(written))
+        else:
+            self._make(target, full, cells, single=True)
+
+    def _keeps_layout(self, target: OpOverload, event: Event, cell: Cell) -> bool:
+        """Whether a new value may take the storage's place; one that goes into part of it always may."""
+        is_part = self._places[cell.storage].base != cell
+        return is_part or result_stride(target, event.args, event.kwargs) == cell.stride
+
+    def _make(
+        self,
+        target: OpOverload,
+        event: Event,
+        written: Sequence[Cell] = (),
+        *,
+        single: bool = False,
+        fresh: tuple[str, ...] = (),
+    ) -> None:
+        """Call `target`, which returns the event's own results, then the new contents of what it writes."""
+        results = [result for result in event.results if result not in written]
+        cells = (*results, *written)
+        names = self._emit(target, event.args, event.kwargs, cells, single=single, fresh=fresh)
+        for cell, name in zip(cells, names, strict=True):
+            if cell is not None and name is not None:
+                (self._overwrite if cell in written else self._enter)(cell, name)
+
+    def _emit(
+        self,
+        target: OpOverload,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        cells: Sequence[Cell | None],
+        *,
+        single: bool = True,
+        fresh: tuple[str, ...] = (),
+    ) -> tuple[str | None, ...]:
+        """Append a call and return the ids of what it makes."""
+        given = tuple(self._argument(value) for value in args)
+        named = {name: self._argument(value) for name, value in kwargs.items()}
+        name = self._new_name(target)
+        outputs = tuple(
+            None if cell is None else name if single else f"{name}.{index}"
+            for index, cell in enumerate(cells)
+        )
+        call = Call(target, given, named, outputs, single, fresh)
+        self._calls.append(PureCall(name, call, self._position))
+        return outputs
+
+    def _argument(self, value: object) -> Argument:
+        if isinstance(value, Cell):
+            return Ref(self._read(value))
+        if isinstance(value, tuple):
+            return tuple(self._argument(item) for item in value)
+        return value  # type: ignore[return-value]  # what a dispatcher hands over is an Argument
+
+    def _new_name(self, target: OpOverload) -> str:
+        plain = target._schema.name.partition("::")[2]
+        count = self._used.get(plain, -1) + 1
+        self._used[plain] = count
+        name = f"{plain}_{count}" if count else plain
+        return name if name == plain or name not in self._used else self._new_name(target)
+
+    def _read(self, cell: Cell) -> str:
+        """The value that a tensor in this cell has now."""
+        place = self._places[cell.storage]
+        if cell in place.views:
+            return place.views[cell]
+        if cell in place.derived:
+            event = self._recording.events[place.derived[cell]]
+            self._make(pure_form(event.target) or event.target, event, single=event.single)
+        else:
+            look = (cell.shape, cell.stride, cell.offset)
+            (name,) = self._emit(aten.as_strided.default, (Ref(place.value), *look), {}, (cell,))
+            self._look(place, cell, str(name))
+        return place.views[cell]
+
+    def _enter(self, cell: Cell, name: str) -> None:
+        """A value in a storage of its own, or a look at one that is there."""
+        place = self._places.get(cell.storage)
+        if place is None:
+            self._places[cell.storage] = Place(cell, name, {cell: name})
+            self._values[name] = Value(name, cell, name, self._recording.lifetimes[cell.storage].nbytes)
+        else:
+            self._look(place, cell, name)
+            if cell != place.base:
+                place.derived.setdefault(cell, self._position)
+
+    def _look(self, place: Place, cell: Cell, name: str) -> None:
+        place.views[cell] = name
+        self._values[name] = Value(name, cell, self._values[place.value].root, cell.extent_bytes())
+
+    def _overwrite(self, cell: Cell, name: str) -> None:
+        """From now on the storage contains the value `name` where `cell` looks."""
+        place = self._places[cell.storage]
+        stride = cell.stride if cell.is_dense() else result_stride(aten.clone.default, (cell,), {})
+        own = replace(cell, stride=stride, offset=0)
+        self._values[name] = Value(name, own, name, own.extent_bytes())
+        place.overwrite(name if cell == place.base else self._written_through(place, cell, name))
+
+    def _written_through(self, place: Place, cell: Cell, name: str) -> str:
+        """The contents of the whole storage once `name` is written where `cell` looks."""
+        base = place.base
+        if cell.is_contiguous() and base.is_contiguous() and prod(cell.shape) == prod(base.shape):
+            (whole,) = self._emit(aten.view.default, (Ref(name), base.shape), {}, (base,))
+            root = name
+        else:
+            args = (Ref(place.value), Ref(name), cell.shape, cell.stride, cell.offset)
+            (whole,) = self._emit(aten.as_strided_scatter.default, args, {}, (base,))
+            root = str(whole)
+        self._values[str(whole)] = Value(str(whole), base, root, base.extent_bytes())
+        return str(whole)
+
+
+def _spelled_out(event: Event) -> Event:
+    """The event with every argument given, for a pure form may have other defaults."""
+    bound = bound_arguments(event.target, event.args, event.kwargs)
+    by_name = {a.name for a in event.target._schema.arguments if a.kwarg_only}
+    return replace(
+        event,
+        args=tuple(value for name, value in bound.items() if name not in by_name),
+        kwargs={name: value for name, value in bound.items() if name in by_name},
+    )

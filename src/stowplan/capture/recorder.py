@@ -1,0 +1,150 @@
+"""The recorder: runs a step once on stand-ins, forward, loss and backward, under a Watch."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from stowplan.capture.cells import Cell
+from stowplan.capture.engine import told_apart
+from stowplan.capture.naming import argument_names, module_paths, named_tensors
+from stowplan.capture.origins import Origins
+from stowplan.capture.recording import Outsider, Recording, Step
+from stowplan.capture.rehearsal import KnownOverwritten, Rehearsal
+from stowplan.capture.stand_ins import StandIns
+from stowplan.capture.watching import Watch
+from stowplan.errors import CaptureError
+from stowplan.ir import Kind
+
+
+def record(step: Step) -> Recording:
+    """Watch the step run once, without data."""
+    try:
+        return _Recorder(step, knowing=True).record()
+    except KnownOverwritten:
+        return _Recorder(step, knowing=False).record()
+
+
+class _Recorder:
+    """One attempt at a recording. Holds the stand-ins, as the caller of an eager step holds the originals."""
+
+    def __init__(self, step: Step, *, knowing: bool) -> None:
+        self._step = step
+        self._stand_ins = StandIns(step.device)
+        self._origins = Origins(module_paths(step))
+        self._watch = Watch(Rehearsal(self._stand_ins.fakes, knowing=knowing), self._origins)
+        self._outsiders: dict[Cell, Outsider] = {}
+        self._wanted: list[Tensor] = []  # the leaves that gradients are for
+        flat, self._input_spec = pytree.tree_flatten((step.args, dict(step.kwargs)))
+        self._inputs = [self._stand_ins.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat]
+
+    def record(self) -> Recording:
+        with ExitStack() as swapped:
+            for module in self._step.modules().values():
+                swapped.enter_context(self._stand_ins.inside(module))
+            buffers = self._enter_outsiders()
+            outputs, output_spec = pytree.tree_flatten(self._forward())
+            replaced = self._replaced(buffers)
+        differentiated = _differentiated(outputs)
+        tangents = [self._tangent(leaf, position in differentiated) for position, leaf in enumerate(outputs)]
+        self._enter(Kind.GRADIENT, [(f"tangents.{p}", t) for p, t in enumerate(tangents) if t is not None])
+        turn = len(self._watch.events)
+        self._backward(
+            [outputs[position] for position in differentiated], [t for t in tangents if t is not None]
+        )
+        self._enter(
+            Kind.CONSTANT, [(f"constants.{n}", t) for n, t in enumerate(self._watch.constants.values())]
+        )
+        return Recording(
+            events=tuple(self._watch.events),
+            turn=turn,
+            lifetimes=tuple(self._watch.book.lifetimes),
+            outsiders=tuple(self._outsiders.values()),
+            constants={self._cell(tensor): tensor for tensor in self._watch.constants.values()},
+            inputs=tuple(self._cell(leaf) if isinstance(leaf, Tensor) else None for leaf in self._inputs),
+            input_spec=self._input_spec,
+            outputs=tuple(self._cell(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs),
+            output_spec=output_spec,
+            tangents=tuple(None if tangent is None else self._cell(tangent) for tangent in tangents),
+            gradients={
+                self._cell(leaf): self._cell(leaf.grad) for leaf in self._wanted if leaf.grad is not None
+            },
+            replaced=replaced,
+        )
+
+    def _cell(self, tensor: Tensor) -> Cell:
+        return self._watch.book.cell_of(tensor)
+
+    def _enter_outsiders(self) -> dict[str, Tensor]:
+        """Enter parameters, buffers and inputs in the book; returns the buffers by name."""
+        parameters, buffers = named_tensors(self._step, "parameters"), named_tensors(self._step, "buffers")
+        self._enter(Kind.PARAMETER, list(parameters.items()))
+        self._enter(Kind.BUFFER, list(buffers.items()))
+        names = argument_names(self._step)
+        self._enter(
+            Kind.INPUT,
+            [(n, leaf) for n, leaf in zip(names, self._inputs, strict=True) if isinstance(leaf, Tensor)],
+        )
+        return buffers
+
+    def _enter(self, kind: Kind, named: Sequence[tuple[str, Tensor]]) -> None:
+        for name, tensor in named:
+            cell = self._cell(tensor)
+            if cell in self._outsiders:
+                known = self._outsiders[cell]
+                self._outsiders[cell] = replace(known, names=(*known.names, name))
+                continue
+            self._outsiders[cell] = Outsider(kind, (name,), cell)
+            if tensor.requires_grad:
+                self._wanted.append(tensor)
+
+    def _forward(self) -> object:
+        args, kwargs = pytree.tree_unflatten(self._inputs, self._input_spec)
+        with self._origins.following(), self._watch:
+            if self._step.loss is None:
+                return self._step.model(*args, **kwargs)
+            return self._step.loss(self._step.model(*args, **kwargs))
+
+    def _replaced(self, before: Mapping[str, Tensor]) -> dict[Cell, Cell]:
+        now = named_tensors(self._step, "buffers")
+        return {
+            self._cell(tensor): self._cell(now[name])
+            for name, tensor in before.items()
+            if name in now and now[name] is not tensor
+        }
+
+    def _tangent(self, output: object, differentiated: bool) -> Tensor | None:
+        if not differentiated or not isinstance(output, Tensor):
+            return None
+        with self._stand_ins.fakes:
+            return torch.empty_strided(
+                output.shape, output.stride(), dtype=output.dtype, device=output.device
+            )
+
+    def _backward(self, outputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> None:
+        torch.clear_autocast_cache()  # as on leaving the autocast region, which belongs around forward only
+        with ExitStack() as stack:
+            for device in {output.device.type for output in outputs}:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(told_apart(self._watch, outputs))
+            stack.enter_context(self._watch)
+            torch.autograd.backward(tuple(outputs), tuple(tangents))
+
+
+def _differentiated(outputs: Sequence[object]) -> list[int]:
+    """Which outputs gradients come in for: all that can have one, or only the loss if it is among them."""
+    able = [p for p, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    scalars = [position for position in able if _is_scalar(outputs[position])]
+    if not able:
+        raise CaptureError(
+            "no output depends on a parameter that wants a gradient",
+            advice="check requires_grad, torch.no_grad and what the model returns",
+        )
+    return scalars if len(scalars) == 1 else able
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0

@@ -1,0 +1,62 @@
+"""Recording: what one training step did, from its first op to the gradients it left behind."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stowplan.capture.cells import Cell, Lifetime
+from stowplan.capture.watching import Event
+from stowplan.ir import Kind
+
+Loss: TypeAlias = Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step as its user gives it: `model(*args, **kwargs)`, then `loss` of that if there is one."""
+
+    model: nn.Module
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    loss: Loss | None
+    device: torch.device
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules that hold parameters, by the prefix of their names."""
+        return {"": self.model, **({"loss.": self.loss} if isinstance(self.loss, nn.Module) else {})}
+
+
+@dataclass(frozen=True, slots=True)
+class Outsider:
+    """A tensor that no op of the step makes: what it is, and all names it goes by."""
+
+    kind: Kind
+    names: tuple[str, ...]
+    cell: Cell
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The events in order, backward from `turn` on; storages' lifetimes by number; the ends of the step.
+
+    `inputs` and `outputs` are the leaves of the arguments and of what the step returns, tensors as cells;
+    `tangents` stand beside the outputs that they are gradients of. `constants` are the tensors of the user's
+    code that are none of these. `replaced` are buffers that the model bound to a new tensor.
+    """
+
+    events: tuple[Event, ...]
+    turn: int
+    lifetimes: tuple[Lifetime, ...]
+    outsiders: tuple[Outsider, ...]
+    constants: Mapping[Cell, Tensor]
+    inputs: tuple[Cell | None, ...]
+    input_spec: pytree.TreeSpec
+    outputs: tuple[object, ...]
+    output_spec: pytree.TreeSpec
+    tangents: tuple[Cell | None, ...]
+    gradients: Mapping[Cell, Cell]
+    replaced: Mapping[Cell, Cell]

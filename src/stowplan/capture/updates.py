@@ -1,0 +1,76 @@
+"""Buffers that a step changes: their new contents are written once, as early as can be.
+
+Whoever reads the new contents afterwards reads them in the buffer, so that they are not kept a second time.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from stowplan.capture.attributes import inputs_of
+from stowplan.capture.program import Argument, Call, Ref
+from stowplan.capture.pure import Pure, PureCall
+
+UPDATE = "update_"
+aten = torch.ops.aten
+
+
+def with_updates(pure: Pure) -> Pure:
+    """Calls that write each new value into its buffer, after the last reader of the old one."""
+    due = _positions(pure)
+    values, calls = dict(pure.values), list[PureCall]()
+    renamed: dict[str, str] = {}
+    for position in range(-1, len(pure.calls)):
+        if position >= 0:
+            call = pure.calls[position]
+            calls.append(replace(call, call=_renamed(call.call, renamed)))
+        for buffer in due.get(position, ()):
+            calls.append(_update(pure, buffer, calls[-1].event if calls else 0))
+            values[_updated(buffer)] = replace(pure.values[buffer], id=_updated(buffer), root=buffer)
+            renamed[pure.updates[buffer]] = _updated(buffer)
+    return replace(pure, values=values, calls=tuple(calls))
+
+
+def is_update(call: PureCall) -> bool:
+    """Whether the call writes a buffer's new contents into it."""
+    return call.id.startswith(UPDATE) and call.call.target is aten.copy_.default
+
+
+def _updated(buffer: str) -> str:
+    return f"{buffer}.updated"
+
+
+def _update(pure: Pure, buffer: str, event: int) -> PureCall:
+    value = pure.updates[buffer]
+    call = Call(aten.copy_.default, (Ref(buffer), Ref(value)), {}, (_updated(buffer),), single=True)
+    return PureCall(f"{UPDATE}{buffer}", call, event)
+
+
+def _positions(pure: Pure) -> dict[int, list[str]]:
+    """Buffers by the position of the call that their update follows."""
+    latest = dict.fromkeys(pure.updates, -1)
+    of_value = {value: buffer for buffer, value in pure.updates.items()}
+    for position, call in enumerate(pure.calls):
+        old = (pure.values[name].root for name in inputs_of(call.call))
+        new = (of_value[name] for name in call.call.outputs if name in of_value)
+        latest.update((buffer, position) for buffer in (*old, *new) if buffer in latest)
+    due: dict[int, list[str]] = {}
+    for buffer, position in latest.items():
+        due.setdefault(position, []).append(buffer)
+    return due
+
+
+def _renamed(call: Call, names: dict[str, str]) -> Call:
+    if not names:
+        return call
+    args = tuple(_renamed_argument(value, names) for value in call.args)
+    kwargs = {name: _renamed_argument(value, names) for name, value in call.kwargs.items()}
+    return replace(call, args=args, kwargs=kwargs)
+
+
+def _renamed_argument(value: Argument, names: dict[str, str]) -> Argument:
+    if isinstance(value, Ref):
+        return Ref(names.get(value.tensor, value.tensor))
+    if isinstance(value, tuple):
+        return tuple(_renamed_argument(item, names) for item in value)
+    return value

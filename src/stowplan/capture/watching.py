@@ -1,0 +1,116 @@
+"""Watching a step: it runs once on stand-ins without data, and every op it dispatches is written down.
+
+Nothing is rewritten on the way, so what is seen is what eager runs: the same kernels in the same order, the
+same tensors kept by autograd, the same moments at which storages are freed.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stowplan.capture.cells import Cell, StorageBook
+from stowplan.capture.origins import Origin, Origins
+from stowplan.capture.rehearsal import Rehearsal
+from stowplan.capture.schema import returns_tensors, written_names
+from stowplan.errors import CaptureError
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One op as it was dispatched, its tensors replaced by their cells.
+
+    `nodes` are the autograd nodes that came into being with it; `node` is the one whose backward it runs in.
+    `merges` marks an addition that autograd's engine makes on its own, to sum two gradients of one tensor.
+    """
+
+    target: OpOverload
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    results: tuple[Cell | None, ...]
+    single: bool
+    origin: Origin
+    nodes: range
+    node: int | None
+    merges: bool
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
+    """Writes down each op as an Event, and when each storage comes and goes."""
+
+    def __init__(self, rehearsal: Rehearsal, origins: Origins) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # so is this
+        self.events: list[Event] = []
+        self.book = StorageBook(lambda: len(self.events))
+        self.constants: dict[int, Tensor] = {}  # by storage number
+        self.between_nodes = False
+        self._rehearsal, self._origins = rehearsal, origins
+        self._nodes_made = _nodes_made()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if not isinstance(func, OpOverload):
+            raise CaptureError(f"{func} is an operator of higher order, which cannot be followed inside")
+        given = dict(kwargs or {})
+        if not returns_tensors(func) and not written_names(func):
+            return self._rehearsal.run(func, args, given)
+        placed = tuple(self._placed(value) for value in args)  # before it runs: it may change their shapes
+        placed_by_name = {name: self._placed(value) for name, value in given.items()}
+        result = self._rehearsal.run(func, args, given)
+        self._note(func, placed, placed_by_name, result)
+        return result
+
+    def _note(
+        self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
+    ) -> None:
+        now = len(self.events)
+        returned = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        event = Event(
+            target,
+            args,
+            kwargs,
+            tuple(self.book.cell_of(v, born=now) if isinstance(v, Tensor) else None for v in returned),
+            isinstance(result, Tensor),
+            self._origins.here(),
+            range(self._nodes_made, _nodes_made()),
+            _running_node(),
+            self.between_nodes,
+        )
+        self._nodes_made = event.nodes.stop
+        self.events.append(event)
+
+    def _placed(self, value: object) -> object:
+        if isinstance(value, (tuple, list)):
+            return tuple(self._placed(item) for item in value)
+        if not isinstance(value, Tensor):
+            return value
+        if not self.book.knows(value):
+            self._enter_constant(value)
+        return self.book.cell_of(value)
+
+    def _enter_constant(self, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            raise CaptureError(
+                f"a tensor of shape {tuple(tensor.shape)} wants a gradient, but is no parameter or argument",
+                advice="register it as a parameter of the model or pass it in",
+            )
+        self.constants[self.book.cell_of(tensor).storage] = tensor
+
+
+def _nodes_made() -> int:
+    """How many autograd nodes this thread has made: each gets the next number."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def _running_node() -> int | None:
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
