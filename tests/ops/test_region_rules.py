@@ -124,3 +124,20 @@ def test_windows_make_as_many_outputs_as_the_op(name: str) -> None:
         windows = windows_of(sample.site())
         inputs, outputs = (tuple(t.shape[-len(windows) :]) for t in (sample.tensors[0], sample.outputs()[0]))
         assert output_sizes(windows, inputs) == outputs, dict(sample.attributes)
+
+
+@pytest.mark.parametrize("name", ["upsample_nearest1d", "_upsample_nearest_exact1d"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_of_positions_never_leaves_the_pull(name: str, dtype: torch.dtype) -> None:
+    random = Random(0)
+    sizes = [(a, b) for a in range(1, 20) for b in range(1, 20)]
+    sizes += [(random.randint(20, 3000), random.randint(20, 3000)) for _ in range(20)]
+    for inputs, outputs in sizes:
+        image = torch.arange(inputs, dtype=dtype).view(1, 1, -1)
+        sample = aten(getattr(torch.ops.aten, name).vec, image, [outputs], None)
+        need = regions_of(sample.site()).outputs[0].needs[0]
+        assert need is not None
+        for index, source in enumerate(sample.outputs()[0].flatten().tolist()):
+            low, high = need.dims[2].pull(Rect((0, 0, index), (1, 1, index + 1)))
+            assert low <= source < high, (inputs, outputs, index)
+            assert high - low <= 2

@@ -157,16 +157,14 @@ class Always:
     size: int
     span: Span
 
-    def pull(self, outputs: Rect) -> Span:
-        del outputs
+    def pull(self, _: Rect) -> Span:
         return self.span
 
     def narrow(self, outputs: Rect, inputs: Span) -> Rect:
         is_there = inputs[0] <= self.span[0] and inputs[1] >= self.span[1]
         return outputs if is_there else emptied(outputs)
 
-    def kind_of(self, dim: int) -> DimKind:
-        del dim
+    def kind_of(self, _: int) -> DimKind:
         return DimKind.SHARED
 
 

@@ -54,9 +54,12 @@ class Need:
 
     def pull(self, outputs: Rect) -> Rect | None:
         """The rect needed for `outputs`; None where nothing is."""
-        spans = [dim_map.pull(self._part(outputs)) for dim_map in self.dims]
+        part = self._part(outputs)
+        if part.is_empty:
+            return None
+        spans = [dim_map.pull(part) for dim_map in self.dims]
         rect = Rect(tuple(low for low, _ in spans), tuple(high for _, high in spans))
-        return None if rect.is_empty or self._part(outputs).is_empty else rect
+        return None if rect.is_empty else rect
 
     def narrow(self, outputs: Rect, inputs: Rect | None) -> Rect:
         """A part of `outputs` for which `inputs` suffices."""
