@@ -11,7 +11,7 @@ import pytest
 from examination import LONGEST_SECONDS, examine
 from mutations import mutant
 
-from stowplan.analyse import facts_of
+from stowplan.analyse.inspection import inspection_of
 from stowplan.errors import BadInput, StowplanError
 from stowplan.formats.door import READERS, Reader, read_document
 from stowplan.ir import Document, Graph, validate
@@ -71,7 +71,7 @@ def test_what_is_accepted_can_be_analysed(reader: Reader) -> None:
             document = reader.read(mutant(SAMPLES[reader.FORMAT], others_than(reader), number))
             validate(document.graph)
             with suppress(StowplanError):
-                facts_of(document.graph)
+                inspection_of(document)
 
 
 @each_reader

@@ -25,6 +25,7 @@ BROKEN = {
         "input big: ? bytes=4611686018427387904",
         "input negative: ? bytes=-1",
         "input negative: ?[2,-1]",
+        "input vast: ?[2147483648,2147483648]",
     ],
     "uses_name_tensors": [
         "forward f: F(nothing) -> ()",

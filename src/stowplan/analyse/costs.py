@@ -1,10 +1,12 @@
 """What a step takes: multiply-accumulates and bytes moved, per op and in all."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stowplan.errors import InvalidGraph
 from stowplan.ir import Graph, Phase
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import site_of
@@ -24,7 +26,18 @@ class Costs:
 def costs_of(graph: Graph) -> Costs:
     """Ask the tables of `ops/` about every op."""
     sites = [site_of(graph, op) for op in graph.ops]
-    macs = np.array([macs_of(site) for site in sites], dtype=np.int64)
-    traffic = np.array([traffic_of(site) for site in sites], dtype=np.int64)
-    forward = np.array([op.phase is Phase.FORWARD for op in graph.ops], dtype=bool)
-    return Costs(macs, traffic, int(macs[forward].sum()), int(macs.sum()))
+    macs = [macs_of(site) for site in sites]
+    traffic = [traffic_of(site) for site in sites]
+    forward = sum(count for op, count in zip(graph.ops, macs, strict=True) if op.phase is Phase.FORWARD)
+    return Costs(_counted(macs, graph), _counted(traffic, graph), forward, sum(macs))
+
+
+def _counted(counts: Sequence[int], graph: Graph) -> NDArray[np.int64]:
+    try:
+        return np.array(counts, dtype=np.int64)
+    except OverflowError:
+        largest = max(range(len(counts)), key=counts.__getitem__)
+        what = (
+            f"op {graph.ops[largest].id!r} would take {float(counts[largest]):.3g} multiplications or bytes"
+        )
+        raise InvalidGraph(f"{what}, more than any machine has: one of its shapes is wrong") from None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from stowplan.errors import InvalidGraph
 from stowplan.ir.graph import Graph, Kind, Phase, Role, Tensor
@@ -55,10 +56,12 @@ def ids_match_keys(graph: Graph) -> Iterator[Fault]:
 
 
 def sizes_are_possible(graph: Graph) -> Iterator[Fault]:
-    """Shapes and bytes are not negative, and bytes fit 62 bits."""
+    """Shapes and bytes are not negative, and elements and bytes fit 62 bits."""
     for tensor in graph.tensors.values():
-        if tensor.shape is not None and any(size < 0 for size in tensor.shape):
+        if tensor.shape and min(tensor.shape) < 0:
             yield Fault(f"tensor {tensor.id!r} has a negative size in {tensor.shape}")
+        if tensor.shape and prod(tensor.shape) >= 2**62:
+            yield Fault(f"tensor {tensor.id!r} cannot have the elements of {tensor.shape}")
         if tensor.nbytes is not None and not 0 <= tensor.nbytes < 2**62:
             yield Fault(f"tensor {tensor.id!r} has {tensor.nbytes} bytes")
 
