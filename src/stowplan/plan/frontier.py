@@ -27,7 +27,6 @@ from stowplan.plan.problem import Problem
 
 _ANCHORS = 8  # budgets that get a start of their own
 _SWEEPS = 6
-_QUENCHED = 48  # points of the archive that are improved one by one in the end
 _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
 _HOT, _COLD = 0.1, 0.007  # temperatures, in seconds of an average droppable value's op
 _PENALTY = 4.0  # price of being over the budget by the whole plain peak, in seconds of the plain step
@@ -61,19 +60,19 @@ class Frontier:
 def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
     """Search all budgets between the floor and the plain peak; deterministic."""
     search = _Search(problem)
-    if any(problem.droppable):
+    if search.has_room():
         total = default_moves(problem) if moves is None else moves
         for number in range(_ANCHORS):
             search.start_at((number + 1) / (_ANCHORS + 1), moves=total // 8 // _ANCHORS)
         for number in range(_SWEEPS):
             search.sweep(total * 7 // 8 // _SWEEPS, cooling=number / (_SWEEPS - 1), down=number % 2 == 1)
-        search.quench()
+        search.quench(trials=total // 8)
     return search.frontier()
 
 
 def default_moves(problem: Problem) -> int:
     """Enough to settle small graphs, and a bounded time on large ones."""
-    return max(50_000, min(120_000, 12 * len(problem.reads)))
+    return max(40_000, min(100_000, 10 * len(problem.reads)))
 
 
 class _Search:
@@ -101,6 +100,10 @@ class _Search:
             )
         )
 
+    def has_room(self) -> bool:
+        """Whether the peak is above the floor, and so can be lowered at all."""
+        return self._floor_bytes < self._plain_bytes
+
     def start_at(self, share: float, moves: int) -> None:
         """Take the best crossing of the plain peak for a budget this far down, and anneal from there."""
         budget = self._budget_at(share)
@@ -118,29 +121,29 @@ class _Search:
         shares = (move / moves if down else 1 - move / moves for move in range(moves))
         self._anneal([self._budget_at(share) for share in shares], cooling)
 
-    def quench(self) -> None:
-        """From points all along the archive, take every single change that gains time within their peak."""
-        every = max(1, len(self._peaks) // _QUENCHED)
+    def quench(self, trials: int) -> None:
+        """From points all along the archive, keep every value that can be kept within the point's peak."""
+        dropped = max(1, sum(1 for _, states in self._points for state in states if state))
+        every = -(-dropped // trials)
         for peak, (_, states) in list(zip(self._peaks, self._points, strict=True))[::every]:
             self._load(states)
-            self._improve(peak)
+            self._keep_what_fits(peak)
 
     def _load(self, states: bytes) -> None:
         for gap, state in enumerate(states):
             self._set(gap, State(state))
         self._ledger.commit()
 
-    def _improve(self, budget: int) -> None:
-        for gap in range(len(self._gaps.value_of)):
-            for state in State:
-                if self._ledger.states[gap] is not State.KEEP and self._ledger.states[gap] is not state:
-                    before = self._ledger.extra_seconds
-                    self._ledger.set_state(gap, state)
-                    peak, _ = self._look()
-                    if peak <= budget and self._ledger.extra_seconds < before:
-                        self._ledger.commit()
-                    else:
-                        self._ledger.roll_back()
+    def _keep_what_fits(self, budget: int) -> None:
+        for value in sorted({self._gaps.value_of[g] for g, state in enumerate(self._ledger.states) if state}):
+            before = self._ledger.extra_seconds
+            for gap in self._gaps.of(value):
+                self._set(gap, State.KEEP)
+            peak, _ = self._look()
+            if peak <= budget and self._ledger.extra_seconds < before:
+                self._ledger.commit()
+            else:
+                self._ledger.roll_back()
 
     def _budget_at(self, share: float) -> float:
         return self._plain_bytes + share * (self._floor_bytes - self._plain_bytes)
