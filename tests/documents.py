@@ -5,6 +5,7 @@ from typing import TypeVar
 from hypothesis import strategies as st
 
 from graphs import legal_graphs, texts
+from stowplan.formats.stow.records import MOST_SECONDS
 from stowplan.geometry import Rect
 from stowplan.ir import (
     Allocation,
@@ -21,7 +22,7 @@ from stowplan.ir import (
 
 _points = st.tuples(st.integers(-9, 9), st.integers(-9, 9))
 _rects = st.builds(Rect, _points, _points)
-_seconds = st.floats(allow_nan=False, allow_infinity=False)
+_seconds = st.floats(-MOST_SECONDS, MOST_SECONDS)
 _intervals = st.builds(Interval, _seconds, _seconds, _seconds)
 _places = st.tuples(st.integers(0, 2**63), st.integers(0, 2**40))
 _regions = st.builds(TensorRegion, st.none() | _rects, st.none() | _rects)

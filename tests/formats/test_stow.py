@@ -29,6 +29,10 @@ forward fc: MatMul(x, W saved) -> (y) {"scale": Infinity, "sizes": [1, 2]}
 )
 DOCUMENT = Document("stow", GRAPH, counts={"rows": 5})
 FILE = stow.write(DOCUMENT)
+ENDLESS = (
+    '{"tensors":[],"ops":[],"profile":{"clocks":{"host":{"fc":'
+    '{"start_seconds":0.0,"kernel_seconds":0.0,"end_seconds":1e300}}},"estimated":false}}'
+)
 
 
 def signed(document: str) -> str:
@@ -132,6 +136,7 @@ def test_another_tool_may_lay_the_file_out_anew(indent: int | None) -> None:
             "$.ops",
             "inf, -inf, nan",
         ),
+        (signed(ENDLESS), "$.profile", "not within 1e+12 s"),
         ("", "$", "truncated"),
         ("[]", "$", "Expected `object`"),
     ],
@@ -150,9 +155,10 @@ def test_only_its_own_files_are_recognised() -> None:
 
 
 def test_what_json_cannot_carry_is_refused_when_written() -> None:
-    endless = Profile({"host": {"fc": Interval(0.0, 0.0, float("inf"))}})
-    with pytest.raises(BadUse, match="op 'fc' has a time on clock 'host'"):
-        stow.write(replace(DOCUMENT, profile=endless))
+    for moment in (float("inf"), float("nan"), 1e300):
+        endless = Profile({"host": {"fc": Interval(0.0, 0.0, moment)}})
+        with pytest.raises(BadUse, match="op 'fc' has a time on clock 'host'"):
+            stow.write(replace(DOCUMENT, profile=endless))
     half_a_pair = {"\ud800": Tensor("\ud800", Kind.INPUT)}
     with pytest.raises(BadUse, match="not Unicode"):
         stow.write(replace(DOCUMENT, graph=replace(GRAPH, tensors=half_a_pair, ops=(), held=frozenset())))

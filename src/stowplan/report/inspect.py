@@ -48,7 +48,7 @@ def _bars(rows: list[tuple[str, float, str]], blocks: str) -> Table | None:
     """A line per quantity: name, figure, and a bar against the largest."""
     if not rows:
         return None
-    largest = max(size for _, size, _ in rows) or 1
+    largest = max(0, *(size for _, size, _ in rows)) or 1
     table = Table.grid(padding=(0, 2))
     for name, size, figure in rows:
         table.add_row(name, Text(figure, justify="right"), Text(bar(size / largest, _BAR, blocks), "green"))

@@ -5,7 +5,6 @@ The smaller facets are spelled as their types are.
 """
 
 from collections.abc import Iterable
-from math import isfinite
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -34,6 +33,8 @@ from stowplan.ir import (
 
 UseRecord: TypeAlias = str | tuple[str, Role]
 TileRecord: TypeAlias = tuple[Point, tuple[TileStep, ...]]
+
+MOST_SECONDS = 1e12
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -99,12 +100,14 @@ class DocumentRecord(_Record):
 def record_of(document: Document) -> DocumentRecord:
     """What the file of a document says."""
     graph = document.graph
+    if document.profile and (fault := _impossible_time(document.profile)):
+        raise BadUse(fault)
     return DocumentRecord(
         tensors=tuple(map(_tensor_record, graph.tensors.values())),
         ops=tuple(map(_op_record, graph.ops)),
         held=tuple(sorted(graph.held)),
         name=graph.name,
-        profile=_finite(document.profile) if document.profile else None,
+        profile=document.profile,
         allocation=document.allocation,
         regions=document.regions,
         tiles=_tiles_record(document.tiles) if document.tiles else None,
@@ -151,19 +154,20 @@ def _tiles_record(tiles: TileSchedule) -> TilesRecord:
     return TilesRecord(tiles.grid, tuple(tiles.forward.items()), tuple(tiles.backward.items()))
 
 
-def _finite(profile: Profile) -> Profile:
-    """`profile` itself; JSON has no number for a time that is none."""
+def _impossible_time(profile: Profile) -> str:
+    """What is wrong with a profile's times, if anything: sums and differences of them must stay numbers."""
     for clock, times in profile.clocks.items():
         for op, time in times.items():
-            if not all(map(isfinite, (time.start_seconds, time.kernel_seconds, time.end_seconds))):
-                raise BadUse(
-                    f"op {op!r} has a time on clock {clock!r} that is not a number of seconds: {time}"
-                )
-    return profile
+            moments = (time.start_seconds, time.kernel_seconds, time.end_seconds)
+            if not all(abs(moment) <= MOST_SECONDS for moment in moments):
+                return f"op {op!r} has a time on clock {clock!r} that is not within {MOST_SECONDS:g} s: {moments}"
+    return ""
 
 
 def document_of(record: DocumentRecord, format_name: str) -> Document:
     """The document a file describes, its graph not yet validated."""
+    if record.profile and (fault := _impossible_time(record.profile)):
+        raise BadInput(fault, where="$.profile")
     graph = Graph(
         _unique(((tensor.id, _tensor(tensor)) for tensor in record.tensors), "$.tensors"),
         tuple(map(_op, record.ops)),
