@@ -160,7 +160,7 @@ def _impossible_time(profile: Profile) -> str:
         for op, time in times.items():
             moments = (time.start_seconds, time.kernel_seconds, time.end_seconds)
             if not all(abs(moment) <= MOST_SECONDS for moment in moments):
-                return f"op {op!r} has a time on clock {clock!r} that is not within {MOST_SECONDS:g} s: {moments}"
+                return f"op {op!r} has a time on clock {clock!r} not within {MOST_SECONDS:g} s: {moments}"
     return ""
 
 
