@@ -18,7 +18,7 @@ from stowplan.formats.regiongraph.page import Field, Token, Words
 _SIDE_BY_SIDE = 16  # more boxes than any row of a drawing holds open at once
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Box:
     """A name with the fields found for it so far."""
 

@@ -14,8 +14,9 @@ from stowplan.formats.regiongraph.labels import Agreement, compare_labels
 from stowplan.formats.regiongraph.names import exact_names
 from stowplan.formats.regiongraph.page import Label, Words, tokens_of
 from stowplan.formats.regiongraph.rects import rects_of
+from stowplan.formats.regiongraph.remarks import Remarks
 from stowplan.geometry import Rect
-from stowplan.ir import Document, Shape
+from stowplan.ir import Document, Graph, Shape
 
 FORMAT = "regiongraph"
 _HEAD = 1024
@@ -43,11 +44,7 @@ def read(text: str) -> Document:
     labels = [token for token in page if isinstance(token, Label)]
     agreement = compare_labels(labels, left, edges.values(), remarks)
     graph = graph_of(names.found, edges, dims)
-    remarks.inferred(1, "elements are taken to be float32: the page gives no type")
-    if any(op.type == "filter" for op in graph.ops):
-        remarks.inferred(
-            1, "filters [out, 1, 1, in, kh, kw, h, w] are untied: a kernel for every output pixel"
-        )
+    _remark_on_assumptions(graph, remarks)
     lines = {sighting.id: f"line {sighting.line}" for sighting in names.found.values()}
     return Document(
         FORMAT,
@@ -58,10 +55,15 @@ def read(text: str) -> Document:
     )
 
 
+def _remark_on_assumptions(graph: Graph, remarks: Remarks) -> None:
+    remarks.inferred(1, "elements are taken to be float32: the page gives no type")
+    if any(op.type == "filter" for op in graph.ops):
+        what = "filters [out, 1, 1, in, kh, kw, h, w] are untied: a kernel for every output pixel"
+        remarks.inferred(1, what)
+
+
 def _counts(
-    rects: Mapping[str, Mapping[str, Rect | None]],
-    dims: Mapping[str, Shape],
-    agreement: Agreement,
+    rects: Mapping[str, Mapping[str, Rect | None]], dims: Mapping[str, Shape], agreement: Agreement
 ) -> dict[str, int]:
     written = [(key, rect) for of_box in rects.values() for key, rect in of_box.items()]
     return {
