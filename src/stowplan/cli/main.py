@@ -16,6 +16,8 @@ from stowplan.errors import StowplanError
 # Each verb is a module of this package with `add_arguments(parser)` and `run(arguments) -> exit code`.
 VERBS = {
     "inspect": "say what is in a file, where its memory goes, and how small it could get",
+    "plan": "decide what to keep and what to make again so that a step fits a budget in bytes",
+    "explain": "say why a plan keeps a tensor or makes it again, and what would change otherwise",
     "convert": "write what is in a file in another format",
 }
 

@@ -1,13 +1,14 @@
 """Making plans: search the frontier of a graph once, then answer budgets from it."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stowplan.analyse.costs import costs_of
 from stowplan.analyse.facts import memory_curve
 from stowplan.analyse.liveness import liveness_of
-from stowplan.errors import BudgetTooSmall
+from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
 from stowplan.plan.bound import bound_of
 from stowplan.plan.decision import Again, Decision, Keep, Recompute, Step
@@ -21,6 +22,8 @@ from stowplan.plan.schedule import steps_of
 from stowplan.plan.simulate import alive_at, simulate
 from stowplan.units import format_bytes
 
+TECHNIQUES = ("recompute",)  # what may cost time; what is free is always on
+
 
 @dataclass(frozen=True, slots=True)
 class Planner:
@@ -32,11 +35,18 @@ class Planner:
     plain_peak_bytes: int
 
     @staticmethod
-    def of(graph: Graph, pricing: Pricing, moves: int | None = None) -> "Planner":
-        """Search the frontier of `graph`; takes seconds."""
+    def of(
+        graph: Graph, pricing: Pricing, *, allow: Iterable[str] = TECHNIQUES, moves: int | None = None
+    ) -> "Planner":
+        """Search the frontier of `graph`; takes seconds. `allow` names the techniques that may cost time."""
+        allowed = frozenset(allow)
+        if unknown := sorted(allowed - set(TECHNIQUES)):
+            raise BadUse(f"no technique {unknown[0]!r}; there is {', '.join(TECHNIQUES)}")
         ordered = slices_last(graph)
         seconds = [pricing.seconds[op.id] for op in ordered.ops]
         problem = problem_of(ordered, seconds, pricing.workspace_bytes)
+        if "recompute" not in allowed:
+            problem = replace(problem, droppable=(False,) * len(problem.droppable))
         return Planner(problem, pricing, frontier_of(problem, moves), plain_peak_of(graph, pricing))
 
     @property

@@ -1,0 +1,45 @@
+"""`stowplan explain PLAN [TENSOR]`: why it was decided so, and what would change otherwise."""
+
+import json
+from argparse import ArgumentParser, Namespace
+
+from stowplan import api
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What the verb takes."""
+    parser.add_argument("plan", metavar="PLAN", help="a file that `stowplan plan -o` wrote")
+    parser.add_argument("tensor", metavar="TENSOR", nargs="?", help="one tensor, by id or name")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def run(arguments: Namespace) -> int:
+    """Explain one tensor, or the plan as a whole."""
+    plan = api.read_plan(arguments.plan)
+    if arguments.tensor is None:
+        _print_plan(plan, arguments)
+    else:
+        _print_tensor(api.explain(plan, arguments.tensor), as_json=arguments.json)
+    return 0
+
+
+def _print_plan(plan: "api.Plan", arguments: Namespace) -> None:
+    from stowplan.report.plan import show_plan
+    from stowplan.report.plan_json import plan_json
+    from stowplan.report.terminal import console_for_output
+
+    if arguments.json:
+        print(json.dumps(plan_json(plan, 0.0), indent=2))
+    else:
+        show_plan(plan, console_for_output(), title=arguments.plan, solve_seconds=0.0)
+
+
+def _print_tensor(explanation: "api.Explanation", *, as_json: bool) -> None:
+    from stowplan.report.plan import show_explanation
+    from stowplan.report.plan_json import explanation_json
+    from stowplan.report.terminal import console_for_output
+
+    if as_json:
+        print(json.dumps(explanation_json(explanation), indent=2))
+    else:
+        show_explanation(explanation, console_for_output())

@@ -1,0 +1,91 @@
+"""Why a tensor is kept or made again, at what price, and what would change if it were decided otherwise."""
+
+from dataclasses import dataclass
+
+from stowplan.errors import BadUse
+from stowplan.ir import Op
+from stowplan.plan.decision import Again, Decision, Free, Keep
+from stowplan.plan.plan import Plan
+from stowplan.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What the plan does with one tensor. Steps are positions in the plan's list."""
+
+    tensor: str
+    nbytes: int
+    decision: Decision | None
+    maker: str
+    readers: tuple[str, ...]
+    spans: tuple[tuple[int, int], ...]  # steps from which to which it is in memory
+    alive_at_peak: bool
+    again_seconds: float  # spent on running its maker again
+    otherwise: str  # a sentence
+
+
+def explain(plan: Plan, tensor: str) -> Explanation:
+    """All about one tensor, by id or by name."""
+    name = _find(plan, tensor)
+    maker = next((op for op in plan.graph.ops if name in op.writes()), None)
+    spans = _spans(plan, name)
+    peak = plan.projected_curve_bytes.index(plan.projected_peak_bytes)
+    runs = sum(1 for step in plan.steps if isinstance(step, Again) and name in step.outputs)
+    return Explanation(
+        tensor=name,
+        nbytes=plan.graph.tensors[name].nbytes or 0,
+        decision=plan.decisions.get(name),
+        maker=maker.id if maker else "",
+        readers=tuple(op.id for op in plan.graph.ops if name in op.reads()),
+        spans=spans,
+        alive_at_peak=any(start <= peak <= end for start, end in spans),
+        again_seconds=runs * plan.pricing.seconds[maker.id] if maker else 0.0,
+        otherwise=_otherwise(plan, name, maker, spans, peak),
+    )
+
+
+def _find(plan: Plan, tensor: str) -> str:
+    if tensor in plan.graph.tensors:
+        return tensor
+    named = [known.id for known in plan.graph.tensors.values() if known.name == tensor]
+    if len(named) == 1:
+        return named[0]
+    close = [name for name in plan.graph.tensors if tensor in name][:5]
+    hint = f"; close to it are {', '.join(close)}" if close else ""
+    raise BadUse(f"the plan has no tensor {tensor!r}{hint}")
+
+
+def _spans(plan: Plan, name: str) -> tuple[tuple[int, int], ...]:
+    makers = {op.id for op in plan.graph.ops if name in op.writes()}
+    spans: list[tuple[int, int]] = []
+    start: int | None = None if makers else 0
+    for number, step in enumerate(plan.steps):
+        if isinstance(step, Free):
+            if name in step.tensors and start is not None:
+                spans.append((start, number))
+                start = None
+        elif (
+            step.op in makers and start is None and not (isinstance(step, Again) and name not in step.outputs)
+        ):
+            start = number
+    if start is not None:
+        spans.append((start, len(plan.steps) - 1))
+    return tuple(spans)
+
+
+def _otherwise(plan: Plan, name: str, maker: Op | None, spans: tuple[tuple[int, int], ...], peak: int) -> str:
+    nbytes = plan.graph.tensors[name].nbytes or 0
+    if len(spans) > 1:
+        between = plan.projected_curve_bytes[spans[0][1] : spans[-1][0] + 1]
+        needed = max(between, default=0) + nbytes
+        over = needed - plan.allowed_bytes
+        if over <= 0:
+            return f"kept, the step would still fit: it would reach {format_bytes(needed)} while it waits"
+        return f"kept, the step would reach {format_bytes(needed)}, {format_bytes(over)} over the budget"
+    if maker is None or name not in plan.decisions or not isinstance(plan.decisions[name], Keep):
+        return "nothing else was open to decide"
+    seconds = plan.pricing.seconds[maker.id] / plan.plain_seconds if plan.plain_seconds else 0.0
+    price = f"making it again would cost at least {seconds:.2%} of the plain step"
+    if any(start <= peak <= end for start, end in spans):
+        return f"{price} and lower the memory at the peak by {format_bytes(nbytes)}"
+    return f"{price} and not lower the peak, at which it is not in memory"

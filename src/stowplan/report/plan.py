@@ -1,0 +1,127 @@
+"""A plan for people: does it fit, what does it cost, what was decided, how far from the best it may be."""
+
+from collections.abc import Iterable
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from stowplan.ir import Op
+from stowplan.plan.decision import Decision, Free, Keep, Recompute
+from stowplan.plan.explain import Explanation
+from stowplan.plan.frontier import Frontier
+from stowplan.plan.plan import Plan
+from stowplan.plan.pricing import Basis
+from stowplan.report.curve import memory_curve_drawing
+from stowplan.report.terminal import bar, blocks_of, print_trimmed
+from stowplan.units import format_bytes, format_count
+
+_INDENT = 2
+_LARGEST = 8
+_FRONTIER_ROWS = 16
+_BAR = 40
+
+
+def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float) -> None:
+    """Print a plan section by section."""
+    width = console.width - _INDENT
+    runs = [(bytes_, step) for bytes_, step in zip(plan.projected_curve_bytes, plan.steps, strict=True)]
+    ops = {op.id: op for op in plan.graph.ops}
+    curve = [bytes_ for bytes_, step in runs if not isinstance(step, Free)]
+    ran: list[Op] = [ops[step.op] for _, step in runs if not isinstance(step, Free)]
+    drawing = memory_curve_drawing(curve, ran, width, blocks_of(console))
+    _section(console, title, _figures(plan, solve_seconds))
+    _section(console, "memory while each op of the plan runs", drawing)
+    _section(console, "largest tensors made again", _made_again(plan))
+
+
+def show_frontier(frontier: Frontier, plain_seconds: float, console: Console) -> None:
+    """Budget against time, a row for each of some points along it."""
+    table = Table.grid(padding=(0, 2))
+    points = frontier.points
+    rows = sorted({i * (len(points) - 1) // (_FRONTIER_ROWS - 1) for i in range(_FRONTIER_ROWS)})
+    worst = max((point.extra_seconds for point in points), default=0.0) or 1.0
+    for point in (points[row] for row in rows):
+        extra = point.extra_seconds / (plain_seconds or 1.0)
+        drawn = Text(bar(point.extra_seconds / worst, _BAR, blocks_of(console)), "green")
+        table.add_row(Text(format_bytes(point.peak_bytes), justify="right"), f"{1 + extra:.4f}", drawn)
+    _section(console, "budget and time against the plain step", table)
+
+
+def show_explanation(explanation: Explanation, console: Console) -> None:
+    """All about one tensor."""
+    spans = ", ".join(f"{start} to {end}" for start, end in explanation.spans)
+    rows = (
+        ("bytes", format_bytes(explanation.nbytes)),
+        ("decided", _word(explanation.decision)),
+        ("made by", explanation.maker or "outside the step"),
+        ("read by", ", ".join(explanation.readers) or "nothing"),
+        ("in memory during steps", spans or "never"),
+        ("at the peak", "in memory" if explanation.alive_at_peak else "not in memory"),
+        ("otherwise", explanation.otherwise),
+    )
+    _section(console, explanation.tensor, _pairs(rows))
+
+
+def _section(console: Console, heading: str, body: RenderableType | None) -> None:
+    if body is not None:
+        print_trimmed(console, Text(heading, "bold"), Padding(body, (0, 0, 1, _INDENT)))
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, text in rows:
+        table.add_row(Text(name, "cyan"), text)
+    return table
+
+
+def _figures(plan: Plan, solve_seconds: float) -> Table:
+    unit = "multiply-accumulates" if plan.pricing.basis is Basis.MACS else f"{plan.pricing.basis} seconds"
+    kept = sum(isinstance(decision, Keep) for decision in plan.decisions.values())
+    remade = sum(isinstance(decision, Recompute) for decision in plan.decisions.values())
+    return _pairs(
+        (
+            ("budget", f"{format_bytes(plan.allowed_bytes)} ({plan.allowed_bytes:,} bytes)"),
+            (
+                "projected peak",
+                f"{format_bytes(plan.projected_peak_bytes)} ({plan.projected_peak_bytes:,} bytes),"
+                f" plain {format_bytes(plan.plain_peak_bytes)}",
+            ),
+            ("time", f"{plan.time_ratio:.4f} of the plain step, in {unit}"),
+            ("no plan in this order below", f"{plan.bound:.4f}, so at most {plan.gap:.2%} is left to gain"),
+            ("extra work", f"{format_count(plan.extra_macs)} multiply-accumulates"),
+            ("decided", f"{kept} kept, {remade} made again"),
+            ("smallest budget found", f"{format_bytes(plan.minimum_bytes)} ({plan.minimum_bytes:,} bytes)"),
+            ("planned in", f"{solve_seconds:.1f} s"),
+        )
+    )
+
+
+def _made_again(plan: Plan) -> Table | None:
+    remade = [name for name, decision in plan.decisions.items() if isinstance(decision, Recompute)]
+    if not remade:
+        return None
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
+    table.add_column("bytes", justify="right")
+    for heading in ("tensor", "made again", "by"):
+        table.add_column(heading)
+    makers = {name: op for op in plan.graph.ops for name in op.writes()}
+    for name in sorted(remade, key=lambda tensor: -(plan.graph.tensors[tensor].nbytes or 0))[:_LARGEST]:
+        size = format_bytes(plan.graph.tensors[name].nbytes or 0)
+        table.add_row(size, name, _word(plan.decisions[name]), makers[name].scope or makers[name].id)
+    return table
+
+
+def _word(decision: Decision | None) -> str:
+    match decision:
+        case Recompute(hold=True):
+            return "once, then held"
+        case Recompute(hold=False):
+            return "for each reader"
+        case Keep():
+            return "kept"
+        case None:
+            return "nothing: not a choice of the planner"
+        case _:
+            return str(decision)
