@@ -6,7 +6,7 @@ from random import Random
 import torch
 from torch._ops import OpOverload
 
-from op_samples import Sample, Sampler, aten, indices, numbers, some
+from op_samples import NAN, NUMBERS, Sample, Sampler, aten, indices, numbers, some
 
 ops = torch.ops.aten
 
@@ -259,9 +259,21 @@ def attention(random: Random) -> Sample:
     mask = None if causal or random.random() < 0.5 else numbers(random.choice((1, batch)), 1, rows, keys)
     if groups == heads and random.random() < 0.5:
         fused = ops._scaled_dot_product_flash_attention_for_cpu.default
-        return aten(fused, query, key, value, 0.0, causal, attn_mask=mask, hides=causal)
+        return aten(
+            fused, query, key, value, 0.0, causal, attn_mask=mask, disturbances=NUMBERS if causal else NAN
+        )
     target = ops.scaled_dot_product_attention.default
-    return aten(target, query, key, value, mask, 0.0, causal, enable_gqa=groups != heads, hides=causal)
+    return aten(
+        target,
+        query,
+        key,
+        value,
+        mask,
+        0.0,
+        causal,
+        enable_gqa=groups != heads,
+        disturbances=NUMBERS if causal else NAN,
+    )
 
 
 def batch_norm(random: Random) -> Sample:
@@ -320,7 +332,7 @@ def line_op(random: Random) -> Sample:
     image, dim = numbers(*some(random, 3, 2, 4)), random.randint(-3, 2)
     kind = random.randint(0, 2)
     if kind == 0:
-        return aten(ops.cumsum.default, image, dim, hides=True)
+        return aten(ops.cumsum.default, image, dim, disturbances=NUMBERS)
     return aten((ops._softmax.default, ops._log_softmax.default)[kind - 1], image, dim, False)
 
 

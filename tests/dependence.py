@@ -39,15 +39,13 @@ def needed_rect(needed: Needed, outputs: Rect) -> Rect:
 
 
 def _disturbances(sample: Sample, tensor: Tensor, index: tuple[int, ...]) -> Iterator[float]:
-    """Other values for one element; a NaN shows every use of a number, unless the op hides it by design."""
+    """Other values for one element: another truth, other indices, the sample's own choice of numbers."""
     if tensor.dtype is torch.bool:
         yield not tensor[index]
     elif not tensor.is_floating_point():
         yield from {int(value) for value in tensor.flatten()} - {int(tensor[index])}
-    elif sample.hides:
-        yield from (1e3, -1e3, 0.123)
     else:
-        yield float("nan")
+        yield from sample.disturbances
 
 
 def _replaced(

@@ -1,7 +1,7 @@
 """Samples of ops: random calls on tiny tensors, as an op of the graph and as something that runs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import TypeAlias
 
@@ -14,20 +14,23 @@ from stowplan.ir import Attribute
 from stowplan.ops.table import Site
 
 Run: TypeAlias = Callable[..., Tensor | tuple[Tensor, ...]]
+NAN = (float("nan"),)
+NUMBERS = (1e3, -1e3, 0.123)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """An op type with tensors in the graph's order, attributes under the graph's names, and how to run it.
 
-    `hides` marks ops that multiply what they must not see by zero: a NaN would show there, a number does not.
+    `disturbances` are the values that show whether an element is used. A NaN shows every use, but also what
+    an op hides by multiplying it by zero, and some ops refuse it.
     """
 
     type: str
     tensors: tuple[Tensor, ...]
     attributes: Mapping[str, Attribute]
     run: Run
-    hides: bool = field(default=False)
+    disturbances: tuple[float, ...] = NAN
 
     def outputs(self, tensors: Sequence[Tensor] | None = None) -> tuple[Tensor, ...]:
         """What the op makes of `tensors`, its own unless given; the same random numbers every time."""
@@ -55,14 +58,16 @@ def _described(name: str, tensor: Tensor) -> ir.Tensor:
     return ir.Tensor(name, ir.Kind.ACTIVATION, tuple(tensor.shape), dtype)
 
 
-def aten(target: OpOverload, *args: object, hides: bool = False, **kwargs: object) -> Sample:
+def aten(
+    target: OpOverload, /, *args: object, disturbances: tuple[float, ...] = NAN, **kwargs: object
+) -> Sample:
     """A call of an ATen op: tensors laid flat in the order of the schema, the rest by name with defaults."""
     bound = {}
     for position, argument in enumerate(target._schema.arguments):
         default = kwargs.get(argument.name, argument.default_value)
         bound[argument.name] = args[position] if position < len(args) else default
     tensors = tuple(leaf for value in bound.values() for leaf in _leaves(value) if isinstance(leaf, Tensor))
-    return Sample(str(target), tensors, dict(_attributes(bound)), _caller(target, bound), hides)
+    return Sample(str(target), tensors, dict(_attributes(bound)), _caller(target, bound), disturbances)
 
 
 def _leaves(value: object) -> Iterator[object]:
@@ -118,7 +123,7 @@ Sampler: TypeAlias = Callable[[Random], Sample]
 
 def numbers(*shape: int) -> Tensor:
     """Random float64 values, no two alike."""
-    return torch.randn(*shape, dtype=torch.float64)
+    return torch.randn(shape, dtype=torch.float64)
 
 
 def indices(below: int, *shape: int) -> Tensor:

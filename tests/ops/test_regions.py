@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from aten_samplers import ATEN_SAMPLERS
+from aten_spellings import UNCHECKED, aten_types, example_of
 from dependence import Needed, dependence, needed_rect
 from document_samplers import DOCUMENT_SAMPLERS
 from op_samples import Sample, Sampler, aten, numbers
 from stowplan.geometry import Rect
 from stowplan.ops.regions import DimKind, Partial, Relation, regions_of
+from stowplan.ops.regions.rules import rules
 
 pytestmark = pytest.mark.torch
 
@@ -113,6 +115,20 @@ def test_nothing_needed_lies_outside_pull(name: str) -> None:
     exact = tally.exact / tally.intervals
     print(f"{name}: {tally.intervals} intervals of {drawn} ops, {exact:.1%} exact")
     assert exact >= AT_LEAST_EXACT.get(name, 0.9)
+
+
+def test_every_aten_op_with_a_rule_is_checked_by_some_call() -> None:
+    """Those that no family draws have an example each; a new entry fails here until it has one."""
+    drawn = {s.type for name in ATEN_SAMPLERS for s in islice(samples(name), SAMPLES_PER_FAMILY)}
+    others = [name for name in aten_types() if name in rules and name not in drawn | UNCHECKED]
+    tally = Tally()
+    for name in others:
+        torch.default_generator.manual_seed(0)
+        sample = example_of(name)
+        for output, relation in relations(sample):
+            check(sample, relation.shape, relation.pull, dependence(sample, output), tally)
+    assert not tally.missed, "\n".join(tally.missed[:5])
+    print(f"{len(drawn)} drawn and {len(others)} other ATen ops, {tally.intervals} more intervals")
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -37,8 +37,6 @@ def gather(site: Site) -> Regions:
 @rules.entry(
     "aten.scatter.value",
     "aten.scatter.src",
-    "aten.scatter_.value",
-    "aten.scatter_.src",
     "aten.scatter_add.default",
 )
 def scatter(site: Site) -> Regions:

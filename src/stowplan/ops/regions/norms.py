@@ -31,7 +31,6 @@ def _listed(dims: tuple[int, ...]) -> str:
     "aten._native_batch_norm_legit_no_training.default",
     "aten.native_batch_norm.default",
     "aten.cudnn_batch_norm.default",
-    "aten._batch_norm_with_update.default",
     "aten._batch_norm_with_update_functional.default",
 )
 def batch_norm(site: Site) -> Regions:

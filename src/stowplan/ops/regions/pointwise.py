@@ -49,7 +49,9 @@ def dropout(site: Site) -> Regions:
     return Regions((Relation(shape, (Need(identity(shape)),)), Relation(shape, (None,))))
 
 
-_CREATED = "zeros ones empty full arange arange.start arange.start_step scalar_tensor rand randn"
+_CREATED = (
+    "zeros ones empty.memory_format full arange arange.start arange.start_step scalar_tensor rand randn"
+)
 _CREATED_LIKE = "zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full"
 
 
