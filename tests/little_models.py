@@ -16,7 +16,8 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.norm(self.conv(x)), inplace=True)
-        return self.drop(x).square().mean()
+        loss: Tensor = self.drop(x).square().mean()
+        return loss
 
 
 class Tied(nn.Module):
@@ -37,6 +38,7 @@ class Rewriting(nn.Module):
     """Writes into slices, through views and over itself, and counts its calls in a rebound buffer."""
 
     calls: Tensor
+    highest: Tensor
 
     def __init__(self) -> None:
         super().__init__()

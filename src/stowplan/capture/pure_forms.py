@@ -11,14 +11,14 @@ from stowplan.capture.cells import Cell
 from stowplan.capture.schema import overloads_of, signature_of
 
 aten = torch.ops.aten
-_IRREGULAR: Mapping[OpOverload, OpOverload] = {aten.normal_.default: aten.normal_functional.default}
+IRREGULAR: Mapping[OpOverload, OpOverload] = {aten.normal_.default: aten.normal_functional.default}
 
 
 @cache
 def pure_form(target: OpOverload) -> OpOverload | None:
     """`relu` for `relu_`, `bernoulli.p` for `bernoulli_.float`; None where PyTorch has no such op."""
-    if target in _IRREGULAR:
-        return _IRREGULAR[target]
+    if target in IRREGULAR:
+        return IRREGULAR[target]
     namespace, _, name = target._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     if not name.endswith("_") or not isinstance(packet, OpOverloadPacket):

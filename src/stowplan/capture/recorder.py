@@ -45,25 +45,22 @@ class _Recorder:
         with ExitStack() as swapped:
             for module in self._step.modules().values():
                 swapped.enter_context(self._stand_ins.inside(module))
-            buffers = self._enter_outsiders()
-            outputs, output_spec = pytree.tree_flatten(self._forward())
-            replaced = self._replaced(buffers)
-        differentiated = _differentiated(outputs)
-        tangents = [self._tangent(leaf, position in differentiated) for position, leaf in enumerate(outputs)]
-        self._enter(Kind.GRADIENT, [(f"tangents.{p}", t) for p, t in enumerate(tangents) if t is not None])
-        turn = len(self._watch.events)
-        self._backward(
-            [outputs[position] for position in differentiated], [t for t in tangents if t is not None]
-        )
+            return self._recorded(buffers=self._enter_outsiders())
+
+    def _recorded(self, buffers: Mapping[str, Tensor]) -> Recording:
+        outputs, output_spec = pytree.tree_flatten(self._forward())
+        replaced, turn = self._replaced(buffers), len(self._watch.events)
+        tangents = self._backward(outputs)
+        constants = self._watch.constants.values()
         self._enter(
-            Kind.CONSTANT, [(f"constants.{n}", t) for n, t in enumerate(self._watch.constants.values())]
+            Kind.CONSTANT, [(f"constants.{number}", tensor) for number, tensor in enumerate(constants)]
         )
         return Recording(
             events=tuple(self._watch.events),
             turn=turn,
             lifetimes=tuple(self._watch.book.lifetimes),
             outsiders=tuple(self._outsiders.values()),
-            constants={self._cell(tensor): tensor for tensor in self._watch.constants.values()},
+            constants={self._cell(tensor): tensor for tensor in constants},
             inputs=tuple(self._cell(leaf) if isinstance(leaf, Tensor) else None for leaf in self._inputs),
             input_spec=self._input_spec,
             outputs=tuple(self._cell(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs),
@@ -116,35 +113,38 @@ class _Recorder:
             if name in now and now[name] is not tensor
         }
 
-    def _tangent(self, output: object, differentiated: bool) -> Tensor | None:
-        if not differentiated or not isinstance(output, Tensor):
-            return None
+    def _backward(self, outputs: Sequence[object]) -> list[Tensor | None]:
+        """Differentiate, and return the gradients that came in for the outputs."""
+        differentiated = _differentiated(outputs)
+        tangents = [
+            self._tangent(differentiated[position]) if position in differentiated else None
+            for position in range(len(outputs))
+        ]
+        self._enter(Kind.GRADIENT, [(f"tangents.{p}", t) for p, t in enumerate(tangents) if t is not None])
+        torch.clear_autocast_cache()  # as on leaving the autocast region, which belongs around forward only
+        roots = tuple(differentiated.values())
+        with ExitStack() as stack:
+            for device in {root.device.type for root in roots}:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(told_apart(self._watch, roots))
+            stack.enter_context(self._watch)
+            torch.autograd.backward(roots, tuple(tangent for tangent in tangents if tangent is not None))
+        return tangents
+
+    def _tangent(self, output: Tensor) -> Tensor:
         with self._stand_ins.fakes:
             return torch.empty_strided(
                 output.shape, output.stride(), dtype=output.dtype, device=output.device
             )
 
-    def _backward(self, outputs: Sequence[Tensor], tangents: Sequence[Tensor]) -> None:
-        torch.clear_autocast_cache()  # as on leaving the autocast region, which belongs around forward only
-        with ExitStack() as stack:
-            for device in {output.device.type for output in outputs}:
-                stack.enter_context(torch.autocast(device, enabled=False))
-            stack.enter_context(told_apart(self._watch, outputs))
-            stack.enter_context(self._watch)
-            torch.autograd.backward(tuple(outputs), tuple(tangents))
 
-
-def _differentiated(outputs: Sequence[object]) -> list[int]:
-    """Which outputs gradients come in for: all that can have one, or only the loss if it is among them."""
-    able = [p for p, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    scalars = [position for position in able if _is_scalar(outputs[position])]
+def _differentiated(outputs: Sequence[object]) -> dict[int, Tensor]:
+    """The outputs gradients come in for: all that can have one, or only the loss if it is among them."""
+    able = {p: leaf for p, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad}
+    losses = {position: leaf for position, leaf in able.items() if leaf.dim() == 0}
     if not able:
         raise CaptureError(
             "no output depends on a parameter that wants a gradient",
             advice="check requires_grad, torch.no_grad and what the model returns",
         )
-    return scalars if len(scalars) == 1 else able
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0
+    return losses if len(losses) == 1 else able

@@ -1,0 +1,59 @@
+"""Binding: which living tensor each parameter, buffer, input and constant of a program is."""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stowplan.capture import Captured
+from stowplan.errors import BadUse
+
+
+class Binding:
+    """Looks tensors up in the modules they live in, at each call, for modules may be given new ones."""
+
+    def __init__(self, captured: Captured, model: nn.Module, loss: object = None) -> None:
+        self._graph, self._program = captured.graph, captured.program
+        self._homes: dict[str, tuple[nn.Module, str]] = {}
+        for tensor, names in (*self._program.parameters.items(), *self._program.buffers.items()):
+            self._homes[tensor] = _home(names[0], model, loss)
+
+    def has(self, tensor: str) -> bool:
+        """Whether the tensor comes from outside the step and not from its caller's backward."""
+        known = (self._homes, self._program.constants, self._program.inputs)
+        return any(tensor in place for place in known)
+
+    def tensors(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
+        """All of them by id, for a call with these arguments."""
+        found = {name: getattr(module, attribute) for name, (module, attribute) in self._homes.items()}
+        return {**found, **self._program.constants, **self._inputs(args, kwargs)}
+
+    def _inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        if spec != self._program.input_spec:
+            raise BadUse(f"captured for arguments {self._program.input_spec}, called with {spec}")
+        found: dict[str, Tensor] = {}
+        for name, leaf in zip(self._program.inputs, leaves, strict=True):
+            if name is not None:
+                found[name] = self._checked(name, leaf)
+        return found
+
+    def _checked(self, name: str, leaf: object) -> Tensor:
+        expected = self._graph.tensors[name]
+        if not isinstance(leaf, Tensor):
+            raise BadUse(f"argument {name!r} is no tensor, and was one when the step was captured")
+        if tuple(leaf.shape) != expected.shape or str(leaf.dtype) != f"torch.{expected.dtype}":
+            raise BadUse(
+                f"argument {name!r} is {leaf.dtype} of shape {tuple(leaf.shape)}, but the step was captured"
+                f" for {expected.dtype} of shape {expected.shape}"
+            )
+        return leaf
+
+
+def _home(name: str, model: nn.Module, loss: object) -> tuple[nn.Module, str]:
+    """The module that holds the tensor of this name, and the attribute it is there."""
+    root = model
+    if isinstance(loss, nn.Module) and name.startswith("loss.") and not hasattr(model, "loss"):
+        root, name = loss, name.removeprefix("loss.")
+    path, _, attribute = name.rpartition(".")
+    return root.get_submodule(path), attribute

@@ -1,0 +1,87 @@
+"""The autograd function around the two halves, and the latch that lets go of incoming gradients in time."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stowplan.capture import Program
+from stowplan.errors import BadUse
+from stowplan.run.halves import Halves
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One pass through the halves. `primals` are the ids of the tensors that the function is called with."""
+
+    halves: Halves
+    program: Program
+    primals: tuple[str, ...]
+    differentiated: tuple[bool, ...]  # by output of the source
+    latched: dict[int, Tensor] = field(default_factory=dict)  # incoming gradients by output
+
+
+class StepFunction(torch.autograd.Function):
+    """Forward half on call, backward half on backward, each parameter's gradient returned once."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *primals: Tensor) -> tuple[Tensor, ...]:
+        source, given = run.halves.source, dict(zip(run.primals, primals, strict=True))
+        outputs, saved = run.halves.forward([given[name] for name in source.forward_primals])
+        given.update(zip(source.outputs, outputs, strict=True))
+        # Autograd checks that nobody changes these meanwhile; the rest is ours alone, and ours to let go.
+        ctx.save_for_backward(*(given[name] for name in source.backward_primals))
+        ctx.run, ctx.saved = run, saved
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.saved is None:
+            raise BadUse(
+                "backward ran a second time; what it needs is freed by the first (retain_graph is not kept)"
+            )
+        run, saved = ctx.run, ctx.saved
+        ctx.run = ctx.saved = None
+        gradients = run.halves.backward(ctx.saved_tensors, saved, _tangents(run, incoming))
+        found = dict(zip(run.halves.source.gradients, gradients, strict=True))
+        wanted = run.program.gradients
+        return None, *(found[wanted[name]] if name in wanted else None for name in run.primals)
+
+
+def _tangents(run: Run, incoming: tuple[Tensor | None, ...]) -> list[Tensor]:
+    tangents = []
+    for position, (gradient, expected) in enumerate(zip(incoming, run.differentiated, strict=True)):
+        if expected and gradient is None:
+            raise BadUse(f"no gradient came in for output {position}, which the captured step differentiates")
+        if gradient is not None and not expected:
+            raise BadUse(
+                f"a gradient came in for output {position}, but the step was captured as one in which only"
+                " its scalar loss is differentiated; capture it with loss= to say otherwise"
+            )
+        if gradient is not None:
+            tangents.append(run.latched.pop(position, gradient))
+    return tangents
+
+
+class Latch(torch.autograd.Function):
+    """Hands on an output, and on the way back keeps its gradient for the step instead of passing it.
+
+    While a function runs, autograd holds on to the gradients it calls it with. What comes here is let go of
+    before the step begins, and a gradient without memory is passed in its place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, position: int, output: Tensor) -> Tensor:
+        ctx.run, ctx.position = run, position
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        ctx.run.latched[ctx.position] = gradient
+        return None, None, gradient.new_empty(()).expand(gradient.shape)

@@ -1,0 +1,30 @@
+"""Halves: generated source as two functions, ready to be called."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from stowplan.run.source import Source
+
+Forward: TypeAlias = Callable[[Sequence[Tensor]], tuple[tuple[Tensor, ...], list[Tensor]]]
+Backward: TypeAlias = Callable[[Sequence[Tensor], list[Tensor], list[Tensor]], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """The functions that `source` defines."""
+
+    source: Source
+    forward: Forward
+    backward: Backward
+
+
+def compiled(source: Source) -> Halves:
+    """Run the text that defines the two functions. It is generated here, from ops of PyTorch alone."""
+    scope: dict[str, object] = {"torch": torch, "ops": torch.ops, "aten": torch.ops.aten}
+    code = compile(source.text, "<stowplan>", "exec")
+    exec(code, scope)  # noqa: S102 -- the text is stowplan's own, made from op names, literals and checked identifiers
+    return Halves(source, scope["forward"], scope["backward"])  # type: ignore[arg-type]

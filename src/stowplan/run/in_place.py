@@ -1,0 +1,61 @@
+"""Overwriting: the form of a call that writes its output over an input that is not needed any more."""
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from stowplan.capture import Call, Ref
+from stowplan.capture.pure_forms import IRREGULAR
+from stowplan.capture.schema import overloads_of, signature_of
+from stowplan.errors import MissingRule
+
+_IRREGULAR = {pure: writing for writing, pure in IRREGULAR.items()}
+
+
+def overwriting(call: Call, victim: str) -> Call:
+    """`call` with its output written over `victim`, one of its arguments."""
+    target = in_place_target(call.target)
+    if target is not None and call.args[:1] == (Ref(victim),):
+        return replace(call, target=target)
+    target = out_target(call.target)
+    if target is not None:
+        return replace(call, target=target, kwargs={**call.kwargs, _out_name(target): Ref(victim)})
+    raise MissingRule(f"{call.target} has no form that writes over {victim!r}")
+
+
+@cache
+def in_place_target(target: OpOverload) -> OpOverload | None:
+    """`relu_` for `relu`, `bernoulli_.float` for `bernoulli.p`."""
+    if target in _IRREGULAR:
+        return _IRREGULAR[target]
+    namespace, _, name = target._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
+    if not isinstance(packet, OpOverloadPacket):
+        return None
+    wanted = signature_of(target)
+    return next((op for op in overloads_of(packet) if signature_of(op) == wanted), None)
+
+
+@cache
+def out_target(target: OpOverload) -> OpOverload | None:
+    """`add.out` for `add.Tensor`: the same arguments and one more, which is written to."""
+    wanted = signature_of(target)
+    return next(
+        (
+            op
+            for op in overloads_of(target.overloadpacket)
+            if _writes_out(op) and signature_of(op)[:-1] == wanted
+        ),
+        None,
+    )
+
+
+def _writes_out(target: OpOverload) -> bool:
+    """Forms that PyTorch generates compute aside and copy, which saves nothing."""
+    return torch.Tag.out in target.tags and torch.Tag.generated not in target.tags
+
+
+def _out_name(target: OpOverload) -> str:
+    return str(target._schema.arguments[-1].name)

@@ -1,0 +1,141 @@
+"""What a step really takes: the allocator's own events on the CPU, its statistics on an accelerator.
+
+The profiler tells of a free only if it saw the allocation, and then with the size it remembers for that
+address, which may be an older block's. So frees are matched here by address, and storages that were there
+before are asked to tell of their own end.
+"""
+
+import gc
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
+from torch.profiler import ProfilerActivity, profile
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement(Generic[Result]):
+    """Bytes on one device: before the step, and in all after each allocation and free during it.
+
+    On an accelerator the curve has three points: before, peak and after.
+    """
+
+    result: Result
+    before_bytes: int
+    measured_curve_bytes: tuple[int, ...]
+
+    @property
+    def measured_peak_bytes(self) -> int:
+        """The most that was there at once, what was there before included."""
+        return max(self.measured_curve_bytes, default=self.before_bytes)
+
+    @property
+    def measured_rise_bytes(self) -> int:
+        """How far the peak is above the state before the step."""
+        return self.measured_peak_bytes - self.before_bytes
+
+
+def measure(
+    step: Callable[[], Result], *, device: torch.device | str = "cpu", before: Iterable[Tensor] | None = None
+) -> Measurement[Result]:
+    """Run `step` once and follow the memory of `device`.
+
+    `before` are the tensors that are there already: their bytes and their end count. Without it, they are
+    all that Python knows of. What `step` returns stays alive in the measurement.
+    """
+    chosen = torch.device(device)
+    if chosen.type != "cpu":
+        return _measure_accelerator(step, chosen)
+    standing = _Standing(_living_tensors() if before is None else before)
+    del before  # else it would keep alive what the step lets go of
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes its start and stop on stderr
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = step()
+    roots: list[_ProfilerEvent] = profiler.profiler.kineto_results.experimental_event_tree()
+    changes = sorted([*_allocations_below(roots), *standing.ends])
+    return Measurement(result, standing.nbytes, tuple(_curve(standing.blocks, changes)))
+
+
+def _measure_accelerator(step: Callable[[], Result], device: torch.device) -> Measurement[Result]:
+    torch.accelerator.synchronize(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    before = torch.accelerator.memory_allocated(device)
+    result = step()
+    torch.accelerator.synchronize(device)
+    peak, after = torch.accelerator.max_memory_allocated(device), torch.accelerator.memory_allocated(device)
+    return Measurement(result, before, (before, peak, after))
+
+
+class _Change(NamedTuple):
+    """Bytes came to an address, or went from it (below 0); 0 is the end of a storage that was there before."""
+
+    nanoseconds: int
+    address: int
+    nbytes: int
+
+
+class _Standing:
+    """The storages that are there before a step, and when they end."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.blocks: dict[int, int] = {}
+        self.ends: list[_Change] = []
+        self._watched: list[weakref.ref[UntypedStorage]] = []
+        for tensor in tensors:
+            self._enter(tensor.untyped_storage())
+        self.nbytes = sum(self.blocks.values())
+
+    def _enter(self, storage: UntypedStorage) -> None:
+        address = storage.data_ptr()
+        if storage.nbytes() and address not in self.blocks:
+            self.blocks[address] = storage.nbytes()
+            self._watched.append(weakref.ref(storage, lambda _: self._note_end(address)))
+
+    def _note_end(self, address: int) -> None:
+        self.ends.append(_Change(time.time_ns(), address, 0))
+
+
+def _living_tensors() -> Iterator[Tensor]:
+    for thing in gc.get_objects():
+        if (
+            type(thing) in (Tensor, nn.Parameter)
+            and thing.device.type == "cpu"
+            and thing.layout is torch.strided
+        ):
+            yield thing
+            if thing.is_leaf and thing.grad is not None:  # which Python may not have seen yet
+                yield thing.grad
+
+
+def _allocations_below(roots: Iterable[_ProfilerEvent]) -> Iterator[_Change]:
+    """Every allocation and free on the CPU that the profiler saw."""
+    waiting = list(roots)
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        fields = event.extra_fields
+        if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == "cpu":
+            yield _Change(event.start_time_ns, fields.ptr, fields.alloc_size)
+
+
+def _curve(standing: dict[int, int], changes: Iterable[_Change]) -> Iterator[int]:
+    """The bytes in all after each change. Frees are matched by address: their sizes may be an older block's."""
+    level, made = sum(standing.values()), dict[int, int]()
+    yield level
+    for change in changes:
+        if change.nbytes > 0:
+            made[change.address] = change.nbytes
+            level += change.nbytes
+        elif change.nbytes < 0 and change.address in made:
+            level -= made.pop(change.address)
+        else:
+            level -= standing.pop(change.address, 0)
+        yield level

@@ -1,0 +1,190 @@
+"""The steps of a plan as Python that a person can read: one line per op, every free explicit."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from textwrap import fill
+
+from stowplan.capture import Call, Program, Ref
+from stowplan.capture.attributes import inputs_of
+from stowplan.ir import Graph, Op, Phase
+from stowplan.ops.effects import Effect, effect_of
+from stowplan.ops.table import site_of
+from stowplan.plan.decision import Again, Compute, Free, Step
+from stowplan.run.lines import call_lines
+from stowplan.run.literals import identifiers_of
+
+
+_DROPPED = "_"  # takes the outputs of a second run that nobody misses
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Two functions as text, and the tensors, by id, that their arguments and results stand for.
+
+    `forward(primals) -> (outputs, saved)`, `backward(primals, saved, tangents) -> gradients`. The lists
+    `saved` and `tangents` are emptied, so that backward alone decides how long their tensors live.
+    """
+
+    text: str
+    forward_primals: tuple[str, ...]
+    backward_primals: tuple[str, ...]
+    outputs: tuple[str, ...]
+    saved: tuple[str, ...]
+    tangents: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+
+def source_of(graph: Graph, program: Program, steps: Sequence[Step]) -> Source:
+    """The forward half of the steps and the backward half, which begins with the first backward op."""
+    ops = {op.id: op for op in graph.ops}
+    turn = _turn(ops, steps)
+    names = identifiers_of(graph.tensors)
+    outputs = tuple(dict.fromkeys(leaf.tensor for leaf in program.outputs if isinstance(leaf, Ref)))
+    tangents = tuple(name for name in program.tangents if name is not None)
+    gradients = tuple(dict.fromkeys(program.gradients.values()))
+    draws = _replayed_draws(graph, steps)
+    forward = _Half(ops, program.calls, names, steps[:turn], returned=outputs, draws=draws)
+    backward = _Half(ops, program.calls, names, steps[turn:], returned=gradients, draws=draws)
+    saved = tuple(name for name in backward.needed if name in forward.made and name not in outputs)
+    primals = tuple(name for name in backward.needed if name not in {*saved, *tangents})
+    text = "\n".join(
+        (
+            "def forward(primals):",
+            *_unpacking(names, forward.needed, "primals", clear=False),
+            *forward.lines,
+            f"    return {_tuple(names, outputs)}, [{_list(names, saved, draws.values())}]",
+            "",
+            "",
+            "def backward(primals, saved, tangents):",
+            *_unpacking(names, primals, "primals", clear=False),
+            *_unpacking(names, saved, "saved", clear=True, further=draws.values()),
+            *_unpacking(names, tangents, "tangents", clear=True),
+            *backward.lines,
+            f"    return {_tuple(names, gradients)}",
+            "",
+        )
+    )
+    return Source(text, tuple(forward.needed), primals, outputs, saved, tangents, gradients)
+
+
+def _turn(ops: Mapping[str, Op], steps: Sequence[Step]) -> int:
+    """Where the backward half begins: behind the last op of the forward half and what is freed with it."""
+    turn = 0
+    for number, step in enumerate(steps):
+        if isinstance(step, Compute):
+            if ops[step.op].phase is Phase.BACKWARD:
+                break
+            turn = number + 1
+    return turn + (turn < len(steps) and isinstance(steps[turn], Free))
+
+
+def _replayed_draws(graph: Graph, steps: Sequence[Step]) -> dict[str, str]:
+    """A variable for the generator's state before each random op that runs again, by op."""
+    again = {step.op for step in steps if isinstance(step, Again)}
+    random = [op.id for op in graph.ops if op.id in again and effect_of(site_of(graph, op)) & Effect.RANDOM]
+    return {op: f"draws_{number}" for number, op in enumerate(random)}
+
+
+class _Half:
+    """The lines of one half; what it needs from outside, by first use; what it made and still has."""
+
+    def __init__(
+        self,
+        ops: Mapping[str, Op],
+        calls: Mapping[str, Call],
+        names: Mapping[str, str],
+        steps: Sequence[Step],
+        returned: Sequence[str],
+        draws: Mapping[str, str],
+    ) -> None:
+        self.lines: list[str] = []
+        self.needed: dict[str, None] = {}
+        self.bound: set[str] = set()
+        self._ops, self._calls, self._names, self._draws = ops, calls, names, draws
+        self._told = ""
+        for step in steps:
+            self._take(step)
+        self._need(returned)
+        self.made = self.bound - self.needed.keys()
+
+    def _take(self, step: Step) -> None:
+        match step:
+            case Compute(op, overwrites):
+                self._run(self._ops[op], dict(overwrites), wanted=tuple(self._ops[op].writes()))
+            case Again(op, outputs, overwrites):
+                self._run(self._ops[op], dict(overwrites), wanted=outputs, again=True)
+            case Free(tensors):
+                self._free(tensors)
+
+    def _need(self, tensors: Iterable[str]) -> None:
+        for name in tensors:
+            if name not in self.bound:
+                self.needed[name] = None
+                self.bound.add(name)
+
+    def _free(self, tensors: Iterable[str]) -> None:
+        gone = [name for name in tensors if name in self.bound]
+        self.bound.difference_update(gone)
+        if gone:
+            self.lines.append(f"    del {_list(self._names, gone)}")
+
+    def _run(
+        self, op: Op, overwrites: Mapping[str, str], wanted: tuple[str, ...], *, again: bool = False
+    ) -> None:
+        call = self._calls[op.id]
+        self._tell(op, again)
+        self._need(inputs_of(call))
+        dropped = set(op.writes()).difference(wanted)
+        names = {**self._names, **dict.fromkeys(dropped, _DROPPED)}
+        lines = call_lines(call, overwrites, names)
+        lines += [f"del {_DROPPED}"] if dropped else []
+        self.lines += (f"    {line}" for line in self._drawing_the_same(op, lines, again))
+        self.bound.update(wanted)
+
+    def _drawing_the_same(self, op: Op, lines: list[str], again: bool) -> list[str]:
+        """Around an op that draws random numbers and runs again: the draws of the first time."""
+        if op.id not in self._draws:
+            return lines
+        module = "torch" if op.device == "cpu" else f"torch.get_device_module({op.device!r})"
+        if not again:
+            return [f"{self._draws[op.id]} = {module}.get_rng_state()", *lines]
+        return [
+            f"now = {module}.get_rng_state()",
+            f"{module}.set_rng_state({self._draws[op.id]})",
+            *lines,
+            f"{module}.set_rng_state(now)",
+            "del now",
+        ]
+
+    def _tell(self, op: Op, again: bool) -> None:
+        """A comment wherever the code comes to another module or line of the user's."""
+        prefix = "again: " if again else "backward of " if op.phase is Phase.BACKWARD and op.scope else ""
+        where = f"{prefix}{op.scope}  {PurePath(op.source).name}".strip()
+        if where and where != self._told:
+            self.lines.append(f"    # {where}")
+            self._told = where
+
+
+def _unpacking(
+    names: Mapping[str, str],
+    tensors: Iterable[str],
+    source: str,
+    *,
+    clear: bool,
+    further: Iterable[str] = (),
+) -> list[str]:
+    listed = _list(names, tensors, further)
+    if not listed:
+        return []
+    lines = fill(f"[{listed}]", 100, initial_indent="    ", subsequent_indent="     ").splitlines()
+    lines[-1] += f" = {source}"
+    return [*lines, f"    {source}.clear()"] if clear else lines
+
+
+def _list(names: Mapping[str, str], tensors: Iterable[str], further: Iterable[str] = ()) -> str:
+    return ", ".join((*(names[tensor] for tensor in tensors), *further))
+
+
+def _tuple(names: Mapping[str, str], tensors: Sequence[str]) -> str:
+    return f"({_list(names, tensors)}{',' if len(tensors) == 1 else ''})"

@@ -1,0 +1,53 @@
+"""The captured step as straight-line code: called like the model, differentiable like it."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stowplan.capture import Captured, Ref
+from stowplan.plan.decision import Step
+from stowplan.run.binding import Binding
+from stowplan.run.function import Latch, Run, StepFunction
+from stowplan.run.halves import compiled
+from stowplan.run.plain import plain_steps
+from stowplan.run.source import source_of
+
+_call_step: Callable[..., tuple[Tensor, ...]] = StepFunction.apply
+_call_latch: Callable[..., Tensor] = Latch.apply
+
+
+class StraightStep:
+    """Runs the steps with a model's parameters and buffers. `source` is the code, to be read."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        model: nn.Module,
+        *,
+        loss: object = None,
+        steps: Sequence[Step] | None = None,
+    ) -> None:
+        self._program = captured.program
+        source = source_of(captured.graph, captured.program, steps or plain_steps(captured.graph))
+        self._halves = compiled(source)
+        self._binding = Binding(captured, model, loss)
+        self.source = source.text
+        outside = (*source.forward_primals, *source.backward_primals, *captured.program.gradients)
+        self._primals = tuple(dict.fromkeys(name for name in outside if self._binding.has(name)))
+        tangents = dict(zip(captured.program.outputs, captured.program.tangents, strict=True))
+        self._differentiated = tuple(tangents[Ref(name)] is not None for name in source.outputs)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """What the model returns for these arguments, which must look like those it was captured with."""
+        found = self._binding.tensors(args, kwargs)
+        run = Run(self._halves, self._program, self._primals, self._differentiated)
+        with torch.autocast(found[self._primals[0]].device.type, enabled=False):
+            made = _call_step(run, *(found[name] for name in self._primals))
+        outputs = {
+            name: _call_latch(run, position, output) if output.requires_grad and output.dim() else output
+            for position, (name, output) in enumerate(zip(self._halves.source.outputs, made, strict=True))
+        }
+        leaves = [outputs[leaf.tensor] if isinstance(leaf, Ref) else leaf for leaf in self._program.outputs]
+        return pytree.tree_unflatten(leaves, self._program.output_spec)

@@ -1,0 +1,113 @@
+"""A step that cannot be captured is refused with what happened, where, and what to try."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from little_models import images
+from stowplan.capture import capture
+from stowplan.errors import CaptureError
+
+pytestmark = pytest.mark.torch
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+
+class LooksAtValues(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y.sum() if y.sum() > 0 else -y.sum()
+
+
+class ShapeFromValues(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y[y > 0].sum()
+
+
+class TakesNumbers(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        return y.sum() * y[0, 0].item()
+
+
+class HidesAParameter(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [torch.ones(4, requires_grad=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x) * self.hidden[0]
+        return y.sum()
+
+
+class WritesAnAttribute(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [torch.zeros(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x)
+        self.seen[0].copy_(y.detach().mean(0))
+        return y.sum()
+
+
+class Detached(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x).detach()
+        return y.sum()
+
+
+class DropsTwice(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(lambda x: nn.functional.dropout(self.fc(x), 0.5), x, use_reentrant=False)
+        return y.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "advice"),
+    [
+        (LooksAtValues, "looks at the values", "torch.where"),
+        (ShapeFromValues, "shape of a tensor depends on values", "mask"),
+        (TakesNumbers, "looks at the values", "Python numbers"),
+        (HidesAParameter, r"shape \(4,\) wants a gradient", "register it as a parameter"),
+        (WritesAnAttribute, "writes into a tensor", "register_buffer"),
+        (Detached, "no output depends on a parameter", "requires_grad"),
+        (DropsTwice, "random numbers during backward", "checkpoint"),
+    ],
+)
+def test_the_refusal_says_what_where_and_what_to_try(model: type[Base], what: str, advice: str) -> None:
+    with pytest.raises(CaptureError, match=what) as refusal:
+        capture(model(), (images(2, 4),))
+    assert advice in refusal.value.advice
+    assert refusal.value.exit_code == 2
+
+
+@pytest.mark.parametrize("model", [LooksAtValues, ShapeFromValues, TakesNumbers, WritesAnAttribute])
+def test_the_users_line_is_named(model: type[Base]) -> None:
+    with pytest.raises(CaptureError) as refusal:
+        capture(model(), (images(2, 4),))
+    assert refusal.value.where.partition(":")[0] == __file__
+    line = int(refusal.value.where.rpartition(":")[2])
+    assert model.forward.__code__.co_firstlineno < line
+
+
+def test_an_error_of_the_model_itself_is_told() -> None:
+    with pytest.raises(CaptureError, match="must have same reduction dim") as refusal:
+        capture(nn.Linear(3, 3), (images(2, 4),))
+    assert "eager" in refusal.value.advice
+
+
+def test_checkpoints_without_randomness_are_captured_as_eager_runs_them() -> None:
+    class Recomputing(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = checkpoint(lambda x: self.fc(x).sin(), x, use_reentrant=False)
+            return y.sum()
+
+    graph = capture(Recomputing(), (images(2, 4),)).graph
+    assert sum(op.type == "aten.addmm.default" for op in graph.ops) == 2
