@@ -54,3 +54,17 @@ def updates_a_buffer(_: Site) -> Effect:
 def updates_parameters(_: Site) -> Effect:
     """Changes a parameter in place: a second run would take the step twice."""
     return Effect.BUFFER_UPDATE
+
+
+def reads_for_values(_: Site) -> bool:
+    """The stated default: what an op reads in a buffer shows in its results."""
+    return False
+
+
+only_updates_statistics: Table[bool] = Table("whether buffers are read only to update them", reads_for_values)
+
+
+@only_updates_statistics.entry("aten._native_batch_norm_legit_functional.default")
+def running_statistics(site: Site) -> bool:
+    """In training, running statistics go into the new running statistics and nowhere else."""
+    return site.attributes.get("training") is True

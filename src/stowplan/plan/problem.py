@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from stowplan.analyse.storages import Storages, is_resident, storages_of
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor
 from stowplan.ops.aliasing import aliasing_of
-from stowplan.ops.effects import ONCE, effect_of
+from stowplan.ops.effects import ONCE, effect_of, only_updates_statistics
 from stowplan.ops.table import Site, site_of
 
 Numbers = tuple[int, ...]
@@ -45,7 +45,9 @@ def problem_of(
     """Number the values and ops of `graph`; `workspace_bytes` is what kernels take besides, by op id."""
     values = _Values(graph)
     turn = next((i for i, op in enumerate(graph.ops) if op.phase is Phase.BACKWARD), len(graph.ops))
-    again = [_can_run_again(graph, op) for op in graph.ops]
+    updated = updated_buffers(graph)
+    again = [can_run_again(graph, op, updated) for op in graph.ops]
+    booked = {values.number_of(name) for op in graph.ops if op.phase is Phase.UPDATE for name in op.reads()}
     producer = tuple(values.maker.get(owner, -1) for owner in values.owners)
     held = {values.number_of(name) for name in graph.held}
     return Problem(
@@ -55,7 +57,8 @@ def problem_of(
         producer=producer,
         held=tuple(value in held for value in range(len(producer))),
         droppable=tuple(
-            0 <= op < turn and again[op] and value not in held for value, op in enumerate(producer)
+            0 <= op < turn and again[op] and value not in held and value not in booked
+            for value, op in enumerate(producer)
         ),
         reads=tuple(values.read_by(op) for op in graph.ops),
         writes=tuple(values.made_by(op) for op in graph.ops),
@@ -97,8 +100,26 @@ def _same_block(graph: Graph, victim: Tensor, target: Tensor) -> bool:
     return whole and alike and owner.kind not in (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT, Kind.CONSTANT)
 
 
-def _can_run_again(graph: Graph, op: Op) -> bool:
-    return op.phase is Phase.FORWARD and not effect_of(site_of(graph, op)) & ONCE
+def updated_buffers(graph: Graph) -> frozenset[str]:
+    """The buffers whose contents the step changes."""
+    return frozenset(
+        graph.tensors[name].alias_of or name
+        for op in graph.ops
+        if op.phase is Phase.UPDATE
+        for name in op.writes()
+    )
+
+
+def can_run_again(graph: Graph, op: Op, updated: frozenset[str]) -> bool:
+    """Whether a second run makes the same: a forward op or a view, no effect that happens once, no buffer
+    changed meanwhile."""
+    site = site_of(graph, op)
+    only_views = all(tensor.alias_of is not None for tensor in site.outputs)
+    if op.phase is not Phase.FORWARD and not (op.phase is Phase.BACKWARD and only_views):
+        return False
+    if effect_of(site) & ONCE:
+        return False
+    return updated.isdisjoint(op.reads()) or only_updates_statistics(site)
 
 
 class _Values:

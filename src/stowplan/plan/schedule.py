@@ -93,7 +93,10 @@ class _Runs:
             and self._problem.producer[value] != position
             for name in self._tensors_of[value]
         }
-        return [name for name in self._graph.ops[position + 1].reads() if name in ahead] if ahead else []
+        if not ahead:
+            return []
+        reads = self._graph.ops[position + 1].reads()
+        return [name for name in reads if name in ahead and self._position[self._maker[name].id] < position]
 
     def _chain_of(self, names: list[str]) -> list[tuple[Op, list[str]]]:
         """The ops to run again to have the tensors, in forward order, each with the outputs wanted of it."""
@@ -137,16 +140,23 @@ def _added(op: Op) -> tuple[str, ...]:
 
 
 def _homes_of(graph: Graph, runs: list[_Run]) -> dict[Copy, Copy]:
-    """By copy: the copy that owns its storage. A view lives where what it views does."""
+    """By copy: the copy that owns its storage. A view lives where what it was made of does."""
+    number_of = storages_of(graph).number_of
     homes: dict[Copy, Copy] = {(name, 0): (name, 0) for name in graph.tensors}
     for run in runs:
         for name, copy in run.makes.items():
-            base = graph.tensors[name].alias_of
-            if base is None:
+            if graph.tensors[name].alias_of is None:
                 homes[copy] = copy
             else:
-                homes[copy] = homes[run.reads.get(base) or run.makes.get(base) or (base, 0)]
+                viewed = [read for base, read in run.reads.items() if number_of[base] == number_of[name]]
+                homes[copy] = homes[viewed[0]] if viewed else (_root(graph, name), 0)
     return homes
+
+
+def _root(graph: Graph, name: str) -> str:
+    while (base := graph.tensors[name].alias_of) is not None:
+        name = base
+    return name
 
 
 def _storages_ending(graph: Graph, runs: list[_Run], homes: dict[Copy, Copy]) -> list[set[Copy]]:

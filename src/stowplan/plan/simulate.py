@@ -135,7 +135,7 @@ class _Memory:
                 aside += 0 if aliasing_of(site_of(self._graph, op)).adds_in_place else size
             elif self._graph.tensors[use.tensor].alias_of is not None:
                 if use.tensor in wanted:
-                    self._join(use.tensor, self._storage_of[self._graph.tensors[use.tensor].alias_of or ""])
+                    self._join(use.tensor, self._storage_of[self._viewed(op, use.tensor)])
             elif use.tensor in overwrites:
                 self._join(use.tensor, self._storage_of[overwrites[use.tensor]])
             elif use.tensor in wanted:
@@ -143,6 +143,16 @@ class _Memory:
             else:
                 aside += size
         return self.level + aside
+
+    def _viewed(self, op: Op, view: str) -> str:
+        """What `view` is a view of, as far as it is bound: an operand in the same storage, or its owner."""
+        root = self._root(view)
+        return next((name for name in op.reads() if self._root(name) == root), root)
+
+    def _root(self, name: str) -> str:
+        while (base := self._graph.tensors[name].alias_of) is not None:
+            name = base
+        return name
 
     def free(self, number: int, tensors: Sequence[str]) -> None:
         """Let go of `tensors`."""

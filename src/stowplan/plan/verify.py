@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Op, Phase, Role
-from stowplan.ops.effects import ONCE, effect_of
 from stowplan.ops.table import site_of
 from stowplan.plan.decision import Again, Compute, Free, Step
 from stowplan.plan.plan import Plan
-from stowplan.plan.problem import overwritable
+from stowplan.plan.problem import can_run_again, overwritable, updated_buffers
 from stowplan.plan.simulate import simulate
 from stowplan.units import format_bytes
 
@@ -38,11 +37,16 @@ class _Check:
     _ops: Mapping[str, Op] = field(init=False)
     _sound: set[str] = field(init=False)  # tensors that hold their value
     _done: set[str] = field(default_factory=set)
+    _updated: frozenset[str] = field(init=False)  # buffers that the step changes
+    _booked: frozenset[str] = field(init=False)  # tensors that are written into them
 
     def __post_init__(self) -> None:
         made = {name for op in self.graph.ops for name in op.writes()}
         self._ops = {op.id: op for op in self.graph.ops}
         self._sound = {name for name in self.graph.tensors if name not in made}
+        self._updated = updated_buffers(self.graph)
+        updates = (op for op in self.graph.ops if op.phase is Phase.UPDATE)
+        self._booked = frozenset(name for op in updates for name in op.reads())
 
     def walk(self, steps: tuple[Step, ...]) -> None:
         """Take every step, then look whether all was done and is there."""
@@ -74,10 +78,14 @@ class _Check:
     def _again(
         self, number: int, op: Op, outputs: tuple[str, ...], overwrites: tuple[tuple[str, str], ...]
     ) -> None:
-        if op.id not in self._done or op.phase is not Phase.FORWARD:
-            raise IllegalPlan(f"step {number} repeats {op.id!r}, which is not a forward op that has run")
-        if effect_of(site_of(self.graph, op)) & ONCE or _accumulates(op):
-            raise IllegalPlan(f"step {number} repeats {op.id!r}, whose effect must happen once")
+        if op.id not in self._done:
+            raise IllegalPlan(f"step {number} repeats {op.id!r}, which has not run yet")
+        if _accumulates(op) or not can_run_again(self.graph, op, self._updated):
+            raise IllegalPlan(
+                f"step {number} repeats {op.id!r}, which must run once or would not make the same"
+            )
+        if not self._booked.isdisjoint(outputs):
+            raise IllegalPlan(f"step {number} makes the new contents of a buffer a second time ({op.id!r})")
         if not set(outputs) <= set(op.writes()):
             raise IllegalPlan(f"step {number} wants outputs of {op.id!r} that it does not have")
         self._run(number, op, outputs, overwrites)
