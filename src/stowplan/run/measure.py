@@ -75,7 +75,7 @@ def _measure_accelerator(step: Callable[[], Result], device: torch.device) -> Me
 
 
 class _Change(NamedTuple):
-    """Bytes came to an address, or went from it (below 0); 0 is the end of a storage that was there before."""
+    """Bytes came to an address, or went from it (below 0); 0 ends a storage that was there before."""
 
     nanoseconds: int
     address: int
@@ -127,7 +127,7 @@ def _allocations_below(roots: Iterable[_ProfilerEvent]) -> Iterator[_Change]:
 
 
 def _curve(standing: dict[int, int], changes: Iterable[_Change]) -> Iterator[int]:
-    """The bytes in all after each change. Frees are matched by address: their sizes may be an older block's."""
+    """The bytes in all after each change. Frees are matched by address, for their sizes may be stale."""
     level, made = sum(standing.values()), dict[int, int]()
     yield level
     for change in changes:

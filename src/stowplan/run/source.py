@@ -14,7 +14,6 @@ from stowplan.plan.decision import Again, Compute, Free, Step
 from stowplan.run.lines import call_lines
 from stowplan.run.literals import identifiers_of
 
-
 _DROPPED = "_"  # takes the outputs of a second run that nobody misses
 
 
