@@ -1,8 +1,9 @@
 """The few verbs a user calls."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 from stowplan.analyse.inspection import Inspection, inspection_of
 from stowplan.errors import BadInput, BadUse
@@ -14,6 +15,8 @@ from stowplan.plan.explain import Explanation, explain
 from stowplan.plan.make import TECHNIQUES, Planner
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import price_by_macs, price_by_profile
+from stowplan.plan.record import Record
+from stowplan.units import parse_bytes
 
 __all__ = [
     "TARGET_HELP",
@@ -22,13 +25,18 @@ __all__ = [
     "Inspection",
     "Plan",
     "Planner",
+    "Record",
+    "check",
     "convert",
     "explain",
     "inspect",
+    "names_a_function",
     "planner_for",
     "read_document",
     "read_plan",
 ]
+
+Progress: TypeAlias = Callable[[int, int], None]  # told how many of how many ops have been tried
 
 TARGET_HELP = "a graph file, or a function in a Python module that returns (model, args[, loss])"
 
@@ -65,17 +73,58 @@ def convert(
     return document
 
 
-def planner_for(
-    target: str | Path, *, saved: str | None = None, allow: Iterable[str] = TECHNIQUES
-) -> Planner:
-    """A planner for a graph file: its frontier is searched, `plan(budget)` answers from it.
+def names_a_function(target: str | Path) -> bool:
+    """Whether a word of the command line is MODULE:FUNCTION rather than a file."""
+    module, colon, function = str(target).rpartition(":")
+    dotted = all(part.isidentifier() for part in module.split("."))
+    return bool(colon) and dotted and function.isidentifier() and not Path(target).exists()
 
-    Seconds come from the file's own profile, or else multiply-accumulates stand for them.
+
+def planner_for(
+    target: str | Path,
+    *,
+    saved: str | None = None,
+    allow: Iterable[str] = TECHNIQUES,
+    progress: Progress | None = None,
+) -> Planner:
+    """A planner for a graph file or MODULE:FUNCTION, its frontier searched: `plan(budget)` answers from it.
+
+    Seconds come from trying a model's ops or from a file's own profile; otherwise MACs stand for them.
     """
+    if names_a_function(target):
+        from stowplan.capture import capture
+        from stowplan.run.fit import planner_for_captured
+        from stowplan.run.target import load_target
+
+        step = load_target(str(target))
+        return planner_for_captured(
+            capture(step.model, step.args, loss=step.loss), allow=allow, progress=progress
+        )
     document = read_document(target, saved=saved)
     graph = document.graph
     pricing = price_by_profile(graph, document.profile, {}) if document.profile else price_by_macs(graph)
     return Planner.of(graph, pricing, allow=allow)
+
+
+def check(
+    target: str,
+    budget: int | str,
+    *,
+    allow: Iterable[str] = TECHNIQUES,
+    steps: int = 3,
+    progress: Progress | None = None,
+) -> Record:
+    """Run MODULE:FUNCTION eagerly and by a plan for `budget`, side by side, and compare all there is."""
+    from stowplan.run.check import check as run_check
+    from stowplan.run.fit import plan_captured
+    from stowplan.run.target import load_target
+
+    allowed = parse_bytes(budget)
+    return run_check(
+        load_target(target),
+        lambda captured: plan_captured(captured, allowed, allow=allow, progress=progress),
+        steps=steps,
+    )
 
 
 def read_plan(path: str | Path) -> Plan:

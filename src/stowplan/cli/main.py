@@ -17,6 +17,7 @@ from stowplan.errors import StowplanError
 VERBS = {
     "inspect": "say what is in a file, where its memory goes, and how small it could get",
     "plan": "decide what to keep and what to make again so that a step fits a budget in bytes",
+    "check": "run a model eagerly and by a plan, and compare losses, gradients, memory and time",
     "explain": "say why a plan keeps a tensor or makes it again, and what would change otherwise",
     "convert": "write what is in a file in another format",
 }

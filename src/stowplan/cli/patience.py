@@ -1,7 +1,7 @@
 """A sign of life for whoever waits at a terminal."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
 
@@ -27,3 +27,22 @@ def a_word_after_two_seconds(doing: str) -> Iterator[None]:
         timer.cancel()
         for words in said:
             print(" " * len(words), end="\r", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def probing_shown() -> Iterator[Callable[[int, int], None]]:
+    """Hands out what a probe tells its progress to; on a terminal it is a line, wiped in the end."""
+    width = 0
+
+    def tell(done: int, of: int) -> None:
+        nonlocal width
+        line = f"trying ops: {done} of {of}"
+        width = max(width, len(line))
+        if sys.stderr.isatty():
+            print(line.ljust(width), end="\r", file=sys.stderr, flush=True)
+
+    try:
+        yield tell
+    finally:
+        if width and sys.stderr.isatty():
+            print(" " * width, end="\r", file=sys.stderr, flush=True)

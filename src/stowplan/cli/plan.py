@@ -6,7 +6,7 @@ from pathlib import Path
 from time import perf_counter
 
 from stowplan import api
-from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.cli.patience import a_word_after_two_seconds, probing_shown
 from stowplan.errors import BadUse
 from stowplan.units import parse_bytes
 
@@ -30,8 +30,8 @@ def run(arguments: Namespace) -> int:
         raise BadUse("say --budget BYTES, or --frontier to see what there is to choose from")
     allow = [word for word in arguments.allow.split(",") if word]
     started = perf_counter()
-    with a_word_after_two_seconds(f"planning {arguments.target}"):
-        planner = api.planner_for(arguments.target, saved=arguments.saved, allow=allow)
+    with a_word_after_two_seconds(f"planning {arguments.target}"), probing_shown() as progress:
+        planner = api.planner_for(arguments.target, saved=arguments.saved, allow=allow, progress=progress)
         plan = planner.plan(parse_bytes(arguments.budget)) if arguments.budget else None
     seconds = perf_counter() - started
     if plan is not None and arguments.output:

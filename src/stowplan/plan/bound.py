@@ -13,13 +13,14 @@ bound. What s itself reads and writes is in memory at s in any case and takes no
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
-
 from stowplan.plan.ledger import Ledger
 from stowplan.plan.problem import Problem
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 _CUTS = 8
 
@@ -46,6 +47,8 @@ class Crossing:
 
 def crossing_at(problem: Problem, cut: int, allowed_bytes: int, *, whole: bool = False) -> Crossing:
     """The cheapest way across one cut; `whole` forbids fractions, for at most two seconds."""
+    from scipy.optimize import Bounds, LinearConstraint, milp  # here: half a second that only planning needs
+
     values = [value for value, droppable in enumerate(problem.droppable) if droppable]
     column = {value: index for index, value in enumerate(values)}
     ops = len(values)  # the columns after the values are the forward ops
@@ -76,7 +79,9 @@ def crossing_at(problem: Problem, cut: int, allowed_bytes: int, *, whole: bool =
 Row = tuple[list[tuple[int, float]], float]  # terms and the least their sum may be
 
 
-def _matrix(rows: list[Row], columns: int) -> csr_array:
+def _matrix(rows: list[Row], columns: int) -> "csr_array":
+    from scipy.sparse import csr_array
+
     starts = np.cumsum([0, *(len(terms) for terms, _ in rows)])
     terms = [term for row, _ in rows for term in row]
     data, cols = np.array([sign for _, sign in terms]), np.array([col for col, _ in terms])

@@ -36,9 +36,18 @@ class Planner:
 
     @staticmethod
     def of(
-        graph: Graph, pricing: Pricing, *, allow: Iterable[str] = TECHNIQUES, moves: int | None = None
+        graph: Graph,
+        pricing: Pricing,
+        *,
+        allow: Iterable[str] = TECHNIQUES,
+        plain_peak_bytes: int | None = None,
+        moves: int | None = None,
     ) -> "Planner":
-        """Search the frontier of `graph`; takes seconds. `allow` names the techniques that may cost time."""
+        """Search the frontier of `graph`; takes seconds.
+
+        `allow` names the techniques that may cost time. `plain_peak_bytes` is what the step takes without a
+        plan, where that is known better than from the graph.
+        """
         allowed = frozenset(allow)
         if unknown := sorted(allowed - set(TECHNIQUES)):
             raise BadUse(f"no technique {unknown[0]!r}; there is {', '.join(TECHNIQUES)}")
@@ -47,7 +56,8 @@ class Planner:
         problem = problem_of(ordered, seconds, pricing.workspace_bytes)
         if "recompute" not in allowed:
             problem = replace(problem, droppable=(False,) * len(problem.droppable))
-        return Planner(problem, pricing, frontier_of(problem, moves), plain_peak_of(graph, pricing))
+        plain = plain_peak_of(graph, pricing) if plain_peak_bytes is None else plain_peak_bytes
+        return Planner(problem, pricing, frontier_of(problem, moves), plain)
 
     @property
     def minimum_bytes(self) -> int:

@@ -111,8 +111,17 @@ def plan_captured(
     progress: Progress | None = None,
 ) -> Plan:
     """A verified plan for a captured step, priced by trying its ops on this machine."""
-    planner = Planner.of(captured.graph, price_captured(captured, progress), allow=allow)
+    planner = planner_for_captured(captured, allow=allow, progress=progress)
     return verify(planner.plan(allowed_bytes - replay_bytes(captured)))
+
+
+def planner_for_captured(
+    captured: Captured, *, allow: Iterable[str] = TECHNIQUES, progress: Progress | None = None
+) -> Planner:
+    """The searched frontier of a captured step."""
+    pricing = price_captured(captured, progress)
+    plain = captured.eager.peak_bytes(pricing.workspace_bytes)
+    return Planner.of(captured.graph, pricing, allow=allow, plain_peak_bytes=plain)
 
 
 def price_captured(captured: Captured, progress: Progress | None = None) -> Pricing:

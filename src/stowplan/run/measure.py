@@ -9,7 +9,7 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -25,12 +25,13 @@ Result = TypeVar("Result")
 class Measurement(Generic[Result]):
     """Bytes on one device: before the step, and in all after each allocation and free during it.
 
-    On an accelerator the curve has three points: before, peak and after.
+    Seconds count from the first of these. On an accelerator the curve is before, peak and after.
     """
 
     result: Result
     before_bytes: int
     measured_curve_bytes: tuple[int, ...]
+    measured_curve_seconds: tuple[float, ...]
 
     @property
     def measured_peak_bytes(self) -> int:
@@ -61,17 +62,20 @@ def measure(
         result = step()
     roots: list[_ProfilerEvent] = profiler.profiler.kineto_results.experimental_event_tree()
     changes = sorted([*_allocations_below(roots), *standing.ends])
-    return Measurement(result, standing.nbytes, tuple(_curve(standing.blocks, changes)))
+    return Measurement(
+        result, standing.nbytes, tuple(_curve(standing.blocks, changes)), tuple(_seconds(changes))
+    )
 
 
 def _measure_accelerator(step: Callable[[], Result], device: torch.device) -> Measurement[Result]:
     torch.accelerator.synchronize(device)
     torch.accelerator.reset_peak_memory_stats(device)
-    before = torch.accelerator.memory_allocated(device)
+    before, started = torch.accelerator.memory_allocated(device), time.perf_counter()
     result = step()
     torch.accelerator.synchronize(device)
     peak, after = torch.accelerator.max_memory_allocated(device), torch.accelerator.memory_allocated(device)
-    return Measurement(result, before, (before, peak, after))
+    took = time.perf_counter() - started
+    return Measurement(result, before, (before, peak, after), (0.0, took / 2, took))
 
 
 class _Change(NamedTuple):
@@ -124,6 +128,13 @@ def _allocations_below(roots: Iterable[_ProfilerEvent]) -> Iterator[_Change]:
         fields = event.extra_fields
         if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == "cpu":
             yield _Change(event.start_time_ns, fields.ptr, fields.alloc_size)
+
+
+def _seconds(changes: Sequence[_Change]) -> Iterator[float]:
+    """When each change was, from the first on; the state before them has that time too."""
+    yield 0.0
+    for change in changes:
+        yield (change.nanoseconds - changes[0].nanoseconds) / 1e9
 
 
 def _curve(standing: dict[int, int], changes: Iterable[_Change]) -> Iterator[int]:

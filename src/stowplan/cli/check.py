@@ -1,0 +1,39 @@
+"""`stowplan check MODULE:FUNCTION --budget ...`: eager and the plan side by side. Exit 1 if they differ."""
+
+import json
+from argparse import ArgumentParser, Namespace
+
+from stowplan import api
+from stowplan.cli.patience import a_word_after_two_seconds, probing_shown
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What the verb takes."""
+    parser.add_argument(
+        "target", metavar="MODULE:FUNCTION", help="a function that returns (model, args[, loss])"
+    )
+    parser.add_argument("--budget", required=True, help="everything alive during the step, such as 6GiB")
+    parser.add_argument(
+        "--allow", default="recompute", help=f"what may cost time: {', '.join(api.TECHNIQUES)}"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="how many training steps to compare (default 3)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+
+
+def run(arguments: Namespace) -> int:
+    """Check and print."""
+    allow = [word for word in arguments.allow.split(",") if word]
+    with a_word_after_two_seconds(f"checking {arguments.target}"), probing_shown() as progress:
+        record = api.check(
+            arguments.target, arguments.budget, allow=allow, steps=arguments.steps, progress=progress
+        )
+    if arguments.json:
+        from stowplan.report.record import record_json
+
+        print(json.dumps(record_json(record), indent=2))
+    else:
+        from stowplan.report.record import show_record
+        from stowplan.report.terminal import console_for_output
+
+        show_record(record, console_for_output(), title=arguments.target)
+    return 0 if record.holds else 1
