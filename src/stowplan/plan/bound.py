@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from stowplan.plan.ledger import Ledger
 from stowplan.plan.problem import Problem
 
