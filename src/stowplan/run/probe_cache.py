@@ -1,0 +1,111 @@
+"""ProbeCache: what ops were seen to cost, kept on disk for the next time.
+
+There is a file for each machine, build of PyTorch and number of threads. One that is damaged or of another
+version is no error: what it held is measured again. Files are replaced whole, so that no process reads half
+of what another writes.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from stowplan.plan.pricing import Machine
+
+VERSION = 1
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """What one run takes: seconds, and how far memory rises above what was there before."""
+
+    seconds: float
+    rise_bytes: int
+
+
+class Platform(msgspec.Struct, frozen=True):
+    """Where a cost holds. `kernels` says which of PyTorch's kernels are in use there."""
+
+    cpu: str
+    device: str
+    torch: str
+    threads: int
+    kernels: str
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """What is known of one platform: costs by the text of signatures, and its roofline."""
+
+    platform: Platform
+    costs: dict[str, Cost] = {}
+    machine: Machine | None = None
+
+
+class _Frame(msgspec.Struct, frozen=True):
+    version: int
+    digest: str
+    findings: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeCache:
+    """A folder of findings: the user's cache folder, unless another is given."""
+
+    folder: Path | None = None
+
+    def read(self, platform: Platform) -> Findings:
+        """What is known of `platform`, which may be nothing."""
+        try:
+            findings = _unpacked(self._path(platform).read_bytes())
+        except (OSError, ValueError, msgspec.MsgspecError):
+            return Findings(platform)
+        return findings if findings.platform == platform else Findings(platform)
+
+    def add(self, platform: Platform, costs: Mapping[str, Cost], machine: Machine | None = None) -> None:
+        """Write down more, beside what others have meanwhile. Where nothing can be written, nothing is."""
+        known = self.read(platform)
+        merged = Findings(platform, {**known.costs, **costs}, machine or known.machine)
+        try:
+            _replace(self._path(platform), _packed(merged))
+        except OSError:
+            return
+
+    def _path(self, platform: Platform) -> Path:
+        name = sha256(msgspec.json.encode(platform)).hexdigest()[:16]
+        return (self.folder or _user_folder()) / f"{name}.json"
+
+
+def _user_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "stowplan" / "probes"
+
+
+def _packed(findings: Findings) -> bytes:
+    content = msgspec.json.encode(findings)
+    return msgspec.json.encode(_Frame(VERSION, _digest(content), msgspec.Raw(content)))
+
+
+def _unpacked(data: bytes) -> Findings:
+    frame = msgspec.json.decode(data, type=_Frame)
+    if frame.version != VERSION or frame.digest != _digest(bytes(frame.findings)):
+        raise ValueError("another version, or damaged")
+    return msgspec.json.decode(frame.findings, type=Findings)
+
+
+def _digest(content: bytes) -> str:
+    return f"sha256:{sha256(content).hexdigest()}"
+
+
+def _replace(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,105 @@
+"""Signature: what makes two calls cost the same, whichever tensors they are about."""
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from stowplan.capture import Argument, Call, Ref
+from stowplan.capture.attributes import inputs_of
+from stowplan.capture.cells import contiguous_stride
+from stowplan.ir import DType, Graph, Tensor
+from stowplan.ops.table import shape_of
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """How a tensor that a call reads looks; its contents are not part of it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def extent(self) -> int:
+        """How many elements there are from the first to the last."""
+        steps = ((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else 1 + sum(steps)
+
+    def __str__(self) -> str:
+        dense = self.stride == contiguous_stride(self.shape)
+        layout = "" if dense else f" by {_joined(self.stride)}"
+        return f"{_bare(self.dtype)}[{_joined(self.shape)}]{layout} on {self.device.type}"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A call on anonymous tensors: `Ref("%0")` is the first of the operands, which come in order of use.
+
+    `text` has one spelling for one signature: `aten.mm.default(%0, %1) of float32[2,3] on cpu; ...`.
+    """
+
+    call: Call
+    operands: tuple[Operand, ...]
+    text: str
+
+    @property
+    def operand_bytes(self) -> int:
+        """What making the operands takes."""
+        return sum(operand.extent * operand.dtype.itemsize for operand in self.operands)
+
+
+def call_signature(graph: Graph, call: Call) -> Signature:
+    """The signature of one of the calls that `graph` was captured with."""
+    names = list(dict.fromkeys(inputs_of(call)))
+    numbers = {name: f"%{number}" for number, name in enumerate(names)}
+    args = tuple(_anonymous(value, numbers) for value in call.args)
+    kwargs = {name: _anonymous(value, numbers) for name, value in sorted(call.kwargs.items())}
+    operands = tuple(_operand(graph.tensors[name]) for name in names)
+    given = [*map(_spelled, args), *(f"{name}={_spelled(value)}" for name, value in kwargs.items())]
+    text = f"{call.target}({', '.join(given)}) of {'; '.join(map(str, operands))}"
+    return Signature(replace(call, args=args, kwargs=kwargs, outputs=()), operands, text)
+
+
+def _anonymous(value: Argument, numbers: Mapping[str, str]) -> Argument:
+    match value:
+        case Ref(name):
+            return Ref(numbers[name])
+        case tuple():
+            return tuple(_anonymous(item, numbers) for item in value)
+        case torch.Generator():
+            return None  # the default generator draws at the same price
+        case _:
+            return value
+
+
+def _operand(tensor: Tensor) -> Operand:
+    shape = shape_of(tensor)
+    stride = ast.literal_eval(tensor.layout) if tensor.layout else contiguous_stride(shape)
+    return Operand(shape, stride, _torch_dtype(tensor.dtype), torch.device(tensor.device))
+
+
+def _torch_dtype(dtype: DType | None) -> torch.dtype:
+    name = "float8_e4m3fn" if dtype is DType.FLOAT8 else str(dtype)
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _spelled(value: Argument) -> str:
+    match value:
+        case Ref(name):
+            return name
+        case tuple():
+            return f"[{', '.join(map(_spelled, value))}]"
+        case _:
+            return repr(value)
+
+
+def _joined(sizes: tuple[int, ...]) -> str:
+    return ",".join(map(str, sizes))
+
+
+def _bare(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
