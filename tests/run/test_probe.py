@@ -18,12 +18,7 @@ from stowplan.run.probe import CLOCK, Probed, probe
 from stowplan.run.probe_cache import ProbeCache
 from stowplan.run.signature import call_signature
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 
 def quickly(captured: Captured, cache: ProbeCache | None = None) -> Probed:

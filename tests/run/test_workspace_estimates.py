@@ -9,7 +9,7 @@ from stowplan.analyse.workspaces import estimated_workspaces
 from stowplan.capture import capture
 from stowplan.run.probe import probe
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 CONVOLUTIONS = {
     "plain": (nn.Conv2d(32, 64, 3), (2, 32, 40, 40)),
