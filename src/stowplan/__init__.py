@@ -1,3 +1,33 @@
 """Decide where, when and for how long every tensor of a training step lives, under a budget in bytes."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stowplan.api import convert, explain, inspect, planner_for, read_document, read_plan
+    from stowplan.capture import capture
+    from stowplan.run.fit import fit, plans_of
+
 __version__ = "0.0.1"
+
+__all__ = [
+    "__version__",
+    "capture",
+    "convert",
+    "explain",
+    "fit",
+    "inspect",
+    "planner_for",
+    "plans_of",
+    "read_document",
+    "read_plan",
+]
+
+# Looked up when first asked for: importing stowplan is quick, and only what runs models brings torch.
+_HOMES = {"capture": "stowplan.capture", "fit": "stowplan.run.fit", "plans_of": "stowplan.run.fit"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'stowplan' has no attribute {name!r}")
+    return getattr(import_module(_HOMES.get(name, "stowplan.api")), name)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from stowplan.analyse.inspection import Inspection, inspection_of
 from stowplan.errors import BadInput, BadUse
@@ -18,6 +18,9 @@ from stowplan.plan.pricing import price_by_macs, price_by_profile
 from stowplan.plan.record import Record
 from stowplan.units import parse_bytes
 
+if TYPE_CHECKING:
+    from stowplan.run.inspect_step import StepInspection
+
 __all__ = [
     "TARGET_HELP",
     "TECHNIQUES",
@@ -30,6 +33,7 @@ __all__ = [
     "convert",
     "explain",
     "inspect",
+    "inspect_step",
     "names_a_function",
     "planner_for",
     "read_document",
@@ -48,6 +52,16 @@ def inspect(path: str | Path, *, saved: str | None = None, packed: bool | None =
     `packed` asks for the tensors' places in one arena, which are found unasked unless there are very many.
     """
     return inspection_of(read_document(path, saved=saved), packed=packed)
+
+
+def inspect_step(
+    target: str, *, tried: bool = True, measured: bool = False, progress: Progress | None = None
+) -> "StepInspection":
+    """What the plain training step of MODULE:FUNCTION takes; `measured` runs it once besides."""
+    from stowplan.run.inspect_step import inspect_step as look
+    from stowplan.run.target import load_target
+
+    return look(load_target(target), tried=tried, measured=measured, progress=progress)
 
 
 def convert(

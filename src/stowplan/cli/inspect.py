@@ -1,17 +1,17 @@
-"""`stowplan inspect FILE`: what is in it, where the memory goes, how small it could get."""
+"""`stowplan inspect FILE|MODULE:FUNCTION`: what is in it, where the memory goes, how small it could get."""
 
 import json
 from argparse import ArgumentParser, Namespace
 
 from stowplan import api
-from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.cli.patience import a_word_after_two_seconds, probing_shown
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
-    parser.add_argument(
-        "file", metavar="FILE", help="a graph or profile in any of the formats that can be read"
-    )
+    parser.add_argument("target", metavar="FILE|MODULE:FUNCTION", help=api.TARGET_HELP)
+    parser.add_argument("--measure", action="store_true", help="for models: run one step and show both")
+    parser.add_argument("--no-probe", action="store_true", help="for models: run nothing, estimate workspace")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--notes", action="store_true", help="show every note of the reader, not one per group"
@@ -26,8 +26,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Inspect and print."""
-    with a_word_after_two_seconds(f"reading and analysing {arguments.file}"):
-        inspection = api.inspect(arguments.file, saved=arguments.saved, packed=arguments.pack or None)
+    if api.names_a_function(arguments.target):
+        return _inspect_step(arguments)
+    with a_word_after_two_seconds(f"reading and analysing {arguments.target}"):
+        inspection = api.inspect(arguments.target, saved=arguments.saved, packed=arguments.pack or None)
     if arguments.json:
         from stowplan.report.inspect_json import inspection_json
 
@@ -36,5 +38,22 @@ def run(arguments: Namespace) -> int:
         from stowplan.report.inspect import show_inspection
         from stowplan.report.terminal import console_for_output
 
-        show_inspection(inspection, console_for_output(), title=arguments.file, all_notes=arguments.notes)
+        show_inspection(inspection, console_for_output(), title=arguments.target, all_notes=arguments.notes)
+    return 0
+
+
+def _inspect_step(arguments: Namespace) -> int:
+    with a_word_after_two_seconds(f"inspecting {arguments.target}"), probing_shown() as progress:
+        found = api.inspect_step(
+            arguments.target, tried=not arguments.no_probe, measured=arguments.measure, progress=progress
+        )
+    if arguments.json:
+        from stowplan.report.step import step_json
+
+        print(json.dumps(step_json(found), indent=2))
+    else:
+        from stowplan.report.step import show_step
+        from stowplan.report.terminal import console_for_output
+
+        show_step(found, console_for_output(), title=arguments.target, all_notes=arguments.notes)
     return 0

@@ -19,6 +19,8 @@ VERBS = {
     "plan": "decide what to keep and what to make again so that a step fits a budget in bytes",
     "check": "run a model eagerly and by a plan, and compare losses, gradients, memory and time",
     "explain": "say why a plan keeps a tensor or makes it again, and what would change otherwise",
+    "report": "draw a document, plan or run as a page, a trace, a picture or a table",
+    "compare": "say what changed between two plans or runs, and what it bought",
     "convert": "write what is in a file in another format",
 }
 

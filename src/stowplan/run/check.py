@@ -77,6 +77,13 @@ def check(target: Target, planning: Callable[[Captured], Plan], *, steps: int = 
     )
 
 
+def eager_step(target: Target) -> Callable[[], None]:
+    """One plain training step of the target, from fresh gradients."""
+    side = _eager_side(target.model, target)
+    side.model.zero_grad(set_to_none=True)
+    return lambda: _discard(side.step())
+
+
 def _eager_side(model: nn.Module, target: Target) -> _Side:
     def loss() -> Tensor:
         output = model(*target.args)

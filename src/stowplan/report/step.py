@@ -1,0 +1,48 @@
+"""A living training step for people and machines: its inspection, and what the eager run takes."""
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from stowplan.report.inspect import show_inspection
+from stowplan.report.inspect_json import inspection_json
+from stowplan.report.terminal import bar, blocks_of, print_trimmed
+from stowplan.run.inspect_step import StepInspection
+from stowplan.units import format_bytes
+
+_BAR = 40
+
+
+def step_json(found: StepInspection) -> dict[str, object]:
+    """The inspection of the graph, with the eager step under `eager`."""
+    return inspection_json(found.inspection) | {
+        "eager": {
+            "projected_peak_bytes": found.projected_peak_bytes,
+            "measured_peak_bytes": found.measured_peak_bytes,
+            "bytes_at_peak": {str(name): size for name, size in found.bytes_at_peak.items()},
+            "estimated": found.estimated,
+        }
+    }
+
+
+def show_step(found: StepInspection, console: Console, *, title: str, all_notes: bool = False) -> None:
+    """The graph first, then the eager step by category."""
+    show_inspection(found.inspection, console, title=title, all_notes=all_notes)
+    blocks, table = blocks_of(console), Table.grid(padding=(0, 2))
+    for category, size in sorted(found.bytes_at_peak.items(), key=lambda item: -item[1]):
+        drawn = Text(bar(size / max(1, found.projected_peak_bytes), _BAR, blocks), "green")
+        table.add_row(str(category), Text(format_bytes(size), justify="right"), drawn)
+    heading = Text(f"the plain eager step at its peak{' (estimated)' if found.estimated else ''}", "bold")
+    print_trimmed(console, heading, Padding(table, (0, 0, 0, 2)), Padding(_peaks(found), (0, 0, 1, 2)))
+
+
+def _peaks(found: StepInspection) -> str:
+    projected = (
+        f"projected peak {format_bytes(found.projected_peak_bytes)} ({found.projected_peak_bytes:,} bytes)"
+    )
+    if found.measured_peak_bytes is None:
+        return projected
+    apart = found.projected_peak_bytes / found.measured_peak_bytes - 1
+    measured = f"{format_bytes(found.measured_peak_bytes)} ({found.measured_peak_bytes:,} bytes)"
+    return f"{projected}, measured {measured}: {apart:+.2%}"
