@@ -1,0 +1,61 @@
+"""StorageWatch: how many bytes live while code runs on stand-ins."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stowplan.capture.cells import StorageBook
+
+aten = torch.ops.aten
+_ANY_NUMBER = 1000.0  # what a stand-in answers if its value is asked for: an optimizer counts its steps
+
+
+class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
+    """Within, ops run without data, and each storage that comes and goes is noted."""
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # so is this
+        self._fakes = fakes
+        self._events = 0
+        self._book = StorageBook(lambda: self._events)
+
+    def enter(self, tensors: Iterable[Tensor]) -> int:
+        """Note tensors that are there before; returns the bytes of all that is there by now."""
+        for tensor in tensors:
+            self._book.cell_of(tensor)
+        return self.living_bytes()
+
+    def living_bytes(self) -> int:
+        """Bytes of the storages that are there now."""
+        return sum(life.nbytes for life in self._book.lifetimes if life.died is None)
+
+    def peak_bytes(self) -> int:
+        """The most that was there during an op, its operands and results included."""
+        change = np.zeros(self._events + 2, dtype=np.int64)
+        for life in self._book.lifetimes:
+            change[life.born + 1] += life.nbytes
+            if life.died is not None:
+                change[life.died + 2] -= life.nbytes
+        return int(np.cumsum(change).max())
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is aten._local_scalar_dense.default:
+            return _ANY_NUMBER
+        with self._fakes:
+            result = func(*args, **(kwargs or {}))
+        for made in pytree.tree_leaves(result):
+            if isinstance(made, Tensor):
+                self._book.cell_of(made, born=self._events)
+        self._events += 1
+        return result
