@@ -1,0 +1,35 @@
+"""`stowplan compare A B`: two plans, runs or plain steps: what changed, and what it bought."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from os.path import basename
+
+from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.plan.comparison import Side, comparison_of
+from stowplan.report.compare import comparison_json, show_comparison
+from stowplan.report.opening import opened
+from stowplan.report.page import subject_of
+from stowplan.report.terminal import console_for_output
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What the verb takes."""
+    parser.add_argument("before", metavar="A", help="a plan, a run, or a document as the plain step")
+    parser.add_argument("after", metavar="B", help="what to compare with it")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--saved", choices=("listed", "retain"), help="for Chainer files: as in inspect")
+
+
+def run(arguments: Namespace) -> int:
+    """Open both, compare, print."""
+    files = (arguments.before, arguments.after)
+    with a_word_after_two_seconds("comparing"):
+        subjects = [subject_of(opened(file, saved=arguments.saved)) for file in files]
+        before, after = (Side(subject.timeline, subject.plan, subject.record) for subject in subjects)
+        comparison = comparison_of(before, after)
+    if arguments.json:
+        print(json.dumps(comparison_json(comparison), indent=2))
+    else:
+        names = (basename(arguments.before), basename(arguments.after))
+        show_comparison(comparison, console_for_output(), names=names)
+    return 0

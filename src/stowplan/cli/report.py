@@ -1,0 +1,74 @@
+"""`stowplan report X -o report.html`: see where the memory goes, what a plan did about it, at what cost."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from os.path import basename
+from pathlib import Path
+
+from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.errors import BadInput
+from stowplan.plan.frontier import Frontier
+from stowplan.plan.make import Planner
+from stowplan.plan.peers import Peer, read_peers
+from stowplan.plan.plan import Plan
+from stowplan.plan.record import Record
+from stowplan.report.opening import opened
+from stowplan.report.page import Subject, Thing, subject_of
+from stowplan.report.write import write_report
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What the verb takes."""
+    parser.add_argument("files", metavar="X", nargs="+", help="a document, plan or run; several to compare")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="OUT",
+        required=True,
+        help="where to write: a page .html, a trace .json.gz, the memory curve .svg, or the tensors .csv",
+    )
+    parser.add_argument(
+        "--frontier", action="store_true", help="search the budgets of each plan; takes a while"
+    )
+    parser.add_argument(
+        "--peers", metavar="JSON", help="a benchmark file: what others reach on the same step"
+    )
+    parser.add_argument("--json", action="store_true", help="say what was written as JSON")
+    parser.add_argument("--saved", choices=("listed", "retain"), help="for Chainer files: as in inspect")
+
+
+def run(arguments: Namespace) -> int:
+    """Open, show, and say what was written."""
+    with a_word_after_two_seconds(f"drawing {', '.join(arguments.files)}"):
+        subjects = _subjects(arguments)
+        size = write_report(subjects, arguments.output)
+    if arguments.json:
+        print(json.dumps({"file": arguments.output, "bytes": size, "subjects": [s.name for s in subjects]}))
+    else:
+        print(f"{arguments.output}: {size:,} B")
+    return 0
+
+
+def _subjects(arguments: Namespace) -> list[Subject]:
+    peers = _peers(arguments.peers) if arguments.peers else ()
+    found: list[Subject] = []
+    for file in arguments.files:
+        thing = opened(file, saved=arguments.saved)
+        frontier = _frontier_of(thing) if arguments.frontier else None
+        found.append(subject_of(thing, basename(file), frontier=frontier, peers=peers if not found else ()))
+    return found
+
+
+def _frontier_of(thing: Thing) -> Frontier | None:
+    """All that can be had on the graph of a plan, at the prices that the plan was made with."""
+    plan = thing.plan if isinstance(thing, Record) else thing
+    return Planner.of(plan.graph, plan.pricing).frontier if isinstance(plan, Plan) else None
+
+
+def _peers(file: str) -> tuple[Peer, ...]:
+    try:
+        return read_peers(Path(file).read_text(encoding="utf-8"))
+    except BadInput as fault:
+        raise fault.in_file(file) from fault
+    except (OSError, UnicodeDecodeError) as fault:
+        raise BadInput(f"cannot be read: {fault}", file=file) from fault

@@ -1,0 +1,28 @@
+"""Peers: what other ways of saving memory reached on the same step, as a benchmark file tells it."""
+
+import msgspec
+
+from stowplan.errors import BadInput
+
+
+class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One way on one step: its peak, and its seconds over those of the plain step."""
+
+    name: str
+    peak_bytes: int
+    time_ratio: float
+
+
+class _File(msgspec.Struct, frozen=True):
+    """The part of a benchmark file that is about peers; it may say more."""
+
+    peers: tuple[Peer, ...]
+
+
+def read_peers(text: str) -> tuple[Peer, ...]:
+    """The peers of a benchmark file; BadInput if it lists none."""
+    try:
+        return msgspec.json.decode(text, type=_File).peers
+    except (msgspec.DecodeError, UnicodeEncodeError) as fault:
+        what, _, where = str(fault).partition(" - at `")
+        raise BadInput(what, where=where.rstrip("`") or "$") from fault

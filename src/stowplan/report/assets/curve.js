@@ -1,0 +1,137 @@
+// The memory curve: bytes by kind stacked over the steps, the budget, and the curves to compare with.
+stow.curve = (() => {
+  "use strict";
+
+  const { Strip, element } = stow.strip;
+  const { plain, of } = stow.palette;
+  const { binarySteps, bytes, shown, tick, whole } = stow.text;
+  // How the curves beside the stack are drawn; those of other subjects are like none of these.
+  const BESIDE = {
+    plain: { colour: "beside", width: 1.5, dash: [6, 4] },
+    measured: { colour: "ink", width: 1.5 },
+  };
+  const OTHER = { colour: "other", width: 2 };
+  const styleOf = (name) => BESIDE[name] ?? OTHER;
+
+  // For each kind the sum of all kinds up to it, the highest first: each is painted over the one before.
+  function stacked(curve) {
+    let below = curve.total.map(() => 0);
+    const sums = curve.bytes.map((values) => {
+      below = values.map((value, step) => value + below[step]);
+      return below;
+    });
+    return sums.toReversed();
+  }
+
+  // A value holds for its whole step, the last one too.
+  const extended = (values) => [...values, values.at(-1) ?? 0];
+
+  // Steps are drawn as steps while they can be seen; crowded ones as lines, of which uPlot draws only the outline.
+  function pathsFor(strip) {
+    const [low, high] = strip.state.range;
+    return high - low > 2 * strip.plotWidth ? uPlot.paths.linear() : uPlot.paths.stepped({ align: 1 });
+  }
+
+  function series(strip, curve) {
+    const { model } = strip.state;
+    const paths = pathsFor(strip);
+    const kinds = curve.kinds.toReversed().map((kind) => {
+      const colour = of(model.words.kinds[kind]);
+      return { fill: colour, stroke: colour, width: 0, paths, points: { show: false } };
+    });
+    const beside = curve.beside.map(({ name }) => {
+      const { colour, width, dash } = styleOf(name);
+      return { stroke: plain(colour), width, dash, paths, points: { show: false } };
+    });
+    return [{}, ...kinds, ...beside];
+  }
+
+  function drawBudget(plot, curve) {
+    if (curve.allowed === null) return;
+    const { ctx, bbox } = plot;
+    const y = Math.round(plot.valToPos(curve.allowed, "y", true));
+    ctx.save();
+    ctx.strokeStyle = ctx.fillStyle = plain("budget");
+    ctx.lineWidth = 2 * devicePixelRatio;
+    ctx.setLineDash([]);
+    ctx.beginPath();
+    ctx.moveTo(bbox.left, y);
+    ctx.lineTo(bbox.left + bbox.width, y);
+    ctx.stroke();
+    ctx.font = `bold ${11 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textAlign = "left";
+    ctx.textBaseline = "bottom";
+    ctx.fillText(`${bytes(curve.allowed)} allowed`, bbox.left + 4, y - 3);
+    ctx.restore();
+  }
+
+  function options(state, strip, curve) {
+    const top = Math.max(1, curve.allowed ?? 0, ...[curve.total, ...curve.beside.map((b) => b.bytes)].map(
+      (values) => values.reduce((most, value) => Math.max(most, value), 0)));
+    const axis = { stroke: plain("faint"), grid: { stroke: plain("grid"), width: 1 }, font: "11px system-ui" };
+    return {
+      width: strip.width,
+      height: strip.height,
+      padding: [10, strip.right, 0, 0],
+      legend: { show: false },
+      cursor: { show: false },
+      scales: { x: { time: false, range: () => state.range }, y: { range: [0, top * 1.08] } },
+      axes: [
+        { ...axis, size: 26, values: (_, ticks) => ticks.map((step) => stepMark(step, state)) },
+        { ...axis, size: strip.left, values: (_, ticks) => ticks.map(tick), incrs: binarySteps },
+      ],
+      series: series(strip, curve),
+      hooks: { draw: [(plot) => drawBudget(plot, curve)] },
+    };
+  }
+
+  const stepMark = (step, state) => (step % 1 || step >= state.model.steps ? "" : whole(step + 1));
+
+  function legend(model, curve) {
+    const entries = curve.kinds.map((kind, index) => ({
+      name: model.words.kinds[kind],
+      colour: of(model.words.kinds[kind]),
+      values: curve.bytes[index],
+    }));
+    const beside = curve.beside.map((other) => ({
+      name: shown(other.name),
+      colour: plain(styleOf(other.name).colour),
+      values: other.bytes,
+      line: true,
+    }));
+    const items = [...entries, ...beside].map((entry) => {
+      const chip = element("i", entry.line ? "chip line" : "chip");
+      chip.style.background = entry.colour;
+      const value = element("b");
+      return { entry, value, node: element("span", "key", chip, entry.name, " ", value) };
+    });
+    const root = element("div", "legend", ...items.map((item) => item.node));
+    const update = (step) => {
+      for (const { entry, value } of items) value.textContent = bytes(entry.values[step] ?? 0);
+    };
+    return { root, update };
+  }
+
+  function mount(state) {
+    const { model } = state;
+    const { curve } = model.raw;
+    const keys = legend(model, curve);
+    const steps = Array.from({ length: model.steps + 1 }, (_, step) => step);
+    const data = [steps, ...stacked(curve).map(extended), ...curve.beside.map((b) => extended(b.bytes))];
+    let plot = null;
+    const ground = element("div", "plot");
+    const draw = (_, strip) => {
+      plot?.destroy();
+      plot = new uPlot(options(state, strip, curve), data, ground);
+    };
+    const height = window.innerWidth < 700 ? 200 : 280;
+    const strip = new Strip(state, { name: "curve", title: "Memory while each step runs", height, draw });
+    strip.body.prepend(ground);
+    strip.heading.append(keys.root);
+    keys.update(state.cursor);
+    state.onChange((what) => what === "cursor" && keys.update(state.cursor));
+    return strip;
+  }
+
+  return { mount };
+})();

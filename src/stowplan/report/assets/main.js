@@ -1,0 +1,107 @@
+// The page: figures on top, the views along the time axis, the panel beside them, then what has axes of its own.
+stow.main = (() => {
+  "use strict";
+
+  const { element } = stow.strip;
+  const { button } = stow.panel;
+  const { shown } = stow.text;
+  const KEYS = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 };
+
+  function figure([label, size, meaning]) {
+    const told = element("span", "", shown(meaning));
+    told.title = shown(meaning);
+    return element("div", "figure", element("small", "", label), element("b", "", size), told);
+  }
+
+  function header(data, chosen, choose) {
+    const tabs = data.subjects.map((subject, index) =>
+      button(shown(subject.name), () => choose(index), index === chosen ? "tab chosen" : "tab"));
+    const title = element("h1", "", shown(data.title));
+    const top = element("div", "title", title, ...(tabs.length > 1 ? [element("nav", "", ...tabs)] : []));
+    return element("header", "", top, element("div", "figures", ...data.subjects[chosen].figures.map(figure)));
+  }
+
+  function notes(found) {
+    const rows = found.map(([kind, where, what]) =>
+      element("tr", "", ...[kind, where, what].map((cell) => element("td", "", shown(cell)))));
+    const title = element("summary", "", `What the reader inferred or repaired (${found.length})`);
+    const root = element("details", "view", title, element("div", "wide", element("table", "notes", ...rows)));
+    root.id = "notes";
+    return root;
+  }
+
+  function help() {
+    return element(
+      "p",
+      "help",
+      "Point at a step to see what is alive; click to stay there. Drag over steps to see them closer, double click for all, ",
+      "ctrl and wheel to zoom. Arrow keys move the cursor, P goes to the peak, Escape closes what is selected.",
+    );
+  }
+
+  function onKey(state, event) {
+    if (event.target instanceof HTMLInputElement) return;
+    if (event.key in KEYS) state.pin(state.pinned + KEYS[event.key]);
+    else if (event.key === "p") state.pin(state.model.raw.curve.peak);
+    else if (event.key === "Escape") state.select(null);
+    else return;
+    event.preventDefault();
+  }
+
+  // The first picture and the panel at once; the rest one by one, each after what is there has been painted.
+  function fill(views, below, state, frontier) {
+    const { raw } = state.model;
+    const later = [
+      () => views.append(stow.network.mount(state).root),
+      () => views.append(stow.lifetimes.mount(state).root),
+      () => views.append(stow.arena.mount(state).root),
+      () => raw.tiles && below.append(stow.tiles.mount(state)),
+      () => raw.regions && below.append(stow.regions.mount(state)),
+      () => frontier && below.append(stow.frontier.mount(frontier)),
+      () => raw.notes.length && below.append(notes(raw.notes)),
+      () => below.append(help()),
+      () => performance.mark("drawn"),
+    ];
+    const next = () => {
+      later.shift()();
+      if (later.length) soon();
+    };
+    const soon = () => requestAnimationFrame(() => setTimeout(next));
+    soon();
+  }
+
+  function show(root, data, chosen) {
+    const state = new stow.state.State(new stow.model.Model(data.subjects[chosen], data.words));
+    stow.shownState = state;
+    const views = element("div", "views");
+    const below = element("div", "below");
+    root.replaceChildren(
+      header(data, chosen, (index) => show(root, data, index)),
+      element("div", "along", views, stow.panel.mount(state)),
+      below,
+    );
+    if (state.model.steps) {
+      views.append(stow.curve.mount(state).root);
+      fill(views, below, state, data.frontier);
+    }
+  }
+
+  // The data is compressed JSON: a large step would otherwise be megabytes of text to read first.
+  async function unpacked(text) {
+    const binary = atob(text);
+    const bytes = new Uint8Array(binary.length);
+    for (let at = 0; at < binary.length; at += 1) bytes[at] = binary.charCodeAt(at);
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return JSON.parse(await new Response(stream).text());
+  }
+
+  async function start() {
+    const data = await unpacked(document.getElementById("data").textContent);
+    show(document.getElementById("report"), data, 0);
+    document.addEventListener("keydown", (event) => onKey(stow.shownState, event));
+  }
+
+  return { start };
+})();
+
+stow.main.start();

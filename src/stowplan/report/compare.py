@@ -1,0 +1,105 @@
+"""A comparison for people: the figures side by side, then the tensors that fare otherwise."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TypeAlias, TypeVar
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from stowplan.plan.comparison import Change, Comparison
+from stowplan.report.terminal import print_trimmed
+from stowplan.units import format_bytes, format_count, format_seconds
+
+_LISTED = 15
+_INDENT = 2
+
+Row: TypeAlias = tuple[str, str, str, str]
+Number = TypeVar("Number", int, float)
+
+
+def show_comparison(comparison: Comparison, console: Console, *, names: tuple[str, str]) -> None:
+    """Print what changed from the first to the second, and what that bought."""
+    print_trimmed(console, Text(f"{names[0]} -> {names[1]}", "bold"))
+    print_trimmed(console, Padding(_figures(comparison), (0, 0, 1, _INDENT)))
+    if comparison.changes:
+        title = f"tensors that fare otherwise ({len(comparison.changes):,})"
+        print_trimmed(console, Text(title, "bold"), Padding(_changes(comparison), (0, 0, 1, _INDENT)))
+    if comparison.only_before or comparison.only_after:
+        apart = f"{comparison.only_before:,} tensors only before, {comparison.only_after:,} only after"
+        print_trimmed(console, Text(apart, "dim"))
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="cyan")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if not number else "right")
+    return table
+
+
+def _figures(comparison: Comparison) -> Table:
+    table = _table("", "before", "after", "change")
+    for row in _rows(comparison):
+        table.add_row(*row)
+    return table
+
+
+def _rows(comparison: Comparison) -> Iterator[Row]:
+    before, after = comparison.before, comparison.after
+    yield _bytes("peak", before.peak_bytes, after.peak_bytes)
+    yield "  while", before.peak_op, after.peak_op, ""
+    if before.allowed_bytes is not None or after.allowed_bytes is not None:
+        yield _bytes("allowed", before.allowed_bytes, after.allowed_bytes)
+    if before.measured_peak_bytes is not None or after.measured_peak_bytes is not None:
+        yield _bytes("measured peak", before.measured_peak_bytes, after.measured_peak_bytes)
+    ratios = (before.time_ratio or 1.0, after.time_ratio or 1.0)
+    yield "time over plain", f"{ratios[0]:.3f} x", f"{ratios[1]:.3f} x", _share(*ratios)
+    if before.measured_seconds is not None or after.measured_seconds is not None:
+        yield _pair("measured time", before.measured_seconds, after.measured_seconds, format_seconds)
+    yield "steps", f"{before.runs:,}", f"{after.runs:,}", f"{after.runs - before.runs:+,}"
+    yield "  run again", f"{before.runs_again:,}", f"{after.runs_again:,}", ""
+    yield "extra MACs", format_count(before.extra_macs), format_count(after.extra_macs), ""
+
+
+def _bytes(label: str, before: int | None, after: int | None) -> Row:
+    return _pair(label, before, after, format_bytes)
+
+
+def _pair(label: str, before: Number | None, after: Number | None, form: Callable[[Number], str]) -> Row:
+    """Two figures and the share by which they differ; a side without one has a dash."""
+    shown = ["-" if value is None else form(value) for value in (before, after)]
+    return label, shown[0], shown[1], _share(before, after)
+
+
+def _share(before: float | None, after: float | None) -> str:
+    return f"{after / before - 1:+.1%}" if before and after is not None else ""
+
+
+def _changes(comparison: Comparison) -> Table:
+    table = _table("tensor", "bytes", "before", "after", "at the peak")
+    for change in comparison.changes[:_LISTED]:
+        name = Text(change.tensor, no_wrap=True, overflow="ellipsis")
+        table.add_row(name, format_bytes(change.nbytes), change.before, change.after, _at_peak(change))
+    if len(comparison.changes) > _LISTED:
+        rest = sum(change.nbytes for change in comparison.changes[_LISTED:])
+        table.add_row(f"{len(comparison.changes) - _LISTED:,} more", format_bytes(rest))
+    return table
+
+
+def _at_peak(change: Change) -> str:
+    match change.at_peak_before, change.at_peak_after:
+        case True, False:
+            return "no longer"
+        case False, True:
+            return "now"
+        case True, True:
+            return "still"
+        case _:
+            return "never"
+
+
+def comparison_json(comparison: Comparison) -> dict[str, object]:
+    """What `stowplan compare --json` prints."""
+    return asdict(comparison)

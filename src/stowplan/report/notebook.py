@@ -1,0 +1,63 @@
+"""Reports in notebooks. Plans do not draw themselves: this shows them, as a frame that holds the whole page.
+
+`%load_ext stowplan.report.notebook` shows every plan, record and document that a cell ends with;
+`show(plan)` shows one, or several to compare.
+"""
+
+from dataclasses import dataclass
+from html import escape
+from typing import Protocol
+
+from stowplan.report.page import Thing, page_of, subject_of
+
+_HEIGHT = 860  # pixels
+_SHOWN = (
+    ("stowplan.plan.plan", "Plan"),
+    ("stowplan.plan.record", "Record"),
+    ("stowplan.ir.document", "Document"),
+    ("stowplan.ir.graph", "Graph"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a notebook draws."""
+
+    html: str
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def show(*things: Thing) -> Shown:
+    """The report of one thing, or of several to compare."""
+    return Shown(_frame(page_of([subject_of(thing) for thing in things])))
+
+
+def _frame(page: str) -> str:
+    """The page in a frame of its own: its script reaches nothing of the notebook, and the other way round."""
+    return (
+        f'<iframe sandbox="allow-scripts" width="100%" height="{_HEIGHT}" style="border: 0" '
+        f'srcdoc="{escape(page)}"></iframe>'
+    )
+
+
+class _Formatter(Protocol):
+    def for_type_by_name(self, module: str, name: str, function: object) -> object: ...
+
+
+class _DisplayFormatter(Protocol):
+    formatters: dict[str, _Formatter]
+
+
+class Shell(Protocol):
+    """The part of IPython's shell that is used."""
+
+    display_formatter: _DisplayFormatter
+
+
+def load_ipython_extension(shell: Shell) -> None:
+    """Called by `%load_ext`."""
+    formatter = shell.display_formatter.formatters["text/html"]
+    for module, name in _SHOWN:
+        formatter.for_type_by_name(module, name, lambda thing: show(thing).html)

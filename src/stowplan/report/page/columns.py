@@ -1,0 +1,136 @@
+"""The data of a subject as columns: JSON that a browser reads fast, numbers in place of names."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from stowplan.analyse.costs import costs_of
+from stowplan.analyse.timeline import Doing, Timeline
+from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor
+from stowplan.plan.decision import Decision
+from stowplan.plan.plan import Plan
+from stowplan.plan.reasons import decisions_of, reasons_of
+from stowplan.report.page.lanes import lanes_of
+from stowplan.report.page.subject import Subject
+
+Columns: TypeAlias = dict[str, object]
+
+WORDS = {
+    "kinds": [str(kind) for kind in Kind],
+    "phases": [str(phase) for phase in Phase],
+    "roles": [str(role) for role in Role],
+    "doings": [str(doing) for doing in Doing],
+}
+_NUMBER = {word: number for words in WORDS.values() for number, word in enumerate(words)}
+
+
+def ops_columns(subject: Subject) -> Columns:
+    """Every op of the graph once."""
+    graph, ops = subject.graph, subject.graph.ops
+    number_of = {name: number for number, name in enumerate(graph.tensors)}
+    return {
+        "id": [op.id for op in ops],
+        "type": _shared(op.type for op in ops),
+        "phase": [_NUMBER[op.phase] for op in ops],
+        "scope": _shared(op.scope for op in ops),
+        "source": _shared(op.source for op in ops),
+        "macs": costs_of(graph).macs.tolist(),
+        "seconds": [subject.seconds.get(op.id) for op in ops] if subject.seconds else None,
+        "inputs": [[number_of[use.tensor] for use in op.inputs] for op in ops],
+        "outputs": [[number_of[use.tensor] for use in op.outputs] for op in ops],
+        "input_roles": [_roles(op) for op in ops],
+    }
+
+
+def _roles(op: Op) -> str:
+    """One digit per input."""
+    return "".join(str(_NUMBER[use.role]) for use in op.inputs)
+
+
+def tensors_columns(subject: Subject) -> Columns:
+    """Every tensor of the graph once, and what was decided about it."""
+    tensors = subject.graph.tensors
+    number_of = {name: number for number, name in enumerate(tensors)}
+    plan, timeline = subject.plan, subject.timeline
+    decisions = _words(decisions_of(plan, timeline)) if plan else {}
+    reasons = reasons_of(plan, timeline) if plan else {}
+    return {
+        "id": list(tensors),
+        "name": _shared(tensor.name if tensor.name != tensor.id else "" for tensor in tensors.values()),
+        "kind": [_NUMBER[tensor.kind] for tensor in tensors.values()],
+        "shape": _shared(shape_text(tensor) for tensor in tensors.values()),
+        "bytes": [tensor.nbytes for tensor in tensors.values()],
+        "gradient_of": [number_of.get(tensor.gradient_of or "", -1) for tensor in tensors.values()],
+        "alias_of": [number_of.get(tensor.alias_of or "", -1) for tensor in tensors.values()],
+        "decision": _shared(decisions.get(name, "") for name in tensors),
+        "reason": _shared(reasons.get(name, "") for name in tensors),
+    }
+
+
+def _shared(texts: Iterable[str]) -> Columns:
+    """A column in which many texts are alike: each once, and by row the number of its text."""
+    numbers: dict[str, int] = {}
+    rows = [numbers.setdefault(text, len(numbers)) for text in texts]
+    return {"texts": list(numbers), "rows": rows}
+
+
+def _words(decisions: Mapping[str, Decision]) -> dict[str, str]:
+    """By tensor the name of its decision's type, in small letters."""
+    return {name: type(decision).__name__.lower() for name, decision in decisions.items()}
+
+
+def shape_text(tensor: Tensor) -> str:
+    """Element type and sizes, as in "float32 8x64x56x56"."""
+    sizes = "?" if tensor.shape is None else "x".join(map(str, tensor.shape)) or "scalar"
+    return f"{tensor.dtype or ''} {sizes}".strip()
+
+
+def runs_columns(timeline: Timeline) -> Columns:
+    """Every run in order, and where it is drawn."""
+    position = {op.id: number for number, op in enumerate(timeline.graph.ops)}
+    lanes = lanes_of(timeline)
+    return {
+        "op": [position[run.op] for run in timeline.runs],
+        "doing": [_NUMBER[run.doing] for run in timeline.runs],
+        "aside": [run.aside_bytes for run in timeline.runs],
+        "backward": [int(half) for half in lanes.backward],
+        "lane": lanes.lanes,
+    }
+
+
+def stays_columns(timeline: Timeline, offsets: Sequence[int | None]) -> Columns:
+    """Every stay, the largest first, with its offset in the arena."""
+    number_of = {name: number for number, name in enumerate(timeline.graph.tensors)}
+    order = sorted(range(len(timeline.stays)), key=lambda i: (-timeline.stays[i].nbytes, i))
+    stays = [timeline.stays[i] for i in order]
+    return {
+        "tensor": [number_of[stay.tensor] for stay in stays],
+        "bytes": [stay.nbytes for stay in stays],
+        "first": [stay.first for stay in stays],
+        "last": [stay.last for stay in stays],
+        "made": [int(stay.made) for stay in stays],
+        "copy": [stay.copy for stay in stays],
+        "uses": [stay.uses for stay in stays],
+        "offset": [offsets[i] if offsets else None for i in order],
+    }
+
+
+def rows_of(timeline: Timeline) -> list[int]:
+    """The tensors that have a row of their own: those alive at the peak first, the largest first."""
+    number_of = {name: number for number, name in enumerate(timeline.graph.tensors)}
+    peak = int(timeline.curve_bytes().argmax()) if timeline.runs else 0
+    keys: dict[str, tuple[bool, int, int]] = {}
+    for stay in timeline.stays:
+        elsewhere = not stay.first <= peak <= stay.last
+        key = (elsewhere, -stay.nbytes, number_of[stay.tensor])
+        keys[stay.tensor] = min(key, keys.get(stay.tensor, key))
+    return [number_of[name] for name in sorted(keys, key=keys.__getitem__)]
+
+
+def held_of(graph: Graph) -> list[int]:
+    """The tensors that someone outside holds when the step ends."""
+    return [number for number, name in enumerate(graph.tensors) if name in graph.held]
+
+
+def plan_words(plan: Plan) -> list[str]:
+    """The decisions that a plan uses, for the legend."""
+    return sorted(set(_words(plan.decisions).values()))

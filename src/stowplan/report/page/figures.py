@@ -1,0 +1,88 @@
+"""The figures at the head of a report: what a reader wants to know before looking at any picture."""
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from stowplan.analyse.costs import costs_of
+from stowplan.analyse.facts import untiled_bound
+from stowplan.analyse.liveness import liveness_of
+from stowplan.analyse.times import times_of
+from stowplan.ir import Document, Graph, Kind
+from stowplan.plan.decision import Keep
+from stowplan.plan.plan import Plan
+from stowplan.plan.pricing import Basis
+from stowplan.plan.record import Record
+from stowplan.report.page.subject import Subject
+from stowplan.units import format_bytes, format_count, format_seconds
+
+Figure: TypeAlias = tuple[str, str, str]  # what, how much, and what that means
+
+
+def figures_of(subject: Subject) -> list[Figure]:
+    """The figures that a subject has, the most important first."""
+    found: list[Figure] = []
+    if subject.record:
+        found += _of_record(subject.record)
+    if subject.plan:
+        found += _of_plan(subject.plan)
+    elif subject.document:
+        found += _of_document(subject, subject.document)
+    return [*found, _size(subject.graph)]
+
+
+def _of_record(record: Record) -> Iterator[Figure]:
+    plain = record.plain_measured_peak_bytes
+    against = f"plain {format_bytes(plain)}" if plain is not None else f"on {record.device}"
+    yield "measured peak", format_bytes(record.measured_peak_bytes), against
+    ratio = record.measured_time_ratio
+    times = f"{ratio:.2f} x plain" if ratio is not None else f"on {record.device}"
+    yield "measured time", format_seconds(record.measured_seconds), times
+    if worst := record.worst:
+        same = worst.largest == 0
+        figure = "the same" if same else f"{worst.relative:.1e}"
+        meaning = f"{len(record.differences):,} compared, bit for bit" if same else f"at {worst.tensor}"
+        yield "gradients", figure, meaning
+
+
+def _of_plan(plan: Plan) -> Iterator[Figure]:
+    yield "projected peak", format_bytes(plan.projected_peak_bytes), _of_allowed(plan)
+    saved = 1 - plan.projected_peak_bytes / plan.plain_peak_bytes if plan.plain_peak_bytes else 0.0
+    yield "plain peak", format_bytes(plan.plain_peak_bytes), f"the plan needs {saved:.0%} less"
+    yield "time", f"{plan.time_ratio:.3f} x", f"of plain; at least {plan.bound:.3f}"
+    again = sum(not isinstance(decision, Keep) for decision in plan.decisions.values())
+    yield "not kept", f"{again:,}", f"of {len(plan.decisions):,}; +{format_count(plan.extra_macs)} MACs"
+    yield "smallest budget", format_bytes(plan.minimum_bytes), f"found; {_basis(plan)}"
+
+
+def _of_allowed(plan: Plan) -> str:
+    return f"of {format_bytes(plan.allowed_bytes)} allowed"
+
+
+def _basis(plan: Plan) -> str:
+    match plan.pricing.basis:
+        case Basis.MACS:
+            return "priced by MACs"
+        case Basis.ROOFLINE:
+            return "priced by roofline"
+        case Basis.MEASURED:
+            return "priced by timing"
+
+
+def _of_document(subject: Subject, document: Document) -> Iterator[Figure]:
+    graph, curve = document.graph, subject.timeline.curve_bytes()
+    op = subject.timeline.runs[int(curve.argmax())].op if len(curve) else ""
+    yield "peak", format_bytes(int(curve.max(initial=0))), f"while {op} runs" if op else "nothing runs"
+    yield "lower bound", format_bytes(untiled_bound(graph, liveness_of(graph))), "without tiles"
+    constants = sum(tensor.nbytes or 0 for tensor in graph.tensors.values() if tensor.kind is Kind.CONSTANT)
+    if constants:
+        yield "constants", format_bytes(constants), "counted apart from the peak"
+    costs = costs_of(graph)
+    if costs.step_macs:
+        yield "work", format_count(costs.step_macs), f"MACs, {format_count(costs.forward_macs)} forward"
+    if document.profile:
+        for clock, times in times_of(graph, document.profile).items():
+            yield f"{clock} time", format_seconds(times.span_seconds), "from first start to last end"
+
+
+def _size(graph: Graph) -> Figure:
+    return "graph", f"{len(graph.ops):,} ops", f"{len(graph.tensors):,} tensors"

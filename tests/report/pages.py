@@ -1,0 +1,65 @@
+"""Things to look at and a browser to do it with, made once for all tests of a process."""
+
+import atexit
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from browser import Browser
+
+from stowplan.formats import chainer
+from stowplan.plan.make import Planner
+from stowplan.plan.peers import Peer
+from stowplan.plan.plan import Plan
+from stowplan.plan.pricing import price_by_macs
+from stowplan.report.page import Subject, page_of, subject_of
+
+
+@cache
+def browser() -> Browser:
+    """A running browser, which ends with the tests."""
+    running = Browser()
+    atexit.register(running.close)
+    return running
+
+
+@cache
+def _folder() -> Path:
+    folder = TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+def written(*subjects: Subject) -> Path:
+    """Where the page of some subjects has been written."""
+    path = _folder() / f"{len(list(_folder().iterdir()))}.html"
+    path.write_text(page_of(subjects), encoding="utf-8")
+    return path
+
+
+@cache
+def planner_of(document: Path) -> Planner:
+    """The U-Net document with a frontier that was searched for a moment only."""
+    graph = chainer.read(document.read_text(), chainer.SavedView.RETAIN).graph
+    return Planner.of(graph, price_by_macs(graph), moves=400)
+
+
+@cache
+def plan_of(document: Path) -> Plan:
+    """A plan that makes many tensors again."""
+    return planner_of(document).plan(planner_of(document).minimum_bytes)
+
+
+@cache
+def plan_page(document: Path) -> Path:
+    """The page of that plan."""
+    return written(subject_of(plan_of(document), "plan"))
+
+
+@cache
+def compared_page(document: Path) -> Path:
+    """The page of two plans, with the frontier they come from and a peer."""
+    planner = planner_of(document)
+    peers = (Peer("checkpoint per block", planner.plain_peak_bytes * 3 // 4, 1.4),)
+    tight = subject_of(plan_of(document), "tight", frontier=planner.frontier, peers=peers)
+    return written(tight, subject_of(planner.plan(planner.plain_peak_bytes), "roomy"))

@@ -1,0 +1,193 @@
+"""Every view of the page shows real data, and all follow one cursor."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from browser import Page
+from pages import browser, compared_page, plan_page, written
+
+from stowplan.report.opening import opened
+from stowplan.report.page import subject_of
+
+NUMBERS = ["000", "001", "002", "003", "004"]
+STRIPS = ["curve", "network", "lifetimes", "arena"]
+
+Seeds = Callable[[str], Path]
+
+_COLOURS = """(() => {
+  const canvas = document.querySelector('#%s canvas:not(.overlay)');
+  const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  return new Set(new Uint32Array(data.buffer)).size;
+})()"""
+
+_COLLISIONS = """(() => {
+  const texts = Array.from(document.querySelectorAll('h1, h2, .key, .tab, .figure b, .searching'));
+  const boxes = texts.map((text) => [text.textContent, text.getBoundingClientRect()]);
+  const meet = (a, b) =>
+    a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+  return boxes.flatMap(([one, box], at) =>
+    boxes.slice(at + 1).filter(([, other]) => meet(box, other)).map(([two]) => `${one} / ${two}`));
+})()"""
+
+
+def colours(page: Page, view: str) -> int:
+    """How many colours a view's canvas has; a blank one has a single one."""
+    return int(page.run(_COLOURS % (f"{view} .u-wrap" if view in ("curve", "frontier") else view)))
+
+
+def middle_of(page: Page, view: str, share: float = 0.5) -> tuple[float, float]:
+    """A point of a strip: this share of the way along its steps, in the middle of what can be seen of it."""
+    page.run(f"document.getElementById('{view}').scrollIntoView({{block: 'center'}})")
+    box = page.run(f"document.querySelector('#{view} .overlay').getBoundingClientRect().toJSON()")
+    left, right = 170, 14  # the margins of every strip on a wide page
+    return box["left"] + left + share * (box["width"] - left - right), box["top"] + box["height"] / 2
+
+
+def step_shown(page: Page) -> int:
+    return int(page.run("document.querySelector('.where').textContent").split()[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_every_view_of_every_document_is_drawn(number: str, seeds: Seeds) -> None:
+    path = written(subject_of(opened(seeds(number)), number))
+    with browser().page(path) as page:
+        assert all(colours(page, view) > 3 for view in STRIPS)
+        assert page.run("document.querySelectorAll('.alive .row').length") > 0
+        assert bool(page.run("document.querySelectorAll('#tiles canvas').length")) == (number == "004")
+        assert bool(page.run("document.querySelectorAll('#regions .dim').length")) == (number == "002")
+        assert page.errors == []
+        assert page.requests == [path.as_uri()]
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (1920, 1080), (390, 844)])
+def test_what_is_alive_at_the_peak_and_why_is_seen_without_scrolling(
+    size: tuple[int, int], seeds: Seeds
+) -> None:
+    with browser().page(plan_page(seeds("000")), *size) as page:
+        assert "the peak" in page.run("document.querySelector('.where').textContent")
+        rows = page.run(
+            "Array.from(document.querySelectorAll('.alive .row'), row => [row.getBoundingClientRect().bottom,"
+            "row.querySelector('.name').textContent, row.querySelector('.why').textContent])"
+        )
+        assert sum(bottom <= size[1] for bottom, _, _ in rows) >= 5
+        assert all(name and why for _, name, why in rows)
+        assert page.run("document.documentElement.scrollWidth") <= size[0]
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (1920, 1080), (390, 844)])
+def test_headings_and_keys_do_not_collide(size: tuple[int, int], seeds: Seeds) -> None:
+    with browser().page(compared_page(seeds("000")), *size) as page:
+        assert page.run(_COLLISIONS) == []
+
+
+@pytest.mark.parametrize("view", STRIPS)
+def test_the_cursor_of_one_view_moves_all(view: str, seeds: Seeds) -> None:
+    with browser().page(plan_page(seeds("000"))) as page:
+        steps = page.run("stow.shownState.model.steps")
+        page.point(*middle_of(page, view, 0.25))
+        page.settle()
+        assert abs(step_shown(page) - steps / 4) <= 2
+        columns = page.run(
+            "Array.from(document.querySelectorAll('.overlay'), canvas => { const {width, height} = canvas;"
+            "const row = canvas.getContext('2d').getImageData(0, height >> 1, width, 1).data;"
+            "return Array.from({length: width}, (_, x) => row[4 * x + 3]).findIndex(alpha => alpha > 200) })"
+        )
+        assert len(columns) == len(STRIPS)
+        assert len(set(columns)) == 1
+        assert columns[0] > 0
+        expected = page.run("stow.text.bytes(stow.shownState.model.raw.curve.total[stow.shownState.cursor])")
+        assert page.run("document.querySelector('.alive-now b').textContent") == expected
+        page.point(5, 5)
+        page.settle()
+        assert "the peak" in page.run("document.querySelector('.where').textContent")
+
+
+def test_a_click_stays_and_a_drag_comes_closer(seeds: Seeds) -> None:
+    with browser().page(plan_page(seeds("000"))) as page:
+        x, y = middle_of(page, "curve", 0.7)
+        page.click(x, y)
+        page.point(5, 5)
+        page.settle()
+        assert page.run("stow.shownState.pinned") + 1 == step_shown(page)
+        page.drag(x - 200, y, x)
+        low, high = page.run("stow.shownState.range")
+        assert low > 0
+        assert high - low < page.run("stow.shownState.model.steps")
+        page.run("stow.shownState.showAll()")
+        assert page.run("stow.shownState.range") == [0, page.run("stow.shownState.model.steps")]
+
+
+def test_a_tensor_says_who_makes_keeps_remakes_and_reads_it(seeds: Seeds) -> None:
+    with browser().page(plan_page(seeds("000"))) as page:
+        page.run(
+            "(() => { const {model} = stow.shownState; const tensor = model.raw.rows.find(row =>"
+            "model.staysOf[row].length > 1); stow.shownState.select({tensor}) })()"
+        )
+        card = page.run("document.querySelector('.card').innerText")
+        for word in ("decided", "recompute", "made by", "made again", "read by", "in memory", "plain step"):
+            assert word in card
+        page.run("document.querySelector('.card .link').click()")
+        assert "runs at" in page.run("document.querySelector('.card').innerText")
+        assert "MACs" in page.run("document.querySelector('#panel').innerText")
+
+
+def test_searching_leaves_the_rows_that_match(seeds: Seeds) -> None:
+    with browser().page(written(subject_of(opened(seeds("003")), "alexnet"))) as page:
+        page.run("document.querySelector('.search').focus()")
+        page.type("conv1 gradient")
+        page.settle()
+        told = page.run("document.querySelector('.found').textContent")
+        found, _, total = told.partition(" of ")
+        assert 0 < int(found) < int(total)
+        x, _ = middle_of(page, "lifetimes")
+        page.click(x, page.run("document.querySelector('.scroll').getBoundingClientRect().top") + 5)
+        card = page.run("document.querySelector('.card').innerText")
+        assert "conv1" in card
+        assert "gradient" in card
+
+
+def test_keys_move_the_cursor(seeds: Seeds) -> None:
+    with browser().page(plan_page(seeds("000"))) as page:
+        before = step_shown(page)
+        for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowRight"):
+            page.press(key)
+        assert step_shown(page) == before + 2
+        page.press("p")
+        assert step_shown(page) == before
+
+
+def test_several_plans_are_compared(seeds: Seeds) -> None:
+    with browser().page(compared_page(seeds("000"))) as page:
+        assert page.run("Array.from(document.querySelectorAll('nav .tab'), tab => tab.textContent)") == [
+            "tight",
+            "roomy",
+        ]
+        assert "roomy" in page.run("document.querySelector('#curve .legend').textContent")
+        assert colours(page, "frontier") > 5
+        assert len(page.run("stow.shownState.model.raw.curve.beside")) == 2
+        steps = page.run("stow.shownState.model.steps")
+        page.run("document.querySelectorAll('nav .tab')[1].click()")
+        page.wait_for("document.getElementById('frontier') !== null")
+        assert page.run("stow.shownState.model.steps") < steps
+        assert page.errors == []
+
+
+def test_a_tile_is_shown_level_by_level(seeds: Seeds) -> None:
+    with browser().page(written(subject_of(opened(seeds("004")), "tiles"))) as page:
+        assert page.run("document.querySelectorAll('#tiles .tile').length") == 16
+        assert page.run("document.querySelectorAll('#tiles .level').length") == 4
+        assert "24,336 against 2,880 untiled (8.45 x)" in page.run(
+            "document.querySelector('#tiles').innerText"
+        )
+        page.run(
+            "Array.from(document.querySelectorAll('#tiles .tile')).find(t => t.textContent === '1,2').click()"
+        )
+        assert "Tile 1,2" in page.run("document.querySelector('#tiles h2').textContent")
+        page.run("stow.shownState.pin(2)")
+        assert (
+            page.run(
+                "Array.from(document.querySelectorAll('#tiles .level')).findIndex(l => l.matches('.here'))"
+            )
+            == 2
+        )
