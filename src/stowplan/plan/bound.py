@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
 _CUTS = 8
+_NODES = 200  # of the branching: a limit in seconds would make plans differ from run to run
 
 
 def bound_of(problem: Problem, allowed_bytes: int) -> float:
@@ -47,7 +48,7 @@ class Crossing:
 
 
 def crossing_at(problem: Problem, cut: int, allowed_bytes: int, *, whole: bool = False) -> Crossing:
-    """The cheapest way across one cut; `whole` forbids fractions, for at most two seconds."""
+    """The cheapest way across one cut; `whole` forbids fractions, as far as some branching gets."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # here: half a second that only planning needs
 
     values = [value for value, droppable in enumerate(problem.droppable) if droppable]
@@ -69,7 +70,7 @@ def crossing_at(problem: Problem, cut: int, allowed_bytes: int, *, whole: bool =
         constraints=LinearConstraint(_matrix(rows, len(seconds)), lb=np.array([least for _, least in rows])),
         bounds=Bounds(0, 1),
         integrality=np.full(len(seconds), int(whole)),
-        options={"time_limit": 2.0, "mip_rel_gap": 0.002},
+        options={"node_limit": _NODES, "mip_rel_gap": 0.001},
     )
     least = found.mip_dual_bound if whole else found.fun
     crossing = found.x if found.x is not None else np.zeros(len(seconds))

@@ -6,15 +6,17 @@ more memory, and the same graph always gives the same plans.
 
 The search starts, budget by budget, from the values that cross the plain peak in the optimum of `bound`, and
 goes on by simulated annealing on the Ledger. Then the budget sweeps slowly between the plain peak and the
-floor: a good schedule for one budget is a few changes away from a good one for the next. Where the present
-peak is over the present budget, a value in memory across the peak is reconsidered; otherwise any. In networks
-of repeated blocks a value's twins in other blocks may follow it: what was found for one is tried on all. In
-the end, points along the archive are improved by single changes until none gains.
+floor, over the stretches where that start did not meet its bound: a good schedule for one budget is a few
+changes away from a good one for the next. Where the present peak is over the present budget, a value in
+memory across the peak is reconsidered; otherwise any. In networks of repeated blocks a value's twins in other
+blocks may follow it: what was found for one is tried on all. In the end, along the archive, whatever can be
+kept is kept.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from math import exp
 from random import Random
 from re import sub
@@ -25,7 +27,8 @@ from stowplan.plan.bound import crossing_at
 from stowplan.plan.ledger import Gaps, Ledger, State
 from stowplan.plan.problem import Problem
 
-_ANCHORS = 8  # budgets that get a start of their own
+_ANCHORS = 16  # budgets that get a start of their own
+_SETTLED = 0.001  # of the plain step: so near to the bound, a budget needs no further search
 _SWEEPS = 6
 _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
 _HOT, _COLD = 0.1, 0.007  # temperatures, in seconds of an average droppable value's op
@@ -33,7 +36,8 @@ _PENALTY = 4.0  # price of being over the budget by the whole plain peak, in sec
 _AT_PEAK = 0.7  # share of moves aimed at the peak while over the budget
 _ALONE = 0.1  # share of moves that decide about one gap only; the others about all that follow as well
 _USUAL = (State.KEEP, State.HOLD, State.EACH)  # what makes sense for all that follows
-_TWINS = 0.15  # share of moves that take the twins along
+_CHUNKS = 8  # how often a start is looked at, whether it is good enough
+_TWINS = 0.05  # share of moves that take the twins along
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +66,26 @@ def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
     search = _Search(problem)
     if search.has_room():
         total = default_moves(problem) if moves is None else moves
-        for number in range(_ANCHORS):
-            search.start_at((number + 1) / (_ANCHORS + 1), moves=total // 8 // _ANCHORS)
+        anchors = [(number + 1) / (_ANCHORS + 1) for number in range(_ANCHORS)]
+        settled = [search.start_at(share, moves=total // 4 // _ANCHORS) for share in anchors]
+        stretches = _unsettled([0.0, *anchors, 1.0], [True, *settled, False])
         for number in range(_SWEEPS):
-            search.sweep(total * 7 // 8 // _SWEEPS, cooling=number / (_SWEEPS - 1), down=number % 2 == 1)
+            search.sweep(
+                stretches, total * 3 // 4 // _SWEEPS, cooling=number / (_SWEEPS - 1), down=number % 2 == 1
+            )
         search.quench(trials=total // 8)
     return search.frontier()
 
 
 def default_moves(problem: Problem) -> int:
     """Enough to settle small graphs, and a bounded time on large ones."""
-    return max(40_000, min(100_000, 10 * len(problem.reads)))
+    return max(16_000, 64_000 - 40 * len(problem.reads))
+
+
+def _unsettled(shares: list[float], settled: list[bool]) -> list[tuple[float, float]]:
+    """The stretches between neighbouring shares of which not both are settled."""
+    ends = zip(pairwise(shares), pairwise(settled), strict=True)
+    return [stretch for stretch, done in ends if not all(done)]
 
 
 class _Search:
@@ -88,8 +101,11 @@ class _Search:
         self._warmth = float(np.mean([c for c in costly.values() if c > 0] or [0.0]))
         self._peaks: list[int] = []
         self._points: list[tuple[float, bytes]] = []
-        self._plain_bytes, self._plain_op = self._look()
-        self._penalty = _PENALTY * (sum(problem.seconds) or 1.0) / max(1, self._plain_bytes)
+        self._plain_bytes, _ = self._look()
+        self._plain_seconds = sum(problem.seconds)
+        backward = self._ledger.curve_bytes()[problem.turn :]
+        self._cut = problem.turn + (int(backward.argmax()) if len(backward) else 0)
+        self._penalty = _PENALTY * (self._plain_seconds or 1.0) / max(1, self._plain_bytes)
 
     def frontier(self) -> Frontier:
         """What the archive holds."""
@@ -102,24 +118,41 @@ class _Search:
 
     def has_room(self) -> bool:
         """Whether the peak is above the floor, and so can be lowered at all."""
-        return self._floor_bytes < self._plain_bytes
+        return self._floor_bytes < self._plain_bytes and any(self._ledger.problem.droppable)
 
-    def start_at(self, share: float, moves: int) -> None:
-        """Take the best crossing of the plain peak for a budget this far down, and anneal from there."""
+    def start_at(self, share: float, moves: int) -> bool:
+        """Take the best crossing of the plain peak for a budget this far down, and anneal from there.
+
+        Says whether that met the bound, so that there is nothing left to gain.
+        """
         budget = self._budget_at(share)
-        crossing = crossing_at(self._ledger.problem, self._plain_op, int(budget), whole=True)
+        crossing = crossing_at(self._ledger.problem, self._cut, int(budget), whole=True)
         for value in set(self._gaps.value_of):
-            crossed = self._gaps.at(value, self._plain_op + 1)
+            crossed = self._gaps.at(value, self._cut + 1)
             drop = value not in crossing.kept and crossed + 1 < self._gaps.first[value + 1]
             for gap, state in self._whole_value(crossed, self._dropped(value) if drop else State.KEEP):
                 self._set(gap, state)
         self._ledger.commit()
-        self._anneal([budget] * moves, cooling=0.5)
+        for _ in range(_CHUNKS):
+            if self._is_settled(budget, crossing.seconds):
+                return True
+            self._anneal([budget] * (moves // _CHUNKS), cooling=0.5)
+        return self._is_settled(budget, crossing.seconds)
 
-    def sweep(self, moves: int, cooling: float, down: bool) -> None:
-        """One pass of the budget from the plain peak to the floor, or back."""
-        shares = (move / moves if down else 1 - move / moves for move in range(moves))
-        self._anneal([self._budget_at(share) for share in shares], cooling)
+    def _is_settled(self, budget: float, bound_seconds: float) -> bool:
+        self._look()
+        place = bisect_right(self._peaks, budget)
+        return place > 0 and self._points[place - 1][0] <= bound_seconds + _SETTLED * self._plain_seconds
+
+    def sweep(self, stretches: list[tuple[float, float]], moves: int, cooling: float, down: bool) -> None:
+        """One pass of the budget over the stretches, towards the floor or back; `moves` for all there is."""
+        shares = [
+            low + (high - low) * move / count
+            for low, high in stretches
+            if (count := int(moves * (high - low)) + 1)
+            for move in range(count)
+        ]
+        self._anneal([self._budget_at(share) for share in (shares if down else shares[::-1])], cooling)
 
     def quench(self, trials: int) -> None:
         """From points all along the archive, keep every value that can be kept within the point's peak."""
