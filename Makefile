@@ -23,5 +23,10 @@ types: ## mypy --strict over source, tests and benchmarks
 test: ## the test suite
 	$(PYTHON) -m pytest -n 2
 
+.PHONY: bench
+bench: ## the long studies: projected against measured peaks, plans against what users would pick instead
+	$(PYTHON) -m benchmarks.projection
+	$(PYTHON) -m benchmarks.peers unet resnet50 gpt vit --out build/peers
+
 .PHONY: check
 check: lint types test ## lint, types and tests, as CI runs them

@@ -1,7 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,3 +27,14 @@ def seeds() -> Callable[[str], Path]:
         return found[0]
 
     return find
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch on a single thread: with more, kernels choose others and keep partial results apart."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
