@@ -55,13 +55,19 @@ def inspect(path: str | Path, *, saved: str | None = None, packed: bool | None =
 
 
 def inspect_step(
-    target: str, *, tried: bool = True, measured: bool = False, progress: Progress | None = None
+    target: str,
+    *,
+    tried: bool = True,
+    measured: bool = False,
+    optimizer: str | None = None,
+    progress: Progress | None = None,
 ) -> "StepInspection":
     """What the plain training step of MODULE:FUNCTION takes; `measured` runs it once besides."""
     from stowplan.run.inspect_step import inspect_step as look
     from stowplan.run.target import load_target
 
-    return look(load_target(target), tried=tried, measured=measured, progress=progress)
+    step = load_target(target)
+    return look(step, tried=tried, measured=measured, optimizer=optimizer, progress=progress)
 
 
 def convert(

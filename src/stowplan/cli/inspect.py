@@ -11,6 +11,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
     parser.add_argument("target", metavar="FILE|MODULE:FUNCTION", help=api.TARGET_HELP)
     parser.add_argument("--measure", action="store_true", help="for models: run one step and show both")
+    parser.add_argument("--optimizer", help="for models: count its state and step too, such as adamw or sgd")
     parser.add_argument("--no-probe", action="store_true", help="for models: run nothing, estimate workspace")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
@@ -45,7 +46,11 @@ def run(arguments: Namespace) -> int:
 def _inspect_step(arguments: Namespace) -> int:
     with a_word_after_two_seconds(f"inspecting {arguments.target}"), probing_shown() as progress:
         found = api.inspect_step(
-            arguments.target, tried=not arguments.no_probe, measured=arguments.measure, progress=progress
+            arguments.target,
+            tried=not arguments.no_probe,
+            measured=arguments.measure,
+            optimizer=arguments.optimizer,
+            progress=progress,
         )
     if arguments.json:
         from stowplan.report.step import step_json

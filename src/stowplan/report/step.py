@@ -1,5 +1,7 @@
 """A living training step for people and machines: its inspection, and what the eager run takes."""
 
+from dataclasses import asdict
+
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -9,6 +11,7 @@ from stowplan.report.inspect import show_inspection
 from stowplan.report.inspect_json import inspection_json
 from stowplan.report.terminal import bar, blocks_of, print_trimmed
 from stowplan.run.inspect_step import StepInspection
+from stowplan.run.optimizers import OptimizerShare
 from stowplan.units import format_bytes
 
 _BAR = 40
@@ -22,7 +25,9 @@ def step_json(found: StepInspection) -> dict[str, object]:
             "measured_peak_bytes": found.measured_peak_bytes,
             "bytes_at_peak": {str(name): size for name, size in found.bytes_at_peak.items()},
             "estimated": found.estimated,
-        }
+        },
+        "optimizer": found.optimizer and asdict(found.optimizer),
+        "training_peak_bytes": found.training_peak_bytes,
     }
 
 
@@ -35,6 +40,16 @@ def show_step(found: StepInspection, console: Console, *, title: str, all_notes:
         table.add_row(str(category), Text(format_bytes(size), justify="right"), drawn)
     heading = Text(f"the plain eager step at its peak{' (estimated)' if found.estimated else ''}", "bold")
     print_trimmed(console, heading, Padding(table, (0, 0, 0, 2)), Padding(_peaks(found), (0, 0, 1, 2)))
+    if found.optimizer and found.training_peak_bytes:
+        print_trimmed(console, Padding(_training(found.optimizer, found.training_peak_bytes), (0, 0, 1, 2)))
+
+
+def _training(share: OptimizerShare, peak_bytes: int) -> str:
+    return (
+        f"with {share.name} ({share.implementation}): {format_bytes(share.state_bytes)} of state,"
+        f" {format_bytes(share.step_temporary_bytes)} more while it steps;"
+        f" training takes {format_bytes(peak_bytes)} ({peak_bytes:,} bytes)"
+    )
 
 
 def _peaks(found: StepInspection) -> str:

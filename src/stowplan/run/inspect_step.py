@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import numpy as np
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from stowplan.analyse.inspection import Inspection, inspection_of
@@ -17,6 +18,7 @@ from stowplan.ops.regions import regions_of
 from stowplan.ops.table import site_of
 from stowplan.run.check import eager_step
 from stowplan.run.measure import measure
+from stowplan.run.optimizers import OptimizerShare, optimizer_share, training_peak_bytes
 from stowplan.run.probe import Progress, probe
 from stowplan.run.target import Target
 
@@ -41,12 +43,22 @@ class StepInspection:
     bytes_at_peak: Mapping[Category, int]
     estimated: bool
     measured_peak_bytes: int | None = None
+    optimizer: OptimizerShare | None = None
+    training_peak_bytes: int | None = None  # projected, with the optimizer's state and step
 
 
 def inspect_step(
-    target: Target, *, tried: bool = True, measured: bool = False, progress: Progress | None = None
+    target: Target,
+    *,
+    tried: bool = True,
+    measured: bool = False,
+    optimizer: str | Optimizer | None = None,
+    progress: Progress | None = None,
 ) -> StepInspection:
-    """Capture a step and tell its peak; `tried` runs each distinct op once, `measured` the whole step."""
+    """Capture a step and tell its peak; `tried` runs each distinct op once, `measured` the whole step.
+
+    With an `optimizer` (one that exists, or one of torch.optim by name) its share is told as well.
+    """
     captured = capture(target.model, target.args, loss=target.loss)
     probed = probe(captured, progress=progress) if tried else None
     workspace = probed.workspace_bytes if probed else estimated_workspaces(captured.graph)
@@ -56,12 +68,15 @@ def inspect_step(
         profile=probed.profile if probed else None,
         notes=tuple(_notes(captured.graph)),
     )
+    share = optimizer_share(optimizer, target.model.parameters()) if optimizer else None
     return StepInspection(
         inspection=inspection_of(document),
         projected_peak_bytes=captured.eager.peak_bytes(workspace),
         bytes_at_peak=_bytes_at_peak(captured, workspace),
         estimated=probed is None,
         measured_peak_bytes=_measured_peak(target) if measured else None,
+        optimizer=share,
+        training_peak_bytes=training_peak_bytes(captured, share, workspace) if share else None,
     )
 
 
