@@ -1,0 +1,107 @@
+"""Planning, explaining and checking from the command line, on a small file and a small model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stowplan.cli.main import main
+
+_MODEL = """
+import torch
+from torch import nn
+
+
+def step():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    model = nn.Sequential(*layers, nn.Dropout(0.5), nn.Linear(64, 1))
+    return model, (torch.randn(256, 64),), lambda output: output.square().mean()
+
+
+def no_loss():
+    return nn.Linear(2, 2), (torch.randn(3, 2),)
+
+
+def not_a_step():
+    return 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """MODULE:FUNCTION of a step in the working directory."""
+    (tmp_path / "little_step.py").write_text(_MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return "little_step:step"
+
+
+def _json_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
+    assert main([*words, "--json"]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.torch
+def test_a_model_is_inspected_and_measured(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json_of(capsys, "inspect", model, "--measure", "--optimizer", "adamw")
+    eager = found["eager"]
+    assert isinstance(eager, dict)
+    assert eager["projected_peak_bytes"] == eager["measured_peak_bytes"]
+    assert found["format"] == "torch"
+    share = found["optimizer"]
+    assert isinstance(share, dict)
+    assert share["state_bytes"] >= 2 * 4 * (6 * (64 * 64 + 64) + 65)
+
+
+@pytest.mark.torch
+def test_a_plan_holds_explains_itself_and_checks_out(
+    model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plain = _json_of(capsys, "plan", model, "--frontier")["frontier"]
+    assert isinstance(plain, list)
+    budget = str((plain[0]["budget_bytes"] + plain[-1]["budget_bytes"]) // 2 + 10_000)
+    plan = _json_of(capsys, "plan", model, "--budget", budget, "-o", "plan.json")
+    assert plan["feasible"] is True
+    assert int(str(plan["projected_peak_bytes"])) <= int(budget) < int(str(plan["plain_peak_bytes"]))
+    assert int(str(plan["minimum_bytes"])) <= int(budget)
+    explained = _json_of(capsys, "explain", "plan.json", "tanh")
+    assert explained["maker"] == "tanh"
+    checked = _json_of(capsys, "check", model, "--budget", budget)
+    assert checked["holds"] is True
+    assert checked["differing"] == {}
+    assert int(str(checked["measured_peak_bytes"])) <= int(budget)
+    assert (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.torch
+def test_a_budget_too_small_is_a_no_with_the_smallest_one(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", model, "--budget", "10kB"]) == 1
+    said = capsys.readouterr().err
+    assert "smallest plan found needs" in said
+    assert "binds through" in said
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "little_step:step"], "--budget"),
+        (["plan", "little_step:step", "--budget", "6 bananas"], "is not a size"),
+        (["plan", "little_step:step", "--budget", "1MB", "--allow", "magic"], "no technique 'magic'"),
+        (["plan", "little_step:nowhere", "--budget", "1MB"], "no function 'nowhere'"),
+        (["plan", "nowhere_at_all:step", "--budget", "1MB"], "cannot import"),
+        (["inspect", "little_step:not_a_step"], "must return (model, args)"),
+        (["check", "little_step:no_loss", "--budget", "1MB"], "return (model, args, loss)"),
+        (["explain", "little_step.py"], "little_step.py"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    model: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert model
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
