@@ -1,4 +1,4 @@
-"""Eager and straight-line code side by side: what differs after the same steps from the same state."""
+"""Eager and something else side by side: what differs after the same steps from the same state."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -11,6 +11,7 @@ from stowplan.capture import capture
 from stowplan.run.straight import StraightStep
 
 Loss: TypeAlias = Callable[[object], Tensor]
+Training: TypeAlias = dict[str, Tensor]
 
 
 def scalar(output: object) -> Tensor:
@@ -20,20 +21,40 @@ def scalar(output: object) -> Tensor:
 
 
 def differences(model: nn.Module, args: tuple[object, ...], loss: Loss = scalar, steps: int = 2) -> list[str]:
-    """Which losses, gradients, parameters, buffers and generator states are not the same to the bit."""
+    """What is not the same to the bit when the plain step runs as straight-line code."""
     twin = copy.deepcopy(model)
     straight = StraightStep(capture(twin, args), twin)
-    expected = list(
-        _trained(model, model, args, loss, steps)
-    )  # one after the other: they share the generator
-    found = list(_trained(straight, twin, args, loss, steps))
-    return [name for (name, one), (_, other) in zip(expected, found, strict=True) if not _same(one, other)]
+    expected = trained(model, model, args, loss, steps)
+    return different(expected, trained(straight, twin, args, loss, steps))
 
 
-def _trained(
+def trained(
+    run: Callable[..., object],
+    model: nn.Module,
+    args: tuple[object, ...],
+    loss: Loss = scalar,
+    steps: int = 2,
+) -> Training:
+    """Every loss, gradient, parameter, buffer and generator state of some steps, by name and step.
+
+    `run` is called like `model`, whose parameters it uses. Two trainings come one after the other: they share
+    the generator.
+    """
+    return dict(_followed(run, model, args, loss, steps))
+
+
+def different(expected: Training, found: Training) -> list[str]:
+    """Which entries are missing on one side or not the same to the bit."""
+    missing = expected.keys() ^ found.keys()
+    return sorted(missing) + [
+        name for name in expected if name in found and not _same(expected[name], found[name])
+    ]
+
+
+def _followed(
     run: Callable[..., object], model: nn.Module, args: tuple[object, ...], loss: Loss, steps: int
 ) -> Iterator[tuple[str, Tensor]]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(7)
     for step in range(steps):
         optimizer.zero_grad()

@@ -32,7 +32,9 @@ class Lowering:
         tensors = {tensor.id: tensor for tensor in self._tensors()}
         outputs = {leaf.tensor for leaf in self._pure.outputs if isinstance(leaf, Ref)}
         inputs = {tensor.id for tensor in tensors.values() if tensor.kind is Kind.INPUT}
-        held = frozenset(outputs | inputs | set(self._pure.gradients.values()))
+        # The gradient of a loss is held by the call of backward, others are let go of when read.
+        tangents = {self._ids[cell] for cell in self._recording.tangents if cell and not cell.shape}
+        held = frozenset(outputs | inputs | tangents | set(self._pure.gradients.values()))
         return validate(Graph(tensors, tuple(map(self._op, self._pure.calls)), held, name))
 
     def program(self) -> Program:

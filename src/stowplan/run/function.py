@@ -1,7 +1,9 @@
 """The autograd function around the two halves, and the latch that lets go of incoming gradients in time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +12,8 @@ from torch.autograd.function import once_differentiable
 from stowplan.capture import Program
 from stowplan.errors import BadUse
 from stowplan.run.halves import Halves
+
+Zeros: TypeAlias = Callable[[], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +33,13 @@ class StepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, *primals: Tensor) -> tuple[Tensor, ...]:
         source, given = run.halves.source, dict(zip(run.primals, primals, strict=True))
-        outputs, saved = run.halves.forward([given[name] for name in source.forward_primals])
+        made, saved = run.halves.forward([given[name] for name in source.forward_primals])
+        outputs = tuple(map(_alone, made))
         given.update(zip(source.outputs, outputs, strict=True))
         # Autograd checks that nobody changes these meanwhile; the rest is ours alone, and ours to let go.
         ctx.save_for_backward(*(given[name] for name in source.backward_primals))
         ctx.run, ctx.saved = run, saved
+        ctx.zeros = tuple(map(_zeros_for, outputs))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
         return outputs
@@ -47,17 +53,29 @@ class StepFunction(torch.autograd.Function):
             )
         run, saved = ctx.run, ctx.saved
         ctx.run = ctx.saved = None
-        gradients = run.halves.backward(ctx.saved_tensors, saved, _tangents(run, incoming))
+        gradients = run.halves.backward(ctx.saved_tensors, saved, _tangents(run, incoming, ctx.zeros))
         found = dict(zip(run.halves.source.gradients, gradients, strict=True))
         wanted = run.program.gradients
         return None, *(found[wanted[name]] if name in wanted else None for name in run.primals)
 
 
-def _tangents(run: Run, incoming: tuple[Tensor | None, ...]) -> list[Tensor]:
+def _alone(output: Tensor) -> Tensor:
+    """Some losses leave their sum in the block that held its terms: it would stay to the end of backward."""
+    oversized = output.dim() == 0 and output.untyped_storage().nbytes() > output.element_size()
+    return output.clone() if oversized and not output._is_view() else output
+
+
+def _zeros_for(output: Tensor) -> Zeros:
+    """Makes the gradient of an output that the loss does not depend on. Keeps nothing of it meanwhile."""
+    look = output.shape, output.stride()
+    return partial(torch.empty_strided, *look, dtype=output.dtype, device=output.device)
+
+
+def _tangents(run: Run, incoming: tuple[Tensor | None, ...], zeros: tuple[Zeros, ...]) -> list[Tensor]:
     tangents = []
     for position, (gradient, expected) in enumerate(zip(incoming, run.differentiated, strict=True)):
         if expected and gradient is None:
-            raise BadUse(f"no gradient came in for output {position}, which the captured step differentiates")
+            gradient = zeros[position]().zero_()
         if gradient is not None and not expected:
             raise BadUse(
                 f"a gradient came in for output {position}, but the step was captured as one in which only"
