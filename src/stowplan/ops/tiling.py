@@ -1,0 +1,219 @@
+"""Whether an op can be run on a part of its output alone, given only the parts of its inputs that this needs.
+
+Region rules say what is needed. This table says whether the op, called on just that, makes just the part:
+an op that would look at the size of what it is given, or at where it lies, must be refused or given whole.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from stowplan.geometry import Rect
+from stowplan.ops import aten
+from stowplan.ops.effects import Effect, effect_of
+from stowplan.ops.regions import DimKind, regions_of
+from stowplan.ops.table import Site, Table, shape_of
+from stowplan.ops.windows import windows_of
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rect of output number `output` and, per input, what it needs, not clipped."""
+
+    output: int
+    made: Rect
+    needs: tuple[Rect | None, ...]
+
+
+Refusal: TypeAlias = Callable[[Part], str]
+
+
+def no_form(site: Site) -> Refusal:
+    """The stated default: an op of PyTorch without an entry is refused; one of a file follows its regions."""
+    if "." not in site.op.type:
+        return _whole_dims_stay_whole(site)
+    return lambda _: f"{site.op.type} has no form for a part of its output"
+
+
+refusal_rules: Table[Refusal] = Table("tiles", default=no_form)
+
+
+def refusal_of(site: Site, part: Part) -> str:
+    """Why the op cannot make this part from what it needs; "" if it can."""
+    regions = regions_of(site)
+    if regions.barrier:
+        return regions.barrier
+    if site.op.type.startswith("aten.") and effect_of(site) & Effect.RANDOM:
+        return f"{site.op.id} draws random numbers, which tiles would draw in another order"
+    return refusal_rules(site)(part) or _inner_padding(site, part)
+
+
+def _inner_padding(site: Site, part: Part) -> str:
+    """Every input that is needed must be there at least in part."""
+    for tensor, need in zip(site.inputs, part.needs, strict=True):
+        if need is not None and need.clip(shape_of(tensor)).is_empty:
+            return f"{site.op.id} makes {part.made} of nothing but padding"
+    return ""
+
+
+def _is_cut(site: Site, part: Part, dim: int) -> bool:
+    shape = shape_of(site.outputs[part.output])
+    return (part.made.lo[dim], part.made.hi[dim]) != (0, shape[dim])
+
+
+def _whole_dims_stay_whole(site: Site) -> Refusal:
+    """A dim that the op runs over may not be cut."""
+    relations = regions_of(site).outputs
+
+    def refusal(part: Part) -> str:
+        relation = relations[part.output]
+        for dim in range(len(relation.shape)):
+            if relation.kind_of(dim) is DimKind.WHOLE and _is_cut(site, part, dim):
+                return f"{site.op.id}: {relation.whole.get(dim, f'dim {dim} is needed whole')}"
+        return ""
+
+    return refusal
+
+
+_AS_IS = (
+    "mm bmm addmm baddbmm linear matmul permute t transpose.int _softmax _log_softmax native_layer_norm "
+    "_fused_rms_norm embedding cat _native_batch_norm_legit_no_training clone _to_copy alias detach "
+    "mean.dim sum.dim_IntList amax rsub.Scalar"
+)
+AS_IS = frozenset(
+    {
+        *(
+            name
+            for name in (*aten.POINTWISE, *aten.POINTWISE_FIRST)
+            if not name.endswith("_backward.default")
+        ),
+        *(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in _AS_IS.split()),
+    }
+)
+"""Ops that make a part from parts when simply called on them."""
+
+refusal_rules.entry(*sorted(AS_IS))(_whole_dims_stay_whole)
+
+
+@refusal_rules.entry("aten.slice.Tensor", "aten.select.int", "aten.expand.default")
+@refusal_rules.entry("aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int")
+@refusal_rules.entry("aten.constant_pad_nd.default")
+def takes_its_part(_: Site) -> Refusal:
+    """What is needed is the part itself, or the part without its padding."""
+    return lambda _: ""
+
+
+RESHAPES = tuple(
+    f"aten.{name}"
+    for name in [
+        "view.default",
+        "_unsafe_view.default",
+        "reshape.default",
+        "unsqueeze.default",
+        "squeeze.default",
+        "squeeze.dim",
+        "squeeze.dims",
+    ]
+)
+
+
+@refusal_rules.entry(*RESHAPES)
+def reshape(site: Site) -> Refusal:
+    """A rect must be a rect again under the other shape."""
+
+    def refusal(part: Part) -> str:
+        need = part.needs[0]
+        if need is None or need.volume != part.made.volume:
+            return f"{site.op.id}: {part.made} of {shape_of(site.outputs[0])} is no rect of what it reshapes"
+        return ""
+
+    return refusal
+
+
+@refusal_rules.entry("aten.convolution.default")
+def convolution(site: Site) -> Refusal:
+    """Groups stay together; a transposed one leaves no holes between its windows."""
+    channels_cut = "a part of the channels of a convolution in groups"
+    holes = "its stride is larger than its kernel, so that some outputs come from no input"
+    has_holes = bool(site.attributes.get("transposed")) and any(
+        window.stride > window.extent for window in windows_of(site)
+    )
+    grouped = site.attributes.get("groups") != 1
+
+    def refusal(part: Part) -> str:
+        if grouped and _is_cut(site, part, 1):
+            return f"{site.op.id} would make {channels_cut}"
+        return f"{site.op.id}: {holes}" if has_holes else ""
+
+    return refusal
+
+
+@refusal_rules.entry("aten.max_pool2d_with_indices.default", "aten.max_pool3d_with_indices.default")
+def max_pool(_: Site) -> Refusal:
+    """Its windows are cut as they come; padding never wins. The indices serve its own backward only."""
+    return lambda part: "indices of a part point into the part" if part.output else ""
+
+
+@refusal_rules.entry("aten.avg_pool2d.default", "aten.avg_pool3d.default")
+def average_pool(site: Site) -> Refusal:
+    """What a window at the border is divided by depends on the padding, which a part must have alike."""
+    windows, shape = windows_of(site), shape_of(site.inputs[0])
+    counts = bool(site.attributes.get("count_include_pad"))
+
+    def refusal(part: Part) -> str:
+        need = part.needs[0]
+        hangs = need.overhang(shape)[-len(windows) :] if need else ()
+        for (before, after), window in zip(hangs, windows, strict=False):
+            if max(before, after) > window.before:
+                return f"{site.op.id}: a window reaches past the padding"
+            if not counts and max(0, after - before) % window.stride:
+                return f"{site.op.id}: a part that begins inside would count its padding past the border"
+        return ""
+
+    return refusal
+
+
+_SPATIALLY_WHOLE = tuple(
+    f"aten.{name}.{form}"
+    for name in ("upsample_nearest2d", "upsample_bilinear2d", "upsample_nearest3d", "upsample_trilinear3d")
+    for form in ("default", "vec")
+)
+
+
+@refusal_rules.entry(*_SPATIALLY_WHOLE)
+@refusal_rules.entry("aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")
+def spatially_whole(site: Site) -> Refusal:
+    """Where an output samples depends on the size of the image: only samples may be cut apart."""
+
+    def refusal(part: Part) -> str:
+        cut = any(_is_cut(site, part, dim) for dim in range(2, part.made.ndim))
+        return f"{site.op.id} looks at the size of the whole image" if cut else ""
+
+    return refusal
+
+
+@refusal_rules.entry("aten.native_group_norm.default")
+def group_norm(site: Site) -> Refusal:
+    """Statistics per sample: samples may be cut apart."""
+
+    def refusal(part: Part) -> str:
+        cut = any(_is_cut(site, part, dim) for dim in range(1, part.made.ndim))
+        return f"{site.op.id}: group norm takes its statistics over channels and places" if cut else ""
+
+    return refusal
+
+
+@refusal_rules.entry(*aten.ATTENTIONS)
+def attention(site: Site) -> Refusal:
+    """Queries may be cut apart, unless each looks only as far as its own place."""
+    row = len(shape_of(site.outputs[0])) - 2
+
+    def refusal(part: Part) -> str:
+        if part.output:
+            return f"{site.op.id}: only the attended values are made in parts"
+        if any(_is_cut(site, part, dim) for dim in (row + 1,)):
+            return f"{site.op.id}: a part of the features"
+        causal = bool(site.attributes.get("is_causal")) and _is_cut(site, part, row)
+        return f"{site.op.id}: a causal mask counts from the first query it is given" if causal else ""
+
+    return refusal

@@ -1,0 +1,161 @@
+"""What a sweep costs: the work of its tiles against computing the segment once, and the peak in a tile."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from stowplan.geometry import Rect
+from stowplan.ir import Graph, Kind, Phase
+from stowplan.ops.macs import macs_of
+from stowplan.ops.table import shape_of, site_of
+from stowplan.plan.tiles.rects import Level, Tile
+from stowplan.plan.tiles.segment import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class SweepCosts:
+    """`work` is by op how much of its output all tiles together make, 1.0 if nothing is made twice.
+
+    Peaks are what the largest tile takes besides the segment's inputs, outputs and their gradients: running
+    forward only, and running forward and backward.
+    """
+
+    tiles: int
+    work: Mapping[str, float]
+    forward_macs: int
+    untiled_macs: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+    @property
+    def halo_share(self) -> float:
+        """The share of multiply-accumulates that are there only because tiles overlap."""
+        return self.forward_macs / self.untiled_macs - 1.0 if self.untiled_macs else 0.0
+
+
+def costs_of_sweep(segment: Segment, tiles: Sequence[Tile]) -> SweepCosts:
+    """Count all tiles, and walk each as it runs."""
+    graph = segment.graph
+    macs = {op.id: macs_of(site_of(graph, op)) for op in segment.ops}
+    work = _work(segment, tiles)
+    saved = _saved_by_op(segment)
+    return SweepCosts(
+        tiles=len(tiles),
+        work=work,
+        forward_macs=round(sum(macs[op] * share for op, share in work.items())),
+        untiled_macs=sum(macs.values()),
+        forward_peak_bytes=max((_forward_peak(segment, tile) for tile in tiles), default=0),
+        backward_peak_bytes=max((_backward_peak(segment, tile, saved) for tile in tiles), default=0),
+    )
+
+
+def _work(segment: Segment, tiles: Iterable[Tile]) -> dict[str, float]:
+    made = dict.fromkeys((op.id for op in segment.ops), 0.0)
+    for tile in tiles:
+        for level in tile.levels:
+            whole = Rect.of_shape(shape_of(segment.graph.tensors[_made_by(level)])).volume
+            made[level.op.id] += level.made.volume / max(1, whole) / _outputs_made(tile, level)
+    if segment.loss is not None:
+        made[segment.loss.id] = 1.0
+    return made
+
+
+def _outputs_made(tile: Tile, level: Level) -> int:
+    return sum(other.op is level.op for other in tile.levels)
+
+
+def _made_by(level: Level) -> str:
+    return level.op.outputs[level.output].tensor
+
+
+def _saved_by_op(segment: Segment) -> dict[str, frozenset[str]]:
+    """By op of the segment, the tensors made in it that the op's backward reads."""
+    inside = {name for op in segment.ops for name in op.writes()}
+    saved: dict[str, set[str]] = {op.id: set() for op in segment.ops}
+    for op in segment.graph.ops:
+        if op.phase is Phase.BACKWARD and op.adjoint_of in saved:
+            saved[op.adjoint_of].update(_owner(segment.graph, name) for name in op.reads() if name in inside)
+    return {op: frozenset(names & inside) for op, names in saved.items()}
+
+
+def _owner(graph: Graph, name: str) -> str:
+    while (base := graph.tensors[name].alias_of) is not None:
+        name = base
+    return name
+
+
+def _part_bytes(graph: Graph, tile: Tile, name: str) -> int:
+    """Bytes of what the tile holds of a tensor; views and what only backward sees by its side take none."""
+    tensor = graph.tensors[name]
+    if name not in tile.held or tensor.alias_of is not None or tensor.kind is Kind.PARAMETER:
+        return 0
+    return tile.held[name].volume * (tensor.dtype.itemsize if tensor.dtype else 4)
+
+
+def _last_reads(segment: Segment, tile: Tile) -> dict[str, int]:
+    last: dict[str, int] = {}
+    for number, level in enumerate(tile.levels):
+        for use, need in zip(level.op.inputs, level.needs, strict=True):
+            if need is not None:
+                last[_owner(segment.graph, use.tensor)] = number
+    return last
+
+
+def _forward_peak(segment: Segment, tile: Tile) -> int:
+    """Every part from its op to its last reader."""
+    graph, last = segment.graph, _last_reads(segment, tile)
+    level_bytes = peak = 0
+    for number, level in enumerate(tile.levels):
+        level_bytes += _part_bytes(graph, tile, _made_by(level))
+        peak = max(peak, level_bytes)
+        level_bytes -= sum(
+            _part_bytes(graph, tile, name)
+            for name, reader in last.items()
+            if reader == number and name not in segment.inputs and name not in tile.owned
+        )
+    return peak
+
+
+def _backward_peak(segment: Segment, tile: Tile, saved: Mapping[str, frozenset[str]]) -> int:
+    """Forward with everything that backward reads kept, then back: gradients come, what was kept goes."""
+    graph, last = segment.graph, _last_reads(segment, tile)
+    kept = {name for names in saved.values() for name in names}
+    alive: dict[str, int] = {}
+    peak = 0
+    for number, level in enumerate(tile.levels):
+        alive[_made_by(level)] = _part_bytes(graph, tile, _made_by(level))
+        peak = max(peak, sum(alive.values()))
+        for name, reader in last.items():
+            if reader == number and name not in kept:
+                alive.pop(name, None)
+    return max(peak, _way_back(segment, tile, saved, alive))
+
+
+def _way_back(
+    segment: Segment, tile: Tile, saved: Mapping[str, frozenset[str]], alive: dict[str, int]
+) -> int:
+    graph = segment.graph
+    gradients = {name: _part_bytes(graph, tile, name) for name in tile.owned if name not in segment.inputs}
+    left = [saved[level.op.id] for level in tile.levels]
+    peak = 0
+    for number in reversed(range(len(tile.levels))):
+        level = tile.levels[number]
+        for use in level.op.inputs:
+            name = _owner(graph, use.tensor)
+            if graph.tensors[name].dtype is not None and name in tile.held:
+                gradients[name] = _gradient_bytes(graph, tile, name)
+        peak = max(peak, sum(alive.values()) + sum(gradients.values()))
+        gradients.pop(_owner(graph, _made_by(level)), None)
+        for name in segment.inputs:
+            gradients.pop(name, None)
+        needed = set().union(*left[:number])
+        for name in [name for name in alive if name not in needed]:
+            del alive[name]
+    return peak
+
+
+def _gradient_bytes(graph: Graph, tile: Tile, name: str) -> int:
+    """A gradient is as large as the part it is of; that of a parameter is whole, on its way to the sum."""
+    tensor = graph.tensors[name]
+    if tensor.kind is Kind.PARAMETER:
+        return tensor.nbytes or 0
+    return _part_bytes(graph, tile, name)

@@ -1,0 +1,61 @@
+"""Can a segment be computed on this grid? If not, the first reason why."""
+
+from collections.abc import Sequence
+
+from stowplan.errors import BadUse
+from stowplan.ops.regions import Partial
+from stowplan.ops.table import shape_of, site_of
+from stowplan.ops.tiling import Part, refusal_of
+from stowplan.plan.tiles.rects import Tile, cut_tensors, tiles_of
+from stowplan.plan.tiles.segment import Segment, reduction_of
+
+
+def fitting_tiles(segment: Segment, parts: Sequence[int]) -> tuple[Tile, ...]:
+    """All tiles of the grid; BadUse says why, if one cannot be computed on its own."""
+    if refusal := _of_the_whole(segment, parts):
+        raise BadUse(refusal)
+    tiles = tuple(tiles_of(segment, parts))
+    for tile in tiles:
+        if refusal := _of_a_tile(segment, tile):
+            raise BadUse(f"not tiled: {refusal}")
+    return tiles
+
+
+def refusal(segment: Segment, parts: Sequence[int]) -> str:
+    """Why the segment cannot be computed on this grid; "" if it can."""
+    try:
+        fitting_tiles(segment, parts)
+    except BadUse as reason:
+        return str(reason)
+    return ""
+
+
+def _of_the_whole(segment: Segment, parts: Sequence[int]) -> str:
+    graph = segment.graph
+    if not segment.outputs:
+        return "not tiled: nothing outside reads what the segment makes"
+    shapes = {name: shape_of(graph.tensors[name]) for name in cut_tensors(segment)}
+    for name, shape in shapes.items():
+        if len(shape) != len(parts):
+            cut = "x".join(map(str, parts))
+            return f"not tiled: {name} of shape {shape} and the other outputs cannot be cut alike, as {cut}"
+    if segment.loss is None:
+        return ""
+    reduction = reduction_of(graph, segment.loss)
+    reduced = reduction.dims[0] if reduction else ()
+    if reduction is None or reduction.partial not in (Partial.SUM, Partial.MEAN):
+        return f"not tiled: {segment.loss.id} is neither a sum nor a mean over its tiles"
+    if any(n > 1 and dim not in reduced for dim, n in enumerate(parts)):
+        return f"not tiled: {segment.loss.id} runs over dims {reduced} alone"
+    return ""
+
+
+def _of_a_tile(segment: Segment, tile: Tile) -> str:
+    graph = segment.graph
+    for level in tile.levels:
+        part = Part(level.output, level.made, level.needs)
+        if reason := refusal_of(site_of(graph, level.op), part):
+            return reason
+    made = {level.op.outputs[level.output].tensor for level in tile.levels}
+    missing = [name for name in segment.outputs if segment.loss is None and name not in made]
+    return f"{missing[0]} is an output that no tile makes" if missing else ""

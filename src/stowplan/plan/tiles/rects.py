@@ -1,0 +1,102 @@
+"""The rectangles of one tile: what each op of a segment makes of its output, and needs for that."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stowplan.errors import BadUse
+from stowplan.geometry import Rect
+from stowplan.ir import Graph, Op
+from stowplan.ops.regions import Regions, regions_of
+from stowplan.ops.table import shape_of, site_of
+from stowplan.plan.tiles.segment import Segment, reduction_of
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One op of one tile: the part of output number `output` it makes, and per input what that needs.
+
+    `needs` are not clipped: what one has outside its tensor is padding. None: nothing of that input.
+    """
+
+    op: Op
+    output: int
+    made: Rect
+    needs: tuple[Rect | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """All levels of a tile, in order of execution, and the part that is held of every tensor."""
+
+    levels: tuple[Level, ...]
+    held: Mapping[str, Rect]
+    owned: Mapping[str, Rect]  # of what is cut: the segment's outputs, or the operands of its loss
+
+
+def cut_tensors(segment: Segment) -> tuple[str, ...]:
+    """The tensors that tiles partition: the outputs, or what the loss is taken of."""
+    return segment.outputs if segment.loss is None else (segment.loss.inputs[0].tensor,)
+
+
+def tiles_of(segment: Segment, parts: Sequence[int]) -> Iterator[Tile]:
+    """The tiles of a grid of `parts[i]` pieces along dim i of every tensor that is cut."""
+    graph = segment.graph
+    cut = cut_tensors(segment)
+    for name in cut:
+        shape = shape_of(graph.tensors[name])
+        if len(shape) != len(parts) or any(n > size for n, size in zip(parts, shape, strict=True)):
+            raise BadUse(f"{name!r} of shape {shape} cannot be cut into {'x'.join(map(str, parts))} parts")
+    grids = [Rect.of_shape(shape_of(graph.tensors[name])).split(parts) for name in cut]
+    regions = regions_by_op(segment)
+    for cells in zip(*grids, strict=True):
+        yield tile_of(segment, dict(zip(cut, cells, strict=True)), regions)
+
+
+def regions_by_op(segment: Segment) -> dict[str, Regions]:
+    """The region rules of all ops of a segment, looked up once for all its tiles."""
+    return {op.id: regions_of(site_of(segment.graph, op)) for op in segment.ops}
+
+
+def tile_of(segment: Segment, owned: Mapping[str, Rect], regions: Mapping[str, Regions]) -> Tile:
+    """The tile that makes these parts of what is cut.
+
+    Pulls through the ops from the last to the first; what has several readers is held as far as all need.
+    """
+    graph = segment.graph
+    if segment.loss is not None:
+        owned = _operands_of_loss(graph, segment.loss, owned)
+    held, levels = dict(owned), list[Level]()
+    for op in reversed(segment.ops):
+        if op is segment.loss:
+            continue
+        for level in _levels_of(op, regions[op.id], held):
+            levels.append(level)
+            for use, need in zip(op.inputs, level.needs, strict=True):
+                if need is not None:
+                    part = need.clip(shape_of(graph.tensors[use.tensor]))
+                    held[use.tensor] = part.hull(held.get(use.tensor, part))
+    return Tile(tuple(reversed(levels)), held, owned)
+
+
+def _levels_of(op: Op, regions: Regions, held: Mapping[str, Rect]) -> Iterator[Level]:
+    for position, use in enumerate(op.outputs):
+        if use.tensor in held:
+            made = held[use.tensor]
+            yield Level(op, position, made, regions.outputs[position].pull(made))
+
+
+def _operands_of_loss(graph: Graph, loss: Op, owned: Mapping[str, Rect]) -> dict[str, Rect]:
+    """The parts of scores, labels and weights that belong to a part of the scores."""
+    reduction = reduction_of(graph, loss)
+    scores = owned[loss.inputs[0].tensor]
+    dims = reduction.dims if reduction else {}
+    found: dict[str, Rect] = {}
+    for position, use in enumerate(loss.inputs):
+        lo, hi = [], []
+        for dim, size in enumerate(shape_of(graph.tensors[use.tensor])):
+            follows = dims[position].index(dim) if dim in dims.get(position, ()) else None
+            source = None if follows is None else dims[0][follows]
+            lo.append(0 if source is None else scores.lo[source])
+            hi.append(size if source is None else scores.hi[source])
+        found[use.tensor] = Rect(tuple(lo), tuple(hi))
+    return found

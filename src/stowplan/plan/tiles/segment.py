@@ -1,0 +1,97 @@
+"""Segment: a stretch of the forward half that is computed tile by tile: nothing inside is ever whole."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from stowplan.errors import BadUse
+from stowplan.ir import Graph, Op, Phase
+from stowplan.ops.regions import Reduction, regions_of
+from stowplan.ops.table import shape_of, site_of
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive forward ops. `inputs` come from outside, parameters among them; `outputs` go outside.
+
+    `apart` are ops of the stretch that are made of nothing, dropout masks and positions: they run whole and
+    in their order before the tiles, so that the same numbers are drawn. `loss` reduces what the other ops
+    make to the segment's only output: then a tile runs forward and backward at once.
+    """
+
+    graph: Graph
+    ops: tuple[Op, ...]
+    apart: tuple[Op, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    loss: Op | None = None
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """What its ops make and nobody outside sees."""
+        return tuple(name for op in self.ops for name in op.writes() if name not in self.outputs)
+
+
+def segment_of(graph: Graph, ops: Iterable[str]) -> Segment:
+    """The segment of these ops, which must follow each other in the forward half."""
+    chosen = set(ops)
+    forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
+    places = [place for place, op in enumerate(forward) if op.id in chosen]
+    if len(places) != len(chosen) or not places or places[-1] - places[0] + 1 != len(places):
+        raise BadUse("a segment is a stretch of forward ops without gaps")
+    stretch = forward[places[0] : places[-1] + 1]
+    apart = _made_of_nothing(graph, stretch)
+    tiled = tuple(op for op in stretch if op not in apart)
+    made = {name for op in tiled for name in op.writes()}
+    read = {name for op in tiled for name in _values_read(graph, op)}
+    outputs = _seen_outside(graph, tiled)
+    return Segment(
+        graph,
+        tiled,
+        apart,
+        inputs=tuple(name for name in graph.tensors if name in read - made),
+        outputs=outputs,
+        loss=tiled[-1] if tiled and _is_loss(graph, tiled[-1], outputs) else None,
+    )
+
+
+def reduction_of(graph: Graph, loss: Op) -> Reduction | None:
+    """How a loss merges its tiles; None for an op that is not one."""
+    return regions_of(site_of(graph, loss)).outputs[0].reduction
+
+
+def _is_loss(graph: Graph, op: Op, outputs: tuple[str, ...]) -> bool:
+    first = op.outputs[0].tensor
+    reduces = shape_of(graph.tensors[first]) == () and reduction_of(graph, op) is not None
+    return outputs == (first,) and reduces
+
+
+def _made_of_nothing(graph: Graph, stretch: list[Op]) -> tuple[Op, ...]:
+    """The ops that read no value but of each other."""
+    made: set[str] = set()
+    apart = []
+    for op in stretch:
+        if made.issuperset(_values_read(graph, op)):
+            made.update(op.writes())
+            apart.append(op)
+    return tuple(apart)
+
+
+def _values_read(graph: Graph, op: Op) -> set[str]:
+    """The inputs whose contents matter; a rule may say that one only tells a shape."""
+    relations = regions_of(site_of(graph, op)).outputs
+    return {
+        use.tensor
+        for position, use in enumerate(op.inputs)
+        if any(relation.needs[position] is not None for relation in relations)
+    }
+
+
+def _seen_outside(graph: Graph, tiled: tuple[Op, ...]) -> tuple[str, ...]:
+    """What others read or hold, and what nothing in the forward half reads: where it ends."""
+    inside = {op.id for op in tiled}
+    forward = [op for op in graph.ops if op.phase is not Phase.BACKWARD]
+    read_by = {op.id: _values_read(graph, op) for op in forward}
+    outside = graph.held.union(*(names for op, names in read_by.items() if op not in inside))
+    anywhere = outside.union(*read_by.values())
+    ends = {op.outputs[0].tensor for op in tiled} - anywhere
+    return tuple(name for op in tiled for name in op.writes() if name in outside or name in ends)

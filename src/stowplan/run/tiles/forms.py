@@ -1,0 +1,171 @@
+"""How each op makes a part of its output from parts of its inputs: as it is, or in another form.
+
+Padding belongs to the borders of the whole image. A window op gets what it needs clipped to the image and is
+run with the padding that this part has; where that differs between two sides, with the larger one on both,
+and the outputs that come too many are cut off. Only where strides do not allow that is a padded copy made.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stowplan.ops.tiling import AS_IS, RESHAPES
+from stowplan.run.tiles.part import LocalCall, call_with
+
+aten = torch.ops.aten
+Given: TypeAlias = Mapping[str, Any]
+Form: TypeAlias = Callable[[LocalCall, Given], Tensor]
+
+
+def run_local(call: LocalCall, values: Mapping[str, Tensor]) -> Tensor:
+    """The part that `call` makes, from what the tile holds."""
+    kind = str(call.target)
+    form = _FORMS.get(kind, _as_is if kind in AS_IS else _whole_windows)
+    made = form(call, call.given(values))
+    if tuple(made.shape) != call.shape:
+        raise RuntimeError(f"{kind} made {tuple(made.shape)} of {call.name}, not {call.shape}")
+    return made
+
+
+def _as_is(call: LocalCall, given: Given) -> Tensor:
+    made = call_with(call.target, given)
+    return made if isinstance(made, Tensor) else made[call.output]  # type: ignore[index]
+
+
+def _whole_windows(call: LocalCall, given: Given) -> Tensor:
+    """Ops that are only ever cut between samples, and do not look at how many there are."""
+    return _as_is(call, given)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Padding of the spatial dims: `both` by the op itself, `apart` by a copy; outputs start at `start`."""
+
+    both: list[int]
+    apart: list[tuple[int, int]]
+    start: list[int]
+
+    def padded(self, image: Tensor, fill: float) -> Tensor:
+        """The image with the padding that the op cannot add itself."""
+        if not any(map(any, self.apart)):
+            return image
+        flat = [side for pair in reversed(self.apart) for side in pair]
+        return F.pad(image, flat, value=fill)
+
+    def cut(self, made: Tensor, shape: Sequence[int]) -> Tensor:
+        """The outputs that were asked for."""
+        first = made.dim() - len(self.start)
+        for dim, start in enumerate(self.start, first):
+            if made.shape[dim] != shape[dim]:
+                made = made.narrow(dim, start, shape[dim])
+        return made
+
+
+def _frame(overhang: Sequence[tuple[int, int]], strides: Sequence[int], most: Sequence[int]) -> Frame:
+    """`most` is the largest padding that the op can add itself."""
+    frame = Frame([], [], [])
+    for (before, after), stride, limit in zip(overhang, strides, most, strict=True):
+        larger = max(before, after)
+        itself = larger <= limit and (larger - before) % stride == 0
+        frame.both.append(larger if itself else 0)
+        frame.apart.append((0, 0) if itself else (before, after))
+        frame.start.append((larger - before) // stride if itself else 0)
+    return frame
+
+
+def _convolution(call: LocalCall, given: Given) -> Tensor:
+    if given["transposed"]:
+        return _transposed(call, given)
+    image, stride = given["input"], given["stride"]
+    overhang = call.overhang(0)[2:]
+    frame = _frame(overhang, stride, [max(pair) for pair in overhang])
+    framed = {**given, "input": frame.padded(image, 0.0), "padding": frame.both}
+    return frame.cut(_as_is(call, framed), call.shape)
+
+
+def _transposed(call: LocalCall, given: Given) -> Tensor:
+    """Without padding all that the part's inputs add up to is made, of which the part is cut out."""
+    made, source = call.made, call.sources[0]
+    first = source.start if source else ()
+    strides, padding = given["stride"], given["padding"]
+    kernel, dilation = given["weight"].shape[2:], given["dilation"]
+    start, missing = [], []
+    for dim, stride in enumerate(strides):
+        begins = first[dim + 2] * stride - padding[dim]
+        length = (given["input"].shape[dim + 2] - 1) * stride + dilation[dim] * (kernel[dim] - 1) + 1
+        start.append(made.lo[dim + 2] - begins)
+        missing.append(max(0, made.hi[dim + 2] - begins - length))
+    bare = {**given, "padding": [0] * len(strides), "output_padding": missing}
+    return Frame([], [], start).cut(_as_is(call, bare), call.shape)
+
+
+def _max_pool(call: LocalCall, given: Given) -> Tensor:
+    kernel = given["kernel_size"]
+    frame = _frame(_spatial(call, len(kernel)), given["stride"] or kernel, [size // 2 for size in kernel])
+    image = frame.padded(given["self"], float("-inf"))
+    framed = {**given, "self": image, "padding": frame.both, "ceil_mode": False}
+    return frame.cut(_as_is(call, framed), call.shape)
+
+
+def _average_pool(call: LocalCall, given: Given) -> Tensor:
+    kernel = given["kernel_size"]
+    frame = _frame(_spatial(call, len(kernel)), given["stride"] or kernel, [size // 2 for size in kernel])
+    image = frame.padded(given["self"], 0.0)
+    framed = {**given, "self": image, "padding": frame.both, "ceil_mode": False}
+    return frame.cut(_as_is(call, framed), call.shape)
+
+
+def _spatial(call: LocalCall, count: int) -> tuple[tuple[int, int], ...]:
+    return call.overhang(0)[-count:]
+
+
+def _reshape(call: LocalCall, given: Given) -> Tensor:
+    return given["self"].reshape(call.shape)  # type: ignore[no-any-return]
+
+
+def _expand(call: LocalCall, given: Given) -> Tensor:
+    return given["self"].expand(call.shape)  # type: ignore[no-any-return]
+
+
+def _slice(_: LocalCall, given: Given) -> Tensor:
+    """What is needed begins and ends with an index that is taken."""
+    made: Tensor = aten.slice.Tensor(given["self"], given["dim"], 0, None, given["step"])
+    return made
+
+
+def _itself(_: LocalCall, given: Given) -> Tensor:
+    part: Tensor = given["self"]
+    return part
+
+
+def _select(_: LocalCall, given: Given) -> Tensor:
+    return given["self"].squeeze(given["dim"])  # type: ignore[no-any-return]
+
+
+def _pad(call: LocalCall, given: Given) -> Tensor:
+    flat = [side for pair in reversed(call.overhang(0)) for side in pair]
+    return F.pad(given["self"], flat, value=given["value"]) if any(flat) else given["self"]
+
+
+def _group_norm(call: LocalCall, given: Given) -> Tensor:
+    return _as_is(call, {**given, "N": call.shape[0]})
+
+
+_FORMS: Mapping[str, Form] = {
+    "aten.convolution.default": _convolution,
+    **dict.fromkeys(
+        ("aten.max_pool2d_with_indices.default", "aten.max_pool3d_with_indices.default"), _max_pool
+    ),
+    **dict.fromkeys(("aten.avg_pool2d.default", "aten.avg_pool3d.default"), _average_pool),
+    **dict.fromkeys(RESHAPES, _reshape),
+    **dict.fromkeys(("aten.split.Tensor", "aten.split_with_sizes.default"), _itself),
+    **dict.fromkeys(("aten.select.int", "aten.unbind.int"), _select),
+    "aten.expand.default": _expand,
+    "aten.slice.Tensor": _slice,
+    "aten.constant_pad_nd.default": _pad,
+    "aten.native_group_norm.default": _group_norm,
+}

@@ -1,0 +1,145 @@
+"""Swept: a captured step as a module again, with stretches of its forward half replaced by sweeps.
+
+Capturing it gives the graph of the step with sweeps, which is planned and run like every other.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stowplan.capture import Argument, Call, Captured, Ref, capture
+from stowplan.errors import BadUse
+from stowplan.ir import Graph, Op, Phase
+from stowplan.ops.regions import regions_of
+from stowplan.ops.table import shape_of, site_of
+from stowplan.run.binding import Binding
+from stowplan.run.tiles.operator import call_sweep
+from stowplan.run.tiles.sweep import Sweep
+
+aten = torch.ops.aten
+_PURE_BATCH_NORM = aten._native_batch_norm_legit_functional.default
+
+
+class Swept(nn.Module):
+    """Computes what `captured` computes with the parameters of `model`, sweeping where a sweep is given."""
+
+    def __init__(self, captured: Captured, model: nn.Module, sweeps: Sequence[Sweep] = ()) -> None:
+        super().__init__()
+        self.model = model
+        self._captured, self._binding = captured, Binding(captured, model)
+        self._order = tuple(_in_order(captured.graph, sweeps))
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        program, values = self._captured.program, self._binding.tensors(args, kwargs)
+        for item in self._order:
+            if isinstance(item, Sweep):
+                made = call_sweep(item, [values[name] for name in item.segment.inputs])
+                values.update(zip(item.segment.outputs, made, strict=True))
+            else:
+                values.update(_called(self._captured.graph, item, program.calls[item.id], values))
+        with torch.no_grad():
+            for buffer, value in program.updates.items():
+                if values[value] is not values[buffer]:
+                    values[buffer].copy_(values[value])
+        leaves = [values[leaf.tensor] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
+        return pytree.tree_unflatten(leaves, program.output_spec)
+
+
+def capture_swept(
+    captured: Captured,
+    model: nn.Module,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    sweeps: Sequence[Sweep],
+) -> tuple[Captured, nn.Module]:
+    """The step with these sweeps, and the module that it is bound to."""
+    swept = Swept(captured, model, sweeps)
+    return capture(swept, args, kwargs), swept
+
+
+def check_differentiable(
+    captured: Captured, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
+) -> None:
+    """BadUse if autograd, given the calls of the forward half alone, would not do what the step does.
+
+    Tiles are differentiated by autograd. A step that hides something from it, or tells it a gradient of its
+    own, has another backward half than its calls would have.
+    """
+    again, _ = capture_swept(captured, model, args, kwargs, sweeps=())
+    expected, found = _backward_types(captured.graph), _backward_types(again.graph)
+    if expected != found:
+        first = next(iter((expected - found) | (found - expected)))
+        raise BadUse(f"not tiled: the step differentiates in its own way, as {first} shows")
+
+
+def _backward_types(graph: Graph) -> Counter[str]:
+    return Counter(op.type for op in graph.ops if op.phase is Phase.BACKWARD)
+
+
+def _in_order(graph: Graph, sweeps: Sequence[Sweep]) -> Iterator[Op | Sweep]:
+    """Forward ops and sweeps in an order that can be run: a sweep stands where its last op stood."""
+    last = {sweep.segment.ops[-1].id: sweep for sweep in sweeps}
+    inside = {op.id for sweep in sweeps for op in sweep.segment.ops}
+    for op in graph.ops:
+        if op.phase is Phase.FORWARD and op.id not in inside:
+            yield op
+        elif op.id in last:
+            yield last[op.id]
+
+
+def _called(graph: Graph, op: Op, call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    given = _without_shape_givers(graph, op, values)
+    args = [_filled(value, given) for value in call.args]
+    kwargs = {name: _filled(value, given) for name, value in call.kwargs.items()}
+    written = _copied(call, args, kwargs)
+    if call.target is _PURE_BATCH_NORM:  # its own form updates the buffers where they are, as eager does
+        return _named(call, (*aten.native_batch_norm.default(*args), args[3], args[4]))
+    made = call.target(*args, **kwargs)
+    results = [made] if call.single else [*made] if isinstance(made, (tuple, list)) else []
+    return _named(call, (*results, *written))
+
+
+def _named(call: Call, results: Sequence[object]) -> dict[str, Tensor]:
+    pairs = zip(call.outputs, results, strict=True)
+    return {name: made for name, made in pairs if name is not None and isinstance(made, Tensor)}
+
+
+def _without_shape_givers(graph: Graph, op: Op, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """An input inside a segment that only tells its shape is replaced by one without contents."""
+    missing = [use.tensor for use in op.inputs if use.tensor not in values]
+    if not missing:
+        return values
+    relations = regions_of(site_of(graph, op)).outputs
+    for position, use in enumerate(op.inputs):
+        if use.tensor in missing and any(relation.needs[position] for relation in relations):
+            raise BadUse(f"{op.id} reads {use.tensor!r}, which is inside a segment")
+    like = (graph.tensors[name] for name in missing)
+    return {**values, **{t.id: torch.empty(shape_of(t), dtype=getattr(torch, str(t.dtype))) for t in like}}
+
+
+def _copied(call: Call, args: list[object], kwargs: dict[str, object]) -> list[Tensor]:
+    """Copies in place of the arguments that the target overwrites; they are its last outputs."""
+    order = [argument.name for argument in call.target._schema.arguments]
+    copies = []
+    for name in call.fresh:
+        position = order.index(name)
+        source = args[position] if position < len(args) else kwargs[name]
+        assert isinstance(source, Tensor)
+        copies.append(source.clone())
+        if position < len(args):
+            args[position] = copies[-1]
+        else:
+            kwargs[name] = copies[-1]
+    return copies
+
+
+def _filled(value: Argument, values: Mapping[str, Tensor]) -> object:
+    if isinstance(value, Ref):
+        return values[value.tensor]
+    if isinstance(value, tuple):
+        return [_filled(item, values) for item in value]
+    return value

@@ -1,0 +1,123 @@
+"""Segments run whole and in tiles, side by side."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stowplan.capture import Argument, Captured, Ref, capture
+from stowplan.ir import Phase
+from stowplan.plan.tiles.segment import Segment, segment_of
+from stowplan.run.straight import StraightStep
+from stowplan.run.tiles.sweep import Sweep
+from stowplan.run.tiles.swept import capture_swept
+
+
+def stretch(captured: Captured, first: str | None = None, last: str | None = None) -> Segment:
+    """The forward ops from `first` to `last`, both included; all of them where not told."""
+    names = [op.id for op in captured.graph.ops if op.phase is Phase.FORWARD]
+    start = 0 if first is None else names.index(first)
+    stop = len(names) if last is None else names.index(last) + 1
+    return segment_of(captured.graph, names[start:stop])
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Outputs, or the loss, and the gradients of all inputs that can have one."""
+
+    outputs: list[Tensor]
+    gradients: list[Tensor]
+
+
+def random_inputs(segment: Segment, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """Something for every input; integers are 0 or 1."""
+    torch.manual_seed(seed)
+    described = [segment.graph.tensors[name] for name in segment.inputs]
+    return [
+        torch.randn(t.shape or (), dtype=dtype) / (1 + max(0, len(t.shape or ()) - 1))
+        if getattr(torch, str(t.dtype)).is_floating_point
+        else torch.randint(0, 2, t.shape or (), dtype=getattr(torch, str(t.dtype)))
+        for t in described
+    ]
+
+
+def incoming_for(segment: Segment, dtype: torch.dtype) -> list[Tensor]:
+    """The same gradients for the outputs in every dtype."""
+    torch.manual_seed(1)
+    shapes = (segment.graph.tensors[name].shape for name in segment.outputs)
+    return [torch.randn(shape or ()).to(dtype) for shape in shapes]
+
+
+def in_tiles(sweep: Sweep, inputs: Sequence[Tensor], dtype: torch.dtype) -> Made:
+    """By the sweep."""
+    wanted = [position for position, tensor in enumerate(inputs) if tensor.is_floating_point()]
+    if sweep.segment.loss is not None:
+        loss, *gradients = sweep.loss(inputs, wanted)
+        return Made([loss], gradients)
+    incoming = incoming_for(sweep.segment, dtype)
+    return Made(sweep.forward(inputs), sweep.backward(incoming, inputs, wanted))
+
+
+def whole(captured: Captured, segment: Segment, inputs: Sequence[Tensor], dtype: torch.dtype) -> Made:
+    """By the captured calls, differentiated by autograd."""
+    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    values = dict(zip(segment.inputs, leaves, strict=True))
+    for op in segment.ops:
+        call = captured.program.calls[op.id]
+        args = [_filled(value, values) for value in call.args]
+        made = call.target(*args, **{n: _filled(v, values) for n, v in call.kwargs.items()})
+        results = [made] if call.single else made
+        values |= {n: t for n, t in zip(call.outputs, results, strict=True) if n is not None}
+    outputs = [values[name] for name in segment.outputs]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    incoming = [torch.ones_like(outputs[0])] if segment.loss else incoming_for(segment, dtype)
+    gradients = torch.autograd.grad(outputs, wanted, incoming, allow_unused=True, materialize_grads=True)
+    return Made([output.detach() for output in outputs], list(gradients))
+
+
+def _filled(value: Argument, values: Mapping[str, Tensor]) -> object:
+    if isinstance(value, Ref):
+        return values[value.tensor]
+    return [_filled(item, values) for item in value] if isinstance(value, tuple) else value
+
+
+def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest distance of a tensor to what it should be, by the norm of that."""
+    assert len(found) == len(expected)
+    return max(
+        float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def error_in_tiles(captured: Captured, segment: Segment, parts: Sequence[int]) -> float:
+    """How far a sweep is from the whole, in float64: outputs and gradients."""
+    inputs = random_inputs(segment, torch.float64)
+    expected = whole(captured, segment, inputs, torch.float64)
+    found = in_tiles(Sweep(segment, captured.program.calls, parts), inputs, torch.float64)
+    return max(
+        relative_error(found.outputs, expected.outputs), relative_error(found.gradients, expected.gradients)
+    )
+
+
+def step_in_tiles(
+    model: nn.Module, args: tuple[object, ...], *cuts: tuple[str | None, str | None, tuple[int, ...]]
+) -> StraightStep:
+    """The training step with sweeps over these stretches, each (first op, last op, parts)."""
+    captured = capture(model, args)
+    sweeps = [
+        Sweep(stretch(captured, first, last), captured.program.calls, parts) for first, last, parts in cuts
+    ]
+    with_sweeps, swept = capture_swept(captured, model, args, sweeps=sweeps)
+    return StraightStep(with_sweeps, swept)
+
+
+def gradients_of(run: object, model: nn.Module, args: tuple[object, ...]) -> tuple[Tensor, list[Tensor]]:
+    """Loss and parameter gradients of one step from a fixed state of the generator."""
+    assert callable(run)
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    loss = run(*args)
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
