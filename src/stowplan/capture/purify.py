@@ -104,7 +104,7 @@ class _Purifier:
             return
         target, full = pure_form(event.target), _spelled_out(event)
         if target is None or not self._keeps_layout(target, full, cells[0]):
-            self._make(event.target, event, cells, fresh=tuple(written))
+            self._make(event.target, event, cells, single=event.single, fresh=tuple(written))
         else:
             self._make(target, full, cells, single=True)
 
@@ -145,7 +145,7 @@ class _Purifier:
         named = {name: self._argument(value) for name, value in kwargs.items()}
         name = self._new_name(target)
         outputs = tuple(
-            None if cell is None else name if single else f"{name}.{index}"
+            None if cell is None else name if single and len(cells) == 1 else f"{name}.{index}"
             for index, cell in enumerate(cells)
         )
         call = Call(target, given, named, outputs, single, fresh)

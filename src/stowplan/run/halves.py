@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -27,4 +27,15 @@ def compiled(source: Source) -> Halves:
     scope: dict[str, object] = {"torch": torch, "ops": torch.ops, "aten": torch.ops.aten}
     code = compile(source.text, "<stowplan>", "exec")
     exec(code, scope)  # noqa: S102 -- the text is stowplan's own, made from op names, literals and checked identifiers
-    return Halves(source, scope["forward"], scope["backward"])  # type: ignore[arg-type]
+    forward, backward = cast(Forward, scope["forward"]), cast(Backward, scope["backward"])
+    return Halves(source, _below_autograd(forward), backward)
+
+
+def _below_autograd(forward: Forward) -> Forward:
+    """As kernels run in eager: some ask whether gradients are enabled, but none records anything."""
+
+    def run(primals: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+            return forward(primals)
+
+    return run
