@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from stowplan.analyse.timeline import Doing, Run, Stay, Timeline
 from stowplan.ir import Graph, Kind, Op, Role
@@ -22,6 +23,8 @@ def timeline_of_plan(plan: Plan) -> Timeline:
                 walk.run(ops[name], outputs, dict(overwrites), Doing.AGAIN)
             case Free(names):
                 walk.free(names)
+            case _:
+                assert_never(step)
     workspace = plan.pricing.workspace_bytes
     runs = (Run(r.op, r.doing, r.aside_bytes + workspace.get(r.op, 0)) for r in walk.runs)
     return Timeline(plan.graph, tuple(runs), walk.stays())

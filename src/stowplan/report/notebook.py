@@ -6,7 +6,7 @@
 
 from dataclasses import dataclass
 from html import escape
-from typing import Protocol
+from typing import Any
 
 from stowplan.report.page import Thing, page_of, subject_of
 
@@ -42,22 +42,8 @@ def _frame(page: str) -> str:
     )
 
 
-class _Formatter(Protocol):
-    def for_type_by_name(self, module: str, name: str, function: object) -> object: ...
-
-
-class _DisplayFormatter(Protocol):
-    formatters: dict[str, _Formatter]
-
-
-class Shell(Protocol):
-    """The part of IPython's shell that is used."""
-
-    display_formatter: _DisplayFormatter
-
-
-def load_ipython_extension(shell: Shell) -> None:
-    """Called by `%load_ext`."""
+def load_ipython_extension(shell: Any) -> None:
+    """Called by `%load_ext` with IPython's shell, which has no types to be named here."""
     formatter = shell.display_formatter.formatters["text/html"]
     for module, name in _SHOWN:
         formatter.for_type_by_name(module, name, lambda thing: show(thing).html)

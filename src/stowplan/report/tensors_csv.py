@@ -27,8 +27,8 @@ COLUMNS = (
 
 def tensors_csv(subject: Subject) -> str:
     """Every tensor in the graph's order. Steps count from 1; what owns no memory in the step has none."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")  # names may hold line ends
     writer.writerow(COLUMNS)
     writer.writerows(_rows(subject))
     return text.getvalue()

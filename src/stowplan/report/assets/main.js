@@ -50,16 +50,17 @@ stow.main = (() => {
 
   // The first picture and the panel at once; the rest one by one, each after what is there has been painted.
   function fill(views, below, state, frontier) {
-    const { raw } = state.model;
+    const { raw, steps } = state.model;
+    if (steps) views.append(stow.curve.mount(state).root);
     const later = [
-      () => views.append(stow.network.mount(state).root),
-      () => views.append(stow.lifetimes.mount(state).root),
-      () => views.append(stow.arena.mount(state).root),
-      () => raw.tiles && below.append(stow.tiles.mount(state)),
-      () => raw.regions && below.append(stow.regions.mount(state)),
+      () => steps && views.append(stow.network.mount(state).root),
+      () => steps && views.append(stow.lifetimes.mount(state).root),
+      () => steps && views.append(stow.arena.mount(state).root),
+      () => steps && raw.tiles && below.append(stow.tiles.mount(state)),
+      () => steps && raw.regions && below.append(stow.regions.mount(state)),
       () => frontier && below.append(stow.frontier.mount(frontier)),
       () => raw.notes.length && below.append(notes(raw.notes)),
-      () => below.append(help()),
+      () => steps && below.append(help()),
       () => performance.mark("drawn"),
     ];
     const next = () => {
@@ -80,10 +81,7 @@ stow.main = (() => {
       element("div", "along", views, stow.panel.mount(state)),
       below,
     );
-    if (state.model.steps) {
-      views.append(stow.curve.mount(state).root);
-      fill(views, below, state, data.frontier);
-    }
+    fill(views, below, state, data.frontier);
   }
 
   // The data is compressed JSON: a large step would otherwise be megabytes of text to read first.

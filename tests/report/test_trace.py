@@ -1,0 +1,119 @@
+"""Traces obey the rules of those who open them: known fields, slices that nest, counters that go forward."""
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import plan_of
+
+from stowplan.ir import Document, Graph
+from stowplan.plan.decision import Again
+from stowplan.plan.record import Record
+from stowplan.report.opening import opened
+from stowplan.report.page import Subject, subject_of
+from stowplan.report.trace import trace_of
+
+FIELDS = {
+    "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"},
+    "C": {"ph", "name", "pid", "tid", "ts", "args"},
+    "M": {"ph", "name", "pid", "tid", "args"},
+    "s": {"ph", "name", "cat", "id", "pid", "tid", "ts"},
+    "f": {"ph", "name", "cat", "id", "pid", "tid", "ts", "bp"},
+}
+
+Seeds = Callable[[str], Path]
+Event = dict[str, Any]
+
+
+def events_of(*subjects: Subject) -> list[Event]:
+    trace = json.loads(gzip.decompress(trace_of(subjects)))
+    events: list[Event] = trace["traceEvents"]
+    return events
+
+
+def check(events: list[Event]) -> None:
+    """Raises where a viewer would drop or misplace something."""
+    slices, counters, arrows = defaultdict(list), defaultdict(list), defaultdict(list)
+    for event in events:
+        assert set(event) == FIELDS[event["ph"]]
+        assert event.get("ts", 0) >= 0
+        assert event.get("dur", 0) >= 0
+        if event["ph"] == "X":
+            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+            counters[event["pid"], event["name"]].append(event["ts"])
+        elif event["ph"] in "sf":
+            arrows[event["id"]].append(event)
+    for spans in slices.values():
+        assert all(one[1] <= other[0] + 1e-6 for one, other in pairwise(sorted(spans)))
+    for times in counters.values():
+        assert times == sorted(times)
+    for start, end in arrows.values():
+        assert (start["ph"], end["ph"]) == ("s", "f")
+        assert start["ts"] < end["ts"]
+        for mark in (start, end):
+            spans = slices[mark["pid"], mark["tid"]]
+            assert any(begin <= mark["ts"] <= stop for begin, stop in spans)
+
+
+@pytest.mark.parametrize("number", ["000", "001", "002", "003", "004"])
+def test_the_trace_of_every_document_is_sound(number: str, seeds: Seeds) -> None:
+    subject = subject_of(opened(seeds(number)), number)
+    events = events_of(subject)
+    check(events)
+    assert sum(event["ph"] == "X" for event in events) >= len(subject.graph.ops)
+
+
+def test_a_profile_stands_on_its_two_clocks(seeds: Seeds) -> None:
+    events = events_of(subject_of(opened(seeds("001")), "resnet"))
+    processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert processes == ["resnet: host clock", "resnet: device clock"]
+    kernels = [event for event in events if event["ph"] == "X" and event["cat"] == "kernel"]
+    ends: defaultdict[int, float] = defaultdict(float)
+    for event in kernels:
+        ends[event["pid"]] = max(ends[event["pid"]], event["ts"] + event["dur"])
+    assert [round(end / 1000, 3) for end in ends.values()] == [3.895, 22.797]  # milliseconds
+    assert any(event["ph"] == "C" for event in events)
+
+
+def test_a_plan_has_an_arrow_for_every_tensor_made_again(seeds: Seeds) -> None:
+    plan = plan_of(seeds("000"))
+    events = events_of(subject_of(plan, "plan"))
+    check(events)
+    remade = sum(len(step.outputs) for step in plan.steps if isinstance(step, Again))
+    assert sum(event["ph"] == "s" for event in events) == remade > 0
+    memory = [sum(event["args"].values()) for event in events if event["ph"] == "C"]
+    assert max(memory) == plan.projected_peak_bytes
+
+
+def test_a_run_brings_what_it_measured(seeds: Seeds) -> None:
+    record = Record(plan_of(seeds("000")), "cpu", (1, 3, 2), (0.0, 0.1, 0.2), 0.3)
+    events = events_of(subject_of(record, "run"))
+    check(events)
+    measured = [event["args"]["bytes"] for event in events if event["name"] == "measured memory"]
+    assert measured == [1, 3, 2]
+
+
+def test_several_subjects_keep_apart(seeds: Seeds) -> None:
+    plan = plan_of(seeds("000"))
+    events = events_of(subject_of(plan, "one"), subject_of(plan, "two"))
+    check(events)
+    assert len({event["pid"] for event in events}) == 2
+
+
+def test_an_empty_graph_has_an_empty_trace() -> None:
+    check(events_of(subject_of(Document("graph", Graph({}, ())), "empty")))
+
+
+def test_the_check_itself_sees_slices_that_overlap(seeds: Seeds) -> None:
+    events = events_of(subject_of(plan_of(seeds("000")), "plan"))
+    first = next(event for event in events if event["ph"] == "X" and event["dur"])
+    first["dur"] *= 10
+    with pytest.raises(AssertionError):
+        check(events)
