@@ -69,6 +69,22 @@ class DropsTwice(Base):
         return y.sum()
 
 
+class ChoosesWhileItRuns(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.cond(x.sum() > 0, self.fc, torch.neg, (x,))
+        return y.sum()
+
+
+class SparseGradient(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x + self.table(torch.tensor([1, 2])))
+        return y.sum()
+
+
 @pytest.mark.parametrize(
     ("model", "what", "advice"),
     [
@@ -79,6 +95,8 @@ class DropsTwice(Base):
         (WritesAnAttribute, "writes into a tensor", "register_buffer"),
         (Detached, "no output depends on a parameter", "requires_grad"),
         (DropsTwice, "random numbers during backward", "checkpoint"),
+        (ChoosesWhileItRuns, "cond chooses", "in Python"),
+        (SparseGradient, "torch.sparse_coo", "sparse=False"),
     ],
 )
 def test_the_refusal_says_what_where_and_what_to_try(model: type[Base], what: str, advice: str) -> None:

@@ -76,6 +76,23 @@ def test_outputs_keep_their_structure_and_all_take_gradients() -> None:
     assert differences(TwoHeads(), (images(4, 5),), loss) == []
 
 
+def test_outputs_that_share_memory_or_come_twice() -> None:
+    class Sharing(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]  # on purpose
+            y = super().forward(x)
+            return y, y.view(-1), x, y.t(), self.weight, y, y.detach()
+
+    def loss(output: object) -> Tensor:
+        assert isinstance(output, tuple)
+        assert [tensor.requires_grad for tensor in output] == [True, True, False, True, True, True, False]
+        y, flat, x, turned, weight, again, detached = output
+        total: Tensor = y.sin().sum() + flat.cos().sum() + (x * x).sum() + turned.exp().sum()
+        total = total + (weight * weight).sum() + (again * detached).sum()
+        return total
+
+    assert differences(Sharing(4, 4), (images(2, 4),), loss) == []
+
+
 def test_arguments_by_name_and_inputs_that_want_gradients() -> None:
     model, x = TwoHeads(), images(4, 5).requires_grad_()
     straight = StraightStep(capture(model, (x,), {"scale": 3.0}), model)

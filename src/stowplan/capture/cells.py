@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stowplan.errors import CaptureError
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -77,6 +79,11 @@ class StorageBook:
 
     def cell_of(self, tensor: Tensor, *, born: int = -1) -> Cell:
         """The cell of `tensor`; a storage seen for the first time is entered as born then."""
+        if tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"a tensor of shape {tuple(tensor.shape)} has the layout {tensor.layout}",
+                advice="only dense tensors are supported: embeddings take sparse=False",
+            )
         return Cell(
             self._number_of(tensor.untyped_storage(), born),
             tuple(tensor.shape),

@@ -48,6 +48,7 @@ class Lowering:
             inputs=tuple(None if cell is None else self._ids[cell] for cell in recording.inputs),
             input_spec=recording.input_spec,
             outputs=self._pure.outputs,
+            attached=recording.attached,
             output_spec=recording.output_spec,
             tangents=tuple(None if cell is None else self._ids[cell] for cell in recording.tangents),
             gradients=self._pure.gradients,

@@ -47,7 +47,8 @@ class Program:
     Tensors are named by their ids in the graph. `parameters` and `buffers` give every name that the model has
     for a tensor, `inputs` and `tangents` are by position among the leaves of the arguments and of the outputs
     (None: not a tensor, or no gradient comes in there). `outputs` are the leaves of what the step returns: a
-    Ref, or a value that is always the same. `gradients` maps what was differentiated to its gradient.
+    Ref, or a value that is always the same; those that are `attached` take part in autograd. `gradients` maps
+    what was differentiated to its gradient, `updates` what was there before to its new contents.
     """
 
     calls: Mapping[str, Call]
@@ -57,6 +58,7 @@ class Program:
     inputs: tuple[str | None, ...]
     input_spec: TreeSpec
     outputs: tuple[object, ...]
+    attached: tuple[bool, ...]
     output_spec: TreeSpec
     tangents: tuple[str | None, ...]
     gradients: Mapping[str, str]

@@ -64,6 +64,7 @@ class _Recorder:
             inputs=tuple(self._cell(leaf) if isinstance(leaf, Tensor) else None for leaf in self._inputs),
             input_spec=self._input_spec,
             outputs=tuple(self._cell(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs),
+            attached=tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs),
             output_spec=output_spec,
             tangents=tuple(None if tangent is None else self._cell(tangent) for tangent in tangents),
             gradients={
@@ -115,7 +116,7 @@ class _Recorder:
 
     def _backward(self, outputs: Sequence[object]) -> list[Tensor | None]:
         """Differentiate, and return the gradients that came in for the outputs."""
-        differentiated = _differentiated(outputs)
+        differentiated = self._differentiated(outputs)
         tangents = [
             self._tangent(differentiated[position]) if position in differentiated else None
             for position in range(len(outputs))
@@ -137,14 +138,19 @@ class _Recorder:
                 output.shape, output.stride(), dtype=output.dtype, device=output.device
             )
 
+    def _differentiated(self, outputs: Sequence[object]) -> dict[int, Tensor]:
+        """The outputs gradients come in for: all that can have one, or only the loss if it is among them.
 
-def _differentiated(outputs: Sequence[object]) -> dict[int, Tensor]:
-    """The outputs gradients come in for: all that can have one, or only the loss if it is among them."""
-    able = {p: leaf for p, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad}
-    losses = {position: leaf for position, leaf in able.items() if leaf.dim() == 0}
-    if not able:
-        raise CaptureError(
-            "no output depends on a parameter that wants a gradient",
-            advice="check requires_grad, torch.no_grad and what the model returns",
-        )
-    return losses if len(losses) == 1 else able
+        What is returned twice is one output: its gradient comes in once.
+        """
+        able: dict[Cell, tuple[int, Tensor]] = {}
+        for position, leaf in enumerate(outputs):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                able.setdefault(self._cell(leaf), (position, leaf))
+        if not able:
+            raise CaptureError(
+                "no output depends on a parameter that wants a gradient",
+                advice="check requires_grad, torch.no_grad and what the model returns",
+            )
+        losses = {position: leaf for position, leaf in able.values() if leaf.dim() == 0}
+        return losses if len(losses) == 1 else dict(able.values())

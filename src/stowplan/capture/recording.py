@@ -44,8 +44,9 @@ class Recording:
     """The events in order, backward from `turn` on; storages' lifetimes by number; the ends of the step.
 
     `inputs` and `outputs` are the leaves of the arguments and of what the step returns, tensors as cells;
-    `tangents` stand beside the outputs that they are gradients of. `constants` are the tensors of the user's
-    code that are none of these. `replaced` are buffers that the model bound to a new tensor.
+    `attached` outputs are part of autograd's graph, `tangents` are the gradients of those differentiated.
+    `constants` are tensors of the user's code that are none of these. `replaced` are buffers that the model
+    bound to a new tensor.
     """
 
     events: tuple[Event, ...]
@@ -56,6 +57,7 @@ class Recording:
     inputs: tuple[Cell | None, ...]
     input_spec: pytree.TreeSpec
     outputs: tuple[object, ...]
+    attached: tuple[bool, ...]
     output_spec: pytree.TreeSpec
     tangents: tuple[Cell | None, ...]
     gradients: Mapping[Cell, Cell]

@@ -41,6 +41,8 @@ class Event:
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
     """Writes down each op as an Event, and when each storage comes and goes."""
 
+    supports_higher_order_operators = True  # so that they come here, to be refused
+
     def __init__(self, rehearsal: Rehearsal, origins: Origins) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # so is this
         self.events: list[Event] = []
@@ -58,7 +60,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if not isinstance(func, OpOverload):
-            raise CaptureError(f"{func} is an operator of higher order, which cannot be followed inside")
+            raise CaptureError(
+                f"{func} chooses or repeats parts of the step while it runs",
+                advice="decide in Python, before the step, or unroll it",
+            )
         given = dict(kwargs or {})
         if not returns_tensors(func) and not written_names(func):
             return self._rehearsal.run(func, args, given)

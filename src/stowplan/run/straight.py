@@ -1,6 +1,6 @@
 """The captured step as straight-line code: called like the model, differentiable like it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +36,9 @@ class StraightStep:
         self.source = source.text
         outside = (*source.forward_primals, *source.backward_primals, *captured.program.gradients)
         self._primals = tuple(dict.fromkeys(name for name in outside if self._binding.has(name)))
-        tangents = dict(zip(captured.program.outputs, captured.program.tangents, strict=True))
-        self._differentiated = tuple(tangents[Ref(name)] is not None for name in source.outputs)
+        leaves = zip(captured.program.outputs, captured.program.tangents, strict=True)
+        expected = {leaf for leaf, tangent in leaves if isinstance(leaf, Ref) and tangent is not None}
+        self._differentiated = tuple(Ref(name) in expected for name in source.outputs)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """What the model returns for these arguments, which must look like those it was captured with."""
@@ -49,5 +50,13 @@ class StraightStep:
             name: _call_latch(run, position, output) if output.requires_grad and output.dim() else output
             for position, (name, output) in enumerate(zip(self._halves.source.outputs, made, strict=True))
         }
-        leaves = [outputs[leaf.tensor] if isinstance(leaf, Ref) else leaf for leaf in self._program.outputs]
-        return pytree.tree_unflatten(leaves, self._program.output_spec)
+        return pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
+
+    def _leaves(self, outputs: Mapping[str, Tensor]) -> list[object]:
+        """What the caller gets: a tensor that eager would return detached is so here."""
+        return [
+            (outputs[leaf.tensor] if attached else outputs[leaf.tensor].detach())
+            if isinstance(leaf, Ref)
+            else leaf
+            for leaf, attached in zip(self._program.outputs, self._program.attached, strict=True)
+        ]
