@@ -3,12 +3,13 @@
     python -m benchmarks.projection [--size real] [--optimizers] [NET ...]
 
 Peaks are in bytes of an eager step, from the third column on as errors: of the graph alone, with the table of
-workspaces (nothing ran), with the probe. Times are the least of several steps and the sum over probed ops.
+workspaces (nothing ran), with the probe. Times are the median of several steps and the sum over probed ops.
 """
 
 import argparse
 import time
 from collections.abc import Iterator
+from statistics import median
 from typing import Literal
 
 import torch
@@ -43,7 +44,7 @@ def step_lines(name: str, size: Literal["tiny", "real"]) -> Iterator[str]:
     """Peaks and times of forward and backward."""
     example = NETS[name].build(size)
     captured, probed = _known(example)
-    seconds = min(_timed_step(example) for _ in range(_STEPS))
+    seconds = median(_timed_step(example) for _ in range(_STEPS))
     peak = _measured(example, None)
     projected = (
         captured.eager.peak_bytes(known)
@@ -88,10 +89,11 @@ def _step(example: Example, optimizer: Optimizer | None = None) -> Tensor:
 
 
 def _timed_step(example: Example) -> float:
+    """Processor time, for the machine may be shared. Backward runs on a thread of its own."""
     example.model.zero_grad()
-    started = time.perf_counter()
+    started = time.process_time()
     _step(example)
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def _measured(example: Example, optimizer: Optimizer | None) -> int:

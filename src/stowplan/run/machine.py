@@ -9,7 +9,7 @@ import torch
 
 from stowplan.plan.pricing import Machine
 from stowplan.run.probe_cache import Platform, ProbeCache
-from stowplan.run.timing import least_seconds
+from stowplan.run.timing import median_seconds
 
 USER_CACHE = ProbeCache()
 _SIDE = 768  # of the matrices multiplied: large enough to be arithmetic alone
@@ -41,12 +41,12 @@ def measure_machine(device: torch.device | str = "cpu", *, cache: ProbeCache | N
 
 
 def _measured(device: torch.device) -> Machine:
-    left, right = (torch.rand(_SIDE, _SIDE, device=device) for _ in range(2))
+    left, right = (torch.full((_SIDE, _SIDE), 0.5, device=device) for _ in range(2))
     source = torch.zeros(_COPIED_BYTES // 4, device=device)
     target, scalar = torch.zeros_like(source), torch.zeros((), device=device)
 
     def seconds(run: Callable[[], object]) -> float:
-        return least_seconds(run, device, repeats=7)
+        return median_seconds(run, device, repeats=7)
 
     with torch.no_grad():
         return Machine(

@@ -1,25 +1,37 @@
-"""Timing a call. The least of several times is kept: whatever else a machine does only adds to it."""
+"""Timing a call: several times, the median of them, and not much longer than it is worth."""
 
 import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     """How long one call takes, until the device has done it and its result is let go of."""
-    started = time.perf_counter()
+    clock = clock_of(device)
+    started = clock()
     run()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-    return time.perf_counter() - started
+    return clock() - started
 
 
-def least_seconds(
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Work on a single thread is timed by the thread's own clock, which stands still while others run."""
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if is_alone else time.perf_counter
+
+
+def median_seconds(
     run: Callable[[], object], device: torch.device, *, repeats: int, limit_seconds: float = 1.0
 ) -> float:
-    """The least of `repeats` calls, or of as many as begin within `limit_seconds`. The first warms up."""
-    times = [seconds_of(run, device)]
-    while len(times) <= repeats and sum(times) < limit_seconds:
+    """The median of `repeats` calls, or of as many as begin within `limit_seconds`, after a first to warm up.
+
+    If that one took all the time, it is the answer.
+    """
+    first = seconds_of(run, device)
+    times: list[float] = []
+    while len(times) < repeats and first + sum(times) < limit_seconds:
         times.append(seconds_of(run, device))
-    return min(times)
+    return median(times or [first])

@@ -10,7 +10,7 @@ from stowplan.run.measure import measure
 from stowplan.run.operands import call_on, operands_of
 from stowplan.run.probe_cache import Cost
 from stowplan.run.signature import Signature
-from stowplan.run.timing import least_seconds, seconds_of
+from stowplan.run.timing import median_seconds, seconds_of
 
 OP_LIMIT_SECONDS = 0.5  # an op that takes longer is run twice in all
 _ROOM = 4  # results and workspace may be larger than the operands: so many times their bytes must be free
@@ -30,8 +30,8 @@ def cost_of(signature: Signature, device: torch.device, *, repeats: int) -> Cost
 def _tried(signature: Signature, device: torch.device, repeats: int) -> Cost:
     operands = operands_of(signature)
     run = call_on(signature, operands)
-    seconds = least_seconds(run, device, repeats=repeats, limit_seconds=OP_LIMIT_SECONDS)
-    # Measured last: a first call also chooses kernels and builds what they keep.
+    seconds = median_seconds(run, device, repeats=repeats, limit_seconds=OP_LIMIT_SECONDS)
+    # Memory comes last, for a first call also builds what kernels keep; a slow op is timed here again, warm.
     measured = measure(lambda: seconds_of(run, device), device=device, before=operands)
     return Cost(min(seconds, measured.result), measured.measured_rise_bytes)
 
