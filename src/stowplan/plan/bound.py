@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
 _CUTS = 8
+_LARGE = 1500  # droppable values from which on the bound stays fractional
 _NODES = 200  # of the branching: a limit in seconds would make plans differ from run to run
 
 
@@ -33,7 +34,10 @@ def bound_of(problem: Problem, allowed_bytes: int) -> float:
     over = [op for op in range(problem.turn, len(curve)) if curve[op] > allowed_bytes]
     highest = sorted(over, key=lambda op: -curve[op])
     cuts = sorted({*highest[:2], *highest[:: max(1, len(over) // _CUTS)]})
-    by_seconds = sorted(cuts, key=lambda cut: -crossing_at(problem, cut, allowed_bytes).seconds)
+    relaxed = {cut: crossing_at(problem, cut, allowed_bytes).seconds for cut in cuts}
+    by_seconds = sorted(cuts, key=lambda cut: -relaxed[cut])
+    if sum(problem.droppable) > _LARGE:
+        return max(relaxed.values(), default=0.0)
     return max(
         (crossing_at(problem, cut, allowed_bytes, whole=True).seconds for cut in by_seconds[:2]), default=0.0
     )

@@ -28,6 +28,8 @@ from stowplan.plan.ledger import Gaps, Ledger, State
 from stowplan.plan.problem import Problem
 
 _ANCHORS = 16  # budgets that get a start of their own
+_LARGE = 3000  # gaps from which on starts are fewer, and rounded from a fractional optimum
+_ANCHORS_OF_LARGE = 6
 _SETTLED = 0.001  # of the plain step: so near to the bound, a budget needs no further search
 _SWEEPS = 6
 _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
@@ -66,8 +68,9 @@ def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
     search = _Search(problem)
     if search.has_room():
         total = default_moves(problem) if moves is None else moves
-        anchors = [(number + 1) / (_ANCHORS + 1) for number in range(_ANCHORS)]
-        settled = [search.start_at(share, moves=total // 4 // _ANCHORS) for share in anchors]
+        count = _ANCHORS_OF_LARGE if search.is_large() else _ANCHORS
+        anchors = [(number + 1) / (count + 1) for number in range(count)]
+        settled = [search.start_at(share, moves=total // 4 // count) for share in anchors]
         stretches = _unsettled([0.0, *anchors, 1.0], [True, *settled, False])
         for number in range(_SWEEPS):
             search.sweep(
@@ -79,7 +82,7 @@ def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
 
 def default_moves(problem: Problem) -> int:
     """Enough to settle small graphs, and a bounded time on large ones."""
-    return max(16_000, 64_000 - 40 * len(problem.reads))
+    return max(12_000, 64_000 - 40 * len(problem.reads))
 
 
 def _unsettled(shares: list[float], settled: list[bool]) -> list[tuple[float, float]]:
@@ -120,18 +123,23 @@ class _Search:
         """Whether the peak is above the floor, and so can be lowered at all."""
         return self._floor_bytes < self._plain_bytes and any(self._ledger.problem.droppable)
 
+    def is_large(self) -> bool:
+        """Whether optima in whole numbers would take too long."""
+        return len(self._gaps.value_of) > _LARGE
+
     def start_at(self, share: float, moves: int) -> bool:
         """Take the best crossing of the plain peak for a budget this far down, and anneal from there.
 
         Says whether that met the bound, so that there is nothing left to gain.
         """
         budget = self._budget_at(share)
-        crossing = crossing_at(self._ledger.problem, self._cut, int(budget), whole=True)
+        crossing = crossing_at(self._ledger.problem, self._cut, int(budget), whole=not self.is_large())
         for value in set(self._gaps.value_of):
             crossed = self._gaps.at(value, self._cut + 1)
             drop = value not in crossing.kept and crossed + 1 < self._gaps.first[value + 1]
-            for gap, state in self._whole_value(crossed, self._dropped(value) if drop else State.KEEP):
-                self._set(gap, state)
+            state = self._dropped(value, crossing.kept) if drop else State.KEEP
+            for gap, wanted in self._whole_value(crossed, state):
+                self._set(gap, wanted)
         self._ledger.commit()
         for _ in range(_CHUNKS):
             if self._is_settled(budget, crossing.seconds):
@@ -181,10 +189,13 @@ class _Search:
     def _budget_at(self, share: float) -> float:
         return self._plain_bytes + share * (self._floor_bytes - self._plain_bytes)
 
-    def _dropped(self, value: int) -> State:
-        """Cheap values are made for each reader, others once."""
+    def _dropped(self, value: int, kept: frozenset[int]) -> State:
+        """Values that are made cheaply from what is kept are made for each reader, others once."""
         problem = self._ledger.problem
-        return State.EACH if problem.seconds[problem.producer[value]] < _CHEAP * self._warmth else State.HOLD
+        maker = problem.producer[value]
+        at_hand = all(read in kept or not problem.droppable[read] for read in problem.reads[maker])
+        cheap = problem.seconds[maker] < _CHEAP * self._warmth
+        return State.EACH if cheap and at_hand else State.HOLD
 
     def _anneal(self, budgets: list[float], cooling: float) -> None:
         """One move per budget; a move that makes things worse may stay while it is warm."""
