@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from stowplan import api
 from stowplan.cli.main import main
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -31,9 +30,28 @@ def test_the_output_is_what_the_command_prints(example: str, capsys: pytest.Capt
     assert capsys.readouterr().out.startswith(block[2])
 
 
-def test_the_python_lines_run(example: str) -> None:
-    inspection = api.inspect(example, saved="retain")
+_BEFORE = """
+import torch
+from torch import nn
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, images, labels):
+        return nn.functional.cross_entropy(self.network(images), labels)
+
+
+model, images, labels = Classifier(), torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
+"""
+
+
+@pytest.mark.torch
+def test_the_python_lines_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lines = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert lines is not None
-    done = subprocess.run([sys.executable, "-c", lines[1]], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{inspection.facts.peak.bytes} {inspection.facts.lower_bound_bytes}\n"
+    after = "assert all(parameter.grad is not None for parameter in model.parameters())"
+    subprocess.run([sys.executable, "-c", f"{_BEFORE}\n{lines[1]}\n{after}"], check=True)
