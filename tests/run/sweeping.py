@@ -109,8 +109,7 @@ def step_in_tiles(
     sweeps = [
         Sweep(stretch(captured, first, last), captured.program.calls, parts) for first, last, parts in cuts
     ]
-    with_sweeps, swept = capture_swept(captured, model, args, sweeps=sweeps)
-    return StraightStep(with_sweeps, swept)
+    return StraightStep(capture_swept(captured, model, args, sweeps=sweeps), model)
 
 
 def gradients_of(run: object, model: nn.Module, args: tuple[object, ...]) -> tuple[Tensor, list[Tensor]]:

@@ -65,6 +65,8 @@ def test_a_sweep_is_one_line_of_source() -> None:
     assert len(lines) == 2
     assert all("'convolution to max_pool2d_with_indices in 1x1x2x2 tiles (" in line for line in lines)
     assert step.source.count("aten.convolution.default(") == 11  # of thirteen
+    assert "# network.features.0  vgg.py:" in step.source
+    assert "swept.py" not in step.source
 
 
 @pytest.mark.parametrize("name", ["unet", "vgg16", "resnet50", "gpt", "llama", "vit", "diffusion"])

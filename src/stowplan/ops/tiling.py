@@ -38,17 +38,18 @@ def no_form(site: Site) -> Refusal:
 refusal_rules: Table[Refusal] = Table("tiles", default=no_form)
 
 
-def refusal_of(site: Site, part: Part) -> str:
-    """Why the op cannot make this part from what it needs; "" if it can."""
-    regions = regions_of(site)
-    if regions.barrier:
-        return regions.barrier
+def refusal_of(site: Site) -> Refusal:
+    """Tells of a part why the op cannot make it from what it needs; "" if it can."""
+    barrier = regions_of(site).barrier
+    if barrier:
+        return lambda _: barrier
     if site.op.type.startswith("aten.") and effect_of(site) & Effect.RANDOM:
-        return f"{site.op.id} draws random numbers, which tiles would draw in another order"
-    return refusal_rules(site)(part) or _inner_padding(site, part)
+        return lambda _: f"{site.op.id} draws random numbers, which tiles would draw in another order"
+    rule = refusal_rules(site)
+    return lambda part: rule(part) or _only_padding(site, part)
 
 
-def _inner_padding(site: Site, part: Part) -> str:
+def _only_padding(site: Site, part: Part) -> str:
     """Every input that is needed must be there at least in part."""
     for tensor, need in zip(site.inputs, part.needs, strict=True):
         if need is not None and need.clip(shape_of(tensor)).is_empty:

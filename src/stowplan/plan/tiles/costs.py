@@ -1,5 +1,6 @@
 """What a sweep costs: the work of its tiles against computing the segment once, and the peak in a tile."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,29 +39,27 @@ def costs_of_sweep(segment: Segment, tiles: Sequence[Tile]) -> SweepCosts:
     macs = {op.id: macs_of(site_of(graph, op)) for op in segment.ops}
     work = _work(segment, tiles)
     saved = _saved_by_op(segment)
+    unlike = {tuple(level.made.shape for level in tile.levels): tile for tile in tiles}.values()
     return SweepCosts(
         tiles=len(tiles),
         work=work,
         forward_macs=round(sum(macs[op] * share for op, share in work.items())),
         untiled_macs=sum(macs.values()),
-        forward_peak_bytes=max((_forward_peak(segment, tile) for tile in tiles), default=0),
-        backward_peak_bytes=max((_backward_peak(segment, tile, saved) for tile in tiles), default=0),
+        forward_peak_bytes=max((_forward_peak(segment, tile) for tile in unlike), default=0),
+        backward_peak_bytes=max((_backward_peak(segment, tile, saved) for tile in unlike), default=0),
     )
 
 
 def _work(segment: Segment, tiles: Iterable[Tile]) -> dict[str, float]:
     made = dict.fromkeys((op.id for op in segment.ops), 0.0)
     for tile in tiles:
+        outputs = Counter(level.op.id for level in tile.levels)
         for level in tile.levels:
             whole = Rect.of_shape(shape_of(segment.graph.tensors[_made_by(level)])).volume
-            made[level.op.id] += level.made.volume / max(1, whole) / _outputs_made(tile, level)
+            made[level.op.id] += level.made.volume / max(1, whole) / outputs[level.op.id]
     if segment.loss is not None:
         made[segment.loss.id] = 1.0
     return made
-
-
-def _outputs_made(tile: Tile, level: Level) -> int:
-    return sum(other.op is level.op for other in tile.levels)
 
 
 def _made_by(level: Level) -> str:

@@ -1,11 +1,11 @@
 """Can a segment be computed on this grid? If not, the first reason why."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from stowplan.errors import BadUse
 from stowplan.ops.regions import Partial
 from stowplan.ops.table import shape_of, site_of
-from stowplan.ops.tiling import Part, refusal_of
+from stowplan.ops.tiling import Part, Refusal, refusal_of
 from stowplan.plan.tiles.rects import Tile, cut_tensors, tiles_of
 from stowplan.plan.tiles.segment import Segment, reduction_of
 
@@ -15,8 +15,9 @@ def fitting_tiles(segment: Segment, parts: Sequence[int]) -> tuple[Tile, ...]:
     if refusal := _of_the_whole(segment, parts):
         raise BadUse(refusal)
     tiles = tuple(tiles_of(segment, parts))
+    rules = {op.id: refusal_of(site_of(segment.graph, op)) for op in segment.ops}
     for tile in tiles:
-        if refusal := _of_a_tile(segment, tile):
+        if refusal := _of_a_tile(segment, tile, rules):
             raise BadUse(f"not tiled: {refusal}")
     return tiles
 
@@ -50,11 +51,9 @@ def _of_the_whole(segment: Segment, parts: Sequence[int]) -> str:
     return ""
 
 
-def _of_a_tile(segment: Segment, tile: Tile) -> str:
-    graph = segment.graph
+def _of_a_tile(segment: Segment, tile: Tile, rules: Mapping[str, Refusal]) -> str:
     for level in tile.levels:
-        part = Part(level.output, level.made, level.needs)
-        if reason := refusal_of(site_of(graph, level.op), part):
+        if reason := rules[level.op.id](Part(level.output, level.made, level.needs)):
             return reason
     made = {level.op.outputs[level.output].tensor for level in tile.levels}
     missing = [name for name in segment.outputs if segment.loss is None and name not in made]

@@ -1,10 +1,14 @@
-"""Swept: a captured step as a module again, with stretches of its forward half replaced by sweeps.
+"""A captured step with stretches of its forward half replaced by sweeps, captured once more.
 
-Capturing it gives the graph of the step with sweeps, which is planned and run like every other.
+What comes out is the graph of a step like any other: it is priced, planned and run as if the user had written
+the sweeps.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import wraps
 
 import torch
 from torch import Tensor, nn
@@ -23,31 +27,6 @@ aten = torch.ops.aten
 _PURE_BATCH_NORM = aten._native_batch_norm_legit_functional.default
 
 
-class Swept(nn.Module):
-    """Computes what `captured` computes with the parameters of `model`, sweeping where a sweep is given."""
-
-    def __init__(self, captured: Captured, model: nn.Module, sweeps: Sequence[Sweep] = ()) -> None:
-        super().__init__()
-        self.model = model
-        self._captured, self._binding = captured, Binding(captured, model)
-        self._order = tuple(_in_order(captured.graph, sweeps))
-
-    def forward(self, *args: object, **kwargs: object) -> object:
-        program, values = self._captured.program, self._binding.tensors(args, kwargs)
-        for item in self._order:
-            if isinstance(item, Sweep):
-                made = call_sweep(item, [values[name] for name in item.segment.inputs])
-                values.update(zip(item.segment.outputs, made, strict=True))
-            else:
-                values.update(_called(self._captured.graph, item, program.calls[item.id], values))
-        with torch.no_grad():
-            for buffer, value in program.updates.items():
-                if values[value] is not values[buffer]:
-                    values[buffer].copy_(values[value])
-        leaves = [values[leaf.tensor] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
-        return pytree.tree_unflatten(leaves, program.output_spec)
-
-
 def capture_swept(
     captured: Captured,
     model: nn.Module,
@@ -55,10 +34,11 @@ def capture_swept(
     kwargs: Mapping[str, object] | None = None,
     *,
     sweeps: Sequence[Sweep],
-) -> tuple[Captured, nn.Module]:
-    """The step with these sweeps, and the module that it is bound to."""
-    swept = Swept(captured, model, sweeps)
-    return capture(swept, args, kwargs), swept
+) -> Captured:
+    """The step with these sweeps; like the step itself, it is bound to `model`."""
+    order = tuple(_in_order(captured.graph, sweeps))
+    found = capture(_swept(captured, model, order), args, kwargs)
+    return replace(found, graph=_with_origins(found.graph, order))
 
 
 def check_differentiable(
@@ -69,11 +49,64 @@ def check_differentiable(
     Tiles are differentiated by autograd. A step that hides something from it, or tells it a gradient of its
     own, has another backward half than its calls would have.
     """
-    again, _ = capture_swept(captured, model, args, kwargs, sweeps=())
+    again = capture_swept(captured, model, args, kwargs, sweeps=())
     expected, found = _backward_types(captured.graph), _backward_types(again.graph)
     if expected != found:
         first = next(iter((expected - found) | (found - expected)))
         raise BadUse(f"not tiled: the step differentiates in its own way, as {first} shows")
+
+
+def _swept(captured: Captured, model: nn.Module, order: Sequence[Op | Sweep]) -> nn.Module:
+    """The model with another forward: the captured calls, one after the other, and the sweeps."""
+
+    @wraps(type(model).forward)
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+        return _run(captured, Binding(captured, self).tensors(args, kwargs), order)
+
+    swept = copy(model)
+    swept.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})
+    for name, value in vars(swept).items():
+        if name.endswith("_hooks") and "forward" in name:  # they run around the step, not in it
+            vars(swept)[name] = type(value)()
+    return swept
+
+
+def _run(captured: Captured, values: dict[str, Tensor], order: Sequence[Op | Sweep]) -> object:
+    program = captured.program
+    for item in order:
+        if isinstance(item, Sweep):
+            made = call_sweep(item, [values[name] for name in item.segment.inputs])
+            values.update(zip(item.segment.outputs, made, strict=True))
+        else:
+            values.update(_called(captured.graph, item, program.calls[item.id], values))
+    with torch.no_grad():
+        for buffer, value in program.updates.items():
+            if values[value] is not values[buffer]:
+                values[buffer].copy_(values[value])
+    leaves = [values[leaf.tensor] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
+    return pytree.tree_unflatten(leaves, program.output_spec)
+
+
+def _with_origins(graph: Graph, order: Sequence[Op | Sweep]) -> Graph:
+    """The graph with the user's modules and lines, which forward ops have in the order they were run."""
+    waiting = list(order)
+    told: dict[str, Op] = {}
+    for op in graph.ops:
+        place = next((n for n, item in enumerate(waiting) if _is_same(op, item)), None)
+        if op.phase is Phase.FORWARD and place is not None:
+            item = waiting[place]
+            told[op.id] = item.segment.ops[0] if isinstance(item, Sweep) else item
+            del waiting[: place + 1]
+    sources = (told.get(op.adjoint_of or op.id) for op in graph.ops)
+    ops = (
+        replace(op, scope=source.scope if source else "", source=source.source if source else "")
+        for op, source in zip(graph.ops, sources, strict=True)
+    )
+    return replace(graph, ops=tuple(ops))
+
+
+def _is_same(op: Op, item: Op | Sweep) -> bool:
+    return op.attributes.get("name") == item.name if isinstance(item, Sweep) else op.type == item.type
 
 
 def _backward_types(graph: Graph) -> Counter[str]:
