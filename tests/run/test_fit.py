@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.nets import NETS
+from chains import MOVES, Chain
 from side_by_side import different, scalar, trained
 from torch import Tensor, nn
 
@@ -26,7 +27,6 @@ from stowplan.run.straight import StraightStep
 pytestmark = pytest.mark.torch
 
 SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3)  # of the peak in eager
-MOVES = 300  # any plan will do, if it is small enough
 
 # Larger than tiny where activations would not outweigh parameters: there must be something to decide.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -59,23 +59,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class Chain(nn.Module):
-    """Blocks wide enough for a choice, with draws and statistics in them."""
-
-    def __init__(self, blocks: int = 4, *, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(
-            *(
-                nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(dropout))
-                for _ in range(blocks)
-            )
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.blocks(x).square().mean()
-        return loss
 
 
 def plans_by_budget(planner: Planner) -> dict[int, Plan]:
@@ -146,7 +129,7 @@ def test_a_fitted_model_is_the_model() -> None:
 
 
 def test_a_new_shape_is_planned_once() -> None:
-    model = Chain()
+    model = Chain(dropout=0.1)
     fitted = fit(copy.deepcopy(model), (images(64, 16),), budget="1GiB", moves=MOVES)
     for rows in (64, 32, 64, 32):
         args = (images(rows, 16),)

@@ -5,7 +5,6 @@ buffers, submodules and state_dict, and differs in `forward` alone. For every ne
 dtypes, modes) the step is captured, priced and planned once; after that the plan's own code runs.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -53,8 +52,7 @@ def fit(
     refuse_wrapped(model)
     allowed = parse_bytes(budget) - parse_bytes(reserve)
     fitting = Fitting(type(model).forward, allowed, tuple(allow), progress, moves)
-    fitted = copy.copy(model)
-    fitted.__class__ = type(f"Fitted{type(model).__name__}", (_Fitted, type(model)), {})
+    fitted: Model = _seen_as(type(f"Fitted{type(model).__name__}", (_Fitted, type(model)), {}), model)
     fitted.__dict__["_fitting"] = fitting
     with torch.enable_grad():
         fitting.step_for(fitted, args, dict(kwargs or {}))
@@ -188,12 +186,18 @@ def is_random(graph: Graph, op: Op) -> bool:
 
 def _plain(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     """The fitted model as it was before, to be captured. Its own hooks are run around the step, not in it."""
-    plain = copy.copy(model)
-    plain.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})
+    plain: nn.Module = _seen_as(type(type(model).__name__, (type(model),), {"forward": forward}), model)
     for name, value in vars(plain).items():
         if name.endswith("_hooks") and "forward" in name:
             vars(plain)[name] = type(value)()
     return plain
+
+
+def _seen_as(kind: type, model: nn.Module) -> Any:
+    """The model's own parts as an instance of another class. Nothing of the class is run, as a copy would."""
+    seen: object = object.__new__(kind)
+    vars(seen).update(vars(model))
+    return seen
 
 
 def kind_of_call(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
