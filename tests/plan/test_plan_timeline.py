@@ -10,11 +10,12 @@ from small_steps import training_step, uneven_prices
 
 from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.formats import chainer
+from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use
 from stowplan.plan.decision import Again, Free
 from stowplan.plan.make import Planner
 from stowplan.plan.plan import Plan
-from stowplan.plan.pricing import price_by_macs
-from stowplan.plan.timeline import timeline_of_plan
+from stowplan.plan.pricing import Basis, Pricing, price_by_macs
+from stowplan.plan.timeline import plain_timeline_of, timeline_of_plan
 
 
 def plans(planner: Planner) -> list[Plan]:
@@ -50,6 +51,26 @@ def test_stays_add_up_to_the_projected_curve(seed: int) -> None:
         check(plan)
 
 
+def test_a_view_of_a_view_outlives_the_owner_it_names() -> None:
+    names = ("x", "a", "first", "second", "loss", "g")
+    kinds = (Kind.INPUT, *[Kind.ACTIVATION] * 4, Kind.GRADIENT)
+    views = {"first": "a", "second": "a"}
+    tensors = {
+        name: Tensor(name, kind, nbytes=64, alias_of=views.get(name))
+        for name, kind in zip(names, kinds, strict=True)
+    }
+    ops = [
+        Op(f"make {made}", "View" if made in views else "Wide", Phase.FORWARD, (Use(read),), (Use(made),))
+        for read, made in pairwise(names[:5])
+    ]
+    back = Op("back", "Back", Phase.BACKWARD, (Use("second"),), (Use("g"),))
+    graph = Graph(tensors, (*ops, back), frozenset({"g"}))
+    planner = Planner.of(graph, Pricing({op.id: 1.0 for op in graph.ops}, Basis.MEASURED), moves=50)
+    timeline = check(planner.plan(planner.plain_peak_bytes))
+    (stay,) = (stay for stay in timeline.stays if stay.tensor == "a")
+    assert timeline.runs[stay.uses[-1]].op == "back"
+
+
 def test_a_tensor_made_again_has_a_copy_for_each_time(seeds: Callable[[str], Path]) -> None:
     graph = chainer.read(seeds("000").read_text(), chainer.SavedView.RETAIN).graph
     planner = Planner.of(graph, price_by_macs(graph), moves=400)
@@ -61,3 +82,12 @@ def test_a_tensor_made_again_has_a_copy_for_each_time(seeds: Callable[[str], Pat
     remade = [name for step in plan.steps if isinstance(step, Again) for name in step.outputs]
     assert remade
     assert all(sorted(made[name]) == list(range(1 + remade.count(name))) for name in remade)
+
+
+def test_the_plain_timeline_peaks_where_the_plan_says() -> None:
+    graph = training_step(5, layers=10)
+    prices = uneven_prices(graph, 5)
+    workspace = {op.id: 40 for op in graph.ops[::3]}
+    planner = Planner.of(graph, Pricing(prices.seconds, Basis.MEASURED, workspace), moves=50)
+    plan = planner.plan(planner.plain_peak_bytes)
+    assert plain_timeline_of(plan).curve_bytes().max() == plan.plain_peak_bytes

@@ -93,7 +93,7 @@ def test_there_are_fifty_of_them() -> None:
 def test_none_runs_and_all_are_shown() -> None:
     path = written(subject_of(hostile_step(), NAMES[1]), subject_of(hostile_step(), NAMES[2]))
     with browser().page(path) as page:
-        assert page.run("document.querySelectorAll('.alive .row').length") == 40
+        assert page.run("document.querySelectorAll('.alive button').length") == 40
         for number, name in enumerate(NAMES):
             for what, prefix in (("tensor", ""), ("op", "op ")):
                 page.run(f"stow.shownState.select({{{what}: {number}}})")

@@ -40,7 +40,7 @@ def middle_of(page: Page, view: str, share: float = 0.5) -> tuple[float, float]:
     """A point of a strip: this share of the way along its steps, in the middle of what can be seen of it."""
     page.run(f"document.getElementById('{view}').scrollIntoView({{block: 'center'}})")
     box = page.run(f"document.querySelector('#{view} .overlay').getBoundingClientRect().toJSON()")
-    left, right = 170, 14  # the margins of every strip on a wide page
+    left, right = 196, 14  # the margins of every strip on a wide page
     return box["left"] + left + share * (box["width"] - left - right), box["top"] + box["height"] / 2
 
 

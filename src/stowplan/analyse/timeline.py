@@ -3,9 +3,10 @@
 Time is counted in runs: one execution of one op. Constants are left out, as everywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,11 +85,14 @@ class Timeline:
         return curve
 
 
-def timeline_of(graph: Graph) -> Timeline:
-    """The graph run in its own order: every op once, nothing overwritten."""
+def timeline_of(graph: Graph, workspace_bytes: Mapping[str, int] = MappingProxyType({})) -> Timeline:
+    """The graph run in its own order: every op once, nothing overwritten.
+
+    `workspace_bytes` is what kernels take while they run, by op, beyond the tensors of the graph.
+    """
     liveness = liveness_of(graph)
-    aside = liveness.temporary_bytes.tolist()
-    runs = tuple(Run(op.id, aside_bytes=size) for op, size in zip(graph.ops, aside, strict=True))
+    aside = zip(graph.ops, liveness.temporary_bytes.tolist(), strict=True)
+    runs = tuple(Run(op.id, aside_bytes=size + workspace_bytes.get(op.id, 0)) for op, size in aside)
     return Timeline(graph, runs, tuple(_stays_of(graph, liveness)))
 
 

@@ -62,8 +62,8 @@ class _Judge:
         stay = stays[0]
         takes = f"takes {format_bytes(stay.nbytes)} for {stay.last - stay.first + 1} runs"
         at_peak = stay.first <= int(self.curve.argmax()) <= stay.last
-        use = "and lower the peak's memory" if at_peak else "and not lower the peak"
-        return f"{takes}; making it again would cost at least {price:.2%} of the plain step {use}"
+        use = "and lower the memory at the peak" if at_peak else "and not lower the peak"
+        return f"{takes}; making it again would cost {_share(price)} of the plain step or more {use}"
 
     def _recomputed(self, stays: list[Stay], price: float, *, hold: bool) -> str:
         again = stays[1:]
@@ -71,12 +71,16 @@ class _Judge:
             return "let go of after its last forward reader"
         times = "once" if len(again) == 1 else f"{len(again)} times"
         manner = " and held to its last reader" if hold else ""
-        cost = f"made again {times}{manner} for {price:.2%} of the plain step each"
+        cost = f"made again {times}{manner}, {_share(price)} of the plain step each time"
         return f"{cost}; {self._if_kept(stays[0], again[-1])}"
 
     def _if_kept(self, first: Stay, last: Stay) -> str:
         """What the step would come to while the tensor waits in memory."""
         waiting = int(self.curve[first.last + 1 : last.first].max(initial=0)) + first.nbytes
         over = waiting - self.allowed_bytes
-        reach = f"kept, the step would reach {format_bytes(waiting)}"
+        reach = f"if it were kept, the step would reach {format_bytes(waiting)}"
         return f"{reach}, {format_bytes(over)} over the budget" if over > 0 else f"{reach}, which fits"
+
+
+def _share(price: float) -> str:
+    return f"{price:.2%}" if price >= 0.0001 or not price else "less than 0.01%"

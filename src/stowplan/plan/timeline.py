@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from stowplan.analyse.timeline import Doing, Run, Stay, Timeline
+from stowplan.analyse.timeline import Doing, Run, Stay, Timeline, timeline_of
 from stowplan.ir import Graph, Kind, Op, Role
 from stowplan.plan.decision import Again, Compute, Free
 from stowplan.plan.plan import Plan
@@ -28,6 +28,11 @@ def timeline_of_plan(plan: Plan) -> Timeline:
     workspace = plan.pricing.workspace_bytes
     runs = (Run(r.op, r.doing, r.aside_bytes + workspace.get(r.op, 0)) for r in walk.runs)
     return Timeline(plan.graph, tuple(runs), walk.stays())
+
+
+def plain_timeline_of(plan: Plan) -> Timeline:
+    """The same graph without the plan: in its order, nothing overwritten, nothing made again."""
+    return timeline_of(plan.graph, plan.pricing.workspace_bytes)
 
 
 @dataclass(slots=True)
@@ -70,7 +75,7 @@ class _Walk:
         for name in (use.tensor for use in op.outputs if use.role is Role.DATA):
             base = self._graph.tensors[name].alias_of
             if base is not None and name in wanted:
-                self._bind(name, self._place_of[base])
+                self._bind(name, self._place_of[self._viewed(op, name)])
             elif base is None and name in overwrites:
                 self._take_over(name, self._place_of[overwrites[name]])
             elif base is None and name in wanted:
@@ -141,6 +146,11 @@ class _Walk:
                     place.copy,
                 )
             )
+
+    def _viewed(self, op: Op, view: str) -> str:
+        """A bound name for what `view` is a view of: its owner may be freed while another view lives on."""
+        root = self._root(view)
+        return next((name for name in op.reads() if self._root(name) == root), root)
 
     def _size(self, name: str) -> int:
         return self._graph.tensors[name].nbytes or 0

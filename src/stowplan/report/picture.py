@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.analyse.alignment import curve_onto
-from stowplan.analyse.timeline import timeline_of
 from stowplan.ir import Kind
+from stowplan.plan.timeline import plain_timeline_of
 from stowplan.report.page.subject import Subject
 from stowplan.report.terminal import columns_of
 from stowplan.units import format_bytes
@@ -32,8 +32,9 @@ _BUDGET = "#c2185b"
 def picture_of(subject: Subject) -> str:
     """An SVG of 720 by 340 points; its text stays text."""
     by_kind = {kind: _thinned(curve) for kind, curve in subject.timeline.bytes_by_kind().items()}
-    plain = _thinned(curve_onto(subject.timeline, timeline_of(subject.graph))) if subject.plan else None
-    allowed = subject.plan.allowed_bytes if subject.plan else None
+    plan = subject.plan
+    plain = _thinned(curve_onto(subject.timeline, plain_timeline_of(plan))) if plan else None
+    allowed = plan.allowed_bytes if plan else None
     top = max(int(subject.timeline.curve_bytes().max(initial=0)), allowed or 0, *(plain or [0]), 1) * 1.05
     parts = [
         *_axes(top, len(subject.timeline.runs)),

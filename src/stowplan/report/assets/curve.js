@@ -61,6 +61,9 @@ stow.curve = (() => {
     ctx.font = `bold ${11 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.textAlign = "left";
     ctx.textBaseline = "bottom";
+    ctx.strokeStyle = plain("paper"); // a rim, for other curves may cross the words
+    ctx.lineWidth = 4 * devicePixelRatio;
+    ctx.strokeText(`${bytes(curve.allowed)} allowed`, bbox.left + 4, y - 3);
     ctx.fillText(`${bytes(curve.allowed)} allowed`, bbox.left + 4, y - 3);
     ctx.restore();
   }

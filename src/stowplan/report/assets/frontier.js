@@ -48,8 +48,9 @@ stow.frontier = (() => {
     const gap = 8 * devicePixelRatio;
     const line = 14 * devicePixelRatio;
     const left = x + gap + width > bbox.left + bbox.width ? x - gap - width : x + gap;
-    let top = y;
-    while (taken.some((box) => Math.abs(box.y - top) < line && left < box.right && box.left < left + width)) top += line;
+    let top = y - line / 2; // above the line that the point stands on
+    const meets = (box) => Math.abs(box.y - top) < line && left < box.right && box.left < left + width;
+    while (taken.some(meets)) top += line;
     taken.push({ left, right: left + width, y: top });
     ctx.fillStyle = plain("ink");
     ctx.textAlign = "left";
@@ -115,7 +116,7 @@ stow.frontier = (() => {
       cursor: { show: false },
       scales: { x: { time: false, range: x }, y: { range: y } },
       axes: [
-        { ...axis, values: (_, ticks) => ticks.map(tick), incrs: binarySteps, space: 60 },
+        { ...axis, values: (_, ticks) => ticks.map(tick), incrs: binarySteps, space: 90 },
         { ...axis, size: 58, values: (_, ticks) => ticks.map((ratio) => `${ratio.toFixed(2)} x`) },
       ],
       series: [{}, ...frontier.lines.map(() => line)],

@@ -82,7 +82,7 @@ stow.lifetimes = (() => {
     const keys = Array.from(groups, (group) => {
       const chip = element("i", "chip");
       chip.style.background = of(group);
-      return element("span", "key", chip, group);
+      return element("span", "key", chip, group === "undecided" ? "nothing to decide" : group);
     });
     return element("div", "legend", ...keys);
   }

@@ -16,7 +16,8 @@ stow.main = (() => {
   function header(data, chosen, choose) {
     const tabs = data.subjects.map((subject, index) =>
       button(shown(subject.name), () => choose(index), index === chosen ? "tab chosen" : "tab"));
-    const title = element("h1", "", shown(data.title));
+    const { what } = data.subjects[chosen];
+    const title = element("h1", "", shown(data.title), element("small", "", what === data.title ? "" : ` ${shown(what)}`));
     const top = element("div", "title", title, ...(tabs.length > 1 ? [element("nav", "", ...tabs)] : []));
     return element("header", "", top, element("div", "figures", ...data.subjects[chosen].figures.map(figure)));
   }

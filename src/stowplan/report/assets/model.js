@@ -79,10 +79,13 @@ stow.model = (() => {
       return shown(/^\d+$/.test(id[op]) ? `${type[op]} ${id[op]}` : id[op]);
     }
 
-    // Id and name; where the id is a bare number, the op that makes the tensor says more.
+    // Id and name. Where those say little: what it is the gradient of, or the op that makes it.
     tensorName(tensor) {
-      const { id, name } = this.raw.tensors;
+      const { id, name, gradient_of: of } = this.raw.tensors;
       if (name[tensor]) return shown(`${id[tensor]} ${name[tensor]}`);
+      if (of[tensor] >= 0 && !id[tensor].includes(id[of[tensor]])) {
+        return `${shown(id[tensor])}, gradient of ${shown(id[of[tensor]])}`;
+      }
       const maker = /^\d+$/.test(id[tensor]) ? this.maker(tensor) : null;
       return maker === null ? shown(id[tensor]) : `${id[tensor]} of ${this.opName(maker)}`;
     }
@@ -99,19 +102,27 @@ stow.model = (() => {
       return this.raw.tensors.decision[tensor] || "undecided";
     }
 
-    // The largest stays at a step, at most `most`, and the count and bytes of all.
+    // The largest stays at a step, at most `most`; the count and bytes of the others, and of those that are
+    // there at every step and not used at this one.
     alive(step, most) {
-      const found = [];
-      let count = 0;
-      let bytes = 0;
+      const found = { stays: [], others: { count: 0, bytes: 0 }, standing: { count: 0, bytes: 0 } };
       for (let stay = 0; stay < this.first.length; stay += 1) {
-        if (this.first[stay] <= step && step <= this.last[stay]) {
-          if (found.length < most) found.push(stay);
-          count += 1;
-          bytes += this.bytes[stay];
-        }
+        if (this.first[stay] > step || step > this.last[stay]) continue;
+        if (this.#idle(stay, step)) this.#count(found.standing, stay);
+        else if (found.stays.length < most) found.stays.push(stay);
+        else this.#count(found.others, stay);
       }
-      return { stays: found, count, bytes };
+      return found;
+    }
+
+    #idle(stay, step) {
+      const standing = ALWAYS_THERE.has(this.kind(this.raw.stays.tensor[stay]));
+      return standing && !this.raw.stays.uses[stay].includes(step);
+    }
+
+    #count(sum, stay) {
+      sum.count += 1;
+      sum.bytes += this.bytes[stay];
     }
 
     // The stay of a tensor that covers a step, or the one nearest to it.

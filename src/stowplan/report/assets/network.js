@@ -84,7 +84,7 @@ stow.network = (() => {
     const [low, high] = visibleRuns(strip.state);
     const height = Math.max(2, place.lane - 4);
     const each = strip.plotWidth / (high - low);
-    const width = each > 4 ? each - 2 : each;
+    const width = each - (each > 4 ? 2 : each > 2 ? 1 : 0);
     const raster = new Raster(context, strip.left, strip.plotWidth, strip.height);
     const y = (run) => top(model, place, run) + (place.lane - height) / 2;
     for (let run = low; run < high; run += 1) {

@@ -133,7 +133,7 @@ stow.panel = (() => {
       "div",
       "now",
       element("p", "where", `${where}${peak}`, button("to the peak", () => state.pin(curve.peak), "link end")),
-      element("p", "alive-now", element("b", "", bytes(curve.total[cursor])), " alive while ", opLink(state, op), " runs"),
+      element("p", "alive-now", element("b", "", bytes(curve.total[cursor])), " alive while running ", opLink(state, op)),
       element("p", "more", more.join(" \u00b7 ")),
       kindsBar(model, cursor),
     );
@@ -173,18 +173,23 @@ stow.panel = (() => {
     return element("li", "", made);
   }
 
+  function sumRow(name, size, why) {
+    const cells = [element("span", "name", name), element("span", "size", bytes(size)), element("span", "why", why)];
+    return element("li", "", element("div", "row sum", ...cells));
+  }
+
+  // Parameters and buffers as one row: that they are there explains nothing.
   function list(state) {
     const { model, cursor } = state;
-    const { stays, count: all, bytes: alive } = model.alive(cursor, LISTED);
-    const largest = stays.length ? model.bytes[stays[0]] : 1;
-    const rows = stays.map((stay) => row(state, stay, largest || 1));
-    const aside = model.raw.runs.aside[cursor] ?? 0;
-    if (aside) rows.push(element("li", "rest", `${bytes(aside)} taken aside by the op itself`));
-    if (all > stays.length) {
-      const rest = alive - stays.reduce((sum, stay) => sum + model.bytes[stay], 0);
-      rows.push(element("li", "rest", `${whole(all - stays.length)} smaller tensors, ${bytes(rest)}`));
-    }
-    return element("ol", "alive", ...rows);
+    const { stays, others, standing } = model.alive(cursor, LISTED);
+    const largest = (stays.length && model.bytes[stays[0]]) || 1;
+    const sums = [];
+    if (standing.count) sums.push(sumRow(`${whole(standing.count)} parameters and buffers`, standing.bytes, "always there"));
+    const aside = model.raw.runs.aside[cursor];
+    if (aside) sums.push(sumRow("workspace", aside, "taken aside by this op while it runs"));
+    const rows = stays.map((stay) => row(state, stay, largest));
+    if (others.count) rows.push(sumRow(`${whole(others.count)} smaller tensors`, others.bytes, "their lifetimes say why"));
+    return element("ol", "alive", ...sums, ...rows);
   }
 
   function mount(state) {

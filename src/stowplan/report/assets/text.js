@@ -54,11 +54,11 @@ stow.text = (() => {
 
   const ELLIPSIS = "\u2026";
 
-  // A text cut in its middle to at most `length` characters; both ends of a name tell things apart.
+  // A text cut to at most `length` characters. Both ends of a name tell things apart, the far end more.
   function shortened(text, length) {
     const chars = Array.from(text);
     if (chars.length <= length) return text;
-    const head = Math.ceil((length - 1) / 2);
+    const head = Math.ceil((length - 1) / 3);
     const tail = Math.max(0, length - 1 - head);
     return chars.slice(0, head).join("") + ELLIPSIS + chars.slice(chars.length - tail).join("");
   }

@@ -51,7 +51,7 @@ stow.tiles = (() => {
     const scale = scaleOf(level.wanted, level.read_shape);
     const box = placing(scale);
     const everything = box(wholeOf(level.read_shape));
-    context.fillStyle = plain("padding");
+    context.fillStyle = of("padding");
     context.fillRect(...box(level.wanted));
     context.fillStyle = plain("page");
     context.fillRect(...everything);
@@ -123,6 +123,17 @@ stow.tiles = (() => {
     );
   }
 
+  const KEYS = [["owned", "its own cell"], ["halo", "halo"], ["padding", "padding"], ["made", "what it makes"]];
+
+  function legend() {
+    const keys = KEYS.map(([colour, name]) => {
+      const chip = element("i", "chip");
+      chip.style.background = of(colour);
+      return element("span", "key", chip, name);
+    });
+    return element("div", "legend", ...keys);
+  }
+
   function mount(state) {
     const { tiles } = state.model.raw;
     let [chosen, half] = [0, "forward"];
@@ -135,7 +146,7 @@ stow.tiles = (() => {
       const choose = (index) => { chosen = index; paint(); };
       const strip = element("div", "levels", ...tile[half].map((level) => levelBox(state, level)));
       root.replaceChildren(
-        element("div", "heading", element("h2", "", `Tile ${tile.at.join(",")} level by level`), ...halves),
+        element("div", "heading", element("h2", "", `Tile ${tile.at.join(",")} level by level`), ...halves, legend()),
         element("div", "tiling", picker(tiles, chosen, choose), strip),
         cost(tiles, tile),
       );

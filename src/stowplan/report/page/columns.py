@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from stowplan.analyse.costs import costs_of
+from stowplan.analyse.storages import is_resident, storages_of
 from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor
 from stowplan.plan.decision import Decision
@@ -53,17 +54,29 @@ def tensors_columns(subject: Subject) -> Columns:
     plan, timeline = subject.plan, subject.timeline
     decisions = _words(decisions_of(plan, timeline)) if plan else {}
     reasons = reasons_of(plan, timeline) if plan else {}
+    gradients = _gradients(subject.graph)
     return {
         "id": list(tensors),
         "name": _shared(tensor.name if tensor.name != tensor.id else "" for tensor in tensors.values()),
         "kind": [_NUMBER[tensor.kind] for tensor in tensors.values()],
         "shape": _shared(shape_text(tensor) for tensor in tensors.values()),
         "bytes": [tensor.nbytes for tensor in tensors.values()],
-        "gradient_of": [number_of.get(tensor.gradient_of or "", -1) for tensor in tensors.values()],
+        "gradient_of": [number_of.get(gradients.get(name, ""), -1) for name in tensors],
         "alias_of": [number_of.get(tensor.alias_of or "", -1) for tensor in tensors.values()],
         "decision": _shared(decisions.get(name, "") for name in tensors),
         "reason": _shared(reasons.get(name, "") for name in tensors),
     }
+
+
+def _gradients(graph: Graph) -> dict[str, str]:
+    """By tensor what it is the gradient of; a tensor of which a view is one is as good as one."""
+    storages = storages_of(graph)
+    found: dict[str, str] = {}
+    for name, tensor in graph.tensors.items():
+        if tensor.gradient_of is not None:
+            found[name] = tensor.gradient_of
+            found.setdefault(storages.owners[storages.number_of[name]], tensor.gradient_of)
+    return found
 
 
 def _shared(texts: Iterable[str]) -> Columns:
@@ -115,13 +128,14 @@ def stays_columns(timeline: Timeline, offsets: Sequence[int | None]) -> Columns:
 
 
 def rows_of(timeline: Timeline) -> list[int]:
-    """The tensors that have a row of their own: those alive at the peak first, the largest first."""
-    number_of = {name: number for number, name in enumerate(timeline.graph.tensors)}
+    """The tensors that have a row of their own: the largest at the peak first, then what is always there."""
+    tensors = timeline.graph.tensors
+    number_of = {name: number for number, name in enumerate(tensors)}
     peak = int(timeline.curve_bytes().argmax()) if timeline.runs else 0
-    keys: dict[str, tuple[bool, int, int]] = {}
+    keys: dict[str, tuple[bool, bool, int, int]] = {}
     for stay in timeline.stays:
         elsewhere = not stay.first <= peak <= stay.last
-        key = (elsewhere, -stay.nbytes, number_of[stay.tensor])
+        key = (elsewhere, is_resident(tensors[stay.tensor]), -stay.nbytes, number_of[stay.tensor])
         keys[stay.tensor] = min(key, keys.get(stay.tensor, key))
     return [number_of[name] for name in sorted(keys, key=keys.__getitem__)]
 

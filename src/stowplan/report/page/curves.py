@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from stowplan.analyse.alignment import curve_onto, stretched
-from stowplan.analyse.timeline import timeline_of
+from stowplan.plan.timeline import plain_timeline_of
 from stowplan.report.page.columns import WORDS, Columns
 from stowplan.report.page.subject import Subject
 
@@ -27,7 +27,7 @@ def curve_of(subject: Subject, others: Sequence[Subject]) -> Columns:
 def _beside(subject: Subject, others: Sequence[Subject]) -> Iterator[Columns]:
     axis = subject.timeline
     if subject.plan:
-        yield {"name": "plain", "bytes": curve_onto(axis, timeline_of(subject.graph)).tolist()}
+        yield {"name": "plain", "bytes": curve_onto(axis, plain_timeline_of(subject.plan)).tolist()}
     if subject.record:
         measured = np.array(subject.record.measured_curve_bytes, dtype=np.int64)
         yield {"name": "measured", "bytes": stretched(measured, len(axis.runs)).tolist()}

@@ -36,6 +36,7 @@ def _subject(subject: Subject, subjects: Sequence[Subject]) -> Columns:
     arena = _arena_of(subject)
     return {
         "name": subject.name,
+        "what": _what(subject),
         "figures": figures_of(subject),
         "timed_by": subject.timed_by,
         "decisions": plan_words(subject.plan) if subject.plan else [],
@@ -51,6 +52,15 @@ def _subject(subject: Subject, subjects: Sequence[Subject]) -> Columns:
         "regions": regions_of(document) if document else None,
         "notes": [[note.kind, note.where, note.what] for note in document.notes] if document else [],
     }
+
+
+def _what(subject: Subject) -> str:
+    """The word for a subject."""
+    if subject.record:
+        return f"run on {subject.record.device}"
+    if subject.plan:
+        return "plan"
+    return subject.document.format if subject.document else ""
 
 
 def _arena_of(subject: Subject) -> Arena:

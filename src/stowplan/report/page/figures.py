@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stowplan.analyse.costs import costs_of
 from stowplan.analyse.facts import untiled_bound
 from stowplan.analyse.liveness import liveness_of
@@ -70,11 +73,10 @@ def _basis(plan: Plan) -> str:
 
 def _of_document(subject: Subject, document: Document) -> Iterator[Figure]:
     graph, curve = document.graph, subject.timeline.curve_bytes()
-    op = subject.timeline.runs[int(curve.argmax())].op if len(curve) else ""
-    yield "peak", format_bytes(int(curve.max(initial=0))), f"while {op} runs" if op else "nothing runs"
+    yield "peak", format_bytes(int(curve.max(initial=0))), _running(subject, curve)
     yield "lower bound", format_bytes(untiled_bound(graph, liveness_of(graph))), "without tiles"
     constants = sum(tensor.nbytes or 0 for tensor in graph.tensors.values() if tensor.kind is Kind.CONSTANT)
-    if constants:
+    if 100 * constants > curve.max(initial=0):
         yield "constants", format_bytes(constants), "counted apart from the peak"
     costs = costs_of(graph)
     if costs.step_macs:
@@ -82,6 +84,15 @@ def _of_document(subject: Subject, document: Document) -> Iterator[Figure]:
     if document.profile:
         for clock, times in times_of(graph, document.profile).items():
             yield f"{clock} time", format_seconds(times.span_seconds), "from first start to last end"
+
+
+def _running(subject: Subject, curve: NDArray[np.int64]) -> str:
+    """Which op makes the peak, with its type where its name is but a number."""
+    if not len(curve):
+        return "nothing runs"
+    name = subject.timeline.runs[int(curve.argmax())].op
+    op = next(op for op in subject.graph.ops if op.id == name)
+    return f"while {op.type} {name} runs" if name.isdecimal() else f"while {name} runs"
 
 
 def _size(graph: Graph) -> Figure:
