@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.nets import NETS
 from torch import Tensor, nn
 
 from little_models import Normed, Rewriting, Tied, images
@@ -76,6 +77,35 @@ def test_sums_of_gradients_are_nobodys_adjoint() -> None:
     graph = capture(Forked(3, 3), (images(2, 3),)).graph
     sums = [op for op in graph.ops if op.phase is Phase.BACKWARD and op.type == "aten.add.Tensor"]
     assert [op.adjoint_of for op in sums] == [None]
+
+
+def test_gradients_of_forward_tensors_are_those_autograd_has() -> None:
+    class Forked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return (y.sin() + y.cos()).sum()
+
+    captured = capture(Forked(3, 3), (images(2, 3),))
+    maker = {name: op for op in captured.graph.ops for name in op.writes()}
+    whole = captured.gradients["addmm"]
+    assert maker[whole].type == "aten.add.Tensor"
+    assert captured.graph.tensors[whole].gradient_of == "addmm"
+    # a sum hands its gradient on as it is, to both that it adds up
+    assert captured.gradients["add"] == captured.gradients["sin"] == captured.gradients["cos"]
+    assert captured.graph.tensors[captured.gradients["add"]].gradient_of == "add"
+
+
+@pytest.mark.parametrize("name", ["unet", "resnet50", "swin", "llama", "hf_t5"])
+def test_whatever_is_differentiated_has_a_gradient_of_its_shape(name: str) -> None:
+    captured = capture(*NETS[name].build("tiny"))
+    graph, gradients = captured.graph, captured.gradients
+    made = {op.id: set(op.writes()) for op in graph.ops}
+    for op in graph.ops:
+        if op.adjoint_of is not None:
+            assert made[op.adjoint_of] & gradients.keys(), f"{op.id} differentiates {op.adjoint_of}"
+    for tensor, gradient in gradients.items():
+        assert graph.tensors[tensor].shape == graph.tensors[gradient].shape
+        assert graph.tensors[gradient].kind is Kind.GRADIENT
 
 
 def test_what_forward_made_is_saved_to_backward_and_nothing_else() -> None:

@@ -21,11 +21,16 @@ from stowplan.ir import Graph
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A training step: a Graph to plan on, the Program that runs it, and what eager keeps meanwhile."""
+    """A training step: a Graph to plan on, the Program that runs it, and what eager keeps meanwhile.
+
+    `gradients` has the gradient of every tensor that has one. Two may share it, such as a sum and what it
+    adds up; the graph's `gradient_of` then names the one differentiated first.
+    """
 
     graph: Graph
     program: Program
     eager: EagerMemory
+    gradients: Mapping[str, str]
 
 
 def capture(
@@ -48,7 +53,8 @@ def capture(
     ids = _outsider_ids(recording)
     whole = purify(recording, ids)
     lowering = Lowering(recording, with_updates(pruned(whole)), ids)
-    return Captured(lowering.graph(type(model).__name__), lowering.program(), eager_memory(recording, whole))
+    eager = eager_memory(recording, whole)
+    return Captured(lowering.graph(type(model).__name__), lowering.program(), eager, lowering.gradients)
 
 
 def _outsider_ids(recording: Recording) -> dict[Cell, str]:

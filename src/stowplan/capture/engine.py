@@ -1,7 +1,8 @@
-"""Telling apart what autograd's formulas compute and what its engine adds up between them."""
+"""Following autograd's engine: which gradients each node is given, and what is added up between nodes."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -10,17 +11,14 @@ from stowplan.capture.watching import Watch
 
 
 @contextmanager
-def told_apart(watch: Watch, outputs: Sequence[Tensor]) -> Iterator[None]:
-    """Within, `watch` is told when autograd is between two nodes: then the ops are the engine's own sums."""
-
-    def enter(_: object) -> None:
-        watch.between_nodes = False
+def followed(watch: Watch, outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Within, `watch` is told when autograd enters a node, with which gradients, and when it leaves it."""
 
     def leave(_inputs: object, _outputs: object) -> None:
         watch.between_nodes = True
 
     for node in _nodes_below(outputs):
-        node.register_prehook(enter)
+        node.register_prehook(partial(watch.enter_node, node._sequence_nr()))
         node.register_hook(leave)
     yield
     watch.between_nodes = False

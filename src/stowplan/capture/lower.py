@@ -26,6 +26,7 @@ class Lowering:
         self._makers = {name: call for call in pure.calls for name in call.call.outputs if name is not None}
         self._outsiders = {ids[outsider.cell]: outsider for outsider in recording.outsiders}
         self._adjoints = self._forward_calls_by_node()
+        self.gradients = self._gradients()
 
     def graph(self, name: str) -> Graph:
         """Ops in the order they were watched."""
@@ -122,8 +123,26 @@ class Lowering:
             for node in self._recording.events[call.event].nodes
         }
 
+    def _gradients(self) -> dict[str, str]:
+        """The whole gradient of each tensor that has one: of forward's values, then of what was wanted."""
+        found = {
+            made: gradient
+            for node, given in self._pure.incoming.items()
+            if node in self._adjoints
+            for made, gradient in zip(self._adjoints[node].call.outputs, given, strict=False)
+            if made is not None and gradient is not None and self._fit(made, gradient)
+        }
+        return found | dict(self._pure.gradients)
+
+    def _fit(self, made: str, gradient: str) -> bool:
+        """Outputs that cannot be differentiated are none of the node's: what fits, belongs."""
+        one, other = self._pure.values[made].cell, self._pure.values[gradient].cell
+        there = gradient in self._makers or gradient in self._outsiders
+        return there and (one.shape, one.dtype) == (other.shape, other.dtype)
+
     def _tensors(self) -> Iterator[Tensor]:
-        gradient_of = {gradient: wanted for wanted, gradient in self._pure.gradients.items()}
+        gradient_of = {gradient: wanted for wanted, gradient in reversed(self.gradients.items())}
+        gradient_of |= {gradient: wanted for wanted, gradient in self._pure.gradients.items()}
         for value in self._pure.values.values():
             maker = self._makers.get(value.id)
             if value.id in self._outsiders or (maker is not None and is_update(maker)):

@@ -28,12 +28,16 @@ class PureCall:
 
 @dataclass(frozen=True, slots=True)
 class Pure:
-    """Values by id and calls in order. `updates` is what outsiders contain in the end, where that is new."""
+    """Values by id and calls in order. `updates` is what outsiders contain in the end, where that is new.
+
+    `incoming` are the gradients that autograd's nodes were given, by node, for each output of its op.
+    """
 
     values: Mapping[str, Value]
     calls: tuple[PureCall, ...]
     outputs: tuple[object, ...]
     gradients: Mapping[str, str]
+    incoming: Mapping[int, tuple[str | None, ...]]
     updates: Mapping[str, str]
 
 

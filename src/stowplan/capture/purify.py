@@ -5,6 +5,7 @@ its outputs. A storage that is written to is followed through its contents: each
 tensor that is read later is looked up anew in the value of that time.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -18,7 +19,7 @@ from stowplan.capture.pure import Place, Pure, PureCall, Value
 from stowplan.capture.pure_forms import pure_form, result_stride
 from stowplan.capture.recording import Recording
 from stowplan.capture.schema import bound_arguments, leaves, written_arguments
-from stowplan.capture.watching import Event
+from stowplan.capture.watching import Event, Incoming
 from stowplan.errors import CaptureError
 
 aten = torch.ops.aten
@@ -30,7 +31,10 @@ def purify(recording: Recording, outsiders: Mapping[Cell, str]) -> Pure:
     for position in range(recording.turn):
         purifier.add(position)
     purifier.end_forward()
+    incoming = deque(recording.incoming)
     for position in range(recording.turn, len(recording.events)):
+        while incoming and incoming[0].position <= position:
+            purifier.enter_node(incoming.popleft())
         purifier.add(position)
     return purifier.end()
 
@@ -45,6 +49,7 @@ class _Purifier:
         self._calls: list[PureCall] = []
         self._outputs: tuple[object, ...] = ()
         self._replaced: dict[str, str] = {}
+        self._incoming: dict[int, tuple[str | None, ...]] = {}
         for cell, name in outsiders.items():
             self._enter(cell, name)
 
@@ -69,6 +74,12 @@ class _Purifier:
         for buffer, cell in self._recording.replaced.items():
             self._replaced[self._outsiders[buffer]] = self._read(cell)
 
+    def enter_node(self, given: Incoming) -> None:
+        """Note the gradients a node is given, as far as they are values."""
+        self._incoming[given.node] = tuple(
+            None if cell is None else self._places[cell.storage].views.get(cell) for cell in given.gradients
+        )
+
     def end(self) -> Pure:
         """Read the gradients, and what has been written into tensors that were there before."""
         gradients = {
@@ -77,7 +88,7 @@ class _Purifier:
         }
         contents = {name: self._places[cell.storage].value for cell, name in self._outsiders.items()}
         updates = {name: value for name, value in contents.items() if value != name} | self._replaced
-        return Pure(self._values, tuple(self._calls), self._outputs, gradients, updates)
+        return Pure(self._values, tuple(self._calls), self._outputs, gradients, self._incoming, updates)
 
     def _adopt(self, event: Event) -> None:
         """`lift_fresh` hands a constant to the step: its contents under another storage."""

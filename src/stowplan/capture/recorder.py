@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stowplan.capture.cells import Cell
-from stowplan.capture.engine import told_apart
+from stowplan.capture.engine import followed
 from stowplan.capture.naming import argument_names, module_paths, named_tensors
 from stowplan.capture.origins import Origins
 from stowplan.capture.recording import Outsider, Recording, Step
@@ -58,6 +58,7 @@ class _Recorder:
         return Recording(
             events=tuple(self._watch.events),
             turn=turn,
+            incoming=tuple(self._watch.incoming),
             lifetimes=tuple(self._watch.book.lifetimes),
             outsiders=tuple(self._outsiders.values()),
             constants={self._cell(tensor): tensor for tensor in constants},
@@ -127,7 +128,7 @@ class _Recorder:
         with ExitStack() as stack:
             for device in {root.device.type for root in roots}:
                 stack.enter_context(torch.autocast(device, enabled=False))
-            stack.enter_context(told_apart(self._watch, roots))
+            stack.enter_context(followed(self._watch, roots))
             stack.enter_context(self._watch)
             torch.autograd.backward(roots, tuple(tangent for tangent in tangents if tangent is not None))
         return tangents

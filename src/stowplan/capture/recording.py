@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stowplan.capture.cells import Cell, Lifetime
-from stowplan.capture.watching import Event
+from stowplan.capture.watching import Event, Incoming
 from stowplan.ir import Kind
 
 Loss: TypeAlias = Callable[..., object]
@@ -41,7 +41,8 @@ class Outsider:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The events in order, backward from `turn` on; storages' lifetimes by number; the ends of the step.
+    """The events in order, backward from `turn` on, and the gradients that autograd's nodes were given; the
+    storages' lifetimes by number; the ends of the step.
 
     `inputs` and `outputs` are the leaves of the arguments and of what the step returns, tensors as cells;
     `attached` outputs are part of autograd's graph, `tangents` are the gradients of those differentiated.
@@ -51,6 +52,7 @@ class Recording:
 
     events: tuple[Event, ...]
     turn: int
+    incoming: tuple[Incoming, ...]
     lifetimes: tuple[Lifetime, ...]
     outsiders: tuple[Outsider, ...]
     constants: Mapping[Cell, Tensor]

@@ -4,7 +4,7 @@ Nothing is rewritten on the way, so what is seen is what eager runs: the same ke
 same tensors kept by autograd, the same moments at which storages are freed.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,15 @@ class Event:
     merges: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """The gradients that an autograd node is given for the outputs of its op, before event `position`."""
+
+    node: int
+    position: int
+    gradients: tuple[Cell | None, ...]
+
+
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
     """Writes down each op as an Event, and when each storage comes and goes."""
 
@@ -48,7 +57,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self.events: list[Event] = []
         self.book = StorageBook(lambda: len(self.events))
         self.constants: dict[int, Tensor] = {}  # by storage number
-        self.between_nodes = False
+        self.incoming: list[Incoming] = []
+        self.between_nodes = False  # then the ops are the engine's own sums of gradients
         self._rehearsal, self._origins = rehearsal, origins
         self._nodes_made = _nodes_made()
 
@@ -72,6 +82,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         result = self._rehearsal.run(func, args, given)
         self._note(func, placed, placed_by_name, result)
         return result
+
+    def enter_node(self, node: int, gradients: Sequence[Tensor | None]) -> None:
+        """Autograd is about to differentiate the op of this node."""
+        self.between_nodes = False
+        cells = tuple(None if gradient is None else self.book.cell_of(gradient) for gradient in gradients)
+        self.incoming.append(Incoming(node, len(self.events), cells))
 
     def _note(
         self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
