@@ -81,8 +81,8 @@ def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
 
 
 def default_moves(problem: Problem) -> int:
-    """Enough to settle small graphs, and a bounded time on large ones."""
-    return max(12_000, 64_000 - 40 * len(problem.reads))
+    """Enough to settle small graphs, and a bounded time on large ones, where a move touches more."""
+    return min(60_000, 24_000_000 // max(1, len(problem.reads)))
 
 
 def _unsettled(shares: list[float], settled: list[bool]) -> list[tuple[float, float]]:
