@@ -113,6 +113,22 @@ def test_none_runs_and_all_are_shown() -> None:
         assert page.requests == [path.as_uri()]
 
 
+def test_the_policy_lets_nothing_in() -> None:
+    path = written(subject_of(hostile_step(), "names"))
+    with browser().page(path) as page:
+        policy = page.run("document.querySelector('meta[http-equiv]').content")
+        allowed = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+        assert allowed.keys() == {"default-src", "script-src", "style-src", "base-uri", "form-action"}
+        assert allowed["default-src"] == allowed["base-uri"] == allowed["form-action"] == "'none'"
+        assert all(allowed[kind].startswith("'sha256-") for kind in ("script-src", "style-src"))
+        page.run("document.body.append(Object.assign(new Image(), {src: 'http://example.com/x.png'}))")
+        page.run("document.body.append(Object.assign(document.createElement('script'), {text: 'ran = 1'}))")
+        page.settle()
+        assert page.run("typeof window.ran") == "undefined"
+        blocked = [error for error in page.errors if "Content Security Policy" in error]
+        assert len(blocked) == 2
+
+
 def seen(name: str) -> str:
     """A name as the page writes it: what cannot be seen has a picture or its number."""
     return "".join(char if not unseen(char) else picture(char) for char in name)
