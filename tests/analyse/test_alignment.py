@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steps import training_step
-from stowplan.analyse.alignment import curve_onto, stretched
+from stowplan.analyse.alignment import curve_onto, stretched, timed_onto
 from stowplan.analyse.timeline import Doing, Run, Timeline, timeline_of
 
 
@@ -39,3 +39,18 @@ def test_stretching_keeps_the_peak(values: list[int], length: int) -> None:
     curve = stretched(np.array(values, dtype=np.int64), length)
     assert len(curve) == length
     assert curve.max() == max(values)
+
+
+@given(
+    st.lists(st.integers(0, 100), min_size=1),
+    st.lists(st.floats(0, 9), min_size=1, max_size=40),
+)
+def test_times_place_every_value(values: list[int], durations: list[float]) -> None:
+    curve = timed_onto(durations, np.array(values, dtype=np.int64), [float(at) for at in range(len(values))])
+    assert len(curve) == len(durations)
+    assert curve.max() == max(values)
+
+
+def test_a_value_stands_at_the_run_that_was_under_way() -> None:
+    curve = np.array([1, 5, 2, 9], dtype=np.int64)
+    assert timed_onto([1.0, 2.0, 1.0], curve, [0.0, 1.5, 2.5, 4.0]).tolist() == [1, 5, 9]

@@ -24,6 +24,7 @@ from stowplan.report.page.data import data_of
 from stowplan.report.picture import picture_of
 from stowplan.report.tensors_csv import COLUMNS, tensors_csv
 from stowplan.report.trace import trace_of
+from stowplan.units import format_bytes
 
 Seeds = Callable[[str], Path]
 
@@ -153,7 +154,7 @@ def test_a_record_is_shown_with_what_it_measured(record_path: Path, tmp_path: Pa
     subject = data_of([subject_of(record, "run")], "run")["subjects"]
     assert isinstance(subject, list)
     assert [figure[:2] for figure in subject[0]["figures"][:3]] == [
-        ("measured peak", "2.98 GiB"),
+        ("measured peak", format_bytes(record.plan.projected_peak_bytes)),
         ("measured time", "2.00 s"),
         ("gradients", "the same"),
     ]

@@ -1,4 +1,4 @@
-"""Two memory curves on one axis: where one step stands in another, told by the ops they share."""
+"""Two memory curves on one axis: where one step stands in another, told by the ops they share or by time."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -29,6 +29,19 @@ def stretched(curve: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     """A curve of any length over `length` runs, as if both went through their steps evenly."""
     stops = [max(0, (at + 1) * len(curve) // length - 1) for at in range(length)]
     return _highest_between(stops, curve)
+
+
+def timed_onto(
+    durations: Sequence[float], curve: NDArray[np.int64], seconds: Sequence[float]
+) -> NDArray[np.int64]:
+    """A curve with the time of each value, over runs that take `durations`, scaled to the same length."""
+    ends = np.cumsum(np.maximum(durations, 0.0))
+    if not len(curve) or not len(ends) or not ends[-1]:
+        return stretched(curve, len(durations))
+    times = np.array(seconds) - seconds[0]
+    stops = np.searchsorted(times, ends / ends[-1] * times[-1], side="right") - 1
+    stops[-1] = len(curve) - 1
+    return _highest_between(stops.tolist(), curve)
 
 
 def _highest_between(stops: Sequence[int], curve: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -84,7 +84,7 @@ stow.model = (() => {
       const { id, name, gradient_of: of } = this.raw.tensors;
       if (name[tensor]) return shown(`${id[tensor]} ${name[tensor]}`);
       if (of[tensor] >= 0 && !id[tensor].includes(id[of[tensor]])) {
-        return `${shown(id[tensor])}, gradient of ${shown(id[of[tensor]])}`;
+        return `gradient of ${shown(id[of[tensor]])} (${shown(id[tensor])})`;
       }
       const maker = /^\d+$/.test(id[tensor]) ? this.maker(tensor) : null;
       return maker === null ? shown(id[tensor]) : `${id[tensor]} of ${this.opName(maker)}`;

@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stowplan.analyse.alignment import curve_onto, stretched
+from stowplan.analyse.alignment import curve_onto, timed_onto
+from stowplan.plan.record import Record
 from stowplan.plan.timeline import plain_timeline_of
 from stowplan.report.page.columns import WORDS, Columns
 from stowplan.report.page.subject import Subject
@@ -29,8 +31,14 @@ def _beside(subject: Subject, others: Sequence[Subject]) -> Iterator[Columns]:
     if subject.plan:
         yield {"name": "plain", "bytes": curve_onto(axis, plain_timeline_of(subject.plan)).tolist()}
     if subject.record:
-        measured = np.array(subject.record.measured_curve_bytes, dtype=np.int64)
-        yield {"name": "measured", "bytes": stretched(measured, len(axis.runs)).tolist()}
+        yield {"name": "measured", "bytes": _measured(subject, subject.record).tolist()}
     for other in others:
         if other is not subject:
             yield {"name": other.name, "bytes": curve_onto(axis, other.timeline).tolist()}
+
+
+def _measured(subject: Subject, record: Record) -> NDArray[np.int64]:
+    """What a run measured, at the steps where it would have been if it kept to the projected times."""
+    durations = [subject.seconds.get(run.op, 0.0) for run in subject.timeline.runs]
+    curve = np.array(record.measured_curve_bytes, dtype=np.int64)
+    return timed_onto(durations, curve, record.measured_curve_seconds)
