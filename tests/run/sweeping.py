@@ -1,5 +1,6 @@
 """Segments run whole and in tiles, side by side."""
 
+from ast import literal_eval
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Argument, Captured, Ref, capture
-from stowplan.ir import Phase
+from stowplan.ir import Kind, Phase
+from stowplan.ir import Tensor as Described
 from stowplan.plan.tiles.segment import Segment, segment_of
 from stowplan.run.straight import StraightStep
 from stowplan.run.tiles.sweep import Sweep
@@ -31,15 +33,30 @@ class Made:
 
 
 def random_inputs(segment: Segment, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """Something for every input; integers are 0 or 1."""
+    """Something for every input, positive for the sake of roots; integers are 0 or 1."""
     torch.manual_seed(seed)
     described = [segment.graph.tensors[name] for name in segment.inputs]
     return [
-        torch.randn(t.shape or (), dtype=dtype) / (1 + max(0, len(t.shape or ()) - 1))
+        laid_out(signed(torch.randn(t.shape or (), dtype=dtype), t), t.layout)
         if getattr(torch, str(t.dtype)).is_floating_point
         else torch.randint(0, 2, t.shape or (), dtype=getattr(torch, str(t.dtype)))
         for t in described
     ]
+
+
+def signed(tensor: Tensor, described: Described) -> Tensor:
+    """Parameters of both signs and not too large, everything else positive."""
+    scaled = tensor / (1 + max(0, tensor.dim() - 1))
+    return scaled if described.kind is Kind.PARAMETER else scaled.abs() + 0.1
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same contents in the layout that a step has them in."""
+    if not layout:
+        return tensor
+    stride: tuple[int, ...] = literal_eval(layout)
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True))
+    return torch.zeros(extent, dtype=tensor.dtype).as_strided(tensor.shape, stride).copy_(tensor)
 
 
 def incoming_for(segment: Segment, dtype: torch.dtype) -> list[Tensor]:
@@ -61,7 +78,7 @@ def in_tiles(sweep: Sweep, inputs: Sequence[Tensor], dtype: torch.dtype) -> Made
 
 def whole(captured: Captured, segment: Segment, inputs: Sequence[Tensor], dtype: torch.dtype) -> Made:
     """By the captured calls, differentiated by autograd."""
-    leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    leaves = [t.detach().requires_grad_() if t.is_floating_point() else t for t in inputs]
     values = dict(zip(segment.inputs, leaves, strict=True))
     for op in segment.ops:
         call = captured.program.calls[op.id]

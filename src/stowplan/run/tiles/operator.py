@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stowplan.errors import BadUse
 from stowplan.ops.table import shape_of
-from stowplan.run.tiles.sweep import Sweep
+from stowplan.run.tiles.sweep import Sweep, empty_like_described
 
 _SWEEPS: dict[str, Sweep] = {}
 
@@ -50,10 +50,7 @@ def _loss(inputs: list[Tensor], wanted: list[int], name: str) -> list[Tensor]:
 
 @_forward.register_fake
 def _like_outputs(inputs: list[Tensor], name: str) -> list[Tensor]:
-    return [
-        inputs[0].new_empty(shape_of(tensor), dtype=getattr(torch, str(tensor.dtype)))
-        for tensor in sweep_named(name).outputs
-    ]
+    return [empty_like_described(tensor, inputs[0].device) for tensor in sweep_named(name).outputs]
 
 
 @_backward.register_fake

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from stowplan.capture import Captured
-from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.ir import Phase
 from stowplan.plan.frontier import floor_of
 from stowplan.plan.plan import Plan
@@ -60,6 +60,8 @@ def plan_in_tiles(
             found = _planned(captured, model, args, kwargs, tiling, allowed_bytes, moves)
         except BudgetTooSmall as fault:
             smallest = min(smallest, fault, key=lambda fault: fault.minimum_bytes)
+            continue
+        except (BadUse, CaptureError):  # a loss without a form on parts, a view that needs another layout
             continue
         told = replace(found.plan, plain_seconds=plain_seconds, plain_peak_bytes=plain.plain_peak_bytes)
         told = replace(told, bound_seconds=min(plain_seconds, told.bound_seconds))

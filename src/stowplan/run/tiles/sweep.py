@@ -4,6 +4,7 @@ The tiles partition the segment's output, so that the gradients of what they rea
 parts of inputs alike, simply add up. They are added in float32 or wider, each as soon as autograd has it.
 """
 
+from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Sweep:
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs, written tile by tile."""
         given = dict(zip(self.segment.inputs, inputs, strict=True))
-        made = {tensor.id: _empty(tensor, inputs[0].device) for tensor in self.outputs}
+        made = {tensor.id: empty_like_described(tensor, inputs[0].device) for tensor in self.outputs}
         with torch.no_grad():
             for tile in self._tiles:
                 parts = tile.run({name: given[name][index] for name, index in tile.reads.items()})
@@ -207,8 +208,17 @@ def _zeros_like(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _empty(tensor: Described, device: torch.device) -> Tensor:
-    return torch.empty(shape_of(tensor), dtype=getattr(torch, str(tensor.dtype)), device=device)
+def empty_like_described(tensor: Described, device: torch.device) -> Tensor:
+    """Room for a tensor, laid out as it was when captured if that leaves no gaps."""
+    shape, dtype = shape_of(tensor), getattr(torch, str(tensor.dtype))
+    if tensor.layout:
+        stride: tuple[int, ...] = literal_eval(tensor.layout)
+        order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+        dense = torch.empty([shape[dim] for dim in order], dtype=dtype, device=device)
+        laid_out = dense.permute([order.index(dim) for dim in range(len(shape))])
+        if laid_out.stride() == stride:
+            return laid_out
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _name_of(segment: Segment, parts: tuple[int, ...]) -> str:
