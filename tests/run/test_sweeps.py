@@ -205,3 +205,19 @@ def test_what_must_be_whole_is_not_cut() -> None:
     assert "causal mask" in refusal(attention, (2, 2, 1)) or "reshape" in refusal(attention, (2, 2, 1))
     with pytest.raises(BadUse, match="not tiled"):
         Sweep(attention, gpt.program.calls, (2, 2, 1))
+
+
+class Counted(nn.Module):
+    """An embedding whose gradients are divided by how often a token comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(5, 3, scale_grad_by_freq=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.rows(tokens)).sum()
+
+
+def test_gradients_divided_by_counts_over_all_tokens_are_refused() -> None:
+    captured = capture(Counted(), (torch.tensor([1, 2, 1, 4]),))
+    assert "counts over all tokens" in refusal(stretch(captured), (2, 1))

@@ -78,7 +78,7 @@ def _whole_dims_stay_whole(site: Site) -> Refusal:
 
 _AS_IS = (
     "mm bmm addmm baddbmm linear matmul permute t transpose.int _softmax _log_softmax native_layer_norm "
-    "_fused_rms_norm embedding cat _native_batch_norm_legit_no_training clone _to_copy alias detach "
+    "_fused_rms_norm cat _native_batch_norm_legit_no_training clone _to_copy alias detach "
     "mean.dim sum.dim_IntList amax rsub.Scalar"
 )
 AS_IS = frozenset(
@@ -104,17 +104,17 @@ def takes_its_part(_: Site) -> Refusal:
     return lambda _: ""
 
 
-RESHAPES = tuple(
-    f"aten.{name}"
-    for name in [
-        "view.default",
-        "_unsafe_view.default",
-        "reshape.default",
-        "unsqueeze.default",
-        "squeeze.default",
-        "squeeze.dim",
-        "squeeze.dims",
-    ]
+@refusal_rules.entry("aten.embedding.default")
+def embedding(site: Site) -> Refusal:
+    """Rows are looked up one by one, unless their gradients are divided by how often they come."""
+    counted = bool(site.attributes.get("scale_grad_by_freq"))
+    return lambda _: f"{site.op.id} divides gradients by counts over all tokens" if counted else ""
+
+
+RESHAPES = (
+    *(f"aten.{name}.default" for name in ("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze")),
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
 )
 
 

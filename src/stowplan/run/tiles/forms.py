@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stowplan.ops.tiling import AS_IS, RESHAPES
+from stowplan.ops.tiling import RESHAPES
 from stowplan.run.tiles.part import LocalCall, call_with
 
 aten = torch.ops.aten
@@ -24,21 +24,16 @@ Form: TypeAlias = Callable[[LocalCall, Given], Tensor]
 def run_local(call: LocalCall, values: Mapping[str, Tensor]) -> Tensor:
     """The part that `call` makes, from what the tile holds."""
     kind = str(call.target)
-    form = _FORMS.get(kind, _as_is if kind in AS_IS else _whole_windows)
-    made = form(call, call.given(values))
+    made = _FORMS.get(kind, _as_is)(call, call.given(values))
     if tuple(made.shape) != call.shape:
         raise RuntimeError(f"{kind} made {tuple(made.shape)} of {call.name}, not {call.shape}")
     return made
 
 
 def _as_is(call: LocalCall, given: Given) -> Tensor:
+    """Called on the parts, the op makes the part: it is one of `AS_IS`, or given all that it looks at."""
     made = call_with(call.target, given)
     return made if isinstance(made, Tensor) else made[call.output]  # type: ignore[index]
-
-
-def _whole_windows(call: LocalCall, given: Given) -> Tensor:
-    """Ops that are only ever cut between samples, and do not look at how many there are."""
-    return _as_is(call, given)
 
 
 @dataclass(frozen=True, slots=True)
