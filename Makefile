@@ -11,9 +11,10 @@ install: ## install stowplan with torch (CPU build) and the development tools
 	$(PYTHON) -m pip install -e '.[torch,dev]'
 
 .PHONY: lint
-lint: ## ruff: style and common faults
+lint: ## ruff and oxlint: style and common faults
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	oxlint src/stowplan/report/assets
 
 .PHONY: types
 types: ## mypy --strict over source, tests and benchmarks

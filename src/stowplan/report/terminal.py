@@ -27,11 +27,12 @@ def print_trimmed(console: Console, *parts: RenderableType) -> None:
     What comes from a file may hold anything: characters that would steer the terminal are shown as a dot.
     """
     for line in console.render_lines(Group(*parts), pad=False):
-        console.print(Segments([*_trimmed(line), Segment.line()]), end="")
+        console.print(Segments([*_trimmed(line, console.width), Segment.line()]), end="")
 
 
-def _trimmed(line: list[Segment]) -> list[Segment]:
-    kept = [Segment(_harmless(text), style) for text, style, _ in line]
+def _trimmed(line: list[Segment], width: int) -> list[Segment]:
+    shown = [Segment(_harmless(text), style) for text, style, _ in line]
+    kept = Segment.adjust_line_length(shown, width, pad=False)  # a dot may be wider than what it stands for
     while kept and not kept[-1].text.strip():
         kept.pop()
     if kept:
