@@ -57,3 +57,17 @@ def test_rolling_back_restores_every_entry(seed: int) -> None:
         assert (ledger.curve_bytes().tolist(), ledger.extra_seconds, list(ledger.states)) == before
         ledger.set_state(random.choice(gaps), random.choice(list(State)))
         ledger.commit()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_loading_all_states_books_what_setting_them_does(seed: int) -> None:
+    problem = _problem(seed)
+    random = Random(seed)
+    one_by_one, at_once = Ledger(problem), Ledger(problem)
+    at_once.load([random.choice(list(State)) for _ in at_once.states])
+    states = [random.choice(list(State)) for _ in at_once.states]
+    for gap, state in enumerate(states):
+        one_by_one.set_state(gap, state)
+    at_once.load(states)
+    assert at_once.curve_bytes().tolist() == one_by_one.curve_bytes().tolist()
+    assert at_once.extra_seconds == pytest.approx(one_by_one.extra_seconds)

@@ -134,13 +134,13 @@ class _Search:
         """
         budget = self._budget_at(share)
         crossing = crossing_at(self._ledger.problem, self._cut, int(budget), whole=not self.is_large())
+        states = [State.KEEP] * len(self._gaps.value_of)
         for value in set(self._gaps.value_of):
             crossed = self._gaps.at(value, self._cut + 1)
-            drop = value not in crossing.kept and crossed + 1 < self._gaps.first[value + 1]
-            state = self._dropped(value, crossing.kept) if drop else State.KEEP
-            for gap, wanted in self._whole_value(crossed, state):
-                self._set(gap, wanted)
-        self._ledger.commit()
+            if value not in crossing.kept and crossed + 1 < self._gaps.first[value + 1]:
+                for gap, state in self._whole_value(crossed, self._dropped(value, crossing.kept)):
+                    states[gap] = state
+        self._ledger.load(states)
         for _ in range(_CHUNKS):
             if self._is_settled(budget, crossing.seconds):
                 return True
@@ -167,13 +167,8 @@ class _Search:
         dropped = max(1, sum(1 for _, states in self._points for state in states if state))
         every = -(-dropped // trials)
         for peak, (_, states) in list(zip(self._peaks, self._points, strict=True))[::every]:
-            self._load(states)
+            self._ledger.load([State(state) for state in states])
             self._keep_what_fits(peak)
-
-    def _load(self, states: bytes) -> None:
-        for gap, state in enumerate(states):
-            self._set(gap, State(state))
-        self._ledger.commit()
 
     def _keep_what_fits(self, budget: int) -> None:
         for value in sorted({self._gaps.value_of[g] for g, state in enumerate(self._ledger.states) if state}):

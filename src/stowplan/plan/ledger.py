@@ -15,6 +15,7 @@ of one gap touches only the ops whose chains involve the value there; all else s
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
@@ -172,6 +173,19 @@ class Ledger:
                     self._enter_spans(value, spans)
                 case _Local(op, nbytes):
                     self._local[op] = nbytes
+
+    def load(self, states: Sequence[State]) -> None:
+        """Take other states for all gaps at once, and book everything anew: final like a commit."""
+        for gap, state in enumerate(states):
+            self._enter_state(gap, state)
+        self._remade = [_NEVER] * len(self.states)
+        for op in range(len(self._local)):  # in order, so that what is held is known to the ops behind
+            self._rechain(op, set())
+        for value in range(len(self._spans)):
+            self._rebook(value)
+        for op in range(len(self._local)):
+            self._local[op] = self._local_peak(op)
+        self.commit()
 
     def set_state(self, gap: int, state: State) -> None:
         """Decide otherwise about one gap and rebook what that touches."""
