@@ -111,3 +111,14 @@ def test_an_op_that_read_a_buffer_before_its_update_never_runs_again() -> None:
     twice = (*plan.steps[:2], Again("plus_one", ("seen",)), *plan.steps[2:])
     with pytest.raises(IllegalPlan, match="must run once or would not make the same"):
         verify(replace(plan, steps=twice))
+
+
+def test_what_comes_from_outside_is_never_written_over() -> None:
+    """A gradient that the caller hands in dies at the op that reads it, but belongs to the caller."""
+    tensors = {name: Tensor(name, Kind.GRADIENT, nbytes=8) for name in ("given", "made")}
+    ops = (Op("back", "Relu", Phase.BACKWARD, (Use("given"),), (Use("made"),)),)
+    graph = Graph(tensors, ops, frozenset({"made"}))
+    plan = Planner.of(graph, Pricing({"back": 1.0}, Basis.MEASURED)).plan(1000)
+    assert plan.steps[0] == Compute("back")
+    with pytest.raises(IllegalPlan, match="may not write"):
+        verify(_with_steps(plan, (Compute("back", (("made", "given"),)),)))

@@ -4,7 +4,7 @@ Ops are positions in the graph's order. Everything before `turn` is the forward 
 be dropped and made again for the ops after it, which are the only ones with a choice.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stowplan.analyse.storages import Storages, is_resident, storages_of
@@ -70,14 +70,14 @@ def problem_of(
     )
 
 
-def overwritable(graph: Graph, site: Site) -> list[tuple[str, tuple[str, ...]]]:
-    """Each fresh output with the inputs it may overwrite if they die: alike, and made in the step."""
+def overwritable(graph: Graph, site: Site, made: Container[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """Each fresh output with the inputs it may overwrite if they die: alike, and `made` in the step."""
     pairs = []
     left = {tensor.id for tensor in site.inputs}
     for output, inputs in aliasing_of(site).in_place_of.items():
         target = site.outputs[output]
         victims = [site.inputs[i] for i in inputs if site.inputs[i].id in left]
-        fitting = tuple(v.id for v in victims if _same_block(graph, v, target))
+        fitting = tuple(v.id for v in victims if _same_block(graph, v, target, made))
         left -= set(fitting)
         if fitting and target.alias_of is None:
             pairs.append((target.id, fitting))
@@ -91,13 +91,13 @@ def made_aside(graph: Graph, op: Op) -> tuple[str, ...]:
     return tuple(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
 
 
-def _same_block(graph: Graph, victim: Tensor, target: Tensor) -> bool:
+def _same_block(graph: Graph, victim: Tensor, target: Tensor, made: Container[str]) -> bool:
     owner = victim
     while owner.alias_of is not None:
         owner = graph.tensors[owner.alias_of]
     whole = owner.nbytes == victim.nbytes == target.nbytes
     alike = (victim.shape, victim.dtype, victim.layout) == (target.shape, target.dtype, target.layout)
-    return whole and alike and owner.kind not in (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT, Kind.CONSTANT)
+    return whole and alike and owner.id in made
 
 
 def updated_buffers(graph: Graph) -> frozenset[str]:
@@ -181,7 +181,7 @@ class _Values:
         """`overwritable` in numbers, without what is always there."""
         pairs = (
             (self._numbers([output]), self._numbers(victims))
-            for output, victims in overwritable(self._graph, site_of(self._graph, op))
+            for output, victims in overwritable(self._graph, site_of(self._graph, op), self.maker)
         )
         return tuple((output[0], victims) for output, victims in pairs if output and victims)
 

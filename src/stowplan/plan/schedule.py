@@ -32,9 +32,10 @@ def steps_of(problem: Problem, states: Sequence[State]) -> tuple[Step, ...]:
     """The schedule that the states describe."""
     runs = _Runs(problem, states).in_order()
     homes = _homes_of(problem.graph, runs)
+    made = {name for run in runs for name in run.makes}
     steps: list[Step] = []
     for run, ending in zip(runs, _storages_ending(problem.graph, runs, homes), strict=True):
-        overwrites = _overwrites_of(problem.graph, run, homes, ending)
+        overwrites = _overwrites_of(problem.graph, run, homes, ending, made)
         if run.again:
             steps.append(Again(run.op.id, tuple(run.makes), overwrites))
         else:
@@ -184,13 +185,13 @@ def _stays(graph: Graph, copy: Copy, newest: dict[str, Copy]) -> bool:
 
 
 def _overwrites_of(
-    graph: Graph, run: _Run, homes: dict[Copy, Copy], ending: set[Copy]
+    graph: Graph, run: _Run, homes: dict[Copy, Copy], ending: set[Copy], made: set[str]
 ) -> tuple[tuple[str, str], ...]:
     """Pair outputs with inputs whose storage ends at this run, each storage at most once."""
     site = site_of(graph, run.op)
     pairs: list[tuple[str, str]] = []
     left = ending - {homes[copy] for copy in run.makes.values()}
-    for output, inputs in overwritable(graph, site):
+    for output, inputs in overwritable(graph, site, made):
         for victim in inputs:
             home = homes[run.reads[victim]]
             if output in run.makes and home in left:

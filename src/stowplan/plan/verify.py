@@ -34,6 +34,7 @@ class _Check:
     """Follows which tensors hold the value that the graph means."""
 
     graph: Graph
+    _made: frozenset[str] = field(init=False)
     _ops: Mapping[str, Op] = field(init=False)
     _sound: set[str] = field(init=False)  # tensors that hold their value
     _done: set[str] = field(default_factory=set)
@@ -41,9 +42,9 @@ class _Check:
     _booked: frozenset[str] = field(init=False)  # tensors that are written into them
 
     def __post_init__(self) -> None:
-        made = {name for op in self.graph.ops for name in op.writes()}
+        self._made = frozenset(name for op in self.graph.ops for name in op.writes())
         self._ops = {op.id: op for op in self.graph.ops}
-        self._sound = {name for name in self.graph.tensors if name not in made}
+        self._sound = {name for name in self.graph.tensors if name not in self._made}
         self._updated = updated_buffers(self.graph)
         updates = (op for op in self.graph.ops if op.phase is Phase.UPDATE)
         self._booked = frozenset(name for op in updates for name in op.reads())
@@ -98,7 +99,7 @@ class _Check:
                 raise IllegalPlan(
                     f"step {number}: {op.id!r} reads {name!r}, which does not hold its value then"
                 )
-        allowed = dict(overwritable(self.graph, site_of(self.graph, op)))
+        allowed = dict(overwritable(self.graph, site_of(self.graph, op), self._made))
         for output, victim in overwrites:
             if output not in outputs or victim not in allowed.get(output, ()):
                 raise IllegalPlan(f"step {number}: {op.id!r} may not write {output!r} over {victim!r}")
