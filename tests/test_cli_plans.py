@@ -68,11 +68,13 @@ def test_a_plan_holds_explains_itself_and_checks_out(
     assert int(str(plan["minimum_bytes"])) <= int(budget)
     explained = _json_of(capsys, "explain", "plan.json", "tanh")
     assert explained["maker"] == "tanh"
-    checked = _json_of(capsys, "check", model, "--budget", budget)
+    checked = _json_of(capsys, "check", model, "--budget", budget, "-o", "record.json")
     assert checked["holds"] is True
     assert checked["differing"] == {}
     assert int(str(checked["measured_peak_bytes"])) <= int(budget)
-    assert (tmp_path / "plan.json").exists()
+    for name in ("plan", "record"):
+        assert main(["report", f"{name}.json", "-o", f"{name}.html"]) == 0
+        assert (tmp_path / f"{name}.html").stat().st_size > 100_000
 
 
 @pytest.mark.torch

@@ -2,6 +2,7 @@
 
 import json
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 from stowplan import api
 from stowplan.cli.patience import a_word_after_two_seconds, probing_shown
@@ -17,6 +18,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--allow", default="recompute", help=f"what may cost time: {', '.join(api.TECHNIQUES)}"
     )
     parser.add_argument("--steps", type=int, default=3, help="how many training steps to compare (default 3)")
+    parser.add_argument(
+        "-o", "--output", metavar="RECORD", help="write what was measured, for `stowplan report`"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -27,6 +31,10 @@ def run(arguments: Namespace) -> int:
         record = api.check(
             arguments.target, arguments.budget, allow=allow, steps=arguments.steps, progress=progress
         )
+    if arguments.output:
+        from stowplan.plan.record_file import write
+
+        Path(arguments.output).write_text(write(record), encoding="utf-8")
     if arguments.json:
         from stowplan.report.record import record_json
 
