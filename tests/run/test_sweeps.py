@@ -119,20 +119,26 @@ def test_random_networks_on_random_grids(makers: list[Callable[[int], nn.Module]
         assert error_in_tiles(captured, segment, parts) < EXACT
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("net", "last", "parts"),
     [("vgg16", "max_pool2d_with_indices_2", (2, 1, 4, 4)), ("unet", None, (1, 1, 2, 2))],
 )
 def test_float32_is_within_twice_eagers_own_error(net: str, last: str | None, parts: tuple[int, ...]) -> None:
+    """Over a few draws: the error of one is as much chance as rounding."""
     captured = capture(*NETS[net].build("tiny"))
     segment = stretch(captured, "convolution", last)
-    inputs = random_inputs(segment, torch.float32)
-    exact = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
-    truth = whole(captured, segment, exact, torch.float64)
-    eager = whole(captured, segment, inputs, torch.float32)
-    found = in_tiles(Sweep(segment, captured.program.calls, parts), inputs, torch.float32)
-    allowed = 2 * relative_error([*eager.outputs, *eager.gradients], [*truth.outputs, *truth.gradients])
-    assert relative_error([*found.outputs, *found.gradients], [*truth.outputs, *truth.gradients]) <= allowed
+    allowed = erred = 0.0
+    for seed in range(6):
+        inputs = random_inputs(segment, torch.float32, seed)
+        exact = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
+        truth = whole(captured, segment, exact, torch.float64)
+        eager = whole(captured, segment, inputs, torch.float32)
+        found = in_tiles(Sweep(segment, captured.program.calls, parts), inputs, torch.float32)
+        true = [*truth.outputs, *truth.gradients]
+        allowed += 2 * relative_error([*eager.outputs, *eager.gradients], true)
+        erred += relative_error([*found.outputs, *found.gradients], true)
+    assert erred <= allowed
 
 
 def test_a_halo_one_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
