@@ -183,6 +183,14 @@ def test_an_output_that_the_loss_does_not_depend_on() -> None:
     assert different(expected, {name: found[name] for name in expected}) == []
 
 
+def test_the_gradient_that_comes_in_is_left_as_it_is() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU()), images(8, 16)
+    fitted = fit(model, (x,), budget="1GiB", moves=MOVES)
+    gradient = images(8, 16)
+    fitted(x).backward(gradient)
+    assert torch.equal(gradient, images(8, 16))
+
+
 def test_hooks_of_the_model_run_once_around_the_step() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1), nn.Flatten(0)), images(8, 4)
     calls = []

@@ -110,6 +110,28 @@ def test_gradient_accumulation() -> None:
     assert both(accumulated, Chain(dropout=0.1)) == []
 
 
+def test_two_forwards_before_their_backwards() -> None:
+    """Statistics are updated twice before the first backward."""
+
+    def train(model: nn.Module) -> Training:
+        return trained(lambda x: model(x) + model(2 * x), model, ARGS)
+
+    assert both(train, Chain(dropout=0.1)) == []
+
+
+def test_what_comes_out_can_be_written_into() -> None:
+    def train(model: nn.Module) -> Training:
+        def with_residual(x: Tensor) -> Tensor:
+            made: Tensor = model(x)
+            made += x
+            return made.relu_().square().sum()
+
+        return trained(with_residual, model, ARGS)
+
+    layers = (nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    assert both(train, nn.Sequential(*layers)) == []
+
+
 def test_gradients_that_are_there_already_are_reserved_for() -> None:
     model = Chain()
     fitted = fitted_copy(model, ARGS)

@@ -24,6 +24,14 @@ from stowplan.errors import CaptureError
 
 aten = torch.ops.aten
 
+# Running statistics that these take and, in training, do not look at. As arguments they would be kept for
+# backward, and must not be changed by another forward meanwhile.
+_IGNORED_IN_TRAINING = {
+    aten.native_batch_norm_backward.default: ("running_mean", "running_var"),
+    aten.cudnn_batch_norm_backward.default: ("running_mean", "running_var"),
+    aten.miopen_batch_norm_backward.default: ("running_mean", "running_var"),
+}
+
 
 def purify(recording: Recording, outsiders: Mapping[Cell, str]) -> Pure:
     """The recording as pure calls; `outsiders` has the ids of the tensors that come from outside."""
@@ -55,7 +63,7 @@ class _Purifier:
 
     def add(self, position: int) -> None:
         """Take in the next event."""
-        self._position, event = position, self._recording.events[position]
+        self._position, event = position, _without_ignored(self._recording.events[position])
         given = set(leaves((event.args, tuple(event.kwargs.values()))))
         written = written_arguments(event.target, event.args, event.kwargs)
         if event.target is aten.lift_fresh.default:
@@ -226,6 +234,17 @@ class _Purifier:
             root = str(whole)
         self._values[str(whole)] = Value(str(whole), base, root, base.extent_bytes())
         return str(whole)
+
+
+def _without_ignored(event: Event) -> Event:
+    """The event without arguments that its op does not look at."""
+    names = _IGNORED_IN_TRAINING.get(event.target, ())
+    bound = bound_arguments(event.target, event.args, event.kwargs)
+    if not names or not bound.get("train", True):
+        return event
+    order = [argument.name for argument in event.target._schema.arguments]
+    ignored = {order.index(name) for name in names}
+    return replace(event, args=tuple(None if n in ignored else value for n, value in enumerate(event.args)))
 
 
 def _spelled_out(event: Event) -> Event:

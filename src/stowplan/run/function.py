@@ -86,20 +86,12 @@ def _tangents(run: Run, incoming: tuple[Tensor | None, ...], zeros: tuple[Zeros,
     return tangents
 
 
-class Latch(torch.autograd.Function):
-    """Hands on an output, and on the way back keeps its gradient for the step instead of passing it.
+def latch(run: Run, position: int, gradient: Tensor | None) -> Tensor | None:
+    """Keep a gradient that comes in for the step, and pass one without memory in its place.
 
-    While a function runs, autograd holds on to the gradients it calls it with. What comes here is let go of
-    before the step begins, and a gradient without memory is passed in its place.
+    While a function runs, autograd holds on to the gradients it calls it with. This one is the step's alone.
     """
-
-    @staticmethod
-    def forward(ctx: Any, run: Run, position: int, output: Tensor) -> Tensor:
-        ctx.run, ctx.position = run, position
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        ctx.run.latched[ctx.position] = gradient
-        return None, None, gradient.new_empty(()).expand(gradient.shape)
+    if gradient is None:
+        return None
+    run.latched[position] = gradient
+    return gradient.new_empty(()).expand(gradient.shape)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from textwrap import fill
+from textwrap import TextWrapper
 
 from stowplan.capture import Call, Program, Ref
 from stowplan.capture.attributes import inputs_of
@@ -176,7 +176,8 @@ def _unpacking(
     listed = _list(names, tensors, further)
     if not listed:
         return []
-    lines = fill(f"[{listed}]", 100, initial_indent="    ", subsequent_indent="     ").splitlines()
+    wrapper = TextWrapper(100, initial_indent="    ", subsequent_indent="     ", break_long_words=False)
+    lines = wrapper.wrap(f"[{listed}]")
     lines[-1] += f" = {source}"
     return [*lines, f"    {source}.clear()"] if clear else lines
 

@@ -1,6 +1,7 @@
 """The captured step as straight-line code: called like the model, differentiable like it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,13 +10,12 @@ from torch.utils import _pytree as pytree
 from stowplan.capture import Captured, Ref
 from stowplan.plan.decision import Step
 from stowplan.run.binding import Binding
-from stowplan.run.function import Latch, Run, StepFunction
+from stowplan.run.function import Run, StepFunction, latch
 from stowplan.run.halves import compiled
 from stowplan.run.plain import plain_steps
 from stowplan.run.source import source_of
 
 _call_step: Callable[..., tuple[Tensor, ...]] = StepFunction.apply
-_call_latch: Callable[..., Tensor] = Latch.apply
 
 
 class StraightStep:
@@ -46,10 +46,10 @@ class StraightStep:
         run = Run(self._halves, self._program, self._primals, self._differentiated)
         with torch.autocast(found[self._primals[0]].device.type, enabled=False):
             made = _call_step(run, *(found[name] for name in self._primals))
-        outputs = {
-            name: _call_latch(run, position, output) if output.requires_grad and output.dim() else output
-            for position, (name, output) in enumerate(zip(self._halves.source.outputs, made, strict=True))
-        }
+        for position, output in enumerate(made):
+            if output.requires_grad and output.dim():
+                output.register_hook(partial(latch, run, position))  # type: ignore[no-untyped-call]
+        outputs = dict(zip(self._halves.source.outputs, made, strict=True))
         return pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
 
     def _leaves(self, outputs: Mapping[str, Tensor]) -> list[object]:
