@@ -1,0 +1,39 @@
+"""Living storages: a set of storages that forgets each as soon as it is freed."""
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor, UntypedStorage
+
+
+class LivingStorages:
+    """Keeps none of its members alive."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[int, int] = {}  # by address
+        self._watched: dict[int, weakref.ref[UntypedStorage]] = {}
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Enter what is behind the tensors."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            if storage._cdata not in self._bytes:
+                self._enter(storage, storage._cdata)
+
+    def _enter(self, storage: UntypedStorage, address: int) -> None:
+        self._bytes[address] = storage.nbytes()
+        self._watched[address] = weakref.ref(storage, lambda _: self._forget(address))
+
+    def _forget(self, address: int) -> None:
+        del self._bytes[address], self._watched[address]
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all members."""
+        return sum(self._bytes.values())
+
+    def bytes_among(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of the members that are behind these tensors."""
+        return sum(self._bytes.get(address, 0) for address in {t.untyped_storage()._cdata for t in tensors})

@@ -1,0 +1,260 @@
+"""`torch.compile` with this backend: eager's bits, and one budget for all graphs that Dynamo finds."""
+
+import copy
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from benchmarks.nets import NETS
+from chains import MOVES, Chain
+from side_by_side import different, scalar, trained
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+from little_models import Normed, images
+from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
+from stowplan.run.compile import backend, plans_for
+from stowplan.run.measure import measure
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor"
+    ),  # Dynamo looks at it, on graph breaks
+]
+
+Options: TypeAlias = dict[str, str | int | bool | Callable[..., Any]]
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """On one thread, for threads may add up in another order; without the graphs of other tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    torch.set_num_threads(threads)
+
+
+def compiled(
+    model: nn.Module, budget: int | str = "1GiB"
+) -> tuple[Callable[..., object], nn.Module, Options]:
+    """A compiled copy of the model, the copy, and the options it was compiled with."""
+    twin, options = copy.deepcopy(model), Options(budget=budget, moves=MOVES)
+    return torch.compile(twin, backend=backend, options=options), twin, options
+
+
+class Broken(nn.Module):
+    """Four blocks that are graphs of their own."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(*self._layers(dropout)) for _ in range(4))
+
+    @staticmethod
+    def _layers(dropout: float) -> Iterator[nn.Module]:
+        for _ in range(2):
+            yield from (nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Dropout(dropout))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth = self.blocks
+        x = first(x)
+        torch._dynamo.graph_break()
+        x = second(x)
+        torch._dynamo.graph_break()
+        x = third(x)
+        torch._dynamo.graph_break()
+        loss: Tensor = fourth(x).square().mean()
+        return loss
+
+
+class WithLogits(nn.Module):
+    """Returns its loss and what it is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 1000)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(torch.tanh(self.body(x)))
+        return logits.square().mean(), logits
+
+
+def peak_bytes(run: Callable[..., object], model: nn.Module, x: Tensor) -> int:
+    """What is there at once during a step, parameters and all."""
+
+    def step() -> Tensor:
+        loss = scalar(run(x))
+        torch.autograd.backward(loss)
+        return loss
+
+    model.zero_grad(set_to_none=True)
+    return measure(step, before=[*model.parameters(), *model.buffers(), x]).measured_peak_bytes
+
+
+@pytest.mark.parametrize("name", ["resnet50", "gpt", "moe", "hf_gpt2"])
+def test_networks_train_as_in_eager(name: str) -> None:
+    model, args = NETS[name].build("tiny")
+    run, twin, options = compiled(model)
+    expected, found = trained(model, model, args, steps=3), trained(run, twin, args, steps=3)
+    assert plans_for(options)
+    assert different(expected, found) == []
+
+
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
+def test_one_budget_across_graph_breaks(share: float) -> None:
+    model, x = Broken(dropout=0.1), images(2048, 16)
+    eager = copy.deepcopy(model)
+    allowed = int(share * peak_bytes(eager, eager, x))
+    run, twin, options = compiled(model, allowed)
+    assert different(trained(model, model, (x,), steps=3), trained(run, twin, (x,), steps=3)) == []
+    assert len(plans_for(options)) == 4
+    assert 0.8 * allowed < peak_bytes(run, twin, x) <= allowed
+
+
+def test_the_first_step_is_within_the_budget_too() -> None:
+    """Nobody knows then how many graphs there will be. What ops cost is known from another compilation."""
+    model, x = Broken(), images(2048, 16)
+    run, twin, _ = compiled(model)
+    allowed = int(0.55 * peak_bytes(model, model, x))
+    trained(run, twin, (x,))
+    torch._dynamo.reset()
+    run, twin, options = compiled(model, allowed)
+    assert peak_bytes(run, twin, x) <= allowed
+    smallest = [plan.projected_peak_bytes for plan in plans_for(options)]
+    run(x)
+    assert [plan.projected_peak_bytes for plan in plans_for(options)] > smallest
+
+
+def test_larger_budgets_cost_less_time() -> None:
+    model, x = Broken(), images(2048, 16)
+    plain = peak_bytes(model, model, x)
+    seconds = []
+    for share in (0.55, 0.7, 0.85, 1.0):
+        torch._dynamo.reset()
+        run, twin, options = compiled(model, int(share * plain))
+        trained(run, twin, (x,))
+        seconds.append([plan.projected_seconds for plan in plans_for(options)])
+    assert all(
+        one >= other
+        for smaller, larger in pairwise(seconds)
+        for one, other in zip(smaller, larger, strict=True)
+    )
+    assert seconds[0] > seconds[-1]
+
+
+def test_too_small_a_budget_says_what_others_hold() -> None:
+    model, x = Broken(), images(2048, 16)
+    run, _, _ = compiled(model, peak_bytes(model, model, x) // 3)
+    with pytest.raises(BudgetTooSmall, match="for all graphs, of which others hold") as caught:
+        run(x)
+    assert caught.value.minimum_bytes > caught.value.allowed_bytes
+
+
+def test_modules_compiled_with_the_same_options_share_the_budget() -> None:
+    """What is computed between and after them is the caller's, who reserves for it."""
+    model, x = Broken(), images(2048, 16)
+    allowed = int(0.7 * peak_bytes(model, model, x))
+    options = Options(budget=allowed, reserve=2 * x.nbytes, moves=MOVES)
+    twin = copy.deepcopy(model)
+    blocks = [torch.compile(block, backend=backend, options=options) for block in twin.blocks]
+
+    def run(x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        return x.square().mean()
+
+    assert different(trained(model, model, (x,)), trained(run, twin, (x,))) == []
+    assert len(plans_for(options)) == 4
+    assert peak_bytes(run, twin, x) <= allowed
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    model, x = Broken(), images(512, 16)
+    run, twin, _ = compiled(model)
+
+    def of_two(each: Callable[..., object]) -> Callable[..., object]:
+        return lambda x: scalar(each(x)) + scalar(each(x * 2))
+
+    assert different(trained(of_two(model), model, (x,)), trained(of_two(run), twin, (x,))) == []
+
+
+def test_a_new_shape_is_another_step() -> None:
+    model = Broken(dropout=0.1)
+    run, twin, _ = compiled(model)
+    for rows in (64, 32, 16, 64, 32):
+        args = (images(rows, 16),)
+        assert different(trained(model, model, args), trained(run, twin, args)) == []
+
+
+def test_without_gradients_the_graph_itself_runs() -> None:
+    model, x = Normed(), images(2, 3, 8, 8)
+    run, twin, options = compiled(model)
+    for mode in (True, False):
+        results = []
+        for each, owner in ((model, model), (run, twin)):
+            owner.train(mode)
+            torch.manual_seed(0)
+            with torch.no_grad():
+                results.append(scalar(each(x)))
+        assert torch.equal(*results)
+    assert different(model.state_dict(), twin.state_dict()) == []
+    assert plans_for(options) == ()
+
+
+def test_results_that_the_loss_does_not_depend_on_are_found_out() -> None:
+    """At first the logits might be differentiated. Their gradient is the largest tensor, then not there."""
+    model, x = WithLogits(), images(64, 8)
+    run, twin, options = compiled(model)
+
+    def loss(output: object) -> Tensor:
+        assert isinstance(output, (tuple, list))
+        return scalar(output[0])
+
+    expected = trained(model, model, (x,), loss, steps=1)
+    assert different(expected, trained(run, twin, (x,), loss, steps=1)) == []
+    (first,) = plans_for(options)
+    assert different(trained(model, model, (x,), loss), trained(run, twin, (x,), loss)) == []
+    (later,) = plans_for(options)
+    assert len(later.graph.ops) < len(first.graph.ops)
+
+    def of_both(output: object) -> Tensor:
+        assert isinstance(output, (tuple, list))
+        total: Tensor = output[0] + output[1].sum()
+        return total
+
+    with pytest.raises(BadUse, match="from the next step on"):
+        trained(run, twin, (x,), of_both, steps=1)
+    assert different(trained(model, model, (x,), of_both), trained(run, twin, (x,), of_both)) == []
+
+
+def test_writing_into_what_wants_a_gradient_is_refused() -> None:
+    class Overwriting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            torch._dynamo.graph_break()
+            return x.mul_(2).sum()
+
+    run, _, _ = compiled(Overwriting(4, 4))
+    with pytest.raises(CaptureError, match="in-place"):
+        run(images(2, 4))
+
+
+def test_options_are_checked() -> None:
+    model, x = nn.Linear(4, 4), images(2, 4)
+    for options in (Options(budgets=1), Options(budget=len), Options(budget="much"), Options()):
+        torch._dynamo.reset()
+        with pytest.raises(BackendCompilerFailed, match=r"BadUse: .*(budget|6GiB)"):
+            torch.compile(model, backend=backend, options=options)(x)
+
+
+def test_the_name_is_known_to_torch() -> None:
+    if "stowplan" not in entry_points(group="torch_dynamo_backends").names:
+        pytest.skip("stowplan is installed from before it had an entry point")
+    model, x = Chain(), images(64, 16)
+    twin = copy.deepcopy(model)
+    run = torch.compile(twin, backend="stowplan", options={"budget": "1GiB", "moves": MOVES})
+    assert different(trained(model, model, (x,)), trained(run, twin, (x,))) == []
