@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 _SECONDS = 60.0
+_DRAWN = "performance.getEntriesByName('drawn').length"  # what a report says in the end
 _FLAGS = (
     "--headless=new",
     "--remote-debugging-pipe",
@@ -111,13 +112,13 @@ class Browser:
         return message
 
     @contextmanager
-    def page(self, path: Path, width: int = 1280, height: int = 800) -> Iterator["Page"]:
-        """A file in a window of its own, drawn to its end."""
+    def page(self, path: Path, width: int = 1280, height: int = 800, until: str = _DRAWN) -> Iterator["Page"]:
+        """A file in a window of its own, drawn to its end: when the expression `until` holds."""
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
         session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self.pages[session] = Page(self, session)
         try:
-            page.open(path, width, height)
+            page.open(path, width, height, until)
             yield page
         finally:
             del self.pages[session]
@@ -133,8 +134,8 @@ class Page:
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
-    def open(self, path: Path, width: int, height: int) -> None:
-        """Load a file and wait until it says that all is drawn."""
+    def open(self, path: Path, width: int, height: int, until: str) -> None:
+        """Load a file and wait until all is drawn."""
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._ask(f"{domain}.enable")
         self._ask(
@@ -145,7 +146,7 @@ class Page:
             mobile=width < 600,
         )
         self._ask("Page.navigate", url=path.as_uri())
-        self.wait_for("performance.getEntriesByName('drawn').length")
+        self.wait_for(until)
 
     def _ask(self, method: str, **parameters: object) -> dict[str, Any]:
         return self.browser.ask(method, self.session, **parameters)

@@ -21,12 +21,20 @@ from stowplan.plan.record import Difference, Record
 from stowplan.report.notebook import show
 from stowplan.report.page import page_of, subject_of
 from stowplan.report.page.data import data_of
-from stowplan.report.picture import picture_of
+from stowplan.report.picture import svg_of
 from stowplan.report.tensors_csv import COLUMNS, tensors_csv
 from stowplan.report.trace import trace_of
 from stowplan.units import format_bytes
 
 Seeds = Callable[[str], Path]
+
+OPENING = {
+    ".html": b"<!doctype html>",
+    ".json.gz": b"\x1f\x8b",
+    ".svg": b"<svg",
+    ".png": b"\x89PNG",
+    ".csv": b'"id","name"',
+}
 
 
 @pytest.fixture
@@ -57,13 +65,13 @@ def test_whatever_a_document_holds_can_be_drawn(document: Document) -> None:
     page = page_of([subject])
     assert page.isascii()
     assert trace_of([subject])
-    ElementTree.fromstring(picture_of(subject))
+    ElementTree.fromstring(svg_of(subject))
     rows = list(csv.reader(io.StringIO(tensors_csv(subject), newline="")))
     assert len(rows) == 1 + len(document.graph.tensors)
     assert all(len(row) == len(COLUMNS) for row in rows)
 
 
-@pytest.mark.parametrize("suffix", [".html", ".json.gz", ".svg", ".csv"])
+@pytest.mark.parametrize("suffix", OPENING)
 def test_each_suffix_writes_its_kind(
     suffix: str, plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,8 +79,7 @@ def test_each_suffix_writes_its_kind(
     assert main(["report", str(plan_path), "-o", str(target), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said == {"file": str(target), "bytes": target.stat().st_size, "subjects": ["tight.plan.json"]}
-    opening = {".html": b"<!doctype html>", ".json.gz": b"\x1f\x8b", ".svg": b"<svg", ".csv": b'"id","name"'}
-    assert target.read_bytes().startswith(opening[suffix])
+    assert target.read_bytes().startswith(OPENING[suffix])
 
 
 def test_the_same_thing_is_written_the_same(plan_path: Path, tmp_path: Path) -> None:
@@ -86,7 +93,6 @@ def test_the_same_thing_is_written_the_same(plan_path: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["-o", "x.png"], "write .svg"),
         (["-o", "x.doc"], "none of .html"),
         (["-o", "missing/folder/x.html"], "cannot be written"),
         (["-o", "x.html", "--peers", "missing.json"], "cannot be read"),
@@ -111,7 +117,7 @@ def test_a_damaged_plan_is_named(plan_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_the_picture_has_the_budget_and_every_kind(plan: Plan) -> None:
-    picture = picture_of(subject_of(plan, "plan"))
+    picture = svg_of(subject_of(plan, "plan"))
     assert "allowed" in picture
     for kind in ("parameter", "activation", "gradient"):
         assert f">{kind}<" in picture

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from stowplan.errors import BadUse
 from stowplan.report.page import Subject, page_of
-from stowplan.report.picture import picture_of
+from stowplan.report.picture import png_of, svg_of
 from stowplan.report.tensors_csv import tensors_csv
 from stowplan.report.trace import trace_of
 
@@ -19,7 +19,8 @@ def _only(subjects: Sequence[Subject], path: str) -> Subject:
 _WRITERS: dict[str, Callable[[Sequence[Subject], str], bytes]] = {
     ".html": lambda subjects, _: page_of(subjects).encode(),
     ".json.gz": lambda subjects, _: trace_of(subjects),
-    ".svg": lambda subjects, path: picture_of(_only(subjects, path)).encode(),
+    ".svg": lambda subjects, path: svg_of(_only(subjects, path)).encode(),
+    ".png": lambda subjects, path: png_of(_only(subjects, path)),
     ".csv": lambda subjects, path: tensors_csv(_only(subjects, path)).encode("utf-8", errors="replace"),
 }
 
@@ -29,18 +30,10 @@ def write_report(subjects: Sequence[Subject], path: str | Path) -> int:
     name = str(path)
     writer = next((write for suffix, write in _WRITERS.items() if name.lower().endswith(suffix)), None)
     if writer is None:
-        raise _unknown(name)
+        raise BadUse(f"{name}: the suffix says what to write, and is none of {', '.join(_WRITERS)}")
     content = writer(subjects, name)
     try:
         Path(path).write_bytes(content)
     except OSError as fault:
         raise BadUse(f"{path} cannot be written: {fault.strerror or fault}") from fault
     return len(content)
-
-
-def _unknown(name: str) -> BadUse:
-    if name.lower().endswith(".png"):
-        return BadUse(
-            f"{name}: pixels need a renderer that stowplan does not bring; write .svg and convert it"
-        )
-    return BadUse(f"{name}: the suffix says what to write, and is none of {', '.join(_WRITERS)}")
