@@ -21,7 +21,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Moved to a tier after its last forward reader and back before its first backward reader."""
+    """Moved to a tier while nobody reads it, and back before its next reader."""
 
     tier: str
 
@@ -61,4 +61,24 @@ class Free:
     tensors: tuple[str, ...]
 
 
-Step: TypeAlias = Compute | Again | Free
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Begin to write a storage, all of whose names are `tensors`, to the tier.
+
+    It stays in memory until its names are freed, and the Free waits until all is written.
+    """
+
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Begin to read a storage back into new memory, under the names it was stored by.
+
+    The next op that uses one of them waits until all is read. What was stored can be loaded many times.
+    """
+
+    tensors: tuple[str, ...]
+
+
+Step: TypeAlias = Compute | Again | Free | Store | Load

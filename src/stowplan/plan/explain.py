@@ -1,11 +1,13 @@
-"""Why a tensor is kept or made again, at what price, and what would change if it were decided otherwise."""
+"""Why a tensor is kept, made again or moved away, at what price, and what another decision would change."""
 
 from dataclasses import dataclass
 
 from stowplan.errors import BadUse
 from stowplan.ir import Op
-from stowplan.plan.decision import Again, Decision, Free, Keep
+from stowplan.plan.decision import Again, Compute, Decision, Free, Keep, Load, Step, Store
+from stowplan.plan.engines import Transfer
 from stowplan.plan.plan import Plan
+from stowplan.plan.simulate import simulate
 from stowplan.units import format_bytes
 
 
@@ -21,6 +23,8 @@ class Explanation:
     spans: tuple[tuple[int, int], ...]  # steps from which to which it is in memory
     alive_at_peak: bool
     again_seconds: float  # spent on running its maker again
+    transfers: tuple[Transfer, ...]  # out and back
+    stall_seconds: float  # waited for it
     otherwise: str  # a sentence
 
 
@@ -30,6 +34,8 @@ def explain(plan: Plan, tensor: str) -> Explanation:
     maker = next((op for op in plan.graph.ops if name in op.writes()), None)
     spans = _spans(plan, name)
     peak = plan.projected_curve_bytes.index(plan.projected_peak_bytes)
+    pricing = plan.pricing
+    run = simulate(plan.graph, plan.steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
     runs = sum(1 for step in plan.steps if isinstance(step, Again) and name in step.outputs)
     return Explanation(
         tensor=name,
@@ -40,6 +46,8 @@ def explain(plan: Plan, tensor: str) -> Explanation:
         spans=spans,
         alive_at_peak=any(start <= peak <= end for start, end in spans),
         again_seconds=runs * plan.pricing.seconds[maker.id] if maker else 0.0,
+        transfers=tuple(transfer for transfer in run.transfers if name in transfer.tensors),
+        stall_seconds=sum((stall.seconds for stall in run.stalls if stall.tensor == name), 0.0),
         otherwise=_otherwise(plan, name, maker, spans, peak),
     )
 
@@ -60,17 +68,25 @@ def _spans(plan: Plan, name: str) -> tuple[tuple[int, int], ...]:
     spans: list[tuple[int, int]] = []
     start: int | None = None if makers else 0
     for number, step in enumerate(plan.steps):
-        if isinstance(step, Free):
-            if name in step.tensors and start is not None:
-                spans.append((start, number))
-                start = None
-        elif (
-            step.op in makers and start is None and not (isinstance(step, Again) and name not in step.outputs)
-        ):
+        if isinstance(step, Free) and name in step.tensors and start is not None:
+            spans.append((start, number))
+            start = None
+        elif start is None and _makes(step, name, makers):
             start = number
     if start is not None:
         spans.append((start, len(plan.steps) - 1))
     return tuple(spans)
+
+
+def _makes(step: Step, name: str, makers: set[str]) -> bool:
+    """Whether the tensor is in memory from this step on."""
+    match step:
+        case Compute(op):
+            return op in makers
+        case Again(outputs=made) | Load(made):
+            return name in made
+        case Free() | Store():
+            return False
 
 
 def _otherwise(plan: Plan, name: str, maker: Op | None, spans: tuple[tuple[int, int], ...], peak: int) -> str:

@@ -8,14 +8,33 @@ import msgspec
 from stowplan.errors import BadInput
 from stowplan.formats import stow
 from stowplan.ir import Document
-from stowplan.plan.decision import Again, Compute, Decision, Free, Keep, Offload, Recompute, Step, Tile
+from stowplan.plan.decision import (
+    Again,
+    Compute,
+    Decision,
+    Free,
+    Keep,
+    Load,
+    Offload,
+    Recompute,
+    Step,
+    Store,
+    Tile,
+)
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Pricing
+from stowplan.plan.tiles.maps import TileMap
 
 FORMAT = "stowplan.plan"
 VERSION = 1
 
-_STEPS: dict[str, type[Step]] = {"compute": Compute, "again": Again, "free": Free}
+_STEPS: dict[str, type[Step]] = {
+    "compute": Compute,
+    "again": Again,
+    "free": Free,
+    "store": Store,
+    "load": Load,
+}
 _DECISIONS: dict[str, type[Decision]] = {
     "keep": Keep,
     "recompute": Recompute,
@@ -39,6 +58,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bound_seconds: float
     extra_macs: int
     graph: str
+    tile_maps: tuple[TileMap, ...] = ()
 
 
 class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,6 +7,7 @@ from enum import StrEnum
 from stowplan.analyse.costs import costs_of
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Profile
+from stowplan.plan.tier import Tier
 
 _BYTES_PER_MAC = 1000  # moving bytes only breaks ties where multiply-accumulates are what counts
 
@@ -21,11 +22,12 @@ class Basis(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """Seconds and kernel workspace by op id."""
+    """Seconds and kernel workspace by op id; and the tier, if there is one that tensors may be moved to."""
 
     seconds: Mapping[str, float]
     basis: Basis
     workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+    tier: Tier | None = None
 
 
 @dataclass(frozen=True, slots=True)

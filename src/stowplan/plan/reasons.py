@@ -52,7 +52,7 @@ class _Judge:
             case Recompute(hold):
                 return self._recomputed(stays, price, hold=hold)
             case Offload(tier):
-                return f"moved to {tier} after its last forward reader, and back before it is read again"
+                return self._moved(stays, tier)
             case Tile(segment, parts):
                 return f"never whole: segment {segment} is computed in {'x'.join(map(str, parts))} tiles"
 
@@ -73,6 +73,10 @@ class _Judge:
         manner = " and held to its last reader" if hold else ""
         cost = f"made again {times}{manner}, {_share(price)} of the plain step each time"
         return f"{cost}; {self._if_kept(stays[0], again[-1])}"
+
+    def _moved(self, stays: list[Stay], tier: str) -> str:
+        moved = f"moved to {tier} while nobody reads it, and back before it is read again"
+        return f"{moved}; {self._if_kept(stays[0], stays[-1])}" if len(stays) > 1 else moved
 
     def _if_kept(self, first: Stay, last: Stay) -> str:
         """What the step would come to while the tensor waits in memory."""

@@ -12,20 +12,33 @@ from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Role
 from stowplan.ops.aliasing import aliasing_of
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Again, Compute, Free, Step
+from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
+from stowplan.plan.engines import Engines, Stall, Transfer
+from stowplan.plan.problem import updated_buffers
+from stowplan.plan.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Bytes alive while each step runs (a Free shows what is left after it), and the seconds of all runs."""
+    """Bytes alive while each step runs (a Free shows what is left after it), and the seconds of all.
+
+    `extra_seconds` are spent on runs that are not an op's first; what is waited for is in `stalls`.
+    """
 
     curve_bytes: tuple[int, ...]
     seconds: float
     extra_seconds: float
+    transfers: tuple[Transfer, ...] = ()
+    stalls: tuple[Stall, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
         return max(self.curve_bytes, default=0)
+
+    @property
+    def stall_seconds(self) -> float:
+        """What ops and frees wait for transfers in all."""
+        return sum((stall.seconds for stall in self.stalls), 0.0)
 
 
 def simulate(
@@ -33,24 +46,47 @@ def simulate(
     steps: Sequence[Step],
     seconds: Mapping[str, float],
     workspace_bytes: Mapping[str, int] | None = None,
+    tier: Tier | None = None,
 ) -> Simulation:
     """Walk the steps, binding and freeing; raises IllegalPlan at a step that cannot run."""
-    memory = _Memory(graph)
-    workspace = workspace_bytes or {}
+    memory, engines = _Memory(graph), Engines(tier)
+    workspace, beside = workspace_bytes or {}, transfer_bytes(graph, steps, tier)
     ops = {op.id: op for op in graph.ops}
     curve: list[int] = []
     first = again = 0.0
     for number, step in enumerate(steps):
-        level = memory.take(number, step, ops)
-        if isinstance(step, Free):
-            curve.append(level)
-        else:
-            curve.append(level + workspace.get(step.op, 0))
-            if isinstance(step, Again):
-                again += seconds[step.op]
-            else:
-                first += seconds[step.op]
-    return Simulation(tuple(curve), first + again, again)
+        level = memory.take(number, step, ops) + beside
+        match step:
+            case Compute(op) | Again(op):
+                engines.run(number, seconds[op], _touched(ops[op]))
+                if isinstance(step, Again):
+                    again += seconds[op]
+                else:
+                    first += seconds[op]
+                level += workspace.get(op, 0)
+            case Free(tensors):
+                engines.wait(number, tensors)
+            case Store(tensors):
+                engines.store(number, tensors, memory.size_of(tensors[0]))
+            case Load(tensors):
+                engines.load(number, tensors, memory.size_of(tensors[0]))
+        curve.append(level)
+    engines.finish(len(steps))
+    total = first + again + engines.stall_seconds
+    return Simulation(tuple(curve), total, again, tuple(engines.transfers), tuple(engines.stalls))
+
+
+def transfer_bytes(graph: Graph, steps: Sequence[Step], tier: Tier | None) -> int:
+    """What a step with transfers takes all along besides its tensors: the engines' staging, and copies of
+    the buffers that it changes, to put back if a transfer fails."""
+    if tier is None or not any(isinstance(step, Store) for step in steps):
+        return 0
+    return tier.staging_bytes + sum(graph.tensors[name].nbytes or 0 for name in updated_buffers(graph))
+
+
+def _touched(op: Op) -> tuple[str, ...]:
+    """Whatever must be there when the op runs."""
+    return (*op.reads(), *(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE))
 
 
 def alive_at(graph: Graph, steps: Sequence[Step], number: int) -> tuple[str, ...]:
@@ -83,12 +119,12 @@ class _Memory:
                 self._bind_root(base)
             self._join(name, self._storage_of[base])
         elif name not in self._storage_of:
-            self._allocate(name)
+            tensor = self._graph.tensors[name]
+            self._allocate(name, 0 if tensor.kind is Kind.CONSTANT else tensor.nbytes or 0)
 
-    def _allocate(self, name: str) -> None:
-        tensor = self._graph.tensors[name]
+    def _allocate(self, name: str, nbytes: int) -> None:
         storage = len(self._size)
-        self._size[storage] = 0 if tensor.kind is Kind.CONSTANT else tensor.nbytes or 0
+        self._size[storage] = nbytes
         self._bound[storage] = 0
         self.level += self._size[storage]
         self._join(name, storage)
@@ -116,6 +152,12 @@ class _Memory:
             case Free(tensors):
                 self.free(number, tensors)
                 return self.level
+            case Store(tensors):
+                self.store(number, tensors)
+                return self.level
+            case Load(tensors):
+                self.load(number, tensors)
+                return self.level
 
     def owners(self) -> tuple[str, ...]:
         """One tensor for each storage, the largest storage first."""
@@ -139,7 +181,7 @@ class _Memory:
             elif use.tensor in overwrites:
                 self._join(use.tensor, self._storage_of[overwrites[use.tensor]])
             elif use.tensor in wanted:
-                self._allocate(use.tensor)
+                self._allocate(use.tensor, size)
             else:
                 aside += size
         return self.level + aside
@@ -160,3 +202,24 @@ class _Memory:
             if name not in self._storage_of or is_resident(self._graph.tensors[name]):
                 raise IllegalPlan(f"step {number}: frees {name!r}, which is not there to be freed")
             self._let_go(name)
+
+    def size_of(self, name: str) -> int:
+        """Bytes of the storage that a bound tensor is in."""
+        return self._size[self._storage_of[name]]
+
+    def store(self, number: int, tensors: Sequence[str]) -> None:
+        """Look that the names share one storage that may leave; nothing is freed yet."""
+        storages = {self._storage_of.get(name) for name in tensors}
+        if len(storages) != 1 or None in storages or any(map(self._stays, tensors)):
+            raise IllegalPlan(f"step {number} stores {', '.join(tensors)}, not one storage that may leave")
+
+    def _stays(self, name: str) -> bool:
+        return is_resident(self._graph.tensors[name])
+
+    def load(self, number: int, tensors: Sequence[str]) -> None:
+        """Bind the names to a storage of their own, which is new."""
+        if bound := [name for name in tensors if name in self._storage_of]:
+            raise IllegalPlan(f"step {number} loads {bound[0]!r}, which is in memory")
+        self._allocate(tensors[0], self._graph.tensors[self._root(tensors[0])].nbytes or 0)
+        for name in tensors[1:]:
+            self._join(name, self._storage_of[tensors[0]])

@@ -1,14 +1,15 @@
 """The timeline of a plan: its steps walked once more, this time noting who was in memory and when."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
 from stowplan.analyse.timeline import Doing, Run, Stay, Timeline, timeline_of
 from stowplan.ir import Graph, Kind, Op, Role
-from stowplan.plan.decision import Again, Compute, Free
+from stowplan.plan.decision import Again, Compute, Free, Load, Store
 from stowplan.plan.plan import Plan
 from stowplan.plan.problem import made_aside
+from stowplan.plan.simulate import transfer_bytes
 
 
 def timeline_of_plan(plan: Plan) -> Timeline:
@@ -23,10 +24,17 @@ def timeline_of_plan(plan: Plan) -> Timeline:
                 walk.run(ops[name], outputs, dict(overwrites), Doing.AGAIN)
             case Free(names):
                 walk.free(names)
+            case Store():
+                pass  # it stays until it is freed
+            case Load(names):
+                walk.load(names)
             case _:
                 assert_never(step)
-    workspace = plan.pricing.workspace_bytes
-    runs = (Run(r.op, r.doing, r.aside_bytes + workspace.get(r.op, 0)) for r in walk.runs)
+    workspace, beside = (
+        plan.pricing.workspace_bytes,
+        transfer_bytes(plan.graph, plan.steps, plan.pricing.tier),
+    )
+    runs = (Run(r.op, r.doing, r.aside_bytes + workspace.get(r.op, 0) + beside) for r in walk.runs)
     return Timeline(plan.graph, tuple(runs), walk.stays())
 
 
@@ -88,6 +96,12 @@ class _Walk:
         """Let go of names after the run before."""
         for name in names:
             self._let_go(name, last=len(self.runs) - 1)
+
+    def load(self, names: Sequence[str]) -> None:
+        """Back into a place of its own, before the next run."""
+        place = self._new_place(self._root(names[0]), made=True)
+        for name in names:
+            self._bind(name, place)
 
     def stays(self) -> tuple[Stay, ...]:
         """All that were closed, and those that last to the end."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stowplan.errors import IllegalPlan
-from stowplan.ir import Graph, Op, Phase, Role
+from stowplan.ir import Graph, Kind, Op, Phase, Role
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Again, Compute, Free, Step
+from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
 from stowplan.plan.plan import Plan
 from stowplan.plan.problem import can_run_again, overwritable, updated_buffers
 from stowplan.plan.simulate import simulate
@@ -20,12 +20,17 @@ from stowplan.units import format_bytes
 def verify(plan: Plan) -> Plan:
     """`plan` itself if it is legal and stays within its budget; otherwise IllegalPlan names the step."""
     _Check(plan.graph).walk(plan.steps)
-    simulation = simulate(plan.graph, plan.steps, plan.pricing.seconds, plan.pricing.workspace_bytes)
+    pricing = plan.pricing
+    simulation = simulate(plan.graph, plan.steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
     if simulation.curve_bytes != plan.projected_curve_bytes:
         raise IllegalPlan("the projected curve is not the one its steps have")
     if simulation.peak_bytes > plan.allowed_bytes:
         peak, allowed = format_bytes(simulation.peak_bytes), format_bytes(plan.allowed_bytes)
         raise IllegalPlan(f"its steps need {peak}, {allowed} are allowed")
+    stored_bytes = sum(transfer.nbytes for transfer in simulation.transfers if transfer.is_store)
+    if pricing.tier and stored_bytes > pricing.tier.capacity_bytes:
+        stored, capacity = format_bytes(stored_bytes), format_bytes(pricing.tier.capacity_bytes)
+        raise IllegalPlan(f"its steps store {stored}, {pricing.tier.name} has room for {capacity}")
     return plan
 
 
@@ -40,6 +45,7 @@ class _Check:
     _done: set[str] = field(default_factory=set)
     _updated: frozenset[str] = field(init=False)  # buffers that the step changes
     _booked: frozenset[str] = field(init=False)  # tensors that are written into them
+    _stored: set[str] = field(default_factory=set)  # tensors whose value the tier has
 
     def __post_init__(self) -> None:
         self._made = frozenset(name for op in self.graph.ops for name in op.writes())
@@ -59,6 +65,10 @@ class _Check:
                     self._again(number, self._op(number, name), outputs, overwrites)
                 case Free(tensors):
                     self._sound.difference_update(tensors)
+                case Store(tensors):
+                    self._store(number, tensors)
+                case Load(tensors):
+                    self._load(number, tensors)
         for op in self.graph.ops:
             if op.id not in self._done:
                 raise IllegalPlan(f"op {op.id!r} never runs")
@@ -91,6 +101,25 @@ class _Check:
             raise IllegalPlan(f"step {number} wants outputs of {op.id!r} that it does not have")
         self._run(number, op, outputs, overwrites)
 
+    def _store(self, number: int, tensors: tuple[str, ...]) -> None:
+        for name in tensors:
+            if name not in self._sound or name not in self._made:
+                raise IllegalPlan(f"step {number} stores {name!r}, which does not hold a value made before")
+            if self._leaves_the_step(name):
+                raise IllegalPlan(f"step {number} stores {name!r}, which the caller has by then")
+        self._stored.update(tensors)
+
+    def _leaves_the_step(self, name: str) -> bool:
+        """Whether something outside may hold the storage: results of the forward half do so from its end."""
+        held = (other for other in self.graph.held if self._root(other) == self._root(name))
+        return any(self.graph.tensors[other].kind is not Kind.GRADIENT for other in held)
+
+    def _load(self, number: int, tensors: tuple[str, ...]) -> None:
+        for name in tensors:
+            if name not in self._stored:
+                raise IllegalPlan(f"step {number} loads {name!r}, whose value the tier does not have")
+        self._sound.update(tensors)
+
     def _run(
         self, number: int, op: Op, outputs: tuple[str, ...], overwrites: tuple[tuple[str, str], ...]
     ) -> None:
@@ -104,6 +133,8 @@ class _Check:
             if output not in outputs or victim not in allowed.get(output, ()):
                 raise IllegalPlan(f"step {number}: {op.id!r} may not write {output!r} over {victim!r}")
             self._spoil(victim)
+        for name in _accumulates(op):  # what the tier has is only a part of the sum from now on
+            self._stored -= {other for other in self._stored if self._root(other) == self._root(name)}
         self._sound.update(outputs)
 
     def _spoil(self, victim: str) -> None:

@@ -8,14 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from stowplan.ir import Op
-from stowplan.plan.decision import Decision, Free, Keep, Recompute
+from stowplan.plan.decision import Again, Compute, Decision, Keep, Offload, Recompute
 from stowplan.plan.explain import Explanation
 from stowplan.plan.frontier import Frontier
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Basis
 from stowplan.report.curve import memory_curve_drawing
 from stowplan.report.terminal import bar, blocks_of, print_trimmed
-from stowplan.units import format_bytes, format_count
+from stowplan.units import format_bytes, format_count, format_seconds
 
 _INDENT = 2
 _LARGEST = 8
@@ -28,8 +28,8 @@ def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float)
     width = console.width - _INDENT
     runs = [(bytes_, step) for bytes_, step in zip(plan.projected_curve_bytes, plan.steps, strict=True)]
     ops = {op.id: op for op in plan.graph.ops}
-    curve = [bytes_ for bytes_, step in runs if not isinstance(step, Free)]
-    ran: list[Op] = [ops[step.op] for _, step in runs if not isinstance(step, Free)]
+    curve = [bytes_ for bytes_, step in runs if isinstance(step, Compute | Again)]
+    ran: list[Op] = [ops[step.op] for _, step in runs if isinstance(step, Compute | Again)]
     drawing = memory_curve_drawing(curve, ran, width, blocks_of(console))
     _section(console, title, _figures(plan, solve_seconds))
     _section(console, "memory while each op of the plan runs", drawing)
@@ -59,9 +59,20 @@ def show_explanation(explanation: Explanation, console: Console) -> None:
         ("read by", ", ".join(explanation.readers) or "nothing"),
         ("in memory during steps", spans or "never"),
         ("at the peak", "in memory" if explanation.alive_at_peak else "not in memory"),
+        *_moved(explanation),
         ("otherwise", explanation.otherwise),
     )
     _section(console, explanation.tensor, _pairs(rows))
+
+
+def _moved(explanation: Explanation) -> Iterable[tuple[str, str]]:
+    """A row for each time the tensor is moved out or back, and one for what is waited."""
+    for transfer in explanation.transfers:
+        seconds = format_seconds(transfer.end_seconds - transfer.start_seconds)
+        way = "stored" if transfer.is_store else "loaded"
+        yield way, f"begun in step {transfer.step}, under way for {seconds}"
+    if explanation.transfers:
+        yield "waited for", format_seconds(explanation.stall_seconds)
 
 
 def _section(console: Console, heading: str, body: RenderableType | None) -> None:
@@ -123,5 +134,7 @@ def _word(decision: Decision | None) -> str:
             return "kept"
         case None:
             return "nothing: not a choice of the planner"
+        case Offload(tier):
+            return f"moved to {tier} and back"
         case _:
             return str(decision)

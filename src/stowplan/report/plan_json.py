@@ -48,5 +48,15 @@ def explanation_json(explanation: Explanation) -> Json:
         "spans": explanation.spans,
         "alive_at_peak": explanation.alive_at_peak,
         "again_seconds": explanation.again_seconds,
+        "transfers": [
+            {
+                "step": transfer.step,
+                "way": "store" if transfer.is_store else "load",
+                "start_seconds": transfer.start_seconds,
+                "end_seconds": transfer.end_seconds,
+            }
+            for transfer in explanation.transfers
+        ],
+        "stall_seconds": explanation.stall_seconds,
         "otherwise": explanation.otherwise,
     }
