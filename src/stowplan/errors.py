@@ -55,3 +55,17 @@ class BudgetTooSmall(StowplanError):
     ) -> None:
         self.allowed_bytes, self.minimum_bytes, self.binding = allowed_bytes, minimum_bytes, binding
         super().__init__(what)
+
+
+class TierFailed(StowplanError):
+    """A tensor could not be moved away or back; the step it was for has left no trace."""
+
+    exit_code = 1
+
+
+class TierFull(TierFailed):
+    """The tier has no room for what a plan wants to move there."""
+
+
+class TierDamaged(TierFailed):
+    """What a tier gave back is not what it was given."""

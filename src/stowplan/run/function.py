@@ -1,6 +1,7 @@
 """The autograd function around the two halves, and the latch that lets go of incoming gradients in time."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -11,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from stowplan.capture import Program
 from stowplan.errors import BadUse
+from stowplan.run.before import Before
 from stowplan.run.halves import Halves
 
 Zeros: TypeAlias = Callable[[], Tensor]
@@ -33,12 +35,14 @@ class StepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, *primals: Tensor) -> tuple[Tensor, ...]:
         source, given = run.halves.source, dict(zip(run.primals, primals, strict=True))
-        made, saved = run.halves.forward([given[name] for name in source.forward_primals])
+        before = Before(given[name] for name in source.updated) if source.stored_bytes else None
+        with before or nullcontext():
+            made, saved = run.halves.forward([given[name] for name in source.forward_primals])
         outputs = tuple(map(_alone, made))
         given.update(zip(source.outputs, outputs, strict=True))
         # Autograd checks that nobody changes these meanwhile; the rest is ours alone, and ours to let go.
         ctx.save_for_backward(*(given[name] for name in source.backward_primals))
-        ctx.run, ctx.saved = run, saved
+        ctx.run, ctx.saved, ctx.before = run, saved, before
         ctx.zeros = tuple(map(_zeros_for, outputs))
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
@@ -51,9 +55,10 @@ class StepFunction(torch.autograd.Function):
             raise BadUse(
                 "backward ran a second time; what it needs is freed by the first (retain_graph is not kept)"
             )
-        run, saved = ctx.run, ctx.saved
-        ctx.run = ctx.saved = None
-        gradients = run.halves.backward(ctx.saved_tensors, saved, _tangents(run, incoming, ctx.zeros))
+        run, saved, before = ctx.run, ctx.saved, ctx.before
+        ctx.run = ctx.saved = ctx.before = None
+        with before or nullcontext():
+            gradients = run.halves.backward(ctx.saved_tensors, saved, _tangents(run, incoming, ctx.zeros))
         found = dict(zip(run.halves.source.gradients, gradients, strict=True))
         wanted = run.program.gradients
         return None, *(found[wanted[name]] if name in wanted else None for name in run.primals)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stowplan.run.source import Source
+from stowplan.run.tiers.live import LiveTier
 
 Forward: TypeAlias = Callable[[Sequence[Tensor]], tuple[tuple[Tensor, ...], list[Tensor]]]
 Backward: TypeAlias = Callable[[Sequence[Tensor], list[Tensor], list[Tensor]], tuple[Tensor, ...]]
@@ -22,9 +23,9 @@ class Halves:
     backward: Backward
 
 
-def compiled(source: Source) -> Halves:
-    """Run the text that defines the two functions. It is generated here, from ops of PyTorch alone."""
-    scope: dict[str, object] = {"torch": torch, "ops": torch.ops, "aten": torch.ops.aten}
+def compiled(source: Source, tier: LiveTier | None = None) -> Halves:
+    """Run the text that defines the two functions. It is generated here, from ops of PyTorch and a tier."""
+    scope: dict[str, object] = {"torch": torch, "ops": torch.ops, "aten": torch.ops.aten, "tier": tier}
     code = compile(source.text, "<stowplan>", "exec")
     exec(code, scope)  # noqa: S102 -- the text is stowplan's own, made from op names, literals and checked identifiers
     forward, backward = cast(Forward, scope["forward"]), cast(Backward, scope["backward"])

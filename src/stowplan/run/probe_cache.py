@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
+from typing import TypeAlias
 
 import msgspec
 
 from stowplan.plan.pricing import Machine
 
 VERSION = 1
+Rates: TypeAlias = tuple[float, float, float]  # of a tier: bytes per second out and back, latency in seconds
 
 
 class Cost(msgspec.Struct, frozen=True):
@@ -37,11 +40,12 @@ class Platform(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """What is known of one platform: costs by the text of signatures, and its roofline."""
+    """What is known of one platform: costs by the text of signatures, its roofline, the rates of tiers."""
 
     platform: Platform
     costs: dict[str, Cost] = {}
     machine: Machine | None = None
+    tiers: dict[str, Rates] = {}
 
 
 class _Frame(msgspec.Struct, frozen=True):
@@ -64,10 +68,18 @@ class ProbeCache:
             return Findings(platform)
         return findings if findings.platform == platform else Findings(platform)
 
-    def add(self, platform: Platform, costs: Mapping[str, Cost], machine: Machine | None = None) -> None:
+    def add(
+        self,
+        platform: Platform,
+        costs: Mapping[str, Cost],
+        machine: Machine | None = None,
+        tiers: Mapping[str, Rates] = MappingProxyType({}),
+    ) -> None:
         """Write down more, beside what others have meanwhile. Where nothing can be written, nothing is."""
         known = self.read(platform)
-        merged = Findings(platform, {**known.costs, **costs}, machine or known.machine)
+        merged = Findings(
+            platform, {**known.costs, **costs}, machine or known.machine, {**known.tiers, **tiers}
+        )
         try:
             _replace(self._path(platform), _packed(merged))
         except OSError:

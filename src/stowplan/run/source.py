@@ -10,9 +10,11 @@ from stowplan.capture.attributes import inputs_of
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Again, Compute, Free, Step
+from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
+from stowplan.plan.problem import updated_buffers
 from stowplan.run.lines import call_lines
 from stowplan.run.literals import identifiers_of
+from stowplan.run.moves import Moves
 
 _DROPPED = "_"  # takes the outputs of a second run that nobody misses
 
@@ -22,7 +24,8 @@ class Source:
     """Two functions as text, and the tensors, by id, that their arguments and results stand for.
 
     `forward(primals) -> (outputs, saved)`, `backward(primals, saved, tangents) -> gradients`. The lists
-    `saved` and `tangents` are emptied, so that backward alone decides how long their tensors live.
+    `saved` and `tangents` are emptied, so that backward alone decides how long their tensors live. With
+    transfers, the code calls on a `tier`: `stored_bytes` are the sizes that it asks room for.
     """
 
     text: str
@@ -32,6 +35,8 @@ class Source:
     saved: tuple[str, ...]
     tangents: tuple[str, ...]
     gradients: tuple[str, ...]
+    stored_bytes: tuple[int, ...]
+    updated: tuple[str, ...]  # the buffers that the step changes
 
 
 def source_of(graph: Graph, program: Program, steps: Sequence[Step]) -> Source:
@@ -42,9 +47,10 @@ def source_of(graph: Graph, program: Program, steps: Sequence[Step]) -> Source:
     outputs = tuple(dict.fromkeys(leaf.tensor for leaf in program.outputs if isinstance(leaf, Ref)))
     tangents = tuple(name for name in program.tangents if name is not None)
     gradients = tuple(dict.fromkeys(program.gradients.values()))
-    draws = _replayed_draws(graph, steps)
-    forward = _Half(ops, program.calls, names, steps[:turn], returned=outputs, draws=draws)
-    backward = _Half(ops, program.calls, names, steps[turn:], returned=gradients, draws=draws)
+    draws, moves = _replayed_draws(graph, steps), Moves(names, graph)
+    forward = _Half(ops, program.calls, names, steps[:turn], returned=outputs, draws=draws, moves=moves)
+    kept = (*draws.values(), *moves.handles)
+    backward = _Half(ops, program.calls, names, steps[turn:], returned=gradients, draws=draws, moves=moves)
     saved = tuple(name for name in backward.needed if name in forward.made and name not in outputs)
     primals = tuple(name for name in backward.needed if name not in {*saved, *tangents})
     text = "\n".join(
@@ -52,19 +58,29 @@ def source_of(graph: Graph, program: Program, steps: Sequence[Step]) -> Source:
             "def forward(primals):",
             *_unpacking(names, forward.needed, "primals", clear=False),
             *forward.lines,
-            f"    return {_tuple(names, outputs)}, [{_list(names, saved, draws.values())}]",
+            f"    return {_tuple(names, outputs)}, [{_list(names, saved, kept)}]",
             "",
             "",
             "def backward(primals, saved, tangents):",
             *_unpacking(names, primals, "primals", clear=False),
-            *_unpacking(names, saved, "saved", clear=True, further=draws.values()),
+            *_unpacking(names, saved, "saved", clear=True, further=kept),
             *_unpacking(names, tangents, "tangents", clear=True),
             *backward.lines,
             f"    return {_tuple(names, gradients)}",
             "",
         )
     )
-    return Source(text, tuple(forward.needed), primals, outputs, saved, tangents, gradients)
+    return Source(
+        text,
+        tuple(forward.needed),
+        primals,
+        outputs,
+        saved,
+        tangents,
+        gradients,
+        stored_bytes=tuple(moves.stored_bytes),
+        updated=tuple(sorted(updated_buffers(graph))),
+    )
 
 
 def _turn(ops: Mapping[str, Op], steps: Sequence[Step]) -> int:
@@ -96,15 +112,18 @@ class _Half:
         steps: Sequence[Step],
         returned: Sequence[str],
         draws: Mapping[str, str],
+        moves: Moves,
     ) -> None:
         self.lines: list[str] = []
         self.needed: dict[str, None] = {}
         self.bound: set[str] = set()
         self._ops, self._calls, self._names, self._draws = ops, calls, names, draws
+        self._moves = moves
         self._told = ""
         for step in steps:
             self._take(step)
         self._need(returned)
+        self._write(moves.wait_for(returned))
         self.made = self.bound - self.needed.keys()
 
     def _take(self, step: Step) -> None:
@@ -115,6 +134,15 @@ class _Half:
                 self._run(self._ops[op], dict(overwrites), wanted=outputs, again=True)
             case Free(tensors):
                 self._free(tensors)
+            case Store(tensors):
+                self._need(tensors)
+                self._write([self._moves.store(tensors)])
+            case Load(tensors):
+                self._write([self._moves.load(tensors)])
+                self.bound.update(tensors)
+
+    def _write(self, lines: Iterable[str]) -> None:
+        self.lines += (f"    {line}" for line in lines)
 
     def _need(self, tensors: Iterable[str]) -> None:
         for name in tensors:
@@ -122,7 +150,12 @@ class _Half:
                 self.needed[name] = None
                 self.bound.add(name)
 
-    def _free(self, tensors: Iterable[str]) -> None:
+    def _free(self, tensors: Sequence[str]) -> None:
+        if waiting := self._moves.wait_for(tensors):
+            self._need(
+                tensors
+            )  # it leaves memory here and nowhere before, even if no op of this half reads it
+            self._write(waiting)
         gone = [name for name in tensors if name in self.bound]
         self.bound.difference_update(gone)
         if gone:
@@ -134,11 +167,12 @@ class _Half:
         call = self._calls[op.id]
         self._tell(op, again)
         self._need(inputs_of(call))
+        self._write(self._moves.wait_for(inputs_of(call)))
         dropped = set(op.writes()).difference(wanted)
         names = {**self._names, **dict.fromkeys(dropped, _DROPPED)}
         lines = call_lines(call, overwrites, names)
         lines += [f"del {_DROPPED}"] if dropped else []
-        self.lines += (f"    {line}" for line in self._drawing_the_same(op, lines, again))
+        self._write(self._drawing_the_same(op, lines, again))
         self.bound.update(wanted)
 
     def _drawing_the_same(self, op: Op, lines: list[str], again: bool) -> list[str]:

@@ -14,6 +14,8 @@ from stowplan.run.function import Run, StepFunction, latch
 from stowplan.run.halves import compiled
 from stowplan.run.plain import plain_steps
 from stowplan.run.source import source_of
+from stowplan.run.tiers.disk import disk_tier
+from stowplan.run.tiers.live import LiveTier
 
 _call_step: Callable[..., tuple[Tensor, ...]] = StepFunction.apply
 
@@ -28,13 +30,24 @@ class StraightStep:
         *,
         loss: object = None,
         steps: Sequence[Step] | None = None,
+        tier: LiveTier | None = None,
     ) -> None:
+        """`tier` is where steps that store do so; if none is given, the user's disk."""
         self._program = captured.program
         source = source_of(captured.graph, captured.program, steps or plain_steps(captured.graph))
-        self._halves = compiled(source)
+        if source.stored_bytes:
+            tier = tier or disk_tier()
+            tier.reserve(source.stored_bytes)
+        self._halves = compiled(source, tier)
         self._binding = Binding(captured, model, loss)
         self.source = source.text
-        outside = (*source.forward_primals, *source.backward_primals, *captured.program.gradients)
+        updated = source.updated if source.stored_bytes else ()
+        outside = (
+            *source.forward_primals,
+            *source.backward_primals,
+            *captured.program.gradients,
+            *updated,
+        )
         self._primals = tuple(dict.fromkeys(name for name in outside if self._binding.has(name)))
         leaves = zip(captured.program.outputs, captured.program.tangents, strict=True)
         expected = {leaf for leaf, tangent in leaves if isinstance(leaf, Ref) and tangent is not None}

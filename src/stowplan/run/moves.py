@@ -1,0 +1,47 @@
+"""Transfers as lines of generated code, and where that code has to wait for them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from stowplan.ir import Graph
+from stowplan.units import format_bytes
+
+
+class Moves:
+    """Goes along with the steps of both halves. `handles` are the variables of all stores so far."""
+
+    def __init__(self, names: Mapping[str, str], graph: Graph) -> None:
+        self._names, self._graph = names, graph
+        self.handles: list[str] = []
+        self.stored_bytes: list[int] = []
+        self._handle_of: dict[str, str] = {}  # by tensor
+        self._under_way: set[str] = set()
+
+    def store(self, tensors: Sequence[str]) -> str:
+        """The line that begins to write a storage."""
+        handle = f"away_{len(self.handles)}"
+        self.handles.append(handle)
+        self._handle_of.update(dict.fromkeys(tensors, handle))
+        self._under_way.add(handle)
+        self.stored_bytes.append(self._bytes(tensors[0]))
+        return f"{handle} = tier.store({self._list(tensors)})  # {format_bytes(self.stored_bytes[-1])}"
+
+    def load(self, tensors: Sequence[str]) -> str:
+        """The line that begins to read it back."""
+        handle = self._handle_of[tensors[0]]
+        self._under_way.add(handle)
+        return f"[{self._list(tensors)}] = {handle}.load()"
+
+    def wait_for(self, tensors: Iterable[str]) -> list[str]:
+        """Lines that wait until none of the tensors is on its way out or back."""
+        handles = dict.fromkeys(self._handle_of[name] for name in tensors if name in self._handle_of)
+        waiting = [handle for handle in handles if handle in self._under_way]
+        self._under_way.difference_update(waiting)
+        return [f"{handle}.wait()" for handle in waiting]
+
+    def _list(self, tensors: Sequence[str]) -> str:
+        return ", ".join(self._names[name] for name in tensors)
+
+    def _bytes(self, name: str) -> int:
+        while (base := self._graph.tensors[name].alias_of) is not None:
+            name = base
+        return self._graph.tensors[name].nbytes or 0

@@ -1,0 +1,1 @@
+"""Tiers: where the storages of tensors wait outside of the device's memory."""

@@ -1,0 +1,90 @@
+"""HostTier: an accelerator's storages wait in pinned memory of the host, copied by streams of their own."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stowplan.errors import BadUse
+from stowplan.plan.tier import Tier
+from stowplan.run.machine import free_bytes
+from stowplan.run.tiers.live import Look, bytes_of
+from stowplan.run.timing import median_seconds
+
+_MOVED_BYTES = 2**26
+_SHARE = 0.5  # of the host's free memory: pinned pages cannot be swapped out
+
+
+class HostTier:
+    """Transfers wait for the ops before them, and ops only for the transfers that the plan names."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        found = device or torch.accelerator.current_accelerator()
+        if found is None or found.type == "cpu":
+            raise BadUse(
+                "the host tier moves an accelerator's tensors to the host's memory, and here is none:"
+                " on a CPU both are the same memory; use the disk tier"
+            )
+        self.device = found
+        self.out, self.back = torch.Stream(device=found), torch.Stream(device=found)
+        self._pinned: dict[int, list[Tensor]] = {}  # free buffers by size
+
+    def described(self) -> Tier:
+        """Rates are measured anew, for it takes milliseconds."""
+        data = torch.zeros(_MOVED_BYTES, dtype=torch.uint8, device=self.device)
+        pinned = self.take(_MOVED_BYTES)
+        out = median_seconds(lambda: pinned.copy_(data, non_blocking=True), self.device, repeats=5)
+        back = median_seconds(lambda: data.copy_(pinned, non_blocking=True), self.device, repeats=5)
+        self.give_back(pinned)
+        capacity = int(_SHARE * free_bytes(torch.device("cpu")))
+        return Tier("host", capacity, _MOVED_BYTES / out, _MOVED_BYTES / back)
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Pin the memory that a step will need."""
+        for buffer in [self.take(nbytes) for nbytes in sizes]:
+            self.give_back(buffer)
+
+    def take(self, nbytes: int) -> Tensor:
+        """A pinned buffer, if possible one that was used before."""
+        free = self._pinned.get(nbytes)
+        return free.pop() if free else torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Keep a buffer for the next storage of its size."""
+        self._pinned.setdefault(buffer.nbytes, []).append(buffer)
+
+    def store(self, *tensors: Tensor) -> "HostAway":
+        """Begin to copy the storage of `tensors` out."""
+        return HostAway(self, tensors)
+
+
+class HostAway:
+    """One storage in pinned memory, or on its way there or back."""
+
+    def __init__(self, tier: HostTier, tensors: tuple[Tensor, ...]) -> None:
+        storage = tensors[0].untyped_storage()
+        self._tier, self._looks = tier, tuple(map(Look.of, tensors))
+        self._buffer = tier.take(storage.nbytes())
+        self._done = self._copy(self._tier.out, self._buffer, bytes_of(storage))
+
+    def __del__(self) -> None:
+        """The buffer is used again only by transfers on the same streams, which come after."""
+        self._tier.give_back(self._buffer)
+
+    def wait(self) -> None:
+        """Let the ops that follow wait; the host goes on."""
+        torch.accelerator.current_stream(self._tier.device).wait_event(self._done)
+
+    def load(self) -> tuple[Tensor, ...]:
+        """Begin to copy it back into memory of its own."""
+        self._tier.back.wait_event(self._done)
+        target = torch.empty(self._buffer.nbytes, dtype=torch.uint8, device=self._tier.device)
+        self._done = self._copy(self._tier.back, target, self._buffer)
+        return tuple(look.on(target.untyped_storage()) for look in self._looks)
+
+    def _copy(self, stream: torch.Stream, target: Tensor, source: Tensor) -> torch.Event:
+        """On `stream`, behind all ops that were begun before."""
+        stream.wait_event(torch.accelerator.current_stream(self._tier.device).record_event())
+        with stream:
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
