@@ -77,10 +77,14 @@ def simulate(
 
 
 def transfer_bytes(graph: Graph, steps: Sequence[Step], tier: Tier | None) -> int:
-    """What a step with transfers takes all along besides its tensors: the engines' staging, and copies of
-    the buffers that it changes, to put back if a transfer fails."""
-    if tier is None or not any(isinstance(step, Store) for step in steps):
-        return 0
+    """What the steps take all along besides their tensors, if they move any."""
+    moves = any(isinstance(step, Store) for step in steps)
+    return bytes_beside(graph, tier) if tier and moves else 0
+
+
+def bytes_beside(graph: Graph, tier: Tier) -> int:
+    """What moving costs in memory: the engines' staging, and copies of the buffers that the step changes, to
+    put back if a transfer fails."""
     return tier.staging_bytes + sum(graph.tensors[name].nbytes or 0 for name in updated_buffers(graph))
 
 

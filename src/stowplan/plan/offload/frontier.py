@@ -1,0 +1,87 @@
+"""The frontier with a tier: schedules that recompute, and what they come to if they move storages besides.
+
+The search for what to recompute and this one go hand in hand: from points all along the frontier of
+recomputation, the one that recomputes nothing among them, a descent moves storages away. All that is met,
+and the frontier itself, is offered to one archive: with a tier no budget costs more time than without.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from stowplan.analyse.storages import storages_of
+from stowplan.errors import BadUse
+from stowplan.ir import Graph
+from stowplan.plan.decision import Decision, Offload, Step, Store
+from stowplan.plan.frontier import Frontier, Point
+from stowplan.plan.offload.course import Course
+from stowplan.plan.offload.descent import descend
+from stowplan.plan.offload.stretches import stretches_of
+from stowplan.plan.offload.weave import Move, weave
+from stowplan.plan.pricing import Pricing
+from stowplan.plan.problem import Problem
+from stowplan.plan.schedule import steps_of
+from stowplan.plan.simulate import bytes_beside, simulate
+from stowplan.plan.tier import Tier
+
+_STARTS = 8  # points of the frontier that are descended from
+
+
+@dataclass(frozen=True, slots=True)
+class MovedPoint(Point):
+    """A schedule that moves storages. Moves tell steps by their place among those that the states mean."""
+
+    moves: tuple[Move, ...] = ()
+
+
+def steps_at(problem: Problem, point: Point) -> tuple[Step, ...]:
+    """The schedule that a point stands for."""
+    steps = steps_of(problem, point.states)
+    return weave(steps, point.moves) if isinstance(point, MovedPoint) else steps
+
+
+def offloaded(graph: Graph, steps: Iterable[Step], tier: Tier | None) -> dict[str, Decision]:
+    """The decisions of a schedule that moves storages, by their owners."""
+    storages = storages_of(graph)
+    stored = (step.tensors[0] for step in steps if isinstance(step, Store))
+    owners = (storages.owners[storages.number_of[name]] for name in stored)
+    return {owner: Offload(tier.name) for owner in owners} if tier else {}
+
+
+def with_offload(
+    problem: Problem, frontier: Frontier, pricing: Pricing, *, gradients: bool = False
+) -> Frontier:
+    """The frontier of all that the tier adds; with `gradients` those of finished layers may leave, too."""
+    if pricing.tier is None:
+        raise BadUse("offload was allowed, but no tier to move tensors to was priced")
+    tier = pricing.tier
+    points = list(frontier.points)
+    for start in _spread(frontier.points, _STARTS):
+        points += _descended(problem, start, pricing, tier, gradients)
+    return Frontier(tuple(_undominated(points)))
+
+
+def _descended(
+    problem: Problem, start: Point, pricing: Pricing, tier: Tier, gradients: bool
+) -> Iterator[Point]:
+    graph, steps = problem.graph, steps_of(problem, start.states)
+    plain = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes)
+    stretches = stretches_of(graph, steps, gradients=gradients)
+    course = Course(steps, stretches, plain, pricing.seconds, tier, bytes_beside(graph, tier))
+    base = plain.seconds - start.extra_seconds
+    for outcome in descend(course, problem.standing_bytes, tier.capacity_bytes):
+        yield MovedPoint(outcome.peak_bytes, outcome.seconds - base, start.states, outcome.moves)
+
+
+def _spread(points: Sequence[Point], count: int) -> list[Point]:
+    """Some of the points at even distances, the first and the last among them."""
+    last = len(points) - 1
+    return [points[place] for place in sorted({number * last // (count - 1) for number in range(count)})]
+
+
+def _undominated(points: Iterable[Point]) -> Iterator[Point]:
+    """By ascending peak, each faster than all below."""
+    fastest = float("inf")
+    for point in sorted(points, key=lambda point: (point.peak_bytes, point.extra_seconds)):
+        if point.extra_seconds < fastest:
+            fastest = point.extra_seconds
+            yield point
