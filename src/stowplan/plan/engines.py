@@ -47,7 +47,7 @@ class Engines:
         self.stalls: list[Stall] = []
         self._busy_until = {True: 0.0, False: 0.0}  # by direction: True writes
         self._under_way: dict[str, float] = {}  # tensor -> when its transfer ends
-        self._written: dict[str, float] = {}  # tensor -> when the tier has it
+        self._written: dict[tuple[str, ...], float] = {}  # when the tier has a storage, by all its names
 
     @property
     def stall_seconds(self) -> float:
@@ -70,11 +70,11 @@ class Engines:
     def store(self, step: int, tensors: tuple[str, ...], nbytes: int) -> None:
         """Begin to write."""
         end = self._begin(step, tensors, nbytes, self._tier(step).store_seconds(nbytes), is_store=True)
-        self._written.update(dict.fromkeys(tensors, end))
+        self._written[tensors] = end
 
     def load(self, step: int, tensors: tuple[str, ...], nbytes: int) -> None:
         """Begin to read, as soon as it is written."""
-        if not self._written.keys() >= set(tensors):
+        if tensors not in self._written:
             raise IllegalPlan(f"step {step} loads {', '.join(tensors)}, which was not stored by these names")
         self._begin(step, tensors, nbytes, self._tier(step).load_seconds(nbytes), is_store=False)
 
@@ -90,7 +90,7 @@ class Engines:
     def _begin(
         self, step: int, names: tuple[str, ...], nbytes: int, seconds: float, *, is_store: bool
     ) -> float:
-        ready = self.now_seconds if is_store else max(self.now_seconds, self._written[names[0]])
+        ready = self.now_seconds if is_store else max(self.now_seconds, self._written[names])
         start = max(ready, self._busy_until[is_store])
         self._busy_until[is_store] = start + seconds
         self._under_way.update(dict.fromkeys(names, start + seconds))

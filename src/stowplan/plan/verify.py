@@ -45,7 +45,7 @@ class _Check:
     _done: set[str] = field(default_factory=set)
     _updated: frozenset[str] = field(init=False)  # buffers that the step changes
     _booked: frozenset[str] = field(init=False)  # tensors that are written into them
-    _stored: set[str] = field(default_factory=set)  # tensors whose value the tier has
+    _stored: set[tuple[str, ...]] = field(default_factory=set)  # storages that the tier has, by their names
 
     def __post_init__(self) -> None:
         self._made = frozenset(name for op in self.graph.ops for name in op.writes())
@@ -107,7 +107,7 @@ class _Check:
                 raise IllegalPlan(f"step {number} stores {name!r}, which does not hold a value made before")
             if self._leaves_the_step(name):
                 raise IllegalPlan(f"step {number} stores {name!r}, which the caller has by then")
-        self._stored.update(tensors)
+        self._stored.add(tensors)
 
     def _leaves_the_step(self, name: str) -> bool:
         """Whether something outside may hold the storage: results of the forward half do so from its end."""
@@ -115,9 +115,9 @@ class _Check:
         return any(self.graph.tensors[other].kind is not Kind.GRADIENT for other in held)
 
     def _load(self, number: int, tensors: tuple[str, ...]) -> None:
-        for name in tensors:
-            if name not in self._stored:
-                raise IllegalPlan(f"step {number} loads {name!r}, whose value the tier does not have")
+        if tensors not in self._stored:
+            names = ", ".join(tensors)
+            raise IllegalPlan(f"step {number} loads {names}, of which the tier does not have the value")
         self._sound.update(tensors)
 
     def _run(
@@ -134,8 +134,11 @@ class _Check:
                 raise IllegalPlan(f"step {number}: {op.id!r} may not write {output!r} over {victim!r}")
             self._spoil(victim)
         for name in _accumulates(op):  # what the tier has is only a part of the sum from now on
-            self._stored -= {other for other in self._stored if self._root(other) == self._root(name)}
+            self._forget(self._root(name))
         self._sound.update(outputs)
+
+    def _forget(self, root: str) -> None:
+        self._stored = {names for names in self._stored if self._root(names[0]) != root}
 
     def _spoil(self, victim: str) -> None:
         """Everything that shares the victim's storage loses its value."""

@@ -13,23 +13,28 @@ class Moves:
         self._names, self._graph = names, graph
         self.handles: list[str] = []
         self.stored_bytes: list[int] = []
-        self._handle_of: dict[str, str] = {}  # by tensor
+        self._stored: dict[tuple[str, ...], str] = {}  # handles by all names of a storage
+        self._handle_of: dict[str, str] = {}  # the handle that last moved a tensor
         self._under_way: set[str] = set()
 
-    def store(self, tensors: Sequence[str]) -> str:
+    def store(self, tensors: tuple[str, ...]) -> str:
         """The line that begins to write a storage."""
         handle = f"away_{len(self.handles)}"
         self.handles.append(handle)
-        self._handle_of.update(dict.fromkeys(tensors, handle))
-        self._under_way.add(handle)
+        self._stored[tensors] = handle
+        self._begin(handle, tensors)
         self.stored_bytes.append(self._bytes(tensors[0]))
         return f"{handle} = tier.store({self._list(tensors)})  # {format_bytes(self.stored_bytes[-1])}"
 
-    def load(self, tensors: Sequence[str]) -> str:
+    def load(self, tensors: tuple[str, ...]) -> str:
         """The line that begins to read it back."""
-        handle = self._handle_of[tensors[0]]
-        self._under_way.add(handle)
+        handle = self._stored[tensors]
+        self._begin(handle, tensors)
         return f"[{self._list(tensors)}] = {handle}.load()"
+
+    def _begin(self, handle: str, tensors: Iterable[str]) -> None:
+        self._handle_of.update(dict.fromkeys(tensors, handle))
+        self._under_way.add(handle)
 
     def wait_for(self, tensors: Iterable[str]) -> list[str]:
         """Lines that wait until none of the tensors is on its way out or back."""
