@@ -1,48 +1,104 @@
-"""A sign of life for whoever waits at a terminal."""
+"""A sign of life for whoever waits at a terminal: what is being done, how far it is, how long it may take.
+
+Nothing is said in the first two seconds, nor into pipes and files. One line of standard error is written over
+and over and wiped in the end; it has no colours.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Timer
+from shutil import get_terminal_size
+from threading import Event, Thread
+from time import monotonic
+from typing import TextIO
 
-_SECONDS = 2.0
+from stowplan.plan.watch import Searching, watched_by
+from stowplan.units import format_bytes
+
+_SILENT = 2.0  # seconds
+_EVERY = 0.25  # seconds from one look to the next
+_EARLY = 0.02  # of the work: too little to tell from how long the rest takes
+
+
+class Waiting:
+    """What is being done, and how far it is. Told by whoever works, shown by a thread of its own."""
+
+    def __init__(self, doing: str, allowed_bytes: int | None = None) -> None:
+        self._doing, self._allowed_bytes = doing, allowed_bytes
+        self._begun = self._stage_begun = monotonic()
+        self._stage, self._share, self._far, self._found = "", 0.0, "", ""
+
+    def tried(self, done: int, of: int) -> None:
+        """So many ops of so many have been tried."""
+        self._enter("trying ops", done / max(1, of))
+        self._far, self._found = f" {done:,} of {of:,}", ""
+
+    def searched(self, searching: Searching) -> None:
+        """A search has come further; one of several, it may be."""
+        self._enter("searching", searching.share)
+        self._far, self._found = f" {searching.share:.0%}", self._best(searching)
+
+    def line(self) -> str:
+        """All that is known, the most wanted first: a terminal may be narrow."""
+        now = monotonic()
+        spent = now - self._stage_begun
+        early = self._share <= _EARLY
+        time = f"{now - self._begun:.0f} s" if early else f"about {_told(spent / self._share - spent)} left"
+        parts = (f"{self._stage}{self._far}", time, self._found)
+        return f"{self._doing}: {', '.join(part for part in parts if part)}"
+
+    def _enter(self, stage: str, share: float) -> None:
+        if stage != self._stage or share < self._share:
+            self._stage, self._stage_begun = stage, monotonic()
+        self._share = share
+
+    def _best(self, searching: Searching) -> str:
+        if self._allowed_bytes is None:
+            return f"down to {format_bytes(int(min(peak for peak, _ in searching.points)))}"
+        ratio = searching.ratio_within(self._allowed_bytes)
+        if ratio is None:
+            return "nothing fits yet"
+        return f"best {ratio:.3f} x plain, gap {searching.gap_within(self._allowed_bytes):.1%}"
+
+
+def _told(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 @contextmanager
-def a_word_after_two_seconds(doing: str) -> Iterator[None]:
-    """Say on a terminal what takes so long, and wipe that away in the end; quick work stays silent."""
-    said: list[str] = []
+def a_word_after_two_seconds(
+    doing: str, *, allowed_bytes: int | None = None, stream: TextIO | None = None, silent: float = _SILENT
+) -> Iterator[Waiting]:
+    """Say on a terminal what takes so long; what is handed out is told how far it is.
 
-    def say() -> None:
-        said.append(f"{doing} ...")
-        print(said[-1], end="\r", file=sys.stderr, flush=True)
-
-    timer = Timer(_SECONDS, say)
-    timer.daemon = True
-    if sys.stderr.isatty():
-        timer.start()
+    `allowed_bytes` is the budget whose best plan so far is shown while searching.
+    """
+    waiting, screen = Waiting(doing, allowed_bytes), stream or sys.stderr
+    done = Event()
+    teller = Thread(target=_tell, args=(waiting, screen, done, silent), daemon=True)
+    if screen.isatty():
+        teller.start()
     try:
-        yield
+        with watched_by(waiting.searched):
+            yield waiting
     finally:
-        timer.cancel()
-        for words in said:
-            print(" " * len(words), end="\r", file=sys.stderr, flush=True)
+        done.set()
+        if teller.ident is not None:
+            teller.join()
 
 
 @contextmanager
 def probing_shown() -> Iterator[Callable[[int, int], None]]:
-    """Hands out what a probe tells its progress to; on a terminal it is a line, wiped in the end."""
-    width = 0
+    """For verbs that do not yet tell the one above how many ops have been tried."""
+    yield lambda _done, _of: None
 
-    def tell(done: int, of: int) -> None:
-        nonlocal width
-        line = f"trying ops: {done} of {of}"
-        width = max(width, len(line))
-        if sys.stderr.isatty():
-            print(line.ljust(width), end="\r", file=sys.stderr, flush=True)
 
-    try:
-        yield tell
-    finally:
-        if width and sys.stderr.isatty():
-            print(" " * width, end="\r", file=sys.stderr, flush=True)
+def _tell(waiting: Waiting, screen: TextIO, done: Event, silent: float) -> None:
+    """Until the work is done, its line; then none."""
+    width, pause = 0, silent
+    while not done.wait(pause):
+        line = waiting.line()[: get_terminal_size().columns - 1]
+        width, pause = max(width, len(line)), _EVERY
+        print(line.ljust(width), end="\r", file=screen, flush=True)
+    if width:
+        print(" " * width, end="\r", file=screen, flush=True)

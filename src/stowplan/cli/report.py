@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--output",
         metavar="OUT",
         required=True,
-        help="where to write: a page .html, a trace .json.gz, the memory curve .svg or .png, the tensors .csv",
+        help="where to write: a page .html, a trace .json.gz, the curve as .svg or .png, the tensors as .csv",
     )
     parser.add_argument(
         "--frontier", action="store_true", help="search the budgets of each plan; takes a while"

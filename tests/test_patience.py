@@ -1,0 +1,83 @@
+"""Whoever waits at a terminal is told how far it is and how long it may take; pipes and quick work not."""
+
+import io
+import os
+import pty
+import re
+from select import select
+from time import sleep
+
+from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.plan.watch import Searching, tell
+
+
+class Screen:
+    """A real terminal that nobody sits at."""
+
+    def __init__(self) -> None:
+        self._inner, outer = pty.openpty()
+        self.stream = os.fdopen(outer, "w", encoding="utf-8")
+
+    def shown(self) -> list[str]:
+        """All lines that were shown, one over the other."""
+        written = select([self._inner], [], [], 0)[0]
+        text = os.read(self._inner, 1 << 16).decode() if written else ""
+        self.stream.close()
+        os.close(self._inner)
+        return [line.strip() for line in text.split("\r")]
+
+
+def search(share: float) -> Searching:
+    return Searching(share, 10.0, points=((100, 4.0), (200, 1.0)), bounds=((180, 0.5), (120, 9.0)))
+
+
+def test_a_terminal_is_told_the_best_plan_its_gap_and_the_time_left() -> None:
+    screen = Screen()
+    with a_word_after_two_seconds("planning", allowed_bytes=150, stream=screen.stream, silent=0.0):
+        tell(lambda: search(0.5))
+        sleep(0.4)
+    lines = screen.shown()
+    pattern = r"planning: searching 50%, about \d+ s left, best 1\.400 x plain, gap 33\.3%"
+    assert [line for line in lines if re.fullmatch(pattern, line)]
+    assert lines[-1] == ""
+
+
+def test_a_budget_that_nothing_fits_yet_is_said_to_be_one() -> None:
+    screen = Screen()
+    with a_word_after_two_seconds("planning", allowed_bytes=50, stream=screen.stream, silent=0.0):
+        tell(lambda: search(0.01))
+        sleep(0.4)
+    assert "planning: searching 1%, 0 s, nothing fits yet" in screen.shown()
+
+
+def test_ops_that_are_tried_are_counted() -> None:
+    screen = Screen()
+    with a_word_after_two_seconds("checking", stream=screen.stream, silent=0.0) as waiting:
+        waiting.tried(30, 120)
+        sleep(0.4)
+    assert any(line.startswith("checking: trying ops 30 of 120, about ") for line in screen.shown())
+
+
+def test_quick_work_is_silent() -> None:
+    screen = Screen()
+    with a_word_after_two_seconds("planning", stream=screen.stream) as waiting:
+        waiting.tried(1, 2)
+    assert screen.shown() == [""]
+
+
+def test_a_pipe_is_told_nothing() -> None:
+    pipe = io.StringIO()
+    with a_word_after_two_seconds("planning", stream=pipe, silent=0.0):
+        tell(lambda: search(0.5))
+        sleep(0.3)
+    assert pipe.getvalue() == ""
+
+
+def test_nobody_watches_after_the_work_is_done() -> None:
+    with a_word_after_two_seconds("planning", stream=io.StringIO()):
+        pass
+
+    def never() -> Searching:
+        raise AssertionError("asked without anyone to tell")
+
+    tell(never)
