@@ -15,8 +15,9 @@ from stowplan.plan.make import plain_peak_of
 from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.tiles.collapse import collapse
 from stowplan.plan.tiles.costs import costs_of_sweep
-from stowplan.plan.tiles.fitness import fitting_tiles, refusal
+from stowplan.plan.tiles.fitness import fitting_tiles
 from stowplan.plan.tiles.rects import regions_by_op, tile_of, tiles_of
+from stowplan.plan.tiles.rounds import refusal
 from stowplan.plan.tiles.segment import Segment, segment_of
 
 Seeds = Callable[[str], Path]

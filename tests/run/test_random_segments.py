@@ -11,8 +11,8 @@ from stowplan.capture import Captured, capture
 from stowplan.errors import BadUse
 from stowplan.ir import DType, Phase
 from stowplan.ops.table import shape_of
-from stowplan.plan.tiles.fitness import refusal
 from stowplan.plan.tiles.rects import cut_tensors
+from stowplan.plan.tiles.rounds import refusal
 from stowplan.plan.tiles.segment import Segment
 from stowplan.run.tiles.losses import tiled_loss
 
@@ -41,7 +41,8 @@ def random_grid(segment: Segment, random: Random) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    "name", ["unet", "vgg16", "gpt", "vit", "diffusion", "unet3d", "llama", "efficientnet"]
+    "name",
+    ["unet", "vgg16", "gpt", "vit", "diffusion", "unet3d", "llama", "efficientnet", "resnet50"],
 )
 def test_random_segments_are_exact_or_refused(name: str) -> None:
     sizes = SIZES.get(name, {})

@@ -46,7 +46,15 @@ def refusal_of(site: Site) -> Refusal:
     if site.op.type.startswith("aten.") and effect_of(site) & Effect.RANDOM:
         return lambda _: f"{site.op.id} draws random numbers, which tiles would draw in another order"
     rule = refusal_rules(site)
-    return lambda part: rule(part) or _only_padding(site, part)
+    return lambda part: "" if _is_whole(site, part) else rule(part) or _only_padding(site, part)
+
+
+def _is_whole(site: Site, part: Part) -> bool:
+    """Whether nothing is cut: the op makes all of an output from all that it reads."""
+    needs = zip(site.inputs, part.needs, strict=True)
+    return part.made == Rect.of_shape(shape_of(site.outputs[part.output])) and all(
+        need is None or need == Rect.of_shape(shape_of(tensor)) for tensor, need in needs
+    )
 
 
 def _only_padding(site: Site, part: Part) -> str:
@@ -102,6 +110,13 @@ refusal_rules.entry(*sorted(AS_IS))(_whole_dims_stay_whole)
 def takes_its_part(_: Site) -> Refusal:
     """What is needed is the part itself, or the part without its padding."""
     return lambda _: ""
+
+
+@refusal_rules.entry("aten.repeat.default")
+def repeat(site: Site) -> Refusal:
+    """All of a small input, such as the weights of instance norm, of whose repeats the part is cut out."""
+    shape = Rect.of_shape(shape_of(site.inputs[0]))
+    return lambda part: "" if part.needs[0] == shape else f"{site.op.id} repeats a part of its input"
 
 
 @refusal_rules.entry("aten.embedding.default")

@@ -15,20 +15,12 @@ def fitting_tiles(segment: Segment, parts: Sequence[int]) -> tuple[Tile, ...]:
     if refusal := _of_the_whole(segment, parts):
         raise BadUse(refusal)
     tiles = tuple(tiles_of(segment, parts))
-    rules = {op.id: refusal_of(site_of(segment.graph, op)) for op in segment.ops}
+    open_ops = (op for op in segment.ops if op.id not in segment.known)
+    rules = {op.id: refusal_of(site_of(segment.graph, op)) for op in open_ops}
     for tile in tiles:
         if refusal := _of_a_tile(segment, tile, rules):
             raise BadUse(f"not tiled: {refusal}")
     return tiles
-
-
-def refusal(segment: Segment, parts: Sequence[int]) -> str:
-    """Why the segment cannot be computed on this grid; "" if it can."""
-    try:
-        fitting_tiles(segment, parts)
-    except BadUse as reason:
-        return str(reason)
-    return ""
 
 
 def _of_the_whole(segment: Segment, parts: Sequence[int]) -> str:
@@ -53,8 +45,9 @@ def _of_the_whole(segment: Segment, parts: Sequence[int]) -> str:
 
 def _of_a_tile(segment: Segment, tile: Tile, rules: Mapping[str, Refusal]) -> str:
     for level in tile.levels:
-        if reason := rules[level.op.id](Part(level.output, level.made, level.needs)):
+        rule = rules.get(level.op.id)
+        if rule and (reason := rule(Part(level.output, level.made, level.needs))):
             return reason
-    made = {level.op.outputs[level.output].tensor for level in tile.levels}
+    made = {level.op.outputs[level.output].tensor for level in tile.levels}.union(segment.inputs)
     missing = [name for name in segment.outputs if segment.loss is None and name not in made]
     return f"{missing[0]} is an output that no tile makes" if missing else ""

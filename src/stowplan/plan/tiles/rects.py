@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from stowplan.errors import BadUse
 from stowplan.geometry import Rect
-from stowplan.ir import Graph, Op
-from stowplan.ops.regions import Regions, regions_of
-from stowplan.ops.table import shape_of, site_of
+from stowplan.ir import Graph, Kind, Op
+from stowplan.ops.regions import Relation
+from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.segment import Segment, reduction_of
 
 
@@ -34,8 +34,24 @@ class Tile:
 
 
 def cut_tensors(segment: Segment) -> tuple[str, ...]:
-    """The tensors that tiles partition: the outputs, or what the loss is taken of."""
-    return segment.outputs if segment.loss is None else (segment.loss.inputs[0].tensor,)
+    """The tensors that tiles partition: the outputs, or what the loss or the last means are taken of."""
+    if segment.loss is not None:
+        return (segment.loss.inputs[0].tensor,)
+    return _under_totals(segment) or segment.outputs
+
+
+def _under_totals(segment: Segment) -> tuple[str, ...]:
+    """What sums and means are taken of, if all outputs follow from these alone."""
+    tensors, sources = segment.graph.tensors, dict[str, None]()
+    whole = {name for name in segment.inputs if tensors[name].kind is Kind.PARAMETER}
+    for op in segment.ops:
+        statistic = segment.statistic(op)
+        if whole.issuperset(op.reads()):
+            whole.update(op.writes())
+        elif statistic and statistic.is_output and len(statistic.dims) > 1:
+            whole.update(op.writes())
+            sources[op.inputs[0].tensor] = None
+    return tuple(sources) if sources and whole.issuperset(segment.outputs) else ()
 
 
 def tiles_of(segment: Segment, parts: Sequence[int]) -> Iterator[Tile]:
@@ -52,12 +68,12 @@ def tiles_of(segment: Segment, parts: Sequence[int]) -> Iterator[Tile]:
         yield tile_of(segment, dict(zip(cut, cells, strict=True)), regions)
 
 
-def regions_by_op(segment: Segment) -> dict[str, Regions]:
+def regions_by_op(segment: Segment) -> dict[str, tuple[Relation, ...]]:
     """The region rules of all ops of a segment, looked up once for all its tiles."""
-    return {op.id: regions_of(site_of(segment.graph, op)) for op in segment.ops}
+    return {op.id: segment.relations(op) for op in segment.ops}
 
 
-def tile_of(segment: Segment, owned: Mapping[str, Rect], regions: Mapping[str, Regions]) -> Tile:
+def tile_of(segment: Segment, owned: Mapping[str, Rect], regions: Mapping[str, tuple[Relation, ...]]) -> Tile:
     """The tile that makes these parts of what is cut.
 
     Pulls through the ops from the last to the first; what has several readers is held as far as all need.
@@ -78,11 +94,11 @@ def tile_of(segment: Segment, owned: Mapping[str, Rect], regions: Mapping[str, R
     return Tile(tuple(reversed(levels)), held, owned)
 
 
-def _levels_of(op: Op, regions: Regions, held: Mapping[str, Rect]) -> Iterator[Level]:
+def _levels_of(op: Op, relations: Sequence[Relation], held: Mapping[str, Rect]) -> Iterator[Level]:
     for position, use in enumerate(op.outputs):
         if use.tensor in held:
             made = held[use.tensor]
-            yield Level(op, position, made, regions.outputs[position].pull(made))
+            yield Level(op, position, made, relations[position].pull(made))
 
 
 def _operands_of_loss(graph: Graph, loss: Op, owned: Mapping[str, Rect]) -> dict[str, Rect]:

@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stowplan.errors import BadUse
-from stowplan.ir import Graph, Op, Phase
-from stowplan.ops.regions import Reduction, regions_of
+from stowplan.ir import Graph, Kind, Op, Phase
+from stowplan.ops.regions import Reduction, Relation, regions_of
+from stowplan.ops.statistics import Statistic, statistic_of
 from stowplan.ops.table import shape_of, site_of
 
 
@@ -15,7 +16,8 @@ class Segment:
 
     `apart` are ops of the stretch that are made of nothing, dropout masks and positions: they run whole and
     in their order before the tiles, so that the same numbers are drawn. `loss` reduces what the other ops
-    make to the segment's only output: then a tile runs forward and backward at once.
+    make to the segment's only output: then a tile runs forward and backward at once. `known` are ops of it
+    whose statistics are given beside the inputs, so that they can make a part of their output.
     """
 
     graph: Graph
@@ -24,6 +26,18 @@ class Segment:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     loss: Op | None = None
+    known: frozenset[str] = frozenset()
+
+    def relations(self, op: Op) -> tuple[Relation, ...]:
+        """What each output of an op needs, by what is known of it."""
+        site = site_of(self.graph, op)
+        found = statistic_of(site) if op.id in self.known else None
+        outputs = regions_of(site).outputs
+        return outputs if found is None or found.after is None else (found.after, *outputs[1:])
+
+    def statistic(self, op: Op) -> Statistic | None:
+        """The statistic that an op takes."""
+        return statistic_of(site_of(self.graph, op))
 
     @property
     def inside(self) -> tuple[str, ...]:
@@ -66,19 +80,31 @@ def _is_loss(graph: Graph, op: Op, outputs: tuple[str, ...]) -> bool:
 
 
 def _made_of_nothing(graph: Graph, stretch: list[Op]) -> tuple[Op, ...]:
-    """The ops that read no value but of each other."""
+    """The ops that read no value but of each other, and those that only count on in a buffer."""
     made: set[str] = set()
     apart = []
     for op in stretch:
-        if made.issuperset(_values_read(graph, op)):
+        if made.issuperset(_values_read(graph, op)) or _counts(graph, op):
             made.update(op.writes())
             apart.append(op)
     return tuple(apart)
 
 
+def _counts(graph: Graph, op: Op) -> bool:
+    return all(
+        graph.tensors[name].kind is Kind.BUFFER and shape_of(graph.tensors[name]) == () for name in op.reads()
+    )
+
+
 def _values_read(graph: Graph, op: Op) -> set[str]:
-    """The inputs whose contents matter; a rule may say that one only tells a shape."""
-    relations = regions_of(site_of(graph, op)).outputs
+    """The inputs whose contents matter; a rule may say that one only tells a shape.
+
+    What a norm makes of its running statistics is made outside of its segment, once.
+    """
+    site = site_of(graph, op)
+    relations = regions_of(site).outputs
+    if statistic_of(site) is not None:
+        relations = relations[:1]
     return {
         use.tensor
         for position, use in enumerate(op.inputs)
@@ -94,4 +120,9 @@ def _seen_outside(graph: Graph, tiled: tuple[Op, ...]) -> tuple[str, ...]:
     outside = graph.held.union(*(names for op, names in read_by.items() if op not in inside))
     anywhere = outside.union(*read_by.values())
     ends = {op.outputs[0].tensor for op in tiled} - anywhere
-    return tuple(name for op in tiled for name in op.writes() if name in outside or name in ends)
+    return tuple(name for op in tiled for name in _made(graph, op) if name in outside or name in ends)
+
+
+def _made(graph: Graph, op: Op) -> Iterable[str]:
+    """What an op makes, without the statistics of a norm."""
+    return op.writes() if statistic_of(site_of(graph, op)) is None else (op.outputs[0].tensor,)

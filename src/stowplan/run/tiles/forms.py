@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stowplan.ops.tiling import RESHAPES
-from stowplan.run.tiles.part import LocalCall, call_with
+from stowplan.run.tiles.normalise import normalised
+from stowplan.run.tiles.part import LocalCall, call_with, index_of
 
 aten = torch.ops.aten
 Given: TypeAlias = Mapping[str, Any]
@@ -24,7 +25,10 @@ Form: TypeAlias = Callable[[LocalCall, Given], Tensor]
 def run_local(call: LocalCall, values: Mapping[str, Tensor]) -> Tensor:
     """The part that `call` makes, from what the tile holds."""
     kind = str(call.target)
-    made = _FORMS.get(kind, _as_is)(call, call.given(values))
+    if call.statistics:
+        made = _normalise(call.given(values), [source.of(values) for source in call.statistics])
+    else:
+        made = _FORMS.get(kind, _as_is)(call, call.given(values))
     if tuple(made.shape) != call.shape:
         raise RuntimeError(f"{kind} made {tuple(made.shape)} of {call.name}, not {call.shape}")
     return made
@@ -34,6 +38,11 @@ def _as_is(call: LocalCall, given: Given) -> Tensor:
     """Called on the parts, the op makes the part: it is one of `AS_IS`, or given all that it looks at."""
     made = call_with(call.target, given)
     return made if isinstance(made, Tensor) else made[call.output]  # type: ignore[index]
+
+
+def _normalise(given: Given, statistics: Sequence[Tensor]) -> Tensor:
+    mean, variance = statistics
+    return normalised(given["input"], mean, variance, given["weight"], given["bias"], given["eps"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +146,10 @@ def _itself(_: LocalCall, given: Given) -> Tensor:
     return part
 
 
+def _cut_out(call: LocalCall, given: Given) -> Tensor:
+    return _as_is(call, given)[index_of(call.made)]
+
+
 def _select(_: LocalCall, given: Given) -> Tensor:
     return given["self"].squeeze(given["dim"])  # type: ignore[no-any-return]
 
@@ -160,6 +173,7 @@ _FORMS: Mapping[str, Form] = {
     **dict.fromkeys(("aten.split.Tensor", "aten.split_with_sizes.default"), _itself),
     **dict.fromkeys(("aten.select.int", "aten.unbind.int"), _select),
     "aten.expand.default": _expand,
+    "aten.repeat.default": _cut_out,
     "aten.slice.Tensor": _slice,
     "aten.constant_pad_nd.default": _pad,
     "aten.native_group_norm.default": _group_norm,

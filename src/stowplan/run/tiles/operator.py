@@ -16,14 +16,21 @@ from stowplan.run.tiles.sweep import Sweep, empty_like_described
 _SWEEPS: dict[str, Sweep] = {}
 
 
-def call_sweep(sweep: Sweep, inputs: list[Tensor]) -> list[Tensor]:
-    """The segment's outputs, differentiable; the gradients of a loss are made with it."""
+def call_sweep(sweep: Sweep, inputs: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The segment's outputs, differentiable, and by name the statistics gathered on the way.
+
+    The gradients of a loss are made with it.
+    """
     _SWEEPS[sweep.name] = sweep
     if sweep.segment.loss is None:
-        return torch.ops.stowplan.sweep(inputs, sweep.name)  # type: ignore[no-any-return]
-    wanted = [position for position, tensor in enumerate(inputs) if tensor.requires_grad]
-    loss, *_ = torch.ops.stowplan.sweep_loss(inputs, wanted, sweep.name)
-    return [loss]
+        made = torch.ops.stowplan.sweep(inputs, sweep.name)
+    else:
+        wanted = [position for position, tensor in enumerate(inputs) if tensor.requires_grad]
+        made = torch.ops.stowplan.sweep_loss(inputs, wanted, sweep.name)
+    count = len(sweep.statistics)
+    statistics = [made.pop() for _ in range(count)][::-1]
+    found = {name: tensor.detach() for name, tensor in zip(sweep.statistics, statistics, strict=True)}
+    return made[: len(sweep.outputs)], found
 
 
 def sweep_named(name: str) -> Sweep:
@@ -35,57 +42,76 @@ def sweep_named(name: str) -> Sweep:
 
 @torch.library.custom_op("stowplan::sweep", mutates_args=())
 def _forward(inputs: list[Tensor], name: str) -> list[Tensor]:
-    return sweep_named(name).forward(inputs)
+    sweep = sweep_named(name)
+    statistics = sweep.gather(inputs)
+    return [*sweep.forward(inputs, statistics), *statistics]
 
 
 @torch.library.custom_op("stowplan::sweep_backward", mutates_args=())
-def _backward(gradients: list[Tensor], inputs: list[Tensor], wanted: list[int], name: str) -> list[Tensor]:
-    return sweep_named(name).backward(gradients, inputs, wanted)
+def _backward(
+    gradients: list[Tensor], inputs: list[Tensor], statistics: list[Tensor], wanted: list[int], name: str
+) -> list[Tensor]:
+    return sweep_named(name).backward(gradients, inputs, wanted, statistics)
 
 
 @torch.library.custom_op("stowplan::sweep_loss", mutates_args=())
 def _loss(inputs: list[Tensor], wanted: list[int], name: str) -> list[Tensor]:
-    return sweep_named(name).loss(inputs, wanted)
+    sweep = sweep_named(name)
+    statistics = sweep.gather(inputs)
+    return [*sweep.loss(inputs, wanted, statistics), *statistics]
 
 
 @_forward.register_fake
 def _like_outputs(inputs: list[Tensor], name: str) -> list[Tensor]:
-    return [empty_like_described(tensor, inputs[0].device) for tensor in sweep_named(name).outputs]
+    made = (empty_like_described(tensor, inputs[0].device) for tensor in sweep_named(name).outputs)
+    return [*made, *_like_statistics(inputs, name)]
+
+
+def _like_statistics(inputs: list[Tensor], name: str) -> list[Tensor]:
+    return [
+        torch.empty(shape, dtype=gathering.dtype, device=inputs[0].device)
+        for gathering in sweep_named(name).gatherings.values()
+        for shape in gathering.shapes
+    ]
 
 
 @_backward.register_fake
-def _like_wanted(_: list[Tensor], inputs: list[Tensor], wanted: list[int], __: str) -> list[Tensor]:
+def _like_wanted(
+    _: list[Tensor], inputs: list[Tensor], __: list[Tensor], wanted: list[int], ___: str
+) -> list[Tensor]:
     return [torch.empty_like(inputs[position]) for position in wanted]
 
 
 @_loss.register_fake
 def _like_loss(inputs: list[Tensor], wanted: list[int], name: str) -> list[Tensor]:
-    return [*_like_outputs(inputs, name), *(torch.empty_like(inputs[position]) for position in wanted)]
+    loss = empty_like_described(sweep_named(name).outputs[0], inputs[0].device)
+    gradients = (torch.empty_like(inputs[position]) for position in wanted)
+    return [loss, *gradients, *_like_statistics(inputs, name)]
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
-    del output  # PyTorch passes it by name
     tensors, ctx.name = inputs
     ctx.wanted = [position for position, tensor in enumerate(tensors) if tensor.requires_grad]
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, *output[len(sweep_named(ctx.name).outputs) :])
 
 
 def _sweep_again(ctx: Any, incoming: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
-    outputs = sweep_named(ctx.name).outputs
+    sweep = sweep_named(ctx.name)
     given = [
         torch.zeros(shape_of(tensor), dtype=getattr(torch, str(tensor.dtype)))
         if gradient is None
         else gradient
-        for gradient, tensor in zip(incoming, outputs, strict=True)
+        for gradient, tensor in zip(incoming, sweep.outputs, strict=False)
     ]
-    inputs = list(ctx.saved_tensors)
-    found = torch.ops.stowplan.sweep_backward(given, inputs, ctx.wanted, ctx.name)
-    return _placed(found, ctx.wanted, len(inputs)), None
+    count = len(sweep.segment.inputs)
+    inputs, statistics = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
+    found = torch.ops.stowplan.sweep_backward(given, inputs, statistics, ctx.wanted, ctx.name)
+    return _placed(found, ctx.wanted, count), None
 
 
 def _keep_gradients(ctx: Any, inputs: tuple[list[Tensor], list[int], str], output: list[Tensor]) -> None:
     ctx.count, ctx.wanted = len(inputs[0]), inputs[1]
-    ctx.save_for_backward(*output[1:])
+    ctx.save_for_backward(*output[1 : 1 + len(ctx.wanted)])
 
 
 def _rescale(ctx: Any, incoming: list[Tensor | None]) -> tuple[list[Tensor | None], None, None]:

@@ -43,7 +43,7 @@ class LocalCall:
     """A call of `target` that makes the part `shape` of output number `output`, called `name`.
 
     `arguments` are by the schema's names, with a Slot for each tensor; `sources` are by position, None for an
-    input that this part needs nothing of.
+    input that this part needs nothing of. `statistics` are mean and variance of an op that normalises.
     """
 
     target: OpOverload
@@ -52,6 +52,7 @@ class LocalCall:
     name: str
     output: int
     made: Rect
+    statistics: tuple[Source, ...] = ()
 
     @property
     def shape(self) -> Shape:

@@ -1,12 +1,13 @@
 """Sweep: a segment run tile by tile, forward and backward, with exact gradients.
 
 The tiles partition the segment's output, so that the gradients of what they read, parameters and overlapping
-parts of inputs alike, simply add up. They are added in float32 or wider, each as soon as autograd has it.
+parts of inputs alike, simply add up. Statistics of a whole tensor, such as batch norm's, are gathered in a
+round of their own before the tiles that need them; backward, they are inputs like any other, whose gradients
+add up over the tiles and are then handed on to what they were gathered of, in the rounds' reverse order.
 """
 
 from ast import literal_eval
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -17,36 +18,47 @@ from stowplan.capture import Call
 from stowplan.geometry import Rect
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
-from stowplan.plan.tiles.fitness import fitting_tiles
-from stowplan.plan.tiles.rects import Tile
+from stowplan.plan.tiles.rounds import Round, rounds_of
 from stowplan.plan.tiles.segment import Segment
-from stowplan.run.tiles.forms import run_local
+from stowplan.run.tiles.gathering import Gathering, gathering_of
+from stowplan.run.tiles.local import LocalStep, local_step
 from stowplan.run.tiles.losses import TiledLoss, tiled_loss
-from stowplan.run.tiles.part import Index, LocalCall, index_of, local_call
+from stowplan.run.tiles.sums import Sums, differentiate, differentiating
 
 
 @dataclass(frozen=True, slots=True)
-class LocalStep:
-    """A tile made ready to run: where its inputs lie, its calls, and what it writes where.
+class LocalRound:
+    """Tiles, and the statistics that are gathered of what they write."""
 
-    `frees[i]` are the names that no call after number i reads.
-    """
+    tiles: tuple[LocalStep, ...]
+    gatherings: tuple[Gathering, ...]
 
-    reads: Mapping[str, Index]
-    calls: tuple[LocalCall, ...]
-    frees: tuple[tuple[str, ...], ...]
-    writes: Mapping[str, Index]  # outputs, or the operands of the loss: where in the whole they lie
-    owned: Mapping[str, Index]  # where in what the tile holds of them, which may be more
+    def gather(self, given: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """The statistics by name."""
+        begun = [gathering.begun(device) for gathering in self.gatherings]
+        for tile in self.tiles:
+            parts = tile.run({name: given[name][index] for name, index in tile.reads.items()})
+            for gathering, gathered in zip(self.gatherings, begun, strict=True):
+                gathered.add(parts[gathering.source], gathering.place(tile.rects[gathering.source]))
+        return {
+            name: statistic
+            for gathering, gathered in zip(self.gatherings, begun, strict=True)
+            for name, statistic in zip(gathering.names, gathered.statistics(), strict=True)
+        }
 
-    def run(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The parts that the tile writes, from the parts it reads; `values` is emptied on the way."""
-        for call, gone in zip(self.calls, self.frees, strict=True):
-            values[call.name] = run_local(call, values)
-            for name in gone:
-                del values[name]
-        ends = {name: values[name][index] for name, index in self.owned.items()}
-        values.clear()
-        return ends
+    def hand_on(self, given: Mapping[str, Tensor], sums: Sums) -> None:
+        """Differentiate what the statistics were gathered of."""
+        for tile in self.tiles:
+            parts = tile.run(sums.leaves(tile.reads))
+            ends, seeds = {}, []
+            for gathering in self.gatherings:
+                part = parts[gathering.source]
+                place = gathering.place(tile.rects[gathering.source])
+                known = [given[name] for name in gathering.names]
+                seeds.append(gathering.gradient(part.detach(), place, known, sums.of(gathering.names)))
+                ends[gathering.names[0]] = part
+            parts.clear()
+            differentiate(ends, seeds)
 
 
 class Sweep:
@@ -54,61 +66,100 @@ class Sweep:
 
     def __init__(self, segment: Segment, calls: Mapping[str, Call], parts: Sequence[int]) -> None:
         self.segment, self.parts = segment, tuple(parts)
-        tiles = fitting_tiles(segment, parts)
-        self._tiles = tuple(_local_step(segment, calls, tile) for tile in tiles)
+        rounds = rounds_of(segment, parts)
+        self.gatherings = {
+            op.id: gathering_of(segment, op) for of_round in rounds for op in of_round.statistics
+        }
+        *self._rounds, self._last = (self._local(of_round, calls) for of_round in rounds)
         self._loss: TiledLoss | None = None if segment.loss is None else tiled_loss(calls[segment.loss.id])
         self.name = _name_of(segment, self.parts)
+
+    def _local(self, of_round: Round, calls: Mapping[str, Call]) -> LocalRound:
+        steps = (local_step(of_round.segment, calls, tile, self.gatherings) for tile in of_round.tiles)
+        return LocalRound(tuple(steps), tuple(self.gatherings[op.id] for op in of_round.statistics))
 
     @property
     def outputs(self) -> tuple[Described, ...]:
         """What the outputs look like."""
         return tuple(self.segment.graph.tensors[name] for name in self.segment.outputs)
 
-    def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs, written tile by tile."""
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """What is gathered on the way, by name."""
+        return tuple(name for gathering in self.gatherings.values() for name in gathering.names)
+
+    def gather(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """All statistics, in their order: one round after the other."""
         given = dict(zip(self.segment.inputs, inputs, strict=True))
+        with torch.no_grad():
+            for of_round in self._rounds:
+                given |= of_round.gather(given, inputs[0].device)
+        return [given[name] for name in self.statistics]
+
+    def forward(self, inputs: Sequence[Tensor], statistics: Sequence[Tensor] = ()) -> list[Tensor]:
+        """The outputs, written tile by tile."""
+        given = self._given(inputs, statistics)
         made = {tensor.id: empty_like_described(tensor, inputs[0].device) for tensor in self.outputs}
         with torch.no_grad():
-            for tile in self._tiles:
+            for tile in self._last.tiles:
                 parts = tile.run({name: given[name][index] for name, index in tile.reads.items()})
                 for name, index in tile.writes.items():
                     made[name][index].copy_(parts[name])
         return list(made.values())
 
     def backward(
-        self, gradients: Sequence[Tensor], inputs: Sequence[Tensor], wanted: Sequence[int]
+        self,
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        wanted: Sequence[int],
+        statistics: Sequence[Tensor] = (),
     ) -> list[Tensor]:
         """The gradients of the inputs at positions `wanted`: each tile is run again and differentiated."""
-        given = dict(zip(self.segment.outputs, gradients, strict=True))
-        sums = _Sums(self.segment.inputs, inputs, wanted)
+        incoming = dict(zip(self.segment.outputs, gradients, strict=True))
+        given = self._given(inputs, statistics)
+        names = [self.segment.inputs[position] for position in wanted]
+        sums = Sums(given, (*names, *self.statistics))
         with differentiating():
-            for tile in self._tiles:
+            for tile in self._last.tiles:
                 parts = tile.run(sums.leaves(tile.reads))
-                incoming = [given[name][index] for name, index in tile.writes.items()]
-                _differentiate(parts, incoming)
-        return sums.totals()
+                differentiate(parts, [incoming[name][index] for name, index in tile.writes.items()])
+            self._hand_on(given, sums)
+        return sums.totals(names)
 
-    def loss(self, inputs: Sequence[Tensor], wanted: Sequence[int]) -> list[Tensor]:
+    def loss(
+        self, inputs: Sequence[Tensor], wanted: Sequence[int], statistics: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
         """The loss, then its gradients: each tile runs forward and backward at once."""
         assert self._loss is not None, "the segment does not end in a loss"
         assert self.segment.loss is not None
-        sums = _Sums(self.segment.inputs, inputs, wanted)
+        given = self._given(inputs, statistics)
+        names = [self.segment.inputs[position] for position in wanted]
+        sums = Sums(given, (*names, *self.statistics))
         operands = [use.tensor for use in self.segment.loss.inputs]
         total = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         weight = torch.zeros_like(total)
         cells = self._cells()
         with differentiating():
-            for tile in self._tiles:
+            for tile in self._last.tiles:
                 parts = tile.run(sums.leaves(tile.reads))
                 part, share = self._loss.of([parts[name] for name in operands])
                 parts.clear()
                 total += part.detach()
                 weight += share
-                _differentiate({"loss": part}, [torch.full_like(part, 1 / cells)])
+                differentiate({"loss": part}, [torch.full_like(part, 1 / cells)])
+            self._hand_on(given, sums)
         scale = 1 / weight if self._loss.divides else torch.ones_like(weight)
         described = self.outputs[0]
         result = (total * scale).to(getattr(torch, str(described.dtype)))
-        return [result, *sums.totals(float(scale * cells))]
+        return [result, *sums.totals(names, float(scale * cells))]
+
+    def _given(self, inputs: Sequence[Tensor], statistics: Sequence[Tensor]) -> dict[str, Tensor]:
+        names = (*self.segment.inputs, *self.statistics)
+        return dict(zip(names, (*inputs, *statistics), strict=True))
+
+    def _hand_on(self, given: Mapping[str, Tensor], sums: Sums) -> None:
+        for of_round in reversed(self._rounds):
+            of_round.hand_on(given, sums)
 
     def _cells(self) -> int:
         """A number near the weight of all tiles, so that unscaled gradients stay in range."""
@@ -116,96 +167,6 @@ class Sweep:
         assert self.segment.loss is not None
         first = self.segment.graph.tensors[self.segment.loss.inputs[0].tensor]
         return max(1, Rect.of_shape(shape_of(first)).volume) if self._loss.divides else 1
-
-
-class _Sums:
-    """The inputs of a segment as leaves of one tile after another, and the sums of their gradients."""
-
-    def __init__(self, names: Sequence[str], inputs: Sequence[Tensor], wanted: Sequence[int]) -> None:
-        self._inputs = dict(zip(names, inputs, strict=True))
-        self._sums = {names[position]: _zeros_like(inputs[position]) for position in wanted}
-
-    def leaves(self, reads: Mapping[str, Index]) -> dict[str, Tensor]:
-        """The parts that a tile reads. What arrives as gradient of one is added to its sum and let go of."""
-        return {name: self._leaf(name, index) for name, index in reads.items()}
-
-    def _leaf(self, name: str, index: Index) -> Tensor:
-        leaf = self._inputs[name].detach()[index]
-        if name not in self._sums:
-            return leaf
-        leaf = leaf.detach().requires_grad_()
-        part = self._sums[name][index]
-
-        def add(arrived: Tensor) -> None:
-            part.add_(arrived.grad)  # type: ignore[arg-type]  # there is one when the hook is called
-            arrived.grad = None
-
-        leaf.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
-        return leaf
-
-    def totals(self, scale: float = 1.0) -> list[Tensor]:
-        """The sums, in the dtype of their inputs."""
-        for total in self._sums.values():
-            if scale != 1.0:
-                total.mul_(scale)
-        return [total.to(self._inputs[name].dtype) for name, total in self._sums.items()]
-
-
-def _differentiate(ends: dict[str, Tensor], incoming: Sequence[Tensor]) -> None:
-    """Run autograd from the ends, which it alone holds from then on."""
-    pairs = [(end, grad) for end, grad in zip(ends.values(), incoming, strict=True) if end.requires_grad]
-    ends.clear()
-    if pairs:
-        torch.autograd.backward([end for end, _ in pairs], [grad for _, grad in pairs])
-
-
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-
-
-@contextmanager
-def differentiating() -> Iterator[None]:
-    """Autograd on, also inside the kernel of a custom op, where PyTorch has switched it off."""
-    was_off = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, False)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, was_off)
-
-
-def _local_step(segment: Segment, calls: Mapping[str, Call], tile: Tile) -> LocalStep:
-    graph = segment.graph
-    made = [local_call(graph, calls[level.op.id], level, tile.held) for level in tile.levels]
-    reads = {name: index_of(tile.held[name]) for name in segment.inputs if name in tile.held}
-    return LocalStep(
-        reads=reads,
-        calls=tuple(made),
-        frees=_frees(made, tile.owned),
-        writes={name: index_of(rect) for name, rect in tile.owned.items()},
-        owned={name: _inside(rect, tile.held[name]) for name, rect in tile.owned.items()},
-    )
-
-
-def _inside(part: Rect, held: Rect) -> Index:
-    return index_of(part.shift([-low for low in held.lo]))
-
-
-def _frees(calls: Sequence[LocalCall], kept: Mapping[str, Rect]) -> tuple[tuple[str, ...], ...]:
-    last: dict[str, int] = {}
-    for number, call in enumerate(calls):
-        for source in call.sources:
-            if source is not None:
-                last[source.tensor] = number
-    gone: list[list[str]] = [[] for _ in calls]
-    for name, number in last.items():
-        if name not in kept:
-            gone[number].append(name)
-    return tuple(map(tuple, gone))
-
-
-def _zeros_like(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
 def empty_like_described(tensor: Described, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ from stowplan.ops.regions import regions_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.run.binding import Binding
 from stowplan.run.tiles.operator import call_sweep
+from stowplan.run.tiles.running import running_statistics
 from stowplan.run.tiles.sweep import Sweep
 
 aten = torch.ops.aten
@@ -75,8 +76,9 @@ def _run(captured: Captured, values: dict[str, Tensor], order: Sequence[Op | Swe
     program = captured.program
     for item in order:
         if isinstance(item, Sweep):
-            made = call_sweep(item, [values[name] for name in item.segment.inputs])
+            made, statistics = call_sweep(item, [values[name] for name in item.segment.inputs])
             values.update(zip(item.segment.outputs, made, strict=True))
+            values.update(running_statistics(item, program.calls, statistics, values))
         else:
             values.update(_called(captured.graph, item, program.calls[item.id], values))
     with torch.no_grad():

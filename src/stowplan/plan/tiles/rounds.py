@@ -1,0 +1,136 @@
+"""Rounds: a segment with statistics inside is swept several times, each time knowing more.
+
+An op that has to know all its input (batch norm in training, a norm or a mean over places) is made in parts
+once its statistics are known. Each round gathers the statistics of the ops that stand behind known ones only,
+and the last round makes the outputs. What stands before a statistic is computed in every round up to there:
+a statistic of a segment's own input costs no more than reading it, and one deep inside doubles the work.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from stowplan.errors import BadUse
+from stowplan.ir import Op
+from stowplan.ops.regions import Partial
+from stowplan.ops.statistics import GROUP_NORM
+from stowplan.ops.table import shape_of
+from stowplan.plan.tiles.fitness import fitting_tiles
+from stowplan.plan.tiles.rects import Tile, cut_tensors, tiles_of
+from stowplan.plan.tiles.segment import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One sweep: tiles of a part of the segment, whose outputs are what `statistics` are gathered of.
+
+    The last round has none, and makes the segment's own outputs.
+    """
+
+    segment: Segment
+    tiles: tuple[Tile, ...]
+    statistics: tuple[Op, ...] = ()
+
+
+def rounds_of(segment: Segment, parts: Sequence[int]) -> tuple[Round, ...]:
+    """The sweeps that compute a segment on a grid; BadUse says why, if there are none."""
+    gathered = _gathered(segment, parts)
+    rounds, known = list[Round](), list[Op]()
+    for grid, ops in _by_depth(segment, gathered, parts):
+        sources = tuple(dict.fromkeys(op.inputs[0].tensor for op in ops))
+        rounds.append(_round(_towards(segment, known, sources), grid, ops))
+        known += ops
+    last = replace(_towards(segment, known, segment.outputs), loss=segment.loss)
+    return (*rounds, _round(last, _last_grid(segment, last, parts), ()))
+
+
+def refusal(segment: Segment, parts: Sequence[int]) -> str:
+    """Why the segment cannot be computed on this grid; "" if it can."""
+    try:
+        rounds_of(segment, parts)
+    except BadUse as reason:
+        return str(reason)
+    return ""
+
+
+def _round(segment: Segment, parts: Sequence[int], statistics: tuple[Op, ...]) -> Round:
+    tiles = fitting_tiles(segment, parts)
+    for op in (*statistics, *(op for op in segment.ops if op.id in segment.known)):
+        if op.type == GROUP_NORM and any(_cuts_channels(segment, op, tile) for tile in tiles):
+            raise BadUse(f"not tiled: {op.id} takes its statistics over channels, of which a tile has some")
+    return Round(segment, tiles, statistics)
+
+
+def _cuts_channels(segment: Segment, op: Op, tile: Tile) -> bool:
+    source = op.inputs[0].tensor
+    return source in tile.held and tile.held[source].shape[1] != shape_of(segment.graph.tensors[source])[1]
+
+
+def _last_grid(segment: Segment, last: Segment, parts: Sequence[int]) -> Sequence[int]:
+    """One tile where the outputs follow from statistics alone, which were gathered on the grid."""
+    if cut_tensors(last) == cut_tensors(segment) or not segment.outputs:
+        return parts
+    return (1,) * len(shape_of(segment.graph.tensors[segment.outputs[0]]))
+
+
+def _gathered(segment: Segment, parts: Sequence[int]) -> list[Op]:
+    """The ops whose statistics a tile cannot take of what it holds anyway."""
+    takers = [op for op in segment.ops if op is not segment.loss and segment.statistic(op)]
+    if not takers:
+        return []
+    opened = replace(_towards(segment, takers, segment.outputs), loss=segment.loss)
+    first = next(tiles_of(opened, _last_grid(segment, opened, parts)))
+    return [op for op in takers if _is_cut(segment, op, first)]
+
+
+def _is_cut(segment: Segment, op: Op, tile: Tile) -> bool:
+    statistic = segment.statistic(op)
+    assert statistic is not None
+    held, shape = tile.held.get(op.inputs[0].tensor), shape_of(segment.graph.tensors[op.inputs[0].tensor])
+    if held is None:
+        made = tile.held.get(op.outputs[0].tensor)
+        return made is None or made.shape == shape_of(segment.graph.tensors[op.outputs[0].tensor])
+    crossed = any((held.lo[dim], held.hi[dim]) != (0, shape[dim]) for dim in statistic.dims)
+    return crossed or (statistic.partial is Partial.MOMENTS and 0 in statistic.dims)
+
+
+def _by_depth(
+    segment: Segment, gathered: Sequence[Op], parts: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[Op, ...]]]:
+    """Grids and the ops whose statistics are gathered together on one, first those with none before them."""
+    depths = _depths(segment, {op.id for op in gathered})
+    groups: dict[tuple[int, tuple[int, ...]], list[Op]] = {}
+    for op in gathered:
+        shape = shape_of(segment.graph.tensors[op.inputs[0].tensor])
+        grid = tuple(map(min, parts, shape)) if len(parts) == len(shape) else (1,) * len(shape)
+        groups.setdefault((depths[op.id], grid), []).append(op)
+    for (_, grid), ops in sorted(groups.items(), key=lambda item: item[0]):
+        yield grid, tuple(ops)
+
+
+def _depths(segment: Segment, gathered: set[str]) -> dict[str, int]:
+    """By op, the largest number of statistics that stand before its input, one after the other."""
+    below: dict[str, int] = {}
+    depths: dict[str, int] = {}
+    for op in segment.ops:
+        depths[op.id] = max((below.get(name, 0) for name in op.reads()), default=0)
+        below |= dict.fromkeys(op.writes(), depths[op.id] + (op.id in gathered))
+    return depths
+
+
+def _towards(segment: Segment, known: Sequence[Op], outputs: tuple[str, ...]) -> Segment:
+    """The part of a segment that makes `outputs`, given the statistics of `known`."""
+    totals = {op.id for op in known if (found := segment.statistic(op)) and found.is_output}
+    given = [op.outputs[0].tensor for op in known if op.id in totals]
+    wanted, ops = set(outputs), list[Op]()
+    for op in reversed(segment.ops):
+        if op.id not in totals and not wanted.isdisjoint(op.writes()):
+            ops.append(op)
+            wanted.update(op.reads())
+    return replace(
+        segment,
+        ops=tuple(reversed(ops)),
+        inputs=tuple(name for name in (*segment.inputs, *given) if name in wanted),
+        outputs=outputs,
+        loss=None,
+        known=frozenset(op.id for op in known) - totals,
+    )

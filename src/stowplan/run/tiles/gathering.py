@@ -1,0 +1,149 @@
+"""Gathering: the statistics of one op, merged of parts of its input, and how their gradients reach a part.
+
+Means and squared deviations are merged pairwise, each part weighted by its count, in float64: a mean of the
+parts' means, or the statistics of a single part, would be something else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from stowplan.geometry import Rect
+from stowplan.ir import Op, Shape
+from stowplan.ops.regions import Partial
+from stowplan.ops.statistics import GROUP_NORM
+from stowplan.ops.table import shape_of
+from stowplan.plan.tiles.segment import Segment
+from stowplan.run.tiles.part import Index
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """What is left of the tensor `source`, folded so that a group of channels is one dim, without `dims`.
+
+    `names` are what the statistics are called among the values of a tile, `shapes` and `dtype` how they look:
+    mean and variance, or the total.
+    """
+
+    source: str
+    partial: Partial
+    groups: int
+    dims: tuple[int, ...]
+    folded: Shape
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    dtype: torch.dtype
+
+    @property
+    def kept(self) -> Shape:
+        return tuple(size for dim, size in enumerate(self.folded) if dim not in self.dims)
+
+    @property
+    def count(self) -> int:
+        """How many elements one number stands for."""
+        return prod(self.folded[dim] for dim in self.dims)
+
+    def place(self, part: Rect) -> Index:
+        """Where in the statistics a part of the source contributes."""
+        spans = [slice(low, high) for low, high in zip(part.lo, part.hi, strict=True)]
+        if self.groups:
+            spans.insert(1, slice(0, self.groups))
+        return tuple(span for dim, span in enumerate(spans) if dim not in self.dims)
+
+    def fold(self, part: Tensor) -> Tensor:
+        """A part of the source with its groups apart."""
+        return part.reshape(part.shape[0], self.groups, -1, *part.shape[2:]) if self.groups else part
+
+    def begun(self, device: torch.device) -> "Totals | Moments":
+        """Nothing gathered yet."""
+        kind = Moments if self.partial is Partial.MOMENTS else Totals
+        return kind(self, torch.zeros((3, *self.kept), dtype=torch.float64, device=device))
+
+    def gradient(
+        self, part: Tensor, place: Index, known: Sequence[Tensor], incoming: Sequence[Tensor]
+    ) -> Tensor:
+        """The gradient of a part of the source, from those of the statistics."""
+        if self.partial is Partial.MOMENTS:
+            mean, first, second = (self._spread(t, place) for t in (known[0], *incoming))
+            seed = (self.fold(part) - mean).mul_(second * (2 / self.count)).add_(first / self.count)
+            return seed.reshape(part.shape).to(part.dtype)
+        share = incoming[0].reshape(self.kept) / (self.count if self.partial is Partial.MEAN else 1)
+        return self._spread(share, place).to(part.dtype).expand(part.shape)
+
+    def _spread(self, statistic: Tensor, place: Index) -> Tensor:
+        """A statistic with a dim of size 1 for each dim that it runs over."""
+        spread = statistic[place]
+        for dim in self.dims:
+            spread = spread.unsqueeze(dim)
+        return spread
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """A sum or mean of which some parts are added."""
+
+    gathering: Gathering
+    sums: Tensor
+
+    def add(self, part: Tensor, place: Index) -> None:
+        """One more part."""
+        dims = list(self.gathering.dims)
+        self.sums[0][place] += part.sum(dims) if dims else part
+
+    def statistics(self) -> list[Tensor]:
+        """What was gathered."""
+        how = self.gathering
+        total = self.sums[0] / (how.count if how.partial is Partial.MEAN else 1)
+        return [total.reshape(how.shapes[0]).to(how.dtype)]
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, mean and sum of squared deviations of the parts so far."""
+
+    gathering: Gathering
+    sums: Tensor
+
+    def add(self, part: Tensor, place: Index) -> None:
+        """Merge the moments of one more part."""
+        folded = self.gathering.fold(part)
+        rows = folded.reshape(1, -1, *folded.shape[2:]) if self.gathering.groups else folded
+        mean, variance = (t.double() for t in aten.batch_norm_update_stats.default(rows, None, None, 0.0))
+        so_far, count = self.sums[0][place], part.numel() / mean.numel()
+        mean, variance = mean.reshape(so_far.shape), variance.reshape(so_far.shape)
+        share = count / (so_far + count)
+        away = mean - self.sums[1][place]
+        self.sums[2][place] += variance * count + away.square() * so_far * share
+        self.sums[1][place] += away * share
+        self.sums[0][place] += count
+
+    def statistics(self) -> list[Tensor]:
+        """Mean and variance, the latter of the elements themselves, not of what they are drawn from."""
+        _, mean, squares = self.sums
+        return [mean.to(self.gathering.dtype), (squares / self.gathering.count).to(self.gathering.dtype)]
+
+
+def gathering_of(segment: Segment, op: Op) -> Gathering:
+    """How the statistics of an op of the segment are gathered."""
+    statistic = segment.statistic(op)
+    assert statistic is not None, f"{op.id} takes no statistic"
+    tensors = segment.graph.tensors
+    source, output = tensors[op.inputs[0].tensor], tensors[op.outputs[0].tensor]
+    shape = shape_of(source)
+    groups = op.attributes["group"] if op.type == GROUP_NORM else 0
+    assert isinstance(groups, int)
+    folded, dims = shape, statistic.dims
+    if groups:
+        folded, dims = (shape[0], groups, shape[1] // groups, *shape[2:]), tuple(range(2, len(shape) + 1))
+    kept = tuple(size for dim, size in enumerate(folded) if dim not in dims)
+    names: tuple[str, ...] = tuple(f"{which} of {source.id} for {op.id}" for which in ("mean", "variance"))
+    shapes: tuple[Shape, ...] = (kept, kept)
+    dtype = torch.promote_types(getattr(torch, str(source.dtype)), torch.float32)
+    if statistic.is_output:
+        names, shapes, dtype = (output.id,), (shape_of(output),), getattr(torch, str(output.dtype))
+    return Gathering(source.id, statistic.partial, groups, dims, folded, names, shapes, dtype)

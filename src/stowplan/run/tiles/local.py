@@ -1,0 +1,85 @@
+"""LocalStep: one tile made ready to run, where its inputs lie, its calls, and what it writes where."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from stowplan.capture import Call
+from stowplan.geometry import Rect
+from stowplan.plan.tiles.rects import Level, Tile
+from stowplan.plan.tiles.segment import Segment
+from stowplan.run.tiles.forms import run_local
+from stowplan.run.tiles.gathering import Gathering
+from stowplan.run.tiles.part import Index, LocalCall, Source, index_of, local_call
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """The calls of a tile in order; `frees[i]` are the names that no call after number i reads."""
+
+    reads: Mapping[str, Index]
+    calls: tuple[LocalCall, ...]
+    frees: tuple[tuple[str, ...], ...]
+    writes: Mapping[str, Index]  # outputs, or the operands of the loss: where in the whole they lie
+    owned: Mapping[str, Index]  # where in what the tile holds of them, which may be more
+    rects: Mapping[str, Rect]  # what `writes` are indices of
+
+    def run(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The parts that the tile writes, from the parts it reads; `values` is emptied on the way."""
+        for call, gone in zip(self.calls, self.frees, strict=True):
+            values[call.name] = run_local(call, values)
+            for name in gone:
+                del values[name]
+        ends = {name: values[name][index] for name, index in self.owned.items()}
+        values.clear()
+        return ends
+
+
+def local_step(
+    segment: Segment, calls: Mapping[str, Call], tile: Tile, gatherings: Mapping[str, Gathering]
+) -> LocalStep:
+    """A tile with the calls that compute it, given the statistics of `gatherings`, which are by op."""
+    made = [_local(segment, calls, tile, level, gatherings) for level in tile.levels]
+    reads = {name: index_of(tile.held[name]) for name in segment.inputs if name in tile.held}
+    reads |= {source.tensor: () for call in made for source in call.statistics}
+    return LocalStep(
+        reads=reads,
+        calls=tuple(made),
+        frees=_frees(made, tile.owned),
+        writes={name: index_of(rect) for name, rect in tile.owned.items()},
+        owned={name: _inside(rect, tile.held[name]) for name, rect in tile.owned.items()},
+        rects=tile.owned,
+    )
+
+
+def _local(
+    segment: Segment,
+    calls: Mapping[str, Call],
+    tile: Tile,
+    level: Level,
+    gatherings: Mapping[str, Gathering],
+) -> LocalCall:
+    call = local_call(segment.graph, calls[level.op.id], level, tile.held)
+    if level.op.id not in segment.known:
+        return call
+    gathering = gatherings[level.op.id]
+    place = gathering.place(level.made)
+    return replace(call, statistics=tuple(Source(name, place, (), ()) for name in gathering.names))
+
+
+def _inside(part: Rect, held: Rect) -> Index:
+    return index_of(part.shift([-low for low in held.lo]))
+
+
+def _frees(calls: Sequence[LocalCall], kept: Mapping[str, Rect]) -> tuple[tuple[str, ...], ...]:
+    last: dict[str, int] = {}
+    for number, call in enumerate(calls):
+        for source in (*call.sources, *call.statistics):
+            if source is not None:
+                last[source.tensor] = number
+    gone: list[list[str]] = [[] for _ in calls]
+    for name, number in last.items():
+        if name not in kept:
+            gone[number].append(name)
+    return tuple(map(tuple, gone))

@@ -1,0 +1,74 @@
+"""Sums: gradients of what tiles read, added up as soon as autograd has them, in float32 or wider."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from stowplan.run.tiles.part import Index
+
+
+class Sums:
+    """What a segment reads as leaves of one tile after another, and the sums of the gradients wanted."""
+
+    def __init__(self, given: Mapping[str, Tensor], wanted: Iterable[str]) -> None:
+        self._given = given
+        self._sums = {name: _zeros_like(given[name]) for name in wanted}
+
+    def leaves(self, reads: Mapping[str, Index]) -> dict[str, Tensor]:
+        """The parts that a tile reads. What arrives as gradient of one is added to its sum and let go of."""
+        return {name: self._leaf(name, index) for name, index in reads.items()}
+
+    def _leaf(self, name: str, index: Index) -> Tensor:
+        leaf = self._given[name].detach()[index]
+        if name not in self._sums:
+            return leaf
+        leaf = leaf.detach().requires_grad_()
+        part = self._sums[name][index]
+
+        def add(arrived: Tensor) -> None:
+            part.add_(arrived.grad)  # type: ignore[arg-type]  # there is one when the hook is called
+            arrived.grad = None
+
+        leaf.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+        return leaf
+
+    def of(self, names: Iterable[str]) -> list[Tensor]:
+        """The sums so far."""
+        return [self._sums[name] for name in names]
+
+    def totals(self, names: Iterable[str], scale: float = 1.0) -> list[Tensor]:
+        """The sums, in the dtype of what they are the gradients of."""
+        wanted = {name: self._sums[name] for name in names}
+        for total in wanted.values():
+            if scale != 1.0:
+                total.mul_(scale)
+        return [total.to(self._given[name].dtype) for name, total in wanted.items()]
+
+
+def differentiate(ends: dict[str, Tensor], incoming: Sequence[Tensor]) -> None:
+    """Run autograd from the ends, which it alone holds from then on."""
+    pairs = [(end, grad) for end, grad in zip(ends.values(), incoming, strict=True) if end.requires_grad]
+    ends.clear()
+    if pairs:
+        torch.autograd.backward([end for end, _ in pairs], [grad for _, grad in pairs])
+
+
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+
+
+@contextmanager
+def differentiating() -> Iterator[None]:
+    """Autograd on, also inside the kernel of a custom op, where PyTorch has switched it off."""
+    was_off = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, was_off)
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
