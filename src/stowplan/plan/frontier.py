@@ -7,10 +7,10 @@ more memory, and the same graph always gives the same plans.
 The search starts, budget by budget, from the values that cross the plain peak in the optimum of `bound`, and
 goes on by simulated annealing on the Ledger. Then the budget sweeps slowly between the plain peak and the
 floor, over the stretches where that start did not meet its bound: a good schedule for one budget is a few
-changes away from a good one for the next. Where the present peak is over the present budget, a value in
-memory across the peak is reconsidered; otherwise any. In networks of repeated blocks a value's twins in other
-blocks may follow it: what was found for one is tried on all. In the end, along the archive, whatever can be
-kept is kept.
+changes away from a good one for the next. Last comes the stretch above the floor, where it takes heat to get
+from one narrow way to another. Where the present peak is over the present budget, a value in memory across it
+is reconsidered; otherwise any. In networks of repeated blocks a value's twins in other blocks may follow
+it: what was found for one is tried on all. In the end, along the archive, whatever can be kept is kept.
 """
 
 from bisect import bisect_right
@@ -29,9 +29,10 @@ from stowplan.plan.problem import Problem
 
 _ANCHORS = 16  # budgets that get a start of their own
 _LARGE = 3000  # gaps from which on starts are fewer, and rounded from a fractional optimum
-_ANCHORS_OF_LARGE = 6
+_TIGHTENED = 4  # how often such a start is asked for less
 _SETTLED = 0.001  # of the plain step: so near to the bound, a budget needs no further search
 _SWEEPS = 6
+_HEATS = (-1.5, -1.0, -0.5)  # cooling of the last sweeps: so hot that a higher peak may come before a lower
 _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
 _HOT, _COLD = 0.1, 0.007  # temperatures, in seconds of an average droppable value's op
 _PENALTY = 4.0  # price of being over the budget by the whole plain peak, in seconds of the plain step
@@ -68,21 +69,22 @@ def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
     search = _Search(problem)
     if search.has_room():
         total = default_moves(problem) if moves is None else moves
-        count = _ANCHORS_OF_LARGE if search.is_large() else _ANCHORS
-        anchors = [(number + 1) / (count + 1) for number in range(count)]
-        settled = [search.start_at(share, moves=total // 4 // count) for share in anchors]
+        anchors = [(number + 1) / (_ANCHORS + 1) for number in range(_ANCHORS)]
+        settled = [search.start_at(share, moves=total // 4 // _ANCHORS) for share in anchors]
         stretches = _unsettled([0.0, *anchors, 1.0], [True, *settled, False])
         for number in range(_SWEEPS):
             search.sweep(
                 stretches, total * 3 // 4 // _SWEEPS, cooling=number / (_SWEEPS - 1), down=number % 2 == 1
             )
+        for cooling in _HEATS:
+            search.sweep([(anchors[-1], 1.0)], total // 5, cooling, down=True)
         search.quench(trials=total // 8)
     return search.frontier()
 
 
 def default_moves(problem: Problem) -> int:
     """Enough to settle small graphs, and a bounded time on large ones, where a move touches more."""
-    return min(60_000, 24_000_000 // max(1, len(problem.reads)))
+    return min(40_000, 24_000_000 // max(1, len(problem.reads)))
 
 
 def _unsettled(shares: list[float], settled: list[bool]) -> list[tuple[float, float]]:
@@ -134,18 +136,34 @@ class _Search:
         """
         budget = self._budget_at(share)
         crossing = crossing_at(self._ledger.problem, self._cut, int(budget), whole=not self.is_large())
-        states = [State.KEEP] * len(self._gaps.value_of)
-        for value in set(self._gaps.value_of):
-            crossed = self._gaps.at(value, self._cut + 1)
-            if value not in crossing.kept and crossed + 1 < self._gaps.first[value + 1]:
-                for gap, state in self._whole_value(crossed, self._dropped(value, crossing.kept)):
-                    states[gap] = state
-        self._ledger.load(states)
+        self._cross_with(crossing.kept)
+        self._tighten(budget)
         for _ in range(_CHUNKS):
             if self._is_settled(budget, crossing.seconds):
                 return True
             self._anneal([budget] * (moves // _CHUNKS), cooling=0.5)
         return self._is_settled(budget, crossing.seconds)
+
+    def _cross_with(self, kept: frozenset[int]) -> None:
+        """Let of all values only these be in memory across the cut."""
+        states = [State.KEEP] * len(self._gaps.value_of)
+        for value in set(self._gaps.value_of):
+            crossed = self._gaps.at(value, self._cut + 1)
+            if value not in kept and crossed + 1 < self._gaps.first[value + 1]:
+                for gap, state in self._whole_value(crossed, self._dropped(value, kept)):
+                    states[gap] = state
+        self._ledger.load(states)
+
+    def _tighten(self, budget: float) -> None:
+        """Ask for less at the cut, by what the whole schedule is over the budget, until it no longer is."""
+        asked = budget
+        for _ in range(_TIGHTENED):
+            peak, _ = self._look()
+            if peak <= budget:
+                return
+            asked -= peak - budget
+            whole = not self.is_large()
+            self._cross_with(crossing_at(self._ledger.problem, self._cut, int(asked), whole=whole).kept)
 
     def _is_settled(self, budget: float, bound_seconds: float) -> bool:
         self._look()
@@ -193,12 +211,14 @@ class _Search:
         return State.EACH if cheap and at_hand else State.HOLD
 
     def _anneal(self, budgets: list[float], cooling: float) -> None:
-        """One move per budget; a move that makes things worse may stay while it is warm."""
+        """A move per budget, or one for its twins as well; a worse one may stay while it is warm."""
         temperature = self._warmth * _HOT * (_COLD / _HOT) ** cooling
         peak, peak_op = self._look()
-        for budget in budgets:
+        place = 0
+        while place < len(budgets):
+            budget = budgets[place]
             before = self._price(peak, budget)
-            self._change(peak_op if peak > budget else None)
+            place += self._change(peak_op if peak > budget else None)
             new_peak, new_op = self._look()
             worse = self._price(new_peak, budget) - before
             if worse <= 0 or (temperature > 0 and self._random.random() < exp(-worse / temperature)):
@@ -210,8 +230,11 @@ class _Search:
     def _price(self, peak: int, budget: float) -> float:
         return self._ledger.extra_seconds + self._penalty * max(0.0, peak - budget)
 
-    def _change(self, peak_op: int | None) -> None:
-        """Decide otherwise about a value for the backward half, or about one gap; perhaps with its twins."""
+    def _change(self, peak_op: int | None) -> int:
+        """Decide otherwise about a value for the backward half, or about one gap; perhaps with its twins.
+
+        Returns for how many.
+        """
         picked = self._pick(peak_op)
         alone = self._random.random() < _ALONE
         if not alone:
@@ -220,9 +243,11 @@ class _Search:
             state for state in (State if alone else _USUAL) if state is not self._ledger.states[picked]
         ]
         state = self._random.choice(choices)
-        for twin in self._twins[picked] if self._random.random() < _TWINS else (picked,):
+        alike = self._twins[picked] if self._random.random() < _TWINS else (picked,)
+        for twin in alike:
             for gap, wanted in ((twin, state),) if alone else self._whole_value(twin, state):
                 self._set(gap, wanted)
+        return len(alike)
 
     def _crossing(self, value: int) -> int:
         """The gap in which the value goes from the forward to the backward half."""
