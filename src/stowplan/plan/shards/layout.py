@@ -1,0 +1,70 @@
+"""Layout: how a mesh cuts a tensor. Each axis follows one cell of the tensor, or leaves it as it is."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from stowplan.geometry import Rect
+from stowplan.ir import Shape
+from stowplan.ops.sliding import Span
+from stowplan.plan.shards.cells import Cells
+from stowplan.plan.shards.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """By axis of the mesh, the cell that it cuts; None for an axis along which all workers have the same."""
+
+    cells: Cells
+    axes: tuple[int | None, ...]
+
+    @staticmethod
+    def everywhere(shape: Shape, mesh: Mesh) -> "Layout":
+        """The same on all workers."""
+        return Layout(Cells.of_shape(shape), (None,) * len(mesh.axes))
+
+    @property
+    def is_everywhere(self) -> bool:
+        return all(cell is None for cell in self.axes)
+
+    @property
+    def cut_axes(self) -> tuple[int, ...]:
+        return tuple(axis for axis, cell in enumerate(self.axes) if cell is not None)
+
+    @property
+    def cut_cells(self) -> tuple[int, ...]:
+        return tuple(cell for cell in self.axes if cell is not None)
+
+    def share(self, mesh: Mesh, worker: int) -> Rect:
+        """The part that belongs to a worker: along the axes that cut, parts are disjoint and cover all."""
+        spans: list[Span] = [(0, size) for size in self.cells.sizes]
+        place = mesh.place(worker)
+        for axis, cell in enumerate(self.axes):
+            if cell is not None:
+                spans[cell] = mesh.axes[axis].span(self.cells.sizes[cell], place[axis])
+        return Rect(tuple(low for low, _ in spans), tuple(high for _, high in spans))
+
+    def is_first(self, mesh: Mesh, worker: int) -> bool:
+        """Whether a worker is the one, among all that have the same share, that counts as its owner."""
+        return all(mesh.place(worker)[axis] == 0 for axis, cell in enumerate(self.axes) if cell is None)
+
+    def holders(self, mesh: Mesh, worker: int, rect: Rect) -> Iterator[tuple[int, Rect]]:
+        """Whose shares make up `rect`, and which part of it each has; replicas serve their own row."""
+        place = mesh.place(worker)
+        choices = []
+        for axis, cell in enumerate(self.axes):
+            if cell is None:
+                choices.append([place[axis]])
+            else:
+                size, wanted = self.cells.sizes[cell], (rect.lo[cell], rect.hi[cell])
+                spans = (mesh.axes[axis].span(size, n) for n in range(mesh.axes[axis].size))
+                choices.append([n for n, span in enumerate(spans) if _overlap(span, wanted)])
+        for found in product(*choices):
+            holder = mesh.worker(found)
+            part = rect.intersect(self.share(mesh, holder))
+            if not part.is_empty:
+                yield holder, part
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    return max(one[0], other[0]) < min(one[1], other[1])

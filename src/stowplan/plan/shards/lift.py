@@ -1,0 +1,91 @@
+"""Region rules over cells: what a rect of an output's cells needs of the cells of each input."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from stowplan.geometry import Rect
+from stowplan.ops.regions import Need, Relation, regions_of
+from stowplan.ops.regions.maps import Along, Digit, Sliding
+from stowplan.ops.sliding import Span, Window
+from stowplan.ops.table import Site
+from stowplan.ops.tiling import RESHAPES
+from stowplan.plan.shards.cells import Cells
+
+_POINT = Window()
+
+
+@dataclass(frozen=True, slots=True)
+class Lifted:
+    """A relation between cells. That of a reshape is the reshape's own rule, with cells for dims."""
+
+    relation: Relation
+    inputs: tuple[Cells, ...]
+    output: Cells
+
+    def pull(self, outputs: Rect) -> tuple[Rect | None, ...]:
+        """Per input, the cells needed; not clipped, like the rule's."""
+        inside = outputs.clip(self.output.sizes)
+        if inside.is_empty:
+            return (None,) * len(self.inputs)
+        needed = self.relation.pull(self.output.flat(inside))
+        pairs = zip(self.relation.needs, needed, self.inputs, strict=True)
+        return tuple(self._cells(need, rect, cells, inside) for need, rect, cells in pairs)
+
+    def _cells(self, need: Need | None, rect: Rect | None, cells: Cells, outputs: Rect) -> Rect | None:
+        if need is None or rect is None or cells.is_plain:
+            return rect
+        spans: list[Span] = []
+        for dim in range(len(cells.groups)):
+            same = self._same(need, cells, dim)
+            span = (rect.lo[dim], rect.hi[dim])
+            spans += cells.box(dim, span) if same is None else self.output.spans(outputs, same)
+        return Rect(tuple(low for low, _ in spans), tuple(high for _, high in spans))
+
+    def _same(self, need: Need, cells: Cells, dim: int) -> int | None:
+        """The output dim whose cells the cells of an input dim are, one by one."""
+        found = followed_dim(need, dim)
+        if found is None or self.output.groups[found] != cells.groups[dim]:
+            return None
+        return found
+
+    def follower(self, number: int, cell: int) -> int | None:
+        """The output cell that a cell of input `number` goes along with; None for one that is run over."""
+        need, cells = self.relation.needs[number], self.inputs[number]
+        if need is None:
+            return None
+        dim = cells.dim_of(cell)
+        same = self._same(need, cells, dim)
+        if same is not None:
+            return self.output.first(same) + cell - cells.first(dim)
+        if cell != cells.first(dim):
+            return None
+        dim_map = need.dims[dim]
+        if isinstance(dim_map, Along):
+            return self._only_cell(dim_map.dim)
+        if isinstance(dim_map, Digit):
+            leads = dim_map.below * dim_map.size == prod(dim_map.sizes) and not dim_map.shift
+            return self._only_cell(dim_map.dims[0]) if leads else None
+        return None
+
+    def _only_cell(self, dim: int) -> int | None:
+        return self.output.first(dim) if len(self.output.groups[dim]) == 1 else None
+
+
+def followed_dim(need: Need, dim: int) -> int | None:
+    """The output dim that an input dim is, index by index; None if it is none."""
+    dim_map = need.dims[dim]
+    return dim_map.dim if isinstance(dim_map, Sliding) and dim_map.window == _POINT else None
+
+
+def lifted(site: Site, relation: Relation, inputs: Sequence[Cells], output: Cells) -> Lifted:
+    """The relation of one output of an op between cells."""
+    if site.op.type not in RESHAPES:
+        return Lifted(relation, tuple(inputs), output)
+    cell_site = replace(
+        site,
+        inputs=tuple(replace(t, shape=c.sizes) for t, c in zip(site.inputs, inputs, strict=True)),
+        outputs=tuple(replace(t, shape=output.sizes) for t in site.outputs),
+    )
+    plain = tuple(Cells.of_shape(cells.sizes) for cells in inputs)
+    return Lifted(regions_of(cell_site).outputs[0], plain, Cells.of_shape(output.sizes))

@@ -1,0 +1,90 @@
+"""Mesh: workers in a grid of named axes. An axis cuts a dim of a tensor into one span per place."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from math import prod
+
+from stowplan.errors import BadUse
+from stowplan.ops.sliding import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One direction of a mesh. `weights` are the shares of its places; without any, all are alike."""
+
+    name: str
+    size: int
+    weights: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or (self.weights and len(self.weights) != self.size) or min(self.weights or [1]) < 1:
+            raise BadUse(f"mesh axis {self.name!r} of {self.size} workers cannot have weights {self.weights}")
+
+    def span(self, size: int, place: int) -> Span:
+        """The indices of a dim of `size` that belong to `place`; empty where there are more places."""
+        shares = (0, *accumulate(self.weights or (1,) * self.size))
+        return size * shares[place] // shares[-1], size * shares[place + 1] // shares[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Workers numbered in row-major order of their places on the axes."""
+
+    axes: tuple[Axis, ...]
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return prod(axis.size for axis in self.axes)
+
+    def places(self) -> Iterator[tuple[int, ...]]:
+        """The place of every worker."""
+        return product(*(range(axis.size) for axis in self.axes))
+
+    def place(self, worker: int) -> tuple[int, ...]:
+        """Where a worker stands on each axis."""
+        found = []
+        for axis in reversed(self.axes):
+            worker, position = divmod(worker, axis.size)
+            found.append(position)
+        return tuple(reversed(found))
+
+    def worker(self, place: Sequence[int]) -> int:
+        """Who stands there."""
+        number = 0
+        for axis, position in zip(self.axes, place, strict=True):
+            number = number * axis.size + position
+        return number
+
+    def along(self, worker: int, axes: Sequence[int]) -> tuple[int, ...]:
+        """The workers that differ from `worker` at most in their places on these axes."""
+        place = self.place(worker)
+        free = (range(a.size) if n in axes else (place[n],) for n, a in enumerate(self.axes))
+        return tuple(self.worker(p) for p in product(*free))
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis.name}={_spelled(axis)}" for axis in self.axes)
+
+
+def parse_mesh(text: str) -> Mesh:
+    """`data=2,space=2x2`; a size `3:1:1` is an axis of three workers with these shares."""
+    axes: list[Axis] = []
+    for item in text.split(","):
+        name, found, sizes = item.strip().partition("=")
+        if not (found and name.isidentifier()):
+            raise BadUse(f"{item!r} is no mesh axis; write NAME=SIZE, such as data=2 or space=2x2")
+        axes += (_axis(name, size) for size in sizes.split("x"))
+    return Mesh(tuple(axes))
+
+
+def _axis(name: str, text: str) -> Axis:
+    try:
+        numbers = tuple(map(int, text.split(":")))
+    except ValueError:
+        raise BadUse(f"mesh axis {name!r} has size {text!r}, which is no number") from None
+    return Axis(name, len(numbers), numbers) if len(numbers) > 1 else Axis(name, numbers[0])
+
+
+def _spelled(axis: Axis) -> str:
+    return ":".join(map(str, axis.weights)) or str(axis.size)

@@ -1,0 +1,168 @@
+"""Shard: what one worker makes and holds of every tensor, pulled back from what its ops need.
+
+What a worker needs beyond its share it makes itself where that is cheap (the halo of a ReLU is the ReLU of a
+halo): then it is exchanged once, before the first such op, and never stored twice. Else it is received.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stowplan.geometry import Rect
+from stowplan.ir import Op
+from stowplan.ops import aten
+from stowplan.ops.effects import Effect, effect_of
+from stowplan.ops.sliding import Span
+from stowplan.ops.table import site_of
+from stowplan.plan.shards.layout import Layout
+from stowplan.plan.shards.spread import SUMMED, Form, Spread, Spreading, refused_part
+
+CARRIED = frozenset(
+    {
+        *aten.POINTWISE,
+        *aten.POINTWISE_FIRST,
+        *aten.VIEWS,
+        *(f"aten.{name}.default" for name in ("cat", "clone", "_to_copy", "constant_pad_nd")),
+    }
+)
+"""Ops cheap enough to be done once more for what a neighbour has done."""
+
+_MOST_CARRIED = 1.5  # times a worker's share: beyond that, a gathered tensor would be computed by everyone
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One output of one op on one worker: the part made, and per input what that needs, not clipped."""
+
+    spread: Spread
+    output: int
+    made: Rect
+    needs: tuple[Rect | None, ...]
+
+    @property
+    def name(self) -> str:
+        """The tensor it makes a part of."""
+        return self.spread.op.outputs[self.output].tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The levels of a worker in the order they run, and by tensor what it holds once it has what it needs."""
+
+    levels: tuple[Level, ...]
+    made: Mapping[str, Rect]
+    held: Mapping[str, Rect]
+
+
+class Pulling:
+    """Pulls demands back through the ops for all workers at once: some decisions are theirs together."""
+
+    def __init__(self, spreading: Spreading, ends: Sequence[str]) -> None:
+        self._found, self._mesh = spreading, spreading.mesh
+        self._workers = range(spreading.mesh.size)
+        self._needed: list[dict[str, Rect]] = [{} for _ in self._workers]
+        self._made: list[dict[str, Rect]] = [{} for _ in self._workers]
+        self._levels: list[list[Level]] = [[] for _ in self._workers]
+        for name in ends:
+            for worker in self._workers:
+                self._need(worker, name, self._layout(name).share(self._mesh, worker))
+
+    def run(self) -> tuple[Shard, ...]:
+        """The shards of all workers."""
+        for spread in reversed(self._found.spreads):
+            if spread.form in (Form.SUMS, Form.NORM):
+                self._take_together(spread)
+                continue
+            for number in reversed(range(len(spread.op.outputs))):
+                self._take(spread, number)
+        return tuple(map(self._shard, self._workers))
+
+    def _shard(self, worker: int) -> Shard:
+        return Shard(tuple(reversed(self._levels[worker])), self._made[worker], self._needed[worker])
+
+    def _layout(self, name: str) -> Layout:
+        return self._found.layouts[name]
+
+    def _need(self, worker: int, name: str, rect: Rect | None) -> None:
+        if rect is not None:
+            part = rect.clip(self._layout(name).cells.sizes)
+            known = self._needed[worker].get(name)
+            self._needed[worker][name] = part if known is None else known.hull(part)
+
+    def _take(self, spread: Spread, number: int) -> None:
+        name = spread.op.outputs[number].tensor
+        draws = number == 0 and self._draws(spread.op)
+        if not draws and not any(name in needed for needed in self._needed):
+            return
+        for worker, made in enumerate(self._parts_made(spread, number, name, draws)):
+            self._made[worker][name] = made
+            needs = spread.rules[number].pull(made)
+            self._levels[worker].append(Level(spread, number, made, needs))
+            for use, need in zip(spread.op.inputs, needs, strict=True):
+                self._need(worker, use.tensor, need)
+
+    def _take_together(self, spread: Spread) -> None:
+        """Sums and statistics: all workers take part, whatever they need, and all outputs come at once."""
+        names = [use.tensor for use in spread.op.outputs]
+        if not any(name in needed for needed in self._needed for name in names):
+            return
+        for worker in self._workers:
+            made = self._made[worker]
+            made.update((name, self._layout(name).share(self._mesh, worker)) for name in names)
+            if spread.form is Form.NORM:
+                made[names[0]] = self._needed[worker].get(names[0], _nothing_of(made[names[0]]))
+            needs = self._counted(spread, made[names[0]], worker)
+            self._levels[worker].append(Level(spread, 0, made[names[0]], needs))
+            for use, need in zip(spread.op.inputs, needs, strict=True):
+                self._need(worker, use.tensor, need)
+
+    def _draws(self, op: Op) -> bool:
+        return bool(effect_of(site_of(self._found.graph, op)) & Effect.RANDOM)
+
+    def _parts_made(self, spread: Spread, number: int, name: str, draws: bool) -> list[Rect]:
+        layout = self._layout(name)
+        shares = [layout.share(self._mesh, worker) for worker in self._workers]
+        wanted = [needed.get(name, _nothing_of(shares[w])) for w, needed in enumerate(self._needed)]
+        if draws:
+            return shares
+        if layout.is_everywhere or all(map(Rect.contains, shares, wanted)):
+            return [rect if self._can(spread, number, rect) else shares[w] for w, rect in enumerate(wanted)]
+        return wanted if self._is_carried(spread, number, shares, wanted) else shares
+
+    def _is_carried(self, spread: Spread, number: int, shares: list[Rect], wanted: list[Rect]) -> bool:
+        if number or spread.op.type not in CARRIED:
+            return False
+        owned, hulls = (sum(rect.volume for rect in rects) for rects in (shares, wanted))
+        return hulls <= _MOST_CARRIED * owned and all(self._can(spread, number, rect) for rect in wanted)
+
+    def _can(self, spread: Spread, number: int, made: Rect) -> bool:
+        site = site_of(self._found.graph, spread.op)
+        cells = [self._layout(use.tensor).cells for use in spread.op.inputs]
+        layout = self._layout(spread.op.outputs[number].tensor)
+        return not refused_part(site, number, spread.rules[number], layout, cells, made)
+
+    def _counted(self, spread: Spread, made: Rect, worker: int) -> tuple[Rect | None, ...]:
+        """What sums over the worker's share need, and for a norm what normalising `made` does."""
+        share = self._layout(spread.op.inputs[0].tensor).share(self._mesh, worker)
+        if spread.form is Form.NORM:
+            image = spread.rules[0].pull(made)[0]
+            vectors = (Rect.of_shape(cells.sizes) for cells in spread.rules[0].inputs[1:])
+            return (share if image is None else share.hull(image), *vectors)
+        if spread.op.type in SUMMED:
+            return (share,)
+        return tuple(self._operand(spread, number, share) for number in range(len(spread.op.inputs)))
+
+    def _operand(self, spread: Spread, number: int, share: Rect) -> Rect:
+        """What belongs to the share of a loss's first operand in operand `number`; other dims are whole."""
+        reduction = spread.rules[0].relation.reduction
+        assert reduction is not None
+        first, cells = (self._layout(spread.op.inputs[n].tensor).cells for n in (0, number))
+        dims = reduction.dims.get(number, ())
+        spans: list[Span] = []
+        for dim, group in enumerate(cells.groups):
+            source = reduction.dims[0][dims.index(dim)] if dim in dims else None
+            spans += [(0, size) for size in group] if source is None else first.spans(share, source)
+        return Rect(tuple(low for low, _ in spans), tuple(high for _, high in spans))
+
+
+def _nothing_of(rect: Rect) -> Rect:
+    return Rect(rect.lo, rect.lo)

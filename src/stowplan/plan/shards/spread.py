@@ -1,0 +1,273 @@
+"""How each op of a step is spread over a mesh: layouts handed from its inputs to its outputs, op by op.
+
+An axis follows a dim through every op that keeps it. An op that runs over a dim that is cut is computed from
+partial sums where there is a form for that. Where neither is possible the axis is given up: what the op reads
+is gathered, and it is computed by every worker along that axis, with the reason noted. All three are exact.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import prod
+
+from stowplan.errors import BadUse
+from stowplan.geometry import Rect
+from stowplan.ir import Graph, Kind, Op, Phase
+from stowplan.ops.regions import Partial, Regions, Relation, regions_of
+from stowplan.ops.table import Site, shape_of, site_of
+from stowplan.ops.tiling import RESHAPES, Part, refusal_of
+from stowplan.plan.shards.cells import Cells, regrouped
+from stowplan.plan.shards.layout import Layout
+from stowplan.plan.shards.lift import Lifted, followed_dim, lifted
+from stowplan.plan.shards.mesh import Mesh
+
+_LOOKED_AT = 64
+
+
+class Form(StrEnum):
+    """How the workers compute one op."""
+
+    ANYWHERE = "anywhere"  # reads nothing that is cut: each worker makes what it needs of it
+    PARTS = "parts"  # each worker makes its part
+    SUMS = "sums"  # each worker sums over its part, the sums are added up
+    NORM = "norm"  # the same for statistics, then each worker normalises its part
+
+
+SUMMED = ("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default")
+LOSSES = (
+    *(f"aten.{name}_loss.default" for name in ("mse", "l1", "smooth_l1", "huber", "soft_margin")),
+    "aten.binary_cross_entropy.default",
+    "aten.binary_cross_entropy_with_logits.default",
+    "aten.nll_loss_forward.default",
+    "aten.nll_loss2d_forward.default",
+)
+NORMS = (
+    "aten._native_batch_norm_legit_functional.default",
+    "aten.native_batch_norm.default",
+    "aten.native_group_norm.default",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """One op on a mesh: its form, the axes its sums are added up along, and the rules between cells."""
+
+    op: Op
+    form: Form
+    rules: tuple[Lifted, ...]
+    summed_axes: tuple[int, ...] = ()
+    gathered: str = ""  # why an axis was given up here
+
+
+@dataclass(slots=True)
+class Spreading:
+    """Layouts of all forward tensors, and the spread of all forward ops, as they are found."""
+
+    graph: Graph
+    mesh: Mesh
+    layouts: dict[str, Layout]
+    spreads: list[Spread] = field(default_factory=list)
+
+    def run(self) -> None:
+        for op in forward_ops(self.graph):
+            self._take(op)
+
+    def _take(self, op: Op) -> None:
+        site = site_of(self.graph, op)
+        regions = regions_of(site)
+        inputs = [self.layouts[use.tensor] for use in op.inputs]
+        axes = _reduced_axes(site, regions.outputs[0], inputs)
+        cut = [number for number, layout in enumerate(inputs) if not layout.is_everywhere]
+        if not any(_is_read(regions, number) for number in cut):
+            self._settle(op, Form.ANYWHERE, *_everywhere(site, regions, inputs, self.mesh))
+        elif axes and op.type in NORMS:
+            self._norm(site, regions, inputs, axes)
+        elif axes and op.type in (*SUMMED, *LOSSES) and _operands_match(regions.outputs[0], inputs):
+            self._sums(site, regions, inputs, axes)
+        else:
+            self._parts(site, regions, inputs)
+
+    def _settle(
+        self,
+        op: Op,
+        form: Form,
+        outputs: Sequence[Layout],
+        rules: Sequence[Lifted],
+        axes: tuple[int, ...] = (),
+        why: str = "",
+    ) -> None:
+        self.layouts.update((use.tensor, layout) for use, layout in zip(op.outputs, outputs, strict=True))
+        self.spreads.append(Spread(op, form, tuple(rules), axes, why))
+
+    def _norm(self, site: Site, regions: Regions, inputs: Sequence[Layout], axes: tuple[int, ...]) -> None:
+        """The output is cut like the input; statistics are the same all along the axes they run over."""
+        reduction = regions.outputs[0].reduction
+        assert reduction is not None
+        relation = reduction.after or regions.outputs[0]
+        cells = [layout.cells for layout in inputs]
+        outputs, rules = [inputs[0]], [lifted(site, relation, cells, inputs[0].cells)]
+        for statistic in regions.outputs[1:]:
+            layout, rule = self._following(site, statistic, inputs, skipped=axes)
+            outputs.append(layout)
+            rules.append(rule)
+        self._settle(site.op, Form.NORM, outputs, rules, axes)
+
+    def _sums(self, site: Site, regions: Regions, inputs: Sequence[Layout], axes: tuple[int, ...]) -> None:
+        found = [self._following(site, relation, inputs, skipped=axes) for relation in regions.outputs]
+        self._settle(site.op, Form.SUMS, [f[0] for f in found], [f[1] for f in found], axes)
+
+    def _parts(self, site: Site, regions: Regions, inputs: Sequence[Layout]) -> None:
+        outputs, rules, why = [], [], ""
+        for number, relation in enumerate(regions.outputs):
+            layout, rule = self._following(site, relation, inputs)
+            layout, reason = _allowed(site, number, rule, layout, inputs, self.mesh)
+            why = why or (reason if number == 0 else "")
+            outputs.append(layout)
+            rules.append(rule)
+        self._settle(site.op, Form.PARTS, outputs, rules, why=why)
+
+    def _following(
+        self, site: Site, relation: Relation, inputs: Sequence[Layout], skipped: Sequence[int] = ()
+    ) -> tuple[Layout, Lifted]:
+        """Each axis on the output cell that follows what it cuts, of the first input that has one."""
+        cells = _output_cells(site, relation, inputs)
+        rule = lifted(site, relation, [layout.cells for layout in inputs], cells)
+        taken: set[int] = set()
+        axes: list[int | None] = []
+        for axis in range(len(self.mesh.axes)):
+            found = None if axis in skipped else _follower(rule, inputs, axis, taken)
+            axes.append(found)
+            taken.update(() if found is None else (found,))
+        return Layout(cells, tuple(axes)), rule
+
+
+def spread_over(graph: Graph, mesh: Mesh, seeds: Mapping[str, Sequence[int | None]]) -> Spreading:
+    """The forward half on a mesh whose axes cut dims of its inputs: `seeds` has by axis a dim or None."""
+    layouts: dict[str, Layout] = {}
+    for name, tensor in graph.tensors.items():
+        if tensor.kind in (Kind.PARAMETER, Kind.BUFFER, Kind.CONSTANT, Kind.INPUT):
+            axes = tuple(seeds.get(name, (None,) * len(mesh.axes)))
+            axes = tuple(None if axis.size == 1 else dim for axis, dim in zip(mesh.axes, axes, strict=True))
+            _check_seed(name, shape_of(tensor), axes, mesh)
+            layouts[name] = Layout(Cells.of_shape(shape_of(tensor)), axes)
+    spreading = Spreading(graph, mesh, layouts)
+    spreading.run()
+    return spreading
+
+
+def forward_ops(graph: Graph) -> Iterator[Op]:
+    """The ops of the forward half that compute something another op or the caller sees."""
+    return (op for op in graph.ops if op.phase is Phase.FORWARD)
+
+
+def _check_seed(name: str, shape: tuple[int, ...], axes: tuple[int | None, ...], mesh: Mesh) -> None:
+    cut = [dim for dim in axes if dim is not None]
+    if len(axes) != len(mesh.axes) or len(set(cut)) != len(cut) or any(not 0 <= d < len(shape) for d in cut):
+        raise BadUse(f"{name!r} of shape {shape} cannot be cut along dims {axes} by the mesh {mesh}")
+
+
+def _is_read(regions: Regions, number: int) -> bool:
+    return any(relation.needs[number] is not None for relation in regions.outputs)
+
+
+def _everywhere(
+    site: Site, regions: Regions, inputs: Sequence[Layout], mesh: Mesh
+) -> tuple[list[Layout], list[Lifted]]:
+    outputs = [Layout.everywhere(shape_of(tensor), mesh) for tensor in site.outputs]
+    cells = [layout.cells for layout in inputs]
+    return outputs, [lifted(site, r, cells, o.cells) for r, o in zip(regions.outputs, outputs, strict=True)]
+
+
+def _reduced_axes(site: Site, relation: Relation, inputs: Sequence[Layout]) -> tuple[int, ...]:
+    """The axes that cut a dim of the first input which the op runs over."""
+    reduction = relation.reduction
+    if reduction is None or 0 not in reduction.dims:
+        return ()
+    dims = reduction.dims[0]
+    if site.op.type in LOSSES and relation.shape != ():
+        return ()
+    if reduction.partial is Partial.MOMENTS and site.op.type == "aten.native_group_norm.default":
+        dims = tuple(range(2, len(inputs[0].cells.groups)))
+    cells = inputs[0].cells
+    pairs = enumerate(inputs[0].axes)
+    return tuple(axis for axis, cell in pairs if cell is not None and cells.dim_of(cell) in dims)
+
+
+def _operands_match(relation: Relation, inputs: Sequence[Layout]) -> bool:
+    """Whether the dims that a loss runs over have the same cells in all its operands."""
+    reduction = relation.reduction
+    assert reduction is not None
+    first = inputs[0].cells.groups
+    for number, dims in reduction.dims.items():
+        groups = inputs[number].cells.groups
+        for own, dim in zip(reduction.dims[0], dims, strict=True):
+            if own is not None and dim is not None and groups[dim] != first[own]:
+                return False
+    return True
+
+
+def _output_cells(site: Site, relation: Relation, inputs: Sequence[Layout]) -> Cells:
+    """The cells of an output: those of the first input, among those cut, that a dim goes along with."""
+    if site.op.type in RESHAPES:
+        return regrouped(inputs[0].cells, relation.shape, inputs[0].cut_cells)
+    groups: list[tuple[int, ...]] = [(size,) for size in relation.shape]
+    for need, layout in zip(relation.needs, inputs, strict=True):
+        if need is None:
+            continue
+        for dim, group in enumerate(layout.cells.groups):
+            found = followed_dim(need, dim)
+            if len(group) > 1 and found is not None and len(groups[found]) == 1:
+                groups[found] = group if relation.shape[found] == prod(group) else groups[found]
+    return Cells(tuple(groups))
+
+
+def _follower(rule: Lifted, inputs: Sequence[Layout], axis: int, taken: set[int]) -> int | None:
+    for number, layout in enumerate(inputs):
+        cell = layout.axes[axis]
+        found = None if cell is None else rule.follower(number, cell)
+        if found is not None and found not in taken:
+            return found
+    return None
+
+
+def _allowed(
+    site: Site, number: int, rule: Lifted, layout: Layout, inputs: Sequence[Layout], mesh: Mesh
+) -> tuple[Layout, str]:
+    """The layout without the axes that would give a worker a part which the op cannot make, and why."""
+    why = _refused(site, number, rule, layout, inputs, mesh)
+    if not why:
+        return layout, ""
+    for axis in layout.cut_axes:
+        fewer = Layout(layout.cells, tuple(None if n == axis else c for n, c in enumerate(layout.axes)))
+        if not _refused(site, number, rule, fewer, inputs, mesh):
+            return fewer, why
+    return Layout(layout.cells, (None,) * len(layout.axes)), why
+
+
+def _refused(
+    site: Site, number: int, rule: Lifted, layout: Layout, inputs: Sequence[Layout], mesh: Mesh
+) -> str:
+    """Why some worker cannot make its share of output `number`; "" if all can."""
+    if layout.is_everywhere:
+        return ""
+    shares = {layout.share(mesh, worker) for worker in _looked_at(mesh)}
+    cells = [found.cells for found in inputs]
+    return next(filter(None, (refused_part(site, number, rule, layout, cells, r) for r in shares)), "")
+
+
+def refused_part(
+    site: Site, number: int, rule: Lifted, layout: Layout, inputs: Sequence[Cells], made: Rect
+) -> str:
+    """Why the op cannot make a part of its output number `number` from what it needs for it alone."""
+    if made.is_empty:
+        return ""
+    needs = (
+        None if need is None else cells.local(need)
+        for need, cells in zip(rule.pull(made), inputs, strict=True)
+    )
+    return refusal_of(site)(Part(number, layout.cells.local(made), tuple(needs)))
+
+
+def _looked_at(mesh: Mesh) -> range:
+    """On large meshes a part of the workers: what an op can do depends on borders, and all kinds recur."""
+    return range(0, mesh.size, max(1, mesh.size // _LOOKED_AT))
