@@ -2,15 +2,17 @@
 
     python -m benchmarks.peers unet resnet50 gpt vit --out build/peers
 
-For every peer's point (peak, seconds) stowplan is asked for a plan of at most that peak. Peaks are the
-allocator's own, in all; times are medians over rounds in which every method runs once. One thread.
+For every peer's point (peak, seconds) stowplan is asked for a plan of at most that peak, and besides for half
+and a quarter of the plain activation memory: what eager's peak has beyond parameters, gradients, buffers
+and inputs. Peaks are the allocator's own, in all; times are medians over rounds in which every method runs
+once. One thread.
 """
 
 import argparse
 import copy
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -25,8 +27,8 @@ from benchmarks.nets import NETS, Example
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.verify import verify
-from stowplan.run.fit import planner_for_captured, replay_bytes
 from stowplan.run.measure import measure
+from stowplan.run.planning import planner_for_captured, replay_bytes
 from stowplan.run.straight import StraightStep
 
 BLOCKS = ("DoubleConvolution", "Bottleneck", "Block")  # what a practitioner would checkpoint
@@ -36,22 +38,28 @@ Loss = Callable[[], Tensor]
 
 @dataclass(slots=True)
 class Method:
-    """A way to compute the same loss, and what was measured of it. `for_peer` names the peer it answers."""
+    """A way to compute the same loss, and what was measured of it. `answers`: what it was planned for."""
 
     name: str
     loss: Loss
-    for_peer: str = ""
+    answers: list[str] = field(default_factory=list)
     peak_bytes: int = 0
     seconds: float = 0.0
     quartiles: tuple[float, float] = (0.0, 0.0)
     projected_ratio: float | None = None
+    bound: float | None = None
 
 
 def compare(net: str, rounds: int, *, inductor: bool, batch: int | None) -> list[Method]:
     """Every peer, and stowplan at every peer's peak."""
     example = NETS[net].build("real", batch=batch) if batch else NETS[net].build("real")
-    methods = [method for method in _peers(example, inductor) if _measure_peak(method, example)]
-    methods += [method for method in _answers(example, methods) if _measure_peak(method, example)]
+    methods = list(_peers(example, inductor))
+    for method in methods:
+        _measure_peak(method, example)
+    wishes = {method.name: method.peak_bytes for method in methods} | _goals(example, methods[0].peak_bytes)
+    for answer in _answers(example, wishes):
+        _measure_peak(answer, example)
+        methods.append(answer)
     _measure_times(methods, example.model, rounds)
     return methods
 
@@ -97,19 +105,36 @@ def _compiled(model: nn.Module, args: tuple[Tensor, ...], backend: str, ratio: f
     return compiled
 
 
-def _answers(example: Example, peers: list[Method]) -> Iterator[Method]:
+def _goals(example: Example, eager_bytes: int) -> dict[str, int]:
+    """Budgets of half and a quarter of the activation memory that eager takes."""
+    model, args = example
+    parameters = [*model.parameters()]
+    always = sum(t.nbytes for t in (*parameters, *parameters, *model.buffers(), *args))
+    activation_bytes = eager_bytes - always
+    shares = {"half of the activations": 2, "a quarter of the activations": 4}
+    return {name: always + activation_bytes // part for name, part in shares.items()}
+
+
+def _answers(example: Example, wishes: dict[str, int]) -> list[Method]:
+    """A method for each plan that the wishes lead to; several may lead to one."""
     model, args = example
     captured = capture(model, args)
     planner = planner_for_captured(captured)
-    for peer in peers:
+    answers: dict[int, Method] = {}
+    for wish, allowed_bytes in wishes.items():
         try:
-            plan = verify(planner.plan(peer.peak_bytes - replay_bytes(captured)))
+            plan = verify(planner.plan(allowed_bytes - replay_bytes(captured)))
         except BudgetTooSmall as refusal:
-            print(f"  no plan for the peak of {peer.name}: {refusal}")
+            print(f"  no plan for {wish}: {refusal}")
             continue
-        step = StraightStep(captured, model, steps=plan.steps)
-        name = f"stowplan at {peer.peak_bytes / 2**20:.0f} MiB"
-        yield Method(name, _calling(step, args), for_peer=peer.name, projected_ratio=plan.time_ratio)
+        if plan.projected_peak_bytes not in answers:
+            step = StraightStep(captured, model, steps=plan.steps)
+            name = f"stowplan at {allowed_bytes / 2**20:.0f} MiB"
+            answers[plan.projected_peak_bytes] = Method(
+                name, _calling(step, args), projected_ratio=plan.time_ratio, bound=plan.bound
+            )
+        answers[plan.projected_peak_bytes].answers.append(wish)
+    return list(answers.values())
 
 
 def _calling(step: StraightStep, args: tuple[Tensor, ...]) -> Loss:
@@ -121,13 +146,12 @@ def _calling(step: StraightStep, args: tuple[Tensor, ...]) -> Loss:
     return loss
 
 
-def _measure_peak(method: Method, example: Example) -> bool:
+def _measure_peak(method: Method, example: Example) -> None:
     model, args = example
     _run(method, model)
     standing = [*model.parameters(), *model.buffers(), *args]
     method.peak_bytes = measure(lambda: _run(method, model), before=standing).measured_peak_bytes
     print(f"  {method.name}: {method.peak_bytes / 2**20:.1f} MiB", flush=True)
-    return True
 
 
 def _measure_times(methods: list[Method], model: nn.Module, rounds: int) -> None:
@@ -151,13 +175,18 @@ def _run(method: Method, model: nn.Module) -> None:
 def table(net: str, methods: list[Method]) -> str:
     """Markdown: one row per method, times as ratios to eager."""
     eager = methods[0].seconds
-    rows = [f"### {net}", "", "| method | peak MiB | time | quartiles | projected |", "|---|---|---|---|---|"]
+    rows = [
+        f"### {net}",
+        "",
+        "| method | peak MiB | time | quartiles | projected | bound |",
+        "|---" * 6 + "|",
+    ]
     for method in methods:
         low, high = (quartile / eager for quartile in method.quartiles)
-        projected = "" if method.projected_ratio is None else f"{method.projected_ratio:.3f}"
-        name = method.name + (f" (as {method.for_peer})" if method.for_peer else "")
+        told = (f"{ratio:.3f}" if ratio else "" for ratio in (method.projected_ratio, method.bound))
+        name = method.name + (f" (for {', '.join(method.answers)})" if method.answers else "")
         figures = f"{method.peak_bytes / 2**20:.1f} | {method.seconds / eager:.3f} | {low:.3f} to {high:.3f}"
-        rows.append(f"| {name} | {figures} | {projected} |")
+        rows.append(f"| {name} | {figures} | {' | '.join(told)} |")
     return "\n".join(rows)
 
 
@@ -187,7 +216,7 @@ def _json(methods: list[Method]) -> str:
     points: dict[str, list[object]] = {"peers": [], "stowplan": []}
     for method in methods:
         point = {"name": method.name, "peak_bytes": method.peak_bytes, "time_ratio": method.seconds / eager}
-        points["stowplan" if method.for_peer else "peers"].append(point)
+        points["stowplan" if method.answers else "peers"].append(point)
     return json.dumps(points, indent=2)
 
 

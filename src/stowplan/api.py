@@ -2,20 +2,23 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from stowplan.analyse.inspection import Inspection, inspection_of
+from stowplan.analyse.training import training_step_of
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats.door import read_document
 from stowplan.formats.writers import format_for, text_of
 from stowplan.ir import Document
 from stowplan.plan import file as plan_file
 from stowplan.plan.explain import Explanation, explain
-from stowplan.plan.make import TECHNIQUES, Planner
+from stowplan.plan.make import TECHNIQUES
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import price_by_macs, price_by_profile
 from stowplan.plan.record import Record
+from stowplan.plan.tiles.master import MasterPlanner, Prefer, preference
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -26,8 +29,9 @@ __all__ = [
     "TECHNIQUES",
     "Explanation",
     "Inspection",
+    "MasterPlanner",
     "Plan",
-    "Planner",
+    "Prefer",
     "Record",
     "check",
     "convert",
@@ -45,13 +49,21 @@ Progress: TypeAlias = Callable[[int, int], None]  # told how many of how many op
 TARGET_HELP = "a graph file, or a function in a Python module that returns (model, args[, loss])"
 
 
-def inspect(path: str | Path, *, saved: str | None = None, packed: bool | None = None) -> Inspection:
+def inspect(
+    path: str | Path, *, saved: str | None = None, packed: bool | None = None, training: bool = False
+) -> Inspection:
     """What is in a file, where its memory goes, and how small it could get; nothing is run.
 
     `saved` ("listed" or "retain") chooses between the two views that a Chainer file gives of its backward;
-    `packed` asks for the tensors' places in one arena, which are found unasked unless there are very many.
+    `packed` asks for the tensors' places in one arena, which are found unasked unless there are very many;
+    `training` completes a forward graph, such as an ONNX model, by the adjoints of its ops.
     """
-    return inspection_of(read_document(path, saved=saved), packed=packed)
+    return inspection_of(_document(path, saved, training=training), packed=packed)
+
+
+def _document(path: str | Path, saved: str | None, *, training: bool) -> Document:
+    document = read_document(path, saved=saved)
+    return replace(document, graph=training_step_of(document.graph)) if training else document
 
 
 def inspect_step(
@@ -104,26 +116,29 @@ def planner_for(
     target: str | Path,
     *,
     saved: str | None = None,
+    training: bool = False,
     allow: Iterable[str] = TECHNIQUES,
+    prefer: str = Prefer.EXACTNESS,
     progress: Progress | None = None,
-) -> Planner:
-    """A planner for a graph file or MODULE:FUNCTION, its frontier searched: `plan(budget)` answers from it.
+) -> "MasterPlanner[Any]":
+    """A planner for a graph file or MODULE:FUNCTION: `plan(budget_bytes)` answers a budget.
 
-    Seconds come from trying a model's ops or from a file's own profile; otherwise MACs stand for them.
+    Seconds come from trying a model's ops or from a file's own profile; otherwise MACs stand for them. Of the
+    plans within a budget those without tiles come first, for they give the same bits; `prefer="time"` takes
+    the fastest. `training` completes a forward graph as in `inspect`.
     """
     if names_a_function(target):
-        from stowplan.capture import capture
-        from stowplan.run.fit import planner_for_captured
-        from stowplan.run.target import load_target
+        from stowplan.run.target import load_target, subject_of
+        from stowplan.run.tiles.plan import step_planner
 
-        step = load_target(str(target))
-        return planner_for_captured(
-            capture(step.model, step.args, loss=step.loss), allow=allow, progress=progress
-        )
-    document = read_document(target, saved=saved)
+        subject = subject_of(load_target(str(target)))
+        return step_planner(subject, allow=allow, prefer=preference(prefer), progress=progress)
+    from stowplan.plan.tiles.planner import planner_of
+
+    document = _document(target, saved, training=training)
     graph = document.graph
     pricing = price_by_profile(graph, document.profile, {}) if document.profile else price_by_macs(graph)
-    return Planner.of(graph, pricing, allow=allow)
+    return planner_of(graph, pricing, allow=allow, prefer=preference(prefer))
 
 
 def check(
@@ -131,20 +146,23 @@ def check(
     budget: int | str,
     *,
     allow: Iterable[str] = TECHNIQUES,
+    prefer: str = Prefer.EXACTNESS,
     steps: int = 3,
     progress: Progress | None = None,
 ) -> Record:
     """Run MODULE:FUNCTION eagerly and by a plan for `budget`, side by side, and compare all there is."""
     from stowplan.run.check import check as run_check
-    from stowplan.run.fit import plan_captured
     from stowplan.run.target import load_target
+    from stowplan.run.tiles.plan import plan_step
 
-    allowed = parse_bytes(budget)
-    return run_check(
-        load_target(target),
-        lambda captured: plan_captured(captured, allowed, allow=allow, progress=progress),
-        steps=steps,
+    planning = partial(
+        plan_step,
+        allowed_bytes=parse_bytes(budget),
+        allow=allow,
+        prefer=preference(prefer),
+        progress=progress,
     )
+    return run_check(load_target(target), planning, steps=steps)
 
 
 def read_plan(path: str | Path) -> Plan:

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from stowplan.capture import capture
 from stowplan.plan.decision import Again
-from stowplan.run.fit import fit, planner_for_captured, plans_of
+from stowplan.run.fit import fit, plans_of
+from stowplan.run.planning import planner_for_captured
 
 MOVES = 300  # any plan will do, if it is small enough
 

@@ -1,52 +1,108 @@
-"""Budgets that no recomputation reaches are met with tiles, exactly and as measured."""
+"""Budgets that no recomputation reaches are met with tiles: within rounding, as measured, and told so."""
+
+import copy
 
 import pytest
 import torch
 from benchmarks.nets import NETS
 from sweeping import gradients_of, relative_error
+from torch import Tensor, nn
 
 from stowplan.capture import capture
-from stowplan.errors import BudgetTooSmall
-from stowplan.run.fit import planner_for_captured
+from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.plan import file as plan_file
+from stowplan.plan.decision import Tile
+from stowplan.plan.plan import Exactness
+from stowplan.plan.tiles.master import Prefer
+from stowplan.plan.verify import verify
+from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure import measure
-from stowplan.run.tiles.plan import plan_in_tiles
+from stowplan.run.planning import planner_for_captured
+from stowplan.run.tiles.plan import plan_step
+from stowplan.run.tiles.ways import Subject
 
 pytestmark = pytest.mark.torch
 
+MOVES = 1000
+Built = tuple[nn.Module, tuple[Tensor, ...]]
 
-def test_below_the_floor_of_recomputation() -> None:
+
+@pytest.fixture(scope="module")
+def vgg() -> Built:
+    """Mostly activations, most of them in its first stages."""
     model, args = NETS["vgg16"].build("tiny", resolution=128, batch=1, width=8, hidden=16)
-    captured = capture(model, args)
-    floor = planner_for_captured(captured, moves=2000).minimum_bytes
-    allowed = int(0.75 * floor)
-    tiled = plan_in_tiles(captured, model, args, allowed_bytes=allowed, moves=2000)
-    assert tiled.sweeps
-    assert tiled.plan.projected_peak_bytes <= allowed
+    return model, args
+
+
+@pytest.fixture(scope="module")
+def floor_bytes(vgg: Built) -> int:
+    """The smallest budget without tiles."""
+    return planner_for_captured(capture(*vgg), moves=MOVES).minimum_bytes
+
+
+def test_below_the_floor_of_recomputation(vgg: Built, floor_bytes: int) -> None:
+    model, args = copy.deepcopy(vgg[0]), vgg[1]
+    allowed = int(0.75 * floor_bytes)
+    fitted = fit(model, args, budget=allowed, moves=MOVES)
+    (plan,) = plans_of(fitted)
+    assert plan.exactness is Exactness.ROUNDING
+    assert plan.projected_peak_bytes <= allowed
     loss, gradients = gradients_of(model, model, args)
-    found, swept = gradients_of(tiled.bound_to(model), model, args)
+    found, swept = gradients_of(fitted, model, args)
     assert relative_error([found, *swept], [loss, *gradients]) < 1e-5
 
     def once() -> None:
-        loss = step(*args)
-        assert isinstance(loss, torch.Tensor)
+        loss = fitted(*args)
+        assert isinstance(loss, Tensor)
         torch.autograd.backward(loss)
 
-    step = tiled.bound_to(model)
     model.zero_grad(set_to_none=True)
     standing = [*model.parameters(), *model.buffers(), *args]
     assert measure(once, before=standing).measured_peak_bytes <= allowed
 
 
-def test_an_ample_budget_has_no_tiles() -> None:
-    model, args = NETS["vgg16"].build("tiny")
-    captured = capture(model, args)
-    tiled = plan_in_tiles(captured, model, args, allowed_bytes=2**30, moves=500)
-    assert tiled.sweeps == ()
-    assert tiled.plan.time_ratio == 1.0
+def test_a_plan_with_tiles_is_a_plan(vgg: Built, floor_bytes: int) -> None:
+    """It verifies, is the same after its file, tells its tiles, and reads as code."""
+    model, args = vgg
+    subject = Subject(capture(model, args), model, args, {})
+    planned = plan_step(subject, int(0.75 * floor_bytes), moves=MOVES)
+    plan = verify(planned.plan)
+    assert plan_file.read(plan_file.write(plan)) == plan
+    tiled = {name for name, decision in plan.decisions.items() if isinstance(decision, Tile)}
+    assert tiled.isdisjoint(plan.graph.tensors)
+    sweeps = {op.id for op in plan.graph.ops if op.type.startswith("stowplan.sweep")}
+    for told in plan.tile_maps:
+        assert told.sweep in sweeps
+        assert told.tiles > 1
+        assert {f"{told.sweep}/{level.tensor}" for level in told.levels} & tiled
+        for level in told.levels:
+            assert all(part <= whole for part, whole in zip(level.part, level.whole, strict=False))
+    assert "tiles" in planned.bound_to(model).source
 
 
-def test_a_budget_below_everything_is_refused_with_the_smallest() -> None:
-    model, args = NETS["vgg16"].build("tiny")
+def test_an_ample_budget_has_no_tiles(vgg: Built) -> None:
+    for prefer in Prefer:
+        (plan,) = plans_of(fit(vgg[0], vgg[1], budget="1GiB", prefer=prefer, moves=MOVES))
+        assert plan.exactness is Exactness.BITWISE
+        assert plan.tile_maps == ()
+        assert plan.time_ratio == 1.0
+
+
+def test_bits_come_before_time_unless_told_otherwise(vgg: Built, floor_bytes: int) -> None:
+    allowed = int(1.02 * floor_bytes)
+    (exact,) = plans_of(fit(vgg[0], vgg[1], budget=allowed, moves=MOVES))
+    assert exact.exactness is Exactness.BITWISE
+    (fastest,) = plans_of(fit(vgg[0], vgg[1], budget=allowed, prefer="time", moves=MOVES))
+    assert fastest.projected_seconds <= exact.projected_seconds
+    with pytest.raises(BadUse, match="no preference 'luck'"):
+        fit(vgg[0], vgg[1], budget=allowed, prefer="luck")
+
+
+def test_a_budget_below_everything_is_refused_with_the_smallest(vgg: Built, floor_bytes: int) -> None:
     with pytest.raises(BudgetTooSmall) as refused:
-        plan_in_tiles(capture(model, args), model, args, allowed_bytes=1000, moves=500)
-    assert 1000 < refused.value.minimum_bytes < 2**30
+        fit(vgg[0], vgg[1], budget=1000, moves=MOVES)
+    assert 1000 < refused.value.minimum_bytes < floor_bytes
+    fit(vgg[0], vgg[1], budget=refused.value.minimum_bytes, moves=MOVES)
+    with pytest.raises(BudgetTooSmall) as refused:
+        fit(vgg[0], vgg[1], budget=1000, allow=["recompute"], moves=MOVES)
+    assert refused.value.minimum_bytes == floor_bytes

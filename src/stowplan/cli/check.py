@@ -5,7 +5,8 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from stowplan import api
-from stowplan.cli.patience import a_word_after_two_seconds, probing_shown
+from stowplan.cli.choices import add_choices
+from stowplan.cli.patience import a_word_after_two_seconds
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -14,9 +15,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "target", metavar="MODULE:FUNCTION", help="a function that returns (model, args[, loss])"
     )
     parser.add_argument("--budget", required=True, help="everything alive during the step, such as 6GiB")
-    parser.add_argument(
-        "--allow", default="recompute", help=f"what may cost time: {', '.join(api.TECHNIQUES)}"
-    )
+    add_choices(parser)
     parser.add_argument("--steps", type=int, default=3, help="how many training steps to compare (default 3)")
     parser.add_argument(
         "-o", "--output", metavar="RECORD", help="write what was measured, for `stowplan report`"
@@ -26,10 +25,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Check and print."""
-    allow = [word for word in arguments.allow.split(",") if word]
-    with a_word_after_two_seconds(f"checking {arguments.target}"), probing_shown() as progress:
+    with a_word_after_two_seconds(f"checking {arguments.target}") as waiting:
         record = api.check(
-            arguments.target, arguments.budget, allow=allow, steps=arguments.steps, progress=progress
+            arguments.target,
+            arguments.budget,
+            allow=arguments.allow,
+            prefer=arguments.prefer,
+            steps=arguments.steps,
+            progress=waiting.tried,
         )
     if arguments.output:
         from stowplan.plan.record_file import write

@@ -2,13 +2,19 @@
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from stowplan import api
-from stowplan.cli.patience import a_word_after_two_seconds, probing_shown
+from stowplan.cli.choices import add_choices
+from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.errors import BadUse
 from stowplan.units import parse_bytes
+
+if TYPE_CHECKING:
+    from stowplan.plan.tiles.ways import Offer
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -16,11 +22,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("target", metavar="FILE|MODULE:FUNCTION", help=api.TARGET_HELP)
     parser.add_argument("--budget", help="everything alive during the step, such as 6GiB or 500MB")
     parser.add_argument("--frontier", action="store_true", help="show time against budget for all budgets")
-    parser.add_argument(
-        "--allow", default="recompute", help=f"what may cost time: {', '.join(api.TECHNIQUES)}"
-    )
+    add_choices(parser)
     parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument(
+        "--training", action="store_true", help="for forward graphs such as ONNX: as in inspect"
+    )
     parser.add_argument("--saved", choices=("listed", "retain"), help="for Chainer files: as in inspect")
 
 
@@ -28,40 +35,48 @@ def run(arguments: Namespace) -> int:
     """Plan and print."""
     if not arguments.budget and not arguments.frontier:
         raise BadUse("say --budget BYTES, or --frontier to see what there is to choose from")
-    allow = [word for word in arguments.allow.split(",") if word]
     started = perf_counter()
-    with a_word_after_two_seconds(f"planning {arguments.target}"), probing_shown() as progress:
-        planner = api.planner_for(arguments.target, saved=arguments.saved, allow=allow, progress=progress)
-        plan = planner.plan(parse_bytes(arguments.budget)) if arguments.budget else None
+    allowed = parse_bytes(arguments.budget) if arguments.budget else None
+    with a_word_after_two_seconds(f"planning {arguments.target}", allowed_bytes=allowed) as waiting:
+        planner = api.planner_for(
+            arguments.target,
+            saved=arguments.saved,
+            training=arguments.training,
+            allow=arguments.allow,
+            prefer=arguments.prefer,
+            progress=waiting.tried,
+        )
+        plan = planner.plan(allowed) if allowed is not None else None
+        offers = planner.offers() if arguments.frontier else ()
     seconds = perf_counter() - started
     if plan is not None and arguments.output:
         from stowplan.plan.file import write
 
         Path(arguments.output).write_text(write(plan), encoding="utf-8")
     show = _print_json if arguments.json else _print_for_people
-    show(arguments, planner, plan, seconds)
+    show(arguments.target, plan, offers, planner.step.seconds, seconds)
     return 0
 
 
 def _print_json(
-    arguments: Namespace, planner: "api.Planner", plan: "api.Plan | None", solve_seconds: float
+    _: str, plan: "api.Plan | None", offers: "Sequence[Offer]", plain_seconds: float, solve_seconds: float
 ) -> None:
     from stowplan.report.plan_json import frontier_json, plan_json
 
     shown = plan_json(plan, solve_seconds) if plan else {}
-    if arguments.frontier:
-        shown["frontier"] = frontier_json(planner.frontier, sum(planner.problem.seconds))
+    if offers:
+        shown["frontier"] = frontier_json(offers, plain_seconds)
     print(json.dumps(shown, indent=2))
 
 
 def _print_for_people(
-    arguments: Namespace, planner: "api.Planner", plan: "api.Plan | None", solve_seconds: float
+    title: str, plan: "api.Plan | None", offers: "Sequence[Offer]", plain_seconds: float, solve_seconds: float
 ) -> None:
     from stowplan.report.plan import show_frontier, show_plan
     from stowplan.report.terminal import console_for_output
 
     console = console_for_output()
     if plan:
-        show_plan(plan, console, title=arguments.target, solve_seconds=solve_seconds)
-    if arguments.frontier:
-        show_frontier(planner.frontier, sum(planner.problem.seconds), console)
+        show_plan(plan, console, title=title, solve_seconds=solve_seconds)
+    if offers:
+        show_frontier(offers, plain_seconds, console)

@@ -14,15 +14,16 @@ from stowplan.plan.bound import bound_of
 from stowplan.plan.decision import Again, Decision, Keep, Recompute, Step
 from stowplan.plan.frontier import Frontier, Point, frontier_of
 from stowplan.plan.ledger import State, gaps_of
+from stowplan.plan.offload.frontier import MovedPoint, offloaded, steps_at, with_offload
 from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import Problem, problem_of
-from stowplan.plan.schedule import steps_of
 from stowplan.plan.simulate import alive_at, simulate
 from stowplan.units import format_bytes
 
-TECHNIQUES = ("recompute",)  # what may cost time; what is free is always on
+TECHNIQUES = ("recompute", "tile")  # what may cost time; what is free is always on
+ON_REQUEST = ("offload", "offload-gradients")  # what also takes something outside: room in a tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +44,22 @@ class Planner:
         plain_peak_bytes: int | None = None,
         moves: int | None = None,
     ) -> "Planner":
-        """Search the frontier of `graph`; takes seconds.
+        """Search the frontier of `graph` as it is; takes seconds. Tiles are for `tiles.master`.
 
         `allow` names the techniques that may cost time. `plain_peak_bytes` is what the step takes without a
         plan, where that is known better than from the graph.
         """
-        allowed = frozenset(allow)
-        if unknown := sorted(allowed - set(TECHNIQUES)):
-            raise BadUse(f"no technique {unknown[0]!r}; there is {', '.join(TECHNIQUES)}")
+        allowed = known_techniques(allow)
         ordered = slices_last(graph)
         seconds = [pricing.seconds[op.id] for op in ordered.ops]
         problem = problem_of(ordered, seconds, pricing.workspace_bytes)
         if "recompute" not in allowed:
             problem = replace(problem, droppable=(False,) * len(problem.droppable))
         plain = plain_peak_of(graph, pricing) if plain_peak_bytes is None else plain_peak_bytes
-        return Planner(problem, pricing, frontier_of(problem, moves), plain)
+        frontier = frontier_of(problem, moves)
+        if allowed.intersection(ON_REQUEST):
+            frontier = with_offload(problem, frontier, pricing, gradients="offload-gradients" in allowed)
+        return Planner(problem, pricing, frontier, plain)
 
     @property
     def minimum_bytes(self) -> int:
@@ -69,27 +71,33 @@ class Planner:
         point = self.frontier.at(allowed_bytes)
         if point is None:
             raise self._too_small(allowed_bytes)
-        graph, steps = self.problem.graph, steps_of(self.problem, point.states)
-        simulation = simulate(graph, steps, self.pricing.seconds, self.pricing.workspace_bytes)
+        graph, steps, pricing = self.problem.graph, steps_at(self.problem, point), self.pricing
+        simulation = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
         plain_seconds = sum(self.problem.seconds)
         return Plan(
             graph=graph,
             pricing=self.pricing,
             allowed_bytes=allowed_bytes,
-            decisions=_decisions_of(self.problem, point, steps),
+            decisions=_decisions_of(self.problem, point, steps) | offloaded(graph, steps, pricing.tier),
             steps=steps,
             projected_curve_bytes=simulation.curve_bytes,
             projected_seconds=simulation.seconds,
             plain_peak_bytes=self.plain_peak_bytes,
             plain_seconds=plain_seconds,
             minimum_bytes=self.minimum_bytes,
-            bound_seconds=plain_seconds + bound_of(self.problem, allowed_bytes),
+            bound_seconds=plain_seconds + self._bound(allowed_bytes),
             extra_macs=_extra_macs(graph, steps),
         )
 
+    def _bound(self, allowed_bytes: int) -> float:
+        """Extra seconds that cannot be avoided; what is moved away instead may be hidden altogether."""
+        moves = any(isinstance(point, MovedPoint) for point in self.frontier.points)
+        return 0.0 if moves else bound_of(self.problem, allowed_bytes)
+
     def _too_small(self, allowed_bytes: int) -> BudgetTooSmall:
-        graph, steps = self.problem.graph, steps_of(self.problem, self.frontier.points[0].states)
-        curve = simulate(graph, steps, self.pricing.seconds, self.pricing.workspace_bytes).curve_bytes
+        graph, pricing = self.problem.graph, self.pricing
+        steps = steps_at(self.problem, self.frontier.points[0])
+        curve = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier).curve_bytes
         peak = int(np.argmax(curve))
         alive = alive_at(graph, steps, peak)
         named = ", ".join(f"{name} ({format_bytes(graph.tensors[name].nbytes or 0)})" for name in alive[:4])
@@ -101,6 +109,14 @@ class Planner:
             minimum_bytes=self.minimum_bytes,
             binding=alive,
         )
+
+
+def known_techniques(allow: Iterable[str]) -> frozenset[str]:
+    """The techniques by these names; BadUse names the first that there is not."""
+    allowed = frozenset(allow)
+    if unknown := sorted(allowed.difference(TECHNIQUES, ON_REQUEST)):
+        raise BadUse(f"no technique {unknown[0]!r}; there is {', '.join((*TECHNIQUES, *ON_REQUEST))}")
+    return allowed
 
 
 def plain_peak_of(graph: Graph, pricing: Pricing) -> int:

@@ -2,10 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from stowplan.ir import Graph
-from stowplan.plan.decision import Decision, Step
+from stowplan.plan.decision import Decision, Step, Tile
 from stowplan.plan.pricing import Pricing
+from stowplan.plan.tiles.maps import TileMap
+
+
+class Exactness(StrEnum):
+    """How near the gradients of a planned step are to those of the plain one."""
+
+    BITWISE = "bitwise"
+    ROUNDING = "within rounding"  # tiles add up the same numbers in another order
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +22,9 @@ class Plan:
     """A schedule for one budget.
 
     Bytes count everything alive during the step but constants. `decisions` are by the tensor that owns a
-    storage, for all forward tensors that the backward half needs or that are made again for it.
+    storage, for all forward tensors that the backward half needs or that are made again for it. With tiles,
+    `graph` has sweeps in place of the segments that `tile_maps` tell of, and `decisions` are also by the
+    tensors inside of these.
     """
 
     graph: Graph
@@ -28,6 +39,13 @@ class Plan:
     minimum_bytes: int  # the smallest budget for which a plan was found
     bound_seconds: float  # no schedule in this order is faster within the budget
     extra_macs: int
+    tile_maps: tuple[TileMap, ...] = ()
+
+    @property
+    def exactness(self) -> Exactness:
+        """What its decisions leave of the plain step's bits."""
+        tiled = any(isinstance(decision, Tile) for decision in self.decisions.values())
+        return Exactness.ROUNDING if tiled else Exactness.BITWISE
 
     @property
     def projected_peak_bytes(self) -> int:

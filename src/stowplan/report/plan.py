@@ -1,6 +1,6 @@
 """A plan for people: does it fit, what does it cost, what was decided, how far from the best it may be."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -10,9 +10,9 @@ from rich.text import Text
 from stowplan.ir import Op
 from stowplan.plan.decision import Again, Compute, Decision, Keep, Offload, Recompute
 from stowplan.plan.explain import Explanation
-from stowplan.plan.frontier import Frontier
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import Basis
+from stowplan.plan.tiles.ways import Offer
 from stowplan.report.curve import memory_curve_drawing
 from stowplan.report.terminal import bar, blocks_of, print_trimmed
 from stowplan.units import format_bytes, format_count, format_seconds
@@ -36,16 +36,16 @@ def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float)
     _section(console, "largest tensors made again", _made_again(plan))
 
 
-def show_frontier(frontier: Frontier, plain_seconds: float, console: Console) -> None:
+def show_frontier(offers: Sequence[Offer], plain_seconds: float, console: Console) -> None:
     """Budget against time, a row for each of some points along it."""
     table = Table.grid(padding=(0, 2))
-    points = frontier.points
-    rows = sorted({i * (len(points) - 1) // (_FRONTIER_ROWS - 1) for i in range(_FRONTIER_ROWS)})
-    worst = max((point.extra_seconds for point in points), default=0.0) or 1.0
-    for point in (points[row] for row in rows):
-        extra = point.extra_seconds / (plain_seconds or 1.0)
-        drawn = Text(bar(point.extra_seconds / worst, _BAR, blocks_of(console)), "green")
-        table.add_row(Text(format_bytes(point.peak_bytes), justify="right"), f"{1 + extra:.4f}", drawn)
+    rows = sorted({i * (len(offers) - 1) // (_FRONTIER_ROWS - 1) for i in range(_FRONTIER_ROWS)})
+    ratios = [offer.seconds / (plain_seconds or 1.0) for offer in offers]
+    worst = max(ratios, default=1.0) - 1.0 or 1.0
+    for row in rows:
+        drawn = Text(bar((ratios[row] - 1.0) / worst, _BAR, blocks_of(console)), "green")
+        size = Text(format_bytes(offers[row].peak_bytes), justify="right")
+        table.add_row(size, f"{ratios[row]:.4f}", drawn, Text(offers[row].exactness, "dim"))
     _section(console, "budget and time against the plain step", table)
 
 
@@ -100,6 +100,7 @@ def _figures(plan: Plan, solve_seconds: float) -> Table:
                 f" plain {format_bytes(plan.plain_peak_bytes)}",
             ),
             ("time", f"{plan.time_ratio:.4f} of the plain step, in {unit}"),
+            ("gradients", _exactness(plan)),
             ("no plan in this order below", f"{plan.bound:.4f}, so at most {plan.gap:.2%} is left to gain"),
             ("extra work", f"{format_count(plan.extra_macs)} multiply-accumulates"),
             ("decided", f"{kept} kept, {remade} made again"),
@@ -107,6 +108,12 @@ def _figures(plan: Plan, solve_seconds: float) -> Table:
             ("planned in", f"{solve_seconds:.1f} s"),
         )
     )
+
+
+def _exactness(plan: Plan) -> str:
+    if plan.exactness is Exactness.BITWISE:
+        return "those of the plain step, bit for bit"
+    return "those of the plain step within rounding: tiles add up in another order"
 
 
 def _made_again(plan: Plan) -> Table | None:

@@ -1,10 +1,12 @@
 """A plan for machines."""
 
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
 
 from stowplan.plan.explain import Explanation
-from stowplan.plan.frontier import Frontier
 from stowplan.plan.plan import Plan
+from stowplan.plan.tiles.ways import Offer
 
 Json = dict[str, object]
 
@@ -17,22 +19,28 @@ def plan_json(plan: Plan, solve_seconds: float) -> Json:
         "projected_peak_bytes": plan.projected_peak_bytes,
         "plain_peak_bytes": plan.plain_peak_bytes,
         "time_ratio": plan.time_ratio,
+        "exactness": plan.exactness,
         "extra_macs": plan.extra_macs,
         "bound": plan.bound,
         "gap": plan.gap,
         "minimum_bytes": plan.minimum_bytes,
         "decisions": Counter(type(decision).__name__.lower() for decision in plan.decisions.values()),
+        "tiles": [asdict(told) for told in plan.tile_maps],
         "basis": plan.pricing.basis,
         "steps": len(plan.steps),
         "solve_seconds": solve_seconds,
     }
 
 
-def frontier_json(frontier: Frontier, plain_seconds: float) -> list[Json]:
+def frontier_json(offers: Iterable[Offer], plain_seconds: float) -> list[Json]:
     """Budget against time, from the smallest budget on."""
     return [
-        {"budget_bytes": point.peak_bytes, "time_ratio": 1 + point.extra_seconds / (plain_seconds or 1.0)}
-        for point in frontier.points
+        {
+            "budget_bytes": offer.peak_bytes,
+            "time_ratio": offer.seconds / (plain_seconds or 1.0),
+            "exactness": offer.exactness,
+        }
+        for offer in offers
     ]
 
 

@@ -15,6 +15,7 @@ def record_json(record: Record) -> dict[str, object]:
     differing = [difference for difference in record.differences if difference.largest]
     return {
         "holds": record.holds,
+        "exactness": record.plan.exactness,
         "allowed_bytes": record.plan.allowed_bytes,
         "projected_peak_bytes": record.plan.projected_peak_bytes,
         "measured_peak_bytes": record.measured_peak_bytes,
@@ -56,8 +57,12 @@ def show_record(record: Record, console: Console, *, title: str) -> None:
 
 def _agreement(record: Record) -> str:
     differing = [difference for difference in record.differences if difference.largest]
+    compared = f"loss, gradients, parameters, buffers, draws: {len(record.differences)} compared"
     if not differing:
-        return f"loss, gradients, parameters, buffers, draws: {len(record.differences)} compared, all equal"
+        return f"{compared}, all equal"
     worst = record.worst
-    named = f"; worst {worst.tensor}, {worst.relative:.1e} relative" if worst else ""
-    return f"{len(differing)} of {len(record.differences)} compared DIFFER{named}"
+    named = f"worst {worst.tensor}, {worst.relative:.1e} relative" if worst else ""
+    beyond = sum(difference.largest > difference.allowed for difference in differing)
+    if not beyond:
+        return f"{compared}, {len(differing)} of them equal within rounding; {named}"
+    return f"{beyond} of {len(record.differences)} compared DIFFER; {named}"

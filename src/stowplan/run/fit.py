@@ -13,17 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from stowplan.capture import Captured, capture
-from stowplan.ir import Graph, Op
-from stowplan.ops.effects import Effect, effect_of
-from stowplan.ops.table import site_of
-from stowplan.plan.decision import Again
-from stowplan.plan.make import TECHNIQUES, Planner
+from stowplan.capture import capture
+from stowplan.plan.make import TECHNIQUES
 from stowplan.plan.plan import Plan
-from stowplan.plan.pricing import Pricing, price_by_profile
-from stowplan.plan.verify import verify
-from stowplan.run.probe import Progress, probe
+from stowplan.plan.tiles.master import Prefer, preference
+from stowplan.run.probe import Progress
 from stowplan.run.straight import StraightStep
+from stowplan.run.tiles.plan import PlannedStep, plan_step
+from stowplan.run.tiles.ways import Subject
 from stowplan.run.wrappers import refuse_shards, refuse_wrapped
 from stowplan.units import parse_bytes
 
@@ -38,6 +35,7 @@ def fit(
     budget: int | str,
     reserve: int | str = 0,
     allow: Iterable[str] = TECHNIQUES,
+    prefer: str = Prefer.EXACTNESS,
     progress: Progress | None = None,
     moves: int | None = None,
 ) -> Model:
@@ -46,12 +44,17 @@ def fit(
     The budget counts all that is alive on the device during forward and backward: parameters, buffers,
     inputs, gradients, activations, temporaries. `reserve` is what it must leave free for what stowplan does
     not see: optimizer state, gradients that were there before, the buckets and shards of wrappers, which go
-    around what is returned: `DistributedDataParallel(fit(...))`, `fully_shard(fit(...))`. `moves` bounds the
-    search for a plan. Raises BudgetTooSmall, with the smallest budget, before anything runs.
+    around what is returned: `DistributedDataParallel(fit(...))`, `fully_shard(fit(...))`.
+
+    `allow` names the techniques that may cost time. What is recomputed leaves every gradient the same to the
+    bit. Tiles add up in another order, so gradients are then the same within rounding: by default they are
+    used where nothing else is within the budget, and with `prefer="time"` wherever they are faster;
+    `plans_of(fitted)[0].exactness` tells. `moves` bounds the search for a plan. Raises BudgetTooSmall, with
+    the smallest budget, before anything runs.
     """
     refuse_wrapped(model)
     allowed = parse_bytes(budget) - parse_bytes(reserve)
-    fitting = Fitting(type(model).forward, allowed, tuple(allow), progress, moves)
+    fitting = Fitting(type(model).forward, allowed, tuple(allow), preference(prefer), progress, moves)
     fitted: Model = _seen_as(type(f"Fitted{type(model).__name__}", (_Fitted, type(model)), {}), model)
     fitted.__dict__["_fitting"] = fitting
     with torch.enable_grad():
@@ -75,14 +78,6 @@ class _Fitted(nn.Module):
         return fitting.step_for(self, args, kwargs)(*args, **kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """A captured step and the plan for it: what it takes to run it on a model."""
-
-    captured: Captured
-    plan: Plan
-
-
 @dataclass(slots=True)
 class Fitting:
     """The plans of one fitted module, by kind of call."""
@@ -90,6 +85,7 @@ class Fitting:
     plain_forward: Callable[..., Any]
     allowed_bytes: int
     allow: tuple[str, ...]
+    prefer: Prefer
     progress: Progress | None = None
     moves: int | None = None
     planned: dict[object, PlannedStep] = field(default_factory=dict)
@@ -107,81 +103,20 @@ class Fitting:
         if key not in self.planned:
             self.planned[key] = self._plan(model, args, kwargs)
         if key not in self.steps:
-            planned = self.planned[key]
-            self.steps[key] = StraightStep(planned.captured, model, steps=planned.plan.steps)
+            self.steps[key] = self.planned[key].bound_to(model)
         return self.steps[key]
 
     def _plan(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> PlannedStep:
         refuse_shards(model)
-        captured = capture(_plain(model, self.plain_forward), args, kwargs)
-        plan = plan_captured(
-            captured, self.allowed_bytes, allow=self.allow, progress=self.progress, moves=self.moves
+        plain = _plain(model, self.plain_forward)
+        return plan_step(
+            Subject(capture(plain, args, kwargs), plain, args, kwargs),
+            self.allowed_bytes,
+            allow=self.allow,
+            prefer=self.prefer,
+            progress=self.progress,
+            moves=self.moves,
         )
-        return PlannedStep(captured, plan)
-
-
-def plan_captured(
-    captured: Captured,
-    allowed_bytes: int,
-    *,
-    allow: Iterable[str] = TECHNIQUES,
-    progress: Progress | None = None,
-    moves: int | None = None,
-) -> Plan:
-    """A verified plan for a captured step, priced by trying its ops on this machine."""
-    planner = planner_for_captured(captured, allow=allow, progress=progress, moves=moves)
-    return plan_within(planner, allowed_bytes)
-
-
-def planner_for_captured(
-    captured: Captured,
-    *,
-    allow: Iterable[str] = TECHNIQUES,
-    progress: Progress | None = None,
-    moves: int | None = None,
-) -> Planner:
-    """The searched frontier of a captured step."""
-    pricing = price_captured(captured, progress)
-    plain = captured.eager.peak_bytes(pricing.workspace_bytes)
-    return Planner.of(captured.graph, pricing, allow=allow, plain_peak_bytes=plain, moves=moves)
-
-
-def plan_within(planner: Planner, allowed_bytes: int) -> Plan:
-    """The fastest verified plan that, with the generator states it replays draws from, is within the budget.
-
-    Plans are tried from the fastest on, so that a larger budget never costs more time.
-    """
-    plan = planner.plan(allowed_bytes)
-    while plan.projected_peak_bytes + replayed_bytes(plan) > allowed_bytes:
-        plan = planner.plan(plan.projected_peak_bytes - 1)
-    return verify(plan)
-
-
-def replayed_bytes(plan: Plan) -> int:
-    """What a plan keeps besides its tensors: the generator's state before each random op that runs again.
-
-    One more is there while draws are replayed: the state to return to.
-    """
-    again = {step.op for step in plan.steps if isinstance(step, Again)}
-    replayed = sum(op.id in again and is_random(plan.graph, op) for op in plan.graph.ops)
-    return (replayed + bool(replayed)) * torch.get_rng_state().nbytes
-
-
-def price_captured(captured: Captured, progress: Progress | None = None) -> Pricing:
-    """Seconds and workspace of every op, tried on this machine or remembered from before."""
-    probed = probe(captured, progress=progress)
-    return price_by_profile(captured.graph, probed.profile, probed.workspace_bytes)
-
-
-def replay_bytes(captured: Captured) -> int:
-    """Room for the generator states that let random ops be run again with the same draws."""
-    random = sum(is_random(captured.graph, op) for op in captured.graph.ops)
-    return (random + bool(random)) * torch.get_rng_state().nbytes
-
-
-def is_random(graph: Graph, op: Op) -> bool:
-    """Whether the op draws random numbers."""
-    return bool(effect_of(site_of(graph, op)) & Effect.RANDOM)
 
 
 def _plain(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:

@@ -12,7 +12,7 @@ from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.simulate import simulate
 from stowplan.plan.verify import verify
-from stowplan.run.fit import replayed_bytes
+from stowplan.run.planning import replayed_bytes
 
 _RUNGS = 32  # a frontier is thinned to about as many
 

@@ -9,8 +9,8 @@ from stowplan.plan.frontier import floor_of
 from stowplan.plan.make import Planner
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import problem_of
-from stowplan.run.fit import price_captured
 from stowplan.run.ladder import Ladder, Rung
+from stowplan.run.planning import price_captured
 
 
 @dataclass(eq=False)

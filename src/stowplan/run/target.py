@@ -8,7 +8,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from stowplan.capture import capture
 from stowplan.errors import BadUse
+from stowplan.run.tiles.ways import Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +22,19 @@ class Target:
     loss: Callable[[object], Tensor] | None = None
 
 
-def load_target(text: str) -> Target:
-    """Import the module (the working directory counts) and call the function."""
+def subject_of(target: Target) -> Subject:
+    """The captured step of a target."""
+    captured = capture(target.model, target.args, loss=target.loss)
+    return Subject(captured, target.model, target.args, {})
+
+
+def load_target(text: str, **settings: int) -> Target:
+    """Import the module (the working directory counts) and call the function, with `settings` by name."""
+    return _checked(text, function_named(text)(**settings))
+
+
+def function_named(text: str) -> Callable[..., object]:
+    """The function itself."""
     module_name, _, function_name = text.rpartition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -33,7 +46,8 @@ def load_target(text: str) -> Target:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise BadUse(f"{text}: module {module_name!r} has no function {function_name!r}")
-    return _checked(text, function())
+    found: Callable[..., object] = function
+    return found
 
 
 def _checked(text: str, returned: object) -> Target:

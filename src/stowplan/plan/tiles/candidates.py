@@ -21,6 +21,7 @@ _SMALL = 8  # a tile that takes this much less than its stage is small enough
 _HALO = 0.35  # a stage whose tiles do so much twice is cut no finer
 _STEEP = 0.8  # bytes handed on at the end of a stage, against the most inside it
 _TILES = 256
+_STAGES = 5
 _WHOLE_GRIDS = 6
 
 
@@ -36,13 +37,12 @@ class Tiled:
 Tiling = tuple[Tiled, ...]
 
 
-def tilings_of(graph: Graph) -> Iterator[Tiling]:
-    """Ways to tile a graph, each a few segments that do not overlap."""
+def stage_tilings(graph: Graph) -> Iterator[Tiling]:
+    """Ways to tile some stages, from the one that holds most to all that can be."""
     stages = [tiled for stage in stages_of(graph) if (tiled := _tiled_stage(graph, stage))]
     sizes = sorted({_size(tiled) for tiled in stages}, reverse=True)
-    for size in sizes[:5]:
+    for size in sizes[:_STAGES]:
         yield tuple(tiled for tiled in stages if _size(tiled) >= size)
-    yield from _whole(graph)
 
 
 def stages_of(graph: Graph) -> list[tuple[str, ...]]:
@@ -136,7 +136,7 @@ def _next_dim(shape: tuple[int, ...], parts: Sequence[int]) -> int | None:
     return max(rest, key=lambda dim: shape[dim] / parts[dim], default=None)
 
 
-def _whole(graph: Graph) -> Iterator[Tiling]:
+def whole_tilings(graph: Graph) -> Iterator[Tiled]:
     """The forward half in one sweep, on finer and finer grids."""
     try:
         segment = segment_of(graph, [op.id for op in graph.ops if op.phase is Phase.FORWARD])
@@ -146,6 +146,6 @@ def _whole(graph: Graph) -> Iterator[Tiling]:
             if number == _WHOLE_GRIDS:
                 return
             if prod(parts) > 1:
-                yield (Tiled(segment, parts, costs_of_sweep(segment, fitting_tiles(segment, parts))),)
+                yield Tiled(segment, parts, costs_of_sweep(segment, fitting_tiles(segment, parts)))
     except BadUse:
         return

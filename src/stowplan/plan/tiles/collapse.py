@@ -37,7 +37,7 @@ def collapse(segment: Segment, costs: SweepCosts, pricing: Pricing) -> Collapsed
     inside = {op.id for op in segment.ops}
     adjoints = [op for op in graph.ops if op.adjoint_of in inside]
     gradients = _gradients_made(segment, adjoints)
-    name = f"sweep.{segment.ops[0].id}"
+    name = name_of_sweep(segment)
     forward, backward, scratch = (_fused if segment.loss else _apart)(segment, name, gradients)
     last = {segment.ops[-1].id: forward, adjoints[-1].id: backward}
     gone = inside | {op.id for op in adjoints}
@@ -49,8 +49,13 @@ def collapse(segment: Segment, costs: SweepCosts, pricing: Pricing) -> Collapsed
     return Collapsed(
         collapsed,
         _priced(segment, costs, pricing, adjoints, forward, backward),
-        _extra_macs(segment, costs, adjoints),
+        extra_macs_of(segment, costs),
     )
+
+
+def name_of_sweep(segment: Segment) -> str:
+    """The op that takes the place of a segment."""
+    return f"sweep.{segment.ops[0].id}"
 
 
 def _gradients_made(segment: Segment, adjoints: list[Op]) -> list[Tensor]:
@@ -142,8 +147,10 @@ def _priced(
     return Pricing(seconds, pricing.basis, workspace)
 
 
-def _extra_macs(segment: Segment, costs: SweepCosts, adjoints: list[Op]) -> int:
+def extra_macs_of(segment: Segment, costs: SweepCosts) -> int:
+    """The multiply-accumulates that sweeping adds to computing and differentiating a segment once."""
     graph = segment.graph
+    adjoints = [op for op in graph.ops if op.phase is Phase.BACKWARD and op.adjoint_of in costs.work]
     macs: Mapping[str, int] = {op.id: macs_of(site_of(graph, op)) for op in (*segment.ops, *adjoints)}
     ahead = sum(macs[op.id] * costs.work[op.id] for op in segment.ops)
     back = sum(macs[op.id] * costs.work[op.adjoint_of or ""] for op in adjoints)

@@ -1,0 +1,27 @@
+"""The choices that every verb which plans leaves to its user."""
+
+from argparse import ArgumentParser
+
+from stowplan import api
+
+
+def add_choices(parser: ArgumentParser) -> None:
+    """What may cost time, and what counts for more."""
+    known = ",".join(api.TECHNIQUES)
+    parser.add_argument(
+        "--allow",
+        type=_words,
+        default=api.TECHNIQUES,
+        metavar="TECHNIQUES",
+        help=f"what may cost time: some of {known} (default all); tiles change gradients within rounding",
+    )
+    parser.add_argument(
+        "--prefer",
+        choices=tuple(map(str, api.Prefer)),
+        default=str(api.Prefer.EXACTNESS),
+        help="exactness (default): tiles only where nothing else fits; time: wherever they are faster",
+    )
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word for word in text.split(",") if word)

@@ -1,0 +1,55 @@
+"""Ways to tile a graph that cannot be run: segments collapsed into sweeps, priced by the region algebra."""
+
+from collections.abc import Iterable, Iterator
+
+from stowplan.ir import Graph
+from stowplan.plan.decision import Decision
+from stowplan.plan.pricing import Pricing
+from stowplan.plan.tiles.candidates import Tiling, stage_tilings, whole_tilings
+from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep
+from stowplan.plan.tiles.mapping import tile_map_of
+from stowplan.plan.tiles.maps import TileMap
+from stowplan.plan.tiles.segment import segment_of
+from stowplan.plan.tiles.ways import GraphWay, PlainStep, Sweeps, Way
+
+
+def stage_ways(
+    graph: Graph, pricing: Pricing, step: PlainStep, *, allow: Iterable[str], moves: int | None
+) -> Iterator[Way]:
+    """Some stages of the forward half in tiles, from the one that holds most to all."""
+    for tiling in stage_tilings(graph):
+        yield _way(graph, pricing, step, tiling, allow=allow, moves=moves)
+
+
+def whole_ways(
+    graph: Graph, pricing: Pricing, step: PlainStep, *, allow: Iterable[str], moves: int | None
+) -> Iterator[Way]:
+    """All of the forward half in one sweep up to its loss, on some grids."""
+    for tiled in whole_tilings(graph):
+        yield _way(graph, pricing, step, (tiled,), allow=allow, moves=moves)
+
+
+def _way(
+    graph: Graph,
+    pricing: Pricing,
+    step: PlainStep,
+    tiling: Tiling,
+    *,
+    allow: Iterable[str],
+    moves: int | None,
+) -> Way:
+    """The graph with all segments of a tiling collapsed, one after the other."""
+    collapsed, extra = Collapsed(graph, pricing, 0), 0
+    decisions: dict[str, Decision] = {}
+    maps: list[TileMap] = []
+    for tiled in tiling:
+        segment = segment_of(collapsed.graph, [op.id for op in (*tiled.segment.ops, *tiled.segment.apart)])
+        sweep = name_of_sweep(segment)
+        collapsed = collapse(segment, tiled.costs, collapsed.pricing)
+        extra += collapsed.extra_macs
+        maps.append(
+            tile_map_of(segment, tiled.parts, tiled.costs, sweep=sweep, extra_macs=collapsed.extra_macs)
+        )
+        decisions |= maps[-1].decisions(segment.inside)
+    sweeps = Sweeps(decisions, extra, tuple(maps))
+    return GraphWay(collapsed.graph, collapsed.pricing, step, allow=allow, sweeps=sweeps, moves=moves)

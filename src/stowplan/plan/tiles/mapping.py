@@ -1,0 +1,46 @@
+"""Draws the map of a tiled segment."""
+
+from collections.abc import Sequence
+
+from stowplan.ops.macs import macs_of
+from stowplan.ops.table import shape_of, site_of
+from stowplan.plan.tiles.costs import SweepCosts
+from stowplan.plan.tiles.cutout import segment_text
+from stowplan.plan.tiles.fitness import fitting_tiles
+from stowplan.plan.tiles.maps import Shape, TileLevel, TileMap
+from stowplan.plan.tiles.rects import Tile
+from stowplan.plan.tiles.segment import Segment
+
+
+def tile_map_of(
+    segment: Segment, parts: Sequence[int], costs: SweepCosts, *, sweep: str, extra_macs: int
+) -> TileMap:
+    """The map of a segment on a grid that fits it; `sweep` is the op that runs it."""
+    return TileMap(
+        sweep=sweep,
+        parts=tuple(parts),
+        tiles=costs.tiles,
+        levels=tuple(_levels(segment, fitting_tiles(segment, parts), costs)),
+        halo_share=costs.halo_share,
+        extra_macs=extra_macs,
+        backward_peak_bytes=costs.backward_peak_bytes,
+        text=segment_text(segment),
+    )
+
+
+def _levels(segment: Segment, tiles: Sequence[Tile], costs: SweepCosts) -> list[TileLevel]:
+    graph, largest = segment.graph, dict[str, Shape]()
+    for tile in tiles:
+        for name, rect in tile.held.items():
+            largest[name] = tuple(map(max, rect.shape, largest.get(name, rect.shape)))
+    return [
+        TileLevel(
+            op.id,
+            tensor=(made := op.outputs[0].tensor),
+            whole=shape_of(graph.tensors[made]),
+            part=largest.get(made, ()),
+            work=costs.work[op.id],
+            macs=macs_of(site_of(graph, op)),
+        )
+        for op in segment.ops
+    ]

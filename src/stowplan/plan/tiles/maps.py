@@ -1,0 +1,55 @@
+"""TileMap: a segment and its tiles as a reader of a plan wants to see them, level by level."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from stowplan.plan.decision import Tile
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TileLevel:
+    """One op of a segment: what it makes, whole and in the largest tile, and how much of it all tiles make.
+
+    `work` is 1.0 if no part is made twice. `macs` is the forward work of the whole.
+    """
+
+    op: str
+    tensor: str
+    whole: Shape
+    part: Shape
+    work: float
+    macs: int
+
+
+@dataclass(frozen=True, slots=True)
+class TileMap:
+    """A segment, its grid and what that costs.
+
+    Peaks are what the largest tile takes besides the segment's inputs, outputs and their gradients. Where a
+    tile is planned in its own right, `again` are the tensors that it makes a second time, and `within` are
+    the segments that are tiled inside of it.
+    """
+
+    sweep: str  # the op that runs it
+    parts: Shape
+    tiles: int
+    levels: tuple[TileLevel, ...]
+    halo_share: float  # of the forward work, there only because tiles overlap
+    extra_macs: int  # over computing and differentiating the segment once
+    backward_peak_bytes: int
+    again: tuple[str, ...] = ()
+    within: tuple["TileMap", ...] = ()
+    text: str = ""  # the segment's ops, in the text form of graphs
+
+    def decisions(self, inside: Iterable[str]) -> dict[str, Tile]:
+        """What is decided about the tensors inside, whose names the plan's graph may have as well."""
+        return {f"{self.sweep}/{name}": Tile(self.sweep, self.parts) for name in inside}
+
+    def find(self, tensor: str) -> "tuple[TileMap, TileLevel] | None":
+        """The innermost level that makes a tensor."""
+        for inner in self.within:
+            if found := inner.find(tensor):
+                return found
+        return next(((self, level) for level in self.levels if level.tensor == tensor), None)

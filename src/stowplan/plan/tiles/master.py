@@ -1,0 +1,139 @@
+"""The master problem: the step as it is and all ways to tile it answer a budget, and one answer is taken.
+
+The budget comes first, exactness second, time third. A plan without tiles gives the plain step's gradients
+bit for bit, one with tiles within rounding: so tiles enter where nothing else is within the budget, or, for
+whoever prefers time, where they are faster. Ways are looked at by the least that they could take, and only
+while they could still win; a budget that the step as it is meets is answered without looking at any.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+from typing import Generic, TypeVar
+
+from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
+from stowplan.plan.plan import Exactness, Plan
+from stowplan.plan.tiles.ways import Offer, PlainStep, Way
+
+
+class Prefer(StrEnum):
+    """What decides between plans that are within the budget."""
+
+    EXACTNESS = "exactness"  # bits before time
+    TIME = "time"  # whatever is fastest
+
+
+def preference(word: str) -> Prefer:
+    """The preference by this name."""
+    if word not in set(Prefer):
+        raise BadUse(f"no preference {word!r}; there is {', '.join(Prefer)}")
+    return Prefer(word)
+
+
+W = TypeVar("W", bound=Way)
+
+
+@dataclass(slots=True)
+class MasterPlanner(Generic[W]):
+    """Answers budgets from the plain step and, where that asks for it, from the ways to tile it."""
+
+    plain: W
+    step: PlainStep
+    find_ways: Callable[[], Iterable[W]]
+    prefer: Prefer = Prefer.EXACTNESS
+    _ways: tuple[W, ...] | None = field(default=None, repr=False)
+
+    def plan(self, allowed_bytes: int) -> Plan:
+        """The best plan within `allowed_bytes`; raises BudgetTooSmall with the smallest that was found."""
+        return self.answer(allowed_bytes)[0]
+
+    def answer(self, allowed_bytes: int) -> tuple[Plan, W]:
+        """The best plan and the way it is for."""
+        if self.prefer is Prefer.EXACTNESS and (exact := _answer(self.plain, allowed_bytes)):
+            return exact
+        best: tuple[Plan, W] | None = None
+        for least, way in self._by_least_seconds(allowed_bytes):
+            if best is not None and least >= best[0].projected_seconds:
+                break
+            found = _answer(way, allowed_bytes)
+            if found and (best is None or found[0].projected_seconds < best[0].projected_seconds):
+                best = found
+        if best is None:
+            raise self._too_small(allowed_bytes)
+        return best
+
+    def _by_least_seconds(self, allowed_bytes: int) -> list[tuple[float, W]]:
+        """The ways that could do, the most promising first; of equals the step as it is."""
+        least = self.plain.least_seconds(allowed_bytes)
+        if least <= self.step.seconds:
+            return [(least, self.plain)]
+        by_way = [(way.least_seconds(allowed_bytes), way) for way in (self.plain, *self.ways)]
+        return sorted(((least, way) for least, way in by_way if least < inf), key=lambda pair: pair[0])
+
+    @property
+    def ways(self) -> tuple[W, ...]:
+        """All ways to tile."""
+        if self._ways is None:
+            self._ways = tuple(self.find_ways())
+        return self._ways
+
+    def offers(self) -> tuple[Offer, ...]:
+        """Budget against time over all ways, from the smallest budget on."""
+        exact = tuple(self.plain.offers())
+        least = min(offer.peak_bytes for offer in exact)
+        tiled = [offer for way in self.ways for offer in _offers(way)]
+        if self.prefer is Prefer.EXACTNESS:
+            return (*_undominated(offer for offer in tiled if offer.peak_bytes < least), *exact)
+        return tuple(_undominated((*exact, *tiled)))
+
+    @property
+    def minimum_bytes(self) -> int:
+        """The smallest budget for which a plan was found; searches wherever it could be."""
+        return self._too_small(0).minimum_bytes
+
+    def _too_small(self, allowed_bytes: int) -> BudgetTooSmall:
+        smallest = _refusal(self.plain, allowed_bytes)
+        for way in sorted(self.ways, key=lambda way: way.floor_bytes):
+            if smallest is not None and way.floor_bytes >= smallest.minimum_bytes:
+                break
+            refused = _refusal(way, allowed_bytes)
+            if refused is not None and (smallest is None or refused.minimum_bytes < smallest.minimum_bytes):
+                smallest = refused
+        assert smallest is not None, "a step that refuses no budget"
+        return smallest
+
+
+def _answer(way: W, allowed_bytes: int) -> tuple[Plan, W] | None:
+    if way.floor_bytes > allowed_bytes:
+        return None
+    try:
+        return way.plan(allowed_bytes), way
+    except (BudgetTooSmall, BadUse, CaptureError):
+        return None
+
+
+def _refusal(way: Way, allowed_bytes: int) -> BudgetTooSmall | None:
+    try:
+        way.plan(allowed_bytes)
+    except BudgetTooSmall as fault:
+        return fault
+    except (BadUse, CaptureError):
+        return None
+    raise AssertionError("a way answers a budget that it was too small for")
+
+
+def _offers(way: Way) -> Iterable[Offer]:
+    try:
+        return way.offers()
+    except (BadUse, CaptureError):
+        return ()
+
+
+def _undominated(offers: Iterable[Offer]) -> Iterator[Offer]:
+    """By ascending peak, those that no smaller one matches in time; of equals the more exact."""
+    fastest = inf
+    for offer in sorted(offers, key=lambda o: (o.peak_bytes, o.seconds, o.exactness is Exactness.ROUNDING)):
+        if offer.seconds < fastest:
+            fastest = offer.seconds
+            yield offer

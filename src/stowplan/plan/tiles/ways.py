@@ -1,0 +1,133 @@
+"""Way: one graph for the step, with tiles or without, that answers budgets with plans."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+from typing import Protocol
+
+from stowplan.ir import Graph
+from stowplan.plan.bound import bound_of
+from stowplan.plan.decision import Decision
+from stowplan.plan.frontier import floor_of
+from stowplan.plan.make import Planner
+from stowplan.plan.order import slices_last
+from stowplan.plan.plan import Exactness, Plan
+from stowplan.plan.pricing import Pricing
+from stowplan.plan.problem import Problem, problem_of
+from stowplan.plan.tiles.maps import TileMap
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What can be had: a peak, the seconds of the whole step, and how exact it is."""
+
+    peak_bytes: int
+    seconds: float
+    exactness: Exactness
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStep:
+    """What plans are told against."""
+
+    seconds: float
+    peak_bytes: int
+
+
+class Way(Protocol):
+    """A source of plans, of which two things are known before plans are searched for."""
+
+    @property
+    def floor_bytes(self) -> int:
+        """No plan of it needs less."""
+
+    def least_seconds(self, allowed_bytes: int) -> float:
+        """No plan of it within so many bytes is expected to be faster; infinite if there can be none."""
+
+    def plan(self, allowed_bytes: int) -> Plan:
+        """The fastest plan found; raises BudgetTooSmall, or BadUse if it turns out to be no way at all."""
+
+    def offers(self) -> Iterable[Offer]:
+        """All that it can answer with; raises BadUse likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweeps:
+    """The sweeps of a graph: what they decide, the work they add, and their maps."""
+
+    decisions: Mapping[str, Decision] = field(default_factory=dict)
+    extra_macs: int = 0
+    maps: tuple[TileMap, ...] = ()
+
+    def told(self, plan: Plan, plain: PlainStep) -> Plan:
+        """A plan for the graph with the sweeps, told against the plain step."""
+        if not self.decisions:
+            return replace(plan, plain_peak_bytes=plain.peak_bytes)
+        return replace(
+            plan,
+            decisions={**plan.decisions, **self.decisions},
+            plain_peak_bytes=plain.peak_bytes,
+            plain_seconds=plain.seconds,
+            bound_seconds=min(plain.seconds, plan.bound_seconds),
+            extra_macs=plan.extra_macs + self.extra_macs,
+            tile_maps=self.maps,
+        )
+
+
+def offers_of(planner: Planner, exactness: Exactness) -> tuple[Offer, ...]:
+    """The frontier of a planner as offers."""
+    base = sum(planner.problem.seconds)
+    return tuple(Offer(p.peak_bytes, base + p.extra_seconds, exactness) for p in planner.frontier.points)
+
+
+def problem_in_order(graph: Graph, pricing: Pricing) -> Problem:
+    """The problem that a planner of the graph has."""
+    ordered = slices_last(graph)
+    return problem_of(ordered, [pricing.seconds[op.id] for op in ordered.ops], pricing.workspace_bytes)
+
+
+class GraphWay:
+    """A graph whose frontier is searched when it is first asked."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        pricing: Pricing,
+        plain: PlainStep,
+        *,
+        allow: Iterable[str],
+        sweeps: Sweeps | None = None,
+        moves: int | None = None,
+    ) -> None:
+        self.graph, self.pricing = graph, pricing
+        self._plain, self._allow, self._sweeps, self._moves = plain, tuple(allow), sweeps or Sweeps(), moves
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        return floor_of(self._problem)
+
+    def least_seconds(self, allowed_bytes: int) -> float:
+        if allowed_bytes < self.floor_bytes:
+            return inf
+        return sum(self._problem.seconds) + bound_of(self._problem, allowed_bytes)
+
+    @cached_property
+    def _problem(self) -> Problem:
+        return problem_in_order(self.graph, self.pricing)
+
+    @cached_property
+    def planner(self) -> Planner:
+        """The searched frontier."""
+        return Planner.of(self.graph, self.pricing, allow=self._allow, moves=self._moves)
+
+    def plan(self, allowed_bytes: int) -> Plan:
+        return self.told(self.planner.plan(allowed_bytes))
+
+    def told(self, plan: Plan) -> Plan:
+        """A plan of its planner, told against the plain step."""
+        return self._sweeps.told(plan, self._plain)
+
+    def offers(self) -> tuple[Offer, ...]:
+        tiled = Exactness.ROUNDING if self._sweeps.decisions else Exactness.BITWISE
+        return offers_of(self.planner, tiled)

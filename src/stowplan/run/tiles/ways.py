@@ -1,0 +1,168 @@
+"""Ways to run a captured step: as it is, or captured once more with stretches of it swept tile by tile."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+from typing import Protocol
+
+from torch import nn
+
+from stowplan.capture import Captured
+from stowplan.errors import BadUse
+from stowplan.ir import Kind, Phase
+from stowplan.plan.plan import Plan
+from stowplan.plan.pricing import Basis, Pricing
+from stowplan.plan.tiles.candidates import Tiled, Tiling, stage_tilings, whole_tilings
+from stowplan.plan.tiles.collapse import extra_macs_of
+from stowplan.plan.tiles.crops import crops_early
+from stowplan.plan.tiles.mapping import tile_map_of
+from stowplan.plan.tiles.maps import TileMap
+from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way
+from stowplan.run.planning import plan_within, price_captured
+from stowplan.run.probe import Progress
+from stowplan.run.tiles.sweep import Sweep
+from stowplan.run.tiles.swept import capture_swept, check_differentiable
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A captured step and what it was captured of."""
+
+    captured: Captured
+    model: nn.Module
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How plans are searched for."""
+
+    allow: frozenset[str]
+    moves: int | None = None
+    progress: Progress | None = None
+
+
+class StepWay(Way, Protocol):
+    """A way that can be run."""
+
+    @property
+    def captured(self) -> Captured:
+        """The step that its plans are for."""
+
+
+class CapturedWay(GraphWay):
+    """A step whose ops have been tried. Its plans are verified and leave room for the draws they replay."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        pricing: Pricing,
+        step: PlainStep,
+        search: Search,
+        sweeps: Sweeps | None = None,
+    ) -> None:
+        super().__init__(captured.graph, pricing, step, allow=search.allow, sweeps=sweeps, moves=search.moves)
+        self.captured = captured
+
+    def plan(self, allowed_bytes: int) -> Plan:
+        return self.told(plan_within(self.planner, allowed_bytes))
+
+
+class SweptWay:
+    """Some stretches in sweeps. It is captured when first asked for its memory, and tried for its plans."""
+
+    def __init__(
+        self, subject: Subject, tiling: Tiling, pricing: Pricing, step: PlainStep, search: Search
+    ) -> None:
+        self._subject, self._tiling, self._step, self._search = subject, tiling, step, search
+        self._expected_seconds = step.seconds + sum(_extra_seconds(tiled, pricing) for tiled in tiling)
+        tensors = subject.captured.graph.tensors.values()
+        self._standing_bytes = sum(t.nbytes or 0 for t in tensors if t.kind is Kind.PARAMETER)
+
+    def least_seconds(self, allowed_bytes: int) -> float:
+        """By the region algebra, before it is captured."""
+        tiles = max(tiled.costs.forward_peak_bytes for tiled in self._tiling)
+        return self._expected_seconds if self._standing_bytes + tiles <= allowed_bytes else inf
+
+    @cached_property
+    def floor_bytes(self) -> int:
+        """What the graph needs if tiles take no more than they hold forward."""
+        peaks = {s.name: t.costs.forward_peak_bytes for s, t in zip(self._sweeps, self._tiling, strict=True)}
+        ops = self.captured.graph.ops
+        workspace = {op.id: peaks.get(str(op.attributes.get("name")), 0) for op in ops}
+        pricing = Pricing({op.id: 0.0 for op in ops}, Basis.MEASURED, workspace)
+        return GraphWay(self.captured.graph, pricing, self._step, allow=()).floor_bytes
+
+    def plan(self, allowed_bytes: int) -> Plan:
+        return self._tried.plan(allowed_bytes)
+
+    def offers(self) -> Iterable[Offer]:
+        return self._tried.offers()
+
+    @cached_property
+    def _sweeps(self) -> tuple[Sweep, ...]:
+        calls = self._subject.captured.program.calls
+        return tuple(Sweep(tiled.segment, calls, tiled.parts) for tiled in self._tiling)
+
+    @cached_property
+    def captured(self) -> Captured:
+        subject = self._subject
+        early = replace(subject.captured, graph=crops_early(subject.captured.graph))
+        return capture_swept(early, subject.model, subject.args, subject.kwargs, sweeps=self._sweeps)
+
+    @cached_property
+    def _tried(self) -> CapturedWay:
+        pricing = price_captured(self.captured, self._search.progress)
+        return CapturedWay(self.captured, pricing, self._step, self._search, self._decided())
+
+    def _decided(self) -> Sweeps:
+        maps = tuple(self._maps())
+        decisions = {
+            name: decision
+            for told, tiled in zip(maps, self._tiling, strict=True)
+            for name, decision in told.decisions(tiled.segment.inside).items()
+        }
+        return Sweeps(decisions, sum(told.extra_macs for told in maps), maps)
+
+    def _maps(self) -> Iterator[TileMap]:
+        forward = (op for op in self.captured.graph.ops if op.phase is Phase.FORWARD)
+        named = {str(op.attributes.get("name")): op.id for op in forward}
+        for sweep, tiled in zip(self._sweeps, self._tiling, strict=True):
+            extra = extra_macs_of(tiled.segment, tiled.costs)
+            yield tile_map_of(
+                tiled.segment, tiled.parts, tiled.costs, sweep=named[sweep.name], extra_macs=extra
+            )
+
+
+def ways_of(subject: Subject, pricing: Pricing, step: PlainStep, search: Search) -> Iterator[StepWay]:
+    """All ways to tile a step; none if autograd would not do what the step does."""
+    captured = subject.captured
+    if "tile" not in search.allow or _has_foreign_parameters(subject):
+        return
+    try:
+        check_differentiable(captured, subject.model, subject.args, subject.kwargs)
+    except BadUse:
+        return
+    early = crops_early(captured.graph)
+    for tiling in (*stage_tilings(early), *((tiled,) for tiled in whole_tilings(early))):
+        yield SweptWay(subject, tiling, pricing, step, search)
+
+
+def _has_foreign_parameters(subject: Subject) -> bool:
+    """Whether a loss brings tensors of its own, which the model as captured once more does not have."""
+    program, model = subject.captured.program, subject.model
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    named = (*program.parameters.values(), *program.buffers.values())
+    return any(names[0] not in known for names in named)
+
+
+def _extra_seconds(tiled: Tiled, pricing: Pricing) -> float:
+    """Work done twice for the halo and, unless the tiles end in the loss, once more to differentiate."""
+    work, graph = tiled.costs.work, tiled.segment.graph
+    runs = 1 if tiled.segment.loss else 2
+    ahead = sum(pricing.seconds[op.id] * (runs * work[op.id] - 1) for op in tiled.segment.ops)
+    adjoints = (op for op in graph.ops if op.phase is Phase.BACKWARD and op.adjoint_of in work)
+    return ahead + sum(pricing.seconds[op.id] * (work[op.adjoint_of or ""] - 1) for op in adjoints)
