@@ -8,7 +8,7 @@ help: ## print this help
 .PHONY: install
 install: ## install stowplan with torch (CPU build) and the development tools
 	$(PYTHON) -m pip install torch==2.13.0
-	$(PYTHON) -m pip install -e '.[torch,dev]'
+	$(PYTHON) -m pip install -e '.[torch,integrations,dev]'
 
 .PHONY: lint
 lint: ## ruff and oxlint: style and common faults

@@ -8,12 +8,13 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from as_text import AsText
 from examination import LONGEST_SECONDS, examine
 from mutations import mutant
 
 from stowplan.analyse.inspection import inspection_of
 from stowplan.errors import BadInput, StowplanError
-from stowplan.formats.door import READERS, Reader, read_document
+from stowplan.formats.door import BINARY_READERS, READERS, Reader, read_document
 from stowplan.ir import Document, Graph, validate
 
 MUTANTS = 10_000
@@ -26,15 +27,22 @@ DOCUMENTS = {
     "tensorflow": "003",
     "tilelog": "004",
 }
+ALL: tuple[Reader, ...] = (*READERS, *map(AsText, BINARY_READERS))
+
+
+def encoding_of(reader: Reader) -> str:
+    return "latin-1" if isinstance(reader, AsText) else "utf-8"
+
+
 SAMPLES = {
     reader.FORMAT: [
-        path.read_text(encoding="utf-8")
+        path.read_bytes().decode(encoding_of(reader))
         for path in sorted((Path(__file__).parent / "samples").glob(f"{reader.FORMAT}*"))
     ]
-    for reader in READERS
+    for reader in ALL
 }
 
-each_reader = pytest.mark.parametrize("reader", READERS, ids=lambda reader: str(reader.FORMAT))
+each_reader = pytest.mark.parametrize("reader", ALL, ids=lambda reader: str(reader.FORMAT))
 
 
 def others_than(reader: Reader) -> list[str]:
@@ -45,7 +53,7 @@ def others_than(reader: Reader) -> list[str]:
 def test_samples_are_read(reader: Reader) -> None:
     assert SAMPLES[reader.FORMAT]
     for text in SAMPLES[reader.FORMAT]:
-        assert [other.FORMAT for other in READERS if other.recognise(text)] == [reader.FORMAT]
+        assert [other.FORMAT for other in ALL if other.recognise(text)] == [reader.FORMAT]
         assert reader.read(text).format == reader.FORMAT
 
 
@@ -79,7 +87,7 @@ def test_damaged_files_are_told_by_name(reader: Reader, tmp_path: Path) -> None:
     """Through the file door: bytes that are no text, and every refusal with the file's name."""
     path, random = tmp_path / "damaged", Random(reader.FORMAT)
     for text in SAMPLES[reader.FORMAT] * 50:
-        data = bytearray(text.encode())
+        data = bytearray(text.encode(encoding_of(reader)))
         for _ in range(random.choice((1, 3))):
             data[random.randrange(len(data))] = random.randrange(256)
         path.write_bytes(data)

@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Protocol
 
 from stowplan.errors import BadInput, BadUse
-from stowplan.formats import chainer, graphtext, megengine, regiongraph, stow, tensorflow, tilelog
+from stowplan.formats import (
+    chainer,
+    graphtext,
+    megengine,
+    onnx,
+    regiongraph,
+    stow,
+    tensorflow,
+    tilelog,
+    torch_snapshot,
+    torch_trace,
+)
 from stowplan.formats.chainer import SavedView
 from stowplan.ir import Document
 from stowplan.units import format_bytes
@@ -27,7 +38,29 @@ class Reader(Protocol):
         """What the text says; BadInput if it breaks the format."""
 
 
-READERS: tuple[Reader, ...] = (stow, graphtext, megengine, regiongraph, tilelog, tensorflow, chainer)
+class BinaryReader(Protocol):
+    """What the module of a format that is no text offers."""
+
+    FORMAT: str
+
+    def recognise(self, data: bytes) -> bool:
+        """Whether a file begins like one of this format; cheap."""
+
+    def read(self, data: bytes) -> Document:
+        """What the file says; BadInput if it breaks the format."""
+
+
+BINARY_READERS: tuple[BinaryReader, ...] = (onnx, torch_snapshot)
+READERS: tuple[Reader, ...] = (
+    stow,
+    graphtext,
+    megengine,
+    torch_trace,
+    regiongraph,
+    tilelog,
+    tensorflow,
+    chainer,
+)
 
 
 def read_document(path: str | Path, *, saved: str | None = None) -> Document:
@@ -36,22 +69,35 @@ def read_document(path: str | Path, *, saved: str | None = None) -> Document:
     `saved` ("listed" or "retain") chooses between the two views that a Chainer file gives of its backward.
     """
     try:
-        return read_text(_text_in(Path(path)), saved=saved)
+        return _read_data(_data_in(Path(path)), saved)
     except BadInput as fault:
         raise fault.in_file(str(path)) from fault
+
+
+def _read_data(data: bytes, saved: str | None) -> Document:
+    reader = next((reader for reader in BINARY_READERS if reader.recognise(data)), None)
+    if reader is None:
+        return read_text(_decoded(data), saved=saved)
+    _refuse_view(saved, reader.FORMAT)
+    return reader.read(data)
 
 
 def read_text(text: str, *, saved: str | None = None) -> Document:
     """What a text in any of the known formats says."""
     reader = next((reader for reader in READERS if reader.recognise(text)), None)
     if reader is None:
-        formats = ", ".join(reader.FORMAT for reader in READERS)
-        raise BadInput(f"begins like none of the formats that can be read: {formats}", where="line 1")
-    if saved is None:
-        return reader.read(text)
-    if reader.FORMAT != chainer.FORMAT:
-        raise BadUse(f"what backward saves can be chosen for chainer files only, and this is {reader.FORMAT}")
-    return chainer.read(text, _view(saved))
+        formats = [*(reader.FORMAT for reader in READERS), *(reader.FORMAT for reader in BINARY_READERS)]
+        what = f"begins like none of the formats that can be read: {', '.join(formats)}"
+        raise BadInput(what, where="line 1")
+    if saved is not None and reader is chainer:
+        return chainer.read(text, _view(saved))
+    _refuse_view(saved, reader.FORMAT)
+    return reader.read(text)
+
+
+def _refuse_view(saved: str | None, format_name: str) -> None:
+    if saved is not None:
+        raise BadUse(f"what backward saves can be chosen for chainer files only, and this is {format_name}")
 
 
 def _view(saved: str) -> SavedView:
@@ -61,8 +107,8 @@ def _view(saved: str) -> SavedView:
         raise BadUse(f"{saved!r} is not a view of what is saved; say {' or '.join(SavedView)}") from None
 
 
-def _text_in(path: Path) -> str:
-    """The text of a regular file, its line ends made one kind."""
+def _data_in(path: Path) -> bytes:
+    """The bytes of a regular file of bearable size."""
     try:
         if not path.is_file():
             raise BadInput("is not a file" if path.exists() else "does not exist")
@@ -72,13 +118,15 @@ def _text_in(path: Path) -> str:
         raise BadInput(f"cannot be read: {fault.strerror or fault}") from fault
     if len(data) > MOST_BYTES:
         raise BadInput(f"is larger than {format_bytes(MOST_BYTES)}, the most that is read")
-    return _decoded(data).replace("\r\n", "\n").replace("\r", "\n")
+    return data
 
 
 def _decoded(data: bytes) -> str:
+    """The text of a file, its line ends made one kind."""
     if b"\0" in data:
         raise BadInput("holds a NUL byte, so it is no text", where=f"byte {data.index(0)}")
     try:
-        return data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as fault:
         raise BadInput(f"is not UTF-8: {fault.reason}", where=f"byte {fault.start}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")

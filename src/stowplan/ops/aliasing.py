@@ -36,6 +36,7 @@ def pointwise(site: Site) -> Aliasing:
     )
 
 
+@aliasing_of.entry("onnx.Reshape", "onnx.Flatten", "onnx.Squeeze", "onnx.Unsqueeze", "onnx.Identity")
 @aliasing_of.entry("Reshape")
 def reshape(_: Site) -> Aliasing:
     """The same elements under another shape."""

@@ -15,9 +15,12 @@ class Effect(Flag):
     OUTSIDE = auto()  # reads what the graph does not hold
 
 
-def no_effect(_: Site) -> Effect:
-    """The stated default: an op without a rule only computes its outputs."""
-    return Effect.NONE
+def no_effect(site: Site) -> Effect:
+    """The stated default: an op without a rule only computes its outputs.
+
+    One of which not even the operands are known, as in a history of allocations, cannot be run again.
+    """
+    return Effect.OUTSIDE if site.attributes.get("operands") == "unknown" else Effect.NONE
 
 
 ONCE = Effect.BUFFER_UPDATE | Effect.OUTSIDE  # no way to run it a second time; random draws can be replayed
@@ -25,7 +28,7 @@ ONCE = Effect.BUFFER_UPDATE | Effect.OUTSIDE  # no way to run it a second time; 
 effect_of: Table[Effect] = Table("effects", default=no_effect)
 
 
-@effect_of.entry("Dropout")
+@effect_of.entry("Dropout", "onnx.Dropout")
 @effect_of.entry(*aten.RANDOM)
 def draws_random_numbers(_: Site) -> Effect:
     """A second run would draw another mask."""

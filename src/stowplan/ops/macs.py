@@ -90,6 +90,36 @@ def untied_adjoint(site: Site) -> int:
     return forward * _gradients_of(site, site.inputs[1:3])
 
 
+@macs_of.entry("onnx.Conv", "onnx.ConvTranspose")
+def onnx_convolution(site: Site) -> int:
+    """Each output, or each input if transposed, takes one weight [in or out, k..] of its group."""
+    met = site.inputs[0] if site.op.type == "onnx.ConvTranspose" else site.outputs[0]
+    return elements_of(met) * prod(shape_of(site.inputs[1])[1:])
+
+
+@macs_of.entry("onnx.Conv.backward", "onnx.ConvTranspose.backward")
+def onnx_convolution_adjoint(site: Site) -> int:
+    """Inputs (gradient, image, weight): a forward's worth for the gradient of each of the two."""
+    met = site.inputs[1] if site.op.type == "onnx.ConvTranspose.backward" else site.inputs[0]
+    forward = elements_of(met) * prod(shape_of(site.inputs[2])[1:])
+    return forward * _gradients_of(site, site.inputs[1:3])
+
+
+@macs_of.entry("onnx.MatMul", "onnx.Gemm")
+def onnx_matrix_multiplication(site: Site) -> int:
+    """Each output takes a row of the left matrix."""
+    rows, columns = shape_of(site.inputs[0])[-2:]
+    return elements_of(site.outputs[0]) * (rows if site.attributes.get("transA") else columns)
+
+
+@macs_of.entry("onnx.MatMul.backward", "onnx.Gemm.backward")
+def onnx_matrix_multiplication_adjoint(site: Site) -> int:
+    """Inputs (gradient, left, right): a forward's worth for the gradient of each of the two."""
+    rows, columns = shape_of(site.inputs[1])[-2:]
+    forward = elements_of(site.inputs[0]) * (rows if site.attributes.get("transA") else columns)
+    return forward * _gradients_of(site, site.inputs[1:3])
+
+
 @macs_of.entry("aten.convolution.default")
 def aten_convolution(site: Site) -> int:
     """Each output, or each input if transposed, takes one weight [in or out, k..] of its group."""

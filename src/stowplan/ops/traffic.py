@@ -13,6 +13,7 @@ traffic_of: Table[int] = Table("traffic", default=each_tensor_once)
 
 
 @traffic_of.entry("Reshape", "Identity")
+@traffic_of.entry("onnx.Reshape", "onnx.Flatten", "onnx.Squeeze", "onnx.Unsqueeze", "onnx.Identity")
 @traffic_of.entry(*aten.VIEWS)
 def nothing_moves(_: Site) -> int:
     """A view costs no traffic."""

@@ -1,0 +1,121 @@
+"""The records of a snapshot, typed. A fault is told with its place: `device_traces[0][12].size`.
+
+A value may be shared by many records, as the call stacks are: each is looked at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from stowplan.errors import BadInput
+
+MOST_EVENTS = 1_000_000
+
+Name: TypeAlias = Annotated[str, Meta(max_length=10_000, pattern=r"^[^\x00-\x1f\ud800-\udfff]*$")]
+Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**62)]
+
+
+class Frame(Struct, frozen=True):
+    """One call of a call stack."""
+
+    filename: Name = ""
+    line: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    name: Name = ""
+
+
+class Block(Struct, frozen=True):
+    """A piece of a segment; old snapshots leave its address to be counted from the segment's."""
+
+    size: Count
+    state: Name
+    address: Count | None = None
+    requested_size: Count | None = None
+
+
+class Segment(Struct, frozen=True):
+    """What the allocator took from the device at once."""
+
+    address: Count
+    total_size: Count
+    blocks: tuple[Block, ...]
+    device: Annotated[int, Meta(ge=0, lt=2**16)] = 0
+
+
+class Event(Struct, frozen=True):
+    """One thing that the allocator did; an event without an address is about the whole device."""
+
+    action: Name
+    size: Count = 0
+    addr: Count | None = None
+    time_us: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """An event, and the call stack it came from as it stands in the file."""
+
+    event: Event
+    frames: object
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The whole file: the segments at its end, and for each device what happened before."""
+
+    segments: tuple[Segment, ...]
+    traces: tuple[tuple[Traced, ...], ...]
+
+
+def parse(value: object) -> Snapshot:
+    """The snapshot in a decoded pickle, or BadInput at the first record that is not what it should be."""
+    if not isinstance(value, Mapping) or not {"segments", "device_traces"} & value.keys():
+        raise BadInput("is a pickle without segments and device_traces: no memory snapshot", where="byte 0")
+    segments = _listed(value.get("segments", []), "segments")
+    traces = [
+        _listed(trace, f"device_traces[{device}]")
+        for device, trace in enumerate(_listed(value.get("device_traces", []), "device_traces"))
+    ]
+    blocks = sum(len(_listed(_field(segment, "blocks"), "segments")) for segment in segments)
+    if blocks + sum(map(len, traces)) > MOST_EVENTS:
+        raise BadInput(f"more than {MOST_EVENTS:,} events and blocks", where="device_traces")
+    return Snapshot(
+        tuple(_typed(segment, Segment, f"segments[{at}]") for at, segment in enumerate(segments)),
+        tuple(_trace(trace, f"device_traces[{device}]") for device, trace in enumerate(traces)),
+    )
+
+
+def _trace(entries: Sequence[object], where: str) -> tuple[Traced, ...]:
+    return tuple(
+        Traced(_typed(entry, Event, f"{where}[{at}]"), _field(entry, "frames"))
+        for at, entry in enumerate(entries)
+    )
+
+
+def frames_in(value: object) -> tuple[Frame, ...]:
+    """A call stack, the innermost call first."""
+    return tuple(_typed(frame, Frame, "frames") for frame in _listed(value, "frames"))
+
+
+def _listed(value: object, where: str) -> Sequence[object]:
+    if not isinstance(value, list | tuple):
+        raise BadInput(f"{type(value).__name__} where a list should be", where=where)
+    return value
+
+
+def _field(record: object, key: str) -> object:
+    """A field that is looked at apart; a list where the record has none."""
+    return record.get(key, []) if isinstance(record, Mapping) else []
+
+
+Record = TypeVar("Record")
+
+
+def _typed(value: object, kind: type[Record], where: str) -> Record:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        raise BadInput(what, where=f"{where}{path.rstrip('`')}") from None

@@ -1,0 +1,102 @@
+"""Calls: the profiler's spans nested by time, thread by thread, with the time each took for itself."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from stowplan.formats.torch_trace.records import Event, Trace
+from stowplan.ir import Phase
+
+_SPANS = ("cpu_op", "user_annotation")
+_PHASES = (
+    ("autograd::engine::evaluate_function", Phase.BACKWARD),
+    ("Optimizer.", Phase.UPDATE),
+)
+_ALLOCATORS = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "resize_")
+)  # calls that ops make to get memory: whoever called them took it
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One span, and the one it lies in."""
+
+    event: Event
+    parent: "Call | None"
+    phase: Phase
+    inner_us: float = 0.0
+    is_leaf: bool = True
+
+    @property
+    def self_us(self) -> float:
+        """Its time without that of the calls inside it."""
+        return max(0.0, self.event.dur - self.inner_us)
+
+    @property
+    def end_us(self) -> float:
+        return self.event.ts + self.event.dur
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """All calls, and for each memory event, by its position in the trace, the innermost call around it."""
+
+    all: list[Call]
+    around: Mapping[int, Call | None]
+
+
+@dataclass(slots=True)
+class _Thread:
+    """What is open on one thread while its events are read in order of time."""
+
+    open: list[Call] = field(default_factory=list)
+
+    def innermost_at(self, time_us: float) -> Call | None:
+        """The call that runs at a time; those that ended before are closed."""
+        while self.open and self.open[-1].end_us < time_us:
+            self.open.pop()
+        return self.open[-1] if self.open else None
+
+    def enter(self, event: Event) -> Call:
+        """A call that begins inside what is open."""
+        parent = self.innermost_at(event.ts)
+        call = Call(event, parent, _phase(event, parent))
+        if parent:
+            parent.inner_us += event.dur
+            parent.is_leaf = False
+        self.open.append(call)
+        return call
+
+
+def calls_of(trace: Trace) -> Calls:
+    """Nest the spans of each thread."""
+    found = Calls([], around := {})
+    for events in _by_thread(trace.events).values():
+        thread = _Thread()
+        for position, event in sorted(events, key=_outer_first):
+            if event.is_memory:
+                around[position] = thread.innermost_at(event.ts)
+            elif event.name not in _ALLOCATORS or thread.innermost_at(event.ts) is None:
+                found.all.append(thread.enter(event))
+    return found
+
+
+def _by_thread(events: Iterable[Event]) -> dict[object, list[tuple[int, Event]]]:
+    threads: dict[object, list[tuple[int, Event]]] = defaultdict(list)
+    for position, event in enumerate(events):
+        if event.is_memory or (event.ph == "X" and event.cat in _SPANS):
+            threads[event.pid, event.tid].append((position, event))
+    return threads
+
+
+def _outer_first(entry: tuple[int, Event]) -> tuple[float, float, int]:
+    """By time; of what begins together, the longest first."""
+    position, event = entry
+    return event.ts, -event.dur, position
+
+
+def _phase(event: Event, parent: Call | None) -> Phase:
+    for beginning, phase in _PHASES:
+        if event.name.startswith(beginning):
+            return phase
+    return parent.phase if parent else Phase.FORWARD
