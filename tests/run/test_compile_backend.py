@@ -51,16 +51,16 @@ def compiled(
 class Broken(nn.Module):
     """Four blocks that are graphs of their own."""
 
-    def __init__(self, *, dropout: float = 0.0) -> None:
+    def __init__(self, *, dropout: float = 0.0, width: int = 16) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(*self._layers(dropout)) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Sequential(*self._layers(dropout, width)) for _ in range(4))
 
     @staticmethod
-    def _layers(dropout: float) -> Iterator[nn.Module]:
+    def _layers(dropout: float, width: int) -> Iterator[nn.Module]:
         for _ in range(2):
-            yield from (nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Dropout(dropout))
+            yield from (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width), nn.Dropout(dropout))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> object:
         first, second, third, fourth = self.blocks
         x = first(x)
         torch._dynamo.graph_break()
@@ -68,8 +68,22 @@ class Broken(nn.Module):
         torch._dynamo.graph_break()
         x = third(x)
         torch._dynamo.graph_break()
-        loss: Tensor = fourth(x).square().mean()
-        return loss
+        return self.finish(fourth(x))
+
+    def finish(self, hidden: Tensor) -> object:
+        return hidden.square().mean()
+
+
+class BrokenWithLogits(Broken):
+    """Its results are held by the caller while the graphs before have their backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 256)
+
+    def finish(self, hidden: Tensor) -> object:
+        logits = self.head(hidden)
+        return logits.square().mean(), logits
 
 
 class WithLogits(nn.Module):
@@ -85,12 +99,12 @@ class WithLogits(nn.Module):
 
 
 def peak_bytes(run: Callable[..., object], model: nn.Module, x: Tensor) -> int:
-    """What is there at once during a step, parameters and all."""
+    """What is there at once during a step, parameters and all, and what is returned to its end."""
 
-    def step() -> Tensor:
-        loss = scalar(run(x))
-        torch.autograd.backward(loss)
-        return loss
+    def step() -> object:
+        output = run(x)
+        torch.autograd.backward(scalar(output[0] if isinstance(output, tuple) else output))
+        return output
 
     model.zero_grad(set_to_none=True)
     return measure(step, before=[*model.parameters(), *model.buffers(), x]).measured_peak_bytes
@@ -157,9 +171,47 @@ def test_larger_budgets_cost_less_time() -> None:
 def test_too_small_a_budget_says_what_others_hold() -> None:
     model, x = Broken(), images(2048, 16)
     run, _, _ = compiled(model, peak_bytes(model, model, x) // 3)
-    with pytest.raises(BudgetTooSmall, match=r"other graphs hold .* binds through") as caught:
+    with pytest.raises(
+        BudgetTooSmall, match=r"for all graphs of the step.* binds through .* held by others"
+    ) as caught:
         run(x)
     assert caught.value.minimum_bytes > caught.value.allowed_bytes
+
+
+def test_gradients_of_later_graphs_are_there_when_earlier_ones_run_backward() -> None:
+    """With parameters larger than activations, graphs that fit forward may not fit backward."""
+    model, x = Broken(width=128), images(16, 128)
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    allowed = int(1.5 * parameter_bytes)
+    while smallest := smallest_budget(model, x, allowed):
+        assert smallest > allowed
+        allowed = smallest
+    assert allowed > 2 * parameter_bytes
+    torch._dynamo.reset()
+    run, twin, _ = compiled(model, allowed)
+    trained(run, twin, (x,))
+    assert peak_bytes(run, twin, x) <= allowed
+
+
+def smallest_budget(model: nn.Module, x: Tensor, allowed: int) -> int | None:
+    """What a refusal of this one says it must at least be; none if it is enough."""
+    torch._dynamo.reset()
+    run, twin, _ = compiled(model, allowed)
+    try:
+        trained(run, twin, (x,))
+    except BudgetTooSmall as refusal:
+        return refusal.minimum_bytes
+    return None
+
+
+@pytest.mark.parametrize("share", [0.95, 0.8])
+def test_results_that_the_caller_holds_count(share: float) -> None:
+    model, x = BrokenWithLogits(), images(1024, 16)
+    allowed = int(share * peak_bytes(model, model, x))
+    run, twin, _ = compiled(model, allowed)
+    for _ in range(2):
+        peak_bytes(run, twin, x)
+    assert peak_bytes(run, twin, x) <= allowed
 
 
 def test_modules_compiled_with_the_same_options_share_the_budget() -> None:

@@ -19,18 +19,28 @@ _RUNGS = 32  # a frontier is thinned to about as many
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A plan, the most it has at once, and what it keeps between its halves besides what it is given."""
+    """A plan, the most its halves have at once, and what it keeps between them besides what it is given."""
 
     plan: Plan
-    peak_bytes: int
+    forward_bytes: int
+    backward_bytes: int
     kept_bytes: int
 
     @staticmethod
     def of(plan: Plan) -> "Rung":
-        """Both figures with the states that the plan replays draws from."""
-        replayed = replayed_bytes(plan)
-        kept = plan.projected_curve_bytes[_turn(plan)] - _given_bytes(plan) + replayed
-        return Rung(plan, plan.projected_peak_bytes + replayed, kept)
+        """All figures with the states that the plan replays draws from."""
+        curve, turn, replayed = plan.projected_curve_bytes, _turn(plan), replayed_bytes(plan)
+        return Rung(
+            plan,
+            forward_bytes=max(curve[: turn + 1]) + replayed,
+            backward_bytes=max(curve[turn:]) + replayed,
+            kept_bytes=curve[turn] - _given_bytes(plan) + replayed,
+        )
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most it has at once."""
+        return max(self.forward_bytes, self.backward_bytes)
 
 
 class Ladder:

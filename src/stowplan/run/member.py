@@ -28,6 +28,7 @@ class Member:
     is_followed: bool
     height: int = 0
     is_known: bool = False  # whether a whole step with it has been seen
+    lingering_bytes: int = 0  # of its results, what the caller was seen to hold beyond its backward
     _ladders: dict[bool, Ladder] = field(default_factory=dict)
 
     def rung(self, height: int) -> Rung:

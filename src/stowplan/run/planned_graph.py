@@ -18,8 +18,8 @@ from torch.fx import Node as GraphNode
 from stowplan.errors import BadUse
 from stowplan.run.captured_graph import CapturedGraph
 from stowplan.run.fit import kind_of_call
-from stowplan.run.ladder import Rung
 from stowplan.run.shared_budget import SharedBudget
+from stowplan.run.visit import Run
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -64,9 +64,9 @@ class PlannedGraph:
         kind = kind_of_call(self._graph, inputs, {})
         captured = self._captured_for(kind, inputs)
         there = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
-        rung = self._settings.budget.rung_for(captured.member, there, captured.wanted(inputs))
-        outputs = captured.run(rung.plan, inputs)
-        self._follow(kind, captured, rung, outputs)
+        run = self._settings.budget.begin(captured.member, there, captured.wanted(inputs))
+        outputs = captured.run(run.rung.plan, inputs)
+        self._follow(kind, captured, run, outputs)
         return outputs
 
     def _captured_for(self, kind: object, inputs: tuple[object, ...]) -> CapturedGraph:
@@ -82,15 +82,15 @@ class PlannedGraph:
             )
         return self._captured[key]
 
-    def _follow(self, kind: object, captured: CapturedGraph, rung: Rung, outputs: Sequence[object]) -> None:
+    def _follow(self, kind: object, captured: CapturedGraph, run: Run, outputs: Sequence[object]) -> None:
         """Tell the budget when the backward of this run is done, and learn from it what is differentiated."""
         tensors = [output for output in outputs if isinstance(output, Tensor)]
-        budget, node = self._settings.budget, _node_below(tensors)
-        run = budget.opened(rung, tensors)
+        node, account = _node_below(tensors), self._settings.budget.opened(run, tensors)
         if self._loss is not None:
             node.register_prehook(partial(self._learn, kind, captured, self._loss))
-        node.register_hook(lambda *_: budget.closed(run))
-        weakref.finalize(node, budget.closed, run).atexit = False
+        node.register_prehook(lambda _: account.turned())
+        node.register_hook(lambda *_: account.closed(run))
+        weakref.finalize(node, account.dropped, run).atexit = False
 
     def _learn(
         self, kind: object, captured: CapturedGraph, loss: int, gradients: Sequence[Tensor | None]
