@@ -56,9 +56,8 @@ class Waiting:
         if self._allowed_bytes is None:
             return f"down to {format_bytes(int(min(peak for peak, _ in searching.points)))}"
         ratio = searching.ratio_within(self._allowed_bytes)
-        if ratio is None:
-            return "nothing fits yet"
-        return f"best {ratio:.3f} x plain, gap {searching.gap_within(self._allowed_bytes):.1%}"
+        gap = searching.gap_within(self._allowed_bytes)
+        return "nothing fits yet" if ratio is None else f"best {ratio:.3f} x plain, gap {gap:.1%}"
 
 
 def _told(seconds: float) -> str:

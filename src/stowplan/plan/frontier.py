@@ -26,6 +26,7 @@ import numpy as np
 from stowplan.plan.bound import crossing_at
 from stowplan.plan.ledger import Gaps, Ledger, State
 from stowplan.plan.problem import Problem
+from stowplan.plan.watch import Searching, tell
 
 _ANCHORS = 16  # budgets that get a start of their own
 _LARGE = 3000  # gaps from which on starts are fewer, and rounded from a fractional optimum
@@ -33,6 +34,7 @@ _TIGHTENED = 4  # how often such a start is asked for less
 _SETTLED = 0.001  # of the plain step: so near to the bound, a budget needs no further search
 _SWEEPS = 6
 _HEATS = (-1.5, -1.0, -0.5)  # cooling of the last sweeps: so hot that a higher peak may come before a lower
+_OF_A_START, _OF_A_SWEEP = 0.3 / _ANCHORS, 0.6 / (_SWEEPS + len(_HEATS))  # shares of the time, roughly
 _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
 _HOT, _COLD = 0.1, 0.007  # temperatures, in seconds of an average droppable value's op
 _PENALTY = 4.0  # price of being over the budget by the whole plain peak, in seconds of the plain step
@@ -106,6 +108,8 @@ class _Search:
         self._warmth = float(np.mean([c for c in costly.values() if c > 0] or [0.0]))
         self._peaks: list[int] = []
         self._points: list[tuple[float, bytes]] = []
+        self._bounds: list[tuple[float, float]] = []  # budgets, and what no schedule within them can avoid
+        self._share = 0.0
         self._plain_bytes, _ = self._look()
         self._plain_seconds = sum(problem.seconds)
         backward = self._ledger.curve_bytes()[problem.turn :]
@@ -120,6 +124,14 @@ class _Search:
                 for peak, (seconds, states) in zip(self._peaks, self._points, strict=True)
             )
         )
+
+    def _advance(self, share: float) -> None:
+        """Tell whoever watches what there is, before a part of the search that takes `share` of its time."""
+        tell(lambda: Searching(self._share, self._plain_seconds, self._offers(), tuple(self._bounds)))
+        self._share += share
+
+    def _offers(self) -> list[tuple[float, float]]:
+        return [(peak, seconds) for peak, (seconds, _) in zip(self._peaks, self._points, strict=True)]
 
     def has_room(self) -> bool:
         """Whether the peak is above the floor, and so can be lowered at all."""
@@ -136,6 +148,8 @@ class _Search:
         """
         budget = self._budget_at(share)
         crossing = crossing_at(self._ledger.problem, self._cut, int(budget), whole=not self.is_large())
+        self._bounds.append((budget, crossing.seconds))
+        self._advance(_OF_A_START)
         self._cross_with(crossing.kept)
         self._tighten(budget)
         for _ in range(_CHUNKS):
@@ -172,6 +186,7 @@ class _Search:
 
     def sweep(self, stretches: list[tuple[float, float]], moves: int, cooling: float, down: bool) -> None:
         """One pass of the budget over the stretches, towards the floor or back; `moves` for all there is."""
+        self._advance(_OF_A_SWEEP)
         shares = [
             low + (high - low) * move / count
             for low, high in stretches

@@ -31,11 +31,11 @@ class Searching:
         fitting = [seconds for peak, seconds in self.points if peak <= allowed_bytes]
         return 1 + min(fitting) / self.plain_seconds if fitting and self.plain_seconds else None
 
-    def gap_within(self, allowed_bytes: int) -> float:
+    def gap_within(self, allowed_bytes: int) -> float | None:
         """How far that may be from the best there is, as a share of it."""
-        ratio = self.ratio_within(allowed_bytes) or 1.0
+        ratio = self.ratio_within(allowed_bytes)
         least = max((seconds for budget, seconds in self.bounds if budget >= allowed_bytes), default=0.0)
-        return ratio / (1 + least / (self.plain_seconds or 1.0)) - 1
+        return None if ratio is None else ratio / (1 + least / self.plain_seconds) - 1
 
 
 Watcher: TypeAlias = Callable[[Searching], None]
