@@ -305,9 +305,10 @@ def test_writing_into_what_wants_a_gradient_is_refused() -> None:
 
 def test_options_are_checked() -> None:
     model, x = nn.Linear(4, 4), images(2, 4)
-    for options in (Options(budgets=1), Options(budget=len), Options(budget="much"), Options()):
+    wrong = Options(budget="1GiB", allow="tile")
+    for options in (Options(budgets=1), Options(budget=len), Options(budget="much"), Options(), wrong):
         torch._dynamo.reset()
-        with pytest.raises(BackendCompilerFailed, match=r"BadUse: .*(budget|6GiB)"):
+        with pytest.raises(BackendCompilerFailed, match=r"BadUse: .*(budget|6GiB|stowplan.fit)"):
             torch.compile(model, backend=backend, options=options)(x)
 
 

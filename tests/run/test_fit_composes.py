@@ -119,6 +119,13 @@ def test_two_forwards_before_their_backwards() -> None:
     assert both(train, Chain(dropout=0.1)) == []
 
 
+def test_second_derivatives_are_refused() -> None:
+    """A penalty on gradients that came out as constants would be left out of the gradients without a word."""
+    fitted = fitted_copy(Chain(), ARGS)
+    with pytest.raises(BadUse, match="create_graph"):
+        torch.autograd.grad(fitted(*ARGS), list(fitted.parameters()), create_graph=True)
+
+
 def test_what_comes_out_can_be_written_into() -> None:
     def train(model: nn.Module) -> Training:
         def with_residual(x: Tensor) -> Tensor:

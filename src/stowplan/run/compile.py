@@ -15,7 +15,7 @@ import msgspec
 from torch.fx import GraphModule
 
 from stowplan.errors import BadUse
-from stowplan.plan.make import TECHNIQUES
+from stowplan.plan.make import known_techniques
 from stowplan.plan.plan import Plan
 from stowplan.run.planned_graph import PlannedGraph, Settings, results_of
 from stowplan.run.shared_budget import SharedBudget
@@ -23,10 +23,11 @@ from stowplan.units import parse_bytes
 
 Options: TypeAlias = Mapping[str, object]
 
+_ALLOWED = ("recompute",)  # other techniques need the whole step, which Dynamo does not hand over
+
 # Dynamo hands over the same options object with every graph of one call of torch.compile. The graphs keep
 # their settings alive, and those the options, so that nobody else can have their place in memory.
 _SETTINGS: "weakref.WeakValueDictionary[int, Settings]" = weakref.WeakValueDictionary()
-
 
 _DYNAMOS_WORDS = re.compile(r"^L_(self_)?|(?<![^_])(modules|parameters|buffers)_(?!$)")
 
@@ -36,7 +37,7 @@ class _Choices(msgspec.Struct, forbid_unknown_fields=True):
 
     budget: int | str
     reserve: int | str = 0
-    allow: str | tuple[str, ...] = TECHNIQUES
+    allow: str | tuple[str, ...] = _ALLOWED
     moves: int | None = None
 
 
@@ -46,7 +47,7 @@ def backend(
     """What Dynamo calls for each graph. Options are `budget` and, as in `fit`, `reserve`, `allow`, `moves`.
 
     The example inputs may be without data, and are not looked at. A graph in which nothing is differentiated
-    runs as it is.
+    runs as it is, and so does what Dynamo leaves to Python: `reserve` for what that makes.
     """
     settings, results = _settings_for(options or {}), results_of(graph)
     if not any(result.is_attached for result in results):
@@ -80,6 +81,10 @@ def _settings_for(options: Options) -> Settings:
     chosen = _checked(options)
     allowed = parse_bytes(chosen.budget) - parse_bytes(chosen.reserve)
     allow = tuple(chosen.allow.split(",")) if isinstance(chosen.allow, str) else chosen.allow
+    if others := sorted(known_techniques(allow).difference(_ALLOWED)):
+        raise BadUse(
+            f"graphs of torch.compile can only be planned with recompute; for {others[0]} use stowplan.fit"
+        )
     made = _SETTINGS[id(options)] = Settings(options, SharedBudget(allowed), allow, chosen.moves)
     return made
 

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stowplan.capture import Program
 from stowplan.errors import BadUse
@@ -49,8 +48,14 @@ class StepFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        if (
+            torch.is_grad_enabled()
+        ):  # else what is made of these gradients would be differentiated as constant
+            raise BadUse(
+                "create_graph=True asks for gradients that can be differentiated again; a plan has no second"
+                " derivatives, so call the model that is not planned for this"
+            )
         if ctx.saved is None:
             raise BadUse(
                 "backward ran a second time; what it needs is freed by the first (retain_graph is not kept)"
