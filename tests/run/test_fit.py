@@ -50,7 +50,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "hf_t5": {"batch": 8, "layers": 1},
     "hf_vit": {"batch": 16},
 }
-LONG = ("resnet50", "gpt", "lstm")  # 5 steps; the others 2
+STEPS = 5
 
 
 @pytest.fixture(autouse=True)
@@ -89,20 +89,34 @@ def peak_bytes(step: StraightStep, model: nn.Module, args: tuple[Tensor, ...]) -
 @pytest.mark.parametrize("name", NETS)
 def test_every_network_at_every_budget(name: str) -> None:
     model, args = NETS[name].build("tiny", **SETTINGS.get(name, {}))
-    captured, steps = capture(model, args), 5 if name in LONG else 2
+    captured = capture(model, args)
     planner = planner_for_captured(captured, moves=MOVES)
     eager = copy.deepcopy(model)
-    expected = trained(eager, eager, args, steps=steps)
+    expected = trained(eager, eager, args, steps=STEPS)
     assert all(loss.isfinite() for key, loss in expected.items() if key.startswith("loss"))
     plans = plans_by_budget(planner)
     assert plans
     for allowed, plan in plans.items():
         twin = copy.deepcopy(model)
         step = StraightStep(captured, twin, steps=plan.steps)
-        assert different(expected, trained(step, twin, args, steps=steps)) == []
+        assert different(expected, trained(step, twin, args, steps=STEPS)) == []
         measured = peak_bytes(step, twin, args)
         assert measured <= allowed
         assert plan.projected_peak_bytes + replayed_bytes(plan) == pytest.approx(measured, rel=0.01)
+    assert_monotone(planner)
+
+
+def assert_monotone(planner: Planner) -> None:
+    """Over 20 budgets: a larger one never costs time, a smaller one never memory."""
+    low, high, found = planner.minimum_bytes, planner.plain_peak_bytes, list[Plan]()
+    for number in range(20):
+        with suppress(BudgetTooSmall):  # at the low end there may be no room for the states of draws
+            found.append(plan_within(planner, low + (high - low) * number // 19))
+    seconds = [plan.projected_seconds for plan in found]
+    peaks = [plan.projected_peak_bytes for plan in found]
+    assert len(found) > 10
+    assert seconds == sorted(seconds, reverse=True)
+    assert peaks == sorted(peaks)
 
 
 def test_draws_that_are_made_again_are_the_same() -> None:
