@@ -32,15 +32,17 @@ def test_the_cells_of_all_tiles_divide_what_a_level_reads(document: Document) ->
     for levels in (forward_levels, backward_levels):
         tiles = levels(document.graph, schedule_of(document))
         for number, first in enumerate(next(iter(tiles.values()))):
-            cells = [tile[number].owned for tile in tiles.values()]
+            cells = [tile[number].reads[0].owned or Rect((), ()) for tile in tiles.values()]
             assert are_disjoint(cells)
-            assert covers(cells, Rect.of_shape(first.read_shape))
+            assert covers(cells, Rect.of_shape(first.reads[0].shape))
 
 
 def test_a_halo_is_what_is_read_of_others(document: Document) -> None:
     corner = forward_levels(document.graph, schedule_of(document))[0, 0]
     first_conv = corner[-1]
-    assert (first_conv.inside.shape, first_conv.owned.shape) == ((11, 11), (4, 4))
+    (read,) = first_conv.reads
+    assert read.owned is not None
+    assert (read.inside.shape, read.owned.shape) == ((11, 11), (4, 4))
     assert first_conv.halo_cells == 11 * 11 - 4 * 4
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from small_steps import training_step, uneven_prices
 
+from moved import moved
 from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.formats import chainer
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use
@@ -16,6 +17,7 @@ from stowplan.plan.make import Planner
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Basis, Pricing, price_by_macs
 from stowplan.plan.timeline import plain_timeline_of, timeline_of_plan
+from stowplan.plan.transfers import clock_of
 
 
 def plans(planner: Planner) -> list[Plan]:
@@ -91,3 +93,33 @@ def test_the_plain_timeline_peaks_where_the_plan_says() -> None:
     planner = Planner.of(graph, Pricing(prices.seconds, Basis.MEASURED, workspace), moves=50)
     plan = planner.plan(planner.plain_peak_bytes)
     assert plain_timeline_of(plan).curve_bytes().max() == plan.plain_peak_bytes
+
+
+@pytest.fixture
+def offloading(seeds: Callable[[str], Path]) -> Plan:
+    graph = chainer.read(seeds("000").read_text(), chainer.SavedView.RETAIN).graph
+    planner = Planner.of(graph, price_by_macs(graph), moves=100)
+    return moved(planner.plan(planner.plain_peak_bytes))
+
+
+def test_what_is_moved_is_in_one_place_at_a_time(offloading: Plan) -> None:
+    timeline = check(offloading)
+    doings = [run.doing for run in timeline.runs]
+    assert doings.count(Doing.STORE) == doings.count(Doing.LOAD) == len(timeline.away) == 4
+    for away in timeline.away:
+        before, after = (stay for stay in timeline.stays if stay.tensor == away.tensor)
+        assert (before.last, after.first) == (away.first, away.last)
+        assert doings[away.first] is Doing.STORE
+        assert doings[away.last] is Doing.LOAD
+    middle = min(away.last for away in timeline.away) - 1
+    assert timeline.away_bytes()[middle] == sum(away.nbytes for away in timeline.away)
+
+
+def test_the_clock_of_a_plan_ends_with_its_seconds(offloading: Plan) -> None:
+    clock, timeline = clock_of(offloading), timeline_of_plan(offloading)
+    assert max(span.end_seconds for span in clock.spans) == pytest.approx(offloading.projected_seconds)
+    ops = [s for s, run in zip(clock.spans, timeline.runs, strict=True) if not run.doing.is_transfer]
+    assert all(one.end_seconds <= other.start_seconds + 1e-9 for one, other in pairwise(ops))
+    waited = sum(stall.seconds for stall in clock.stalls)
+    assert waited > 0
+    assert sum(span.seconds for span in ops) + waited == pytest.approx(offloading.projected_seconds)

@@ -136,7 +136,7 @@ class Page:
 
     def open(self, path: Path, width: int, height: int, until: str) -> None:
         """Load a file and wait until all is drawn."""
-        for domain in ("Page", "Runtime", "Log", "Network"):
+        for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
             self._ask(f"{domain}.enable")
         self._ask(
             "Emulation.setDeviceMetricsOverride",
@@ -172,6 +172,11 @@ class Page:
         answer = self._ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, f"{script}: {answer['exceptionDetails']}"
         return answer["result"].get("value")
+
+    def own_seconds(self) -> float:
+        """What the page's thread has had of a processor so far, however many others wanted it too."""
+        metrics = self._ask("Performance.getMetrics")["metrics"]
+        return float(next(metric["value"] for metric in metrics if metric["name"] == "ThreadTime"))
 
     def wait_for(self, script: str) -> None:
         """Wait until an expression holds."""

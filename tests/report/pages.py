@@ -12,6 +12,7 @@ from stowplan.plan.make import Planner
 from stowplan.plan.peers import Peer
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import price_by_macs
+from stowplan.plan.tiles.planner import planner_of as tile_planner_of
 from stowplan.report.page import Subject, page_of, subject_of
 
 
@@ -48,6 +49,26 @@ def planner_of(document: Path) -> Planner:
 def plan_of(document: Path) -> Plan:
     """A plan that makes many tensors again."""
     return planner_of(document).plan(planner_of(document).minimum_bytes)
+
+
+@cache
+def tiled_plan_of(document: Path, allowed_bytes: int) -> Plan:
+    """A plan of the U-Net document that may compute tile by tile."""
+    graph = chainer.read(document.read_text(), chainer.SavedView.RETAIN).graph
+    return tile_planner_of(graph, price_by_macs(graph), moves=400).plan(allowed_bytes)
+
+
+@cache
+def gpt_plan() -> Plan:
+    """A small GPT, captured, within three quarters of what it takes plainly."""
+    from benchmarks.nets import NETS
+
+    from stowplan.capture import capture
+
+    model, args = NETS["gpt"].build("tiny")
+    graph = capture(model, args).graph
+    planner = Planner.of(graph, price_by_macs(graph), moves=400)
+    return planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
 
 
 @cache

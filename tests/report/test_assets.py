@@ -48,3 +48,12 @@ def test_long_names_are_cut_in_the_middle() -> None:
         assert page.run("stow.text.shortened('abcdefghij', 5)") == "ab\u2026ij"
         assert page.run("stow.text.shortened('abc', 5)") == "abc"
         assert page.run("Array.from(stow.text.shortened('\\u{1f600}'.repeat(9), 4)).length") == 4
+
+
+def test_paths_of_modules_keep_their_numbers_and_their_end() -> None:
+    with browser().page(written(subject_of(Document("graph", Graph({}, ())), "empty"))) as page:
+        path = "'network.blocks.11.feed_forward.2.weight'"
+        assert page.run(f"stow.text.abbreviated({path}, 40)") == "network.blocks.11.feed_forward.2.weight"
+        assert page.run(f"stow.text.abbreviated({path}, 30)") == "n.b.11.feed_forward.2.weight"
+        assert page.run(f"stow.text.abbreviated({path}, 20)") == "n.b.11.f.2.weight"
+        assert len(page.run(f"stow.text.abbreviated({path}, 10)")) == 10

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 from browser import Page
-from pages import browser, compared_page, plan_page, written
+from looks import collisions
+from pages import browser, compared_page, plan_page, planner_of, tiled_plan_of, written
 
+from moved import moved
 from stowplan.report.opening import opened
 from stowplan.report.page import subject_of
 
@@ -25,14 +27,6 @@ _CURSOR_COLUMN = """(() => {
   const { cursor, model } = stow.shownState;
   const width = document.querySelector('.overlay').clientWidth - 196 - 14;
   return 196 + (width * (cursor + 0.5)) / model.steps;
-})()"""
-_COLLISIONS = """(() => {
-  const texts = Array.from(document.querySelectorAll('h1, h2, .key, .tab, .figure b, .searching'));
-  const boxes = texts.map((text) => [text.textContent, text.getBoundingClientRect()]);
-  const meet = (a, b) =>
-    a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
-  return boxes.flatMap(([one, box], at) =>
-    boxes.slice(at + 1).filter(([, other]) => meet(box, other)).map(([two]) => `${one} / ${two}`));
 })()"""
 
 
@@ -66,24 +60,9 @@ def test_every_view_of_every_document_is_drawn(number: str, seeds: Seeds) -> Non
 
 
 @pytest.mark.parametrize("size", [(1280, 800), (1920, 1080), (390, 844)])
-def test_what_is_alive_at_the_peak_and_why_is_seen_without_scrolling(
-    size: tuple[int, int], seeds: Seeds
-) -> None:
-    with browser().page(plan_page(seeds("000")), *size) as page:
-        assert "the peak" in page.run("document.querySelector('.where').textContent")
-        rows = page.run(
-            "Array.from(document.querySelectorAll('.alive .row'), row => [row.getBoundingClientRect().bottom,"
-            "row.querySelector('.name').textContent, row.querySelector('.why').textContent])"
-        )
-        assert sum(bottom <= size[1] for bottom, _, _ in rows) >= 5
-        assert all(name and why for _, name, why in rows)
-        assert page.run("document.documentElement.scrollWidth") <= size[0]
-
-
-@pytest.mark.parametrize("size", [(1280, 800), (1920, 1080), (390, 844)])
-def test_headings_and_keys_do_not_collide(size: tuple[int, int], seeds: Seeds) -> None:
+def test_headings_and_keys_of_a_comparison_do_not_collide(size: tuple[int, int], seeds: Seeds) -> None:
     with browser().page(compared_page(seeds("000")), *size) as page:
-        assert page.run(_COLLISIONS) == []
+        assert collisions(page) == []
 
 
 @pytest.mark.parametrize("view", STRIPS)
@@ -134,7 +113,17 @@ def test_a_tensor_says_who_makes_keeps_remakes_and_reads_it(seeds: Seeds) -> Non
             assert word in card
         page.run("document.querySelector('.card .link').click()")
         assert "runs at" in page.run("document.querySelector('.card').innerText")
-        assert "MACs" in page.run("document.querySelector('#panel').innerText")
+
+
+def test_an_op_says_where_it_comes_from_and_what_it_takes(seeds: Seeds) -> None:
+    with browser().page(plan_page(seeds("000"))) as page:
+        page.run(
+            "(() => { const {macs} = stow.shownState.model.raw.ops;"
+            "stow.shownState.select({op: macs.indexOf(Math.max(...macs))}) })()"
+        )
+        card = page.run("document.querySelector('.card').innerText")
+        for word in ("module", "takes", "MACs", "runs at", "reads", "makes"):
+            assert word in card
 
 
 def test_searching_leaves_the_rows_that_match(seeds: Seeds) -> None:
@@ -199,3 +188,42 @@ def test_a_tile_is_shown_level_by_level(seeds: Seeds) -> None:
             )
             == 2
         )
+
+
+def test_a_plan_shows_what_each_of_its_tiles_needs(seeds: Seeds) -> None:
+    plan = tiled_plan_of(seeds("000"), 400 << 20)
+    (tiled,) = plan.tile_maps
+    with browser().page(written(subject_of(plan, "tiles"))) as page:
+        assert page.run("document.querySelectorAll('#tiles .tile').length") == tiled.tiles
+        assert page.run("document.querySelectorAll('#tiles .level').length") == len(tiled.levels) - 1
+        corner = page.run("document.querySelector('#tiles .levels').innerText")
+        assert "cells of halo" in corner
+        assert f"All {tiled.tiles} tiles" in page.run("document.querySelector('#tiles').innerText")
+        page.run("document.querySelectorAll('#tiles .tile')[5].dispatchEvent(new Event('pointerenter'))")
+        assert "Tile 0,0,1,1" in page.run("document.querySelector('#tiles h2').textContent")
+        assert page.run("document.querySelector('#tiles .levels').innerText") != corner
+        assert "inside a tile" in page.run("document.querySelector('.alive').innerText")
+        assert "sweep" in page.run("document.querySelector('#network .legend').textContent")
+        assert page.errors == []
+
+
+def test_what_is_offloaded_is_seen_to_leave_and_come_back(seeds: Seeds) -> None:
+    planner = planner_of(seeds("000"))
+    plan = moved(planner.plan(planner.plain_peak_bytes))
+    with browser().page(written(subject_of(plan, "moved"))) as page:
+        for view, words in (
+            ("curve", ("offloaded",)),
+            ("network", ("store", "load")),
+            ("lifetimes", ("offload",)),
+        ):
+            legend = page.run(f"document.querySelector('#{view} .legend').textContent")
+            assert all(word in legend for word in words)
+        page.run("stow.shownState.select({tensor: stow.shownState.model.raw.away.tensor[0]})")
+        card = page.run("document.querySelector('.card').innerText")
+        for word in ("decided", "offload", "host", "stored", "loaded"):
+            assert word in card
+        assert "made again" not in card
+        step = page.run("stow.shownState.model.raw.away.last[0]")
+        page.run(f"stow.shownState.pin({step})")
+        assert "being loaded back" in page.run("document.querySelector('.alive').innerText")
+        assert page.errors == []

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import plan_of
+from pages import plan_of, planner_of
 
+from moved import moved
 from stowplan.ir import Document, Graph
 from stowplan.plan.decision import Again
 from stowplan.plan.record import Record
@@ -90,6 +91,24 @@ def test_a_plan_has_an_arrow_for_every_tensor_made_again(seeds: Seeds) -> None:
     assert sum(event["ph"] == "s" for event in events) == remade > 0
     memory = [sum(event["args"].values()) for event in events if event["ph"] == "C"]
     assert max(memory) == plan.projected_peak_bytes
+
+
+def test_transfers_have_streams_of_their_own_and_arrows_from_store_to_load(seeds: Seeds) -> None:
+    planner = planner_of(seeds("000"))
+    plan = moved(planner.plan(planner.plain_peak_bytes))
+    events = events_of(subject_of(plan, "moved"))
+    check(events)
+    threads = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert threads == ["steps", "stores", "loads"]
+    slices = {(event["tid"], event["ts"], event["dur"]): event for event in events if event["ph"] == "X"}
+    arrows = [event for event in events if event["ph"] in "sf" and event["cat"] == "offloaded"]
+    assert len(arrows) == 2 * 4
+    assert {event["tid"] for event in arrows if event["ph"] == "s"} == {2}
+    assert {event["tid"] for event in arrows if event["ph"] == "f"} == {3}
+    assert sum(event["cat"] == "wait" for event in slices.values()) > 0
+    away = [event["args"]["bytes"] for event in events if event["name"] == "offloaded" and event["ph"] == "C"]
+    assert max(away) > 0
+    assert away[0] == 0
 
 
 def test_a_run_brings_what_it_measured(seeds: Seeds) -> None:

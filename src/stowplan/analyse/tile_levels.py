@@ -13,25 +13,37 @@ from stowplan.ops.table import shape_of, site_of
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """One op of one tile. `owned` is the tile's own cell of what the op reads; the halo is read beyond it.
+class Read:
+    """What a tile wants of one tensor, and what of that is `inside` it: the rest is padding.
 
-    Shapes are those of the tiled dims. `macs` is known of the forward half only.
+    `owned` is the tile's own cell of the tensor, None if it is not cut as the tiles are.
     """
+
+    shape: Shape
+    wanted: Rect
+    inside: Rect
+    owned: Rect | None
+
+    @property
+    def halo_cells(self) -> int:
+        """How many cells are read that other tiles own."""
+        return 0 if self.owned is None else self.inside.volume - self.inside.intersect(self.owned).volume
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One op of one tile: what it makes, of what. `macs` is known of the forward half only."""
 
     op: str
     made_shape: Shape
-    read_shape: Shape
     made: Rect
-    wanted: Rect
-    inside: Rect
-    owned: Rect
+    reads: tuple[Read, ...]
     macs: int | None
 
     @property
     def halo_cells(self) -> int:
         """How many cells are read that other tiles own."""
-        return self.inside.volume - self.inside.intersect(self.owned).volume
+        return sum(read.halo_cells for read in self.reads)
 
 
 Levels: TypeAlias = Mapping[Point, tuple[Level, ...]]  # by tile, in the order of the schedule's steps
@@ -72,7 +84,8 @@ def _backward_level(graph: Graph, ops: dict[str, Op], grid: Shape, tile: Point, 
 
 
 def _level(step: TileStep, made: Shape, read: Shape, owned: Rect, macs: int | None) -> Level:
-    return Level(step.op, made, read, step.result, step.wanted, step.inside, owned, macs)
+    """Shapes are those of the tiled dims."""
+    return Level(step.op, made, step.result, (Read(read, step.wanted, step.inside, owned),), macs)
 
 
 def _shapes(graph: Graph, ops: dict[str, Op], step: TileStep, tiled_dims: int) -> tuple[Shape, Shape]:

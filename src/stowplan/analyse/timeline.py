@@ -1,6 +1,7 @@
 """Timeline: what runs when, and which bytes are there meanwhile. Graphs and plans both have one.
 
-Time is counted in runs: one execution of one op. Constants are left out, as everywhere.
+Time is counted in runs: one execution of one op, or the beginning of one transfer. Constants are left out, as
+everywhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,13 @@ class Doing(StrEnum):
 
     COMPUTE = "compute"  # for the first time
     AGAIN = "again"  # because something it made was let go of
+    STORE = "store"  # to write a tensor to a tier
+    LOAD = "load"  # to read it back
+
+    @property
+    def is_transfer(self) -> bool:
+        """Whether it goes on beside the ops."""
+        return self in (Doing.STORE, Doing.LOAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +60,24 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The runs of a step in order, and every stay of every tensor that owns memory."""
+    """The runs of a step in order, and every stay of every tensor that owns memory.
+
+    `away` are the stays in a tier outside of the device's memory, from store to last load. They count in no
+    curve but their own. Transfers are ops of the graph.
+    """
 
     graph: Graph
     runs: tuple[Run, ...]
     stays: tuple[Stay, ...]
+    away: tuple[Stay, ...] = ()
 
     def curve_bytes(self) -> NDArray[np.int64]:
         """Bytes alive during each run."""
         return self._curve_of(self.stays) + self._aside_bytes()
+
+    def away_bytes(self) -> NDArray[np.int64]:
+        """Bytes in the tier during each run."""
+        return self._curve_of(self.away)
 
     def bytes_by_kind(self) -> dict[Kind, NDArray[np.int64]]:
         """The curve split by kind, for the kinds there are; what ops take aside counts as workspace."""

@@ -4,18 +4,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+import numpy as np
+from numpy.typing import NDArray
+
+from stowplan.analyse.alignment import curve_onto
 from stowplan.analyse.timeline import Doing, Run, Stay, Timeline, timeline_of
 from stowplan.ir import Graph, Kind, Op, Role
 from stowplan.plan.decision import Again, Compute, Free, Load, Store
 from stowplan.plan.plan import Plan
 from stowplan.plan.problem import made_aside
 from stowplan.plan.simulate import transfer_bytes
+from stowplan.plan.transfers import transfer_id, with_transfers
 
 
 def timeline_of_plan(plan: Plan) -> Timeline:
     """What a legal plan runs, and every copy of every tensor it holds meanwhile."""
+    graph = with_transfers(plan)
     walk = _Walk(plan.graph)
-    ops = {op.id: op for op in plan.graph.ops}
+    ops = {op.id: op for op in graph.ops}
     for step in plan.steps:
         match step:
             case Compute(name, overwrites):
@@ -24,23 +30,31 @@ def timeline_of_plan(plan: Plan) -> Timeline:
                 walk.run(ops[name], outputs, dict(overwrites), Doing.AGAIN)
             case Free(names):
                 walk.free(names)
-            case Store():
-                pass  # it stays until it is freed
+            case Store(names):
+                walk.store(ops[transfer_id(step)], names)
             case Load(names):
-                walk.load(names)
+                walk.load(ops[transfer_id(step)], names)
             case _:
                 assert_never(step)
-    workspace, beside = (
-        plan.pricing.workspace_bytes,
-        transfer_bytes(plan.graph, plan.steps, plan.pricing.tier),
-    )
+    workspace = plan.pricing.workspace_bytes
+    beside = transfer_bytes(plan.graph, plan.steps, plan.pricing.tier)
     runs = (Run(r.op, r.doing, r.aside_bytes + workspace.get(r.op, 0) + beside) for r in walk.runs)
-    return Timeline(plan.graph, tuple(runs), walk.stays())
+    return Timeline(graph, tuple(runs), walk.stays(), walk.away())
 
 
 def plain_timeline_of(plan: Plan) -> Timeline:
     """The same graph without the plan: in its order, nothing overwritten, nothing made again."""
     return timeline_of(plan.graph, plan.pricing.workspace_bytes)
+
+
+def plain_curve_of(plan: Plan, axis: Timeline) -> tuple[str, NDArray[np.int64]]:
+    """The memory of the step without the plan, for each run of `axis`, and what to call it.
+
+    A plan with tiles has no longer the graph without them, and knows only how high that went.
+    """
+    if plan.tile_maps:
+        return "plain peak", np.full(len(axis.runs), plan.plain_peak_bytes, dtype=np.int64)
+    return "plain", curve_onto(axis, plain_timeline_of(plan))
 
 
 @dataclass(slots=True)
@@ -65,6 +79,7 @@ class _Walk:
         self._copies: dict[str, int] = {}
         self._places = 0
         self._stays: list[Stay] = []
+        self._stored: dict[str, tuple[int, list[int]]] = {}  # by owner when it was stored, and loaded
         self.runs: list[Run] = []
         made = {name for op in graph.ops for name in op.writes()}
         roots = [name for name in graph.tensors if name not in made]
@@ -97,11 +112,29 @@ class _Walk:
         for name in names:
             self._let_go(name, last=len(self.runs) - 1)
 
-    def load(self, names: Sequence[str]) -> None:
-        """Back into a place of its own, before the next run."""
-        place = self._new_place(self._root(names[0]), made=True)
+    def store(self, transfer: Op, names: Sequence[str]) -> None:
+        """Written to the tier, and in memory until it is freed."""
+        owner = self._root(names[0])
+        self._place_of[names[0]].uses.append(len(self.runs))
+        self._stored[owner] = (len(self.runs), [])
+        self.runs.append(Run(transfer.id, Doing.STORE))
+
+    def load(self, transfer: Op, names: Sequence[str]) -> None:
+        """Back into a place of its own."""
+        owner = self._root(names[0])
+        place = self._new_place(owner, made=True)
         for name in names:
             self._bind(name, place)
+        self._stored[owner][1].append(len(self.runs))
+        self.runs.append(Run(transfer.id, Doing.LOAD))
+
+    def away(self) -> tuple[Stay, ...]:
+        """What was in the tier, until it was read for the last time or the step ended."""
+        end = len(self.runs) - 1
+        return tuple(
+            Stay(name, self._size(name), first, max(loads, default=end), True, tuple(loads), number)
+            for number, (name, (first, loads)) in enumerate(self._stored.items())
+        )
 
     def stays(self) -> tuple[Stay, ...]:
         """All that were closed, and those that last to the end."""

@@ -23,8 +23,8 @@ _FRONTIER_ROWS = 16
 _BAR = 40
 
 
-def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float) -> None:
-    """Print a plan section by section."""
+def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float | None = None) -> None:
+    """Print a plan section by section. How long it took to make is known only to who made it."""
     width = console.width - _INDENT
     runs = [(bytes_, step) for bytes_, step in zip(plan.projected_curve_bytes, plan.steps, strict=True)]
     ops = {op.id: op for op in plan.graph.ops}
@@ -59,10 +59,18 @@ def show_explanation(explanation: Explanation, console: Console) -> None:
         ("read by", ", ".join(explanation.readers) or "nothing"),
         ("in memory during steps", spans or "never"),
         ("at the peak", "in memory" if explanation.alive_at_peak else "not in memory"),
+        *_price(explanation),
         *_moved(explanation),
         ("otherwise", explanation.otherwise),
     )
     _section(console, explanation.tensor, _pairs(rows))
+
+
+def _price(explanation: Explanation) -> Iterable[tuple[str, str]]:
+    """What it costs that the tensor is not kept."""
+    if explanation.again_runs:
+        times = "once" if explanation.again_runs == 1 else f"{explanation.again_runs} times"
+        yield "made again", f"{times}, for {explanation.again_share:.2%} of the plain step"
 
 
 def _moved(explanation: Explanation) -> Iterable[tuple[str, str]]:
@@ -87,7 +95,7 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _figures(plan: Plan, solve_seconds: float) -> Table:
+def _figures(plan: Plan, solve_seconds: float | None) -> Table:
     unit = "multiply-accumulates" if plan.pricing.basis is Basis.MACS else f"{plan.pricing.basis} seconds"
     kept = sum(isinstance(decision, Keep) for decision in plan.decisions.values())
     remade = sum(isinstance(decision, Recompute) for decision in plan.decisions.values())
@@ -105,7 +113,7 @@ def _figures(plan: Plan, solve_seconds: float) -> Table:
             ("extra work", f"{format_count(plan.extra_macs)} multiply-accumulates"),
             ("decided", f"{kept} kept, {remade} made again"),
             ("smallest budget found", f"{format_bytes(plan.minimum_bytes)} ({plan.minimum_bytes:,} bytes)"),
-            ("planned in", f"{solve_seconds:.1f} s"),
+            *((("planned in", f"{solve_seconds:.1f} s"),) if solve_seconds is not None else ()),
         )
     )
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 
+from stowplan.errors import BudgetTooSmall
 from stowplan.plan.explain import Explanation
 from stowplan.plan.plan import Plan
 from stowplan.plan.tiles.ways import Offer
@@ -11,8 +12,8 @@ from stowplan.plan.tiles.ways import Offer
 Json = dict[str, object]
 
 
-def plan_json(plan: Plan, solve_seconds: float) -> Json:
-    """The figures of a plan."""
+def plan_json(plan: Plan, solve_seconds: float | None = None) -> Json:
+    """The figures of a plan, and how long it took to make where that is known."""
     return {
         "feasible": True,
         "allowed_bytes": plan.allowed_bytes,
@@ -29,6 +30,16 @@ def plan_json(plan: Plan, solve_seconds: float) -> Json:
         "basis": plan.pricing.basis,
         "steps": len(plan.steps),
         "solve_seconds": solve_seconds,
+    }
+
+
+def refusal_json(refusal: BudgetTooSmall) -> Json:
+    """No plan: the smallest budget that there is one for, and what is in memory at its peak."""
+    return {
+        "feasible": False,
+        "allowed_bytes": refusal.allowed_bytes,
+        "minimum_bytes": refusal.minimum_bytes,
+        "binding": refusal.binding,
     }
 
 
@@ -55,7 +66,9 @@ def explanation_json(explanation: Explanation) -> Json:
         "readers": explanation.readers,
         "spans": explanation.spans,
         "alive_at_peak": explanation.alive_at_peak,
+        "again_runs": explanation.again_runs,
         "again_seconds": explanation.again_seconds,
+        "again_share": explanation.again_share,
         "transfers": [
             {
                 "step": transfer.step,

@@ -8,7 +8,9 @@ stow.curve = (() => {
   // How the curves beside the stack are drawn; those of other subjects are like none of these.
   const BESIDE = {
     plain: { colour: "beside", width: 1.5, dash: [6, 4] },
+    "plain peak": { colour: "beside", width: 1.5, dash: [2, 4] },
     measured: { colour: "ink", width: 1.5 },
+    offloaded: { colour: "of-offload", width: 2 },
   };
   const OTHER = { colour: "other", width: 2 };
   const styleOf = (name) => BESIDE[name] ?? OTHER;
@@ -59,12 +61,15 @@ stow.curve = (() => {
     ctx.lineTo(bbox.left + bbox.width, y);
     ctx.stroke();
     ctx.font = `bold ${11 * devicePixelRatio}px system-ui, sans-serif`;
-    ctx.textAlign = "left";
+    // On the side that the peak is not, where the cursor begins.
+    const early = curve.peak < curve.total.length / 3;
+    ctx.textAlign = early ? "right" : "left";
     ctx.textBaseline = "bottom";
+    const x = early ? bbox.left + bbox.width - 4 : bbox.left + 4;
     ctx.strokeStyle = plain("paper"); // a rim, for other curves may cross the words
     ctx.lineWidth = 4 * devicePixelRatio;
-    ctx.strokeText(`${bytes(curve.allowed)} allowed`, bbox.left + 4, y - 3);
-    ctx.fillText(`${bytes(curve.allowed)} allowed`, bbox.left + 4, y - 3);
+    ctx.strokeText(`${bytes(curve.allowed)} allowed`, x, y - 3);
+    ctx.fillText(`${bytes(curve.allowed)} allowed`, x, y - 3);
     ctx.restore();
   }
 

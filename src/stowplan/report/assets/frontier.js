@@ -54,6 +54,9 @@ stow.frontier = (() => {
     taken.push({ left, right: left + width, y: top });
     ctx.fillStyle = plain("ink");
     ctx.textAlign = "left";
+    ctx.strokeStyle = plain("paper"); // a rim, for budgets may cross the words
+    ctx.lineWidth = 4 * devicePixelRatio;
+    ctx.strokeText(label, left, top);
     ctx.fillText(label, left, top);
   }
 

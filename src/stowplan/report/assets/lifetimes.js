@@ -4,7 +4,7 @@ stow.lifetimes = (() => {
 
   const { Strip, element } = stow.strip;
   const { plain, of, hatch } = stow.palette;
-  const { bytes, shortened, whole } = stow.text;
+  const { bytes, whole } = stow.text;
   const ROW = 18;
   const SIZE = 56; // pixels that a figure takes in the margin
   const HEIGHT = 20 * ROW;
@@ -39,8 +39,17 @@ stow.lifetimes = (() => {
     const tensor = model.raw.stays.tensor[stay];
     context.fillStyle = of(model.group(tensor));
     context.fillRect(x, y + 3, Math.max(1, end - x), ROW - 6);
-    if (model.raw.stays.copy[stay]) hatch(context, x, y + 3, end - x, ROW - 6);
+    if (model.madeBy(stay) === "again") hatch(context, x, y + 3, end - x, ROW - 6);
     drawUses(context, strip, stay, y);
+  }
+
+  // A thin line while a tensor waits in a tier.
+  function drawAway(context, strip, away, y) {
+    const { first, last } = strip.state.model.raw.away;
+    const x = Math.max(strip.left, strip.x(first[away]));
+    const end = Math.min(strip.left + strip.plotWidth, strip.x(last[away] + 1));
+    context.fillStyle = of("offload");
+    if (end > x) context.fillRect(x, y + ROW / 2 - 1, end - x, 2);
   }
 
   // A mark at every run that uses the stay.
@@ -59,6 +68,7 @@ stow.lifetimes = (() => {
       context.fillStyle = plain("drag");
       context.fillRect(0, y, strip.width, ROW);
     }
+    for (const away of model.awayOf(tensor)) drawAway(context, strip, away, y);
     for (const stay of model.staysOf[tensor]) drawBar(context, strip, stay, y);
     drawName(context, strip, tensor, y + ROW / 2);
   }
@@ -69,7 +79,7 @@ stow.lifetimes = (() => {
     const size = strip.narrow ? 0 : SIZE;
     const width = strip.left - size - 10;
     context.fillStyle = plain("ink");
-    context.fillText(shortened(model.tensorName(tensor), Math.floor(width / 5.8)), 2, y, width);
+    context.fillText(model.shortName(tensor, Math.floor(width / 5.8)), 2, y, width);
     if (!size) return;
     context.textAlign = "right";
     context.fillStyle = plain("faint");

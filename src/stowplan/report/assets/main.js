@@ -57,7 +57,7 @@ stow.main = (() => {
       () => steps && views.append(stow.network.mount(state).root),
       () => steps && views.append(stow.lifetimes.mount(state).root),
       () => steps && views.append(stow.arena.mount(state).root),
-      () => steps && raw.tiles && below.append(stow.tiles.mount(state)),
+      () => steps && raw.tilings.length && below.append(stow.tiles.mount(state)),
       () => steps && raw.regions && below.append(stow.regions.mount(state)),
       () => frontier && below.append(stow.frontier.mount(frontier)),
       () => raw.notes.length && below.append(notes(raw.notes)),

@@ -2,7 +2,7 @@
 stow.model = (() => {
   "use strict";
 
-  const { percent, seconds, shown, whole } = stow.text;
+  const { abbreviated, percent, seconds, shown, whole } = stow.text;
   const ALWAYS_THERE = new Set(["parameter", "buffer", "constant"]);
 
   function grouped(keys, size) {
@@ -66,6 +66,28 @@ stow.model = (() => {
       return this.words.doings[this.raw.runs.doing[step]];
     }
 
+    // What a run's colour stands for: its phase, unless there is more to say.
+    manner(step) {
+      const doing = this.doing(step);
+      if (doing !== "compute") return doing;
+      return this.isSweep(this.opAt(step)) ? "sweep" : this.phase(this.opAt(step));
+    }
+
+    // Whether an op runs a segment tile by tile.
+    isSweep(op) {
+      return this.raw.ops.type[op].startsWith("stowplan.sweep");
+    }
+
+    // How a stay came to be: "compute", "again" or "load".
+    madeBy(stay) {
+      return this.doing(this.first[stay]);
+    }
+
+    // A tensor's stays in a tier outside of the device's memory.
+    awayOf(tensor) {
+      return this.raw.away.tensor.flatMap((owner, index) => (owner === tensor ? [index] : []));
+    }
+
     phase(op) {
       return this.words.phases[this.raw.ops.phase[op]];
     }
@@ -88,6 +110,14 @@ stow.model = (() => {
       }
       const maker = /^\d+$/.test(id[tensor]) ? this.maker(tensor) : null;
       return maker === null ? shown(id[tensor]) : `${id[tensor]} of ${this.opName(maker)}`;
+    }
+
+    // A name of so many characters: a gradient goes by what it is the gradient of.
+    shortName(tensor, length) {
+      const { id, name, gradient_of: of } = this.raw.tensors;
+      const told = of[tensor] >= 0 && !name[tensor] && !id[tensor].includes(id[of[tensor]]);
+      if (told) return `\u2202${abbreviated(shown(id[of[tensor]]), length - 1)}`;
+      return abbreviated(this.tensorName(tensor), length);
     }
 
     // The op that makes a tensor's memory, or null.
@@ -135,7 +165,9 @@ stow.model = (() => {
     why(stay, step) {
       const tensor = this.raw.stays.tensor[stay];
       const uses = this.raw.stays.uses[stay];
-      if (this.first[stay] === step && this.raw.stays.made[stay]) return "made by this op";
+      if (this.first[stay] === step && this.raw.stays.made[stay]) {
+        return this.doing(step) === "load" ? "being loaded back" : "made by this op";
+      }
       if (uses.includes(step)) return this.#usedHow(tensor, step);
       if (ALWAYS_THERE.has(this.kind(tensor))) return "always there";
       const next = uses.find((use) => use > step);
@@ -145,12 +177,13 @@ stow.model = (() => {
     }
 
     #usedHow(tensor, step) {
+      if (this.doing(step) === "store") return "being stored";
       const made = this.raw.ops.outputs[this.opAt(step)].some((output) => this.owner(output) === tensor);
       return made ? "added to by this op" : "read by this op";
     }
 
     #keptFor(stay, step, next) {
-      const again = this.raw.stays.copy[stay] ? "made again, " : "";
+      const again = { again: "made again, ", load: "loaded back, " }[this.madeBy(stay)] ?? "";
       const ahead = next - step;
       return `${again}kept for ${this.opName(this.opAt(next))} in ${whole(ahead)} ${ahead === 1 ? "step" : "steps"}`;
     }

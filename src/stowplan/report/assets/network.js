@@ -11,11 +11,6 @@ stow.network = (() => {
   const HEIGHT = { least: 110, most: 250 };
   const MIDDLE = 18;
 
-  function colour(model, run) {
-    if (model.doing(run) !== "compute") return of(model.doing(run));
-    return of(model.phase(model.opAt(run)));
-  }
-
   // Lanes count away from the border between the halves.
   function layout(model) {
     const lanes = [0, 0];
@@ -88,13 +83,13 @@ stow.network = (() => {
     const raster = new Raster(context, strip.left, strip.plotWidth, strip.height);
     const y = (run) => top(model, place, run) + (place.lane - height) / 2;
     for (let run = low; run < high; run += 1) {
-      raster.fill(strip.x(run), y(run), width, height, pixel(colour(model, run)));
+      raster.fill(strip.x(run), y(run), width, height, pixel(of(model.manner(run))));
     }
     raster.paint();
     if (width <= 3) return;
     for (let run = low; run < high; run += 1) {
       const box = [strip.x(run), y(run), width, height];
-      if (model.doing(run) !== "compute") hatch(context, ...box);
+      if (model.doing(run) === "again") hatch(context, ...box);
       if (width > 34 && height >= 12) label(context, model, run, box);
     }
   }
@@ -157,7 +152,7 @@ stow.network = (() => {
   function legend(model) {
     const names = new Set();
     for (let run = 0; run < model.steps; run += 1) {
-      names.add(model.doing(run) === "compute" ? model.phase(model.opAt(run)) : model.doing(run));
+      names.add(model.manner(run));
     }
     const keys = Array.from(names, (name) => {
       const chip = element("i", "chip");

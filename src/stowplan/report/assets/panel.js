@@ -46,15 +46,18 @@ stow.panel = (() => {
     const { tensors, stays } = model.raw;
     const copies = model.staysOf[tensor].toSorted((a, b) => model.first[a] - model.first[b]);
     const made = copies.filter((stay) => stays.made[stay]);
-    const uses = copies.flatMap((stay) => stays.uses[stay]);
+    const uses = copies.flatMap((stay) => stays.uses[stay]).filter((step) => model.doing(step) !== "store");
+    const begun = (stay) => runLink(state, model.first[stay]);
     const gradients = tensors.gradient_of.flatMap((of_, index) => (of_ === tensor ? [index] : []));
     const size = tensors.bytes[tensor] === null ? "" : `, ${bytes(tensors.bytes[tensor])}`;
     return [
       element("p", "what", `${model.kind(tensor)}, ${tensors.shape[tensor]}${size}`),
       facts([
         ["decided", ...(tensors.decision[tensor] ? [decision(tensors, tensor)] : [])],
-        ["made by", ...listed(made.slice(0, 1), (stay) => runLink(state, model.first[stay]))],
-        ["made again", ...listed(made.slice(1), (stay) => runLink(state, model.first[stay]))],
+        ["made by", ...listed(made.slice(0, 1), begun)],
+        ["made again", ...listed(made.slice(1).filter((stay) => model.madeBy(stay) !== "load"), begun)],
+        ["stored", ...listed(model.awayOf(tensor), (away) => stepLink(state, model.raw.away.first[away]))],
+        ["loaded", ...listed(made.filter((stay) => model.madeBy(stay) === "load"), begun)],
         ["read by", ...listed(uses, (step) => runLink(state, step))],
         ["in memory", ...listed(copies, (stay) => span(state, stay))],
         ["held", ...(model.held.has(tensor) ? ["by the caller when the step ends"] : [])],
@@ -173,9 +176,15 @@ stow.panel = (() => {
     return element("li", "", made);
   }
 
-  function sumRow(name, size, why) {
+  function sumRow(name, why, size) {
     const cells = [element("span", "name", name), element("span", "size", bytes(size)), element("span", "why", why)];
     return element("li", "", element("div", "row sum", ...cells));
+  }
+
+  // What an op takes aside, and why: a sweep takes it for the largest of its tiles.
+  function asideWords(model, step) {
+    if (!model.isSweep(model.opAt(step))) return ["workspace", "taken aside by this op while it runs"];
+    return ["inside a tile", "the most that a tile of this sweep takes while it runs"];
   }
 
   // Parameters and buffers as one row: that they are there explains nothing.
@@ -184,11 +193,14 @@ stow.panel = (() => {
     const { stays, others, standing } = model.alive(cursor, LISTED);
     const largest = (stays.length && model.bytes[stays[0]]) || 1;
     const sums = [];
-    if (standing.count) sums.push(sumRow(`${whole(standing.count)} parameters and buffers`, standing.bytes, "always there"));
+    if (standing.count) {
+      const some = standing.count === 1 ? "1 parameter or buffer" : `${whole(standing.count)} parameters and buffers`;
+      sums.push(sumRow(some, "always there", standing.bytes));
+    }
     const aside = model.raw.runs.aside[cursor];
-    if (aside) sums.push(sumRow("workspace", aside, "taken aside by this op while it runs"));
+    if (aside) sums.push(sumRow(...asideWords(model, cursor), aside));
     const rows = stays.map((stay) => row(state, stay, largest));
-    if (others.count) rows.push(sumRow(`${whole(others.count)} smaller tensors`, others.bytes, "their lifetimes say why"));
+    if (others.count) rows.push(sumRow(`${whole(others.count)} smaller tensors`, "their lifetimes say why", others.bytes));
     return element("ol", "alive", ...sums, ...rows);
   }
 

@@ -64,7 +64,7 @@ stow.strip = (() => {
     }
 
     get left() {
-      return this.narrow ? 58 : 196;
+      return this.narrow ? 84 : 196;
     }
 
     get right() {

@@ -63,5 +63,15 @@ stow.text = (() => {
     return chars.slice(0, head).join("") + ELLIPSIS + chars.slice(chars.length - tail).join("");
   }
 
-  return { bytes, tick, binarySteps, count, whole, percent, seconds, shown, shortened };
+  // A path of modules with its words cut to their first letters, from the left, as far as it must be.
+  function abbreviated(path, length) {
+    if (/\s/.test(path)) return shortened(path, length);
+    const parts = path.split(".");
+    for (let at = 0; at < parts.length - 1 && parts.join(".").length > length; at += 1) {
+      if (!/^\d+$/.test(parts[at])) parts[at] = Array.from(parts[at])[0] ?? "";
+    }
+    return shortened(parts.join("."), length);
+  }
+
+  return { bytes, tick, binarySteps, count, whole, percent, seconds, shown, shortened, abbreviated };
 })();

@@ -69,13 +69,18 @@ def tensors_columns(subject: Subject) -> Columns:
 
 
 def _gradients(graph: Graph) -> dict[str, str]:
-    """By tensor what it is the gradient of; a tensor of which a view is one is as good as one."""
+    """By tensor what it is the gradient of, where that is a view of a parameter, the parameter.
+
+    A tensor of which a view is a gradient is as good as one.
+    """
     storages = storages_of(graph)
+    owner = {name: storages.owners[number] for name, number in storages.number_of.items()}
     found: dict[str, str] = {}
     for name, tensor in graph.tensors.items():
-        if tensor.gradient_of is not None:
-            found[name] = tensor.gradient_of
-            found.setdefault(storages.owners[storages.number_of[name]], tensor.gradient_of)
+        if (of := tensor.gradient_of) is not None:
+            source = owner[of]
+            found[name] = source if is_resident(graph.tensors[source]) else of
+            found.setdefault(owner[name], found[name])
     return found
 
 
@@ -124,6 +129,18 @@ def stays_columns(timeline: Timeline, offsets: Sequence[int | None]) -> Columns:
         "copy": [stay.copy for stay in stays],
         "uses": [stay.uses for stay in stays],
         "offset": [offsets[i] if offsets else None for i in order],
+    }
+
+
+def away_columns(timeline: Timeline) -> Columns:
+    """What waits in a tier outside of the device's memory."""
+    number_of = {name: number for number, name in enumerate(timeline.graph.tensors)}
+    return {
+        "tensor": [number_of[stay.tensor] for stay in timeline.away],
+        "bytes": [stay.nbytes for stay in timeline.away],
+        "first": [stay.first for stay in timeline.away],
+        "last": [stay.last for stay in timeline.away],
+        "loads": [stay.uses for stay in timeline.away],
     }
 
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from stowplan.analyse.alignment import curve_onto, timed_onto
 from stowplan.plan.record import Record
-from stowplan.plan.timeline import plain_timeline_of
+from stowplan.plan.timeline import plain_curve_of
 from stowplan.report.page.columns import WORDS, Columns
 from stowplan.report.page.subject import Subject
 
@@ -29,7 +29,10 @@ def curve_of(subject: Subject, others: Sequence[Subject]) -> Columns:
 def _beside(subject: Subject, others: Sequence[Subject]) -> Iterator[Columns]:
     axis = subject.timeline
     if subject.plan:
-        yield {"name": "plain", "bytes": curve_onto(axis, plain_timeline_of(subject.plan)).tolist()}
+        name, plain = plain_curve_of(subject.plan, axis)
+        yield {"name": name, "bytes": plain.tolist()}
+    if axis.away:
+        yield {"name": "offloaded", "bytes": axis.away_bytes().tolist()}
     if subject.record:
         yield {"name": "measured", "bytes": _measured(subject, subject.record).tolist()}
     for other in others:
@@ -39,6 +42,7 @@ def _beside(subject: Subject, others: Sequence[Subject]) -> Iterator[Columns]:
 
 def _measured(subject: Subject, record: Record) -> NDArray[np.int64]:
     """What a run measured, at the steps where it would have been if it kept to the projected times."""
-    durations = [subject.seconds.get(run.op, 0.0) for run in subject.timeline.runs]
+    runs = subject.timeline.runs
+    durations = [0.0 if run.doing.is_transfer else subject.seconds.get(run.op, 0.0) for run in runs]
     curve = np.array(record.measured_curve_bytes, dtype=np.int64)
     return timed_onto(durations, curve, record.measured_curve_seconds)

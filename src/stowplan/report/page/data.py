@@ -6,6 +6,7 @@ from stowplan.analyse.arena import Arena, packed_arena, recorded_arena
 from stowplan.report.page.columns import (
     WORDS,
     Columns,
+    away_columns,
     held_of,
     ops_columns,
     plan_words,
@@ -17,8 +18,9 @@ from stowplan.report.page.columns import (
 from stowplan.report.page.curves import curve_of
 from stowplan.report.page.figures import figures_of
 from stowplan.report.page.frontier import frontier_of_subjects
-from stowplan.report.page.regions import regions_of, tiles_of
+from stowplan.report.page.regions import regions_of
 from stowplan.report.page.subject import Subject
+from stowplan.report.page.tiles import tilings_of
 
 
 def data_of(subjects: Sequence[Subject], title: str) -> Columns:
@@ -45,10 +47,11 @@ def _subject(subject: Subject, subjects: Sequence[Subject]) -> Columns:
         "held": held_of(subject.graph),
         "runs": runs_columns(timeline),
         "stays": stays_columns(timeline, arena.offsets),
+        "away": away_columns(timeline),
         "rows": rows_of(timeline),
         "curve": curve_of(subject, subjects),
         "arena": _arena(arena),
-        "tiles": tiles_of(document) if document else None,
+        "tilings": tilings_of(subject),
         "regions": regions_of(document) if document else None,
         "notes": [[note.kind, note.where, note.what] for note in document.notes] if document else [],
     }

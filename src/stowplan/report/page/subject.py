@@ -13,13 +13,17 @@ from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import price_by_profile
 from stowplan.plan.record import Record
 from stowplan.plan.timeline import timeline_of_plan
+from stowplan.plan.transfers import Clock, clock_of
 
 Thing: TypeAlias = Document | Graph | Plan | Record
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A document, a plan, or a record with its plan. `seconds` are by op and rest on `timed_by`."""
+    """A document, a plan, or a record with its plan. `seconds` are by op and rest on `timed_by`.
+
+    A plan has a `clock`: its transfers go on beside the ops.
+    """
 
     name: str
     timeline: Timeline
@@ -28,6 +32,7 @@ class Subject:
     record: Record | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     timed_by: str = ""
+    clock: Clock | None = None
     frontier: Frontier | None = None
     peers: tuple[Peer, ...] = ()
 
@@ -70,13 +75,16 @@ def _seconds_of(document: Document) -> tuple[Mapping[str, float], str]:
 def _of_plan(
     plan: Plan, name: str, record: Record | None, frontier: Frontier | None, peers: tuple[Peer, ...]
 ) -> Subject:
+    timeline, clock = timeline_of_plan(plan), clock_of(plan)
+    runs = zip(timeline.runs, clock.spans, strict=True)
     return Subject(
         name,
-        timeline_of_plan(plan),
+        timeline,
         plan=plan,
         record=record,
-        seconds=plan.pricing.seconds,
+        seconds={**{run.op: span.seconds for run, span in runs}, **plan.pricing.seconds},
         timed_by=str(plan.pricing.basis),
+        clock=clock,
         frontier=frontier,
         peers=peers,
     )

@@ -1,13 +1,13 @@
 """The memory curve as shapes: bytes by kind over the steps, the budget, plain beside planned."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stowplan.analyse.alignment import curve_onto
 from stowplan.ir import Kind
-from stowplan.plan.timeline import plain_timeline_of
+from stowplan.plan.timeline import plain_curve_of
 from stowplan.report.page.subject import Subject
 from stowplan.report.picture.letters import width_of
 from stowplan.report.picture.shapes import SIZE, Area, Drawing, Line, Points, Shape, Text
@@ -28,24 +28,43 @@ _COLOURS = {
 }
 _LINE, _GRID = "#333333", "#e0e0e0"
 _DASH = (5.0, 3.0)
-_BUDGET = "#c2185b"
+_BUDGET, _AWAY = "#c2185b", "#1f9d7a"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A curve over the areas."""
+
+    name: str
+    values: Sequence[int]
+    colour: str
+    dash: tuple[float, ...] = ()
 
 
 def drawing_of(subject: Subject) -> Drawing:
     """The picture of a subject, 720 by 340 points."""
     by_kind = {kind: _thinned(curve) for kind, curve in subject.timeline.bytes_by_kind().items()}
-    plan = subject.plan
-    plain = _thinned(curve_onto(subject.timeline, plain_timeline_of(plan))) if plan else None
-    allowed = plan.allowed_bytes if plan else None
-    top = max(int(subject.timeline.curve_bytes().max(initial=0)), allowed or 0, *(plain or [0]), 1) * 1.05
+    lines = tuple(_lines(subject))
+    allowed = subject.plan.allowed_bytes if subject.plan else None
+    highest = int(subject.timeline.curve_bytes().max(initial=0))
+    top = max(highest, allowed or 0, *(value for line in lines for value in line.values), 1) * 1.05
     shapes = (
         *_axes(top, len(subject.timeline.runs)),
         *_areas(by_kind, top),
-        *_outline(plain, top),
+        *(Line(_steps(line.values, top), line.colour, 1.2, line.dash) for line in lines if line.values),
         *_budget(allowed, top),
-        *_legend(by_kind, plain is not None),
+        *_legend(by_kind, lines),
     )
     return Drawing(f"{subject.name}: memory while each step runs", _WIDTH, _HEIGHT, shapes)
+
+
+def _lines(subject: Subject) -> Iterator[Curve]:
+    """The curves to compare with."""
+    if subject.plan:
+        name, plain = plain_curve_of(subject.plan, subject.timeline)
+        yield Curve(name, _thinned(plain), _LINE, _DASH)
+    if subject.timeline.away:
+        yield Curve("offloaded", _thinned(subject.timeline.away_bytes()), _AWAY)
 
 
 def _thinned(curve: NDArray[np.int64]) -> list[int]:
@@ -81,11 +100,6 @@ def _areas(by_kind: dict[Kind, list[int]], top: float) -> Iterator[Shape]:
         yield Area((*_steps(total, top), *ground), _COLOURS[kind])
 
 
-def _outline(plain: list[int] | None, top: float) -> Iterator[Shape]:
-    if plain:
-        yield Line(_steps(plain, top), _LINE, 1.2, _DASH)
-
-
 def _across(y: float) -> Points:
     return (_LEFT, y), (_WIDTH - _RIGHT, y)
 
@@ -109,12 +123,13 @@ def _axes(top: float, steps: int) -> Iterator[Shape]:
     yield Text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, "step", "middle")
 
 
-def _legend(by_kind: dict[Kind, list[int]], with_plain: bool) -> Iterator[Shape]:
+def _legend(by_kind: dict[Kind, list[int]], lines: Sequence[Curve]) -> Iterator[Shape]:
     x = float(_LEFT)
     for kind in by_kind:
         yield Area(((x, 12), (x + 10, 12), (x + 10, 22), (x, 22)), _COLOURS[kind])
         yield Text(x + 14, 21, str(kind))
         x += 32 + width_of(kind, SIZE)
-    if with_plain:
-        yield Line(((x, 17), (x + 16, 17)), _LINE, 1.2, _DASH)
-        yield Text(x + 20, 21, "plain")
+    for line in lines:
+        yield Line(((x, 17), (x + 16, 17)), line.colour, 1.2, line.dash)
+        yield Text(x + 20, 21, line.name)
+        x += 38 + width_of(line.name, SIZE)

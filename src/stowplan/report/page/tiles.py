@@ -1,0 +1,110 @@
+"""The data of the tile view: each tile of a schedule, or of a plan's sweeps, level by level with its cost."""
+
+from collections.abc import Iterator, Sequence
+
+from stowplan.analyse.tile_costs import tile_costs_of
+from stowplan.analyse.tile_levels import Level, Read, backward_levels, forward_levels
+from stowplan.geometry import Point, Rect
+from stowplan.ir import Document, TileSchedule
+from stowplan.plan.plan import Plan
+from stowplan.plan.tiles.levels import levels_of
+from stowplan.plan.tiles.maps import TileMap
+from stowplan.report.page.columns import Columns
+from stowplan.report.page.subject import Subject
+from stowplan.units import format_bytes, format_count
+
+_EXACT = 1_000_000  # from here on three digits are enough
+_MOST_LEVELS = 20_000  # more are megabytes that nobody looks at
+
+
+def tilings_of(subject: Subject) -> list[Columns]:
+    """Everything of a subject that is computed tile by tile."""
+    if subject.plan:
+        return [_of_map(subject.plan, tiled) for tiled in _all(subject.plan.tile_maps)]
+    schedule = subject.document.tiles if subject.document else None
+    if subject.document is None or schedule is None or not (schedule.forward or schedule.backward):
+        return []
+    return [_of_schedule(subject.document, schedule)]
+
+
+def _all(maps: Sequence[TileMap]) -> Iterator[TileMap]:
+    """Maps and those within them."""
+    for tiled in maps:
+        if tiled.text:
+            yield tiled
+        yield from _all(tiled.within)
+
+
+def _of_map(plan: Plan, tiled: TileMap) -> Columns:
+    """A sweep of a plan. Backward runs each tile again and differentiates it, on the same rectangles."""
+    levels = levels_of(tiled, most=max(1, _MOST_LEVELS // max(1, len(tiled.levels))))
+    macs = round(sum(level.macs * level.work for level in tiled.levels))
+    untiled = sum(level.macs for level in tiled.levels)
+    largest = format_bytes(tiled.backward_peak_bytes)
+    return {
+        "name": tiled.sweep,
+        "sweeps": [
+            number
+            for number, op in enumerate(plan.graph.ops)
+            if tiled.sweep in (op.id, op.adjoint_of, op.attributes.get("name"))
+        ],
+        "grid": tiled.parts,
+        "tiles": [_tile(place, found, ()) for place, found in levels.items()],
+        "cost": f"{_work(tiled.tiles, macs, untiled)}; the largest takes {largest} to run and differentiate.",
+    }
+
+
+def _of_schedule(document: Document, schedule: TileSchedule) -> Columns:
+    graph = document.graph
+    costs = tile_costs_of(graph, schedule)
+    forward, backward = forward_levels(graph, schedule), backward_levels(graph, schedule)
+    order = dict.fromkeys((*schedule.forward, *schedule.backward))  # as the forward half runs them
+    return {
+        "name": "",
+        "sweeps": [],
+        "grid": schedule.grid,
+        "tiles": [
+            _tile(place, forward.get(place, ())[::-1], backward.get(place, ())[::-1]) for place in order
+        ],
+        "cost": f"{_work(len(order), costs.forward_macs, costs.untiled_macs)}; "
+        f"{costs.writes:,} writes for {costs.cells:,} cells.",
+    }
+
+
+def _work(tiles: int, macs: int, untiled_macs: int) -> str:
+    ratio = f" ({macs / untiled_macs:.2f} x)" if untiled_macs else ""
+    return f"All {tiles:,} tiles: {_count(macs)} against {_count(untiled_macs)} untiled{ratio}"
+
+
+def _count(macs: int) -> str:
+    return f"{macs:,}" if macs < _EXACT else format_count(macs)
+
+
+def _tile(place: Point, forward: Sequence[Level], backward: Sequence[Level]) -> Columns:
+    """The levels of a tile in the order in which data flows through it."""
+    return {"at": place, "forward": list(map(_level, forward)), "backward": list(map(_level, backward))}
+
+
+def _level(level: Level) -> Columns:
+    return {
+        "op": level.op,
+        "made_shape": level.made_shape,
+        "made": box(level.made),
+        "reads": [_read(read) for read in level.reads],
+        "halo": level.halo_cells,
+        "macs": level.macs,
+    }
+
+
+def _read(read: Read) -> Columns:
+    return {
+        "shape": read.shape,
+        "wanted": box(read.wanted),
+        "inside": box(read.inside),
+        "owned": box(read.owned) if read.owned else None,
+    }
+
+
+def box(rect: Rect) -> list[tuple[int, ...]]:
+    """A rectangle as its two corners."""
+    return [rect.lo, rect.hi]

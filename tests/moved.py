@@ -1,0 +1,73 @@
+"""A plan some of whose kept tensors are moved to a tier between the two halves, for those who show plans."""
+
+from dataclasses import replace
+
+from stowplan.analyse.timeline import Doing
+from stowplan.ir import Kind, Phase
+from stowplan.plan.decision import Again, Compute, Free, Keep, Load, Offload, Step, Store
+from stowplan.plan.plan import Plan
+from stowplan.plan.simulate import simulate
+from stowplan.plan.tier import Tier
+from stowplan.plan.timeline import timeline_of_plan
+from stowplan.plan.verify import verify
+
+SLOW = 0.02  # of the plain step's bytes that the tier takes in a hundredth of the step's time
+
+
+def moved(plan: Plan, most: int = 4) -> Plan:
+    """The plan with its largest kept tensors stored after their last forward reader, and loaded back."""
+    chosen = _choices(plan)[:most]
+    steps = plan.steps
+    for name, out, back in chosen:
+        steps = _with_move(steps, name, out, back)
+    rate = plan.plain_peak_bytes * SLOW * 100 / (plan.plain_seconds or 1.0)
+    tier = Tier("host", 1 << 50, rate, rate)
+    pricing = replace(plan.pricing, tier=tier)
+    played = simulate(plan.graph, steps, pricing.seconds, pricing.workspace_bytes, tier)
+    return verify(
+        replace(
+            plan,
+            pricing=pricing,
+            steps=steps,
+            decisions={**plan.decisions, **{name: Offload("host") for name, _, _ in chosen}},
+            allowed_bytes=max(plan.allowed_bytes, played.peak_bytes),
+            projected_curve_bytes=played.curve_bytes,
+            projected_seconds=played.seconds,
+        )
+    )
+
+
+def _choices(plan: Plan) -> list[tuple[str, str, str]]:
+    """Tensors with the op after which they may leave and the one before which they must be back."""
+    timeline = timeline_of_plan(plan)
+    phases = {op.id: op.phase for op in plan.graph.ops}
+    seen = {base for tensor in plan.graph.tensors.values() if (base := tensor.alias_of)}
+    written_over = {
+        old for step in plan.steps if isinstance(step, Compute | Again) for _, old in step.overwrites
+    }
+    found = []
+    for stay in sorted(timeline.stays, key=lambda stay: (-stay.nbytes, stay.first)):
+        name = stay.tensor
+        apart = name not in seen | written_over | plan.graph.held and stay.made and not stay.copy
+        if (
+            apart
+            and isinstance(plan.decisions.get(name), Keep)
+            and plan.graph.tensors[name].kind is Kind.ACTIVATION
+        ):
+            users = [timeline.runs[use].op for use in (stay.first, *stay.uses)]
+            out = [op for op in users if phases[op] is Phase.FORWARD]
+            back = [op for op in users if phases[op] is Phase.BACKWARD]
+            if out and back and {timeline.runs[use].doing for use in stay.uses} == {Doing.COMPUTE}:
+                found.append((name, out[-1], back[0]))
+    return found
+
+
+def _with_move(steps: tuple[Step, ...], name: str, out: str, back: str) -> tuple[Step, ...]:
+    found: list[Step] = []
+    for step in steps:
+        if isinstance(step, Compute) and step.op == back:
+            found.append(Load((name,)))
+        found.append(step)
+        if isinstance(step, Compute) and step.op == out:
+            found += [Store((name,)), Free((name,))]
+    return tuple(found)

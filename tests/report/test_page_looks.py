@@ -1,0 +1,59 @@
+"""Pages as people see them, on three screens. Pictures of all are left in build/pictures."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from looks import collisions, rows_in_sight, spilled
+from pages import browser, gpt_plan, plan_of, planner_of, tiled_plan_of, written
+
+from stowplan.report.opening import opened
+from stowplan.report.page import Subject, subject_of
+
+PICTURES = Path(__file__).parents[2] / "build" / "pictures"
+SCREENS = {"1280": (1280, 800), "1920": (1920, 1080), "phone": (390, 844)}
+GIB = 1 << 30
+
+Seeds = Callable[[str], Path]
+
+
+def documents(number: str) -> Callable[[Seeds], Subject]:
+    return lambda seeds: subject_of(opened(seeds(number)), seeds(number).name)
+
+
+def plain(seeds: Seeds) -> Subject:
+    planner = planner_of(seeds("000"))
+    return subject_of(planner.plan(planner.plain_peak_bytes), "U-Net, plain")
+
+
+SHOWN: dict[str, Callable[[Seeds], Subject]] = {
+    **{number: documents(number) for number in ("000", "001", "002", "003", "004")},
+    "unet-plain": plain,
+    "unet-recomputed": lambda seeds: subject_of(plan_of(seeds("000")), "U-Net, recomputed"),
+    "unet-fifth": lambda seeds: subject_of(
+        tiled_plan_of(seeds("000"), int(6.9 * GIB) // 5), "U-Net, a fifth"
+    ),
+    "unet-tiles": lambda seeds: subject_of(tiled_plan_of(seeds("000"), 400 << 20), "U-Net, 400 MiB"),
+    "gpt": lambda _: subject_of(gpt_plan(), "GPT"),
+}
+
+
+@pytest.mark.parametrize("screen", SCREENS)
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_peak_is_explained_at_first_sight_and_nothing_collides(
+    name: str, screen: str, seeds: Seeds
+) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    width, height = SCREENS[screen]
+    with browser().page(written(SHOWN[name](seeds)), width, height) as page:
+        page.screenshot(PICTURES / f"{name}-{screen}.png")
+        page.screenshot(PICTURES / f"{name}-{screen}-whole.png", whole=True)
+        assert "the peak" in page.run("document.querySelector('.where').textContent")
+        rows = rows_in_sight(page, height)
+        listed = page.run("document.querySelectorAll('.alive .row').length")
+        assert len(rows) >= min(5, listed)
+        assert all(tensor and why for tensor, why in rows)
+        assert collisions(page) == []
+        assert spilled(page) == []
+        assert page.run("document.documentElement.scrollWidth") <= width
+        assert page.errors == []
