@@ -59,6 +59,11 @@ def format_seconds(seconds: float) -> str:
     return f"{_three_digits(seconds * 1e9)} ns"
 
 
+def format_share(share: float) -> str:
+    """A part of a whole in per cent; what is not nothing does not look like it."""
+    return f"{share:.2%}" if share >= 0.0001 or not share else "less than 0.01%"
+
+
 def _scaled(count: int, base: int, units: tuple[str, ...]) -> str:
     """`count` in the largest unit it reaches, which is never the first."""
     exponent = 1

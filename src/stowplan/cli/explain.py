@@ -29,9 +29,9 @@ def _print_plan(plan: "api.Plan", arguments: Namespace) -> None:
     from stowplan.report.terminal import console_for_output
 
     if arguments.json:
-        print(json.dumps(plan_json(plan, 0.0), indent=2))
+        print(json.dumps(plan_json(plan), indent=2))
     else:
-        show_plan(plan, console_for_output(), title=arguments.plan, solve_seconds=0.0)
+        show_plan(plan, console_for_output(), title=arguments.plan)
 
 
 def _print_tensor(explanation: "api.Explanation", *, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from stowplan.plan.decision import Again, Compute, Decision, Free, Keep, Load, S
 from stowplan.plan.engines import Transfer
 from stowplan.plan.plan import Plan
 from stowplan.plan.simulate import simulate
-from stowplan.units import format_bytes
+from stowplan.units import format_bytes, format_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,9 @@ class Explanation:
     readers: tuple[str, ...]
     spans: tuple[tuple[int, int], ...]  # steps from which to which it is in memory
     alive_at_peak: bool
-    again_seconds: float  # spent on running its maker again
+    again_runs: int  # of its maker
+    again_seconds: float  # spent on them
+    again_share: float  # of the plain step's seconds
     transfers: tuple[Transfer, ...]  # out and back
     stall_seconds: float  # waited for it
     otherwise: str  # a sentence
@@ -36,7 +38,8 @@ def explain(plan: Plan, tensor: str) -> Explanation:
     peak = plan.projected_curve_bytes.index(plan.projected_peak_bytes)
     pricing = plan.pricing
     run = simulate(plan.graph, plan.steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
-    runs = sum(1 for step in plan.steps if isinstance(step, Again) and name in step.outputs)
+    runs = sum(isinstance(step, Again) and name in step.outputs for step in plan.steps)
+    again_seconds = runs * pricing.seconds[maker.id] if maker else 0.0
     return Explanation(
         tensor=name,
         nbytes=plan.graph.tensors[name].nbytes or 0,
@@ -45,7 +48,9 @@ def explain(plan: Plan, tensor: str) -> Explanation:
         readers=tuple(op.id for op in plan.graph.ops if name in op.reads()),
         spans=spans,
         alive_at_peak=any(start <= peak <= end for start, end in spans),
-        again_seconds=runs * plan.pricing.seconds[maker.id] if maker else 0.0,
+        again_runs=runs,
+        again_seconds=again_seconds,
+        again_share=again_seconds / (plan.plain_seconds or 1.0),
         transfers=tuple(transfer for transfer in run.transfers if name in transfer.tensors),
         stall_seconds=sum((stall.seconds for stall in run.stalls if stall.tensor == name), 0.0),
         otherwise=_otherwise(plan, name, maker, spans, peak),
@@ -58,9 +63,8 @@ def _find(plan: Plan, tensor: str) -> str:
     named = [known.id for known in plan.graph.tensors.values() if known.name == tensor]
     if len(named) == 1:
         return named[0]
-    close = [name for name in plan.graph.tensors if tensor in name][:5]
-    hint = f"; close to it are {', '.join(close)}" if close else ""
-    raise BadUse(f"the plan has no tensor {tensor!r}{hint}")
+    close = [name for name in plan.graph.tensors if tensor in name] or list(plan.decisions)
+    raise BadUse(f"the plan has no tensor {tensor!r}; it has {', '.join(close[:5])} and others")
 
 
 def _spans(plan: Plan, name: str) -> tuple[tuple[int, int], ...]:
@@ -101,7 +105,7 @@ def _otherwise(plan: Plan, name: str, maker: Op | None, spans: tuple[tuple[int, 
     if maker is None or name not in plan.decisions or not isinstance(plan.decisions[name], Keep):
         return "nothing else was open to decide"
     seconds = plan.pricing.seconds[maker.id] / plan.plain_seconds if plan.plain_seconds else 0.0
-    price = f"making it again would cost at least {seconds:.2%} of the plain step"
+    price = f"making it again would cost at least {format_share(seconds)} of the plain step"
     if any(start <= peak <= end for start, end in spans):
         return f"{price} and lower the memory at the peak by {format_bytes(nbytes)}"
     return f"{price} and not lower the peak, at which it is not in memory"

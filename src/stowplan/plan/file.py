@@ -92,6 +92,8 @@ _SPELLED = ("decisions", "steps", "graph")
 
 def read(text: str) -> Plan:
     """The plan in a file; BadInput if it is damaged or not one."""
+    if not recognise(text):
+        raise BadInput("this is not a plan; `stowplan plan TARGET --budget BYTES -o PLAN` writes one")
     try:
         frame = msgspec.json.decode(text, type=_Frame)
         if (frame.format, frame.version) != (FORMAT, VERSION):

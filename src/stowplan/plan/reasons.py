@@ -12,7 +12,7 @@ from stowplan.analyse.timeline import Doing, Stay, Timeline
 from stowplan.ir import Phase
 from stowplan.plan.decision import Decision, Keep, Offload, Recompute, Tile
 from stowplan.plan.plan import Plan
-from stowplan.units import format_bytes
+from stowplan.units import format_bytes, format_share
 
 
 def decisions_of(plan: Plan, timeline: Timeline) -> dict[str, Decision]:
@@ -63,7 +63,7 @@ class _Judge:
         takes = f"takes {format_bytes(stay.nbytes)} for {stay.last - stay.first + 1} runs"
         at_peak = stay.first <= int(self.curve.argmax()) <= stay.last
         use = "and lower the memory at the peak" if at_peak else "and not lower the peak"
-        return f"{takes}; making it again would cost {_share(price)} of the plain step or more {use}"
+        return f"{takes}; making it again would cost {format_share(price)} of the plain step or more {use}"
 
     def _recomputed(self, stays: list[Stay], price: float, *, hold: bool) -> str:
         again = stays[1:]
@@ -71,7 +71,7 @@ class _Judge:
             return "let go of after its last forward reader"
         times = "once" if len(again) == 1 else f"{len(again)} times"
         manner = " and held to its last reader" if hold else ""
-        cost = f"made again {times}{manner}, {_share(price)} of the plain step each time"
+        cost = f"made again {times}{manner}, {format_share(price)} of the plain step each time"
         return f"{cost}; {self._if_kept(stays[0], again[-1])}"
 
     def _moved(self, stays: list[Stay], tier: str) -> str:
@@ -84,7 +84,3 @@ class _Judge:
         over = waiting - self.allowed_bytes
         reach = f"if it were kept, the step would reach {format_bytes(waiting)}"
         return f"{reach}, {format_bytes(over)} over the budget" if over > 0 else f"{reach}, which fits"
-
-
-def _share(price: float) -> str:
-    return f"{price:.2%}" if price >= 0.0001 or not price else "less than 0.01%"

@@ -15,7 +15,7 @@ from stowplan.plan.pricing import Basis
 from stowplan.plan.tiles.ways import Offer
 from stowplan.report.curve import memory_curve_drawing
 from stowplan.report.terminal import bar, blocks_of, print_trimmed
-from stowplan.units import format_bytes, format_count, format_seconds
+from stowplan.units import format_bytes, format_count, format_seconds, format_share
 
 _INDENT = 2
 _LARGEST = 8
@@ -70,7 +70,7 @@ def _price(explanation: Explanation) -> Iterable[tuple[str, str]]:
     """What it costs that the tensor is not kept."""
     if explanation.again_runs:
         times = "once" if explanation.again_runs == 1 else f"{explanation.again_runs} times"
-        yield "made again", f"{times}, for {explanation.again_share:.2%} of the plain step"
+        yield "made again", f"{times}, for {format_share(explanation.again_share)} of the plain step"
 
 
 def _moved(explanation: Explanation) -> Iterable[tuple[str, str]]:

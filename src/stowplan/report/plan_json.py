@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
 
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.explain import Explanation
 from stowplan.plan.plan import Plan
+from stowplan.plan.tiles.maps import TileMap
 from stowplan.plan.tiles.ways import Offer
 
 Json = dict[str, object]
@@ -26,10 +26,25 @@ def plan_json(plan: Plan, solve_seconds: float | None = None) -> Json:
         "gap": plan.gap,
         "minimum_bytes": plan.minimum_bytes,
         "decisions": Counter(type(decision).__name__.lower() for decision in plan.decisions.values()),
-        "tiles": [asdict(told) for told in plan.tile_maps],
+        "tiles": [_tiles_json(told) for told in plan.tile_maps],
         "basis": plan.pricing.basis,
         "steps": len(plan.steps),
         "solve_seconds": solve_seconds,
+    }
+
+
+def _tiles_json(told: TileMap) -> Json:
+    """A segment that runs in tiles, by its figures; the plan's file has all of it."""
+    return {
+        "sweep": told.sweep,
+        "parts": told.parts,
+        "tiles": told.tiles,
+        "ops": [level.op for level in told.levels],
+        "halo_share": told.halo_share,
+        "extra_macs": told.extra_macs,
+        "backward_peak_bytes": told.backward_peak_bytes,
+        "again": told.again,
+        "within": [_tiles_json(inner) for inner in told.within],
     }
 
 
