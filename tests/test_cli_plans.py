@@ -68,6 +68,7 @@ def test_a_plan_holds_explains_itself_and_checks_out(
     assert int(str(plan["minimum_bytes"])) <= int(budget)
     explained = _json_of(capsys, "explain", "plan.json", "tanh")
     assert explained["maker"] == "tanh"
+    assert _json_of(capsys, "explain", "plan.json")["solve_seconds"] is None
     checked = _json_of(capsys, "check", model, "--budget", budget, "-o", "record.json")
     assert checked["holds"] is True
     assert checked["differing"] == {}
@@ -85,6 +86,11 @@ def test_a_budget_too_small_is_a_no_with_the_smallest_one(
     said = capsys.readouterr().err
     assert "smallest plan found needs" in said
     assert "binds through" in said
+    assert main(["plan", model, "--budget", "10kB", "--json"]) == 1
+    refusal = json.loads(capsys.readouterr().out)
+    assert refusal["feasible"] is False
+    assert refusal["minimum_bytes"] > refusal["allowed_bytes"] == 10_000
+    assert refusal["binding"]
 
 
 @pytest.mark.torch

@@ -1,5 +1,8 @@
 """Plans against the true optimum, the bound, each other, and the documents."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +65,33 @@ def test_more_budget_never_costs_time_and_less_never_memory(unet: Planner) -> No
     peaks = [plan.projected_peak_bytes for plan in plans]
     assert seconds == sorted(seconds, reverse=True)
     assert peaks == sorted(peaks)
+
+
+_PLANNED = """
+import sys
+from pathlib import Path
+from stowplan.formats import chainer
+from stowplan.plan import file
+from stowplan.plan.make import Planner
+from stowplan.plan.pricing import price_by_macs
+graph = chainer.read(Path(sys.argv[1]).read_text(), chainer.SavedView.RETAIN).graph
+print(file.write(Planner.of(graph, price_by_macs(graph), moves=500).plan(3 * 2**30)))
+"""
+
+
+def test_two_processes_make_the_same_plan(seeds: Callable[[str], Path]) -> None:
+    """To the byte, though sets and dictionaries of one are ordered by other hashes."""
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", _PLANNED, str(seeds("000"))],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(texts) == 1
 
 
 def test_small_steps_come_within_two_per_cent_of_the_true_optimum() -> None:

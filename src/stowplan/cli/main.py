@@ -3,6 +3,7 @@
 0 done, 1 the answer is no, 2 bad use or bad input. A verb's module is imported only when it is called.
 """
 
+import json
 import os
 import sys
 from argparse import ArgumentParser
@@ -11,7 +12,7 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from stowplan import __version__
-from stowplan.errors import StowplanError
+from stowplan.errors import BudgetTooSmall, StowplanError
 
 # Each verb is a module of this package with `add_arguments(parser)` and `run(arguments) -> exit code`.
 VERBS = {
@@ -34,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
     except StowplanError as error:
+        if isinstance(error, BudgetTooSmall) and getattr(arguments, "json", False):
+            _print_refusal(error)
         print(f"stowplan: {_harmless(str(error))}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
@@ -42,6 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _print_refusal(refusal: BudgetTooSmall) -> None:
+    """For a machine a budget that is too small is an answer like any other."""
+    from stowplan.report.plan_json import refusal_json
+
+    print(json.dumps(refusal_json(refusal), indent=2))
 
 
 def _harmless(message: str) -> str:
