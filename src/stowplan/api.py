@@ -14,7 +14,7 @@ from stowplan.formats.writers import format_for, text_of
 from stowplan.ir import Document
 from stowplan.plan import file as plan_file
 from stowplan.plan.explain import Explanation, explain
-from stowplan.plan.make import TECHNIQUES
+from stowplan.plan.make import ON_REQUEST, TECHNIQUES
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import price_by_macs, price_by_profile
 from stowplan.plan.record import Record
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from stowplan.run.inspect_step import StepInspection
 
 __all__ = [
+    "ON_REQUEST",
     "TARGET_HELP",
     "TECHNIQUES",
     "Explanation",

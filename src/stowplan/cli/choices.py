@@ -7,13 +7,14 @@ from stowplan import api
 
 def add_choices(parser: ArgumentParser) -> None:
     """What may cost time, and what counts for more."""
-    known = ",".join(api.TECHNIQUES)
+    known, further = (",".join(words) for words in (api.TECHNIQUES, api.ON_REQUEST))
     parser.add_argument(
         "--allow",
         type=_words,
         default=api.TECHNIQUES,
         metavar="TECHNIQUES",
-        help=f"what may cost time: some of {known} (default all); tiles change gradients within rounding",
+        help=f"what may cost time: some of {known} (default all), and on request of {further};"
+        " tiles change gradients within rounding",
     )
     parser.add_argument(
         "--prefer",

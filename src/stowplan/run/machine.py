@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from stowplan.ir import Graph
 from stowplan.plan.pricing import Machine
 from stowplan.run.probe_cache import Platform, ProbeCache
 from stowplan.run.timing import median_seconds
@@ -14,6 +15,12 @@ from stowplan.run.timing import median_seconds
 USER_CACHE = ProbeCache()
 _SIDE = 768  # of the matrices multiplied: large enough to be arithmetic alone
 _COPIED_BYTES = 2**26  # more than a core's own caches hold
+
+
+def device_of(graph: Graph) -> torch.device:
+    """The accelerator that a step runs on, if it does."""
+    names = {op.device for op in graph.ops} - {"", "cpu"}
+    return torch.device(min(names, default="cpu"))
 
 
 def platform_of(device: torch.device) -> Platform:

@@ -4,6 +4,7 @@ A plan that replays random draws keeps the generator's states, which are no tens
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
@@ -12,11 +13,13 @@ from stowplan.ir import Graph, Op
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
 from stowplan.plan.decision import Again
-from stowplan.plan.make import TECHNIQUES, Planner
+from stowplan.plan.make import ON_REQUEST, TECHNIQUES, Planner
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Pricing, price_by_profile
 from stowplan.plan.verify import verify
+from stowplan.run.machine import device_of
 from stowplan.run.probe import Progress, probe
+from stowplan.run.tiers.choice import tier_for
 
 
 def planner_for_captured(
@@ -27,7 +30,7 @@ def planner_for_captured(
     moves: int | None = None,
 ) -> Planner:
     """The searched frontier of a captured step."""
-    pricing = price_captured(captured, progress)
+    pricing = price_captured(captured, progress, allow)
     plain = captured.eager.peak_bytes(pricing.workspace_bytes)
     return Planner.of(captured.graph, pricing, allow=allow, plain_peak_bytes=plain, moves=moves)
 
@@ -53,10 +56,18 @@ def replayed_bytes(plan: Plan) -> int:
     return (replayed + bool(replayed)) * torch.get_rng_state().nbytes
 
 
-def price_captured(captured: Captured, progress: Progress | None = None) -> Pricing:
-    """Seconds and workspace of every op, tried on this machine or remembered from before."""
+def price_captured(
+    captured: Captured, progress: Progress | None = None, allow: Iterable[str] = ()
+) -> Pricing:
+    """Seconds and workspace of every op, tried on this machine or remembered from before.
+
+    Where it is allowed to move tensors away, the tier of the step's device is priced as well.
+    """
     probed = probe(captured, progress=progress)
-    return price_by_profile(captured.graph, probed.profile, probed.workspace_bytes)
+    pricing = price_by_profile(captured.graph, probed.profile, probed.workspace_bytes)
+    if frozenset(allow).isdisjoint(ON_REQUEST):
+        return pricing
+    return replace(pricing, tier=tier_for(device_of(captured.graph)).described())
 
 
 def replay_bytes(captured: Captured) -> int:

@@ -14,7 +14,7 @@ from stowplan.analyse.workspaces import estimated_workspaces
 from stowplan.capture import Call, Captured
 from stowplan.ir import Graph, Interval, Op, Phase, Profile
 from stowplan.plan.pricing import Machine, price_by_roofline
-from stowplan.run.machine import USER_CACHE, measure_machine, platform_of
+from stowplan.run.machine import USER_CACHE, device_of, measure_machine, platform_of
 from stowplan.run.probe_cache import Cost, ProbeCache
 from stowplan.run.signature import Signature, call_signature
 from stowplan.run.trial import cost_of
@@ -49,7 +49,7 @@ def probe(
     `progress(done, of)` is told how far it is. The dearest ops come first, and after `limit_seconds` no other
     is begun.
     """
-    graph, device = captured.graph, _device_of(captured.graph)
+    graph, device = captured.graph, device_of(captured.graph)
     signatures = {op.id: call_signature(graph, captured.program.calls[op.id]) for op in _dearest_first(graph)}
     distinct = {signature.text: signature for signature in signatures.values()}
     book = _CostBook(device, cache)
@@ -116,12 +116,6 @@ def _profile(seconds: Mapping[str, float], is_estimated: bool) -> Profile:
         intervals[op] = Interval(now, now, now + duration)
         now += duration
     return Profile({CLOCK: intervals}, is_estimated)
-
-
-def _device_of(graph: Graph) -> torch.device:
-    """The accelerator that the step runs on, if it does."""
-    names = {op.device for op in graph.ops} - {"", "cpu"}
-    return torch.device(min(names, default="cpu"))
 
 
 def _dearest_first(graph: Graph) -> list[Op]:

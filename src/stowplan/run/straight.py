@@ -12,9 +12,10 @@ from stowplan.plan.decision import Step
 from stowplan.run.binding import Binding
 from stowplan.run.function import Run, StepFunction, latch
 from stowplan.run.halves import compiled
+from stowplan.run.machine import device_of
 from stowplan.run.plain import plain_steps
 from stowplan.run.source import source_of
-from stowplan.run.tiers.disk import disk_tier
+from stowplan.run.tiers.choice import tier_for
 from stowplan.run.tiers.live import LiveTier
 
 _call_step: Callable[..., tuple[Tensor, ...]] = StepFunction.apply
@@ -32,11 +33,11 @@ class StraightStep:
         steps: Sequence[Step] | None = None,
         tier: LiveTier | None = None,
     ) -> None:
-        """`tier` is where steps that store do so; if none is given, the user's disk."""
+        """`tier` is where steps that store do so; if none is given, the one for the step's device."""
         self._program = captured.program
         source = source_of(captured.graph, captured.program, steps or plain_steps(captured.graph))
         if source.stored_bytes:
-            tier = tier or disk_tier()
+            tier = tier or tier_for(device_of(captured.graph))
             tier.reserve(source.stored_bytes)
         self._halves = compiled(source, tier)
         self._binding = Binding(captured, model, loss)

@@ -144,7 +144,7 @@ def _priced(
     peak = costs.backward_peak_bytes if fused else costs.forward_peak_bytes
     workspace |= {op.id: peak for op in forward}
     workspace |= {op.id: 0 if fused else costs.backward_peak_bytes for op in backward}
-    return Pricing(seconds, pricing.basis, workspace)
+    return Pricing(seconds, pricing.basis, workspace, pricing.tier)
 
 
 def extra_macs_of(segment: Segment, costs: SweepCosts) -> int:

@@ -13,16 +13,16 @@ from stowplan.ir import Graph, Phase
 from stowplan.ops.table import shape_of
 from stowplan.plan.decision import Recompute, Tile
 from stowplan.plan.frontier import floor_of
-from stowplan.plan.make import plain_peak_of
+from stowplan.plan.make import ON_REQUEST, plain_peak_of
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep
 from stowplan.plan.tiles.collapsed_ways import stage_ways
 from stowplan.plan.tiles.costs import costs_of_sweep
-from stowplan.plan.tiles.fitness import fitting_tiles
 from stowplan.plan.tiles.mapping import tile_map_of
 from stowplan.plan.tiles.master import MasterPlanner, Prefer
 from stowplan.plan.tiles.rects import cut_tensors
+from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.samples import sample_step
 from stowplan.plan.tiles.segment import Segment, segment_of
 from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way, problem_in_order
@@ -60,9 +60,11 @@ class SampleWay:
     ) -> None:
         self._segment, self._parts, self._pricing, self._step = segment, parts, pricing, step
         self._allow, self._moves = tuple(allow), moves
-        tiles = fitting_tiles(segment, parts)
-        self._costs = replace(costs_of_sweep(segment, tiles), backward_peak_bytes=0)
-        self._sample = sample_step(segment, tiles[0], pricing)
+        rounds = rounds_of(segment, parts)
+        if len(rounds) > 1:
+            raise BadUse(f"not sample by sample: {rounds[0].statistics[0].id} looks at all samples")
+        self._costs = replace(costs_of_sweep(segment, rounds), backward_peak_bytes=0)
+        self._sample = sample_step(segment, rounds[0].tiles[0], pricing)
         self._name = name_of_sweep(segment)
 
     @cached_property
@@ -112,8 +114,9 @@ class SampleWay:
         graph, pricing = self._sample.graph, self._sample.pricing
         seconds = sum(pricing.seconds[op.id] for op in graph.ops)
         step = PlainStep(seconds, plain_peak_of(graph, pricing))
-        plain: Way = GraphWay(graph, pricing, step, allow=self._allow, moves=self._moves)
-        ways = partial(stage_ways, graph, pricing, step, allow=self._allow, moves=self._moves)
+        allow = set(self._allow).difference(ON_REQUEST)  # tensors leave the step, not a sweep in it
+        plain: Way = GraphWay(graph, pricing, step, allow=allow, moves=self._moves)
+        ways = partial(stage_ways, graph, pricing, step, allow=allow, moves=self._moves)
         return MasterPlanner(plain, step, ways, Prefer.TIME)
 
     def _around(self, inner: Plan) -> GraphWay:

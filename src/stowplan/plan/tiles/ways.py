@@ -10,7 +10,7 @@ from stowplan.ir import Graph
 from stowplan.plan.bound import bound_of
 from stowplan.plan.decision import Decision
 from stowplan.plan.frontier import floor_of
-from stowplan.plan.make import Planner
+from stowplan.plan.make import ON_REQUEST, Planner
 from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import Pricing
@@ -105,12 +105,18 @@ class GraphWay:
 
     @cached_property
     def floor_bytes(self) -> int:
-        return floor_of(self._problem)
+        return self._problem.standing_bytes if self._may_move else floor_of(self._problem)
 
     def least_seconds(self, allowed_bytes: int) -> float:
         if allowed_bytes < self.floor_bytes:
             return inf
-        return sum(self._problem.seconds) + bound_of(self._problem, allowed_bytes)
+        bound = 0.0 if self._may_move else bound_of(self._problem, allowed_bytes)
+        return sum(self._problem.seconds) + bound
+
+    @property
+    def _may_move(self) -> bool:
+        """Whether anything may leave for a tier: then little is sure to be there, or to cost time."""
+        return not set(ON_REQUEST).isdisjoint(self._allow)
 
     @cached_property
     def _problem(self) -> Problem:

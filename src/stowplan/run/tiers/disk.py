@@ -4,7 +4,6 @@ import os
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -110,13 +109,12 @@ class DiskAway:
         return tuple(look.on(storage) for look in self._looks)
 
 
-@cache
-def disk_tier() -> DiskTier:
-    """The tier on the user's disk, which all steps of the process share."""
-    return DiskTier()
-
-
 def user_folder() -> Path:
-    """Where spill files are made if nothing else is said: on a disk of the user's own."""
+    """Where spill files are made: where STOWPLAN_SPILL says, or in the user's cache folder.
+
+    Not in /tmp, which on many machines is memory itself.
+    """
+    if told := os.environ.get("STOWPLAN_SPILL"):
+        return Path(told)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "stowplan" / "spill"

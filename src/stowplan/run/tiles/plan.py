@@ -39,7 +39,7 @@ def step_planner(
 ) -> MasterPlanner[StepWay]:
     """Tries the ops of a step; frontiers are searched when a budget first asks for them."""
     search = Search(known_techniques(allow), moves, progress)
-    captured, pricing = subject.captured, price_captured(subject.captured, progress)
+    captured, pricing = subject.captured, price_captured(subject.captured, progress, search.allow)
     seconds = sum(pricing.seconds[op.id] for op in captured.graph.ops)
     step = PlainStep(seconds, captured.eager.peak_bytes(pricing.workspace_bytes))
     plain: StepWay = CapturedWay(captured, pricing, step, search)

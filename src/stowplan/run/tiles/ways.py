@@ -13,7 +13,7 @@ from stowplan.errors import BadUse
 from stowplan.ir import Kind, Phase
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Basis, Pricing
-from stowplan.plan.tiles.candidates import Tiled, Tiling, stage_tilings, whole_tilings
+from stowplan.plan.tiles.candidates import Tiling, stage_tilings, whole_tilings
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.crops import crops_early
 from stowplan.plan.tiles.mapping import tile_map_of
@@ -21,6 +21,7 @@ from stowplan.plan.tiles.maps import TileMap
 from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way
 from stowplan.run.planning import plan_within, price_captured
 from stowplan.run.probe import Progress
+from stowplan.run.tiles.knee import swept_seconds
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept, check_differentiable
 
@@ -77,14 +78,20 @@ class SweptWay:
         self, subject: Subject, tiling: Tiling, pricing: Pricing, step: PlainStep, search: Search
     ) -> None:
         self._subject, self._tiling, self._step, self._search = subject, tiling, step, search
-        self._expected_seconds = step.seconds + sum(_extra_seconds(tiled, pricing) for tiled in tiling)
+        self._pricing = pricing
         tensors = subject.captured.graph.tensors.values()
         self._standing_bytes = sum(t.nbytes or 0 for t in tensors if t.kind is Kind.PARAMETER)
 
     def least_seconds(self, allowed_bytes: int) -> float:
-        """By the region algebra, before it is captured."""
+        """What is expected before it is captured, of ops tried at the sizes that they have in tiles."""
         tiles = max(tiled.costs.forward_peak_bytes for tiled in self._tiling)
         return self._expected_seconds if self._standing_bytes + tiles <= allowed_bytes else inf
+
+    @cached_property
+    def _expected_seconds(self) -> float:
+        captured, progress = self._subject.captured, self._search.progress
+        extra = (swept_seconds(captured, tiled, self._pricing, progress) for tiled in self._tiling)
+        return self._step.seconds + sum(extra)
 
     @cached_property
     def floor_bytes(self) -> int:
@@ -114,7 +121,7 @@ class SweptWay:
 
     @cached_property
     def _tried(self) -> CapturedWay:
-        pricing = price_captured(self.captured, self._search.progress)
+        pricing = price_captured(self.captured, self._search.progress, self._search.allow)
         return CapturedWay(self.captured, pricing, self._step, self._search, self._decided())
 
     def _decided(self) -> Sweeps:
@@ -157,12 +164,3 @@ def _has_foreign_parameters(subject: Subject) -> bool:
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     named = (*program.parameters.values(), *program.buffers.values())
     return any(names[0] not in known for names in named)
-
-
-def _extra_seconds(tiled: Tiled, pricing: Pricing) -> float:
-    """Work done twice for the halo and, unless the tiles end in the loss, once more to differentiate."""
-    work, graph = tiled.costs.work, tiled.segment.graph
-    runs = 1 if tiled.segment.loss else 2
-    ahead = sum(pricing.seconds[op.id] * (runs * work[op.id] - 1) for op in tiled.segment.ops)
-    adjoints = (op for op in graph.ops if op.phase is Phase.BACKWARD and op.adjoint_of in work)
-    return ahead + sum(pricing.seconds[op.id] * (work[op.adjoint_of or ""] - 1) for op in adjoints)
