@@ -29,7 +29,7 @@ from stowplan.plan.problem import Problem
 from stowplan.plan.watch import Searching, tell
 
 _ANCHORS = 16  # budgets that get a start of their own
-_LARGE = 3000  # gaps from which on starts are fewer, and rounded from a fractional optimum
+_LARGE = 1500  # gaps from which on starts are rounded from a fractional optimum
 _TIGHTENED = 4  # how often such a start is asked for less
 _SETTLED = 0.001  # of the plain step: so near to the bound, a budget needs no further search
 _SWEEPS = 6

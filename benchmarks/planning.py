@@ -1,0 +1,59 @@
+"""Planning time against size: a GPT and a Llama of growing depth, captured without memory and planned.
+
+    python -m benchmarks.planning
+
+Each row is one network: ops, seconds to capture, to search the frontier, to answer a budget of 70 % of the
+plain peak with its bound, and what that plan costs against the bound.
+"""
+
+import argparse
+from collections.abc import Callable
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+
+from benchmarks.nets import NETS
+from stowplan.capture import capture
+from stowplan.plan.make import Planner
+from stowplan.plan.pricing import Machine, price_by_roofline
+
+DEPTHS = {"gpt": (6, 12, 19, 38), "llama": (12, 25, 50, 100)}
+Result = TypeVar("Result")
+
+
+def row(net: str, layers: int) -> str:
+    """One line of the table."""
+    example = NETS[net].build("real", device="meta", batch=8, layers=layers)
+    captured, capture_seconds = _timed(lambda: capture(example.model, example.args))
+    graph = captured.graph
+    pricing = price_by_roofline(graph, Machine())
+    planner, search_seconds = _timed(lambda: Planner.of(graph, pricing))
+    allowed = max(planner.minimum_bytes, planner.plain_peak_bytes * 7 // 10)
+    plan, plan_seconds = _timed(lambda: planner.plan(allowed))
+    seconds = f"{capture_seconds:.1f} | {search_seconds:.1f} | {plan_seconds:.1f}"
+    ratios = f"{plan.time_ratio:.4f} | {plan.bound:.4f}"
+    return f"| {net}, {layers} layers | {len(graph.ops)} | {seconds} | {ratios} |"
+
+
+def _timed(call: Callable[[], Result]) -> tuple[Result, float]:
+    started = perf_counter()
+    return call(), perf_counter() - started
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    torch.set_num_threads(1)
+    print("| network | ops | capture s | search s | plan and bound s | time ratio | bound |")
+    print("|---|---|---|---|---|---|---|")
+    for net, depths in DEPTHS.items():
+        for layers in depths:
+            print(row(net, layers), flush=True)
+
+
+if __name__ == "__main__":
+    main()
