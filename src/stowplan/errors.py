@@ -69,3 +69,13 @@ class TierFull(TierFailed):
 
 class TierDamaged(TierFailed):
     """What a tier gave back is not what it was given."""
+
+
+class WorkerLost(StowplanError):
+    """A worker of a mesh has died, hangs or cannot be reached. `rank` noticed it, in step `step`."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, rank: int, step: int) -> None:
+        self.rank, self.step = rank, step
+        super().__init__(what)

@@ -59,6 +59,14 @@ def updates_parameters(_: Site) -> Effect:
     return Effect.BUFFER_UPDATE
 
 
+@effect_of.entry(
+    *(f"stowplan.{name}.default" for name in ("exchange", "exchange_back", "total", "norm", "norm_back"))
+)
+def talks_to_other_workers(_: Site) -> Effect:
+    """Others take part in it, once: a worker that did it a second time would wait for them forever."""
+    return Effect.OUTSIDE
+
+
 def reads_for_values(_: Site) -> bool:
     """The stated default: what an op reads in a buffer shows in its results."""
     return False
