@@ -4,7 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from stowplan import api
-from stowplan.cli.patience import a_word_after_two_seconds, probing_shown
+from stowplan.cli.patience import a_word_after_two_seconds
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -19,6 +19,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--pack", action="store_true", help="find places in one arena, however many tensors")
     parser.add_argument(
+        "--training", action="store_true", help="for forward graphs such as ONNX: add the backward half"
+    )
+    parser.add_argument(
         "--saved",
         choices=("listed", "retain"),
         help="for Chainer files: backward keeps what its records list (default) or what they say to retain",
@@ -30,7 +33,12 @@ def run(arguments: Namespace) -> int:
     if api.names_a_function(arguments.target):
         return _inspect_step(arguments)
     with a_word_after_two_seconds(f"reading and analysing {arguments.target}"):
-        inspection = api.inspect(arguments.target, saved=arguments.saved, packed=arguments.pack or None)
+        inspection = api.inspect(
+            arguments.target,
+            saved=arguments.saved,
+            packed=arguments.pack or None,
+            training=arguments.training,
+        )
     if arguments.json:
         from stowplan.report.inspect_json import inspection_json
 
@@ -44,13 +52,13 @@ def run(arguments: Namespace) -> int:
 
 
 def _inspect_step(arguments: Namespace) -> int:
-    with a_word_after_two_seconds(f"inspecting {arguments.target}"), probing_shown() as progress:
+    with a_word_after_two_seconds(f"inspecting {arguments.target}") as waiting:
         found = api.inspect_step(
             arguments.target,
             tried=not arguments.no_probe,
             measured=arguments.measure,
             optimizer=arguments.optimizer,
-            progress=progress,
+            progress=waiting.tried,
         )
     if arguments.json:
         from stowplan.report.step import step_json

@@ -22,6 +22,8 @@ VERBS = {
     "explain": "say why a plan keeps a tensor or makes it again, and what would change otherwise",
     "report": "draw a document, plan or run as a page, a trace, a picture or a table",
     "compare": "say what changed between two plans or runs, and what it bought",
+    "fit-largest": "find the largest batch, resolution or sequence that fits a budget, and its price",
+    "doctor": "say what is installed, what this machine has, and what is usable here",
     "convert": "write what is in a file in another format",
 }
 
@@ -79,7 +81,7 @@ def _parser(words: Sequence[str]) -> ArgumentParser:
     for name, summary in VERBS.items():
         verb = verbs.add_parser(name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
         if name == called:
-            module = import_module(f"stowplan.cli.{name}")
+            module = import_module(f"stowplan.cli.{name.replace('-', '_')}")
             module.add_arguments(verb)
             verb.set_defaults(run=module.run)
     return parser

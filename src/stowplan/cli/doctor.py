@@ -1,0 +1,135 @@
+"""`stowplan doctor`: what is installed, what this machine has, what is usable. Exit 1 if nothing trains."""
+
+import json
+import platform
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import TypeAlias
+
+from stowplan import __version__
+from stowplan.cli.patience import a_word_after_two_seconds
+
+Findings: TypeAlias = dict[str, dict[str, object]]
+
+TESTED_TORCH = "2.13"
+_REQUIRED = ("msgspec", "numpy", "rich", "scipy")
+_PARTNERS = ("transformers", "accelerate", "lightning", "monai", "onnx")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What the verb takes."""
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def run(arguments: Namespace) -> int:
+    """Look around and print."""
+    with a_word_after_two_seconds("measuring this machine"):
+        findings = findings_here()
+    if arguments.json:
+        print(json.dumps(findings, indent=2))
+    else:
+        _show(findings)
+    return 0 if findings["usable"]["fit"] is True else 1
+
+
+def findings_here() -> Findings:
+    """Everything there is to say, section by section."""
+    torch_version = _version("torch")
+    return {
+        "versions": {
+            "stowplan": __version__,
+            "python": platform.python_version(),
+            "torch": torch_version,
+            **{name: _version(name) for name in (*_REQUIRED, *_PARTNERS)},
+        },
+        "devices": _devices() if torch_version else {},
+        "usable": _usable(torch_version),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> dict[str, object]:
+    from stowplan.run.diagnosis import devices_here, threads_here
+
+    return {
+        found.device: {
+            "name": found.name,
+            "total_bytes": found.total_bytes,
+            "free_bytes": found.free_bytes,
+            "macs_per_second": found.machine.macs_per_second,
+            "bytes_per_second": found.machine.bytes_per_second,
+            "launch_seconds": found.machine.launch_seconds,
+            **({"threads": threads_here()} if found.device == "cpu" else {}),
+        }
+        for found in devices_here()
+    }
+
+
+def _usable(torch_version: str | None) -> dict[str, object]:
+    """True, or why not."""
+    missing = "needs torch: pip install 'stowplan[torch]'"
+    tested = torch_version is not None and torch_version.startswith(f"{TESTED_TORCH}.")
+    untested = f"torch {torch_version} is not {TESTED_TORCH}, the version that is tested: check first"
+    trains: bool | str = True if tested else missing if torch_version is None else untested
+    return {
+        "inspect, plan, report, convert on files": True,
+        "fit": trains,
+        "torch.compile(backend='stowplan')": trains,
+        **{f"integration with {name}": _integration(name, trains) for name in _PARTNERS[:-1]},
+    }
+
+
+def _integration(package: str, trains: bool | str) -> bool | str:
+    if trains is not True:
+        return trains
+    return True if find_spec(package) else f"needs {package}: pip install {package}"
+
+
+def _show(findings: Findings) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from stowplan.report.terminal import console_for_output, print_trimmed
+
+    console = console_for_output()
+    for section, rows in findings.items():
+        table = Table.grid(padding=(0, 2))
+        for label, value in _rows(section, rows):
+            table.add_row(Text(f"  {label}", "cyan"), value)
+        if rows:
+            print_trimmed(console, Text(section, "bold"), table, "")
+
+
+def _rows(section: str, rows: dict[str, object]) -> Iterator[tuple[str, str]]:
+    for label, value in rows.items():
+        if section == "devices":
+            yield label, _device_line(value)
+        elif section == "usable":
+            yield label, "yes" if value is True else f"no: {value}"
+        else:
+            yield label, "not installed" if value is None else str(value)
+    if section == "versions":
+        yield "system", f"{platform.system()} {platform.machine()}, {sys.implementation.name}"
+
+
+def _device_line(value: object) -> str:
+    from stowplan.units import format_bytes, format_count, format_seconds
+
+    assert isinstance(value, dict)
+    threads = f" on {value['threads']} threads" if "threads" in value else ""
+    free, total = format_bytes(value["free_bytes"]), format_bytes(value["total_bytes"])
+    return (
+        f"{value['name']}{threads}: {free} of {total} free\n"
+        f"measured {format_count(int(value['macs_per_second']))} MACs/s, "
+        f"{format_bytes(int(value['bytes_per_second']))}/s in copies, "
+        f"{format_seconds(value['launch_seconds'])} to start an op"
+    )

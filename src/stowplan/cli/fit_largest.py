@@ -1,0 +1,100 @@
+"""`stowplan fit-largest MODULE:FUNCTION --budget 8GiB`: how large a step can get, and at what price."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
+
+from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from stowplan.run.largest import Largest
+
+VARIES = ("batch", "resolution", "sequence")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """What the verb takes."""
+    parser.add_argument(
+        "target", metavar="MODULE:FUNCTION", help="a function of the size that returns (model, args[, loss])"
+    )
+    parser.add_argument("--budget", required=True, help="everything alive during the step, such as 8GiB")
+    parser.add_argument("--vary", choices=VARIES, default="batch", help="the function's argument to enlarge")
+    parser.add_argument("--first", type=int, help="the smallest size (default: the function's own)")
+    parser.add_argument("--multiple", type=int, default=1, help="sizes to try are this far apart (default 1)")
+    parser.add_argument("--most", type=int, help="look no further than this size")
+    parser.add_argument("--allow", default="recompute,tile", help="techniques, added one after another")
+    parser.add_argument("--moves", type=int, help="bound the search for each plan, for a quick look")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+
+
+def run(arguments: Namespace) -> int:
+    """Search and print; exit 1 if nothing fits."""
+    from stowplan.run.largest import largest_of
+
+    with a_word_after_two_seconds(f"trying sizes of {arguments.target}") as waiting:
+        found = tuple(
+            largest_of(
+                arguments.target,
+                parse_bytes(arguments.budget),
+                vary=arguments.vary,
+                first=arguments.first,
+                multiple=arguments.multiple,
+                most=arguments.most,
+                allow=[word for word in arguments.allow.split(",") if word],
+                progress=waiting.tried,
+            )
+        )
+    if arguments.json:
+        print(json.dumps([_as_json(row, arguments.vary) for row in found], indent=2))
+    else:
+        _show(found, arguments)
+    return 0 if found[-1].fit else 1
+
+
+def _samples(row: "Largest", vary: str) -> int:
+    return row.fit.size if row.fit and vary == "batch" else 1
+
+
+def _as_json(row: "Largest", vary: str) -> dict[str, object]:
+    fit = row.fit
+    return {
+        "techniques": list(row.techniques),
+        vary: fit.size if fit else None,
+        "projected_peak_bytes": fit.projected_peak_bytes if fit else None,
+        "seconds_per_sample": fit.projected_seconds / _samples(row, vary) if fit else None,
+        "time_ratio": fit.projected_seconds / fit.plain_seconds if fit and fit.plain_seconds else None,
+        "next_needs_bytes": row.next_needs_bytes,
+    }
+
+
+def _show(found: "tuple[Largest, ...]", arguments: Namespace) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from stowplan.report.terminal import console_for_output, print_trimmed
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="cyan")
+    table.add_column("with")
+    for heading in (arguments.vary, "peak", "time per sample", "of eager's", "the next needs"):
+        table.add_column(heading, justify="right")
+    for row in found:
+        table.add_row(*_cells(row, arguments.vary))
+    title = f"{arguments.target} within {format_bytes(parse_bytes(arguments.budget))}"
+    print_trimmed(console_for_output(), Text(title, "bold"), table)
+
+
+def _cells(row: "Largest", vary: str) -> tuple[str, ...]:
+    name = " + ".join(row.techniques) or "nothing: eager"
+    needs = "-" if row.next_needs_bytes is None else format_bytes(row.next_needs_bytes)
+    if row.fit is None:
+        return name, "none fits", "-", "-", "-", needs
+    seconds, plain = row.fit.projected_seconds, row.fit.plain_seconds
+    return (
+        name,
+        str(row.fit.size),
+        format_bytes(row.fit.projected_peak_bytes),
+        format_seconds(seconds / _samples(row, vary)),
+        f"{seconds / plain:.2f}" if plain else "-",
+        needs,
+    )

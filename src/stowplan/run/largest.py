@@ -1,0 +1,152 @@
+"""The largest batch, resolution or sequence whose step fits a budget, technique by technique.
+
+Sizes are `first + k * multiple`. What a step needs grows with its size, nearly in a straight line: so the
+next size to try lies where the line through two known ones meets the budget, between what fits and what does
+not. Every size that is named was captured, tried and planned; none is extrapolated.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from inspect import Parameter, signature
+from typing import TypeAlias
+
+from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.plan.make import TECHNIQUES
+from stowplan.run.probe import Progress
+from stowplan.run.target import function_named, load_target, subject_of
+from stowplan.run.tiles.plan import step_planner
+
+Techniques: TypeAlias = tuple[str, ...]
+
+_MOST_STEPS = 2**20
+_GROWTH = 4  # how many times larger than the largest that fits the next may be
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A size that fits: its projected peak and seconds, and the seconds of the plain step of that size."""
+
+    size: int
+    projected_peak_bytes: int
+    projected_seconds: float
+    plain_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest size with some techniques, none if the first does not fit; and what the next one needs."""
+
+    techniques: Techniques
+    fit: Fit | None
+    next_needs_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One size: the least bytes that it was found to take, and how it fits if it does."""
+
+    needed_bytes: int
+    fit: Fit | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a MODULE:FUNCTION that takes the one that varies as an argument."""
+
+    target: str
+    vary: str
+    first: int
+    multiple: int
+    moves: int | None = None
+    progress: Progress | None = None
+
+    def trial(self, techniques: Techniques, allowed_bytes: int, step: int) -> Trial:
+        """Whether a size fits: captured, its ops tried, a plan made for the budget."""
+        size = self.first + step * self.multiple
+        subject = subject_of(load_target(self.target, **{self.vary: size}))
+        planner = step_planner(subject, allow=techniques, progress=self.progress, moves=self.moves)
+        plain = planner.step
+        if plain.peak_bytes <= allowed_bytes:
+            return Trial(plain.peak_bytes, Fit(size, plain.peak_bytes, plain.seconds, plain.seconds))
+        if not techniques:
+            return Trial(plain.peak_bytes, None)
+        try:
+            plan = planner.plan(allowed_bytes)
+        except BudgetTooSmall as refused:
+            return Trial(refused.minimum_bytes, None)
+        fit = Fit(size, plan.projected_peak_bytes, plan.projected_seconds, plain.seconds)
+        return Trial(plan.projected_peak_bytes, fit)
+
+
+def largest_of(
+    target: str,
+    allowed_bytes: int,
+    *,
+    vary: str = "batch",
+    first: int | None = None,
+    multiple: int = 1,
+    most: int | None = None,
+    allow: Iterable[str] = TECHNIQUES,
+    moves: int | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Largest]:
+    """The answers for the plain step and for ever more techniques, as they are found.
+
+    `first` is what the function takes if it is not told; `most` bounds the search for a size, `moves` that
+    for each plan.
+    """
+    start = _first_size(target, vary) if first is None else first
+    sizes = Sizes(target, vary, start, multiple, moves, progress)
+    limit = _MOST_STEPS if most is None else (most - sizes.first) // multiple
+    for techniques in _growing(allow):
+        fit, next_needs = search(partial(sizes.trial, techniques, allowed_bytes), allowed_bytes, limit)
+        yield Largest(techniques, fit, next_needs)
+
+
+def _first_size(target: str, vary: str) -> int:
+    parameters = signature(function_named(target)).parameters
+    default = parameters[vary].default if vary in parameters else Parameter.empty
+    if vary not in parameters or not isinstance(default, int):
+        raise BadUse(f"{target} must take {vary!r} with a default that fits, as in `def step({vary}=1)`")
+    return default
+
+
+def _growing(techniques: Iterable[str]) -> Iterator[Techniques]:
+    """None, the first, the first two, and so on."""
+    chosen: Techniques = ()
+    yield chosen
+    for technique in techniques:
+        chosen = (*chosen, technique)
+        yield chosen
+
+
+def search(
+    trial: Callable[[int], Trial], allowed_bytes: int, limit: int = _MOST_STEPS
+) -> tuple[Fit | None, int | None]:
+    """The last step that fits, and what the one after it needs; None where no limit was met."""
+    tried = {0: trial(0)}
+    if tried[0].fit is None:
+        return None, tried[0].needed_bytes
+    low, high = 0, limit + 1
+    while high - low > 1:
+        step = _next_step(tried, low, high, allowed_bytes)
+        tried[step] = trial(step)
+        if tried[step].fit is None:
+            high = step
+        else:
+            low = step
+    return tried[low].fit, tried[high].needed_bytes if high in tried else None
+
+
+def _next_step(tried: dict[int, Trial], low: int, high: int, allowed_bytes: int) -> int:
+    """Where the budget is met by the line through the two sizes nearest to it; every third time, halfway."""
+    if high in tried and len(tried) % 3 == 0:
+        return (low + high) // 2
+    before = high if high in tried else max((step for step in tried if step < low), default=None)
+    furthest = high - 1 if high in tried else min(high - 1, _GROWTH * (low + 1))
+    if before is None:
+        return min(low + 1, furthest)
+    slope = (tried[low].needed_bytes - tried[before].needed_bytes) / (low - before)
+    met = low + int((allowed_bytes - tried[low].needed_bytes) / slope) if slope > 0 else 2 * low + 1
+    return min(max(met, low + 1), furthest)

@@ -1,0 +1,43 @@
+"""The doctor tells versions, devices and what is usable; without torch it says what is missing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stowplan.cli.main import main
+
+_WITHOUT_TORCH = """
+import importlib.metadata, sys
+from stowplan.cli import doctor
+doctor._version = lambda name: None if name == "torch" else "1"
+from stowplan.cli.main import main
+code = main(["doctor"])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+
+@pytest.mark.torch
+def test_findings_as_json(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"].startswith("2.13")
+    cpu = found["devices"]["cpu"]
+    assert 0 < cpu["free_bytes"] <= cpu["total_bytes"]
+    assert min(cpu["macs_per_second"], cpu["bytes_per_second"], cpu["launch_seconds"]) > 0
+    assert found["usable"]["fit"] is True
+    assert main(["doctor"]) == 0
+    assert "MACs/s" in capsys.readouterr().out
+
+
+def test_without_torch_it_says_what_to_install() -> None:
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "pip install 'stowplan[torch]'" in done.stdout
+    assert "on files  yes" in " ".join(done.stdout.split(" ")).replace("   ", "  ")
