@@ -58,6 +58,15 @@ def test_ops_that_are_tried_are_counted() -> None:
     assert any(line.startswith("checking: trying ops 30 of 120, about ") for line in screen.shown())
 
 
+def test_a_long_name_leaves_room_for_what_is_known() -> None:
+    screen = Screen()
+    name = f"planning /{'folder/' * 20}step.txt"
+    with a_word_after_two_seconds(name, allowed_bytes=150, stream=screen.stream, silent=0.0):
+        tell(lambda: search(0.5))
+        sleep(0.4)
+    assert any(line.startswith("plan") and line.endswith("gap 33.3%") for line in screen.shown())
+
+
 def test_quick_work_is_silent() -> None:
     screen = Screen()
     with a_word_after_two_seconds("planning", stream=screen.stream) as waiting:

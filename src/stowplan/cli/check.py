@@ -7,6 +7,7 @@ from pathlib import Path
 from stowplan import api
 from stowplan.cli.choices import add_choices
 from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.units import parse_bytes
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -25,10 +26,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Check and print."""
-    with a_word_after_two_seconds(f"checking {arguments.target}") as waiting:
+    allowed = parse_bytes(arguments.budget)
+    with a_word_after_two_seconds(f"checking {arguments.target}", allowed_bytes=allowed) as waiting:
         record = api.check(
             arguments.target,
-            arguments.budget,
+            allowed,
             allow=arguments.allow,
             prefer=arguments.prefer,
             steps=arguments.steps,

@@ -5,7 +5,7 @@ and over and wiped in the end; it has no colours.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from shutil import get_terminal_size
 from threading import Event, Thread
@@ -24,7 +24,8 @@ class Waiting:
     """What is being done, and how far it is. Told by whoever works, shown by a thread of its own."""
 
     def __init__(self, doing: str, allowed_bytes: int | None = None) -> None:
-        self._doing, self._allowed_bytes = doing, allowed_bytes
+        self._doing = "".join(char if char.isprintable() else "." for char in doing)
+        self._allowed_bytes = allowed_bytes
         self._begun = self._stage_begun = monotonic()
         self._stage, self._share, self._far, self._found = "", 0.0, "", ""
 
@@ -38,14 +39,15 @@ class Waiting:
         self._enter("searching", searching.share)
         self._far, self._found = f" {searching.share:.0%}", self._best(searching)
 
-    def line(self) -> str:
-        """All that is known, the most wanted first: a terminal may be narrow."""
+    def line(self, width: int) -> str:
+        """All that is known; what is being done is cut short for the sake of the rest."""
         now = monotonic()
         spent = now - self._stage_begun
         early = self._share <= _EARLY
         time = f"{now - self._begun:.0f} s" if early else f"about {_told(spent / self._share - spent)} left"
         parts = (f"{self._stage}{self._far}", time, self._found)
-        return f"{self._doing}: {', '.join(part for part in parts if part)}"
+        rest = ", ".join(part for part in parts if part)
+        return f"{_shortened(self._doing, width - len(rest) - 2)}: {rest}"[:width]
 
     def _enter(self, stage: str, share: float) -> None:
         if stage != self._stage or share < self._share:
@@ -58,6 +60,12 @@ class Waiting:
         ratio = searching.ratio_within(self._allowed_bytes)
         gap = searching.gap_within(self._allowed_bytes)
         return "nothing fits yet" if ratio is None else f"best {ratio:.3f} x plain, gap {gap:.1%}"
+
+
+def _shortened(text: str, width: int) -> str:
+    """Both ends of a text that has no room in between."""
+    head = max(0, (width - 3) // 2)
+    return text if len(text) <= width else f"{text[:head]}...{text[len(text) - head :]}"
 
 
 def _told(seconds: float) -> str:
@@ -86,17 +94,11 @@ def a_word_after_two_seconds(
             teller.join()
 
 
-@contextmanager
-def probing_shown() -> Iterator[Callable[[int, int], None]]:
-    """For verbs that do not yet tell the one above how many ops have been tried."""
-    yield lambda _done, _of: None
-
-
 def _tell(waiting: Waiting, screen: TextIO, done: Event, silent: float) -> None:
     """Until the work is done, its line; then none."""
     width, pause = 0, silent
     while not done.wait(pause):
-        line = waiting.line()[: get_terminal_size().columns - 1]
+        line = waiting.line(get_terminal_size().columns - 1)
         width, pause = max(width, len(line)), _EVERY
         print(line.ljust(width), end="\r", file=screen, flush=True)
     if width:
