@@ -59,7 +59,8 @@ class Course:
         durations = [seconds[step.op] if isinstance(step, Compute | Again) else 0.0 for step in steps]
         self.clock = np.array([0.0, *accumulate(durations)])  # when each step begins, if nobody waits
         self._ticks: list[float] = self.clock.tolist()
-        self._curve = np.where(runs, np.array(plain.curve_bytes, dtype=np.int64), 0)
+        levels = np.array([*plain.curve_bytes, *plain.curve_bytes[-1:]], dtype=np.int64)
+        self._curve = np.where([*runs, True], levels, 0)  # the last is what is there in the end
         self._seconds = plain.seconds
         self._next_run = _next_runs(runs)
         self.afters = np.array([stretch.after for stretch in stretches], dtype=np.int64)
@@ -76,7 +77,7 @@ class Course:
 
     def run_behind(self, step: int) -> int:
         """The first step from this one on that runs an op, or the end."""
-        return self._next_run[step]
+        return self._next_run[min(step, len(self._next_run) - 1)]
 
     def outcome(self, chosen: Mapping[int, Caps]) -> Outcome:
         """Peak and seconds if these stretches are spent in the tier, by number, within their caps."""

@@ -1,0 +1,208 @@
+"""Moving tensors away: the clock by hand, two accounts that must agree, and what may not be done."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from stowplan.errors import BadUse, IllegalPlan
+from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
+from stowplan.plan import file
+from stowplan.plan.decision import Compute, Free, Load, Offload, Step, Store
+from stowplan.plan.explain import explain
+from stowplan.plan.make import Planner
+from stowplan.plan.offload.course import Caps, Course
+from stowplan.plan.offload.stretches import stretches_of
+from stowplan.plan.offload.weave import weave
+from stowplan.plan.plan import Plan
+from stowplan.plan.pricing import Basis, Pricing
+from stowplan.plan.simulate import bytes_beside, simulate
+from stowplan.plan.tier import Tier
+from stowplan.plan.verify import verify
+from stowplan.run.plain import plain_steps
+
+MB = 10**6
+TIER = Tier("disk", 10**9, store_bytes_per_second=MB, load_bytes_per_second=MB)
+
+
+def chain(length: int, nbytes: int = MB) -> Graph:
+    """Ops in a row, whose backward half reads what each made, in reverse."""
+    tensors = {"x": Tensor("x", Kind.INPUT, nbytes=nbytes)}
+    tensors |= {f"a{i}": Tensor(f"a{i}", Kind.ACTIVATION, nbytes=nbytes) for i in range(length)}
+    tensors |= {f"g{i}": Tensor(f"g{i}", Kind.GRADIENT, nbytes=nbytes) for i in range(length)}
+    ops = [
+        Op(f"f{i}", "custom", Phase.FORWARD, (Use(f"a{i - 1}" if i else "x"),), (Use(f"a{i}"),))
+        for i in range(length)
+    ]
+    for i in reversed(range(length)):
+        reads = (Use(f"a{i}"), *([Use(f"g{i + 1}")] if i + 1 < length else []))
+        ops.append(Op(f"b{i}", "custom", Phase.BACKWARD, reads, (Use(f"g{i}"),)))
+    return Graph(tensors, tuple(ops), frozenset({"x", "g0"}))
+
+
+def priced(graph: Graph, seconds: float, tier: Tier = TIER) -> Pricing:
+    return Pricing({op.id: seconds for op in graph.ops}, Basis.MEASURED, {}, tier)
+
+
+def moved(steps: tuple[Step, ...], name: str, *, gone: str, back: str) -> list[Step]:
+    """Store a tensor behind its first reader, free it behind one op and load it before another."""
+    found: list[Step] = []
+    stored = False
+    for step in steps:
+        if isinstance(step, Compute) and step.op == back:
+            found.append(Load((name,)))
+        found.append(step)
+        if isinstance(step, Compute) and step.op == "f1":
+            found.append(Store((name,)))
+            stored = True
+        if isinstance(step, Compute) and step.op == gone and stored:
+            found.append(Free((name,)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seconds", "gone", "back", "stalls"),
+    [
+        (1.0, "f2", "b1", 0.0),  # a second each way, and an op of a second beside each
+        (0.5, "f2", "b1", 1.0),  # half of each is waited for
+        (1.0, "f1", "b0", 2.0),  # out and back while everybody waits
+        (1.0, "f3", "b0", 1.0),
+    ],
+)
+def test_the_clock_counts_what_is_waited_for(seconds: float, gone: str, back: str, stalls: float) -> None:
+    graph = chain(5)
+    steps = moved(plain_steps(graph), "a0", gone=gone, back=back)
+    run = simulate(graph, steps, priced(graph, seconds).seconds, tier=TIER)
+    assert run.stall_seconds == pytest.approx(stalls)
+    assert run.seconds == pytest.approx(10 * seconds + stalls)
+    assert [transfer.is_store for transfer in run.transfers] == [True, False]
+
+
+def test_transfers_of_one_way_come_one_after_the_other() -> None:
+    graph = chain(4)
+    stretches = stretches_of(graph, plain_steps(graph))
+    chosen = [stretch for stretch in stretches if stretch.tensors[0] in ("a0", "a1")]
+    course = _course(graph, 0.1, TIER)
+    caps = {course.stretches.index(stretch): Caps(stretch.after, stretch.before) for stretch in chosen}
+    steps = weave(plain_steps(graph), course.outcome(caps).moves)
+    first, second = (
+        t for t in simulate(graph, steps, priced(graph, 0.1).seconds, tier=TIER).transfers if t.is_store
+    )
+    assert second.start_seconds >= first.end_seconds
+
+
+def _course(graph: Graph, seconds: float, tier: Tier) -> Course:
+    steps = plain_steps(graph)
+    plain = simulate(graph, steps, priced(graph, seconds).seconds)
+    stretches = stretches_of(graph, steps, gradients=True)
+    return Course(steps, stretches, plain, priced(graph, seconds).seconds, tier, bytes_beside(graph, tier))
+
+
+def test_the_search_and_the_judge_agree() -> None:
+    chance = Random(0)
+    for _ in range(300):
+        graph = chain(chance.randint(3, 9))
+        seconds, tier = (
+            chance.choice((0.05, 0.3, 1.0, 3.0)),
+            replace(TIER, latency_seconds=0.01, staging_bytes=7),
+        )
+        course = _course(graph, seconds, tier)
+        caps = {
+            i: Caps(middle, course.run_behind(middle + 1))
+            for i, stretch in enumerate(course.stretches)
+            if chance.random() < 0.6 and stretch.before - stretch.after > 1
+            for middle in [chance.randrange(stretch.after, stretch.before - 1)]
+        }
+        outcome = course.outcome(caps)
+        steps = weave(plain_steps(graph), outcome.moves)
+        judged = simulate(graph, steps, priced(graph, seconds).seconds, tier=tier)
+        assert judged.peak_bytes == outcome.peak_bytes
+        assert judged.seconds == pytest.approx(outcome.seconds)
+
+
+def test_a_budget_is_met_by_moving_and_more_of_it_never_costs_time() -> None:
+    graph = chain(12)
+    planner = Planner.of(graph, priced(graph, 1.0), allow=("offload",))
+    times = []
+    for allowed in range(planner.minimum_bytes, planner.plain_peak_bytes + MB, MB // 2):
+        plan = verify(planner.plan(allowed))
+        times.append(plan.projected_seconds)
+        assert file.read(file.write(plan)) == plan
+    assert times == sorted(times, reverse=True)
+    assert times[-1] == plan.plain_seconds
+    assert planner.minimum_bytes <= planner.plain_peak_bytes // 2
+
+
+def test_moving_and_recomputing_is_never_worse_than_either() -> None:
+    graph = chain(12)
+    pricing = priced(graph, 0.7)
+    both = Planner.of(graph, pricing, allow=("recompute", "offload"), moves=2000)
+    for allow in ("recompute", "offload"):
+        alone = Planner.of(graph, pricing, allow=(allow,), moves=2000)
+        for allowed in range(alone.minimum_bytes, alone.plain_peak_bytes, MB):
+            assert both.plan(allowed).projected_seconds <= alone.plan(allowed).projected_seconds + 1e-9
+
+
+def test_nothing_is_moved_where_all_fits_or_recomputing_is_cheaper() -> None:
+    graph = chain(8)
+    slow = replace(TIER, store_bytes_per_second=1.0, load_bytes_per_second=1.0)
+    planner = Planner.of(graph, priced(graph, 1.0, slow), allow=("recompute", "offload"), moves=2000)
+    plans = [planner.plan(planner.plain_peak_bytes), planner.plan(planner.plain_peak_bytes - MB)]
+    assert not any(isinstance(step, Store) for plan in plans for step in plan.steps)
+
+
+def _plan_that_moves() -> Plan:
+    graph = chain(12)
+    planner = Planner.of(graph, priced(graph, 1.0), allow=("offload",))
+    return planner.plan(planner.minimum_bytes)
+
+
+def test_explain_tells_the_way_out_and_back() -> None:
+    plan = _plan_that_moves()
+    name = next(name for name, decision in plan.decisions.items() if isinstance(decision, Offload))
+    told = explain(plan, name)
+    assert [transfer.is_store for transfer in told.transfers] == [True, False]
+    assert len(told.spans) == 2
+    assert "over the budget" in told.otherwise
+
+
+def test_what_is_not_legal_is_refused() -> None:
+    plan = _plan_that_moves()
+    first, stored = next((n, step.tensors[0]) for n, step in enumerate(plan.steps) if isinstance(step, Store))
+    without_store = (*plan.steps[:first], *plan.steps[first + 1 :])
+    with pytest.raises(IllegalPlan, match="the tier does not have"):
+        verify(replace(plan, steps=without_store))
+    with pytest.raises(IllegalPlan, match="has room for"):
+        verify(replace(plan, pricing=replace(plan.pricing, tier=replace(TIER, capacity_bytes=1))))
+    with pytest.raises(IllegalPlan, match="names no tier"):
+        verify(replace(plan, pricing=replace(plan.pricing, tier=None)))
+    with pytest.raises(IllegalPlan, match="the caller has"):
+        verify(replace(plan, graph=replace(plan.graph, held=plan.graph.held | {stored})))
+
+
+def test_a_sum_that_was_stored_before_its_last_part_is_not_loaded() -> None:
+    graph = chain(3)
+    added = Op("b9", "custom", Phase.BACKWARD, (Use("a0"),), (Use("g1", Role.ACCUMULATE),))
+    ops = list(graph.ops)
+    ops.insert(5, added)
+    graph = replace(graph, ops=tuple(ops))
+    steps = list(plain_steps(graph))
+    made, summed = (_place(steps, op) for op in ("b1", "b9"))
+    steps[summed + 1 : summed + 1] = [Free(("g1",)), Load(("g1",))]
+    steps.insert(made + 1, Store(("g1",)))
+    pricing = priced(graph, 1.0)
+    curve = simulate(graph, steps, pricing.seconds, tier=TIER).curve_bytes
+    plan = Plan(graph, pricing, max(curve), {}, tuple(steps), curve, 1.0, 1, 1.0, 1, 1.0, 0)
+    with pytest.raises(IllegalPlan, match="the tier does not have"):
+        verify(plan)
+
+
+def _place(steps: list[Step], op: str) -> int:
+    return next(number for number, step in enumerate(steps) if isinstance(step, Compute) and step.op == op)
+
+
+def test_offload_needs_a_tier() -> None:
+    graph = chain(3)
+    pricing = replace(priced(graph, 1.0), tier=None)
+    with pytest.raises(BadUse, match="no tier"):
+        Planner.of(graph, pricing, allow=("offload",))
