@@ -14,7 +14,9 @@ from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.plan.shards.cells import Cells, regrouped
 from stowplan.plan.shards.mesh import Axis, Mesh, parse_mesh
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
+from stowplan.plan.shards.scale import mesh_traffic
 from stowplan.plan.shards.text import read_plan, sheet_of, write_sheet
+from stowplan.plan.shards.traffic import traffic_of
 
 Seeds = Mapping[str, Sequence[int | None]]
 
@@ -45,7 +47,7 @@ def test_what_a_worker_holds_is_its_own_and_what_it_is_sent(
     case: tuple[Net, str, Seeds, dict[str, Any]],
 ) -> None:
     _, plan = plan_of(*case)
-    for worker, shard in enumerate(plan.shards):
+    for worker, shard in plan.shards.items():
         sent = list(plan.received(worker))
         for name in plan.exchanged:
             if name not in shard.held:
@@ -70,12 +72,24 @@ def test_owned_rects_are_disjoint_and_cover_and_every_level_has_what_it_needs(
         owned = [r for regions in sheet.workers if (r := regions.tensors[name].write) is not None]
         assert are_disjoint(owned)
         assert covers(owned, Rect.of_shape(layout.cells.sizes))
-    for shard in plan.shards:
+    for shard in plan.shards.values():
         for level in shard.levels:
             for use, need in zip(level.spread.op.inputs, level.needs, strict=True):
                 if need is not None:
                     sizes = plan.layouts[use.tensor].cells.sizes
                     assert shard.held[use.tensor].contains(need.clip(sizes))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}-{case[1]}")
+def test_traffic_from_workers_on_the_axes_is_that_of_all(
+    case: tuple[Net, str, Seeds, dict[str, Any]],
+) -> None:
+    captured, plan = plan_of(*case)
+    on_axes = {worker for axis in range(len(plan.mesh.axes)) for worker in plan.mesh.along(0, [axis])}
+    outline = shard_plan(captured.graph, plan.mesh, case[2], ends_of(captured), sorted(on_axes))
+    found, expected = mesh_traffic(outline), traffic_of(plan)
+    assert found.sent_bytes.tolist() == [worker.sent_bytes for worker in expected]
+    assert found.messages.tolist() == [worker.messages for worker in expected]
 
 
 def test_region_text_of_four_workers_reads_back_into_the_same_plan() -> None:

@@ -1,6 +1,6 @@
 """Layout: how a mesh cuts a tensor. Each axis follows one cell of the tensor, or leaves it as it is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -51,20 +51,15 @@ class Layout:
     def holders(self, mesh: Mesh, worker: int, rect: Rect) -> Iterator[tuple[int, Rect]]:
         """Whose shares make up `rect`, and which part of it each has; replicas serve their own row."""
         place = mesh.place(worker)
-        choices = []
-        for axis, cell in enumerate(self.axes):
+        choices: list[Sequence[int]] = []
+        for axis, (cell, at) in enumerate(zip(self.axes, place, strict=True)):
             if cell is None:
-                choices.append([place[axis]])
+                choices.append((at,))
             else:
-                size, wanted = self.cells.sizes[cell], (rect.lo[cell], rect.hi[cell])
-                spans = (mesh.axes[axis].span(size, n) for n in range(mesh.axes[axis].size))
-                choices.append([n for n, span in enumerate(spans) if _overlap(span, wanted)])
+                wanted = rect.lo[cell], rect.hi[cell]
+                choices.append(mesh.axes[axis].places_of(self.cells.sizes[cell], wanted))
         for found in product(*choices):
             holder = mesh.worker(found)
             part = rect.intersect(self.share(mesh, holder))
             if not part.is_empty:
                 yield holder, part
-
-
-def _overlap(one: Span, other: Span) -> bool:
-    return max(one[0], other[0]) < min(one[1], other[1])

@@ -49,6 +49,23 @@ class Lifted:
             return None
         return found
 
+    def seen(self, number: int, outputs: Rect, need: Rect, cells: Cells) -> Rect:
+        """What is needed of an input as the op sees it, whose dims are not parted into cells."""
+        if cells.is_plain or self.inputs[number] != cells:
+            return cells.local(need)
+        flat = self.relation.pull(self.output.flat(outputs))[number]
+        rule = self.relation.needs[number]
+        assert flat is not None
+        assert rule is not None
+        local = cells.local(need)
+        spans = [
+            (local.lo[dim], local.hi[dim])
+            if self._same(rule, cells, dim) is not None
+            else (flat.lo[dim], flat.hi[dim])
+            for dim in range(local.ndim)
+        ]
+        return Rect(tuple(low for low, _ in spans), tuple(high for _, high in spans))
+
     def follower(self, number: int, cell: int) -> int | None:
         """The output cell that a cell of input `number` goes along with; None for one that is run over."""
         need, cells = self.relation.needs[number], self.inputs[number]

@@ -1,7 +1,9 @@
 """Mesh: workers in a grid of named axes. An axis cuts a dim of a tensor into one span per place."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, product
 from math import prod
 
@@ -23,8 +25,20 @@ class Axis:
 
     def span(self, size: int, place: int) -> Span:
         """The indices of a dim of `size` that belong to `place`; empty where there are more places."""
-        shares = (0, *accumulate(self.weights or (1,) * self.size))
-        return size * shares[place] // shares[-1], size * shares[place + 1] // shares[-1]
+        bounds = _bounds(self, size)
+        return bounds[place], bounds[place + 1]
+
+    def places_of(self, size: int, span: Span) -> range:
+        """The places to which indices of a dim of `size` belong."""
+        bounds = _bounds(self, size)
+        return range(max(0, bisect_right(bounds, span[0]) - 1), min(self.size, bisect_left(bounds, span[1])))
+
+
+@cache
+def _bounds(axis: Axis, size: int) -> tuple[int, ...]:
+    """Where the spans of a dim begin, and its end."""
+    shares = (0, *accumulate(axis.weights or (1,) * axis.size))
+    return tuple(size * share // shares[-1] for share in shares)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stowplan.errors import IllegalPlan
-from stowplan.geometry import Rect, are_disjoint, covers
+from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind
 from stowplan.ops.regions import regions_of
 from stowplan.ops.table import site_of
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.mesh import Axis, Mesh
 from stowplan.plan.shards.shard import Pulling, Shard
-from stowplan.plan.shards.spread import Spread, forward_ops, spread_over
+from stowplan.plan.shards.spread import Spread, Spreading, forward_ops, spread_over
 
 RESIDENT = (Kind.PARAMETER, Kind.BUFFER, Kind.CONSTANT)
 """What every worker has whole. Gradients of parameters are partial sums, added up over the mesh once."""
@@ -29,14 +29,18 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """A step on a mesh. `shards` are by worker; `differentiated` are the tensors whose gradients flow."""
+    """A step on a mesh. `shards` are by worker: of all, or of a large mesh those on its axes.
+
+    `differentiated` are the tensors whose gradients flow.
+    """
 
     graph: Graph
     mesh: Mesh
     layouts: Mapping[str, Layout]
     spreads: tuple[Spread, ...]
-    shards: tuple[Shard, ...]
+    shards: Mapping[int, Shard]
     differentiated: frozenset[str]
+    exchanged: tuple[str, ...]  # of these, in the order they are made, some worker needs more than it makes
 
     @property
     def gathered(self) -> Mapping[str, str]:
@@ -53,44 +57,67 @@ class ShardPlan:
                     if holder != worker:
                         yield Transfer(name, holder, worker, part)
 
-    @property
-    def exchanged(self) -> tuple[str, ...]:
-        """The tensors of which some worker needs more than it makes, in the order they are made."""
-        inputs = [name for name, tensor in self.graph.tensors.items() if tensor.kind is Kind.INPUT]
-        made = (use.tensor for spread in self.spreads for use in spread.op.outputs)
-        workers = range(self.mesh.size)
-        return tuple(name for name in (*inputs, *made) if any(self._lacks(w, name) for w in workers))
-
-    def _lacks(self, worker: int, name: str) -> bool:
-        shard = self.shards[worker]
-        if name not in shard.held or self.layouts[name].is_everywhere:
-            return False
-        made = shard.made.get(name) or self.layouts[name].share(self.mesh, worker)
-        return not made.contains(shard.held[name])
-
 
 def shard_plan(
-    graph: Graph, mesh: Mesh, seeds: Mapping[str, Sequence[int | None]], ends: Iterable[str]
+    graph: Graph,
+    mesh: Mesh,
+    seeds: Mapping[str, Sequence[int | None]],
+    ends: Iterable[str],
+    workers: Sequence[int] | None = None,
 ) -> ShardPlan:
-    """The step over a mesh whose axes cut the dims `seeds` of its inputs. `ends` are what it returns."""
+    """The step over a mesh whose axes cut the dims `seeds` of its inputs. `ends` are what it returns.
+
+    With `workers`, only their shards are worked out.
+    """
     spreading = spread_over(graph, mesh, seeds)
-    shards = Pulling(spreading, tuple(ends)).run()
-    plan = ShardPlan(graph, mesh, spreading.layouts, tuple(spreading.spreads), shards, _differentiated(graph))
+    shards = Pulling(spreading, tuple(ends), range(mesh.size) if workers is None else workers).run()
+    plan = ShardPlan(
+        graph,
+        mesh,
+        spreading.layouts,
+        tuple(spreading.spreads),
+        shards,
+        _differentiated(graph),
+        tuple(_exchanged(spreading, shards)),
+    )
     check(plan)
     return plan
 
 
+def _exchanged(found: Spreading, shards: Mapping[int, Shard]) -> Iterator[str]:
+    inputs = [name for name, tensor in found.graph.tensors.items() if tensor.kind is Kind.INPUT]
+    for name in (*inputs, *(use.tensor for spread in found.spreads for use in spread.op.outputs)):
+        layout = found.layouts[name]
+        if not layout.is_everywhere and any(
+            _lacks(shard, name, layout.share(found.mesh, worker)) for worker, shard in shards.items()
+        ):
+            yield name
+
+
+def _lacks(shard: Shard, name: str, share: Rect) -> bool:
+    held = shard.held.get(name)
+    return held is not None and not shard.made.get(name, share).contains(held)
+
+
 def check(plan: ShardPlan) -> None:
-    """IllegalPlan unless the shares of every tensor are disjoint and cover it, and all needs can be met."""
+    """IllegalPlan unless the shares of every tensor are disjoint and cover it.
+
+    They are products of spans, so it is enough that the spans of each axis follow each other from end to end
+    of the cell it cuts, and that no cell is cut twice.
+    """
     for name, layout in plan.layouts.items():
-        owned = [
-            layout.share(plan.mesh, worker)
-            for worker in range(plan.mesh.size)
-            if layout.is_first(plan.mesh, worker)
-        ]
-        whole = Rect.of_shape(layout.cells.sizes)
-        if not (are_disjoint(owned) and covers(owned, whole)):
-            raise IllegalPlan(f"the shares of {name!r} do not partition {whole}")
+        cut = layout.cut_cells
+        if len(set(cut)) != len(cut) or not all(
+            _follow_each_other(plan.mesh.axes[axis], layout.cells.sizes[cell])
+            for axis, cell in zip(layout.cut_axes, cut, strict=True)
+        ):
+            raise IllegalPlan(f"the shares of {name!r} do not partition {Rect.of_shape(layout.cells.sizes)}")
+
+
+def _follow_each_other(axis: Axis, size: int) -> bool:
+    spans = [axis.span(size, place) for place in range(axis.size)]
+    ends = [0, *(high for _, high in spans)]
+    return ends[-1] == size and all(low == end for (low, _), end in zip(spans, ends, strict=False))
 
 
 def _differentiated(graph: Graph) -> frozenset[str]:

@@ -26,6 +26,9 @@ CARRIED = frozenset(
 )
 """Ops cheap enough to be done once more for what a neighbour has done."""
 
+LIKES = tuple(f"aten.{name}_like.default" for name in ("empty", "full", "ones", "zeros"))
+"""Ops that fill any part of their output alike, and ask their input for nothing but its looks."""
+
 _MOST_CARRIED = 1.5  # times a worker's share: beyond that, a gathered tensor would be computed by everyone
 
 
@@ -54,91 +57,101 @@ class Shard:
 
 
 class Pulling:
-    """Pulls demands back through the ops for all workers at once: some decisions are theirs together."""
+    """Pulls demands back through the ops for several workers at once: some decisions are theirs together."""
 
-    def __init__(self, spreading: Spreading, ends: Sequence[str]) -> None:
+    def __init__(self, spreading: Spreading, ends: Sequence[str], workers: Sequence[int]) -> None:
         self._found, self._mesh = spreading, spreading.mesh
-        self._workers = range(spreading.mesh.size)
+        self._workers = tuple(workers)
+        self._known_shares: dict[Layout, list[Rect]] = {}
         self._needed: list[dict[str, Rect]] = [{} for _ in self._workers]
         self._made: list[dict[str, Rect]] = [{} for _ in self._workers]
         self._levels: list[list[Level]] = [[] for _ in self._workers]
         for name in ends:
-            for worker in self._workers:
-                self._need(worker, name, self._layout(name).share(self._mesh, worker))
+            for place, share in enumerate(self._shares(self._layout(name))):
+                self._need(place, name, share)
 
-    def run(self) -> tuple[Shard, ...]:
-        """The shards of all workers."""
+    def run(self) -> dict[int, Shard]:
+        """The shards by worker."""
         for spread in reversed(self._found.spreads):
             if spread.form in (Form.SUMS, Form.NORM):
                 self._take_together(spread)
                 continue
             for number in reversed(range(len(spread.op.outputs))):
                 self._take(spread, number)
-        return tuple(map(self._shard, self._workers))
+        return {worker: self._shard(place) for place, worker in enumerate(self._workers)}
 
-    def _shard(self, worker: int) -> Shard:
-        return Shard(tuple(reversed(self._levels[worker])), self._made[worker], self._needed[worker])
+    def _shard(self, place: int) -> Shard:
+        return Shard(tuple(reversed(self._levels[place])), self._made[place], self._needed[place])
 
     def _layout(self, name: str) -> Layout:
         return self._found.layouts[name]
 
-    def _need(self, worker: int, name: str, rect: Rect | None) -> None:
+    def _need(self, place: int, name: str, rect: Rect | None) -> None:
         if rect is not None:
             part = rect.clip(self._layout(name).cells.sizes)
-            known = self._needed[worker].get(name)
-            self._needed[worker][name] = part if known is None else known.hull(part)
+            known = self._needed[place].get(name)
+            self._needed[place][name] = part if known is None else known.hull(part)
 
     def _take(self, spread: Spread, number: int) -> None:
         name = spread.op.outputs[number].tensor
         draws = number == 0 and self._draws(spread.op)
         if not draws and not any(name in needed for needed in self._needed):
             return
-        for worker, made in enumerate(self._parts_made(spread, number, name, draws)):
-            self._made[worker][name] = made
-            needs = spread.rules[number].pull(made)
-            self._levels[worker].append(Level(spread, number, made, needs))
-            for use, need in zip(spread.op.inputs, needs, strict=True):
-                self._need(worker, use.tensor, need)
+        for place, made in enumerate(self._parts_made(spread, number, name, draws)):
+            self._made[place][name] = made
+            self._append(place, Level(spread, number, made, spread.rules[number].pull(made)))
+
+    def _append(self, place: int, level: Level) -> None:
+        self._levels[place].append(level)
+        for use, need in zip(level.spread.op.inputs, level.needs, strict=True):
+            self._need(place, use.tensor, need)
 
     def _take_together(self, spread: Spread) -> None:
         """Sums and statistics: all workers take part, whatever they need, and all outputs come at once."""
         names = [use.tensor for use in spread.op.outputs]
         if not any(name in needed for needed in self._needed for name in names):
             return
-        for worker in self._workers:
-            made = self._made[worker]
+        for place, worker in enumerate(self._workers):
+            made = self._made[place]
             made.update((name, self._layout(name).share(self._mesh, worker)) for name in names)
             if spread.form is Form.NORM:
-                made[names[0]] = self._needed[worker].get(names[0], _nothing_of(made[names[0]]))
+                made[names[0]] = self._needed[place].get(names[0], _nothing_of(made[names[0]]))
             needs = self._counted(spread, made[names[0]], worker)
-            self._levels[worker].append(Level(spread, 0, made[names[0]], needs))
-            for use, need in zip(spread.op.inputs, needs, strict=True):
-                self._need(worker, use.tensor, need)
+            self._append(place, Level(spread, 0, made[names[0]], needs))
 
     def _draws(self, op: Op) -> bool:
         return bool(effect_of(site_of(self._found.graph, op)) & Effect.RANDOM)
 
     def _parts_made(self, spread: Spread, number: int, name: str, draws: bool) -> list[Rect]:
         layout = self._layout(name)
-        shares = [layout.share(self._mesh, worker) for worker in self._workers]
-        wanted = [needed.get(name, _nothing_of(shares[w])) for w, needed in enumerate(self._needed)]
+        shares = self._shares(layout)
+        wanted = [needed.get(name, _nothing_of(shares[p])) for p, needed in enumerate(self._needed)]
         if draws:
             return shares
         if layout.is_everywhere or all(map(Rect.contains, shares, wanted)):
-            return [rect if self._can(spread, number, rect) else shares[w] for w, rect in enumerate(wanted)]
+            return wanted if self._can(spread, number, wanted) else shares
         return wanted if self._is_carried(spread, number, shares, wanted) else shares
+
+    def _shares(self, layout: Layout) -> list[Rect]:
+        if layout not in self._known_shares:
+            self._known_shares[layout] = [layout.share(self._mesh, worker) for worker in self._workers]
+        return self._known_shares[layout]
 
     def _is_carried(self, spread: Spread, number: int, shares: list[Rect], wanted: list[Rect]) -> bool:
         if number or spread.op.type not in CARRIED:
             return False
         owned, hulls = (sum(rect.volume for rect in rects) for rects in (shares, wanted))
-        return hulls <= _MOST_CARRIED * owned and all(self._can(spread, number, rect) for rect in wanted)
+        return hulls <= _MOST_CARRIED * owned and self._can(spread, number, wanted)
 
-    def _can(self, spread: Spread, number: int, made: Rect) -> bool:
+    def _can(self, spread: Spread, number: int, made: Sequence[Rect]) -> bool:
+        """Whether the op makes these parts of an output, one on each worker."""
+        if spread.op.type in LIKES:
+            return True
         site = site_of(self._found.graph, spread.op)
         cells = [self._layout(use.tensor).cells for use in spread.op.inputs]
         layout = self._layout(spread.op.outputs[number].tensor)
-        return not refused_part(site, number, spread.rules[number], layout, cells, made)
+        rule = spread.rules[number]
+        return not any(refused_part(site, number, rule, layout, cells, part) for part in set(made))
 
     def _counted(self, spread: Spread, made: Rect, worker: int) -> tuple[Rect | None, ...]:
         """What sums over the worker's share need, and for a norm what normalising `made` does."""

@@ -6,7 +6,7 @@ is gathered, and it is computed by every worker along that axis, with the reason
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import prod
 
@@ -21,6 +21,7 @@ from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.lift import Lifted, followed_dim, lifted
 from stowplan.plan.shards.mesh import Mesh
 
+CAUSAL = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 _LOOKED_AT = 64
 
 
@@ -250,7 +251,7 @@ def _refused(
     """Why some worker cannot make its share of output `number`; "" if all can."""
     if layout.is_everywhere:
         return ""
-    shares = {layout.share(mesh, worker) for worker in _looked_at(mesh)}
+    shares = {layout.share(mesh, worker) for worker in looked_at(mesh)}
     cells = [found.cells for found in inputs]
     return next(filter(None, (refused_part(site, number, rule, layout, cells, r) for r in shares)), "")
 
@@ -265,9 +266,22 @@ def refused_part(
         None if need is None else cells.local(need)
         for need, cells in zip(rule.pull(made), inputs, strict=True)
     )
-    return refusal_of(site)(Part(number, layout.cells.local(made), tuple(needs)))
+    return refusal_of(_unmasked(site))(Part(number, layout.cells.local(made), tuple(needs)))
 
 
-def _looked_at(mesh: Mesh) -> range:
-    """On large meshes a part of the workers: what an op can do depends on borders, and all kinds recur."""
-    return range(0, mesh.size, max(1, mesh.size // _LOOKED_AT))
+def _unmasked(site: Site) -> Site:
+    """Causal attention of some queries has a form here, with a mask of its own."""
+    if site.op.type != CAUSAL or not site.attributes.get("is_causal"):
+        return site
+    return replace(site, op=replace(site.op, attributes={**site.attributes, "is_causal": False}))
+
+
+def looked_at(mesh: Mesh) -> tuple[int, ...]:
+    """All workers, or of a large mesh those that stand on one of its axes.
+
+    Rects are products of spans, and each span follows from the place on one axis alone: whatever can happen
+    to a dim happens to one of these.
+    """
+    if mesh.size <= _LOOKED_AT:
+        return tuple(range(mesh.size))
+    return tuple(sorted({worker for axis in range(len(mesh.axes)) for worker in mesh.along(0, [axis])}))

@@ -1,0 +1,146 @@
+"""Projection: what a step on a mesh would take, of meshes far larger than any at hand.
+
+Seconds are a roofline's for compute and, for messages, a latency each and bytes over bandwidth. Sums run in a
+ring, with a latency per doubling of the workers. Nothing is assumed to overlap.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, log2, prod
+from time import perf_counter
+
+from stowplan.analyse.facts import facts_of
+from stowplan.ir import Graph, Op
+from stowplan.plan.pricing import Machine, price_by_roofline
+from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.plan import RESIDENT, ShardPlan, shard_plan
+from stowplan.plan.shards.scale import mesh_traffic
+from stowplan.plan.shards.shard import Shard
+from stowplan.plan.shards.traffic import summed_by
+
+Seeds = Mapping[str, Sequence[int | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What a message costs: a latency, and its bytes over the bandwidth of a worker."""
+
+    latency_seconds: float = 2e-5
+    bytes_per_second: float = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A step on a mesh, by its slowest and largest worker."""
+
+    mesh: Mesh
+    compute_seconds: float
+    network_seconds: float
+    sent_bytes: int  # by the worker that sends most, point to point
+    summed_bytes: int  # handed to sums by each worker
+    peak_bytes: int
+    planning_seconds: float
+    gathered: Mapping[str, str]
+
+    @property
+    def step_seconds(self) -> float:
+        return self.compute_seconds + self.network_seconds
+
+    def efficiency(self, alone_seconds: float) -> float:
+        """How much of the workers' time the work of one is."""
+        return alone_seconds / (self.mesh.size * self.step_seconds)
+
+
+def project(
+    graph: Graph, mesh: Mesh, seeds: Seeds, ends: Sequence[str], machine: Machine, network: Network
+) -> Projection:
+    """The step of `graph` on `mesh`; only workers on the axes and in the middle are worked out."""
+    started = perf_counter()
+    plan = shard_plan(graph, mesh, seeds, ends, _kinds_of_workers(mesh))
+    traffic = mesh_traffic(plan)
+    summed, sums = summed_by(plan, 0)
+    whole = price_by_roofline(graph, machine).seconds
+    messages = network.latency_seconds * traffic.messages + traffic.sent_bytes / network.bytes_per_second
+    return Projection(
+        mesh,
+        max(_compute_seconds(plan, shard, whole, machine) for shard in plan.shards.values()),
+        float(messages.max()) + _sum_seconds(mesh.size, summed, sums, network),
+        int(traffic.sent_bytes.max()),
+        summed,
+        max(facts_of(local_graph(plan, worker)).peak.bytes for worker in {0, _middle(mesh)}),
+        perf_counter() - started,
+        plan.gathered,
+    )
+
+
+def strong_scaling(mesh: Mesh, most: int) -> Iterator[Mesh]:
+    """Meshes of the same axes, each twice as large as the one before, from one worker on."""
+    sizes = [1] * len(mesh.axes)
+    turn = len(sizes) - 1
+    while True:
+        grown = Mesh(tuple(replace(a, size=n, weights=()) for a, n in zip(mesh.axes, sizes, strict=True)))
+        if grown.size > most:
+            return
+        yield grown
+        sizes[turn] *= 2
+        turn = (turn - 1) % len(sizes)
+
+
+def local_graph(plan: ShardPlan, worker: int) -> Graph:
+    """The graph with tensors as large as a worker's part of them; of those in between, like their op's."""
+    shares = _shares_made(plan, plan.shards[worker])
+    by_op = {op.id: shares.get(op.outputs[0].tensor, 1.0) for op in plan.graph.ops if op.outputs}
+    tensors = dict(plan.graph.tensors)
+    for op in plan.graph.ops:
+        for use in (*op.outputs, *op.inputs):
+            tensor = tensors[use.tensor]
+            source = tensor.gradient_of or tensor.id
+            if plan.graph.tensors[source].kind in RESIDENT or tensor.nbytes is None:
+                continue
+            share = shares.get(source, by_op.get(op.adjoint_of or op.id, 1.0))
+            whole = plan.graph.tensors[tensor.id].nbytes or 0
+            tensors[tensor.id] = replace(tensor, nbytes=ceil(whole * share))
+    return replace(plan.graph, tensors=tensors)
+
+
+def _shares_made(plan: ShardPlan, shard: Shard) -> dict[str, float]:
+    """By tensor, the share of it that a worker holds or makes, whichever is more."""
+    found = {}
+    for name in {**shard.held, **shard.made}:
+        whole = max(1, _volume(plan, name))
+        parts = (rect.volume for rect in (shard.held.get(name), shard.made.get(name)) if rect is not None)
+        found[name] = max(parts) / whole
+    return found
+
+
+def _volume(plan: ShardPlan, name: str) -> int:
+    return prod(plan.layouts[name].cells.sizes)
+
+
+def _compute_seconds(plan: ShardPlan, shard: Shard, whole: Mapping[str, float], machine: Machine) -> float:
+    """Each op takes its share of what it would take whole, and a backward op that of its forward op."""
+    made = {
+        level.spread.op.id: level.made.volume / max(1, _volume(plan, level.name)) for level in shard.levels
+    }
+
+    def share(op: Op) -> float:
+        return made.get(op.adjoint_of or op.id, 1.0 if op.adjoint_of is None else 0.0)
+
+    start = machine.launch_seconds
+    return sum((whole[op.id] - start) * share(op) + start for op in plan.graph.ops)
+
+
+def _sum_seconds(workers: int, nbytes: int, sums: int, network: Network) -> float:
+    if workers == 1:
+        return 0.0
+    ring = 2 * (workers - 1) / workers * nbytes / network.bytes_per_second
+    return ring + 2 * ceil(log2(workers)) * network.latency_seconds * sums
+
+
+def _kinds_of_workers(mesh: Mesh) -> list[int]:
+    on_axes = {worker for axis in range(len(mesh.axes)) for worker in mesh.along(0, [axis])}
+    return sorted(on_axes | {_middle(mesh)})
+
+
+def _middle(mesh: Mesh) -> int:
+    return mesh.worker([axis.size // 2 for axis in mesh.axes])

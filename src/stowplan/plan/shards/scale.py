@@ -1,0 +1,110 @@
+"""Scale: the traffic of meshes of thousands of workers, exactly, from the few that stand on their axes.
+
+A rect is a product of spans, and each span depends on the place on one axis alone. So the overlaps of all
+shares with all that is held are products too, of what the places of one axis have in common: a mesh of 64 by
+64 takes 64 x 64 comparisons of spans per axis, not 4096 x 4096 of rects.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stowplan.errors import BadUse
+from stowplan.geometry import Rect
+from stowplan.ops.sliding import Span
+from stowplan.plan.shards.plan import ShardPlan
+from stowplan.plan.shards.traffic import itemsize_of
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshTraffic:
+    """By worker: bytes sent point to point in a step, forward and backward, and messages."""
+
+    sent_bytes: Counts
+    messages: Counts
+
+
+def mesh_traffic(plan: ShardPlan) -> MeshTraffic:
+    """What every worker of a mesh sends, from the shards of those on its axes."""
+    sent = np.zeros(plan.mesh.size, np.int64)
+    messages = np.zeros(plan.mesh.size, np.int64)
+    for name in plan.exchanged:
+        given, received, targets, sources = _overlaps(plan, name)
+        back = name in plan.differentiated
+        sent += (given + received * back) * itemsize_of(plan.graph, name)
+        messages += targets + sources * back
+    return MeshTraffic(sent, messages)
+
+
+def _overlaps(plan: ShardPlan, name: str) -> tuple[Counts, Counts, Counts, Counts]:
+    """Elements given and received by every worker, and to and from how many others."""
+    axes = [_along(plan, name, axis) for axis in range(len(plan.mesh.axes))]
+    rest = _uncut_elements(plan, name)
+    given, held, kept = (
+        _product([getattr(a, key) for a in axes]) * rest for key in ("given", "held", "kept")
+    )
+    targets, sources = (_product([getattr(a, key) for a in axes]) for key in ("targets", "sources"))
+    is_own = (kept > 0).astype(np.int64)
+    return given - kept, held - kept, targets - is_own, sources - is_own
+
+
+@dataclass(frozen=True, slots=True)
+class _Along:
+    """By place on one axis: indices given, held, and kept for itself; places it gives to and has from."""
+
+    given: Counts
+    held: Counts
+    kept: Counts
+    targets: Counts
+    sources: Counts
+
+
+def _along(plan: ShardPlan, name: str, axis: int) -> _Along:
+    layout, workers = plan.layouts[name], plan.mesh.along(0, [axis])
+    cell = layout.axes[axis]
+    if cell is None:  # replicas: each serves its own row
+        ones = np.ones(len(workers), np.int64)
+        return _Along(ones, ones, ones, ones, ones)
+    shares = [_span(layout.share(plan.mesh, worker), cell) for worker in workers]
+    held = [_span(_held(plan, name, worker), cell) for worker in workers]
+    low = np.maximum.outer([a for a, _ in shares], [a for a, _ in held])
+    high = np.minimum.outer([b for _, b in shares], [b for _, b in held])
+    common = np.maximum(0, high - low).astype(np.int64)  # of the share of a row, held at a column
+    met = (common > 0).astype(np.int64)
+    return _Along(common.sum(1), common.sum(0), common.diagonal().copy(), met.sum(1), met.sum(0))
+
+
+def _uncut_elements(plan: ShardPlan, name: str) -> int:
+    """Elements of what all workers hold alike in the cells that no axis cuts; refused if it differs."""
+    layout = plan.layouts[name]
+    first = _held(plan, name, 0)
+    for axis in range(len(plan.mesh.axes)):
+        for worker in plan.mesh.along(0, [axis]):
+            rect = _held(plan, name, worker)
+            same = [c for c in range(rect.ndim) if c != layout.axes[axis]]
+            if not rect.is_empty and any(_span(rect, cell) != _span(first, cell) for cell in same):
+                raise BadUse(f"what workers hold of {name!r} is no product over the axes of {plan.mesh}")
+    uncut = (cell for cell in range(first.ndim) if cell not in layout.cut_cells)
+    return prod(first.hi[cell] - first.lo[cell] for cell in uncut)
+
+
+def _held(plan: ShardPlan, name: str, worker: int) -> Rect:
+    share = plan.layouts[name].share(plan.mesh, worker)
+    return plan.shards[worker].held.get(name, Rect(share.lo, share.lo))
+
+
+def _span(rect: Rect, cell: int) -> Span:
+    return rect.lo[cell], rect.hi[cell]
+
+
+def _product(factors: Sequence[Counts]) -> Counts:
+    """For every worker the product over axes of what its place has."""
+    total = np.ones(1, np.int64)
+    for factor in factors:
+        total = np.multiply.outer(total, factor).ravel()
+    return total

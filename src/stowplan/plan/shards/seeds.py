@@ -1,0 +1,38 @@
+"""Seeds: which dim of each input a mesh axis cuts, by the axis's name: data, space, sequence.
+
+Images are [sample, channel, place..], maps of labels [sample, place..], tokens [sample, position, ..].
+"""
+
+from collections.abc import Mapping
+
+from stowplan.errors import BadUse
+from stowplan.ir import Graph, Kind, Shape
+from stowplan.ops.table import shape_of
+from stowplan.plan.shards.mesh import Mesh
+
+NAMES = ("data", "space", "sequence")
+
+
+def seeds_for(graph: Graph, mesh: Mesh) -> Mapping[str, tuple[int | None, ...]]:
+    """By input, the dim that each axis cuts; None where it has no such dim."""
+    if unknown := [axis.name for axis in mesh.axes if axis.name not in NAMES]:
+        raise BadUse(
+            f"mesh axis {unknown[0]!r} says not what it cuts; name it {', '.join(NAMES)}, or give dims"
+        )
+    inputs = {n: shape_of(t) for n, t in graph.tensors.items() if t.kind is Kind.INPUT}
+    places = max((len(shape) - 2 for shape in inputs.values()), default=0)
+    return {name: _cut(shape, mesh, places) for name, shape in inputs.items()}
+
+
+def _cut(shape: Shape, mesh: Mesh, places: int) -> tuple[int | None, ...]:
+    """`places` is how many dims of space the image has: labels have them last."""
+    found: list[int | None] = []
+    space = len(shape) - places
+    for axis in mesh.axes:
+        if axis.name == "space":
+            found.append(space if 1 <= space < len(shape) else None)
+            space += 1
+        else:
+            dim = NAMES.index(axis.name) // 2  # data cuts the first dim, a sequence the second
+            found.append(dim if dim < len(shape) else None)
+    return tuple(found)

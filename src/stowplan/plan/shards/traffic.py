@@ -1,0 +1,91 @@
+"""Traffic: the exact bytes that each worker of a plan sends in a step, forward and backward."""
+
+from dataclasses import dataclass
+from math import prod
+
+from stowplan.errors import MissingRule
+from stowplan.ir import Graph, Kind
+from stowplan.plan.shards.plan import ShardPlan
+from stowplan.plan.shards.shard import Level
+from stowplan.plan.shards.spread import SUMMED, Form
+
+_LOSS_BYTES = 16  # a sum and a weight, in float64
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One worker's step: bytes and messages to others, bytes that it hands to sums, number of sums."""
+
+    sent_bytes: int
+    messages: int
+    summed_bytes: int
+    sums: int
+
+
+def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
+    """By worker. What is received forward is answered by its gradient backward."""
+    sent = [0] * plan.mesh.size
+    messages = [0] * plan.mesh.size
+    for worker in range(plan.mesh.size):
+        for transfer in plan.received(worker):
+            nbytes = transfer.rect.volume * itemsize_of(plan.graph, transfer.tensor)
+            back = transfer.tensor in plan.differentiated
+            sent[transfer.source] += nbytes
+            sent[worker] += nbytes * back
+            messages[transfer.source] += 1
+            messages[worker] += back
+    summed = (summed_by(plan, worker) for worker in range(plan.mesh.size))
+    return tuple(
+        Traffic(s, m, nbytes, count) for s, m, (nbytes, count) in zip(sent, messages, summed, strict=True)
+    )
+
+
+def trained_bytes(plan: ShardPlan) -> int:
+    """The gradients of the parameters, which are summed over the whole mesh once a step."""
+    tensors = plan.graph.tensors
+    wanted = {tensor.gradient_of for tensor in tensors.values()}
+    trained = [t for t in tensors.values() if t.kind is Kind.PARAMETER and t.id in wanted]
+    return sum(tensor.nbytes or 0 for tensor in trained)
+
+
+def itemsize_of(graph: Graph, name: str) -> int:
+    """Bytes of one element of a tensor."""
+    dtype = graph.tensors[name].dtype
+    if dtype is None:
+        raise MissingRule(f"the element type of tensor {name!r} is not known")
+    return dtype.itemsize
+
+
+def summed_by(plan: ShardPlan, worker: int) -> tuple[int, int]:
+    """Bytes that a worker hands to sums in a step, parameters' gradients included, and how many sums."""
+    tensors = plan.graph.tensors
+    wanted = {tensor.gradient_of for tensor in tensors.values()}
+    count = sum(tensor.kind is Kind.PARAMETER and tensor.id in wanted for tensor in tensors.values())
+    nbytes = trained_bytes(plan)
+    for level in plan.shards[worker].levels:
+        if level.spread.form in (Form.SUMS, Form.NORM):
+            forward, backward = _payloads(plan, level)
+            nbytes += sum(forward) + sum(backward)
+            count += len(forward) + len(backward)
+    return nbytes, count
+
+
+def _payloads(plan: ShardPlan, level: Level) -> tuple[list[int], list[int]]:
+    """Bytes of the sums of one op, forward and backward."""
+    source = level.spread.op.inputs[0].tensor
+    back = source in plan.differentiated
+    if level.spread.form is Form.NORM:
+        statistic = _channels(plan, level) * itemsize_of(plan.graph, source)
+        return [statistic, statistic], [2 * statistic]
+    nbytes = _LOSS_BYTES
+    if level.spread.op.type in SUMMED:
+        nbytes = level.made.volume * itemsize_of(plan.graph, level.name)
+    return [nbytes], [nbytes] * back
+
+
+def _channels(plan: ShardPlan, level: Level) -> int:
+    source, need = level.spread.op.inputs[0].tensor, level.needs[0]
+    assert need is not None
+    shape = plan.layouts[source].cells.local(need).shape
+    groups = level.spread.op.attributes.get("group")
+    return shape[0] * groups if isinstance(groups, int) else prod(shape[1:2])

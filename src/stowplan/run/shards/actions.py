@@ -1,0 +1,167 @@
+"""Actions: what a worker does, one after the other, in the forward half: calls, exchanges, sums, norms."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from stowplan.ir import Shape
+from stowplan.run.shards.attention import causal_part, is_causal_part
+from stowplan.run.shards.operator import Exchanged, Normalised, Totalled
+from stowplan.run.shards.take import Blank, Take
+from stowplan.run.tiles.forms import run_local
+from stowplan.run.tiles.losses import TiledLoss
+from stowplan.run.tiles.part import Index, LocalCall
+
+_exchanged: Any = Exchanged.apply
+_totalled: Any = Totalled.apply
+_normalised: Any = Normalised.apply
+
+
+@dataclass(slots=True)
+class Values:
+    """What a worker holds while its step runs: parts by tensor, and the token that orders its messages."""
+
+    parts: dict[str, Tensor]
+    token: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Make:
+    """An op on parts. `kept` is what is held of a result that could only be made whole."""
+
+    call: LocalCall
+    takes: Mapping[str, Take | Blank]
+    shape: Shape
+    kept: Index | None
+
+    def touches(self) -> Iterable[str]:
+        return *self.takes, self.call.name
+
+    def run(self, values: Values) -> None:
+        given = {name: take.of(values.parts) for name, take in self.takes.items()}
+        made = self._made(given).reshape(self.shape)
+        values.parts[self.call.name] = made if self.kept is None else made[self.kept].clone()
+
+    def _made(self, given: Mapping[str, Tensor]) -> Tensor:
+        return causal_part(self.call, given) if is_causal_part(self.call) else run_local(self.call, given)
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """The exchange of one tensor; a worker that has nothing of it brings an empty part."""
+
+    tensor: str
+    talk: str
+    nothing: Blank
+
+    def touches(self) -> Iterable[str]:
+        return (self.tensor,)
+
+    def run(self, values: Values) -> None:
+        share = values.parts.get(self.tensor)
+        share = self.nothing.zeros() if share is None else share
+        values.parts[self.tensor], values.token = _exchanged(share, values.token, self.talk)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A sum or mean over dims of which each worker has a part."""
+
+    tensor: str
+    take: Take | None  # None where the worker has nothing of it
+    dims: tuple[int, ...]
+    shape: Shape
+    divisor: int
+    talk: str
+    nothing: Blank
+
+    def touches(self) -> Iterable[str]:
+        return self.tensor, *(() if self.take is None else (self.take.tensor,))
+
+    def run(self, values: Values) -> None:
+        part = self.nothing.zeros()
+        if self.take is not None:
+            part = self.take.of(values.parts).sum(self.dims, dtype=part.dtype).reshape(self.shape)
+        total, values.token = _totalled(part, values.token, self.talk)
+        values.parts[self.tensor] = total if self.divisor == 1 else total / self.divisor
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A loss as the quotient of two sums, which are added up over the workers."""
+
+    names: tuple[str | None, ...]
+    takes: tuple[Take, ...] | None
+    loss: TiledLoss
+    talk: str
+    nothing: Blank
+
+    def touches(self) -> Iterable[str]:
+        return *filter(None, self.names), *(take.tensor for take in self.takes or ())
+
+    def run(self, values: Values) -> None:
+        nothing = self.nothing.zeros()
+        part = nothing.new_zeros(2, dtype=torch.float64)
+        if self.takes is not None:
+            found = self.loss.of([take.of(values.parts) for take in self.takes])
+            part = torch.stack([number.to(torch.float64) for number in found])
+        total, values.token = _totalled(part, values.token, self.talk)
+        loss = total[0] / total[1].detach() if self.loss.divides else total[0]
+        for name, value in zip(self.names, (loss, total[1].detach()), strict=False):
+            if name is not None:
+                values.parts[name] = value.to(nothing.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Normalise:
+    """A norm whose statistics run over workers. `made` is the part of the result that is held."""
+
+    names: tuple[str | None, ...]
+    image: Take | Blank
+    vectors: Mapping[str, Take]
+    groups: int | None  # of group norm
+    made: Index | None
+    shape: Shape
+    momentum: float
+    unbiased: float
+    eps: float
+    talk: str
+
+    def touches(self) -> Iterable[str]:
+        image = (self.image.tensor,) if isinstance(self.image, Take) else ()
+        return *filter(None, self.names), *image, *(take.tensor for take in self.vectors.values())
+
+    def run(self, values: Values) -> None:
+        given = {name: take.of(values.parts) for name, take in self.vectors.items()}
+        image, weight, bias = self.image.of(values.parts), given.get("weight"), given.get("bias")
+        if self.groups is None:
+            made, mean, variance, values.token = _normalised(image, weight, bias, values.token, self.talk)
+        else:
+            made, mean, variance = self._grouped(image, weight, bias, values)
+        made = made if self.made is None else made[self.made]
+        statistics = [mean, torch.rsqrt(variance + self.eps)]
+        if "running_mean" in given:
+            new = (given["running_mean"], mean), (given["running_var"], variance * self.unbiased)
+            statistics += [old * (1 - self.momentum) + value * self.momentum for old, value in new]
+        found = zip(self.names, (made.reshape(self.shape), *statistics), strict=False)
+        values.parts.update((name, value) for name, value in found if name is not None)
+
+    def _grouped(
+        self, image: Tensor, weight: Tensor | None, bias: Tensor | None, values: Values
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Group norm is batch norm with a channel per sample and group; weights come after."""
+        assert self.groups is not None
+        samples, channels, *space = image.shape
+        grouped = image.reshape(1, samples * self.groups, channels // self.groups, *space)
+        made, mean, variance, values.token = _normalised(grouped, None, None, values.token, self.talk)
+        made = made.reshape(image.shape)
+        by_channel = [1, channels, *(1 for _ in space)]
+        made = made if weight is None else made * weight.view(by_channel)
+        made = made if bias is None else made + bias.view(by_channel)
+        return made, mean.view(samples, self.groups), variance.view(samples, self.groups)
+
+
+Action: TypeAlias = Make | Swap | Sum | Loss | Normalise

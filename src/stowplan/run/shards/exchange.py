@@ -1,0 +1,94 @@
+"""Exchange: a worker's share of a tensor becomes what it holds; backward, gradients go back and add up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from stowplan.geometry import Rect
+from stowplan.plan.shards.plan import ShardPlan
+from stowplan.run.shards.workers import Workers
+from stowplan.run.tiles.part import Index, index_of
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """What goes to, or comes from, a worker: a part of the share, or of what is held."""
+
+    peer: int
+    index: Index
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """The exchange of one tensor, as one worker takes part in it. All rects are over cells."""
+
+    workers: Workers
+    share: Rect
+    held: Rect
+    kept: tuple[Index, Index] | None  # what the worker has itself: where in its share, where in what it holds
+    sends: tuple[Swap, ...]
+    receives: tuple[Swap, ...]
+    differentiated: bool
+
+    def forward(self, share: Tensor) -> Tensor:
+        """What is held, from the worker's share."""
+        held = share.new_empty(self.held.shape)
+        if self.kept is not None:
+            held[self.kept[1]].copy_(share[self.kept[0]])
+        sends = [(swap.peer, share[swap.index].contiguous()) for swap in self.sends]
+        received = [(swap.peer, _room(held, swap.index)) for swap in self.receives]
+        self.workers.swap(sends, received)
+        for swap, (_, part) in zip(self.receives, received, strict=True):
+            held[swap.index].copy_(part)
+        return held
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """The gradient of the share, from that of what is held: the same list reversed, with addition."""
+        found = gradient.new_zeros(self.share.shape)
+        if self.kept is not None:
+            found[self.kept[0]].copy_(gradient[self.kept[1]])
+        sends = [(swap.peer, gradient[swap.index].contiguous()) for swap in self.receives]
+        received = [(swap.peer, _room(found, swap.index)) for swap in self.sends]
+        self.workers.swap(sends, received)
+        for swap, (_, part) in zip(self.sends, received, strict=True):
+            found[swap.index].add_(part)
+        return found
+
+
+def exchange_of(plan: ShardPlan, workers: Workers, name: str) -> Exchange:
+    """How this worker takes part in the exchange of a tensor."""
+    rank, layout = workers.rank, plan.layouts[name]
+    share = layout.share(plan.mesh, rank)
+    held = plan.shards[rank].held.get(name, Rect(share.lo, share.lo))
+    own = share.intersect(held)
+    receives = [(v, part) for v, part in layout.holders(plan.mesh, rank, held) if v != rank]
+    sends = [
+        (w, share.intersect(shard.held[name]))
+        for w, shard in plan.shards.items()
+        if w != rank and name in shard.held and _serves(plan, name, rank, w)
+    ]
+    return Exchange(
+        workers,
+        share,
+        held,
+        None if own.is_empty else (_inside(own, share), _inside(own, held)),
+        tuple(Swap(w, _inside(part, share)) for w, part in sends if not part.is_empty),
+        tuple(Swap(v, _inside(part, held)) for v, part in receives),
+        name in plan.differentiated,
+    )
+
+
+def _serves(plan: ShardPlan, name: str, source: int, target: int) -> bool:
+    """Whether two workers differ only along axes that cut the tensor: each row of replicas serves itself."""
+    here, there = plan.mesh.place(source), plan.mesh.place(target)
+    axes = plan.layouts[name].axes
+    return all(a == b for a, b, cell in zip(here, there, axes, strict=True) if cell is None)
+
+
+def _inside(part: Rect, whole: Rect) -> Index:
+    return index_of(part.shift([-low for low in whole.lo]))
+
+
+def _room(like: Tensor, index: Sequence[slice]) -> Tensor:
+    return like.new_empty([part.stop - part.start for part in index])

@@ -1,0 +1,216 @@
+"""The actions of one worker: its levels of a plan, bound to the calls that compute them."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from stowplan.capture import Captured, Ref
+from stowplan.capture.schema import bound_arguments
+from stowplan.errors import BadUse
+from stowplan.geometry import Rect
+from stowplan.ir import Kind
+from stowplan.ir import Tensor as Described
+from stowplan.ops.table import shape_of
+from stowplan.plan.shards.cells import Cells
+from stowplan.plan.shards.plan import RESIDENT, ShardPlan
+from stowplan.plan.shards.shard import LIKES, Level
+from stowplan.plan.shards.spread import SUMMED, Form
+from stowplan.plan.tiles.rects import Level as TileLevel
+from stowplan.run.shards.actions import Action, Loss, Make, Normalise, Sum, Swap
+from stowplan.run.shards.exchange import exchange_of
+from stowplan.run.shards.norm import Norm
+from stowplan.run.shards.operator import Total, enter
+from stowplan.run.shards.take import Blank, Take, take, within
+from stowplan.run.shards.workers import Workers
+from stowplan.run.tiles.losses import tiled_loss
+from stowplan.run.tiles.part import Index, local_call
+
+
+class LocalStep:
+    """Builds the actions of this process's worker. `title` keeps apart what several steps do together."""
+
+    def __init__(self, captured: Captured, plan: ShardPlan, workers: Workers, title: str) -> None:
+        self._calls, self._graph = captured.program.calls, captured.graph
+        self._plan, self._workers, self._title = plan, workers, title
+        self._shard = plan.shards[workers.rank]
+        self._exchanged = frozenset(plan.exchanged)
+        self._rects: dict[str, Rect] = {}  # what is there of each tensor by now
+        for name, tensor in self._graph.tensors.items():
+            if tensor.kind in (*RESIDENT, Kind.INPUT):
+                self._rects[name] = plan.layouts[name].share(plan.mesh, workers.rank)
+
+    def actions(self) -> Iterator[Action]:
+        """All of them, in order."""
+        for name, tensor in self._graph.tensors.items():
+            if tensor.kind is Kind.INPUT and name in self._exchanged:
+                yield self._swap(name)
+        for level in self._shard.levels:
+            yield from self._level(level)
+            for name in self._names(level):
+                if name in self._exchanged:
+                    yield self._swap(name)
+
+    def _names(self, level: Level) -> Sequence[str]:
+        together = level.spread.form in (Form.SUMS, Form.NORM)
+        return [use.tensor for use in level.spread.op.outputs] if together else [level.name]
+
+    def _level(self, level: Level) -> Iterator[Action]:
+        self._rects.update((name, self._shard.made[name]) for name in self._names(level))
+        if level.spread.form is Form.NORM:
+            yield self._norm(level)
+        elif level.spread.form is Form.SUMS and level.spread.op.type in SUMMED:
+            yield self._sum(level)
+        elif level.spread.form is Form.SUMS:
+            yield self._loss(level)
+        elif not level.made.is_empty:
+            yield self._make(level)
+
+    def _cells(self, name: str) -> Cells:
+        return self._plan.layouts[name].cells
+
+    def _described(self, name: str) -> Described:
+        return self._graph.tensors[name]
+
+    def _blank(self, name: str) -> Blank:
+        """Nothing of a tensor: what a worker's share looks like, in zeros."""
+        share = self._plan.layouts[name].share(self._plan.mesh, self._workers.rank)
+        return Blank(self._described(name), share.shape)
+
+    def _take(self, name: str, wanted: Rect, flat: Rect | None = None) -> Take:
+        return take(name, self._cells(name), self._rects[name], wanted, flat)
+
+    def _talk(self, name: str) -> str:
+        return f"{self._title}: {name}"
+
+    def _swap(self, name: str) -> Swap:
+        exchange = exchange_of(self._plan, self._workers, name)
+        talk = enter(f"{self._talk(name)} {exchange.share} to {exchange.held}", exchange)
+        held = self._shard.held.get(name)
+        self._rects[name] = Rect(self._rects[name].lo, self._rects[name].lo) if held is None else held
+        return Swap(name, talk, self._blank(name))
+
+    def _make(self, level: Level) -> Make:
+        op = level.spread.op
+        if self._calls[op.id].fresh:
+            raise BadUse(f"{op.id} ({op.type}) overwrites its input, and has no form on parts")
+        takes: dict[str, Take | Blank] = {}
+        seen: list[Rect | None] = []
+        held: dict[str, Rect] = {}
+        for number, use in enumerate(op.inputs):
+            found, rect = self._operand(level, number)
+            seen.append(rect)
+            if found is not None and rect is not None:
+                part = rect.clip(shape_of(self._described(use.tensor)))
+                if held.setdefault(use.tensor, part) != part:
+                    raise BadUse(f"{op.id} ({op.type}) reads two different parts of {use.tensor!r}")
+                takes[use.tensor] = found
+        tile = TileLevel(op, level.output, self._cells(level.name).local(level.made), tuple(seen))
+        call = local_call(self._graph, self._calls[op.id], tile, held)
+        return Make(call, takes, level.made.shape, self._kept(level))
+
+    def _operand(self, level: Level, number: int) -> tuple[Take | Blank | None, Rect | None]:
+        """Where an input comes from, and its rect as the op sees it; what only tells a shape is blank."""
+        name, need = level.spread.op.inputs[number].tensor, level.needs[number]
+        described, cells = self._described(name), self._cells(name)
+        if need is None:
+            if level.spread.form is not Form.ANYWHERE:
+                return None, None
+            is_like = level.spread.op.type in LIKES
+            shape = level.made.shape if is_like else shape_of(described)
+            return Blank(described, shape), Rect.of_shape(shape)
+        seen = level.spread.rules[level.output].seen(number, level.made, need, cells)
+        return self._take(name, need.clip(cells.sizes), seen.clip(shape_of(described))), seen
+
+    def _kept(self, level: Level) -> Index | None:
+        """The part that is held of a result that was made whole because the op makes no parts."""
+        held = self._shard.held.get(level.name)
+        if level.name in self._exchanged or held is None or held == level.made:
+            return None
+        self._rects[level.name] = held
+        return within(held, level.made)
+
+    def _total(self, level: Level) -> str:
+        """The sum over workers that a level takes part in."""
+        axes = level.spread.summed_axes
+        differentiated = level.spread.op.inputs[0].tensor in self._plan.differentiated
+        return enter(self._talk(level.name), Total(self._workers, axes, differentiated))
+
+    def _sum(self, level: Level) -> Sum:
+        source, reduction = level.spread.op.inputs[0].tensor, level.spread.rules[0].relation.reduction
+        need = level.needs[0]
+        assert reduction is not None
+        assert need is not None
+        dims = tuple(dim for dim in reduction.dims[0] if dim is not None)
+        shape = shape_of(self._described(source))
+        divisor = prod(shape[dim] for dim in dims) if ".mean." in level.spread.op.type else 1
+        part = None if need.is_empty else self._take(source, need)
+        return Sum(
+            level.name, part, dims, level.made.shape, divisor, self._total(level), self._blank(level.name)
+        )
+
+    def _loss(self, level: Level) -> Loss:
+        op = level.spread.op
+        empty = any(need is None or need.is_empty for need in level.needs)
+        pairs = zip(op.inputs, level.needs, strict=True)
+        takes = None if empty else tuple(self._take(u.tensor, n) for u, n in pairs if n is not None)
+        call = self._calls[op.id]
+        return Loss(call.outputs, takes, tiled_loss(call), self._total(level), self._blank(level.name))
+
+    def _norm(self, level: Level) -> Normalise:
+        op, call = level.spread.op, self._calls[level.spread.op.id]
+        bound = bound_arguments(call.target, call.args, call.kwargs)
+        name, need = op.inputs[0].tensor, level.needs[0]
+        assert need is not None
+        cells = self._cells(name)
+        local = cells.local(need)
+        counted = self._plan.layouts[name].share(self._plan.mesh, self._workers.rank)
+        groups, eps = bound.get("group"), bound["eps"]
+        assert isinstance(eps, float)
+        count = self._count(level, groups)
+        space = None if counted.is_empty else within(cells.local(counted), local)
+        norm = Norm(self._workers, level.spread.summed_axes, _grouped(space, groups), count, eps)
+        momentum = bound.get("momentum", 0.0)
+        return Normalise(
+            names=(None, *call.outputs[1:]) if level.made.is_empty else call.outputs,
+            image=Blank(self._described(name), local.shape) if need.is_empty else self._take(name, need),
+            vectors={
+                key: self._channels(value.tensor, name, need)
+                for key, value in bound.items()
+                if key in _VECTORS and isinstance(value, Ref)
+            },
+            groups=groups if isinstance(groups, int) else None,
+            made=None if level.made == need else _part(cells.local(level.made), local),
+            shape=level.made.shape,
+            momentum=momentum if isinstance(momentum, float) else 0.0,
+            unbiased=count / max(1, count - 1),
+            eps=eps,
+            talk=enter(self._talk(level.name), norm),
+        )
+
+    def _count(self, level: Level, groups: object) -> int:
+        """How many values each statistic is of, over all workers."""
+        shape = shape_of(self._described(level.spread.op.inputs[0].tensor))
+        if isinstance(groups, int):
+            return prod(shape[1:]) // groups
+        return prod(shape) // shape[1]
+
+    def _channels(self, vector: str, image: str, need: Rect) -> Take:
+        """The entries of a vector over channels that belong to the channels of a part of an image."""
+        cells = self._cells(image)
+        flat = cells.flat(need)
+        if (flat.hi[1] - flat.lo[1]) != cells.local(need).shape[1]:
+            raise BadUse(f"a worker has scattered channels of {image!r}, which {vector!r} cannot follow")
+        return self._take(vector, Rect((flat.lo[1],), (flat.hi[1],)))
+
+
+_VECTORS = ("weight", "bias", "running_mean", "running_var")
+
+
+def _part(part: Rect, whole: Rect) -> Index:
+    return tuple(slice(0, 0) for _ in part.lo) if part.is_empty else within(part, whole)
+
+
+def _grouped(space: Index | None, groups: object) -> Index | None:
+    """The counted part of an image whose groups of channels stand for channels."""
+    if space is None or not isinstance(groups, int):
+        return space
+    return (slice(None), slice(None), slice(None), *space[2:])

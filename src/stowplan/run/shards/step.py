@@ -1,0 +1,156 @@
+"""ShardedStep: the training step of a model as one worker of a mesh takes part in it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stowplan.capture import Captured, Ref, capture
+from stowplan.ir import Graph, Kind
+from stowplan.ir import Tensor as Described
+from stowplan.ops.table import shape_of
+from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.plan import ShardPlan, shard_plan
+from stowplan.plan.shards.seeds import seeds_for
+from stowplan.run.binding import Binding
+from stowplan.run.shards.actions import Action, Values
+from stowplan.run.shards.local import LocalStep
+from stowplan.run.shards.operator import Results, Shared, Total, enter
+from stowplan.run.shards.workers import Workers
+from stowplan.run.tiles.part import index_of
+from stowplan.run.tiles.swept import check_differentiable
+
+_numbers = count()  # steps of a process, alike on all workers: they make them in the same order
+_shared: Any = Shared.apply
+_results: Any = Results.apply
+
+
+class ShardedStep:
+    """Called with this worker's shares of the arguments; returns its shares of the results.
+
+    A result without dims, such as the loss, is the same on all workers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object] | None = None,
+        *,
+        mesh: Mesh,
+        dims: Mapping[str, Sequence[int | None]] | None = None,
+    ) -> None:
+        captured = capture(model, args, kwargs)
+        check_differentiable(captured, model, args, kwargs)
+        self.captured, self.workers = captured, Workers(mesh)
+        self.plan = plan_sharded(captured, mesh, dims)
+        self._everyone = tuple(range(len(mesh.axes)))
+        self.workers.join(
+            [self._everyone, *(spread.summed_axes for spread in self.plan.spreads if spread.summed_axes)]
+        )
+        self._title = f"step {next(_numbers)}"
+        self._actions = tuple(LocalStep(captured, self.plan, self.workers, self._title).actions())
+        self._frees = _frees(self._actions, ends_of(captured))
+        enter(f"{self._title}: parameters", Total(self.workers, self._everyone))
+        self._local = _local(captured, self.plan, self.workers.rank)
+        self._binding = self.bound_to(model)
+
+    def bound_to(self, model: nn.Module) -> Binding:
+        """This worker's step on the parameters and buffers of a model."""
+        return Binding(self._local, model)
+
+    @property
+    def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments like those that this worker is called with, without contents."""
+        tensors, program = self._local.graph.tensors, self.captured.program
+        leaves = [None if name is None else _like(tensors[name]) for name in program.inputs]
+        like: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, program.input_spec)
+        return like
+
+    def share(self, *args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """This worker's part of arguments that are whole."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        names = self.captured.program.inputs
+        found = [
+            leaf if name is None else self._own(name, leaf) for name, leaf in zip(names, leaves, strict=True)
+        ]
+        own: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(found, spec)
+        return own
+
+    def _own(self, name: str, whole: object) -> Tensor:
+        assert isinstance(whole, Tensor)
+        share = self.plan.layouts[name].share(self.plan.mesh, self.workers.rank)
+        return whole[index_of(share)].clone()
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """The results for this worker's part of the arguments."""
+        self.workers.step += 1
+        return self.run(self._binding.tensors(args, kwargs))
+
+    def run(self, tensors: Mapping[str, Tensor]) -> object:
+        """All actions, on tensors by the names of the captured graph."""
+        program = self.captured.program
+        parts = dict(tensors)
+        trained = [name for name in program.gradients if name in program.parameters]
+        token, *shared = _shared(f"{self._title}: parameters", *(parts[name] for name in trained))
+        parts.update(zip(trained, shared, strict=True))
+        values = Values(parts, token)
+        for action, gone in zip(self._actions, self._frees, strict=True):
+            action.run(values)
+            for name in gone:
+                values.parts.pop(name, None)
+        with torch.no_grad():
+            for buffer, value in program.updates.items():
+                tensors[buffer].copy_(values.parts[value])
+        return self._returned(values)
+
+    def _returned(self, values: Values) -> object:
+        program, mesh, rank = self.captured.program, self.plan.mesh, self.workers.rank
+        names = list(dict.fromkeys(leaf.tensor for leaf in program.outputs if isinstance(leaf, Ref)))
+        counts = [self.plan.layouts[name].is_first(mesh, rank) for name in names]
+        made = _results(counts, values.token, *(values.parts[name] for name in names))
+        found = dict(zip(names, made, strict=True))
+        leaves = [found[leaf.tensor] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
+        return pytree.tree_unflatten(leaves, program.output_spec)
+
+
+def plan_sharded(
+    captured: Captured, mesh: Mesh, dims: Mapping[str, Sequence[int | None]] | None = None
+) -> ShardPlan:
+    """The plan of a captured step on a mesh; without `dims`, its axes cut what their names say."""
+    seeds = {**seeds_for(captured.graph, mesh), **(dims or {})}
+    return shard_plan(captured.graph, mesh, seeds, ends_of(captured))
+
+
+def ends_of(captured: Captured) -> tuple[str, ...]:
+    """What a step returns, and the new contents of buffers."""
+    outputs = [leaf.tensor for leaf in captured.program.outputs if isinstance(leaf, Ref)]
+    return (*outputs, *captured.program.updates.values())
+
+
+def _local(captured: Captured, plan: ShardPlan, rank: int) -> Captured:
+    """The step with the shapes that this worker's arguments have."""
+    tensors = dict(captured.graph.tensors)
+    for name, tensor in tensors.items():
+        if tensor.kind is Kind.INPUT:
+            tensors[name] = replace(tensor, shape=plan.layouts[name].share(plan.mesh, rank).shape)
+    return replace(captured, graph=Graph(tensors, captured.graph.ops, captured.graph.held))
+
+
+def _like(tensor: Described) -> Tensor:
+    return torch.empty(shape_of(tensor), dtype=getattr(torch, str(tensor.dtype)), device="meta")
+
+
+def _frees(actions: Sequence[Action], kept: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    last: dict[str, int] = {}
+    for number, action in enumerate(actions):
+        last.update((name, number) for name in action.touches())
+    gone: list[list[str]] = [[] for _ in actions]
+    for name, number in last.items():
+        if name not in kept:
+            gone[number].append(name)
+    return tuple(map(tuple, gone))

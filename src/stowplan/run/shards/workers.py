@@ -1,0 +1,95 @@
+"""Workers: the processes of a mesh as this one sees them, and all that they say to each other.
+
+Transport is torch.distributed's: batched point-to-point for exchanges, all-reduce for sums. Every message is
+counted, so that what was sent can be held against what was projected.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import P2POp, ProcessGroup
+
+from stowplan.errors import BadUse, WorkerLost
+from stowplan.plan.shards.mesh import Mesh
+
+
+class Workers:
+    """A mesh on the processes of torch.distributed, one each, in the order of their ranks."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        if not dist.is_initialized() or dist.get_world_size() != mesh.size:
+            there = dist.get_world_size() if dist.is_initialized() else 0
+            raise BadUse(f"mesh {mesh} has {mesh.size} workers, but {there} processes are connected")
+        self.mesh, self.rank = mesh, dist.get_rank()
+        self.step = 0  # how many steps were begun
+        self.sent_bytes = 0  # point to point
+        self.summed_bytes = 0  # handed to all-reduce
+        self._is_rehearsal = False
+        self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
+
+    def join(self, axes: Iterable[tuple[int, ...]]) -> None:
+        """Make the groups that sums run over. All workers must come here, with the same axes."""
+        for wanted in sorted(set(axes) - self._groups.keys()):
+            rows = sorted({self.mesh.along(worker, wanted) for worker in range(self.mesh.size)})
+            if len(rows) == 1:
+                self._groups[wanted] = None  # everyone: the group there is
+                continue
+            for row in rows:
+                group = dist.new_group(row)
+                if self.rank in row:
+                    self._groups[wanted] = group
+
+    def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send tensors to workers and fill those to be received, all at once."""
+        transfers = [P2POp(dist.isend, _plain(tensor), peer) for peer, tensor in sends]
+        transfers += [P2POp(dist.irecv, _plain(tensor), peer) for peer, tensor in receives]
+        if self._is_rehearsal:
+            return
+        self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
+        if transfers:
+            with self._naming_who_is_lost():
+                for work in dist.batch_isend_irecv(transfers):
+                    work.wait()
+
+    def add_up(self, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """The sum over all workers along these axes, the same bits on each."""
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        if self._is_rehearsal:
+            return total
+        self.summed_bytes += total.nbytes
+        with self._naming_who_is_lost():
+            dist.all_reduce(total, group=self._groups[axes])
+        return total
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Within, nothing is sent: this worker tries by itself what its part in a talk costs."""
+        self._is_rehearsal = True
+        try:
+            yield
+        finally:
+            self._is_rehearsal = False
+
+    @contextmanager
+    def _naming_who_is_lost(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as fault:
+            raise WorkerLost(
+                f"worker {self.rank} lost touch with another in step {self.step}: {_first_line(fault)};"
+                " parameters are those of the last completed step: restart from its checkpoint",
+                rank=self.rank,
+                step=self.step,
+            ) from fault
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """As bytes where gloo knows no such element."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+
+
+def _first_line(fault: Exception) -> str:
+    return str(fault).strip().split("\n")[0]
