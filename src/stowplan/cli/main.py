@@ -23,6 +23,7 @@ VERBS = {
     "report": "draw a document, plan or run as a page, a trace, a picture or a table",
     "compare": "say what changed between two plans or runs, and what it bought",
     "fit-largest": "find the largest batch, resolution or sequence that fits a budget, and its price",
+    "simulate": "project a step over a mesh of workers: bytes, peak, seconds, scaling",
     "doctor": "say what is installed, what this machine has, and what is usable here",
     "convert": "write what is in a file in another format",
 }
