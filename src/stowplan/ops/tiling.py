@@ -133,7 +133,7 @@ RESHAPES = (
 )
 
 
-@refusal_rules.entry(*RESHAPES)
+@refusal_rules.entry(*RESHAPES, "aten.pixel_shuffle.default", "aten.pixel_unshuffle.default")
 def reshape(site: Site) -> Refusal:
     """A rect must be a rect again under the other shape."""
 
@@ -189,14 +189,23 @@ def average_pool(site: Site) -> Refusal:
     return refusal
 
 
-_SPATIALLY_WHOLE = tuple(
-    f"aten.{name}.{form}"
-    for name in ("upsample_nearest2d", "upsample_bilinear2d", "upsample_nearest3d", "upsample_trilinear3d")
-    for form in ("default", "vec")
+RESIZES = (
+    *(f"aten.upsample_{kind}.default" for kind in ("linear1d", "bilinear2d", "trilinear3d")),
+    *(
+        f"aten.{kind}{n}d.default"
+        for kind in ("upsample_nearest", "_upsample_nearest_exact")
+        for n in (1, 2, 3)
+    ),
 )
+"""Interpolations that are weighed dim by dim."""
+
+PADS = tuple(f"aten.{kind}_pad{n}d.default" for kind in ("reflection", "replication") for n in (1, 2, 3))
+"""Paddings with what is there already."""
+
+refusal_rules.entry(*RESIZES, *PADS)(takes_its_part)
 
 
-@refusal_rules.entry(*_SPATIALLY_WHOLE)
+@refusal_rules.entry("aten.upsample_bicubic2d.default")
 @refusal_rules.entry("aten._adaptive_avg_pool2d.default", "aten._adaptive_avg_pool3d.default")
 def spatially_whole(site: Site) -> Refusal:
     """Where an output samples depends on the size of the image: only samples may be cut apart."""
@@ -219,9 +228,12 @@ def group_norm(site: Site) -> Refusal:
     return refusal
 
 
+CAUSAL_IN_TILES = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
 @refusal_rules.entry(*aten.ATTENTIONS)
 def attention(site: Site) -> Refusal:
-    """Queries may be cut apart, unless each looks only as far as its own place."""
+    """Queries may be cut apart; where each looks only as far as its own place, if a mask can tell that."""
     row = len(shape_of(site.outputs[0])) - 2
 
     def refusal(part: Part) -> str:
@@ -230,6 +242,7 @@ def attention(site: Site) -> Refusal:
         if any(_is_cut(site, part, dim) for dim in (row + 1,)):
             return f"{site.op.id}: a part of the features"
         causal = bool(site.attributes.get("is_causal")) and _is_cut(site, part, row)
+        causal &= site.op.type != CAUSAL_IN_TILES
         return f"{site.op.id}: a causal mask counts from the first query it is given" if causal else ""
 
     return refusal

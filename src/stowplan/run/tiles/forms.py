@@ -13,12 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stowplan.ops.tiling import RESHAPES
+from stowplan.ops.tiling import CAUSAL_IN_TILES, PADS, RESHAPES, RESIZES
+from stowplan.run.tiles.attending import attended
+from stowplan.run.tiles.deferred import deferred
 from stowplan.run.tiles.normalise import normalised
 from stowplan.run.tiles.part import LocalCall, call_with, index_of
+from stowplan.run.tiles.resizing import padded, resized
 
 aten = torch.ops.aten
-Given: TypeAlias = Mapping[str, Any]
+Given: TypeAlias = dict[str, Any]
 Form: TypeAlias = Callable[[LocalCall, Given], Tensor]
 
 
@@ -36,6 +39,8 @@ def run_local(call: LocalCall, values: Mapping[str, Tensor]) -> Tensor:
 
 def _as_is(call: LocalCall, given: Given) -> Tensor:
     """Called on the parts, the op makes the part: it is one of `AS_IS`, or given all that it looks at."""
+    if call.idle and torch.is_grad_enabled():
+        return deferred(call.target, given)
     made = call_with(call.target, given)
     return made if isinstance(made, Tensor) else made[call.output]  # type: ignore[index]
 
@@ -177,4 +182,7 @@ _FORMS: Mapping[str, Form] = {
     "aten.slice.Tensor": _slice,
     "aten.constant_pad_nd.default": _pad,
     "aten.native_group_norm.default": _group_norm,
+    **dict.fromkeys(RESIZES, resized),
+    **dict.fromkeys(PADS, padded),
+    CAUSAL_IN_TILES: attended,
 }

@@ -111,7 +111,7 @@ class Moments:
 
     def add(self, part: Tensor, place: Index) -> None:
         """Merge the moments of one more part."""
-        folded = self.gathering.fold(part)
+        folded = self.gathering.fold(part.contiguous())
         rows = folded.reshape(1, -1, *folded.shape[2:]) if self.gathering.groups else folded
         mean, variance = (t.double() for t in aten.batch_norm_update_stats.default(rows, None, None, 0.0))
         so_far, count = self.sums[0][place], part.numel() / mean.numel()

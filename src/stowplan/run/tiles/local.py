@@ -7,6 +7,7 @@ from torch import Tensor
 
 from stowplan.capture import Call
 from stowplan.geometry import Rect
+from stowplan.plan.tiles.idle import idle_ops
 from stowplan.plan.tiles.rects import Level, Tile
 from stowplan.plan.tiles.segment import Segment
 from stowplan.run.tiles.forms import run_local
@@ -37,10 +38,20 @@ class LocalStep:
 
 
 def local_step(
-    segment: Segment, calls: Mapping[str, Call], tile: Tile, gatherings: Mapping[str, Gathering]
+    segment: Segment,
+    calls: Mapping[str, Call],
+    tile: Tile,
+    gatherings: Mapping[str, Gathering],
+    *,
+    ends_are_outputs: bool,
 ) -> LocalStep:
-    """A tile with the calls that compute it, given the statistics of `gatherings`, which are by op."""
-    made = [_local(segment, calls, tile, level, gatherings) for level in tile.levels]
+    """A tile with the calls that compute it, given the statistics of `gatherings`, which are by op.
+
+    Where its ends are outputs, and not what something is gathered of, backward does not look at them.
+    """
+    local = (_local(segment, calls, tile, level, gatherings) for level in tile.levels)
+    idle = idle_ops(segment) if ends_are_outputs else frozenset()
+    made = [replace(call, idle=level.op.id in idle) for level, call in zip(tile.levels, local, strict=True)]
     reads = {name: index_of(tile.held[name]) for name in segment.inputs if name in tile.held}
     reads |= {source.tensor: () for call in made for source in call.statistics}
     return LocalStep(

@@ -16,7 +16,11 @@ aten = torch.ops.aten
 def normalised(
     part: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Statistics are per channel [c], or per sample and group of channels [n, g]."""
+    """Statistics are per channel [c], or per sample and group of channels [n, g].
+
+    The kernels are several times as fast on what lies in one piece as on a part of something.
+    """
+    part = part.contiguous()
     if mean.dim() == 1:
         return _made(part, mean, variance, weight, bias, eps)
     samples, groups = mean.shape

@@ -31,6 +31,7 @@ class Source:
     index: Index | None
     start: tuple[int, ...]  # where the part begins in the whole tensor
     overhang: tuple[tuple[int, int], ...]  # padding before and after, by dim
+    whole: Shape = ()  # the shape of the whole tensor
 
     def of(self, values: Mapping[str, Tensor]) -> Tensor:
         """The part that is needed."""
@@ -43,7 +44,8 @@ class LocalCall:
     """A call of `target` that makes the part `shape` of output number `output`, called `name`.
 
     `arguments` are by the schema's names, with a Slot for each tensor; `sources` are by position, None for an
-    input that this part needs nothing of. `statistics` are mean and variance of an op that normalises.
+    input that this part needs nothing of. `statistics` are mean and variance of an op that normalises. The
+    value of an `idle` call is not needed when the tile is differentiated.
     """
 
     target: OpOverload
@@ -53,6 +55,7 @@ class LocalCall:
     output: int
     made: Rect
     statistics: tuple[Source, ...] = ()
+    idle: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -85,7 +88,7 @@ def local_call(graph: Graph, call: Call, level: Level, held: Mapping[str, Rect])
 def _source(tensor: str, need: Rect, shape: Shape, held: Rect) -> Source:
     inside = need.clip(shape)
     index = None if inside == held else index_of(inside.shift([-low for low in held.lo]))
-    return Source(tensor, index, inside.lo, need.overhang(shape))
+    return Source(tensor, index, inside.lo, need.overhang(shape), shape)
 
 
 def index_of(rect: Rect) -> Index:

@@ -39,7 +39,8 @@ class LocalRound:
         for tile in self.tiles:
             parts = tile.run({name: given[name][index] for name, index in tile.reads.items()})
             for gathering, gathered in zip(self.gatherings, begun, strict=True):
-                gathered.add(parts[gathering.source], gathering.place(tile.rects[gathering.source]))
+                if gathering.source in parts:
+                    gathered.add(parts[gathering.source], gathering.place(tile.rects[gathering.source]))
         return {
             name: statistic
             for gathering, gathered in zip(self.gatherings, begun, strict=True)
@@ -51,7 +52,7 @@ class LocalRound:
         for tile in self.tiles:
             parts = tile.run(sums.leaves(tile.reads))
             ends, seeds = {}, []
-            for gathering in self.gatherings:
+            for gathering in (each for each in self.gatherings if each.source in parts):
                 part = parts[gathering.source]
                 place = gathering.place(tile.rects[gathering.source])
                 known = [given[name] for name in gathering.names]
@@ -75,7 +76,11 @@ class Sweep:
         self.name = _name_of(segment, self.parts)
 
     def _local(self, of_round: Round, calls: Mapping[str, Call]) -> LocalRound:
-        steps = (local_step(of_round.segment, calls, tile, self.gatherings) for tile in of_round.tiles)
+        last = not of_round.statistics
+        steps = (
+            local_step(of_round.segment, calls, tile, self.gatherings, ends_are_outputs=last)
+            for tile in of_round.tiles
+        )
         return LocalRound(tuple(steps), tuple(self.gatherings[op.id] for op in of_round.statistics))
 
     @property

@@ -1,0 +1,74 @@
+"""Stretches that begin with a norm: what a norm is taken of is handed on whole, everything else is in tiles.
+
+A norm whose input is a segment's input costs one more reading of that; inside of a segment it costs all that
+stands before it once more. So a network with norms is cut right before each of them. What a norm makes, and
+the activation behind it, is then never whole: half of what plain training keeps.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from stowplan.ir import Graph, Kind, Op, Phase
+from stowplan.ops.regions import Partial
+from stowplan.ops.statistics import statistic_of
+from stowplan.ops.table import site_of
+from stowplan.ops.tiling import RESHAPES
+from stowplan.plan.tiles.crops import crops_early
+
+
+def in_tiling_order(graph: Graph) -> Graph:
+    """The same graph with crops as early and norms as late as they can be."""
+    return norms_late(crops_early(graph))
+
+
+def norms_late(graph: Graph) -> Graph:
+    """The same graph with every norm over places run right before what reads it, branches side by side."""
+    ops, waiting = list[Op](), list[Op]()
+    for op in graph.ops:
+        if _is_norm(graph, op) or (op.phase is Phase.UPDATE and _reads_any(op, waiting)):
+            waiting.append(op)
+            continue
+        if op.phase is Phase.BACKWARD or _reads_any(op, waiting):
+            ops += waiting
+            waiting.clear()
+        ops.append(op)
+    return replace(graph, ops=(*ops, *waiting))
+
+
+def stretches_between_norms(graph: Graph) -> list[tuple[str, ...]]:
+    """The forward ops, cut before every norm and what only prepares its input or its weights."""
+    forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
+    borders = sorted({_start(graph, forward, place) for place in _norms(graph, forward)} - {0})
+    edges = zip((0, *borders), (*borders, len(forward)), strict=True)
+    return [tuple(op.id for op in forward[low:high]) for low, high in edges]
+
+
+def _norms(graph: Graph, forward: list[Op]) -> Iterator[int]:
+    """The first of norms that follow each other."""
+    for place, op in enumerate(forward):
+        if _is_norm(graph, op) and not (place and _is_norm(graph, forward[place - 1])):
+            yield place
+
+
+def _start(graph: Graph, forward: list[Op], norm: int) -> int:
+    place = norm
+    while place and _prepares(graph, forward[place - 1]):
+        place -= 1
+    return place
+
+
+def _prepares(graph: Graph, op: Op) -> bool:
+    kinds = {graph.tensors[name].kind for name in op.reads()}
+    return op.type in RESHAPES or kinds <= {Kind.PARAMETER, Kind.BUFFER}
+
+
+def _is_norm(graph: Graph, op: Op) -> bool:
+    if op.phase is not Phase.FORWARD:
+        return False
+    statistic = statistic_of(site_of(graph, op))
+    return statistic is not None and statistic.partial is Partial.MOMENTS
+
+
+def _reads_any(op: Op, waiting: list[Op]) -> bool:
+    made = {name for norm in waiting for name in norm.writes()}
+    return not made.isdisjoint(op.reads())

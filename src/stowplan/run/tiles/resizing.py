@@ -1,0 +1,79 @@
+"""Interpolation and mirrored padding of a part: where its outputs sample the image, the op itself is asked.
+
+Run on a ramp, such an op answers with positions. What lies around them is weighed dim by dim, in coordinates
+of the image, so that no part knows of its neighbours.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stowplan.run.tiles.part import LocalCall
+
+aten = torch.ops.aten
+_ALONG = {
+    "upsample_nearest": aten.upsample_nearest1d.default,
+    "_upsample_nearest_exact": aten._upsample_nearest_exact1d.default,
+}
+
+_PADS = {"reflection": aten.reflection_pad1d.default, "replication": aten.replication_pad1d.default}
+
+
+def resized(call: LocalCall, given: dict[str, Any]) -> Tensor:
+    """The part that an interpolation makes, from the part of the image that it needs."""
+    ramps = _ramps(call, len(given["output_size"]))
+    return _at(call, given, [_positions(call, given, ramp, number) for number, ramp in enumerate(ramps)])
+
+
+def padded(call: LocalCall, given: dict[str, Any]) -> Tensor:
+    """The part that a padding by mirroring or repeating makes; paddings are listed from the last dim on."""
+    pads = list(zip(given["padding"][::2], given["padding"][1::2], strict=True))[::-1]
+    along = _PADS[str(call.target).split(".")[1].split("_")[0]]
+    ramps = zip(_ramps(call, len(pads)), pads, strict=True)
+    return _at(call, given, [along(ramp, list(pad)).flatten() for ramp, pad in ramps])
+
+
+def _ramps(call: LocalCall, count: int) -> list[Tensor]:
+    """The indices of the image along its last dims, each as an image of its own."""
+    source = call.sources[0]
+    assert source is not None
+    return [torch.arange(size, dtype=torch.float64).view(1, 1, -1) for size in source.whole[-count:]]
+
+
+def _at(call: LocalCall, given: dict[str, Any], positions: Sequence[Tensor]) -> Tensor:
+    """The image at these positions along its last dims, of which the part has some."""
+    source = call.sources[0]
+    assert source is not None
+    part: Tensor = given["self"]
+    for dim, along in enumerate(positions, part.dim() - len(positions)):
+        part = _sampled(part, dim, along[call.made.lo[dim] : call.made.hi[dim]] - source.start[dim])
+    return part
+
+
+def _positions(call: LocalCall, given: dict[str, Any], ramp: Tensor, number: int) -> Tensor:
+    """By output index along one dim, where it samples the image."""
+    scales = [value for name, value in given.items() if name.startswith("scales")]
+    length, name = [given["output_size"][number]], str(call.target).split(".")[1]
+    nearest = _ALONG.get(name.rstrip("123d"))
+    if nearest is not None:
+        made: Tensor = nearest(ramp, length, scales[number])
+    else:
+        made = aten.upsample_linear1d.default(ramp, length, given["align_corners"], scales[number])
+    return made.flatten()
+
+
+def _sampled(part: Tensor, dim: int, positions: Tensor) -> Tensor:
+    below = positions.floor()
+    share = (positions - below).to(part.dtype)
+    index = below.to(torch.int64)
+    lower = part.index_select(dim, index)
+    if not share.any():
+        return lower
+    upper = part.index_select(dim, (index + 1).clamp(max=part.shape[dim] - 1))
+    return torch.lerp(lower, upper, share.view(_along(dim, part.dim())))
+
+
+def _along(dim: int, ndim: int) -> Sequence[int]:
+    return [-1 if each == dim else 1 for each in range(ndim)]

@@ -1,0 +1,77 @@
+"""Networks with norms, cut before each of them and swept: eager's gradients, and half of what eager keeps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks.nets import NETS
+from sweeping import gradients_of, relative_error
+from torch import Tensor, nn
+
+from stowplan.capture import Captured, capture
+from stowplan.errors import BadUse
+from stowplan.ir import Phase, validate
+from stowplan.ops.table import shape_of
+from stowplan.plan.tiles.borders import in_tiling_order, stretches_between_norms
+from stowplan.plan.tiles.rects import cut_tensors
+from stowplan.plan.tiles.segment import segment_of
+from stowplan.run.straight import StraightStep
+from stowplan.run.tiles.sweep import Sweep
+from stowplan.run.tiles.swept import capture_swept
+
+pytestmark = pytest.mark.torch
+SIZES: dict[str, dict[str, object]] = {
+    "resnet50": {"resolution": 64, "batch": 4, "layers": (1, 2, 1)},
+    "unet3d": {"resolution": 16},
+}
+
+
+def in_order(captured: Captured) -> Captured:
+    return replace(captured, graph=validate(in_tiling_order(captured.graph)))
+
+
+def sweeps_between_norms(captured: Captured) -> list[Sweep]:
+    """All stretches that can be cut in two along their last dims."""
+    found = []
+    for stretch in stretches_between_norms(captured.graph):
+        try:
+            segment = segment_of(captured.graph, stretch)
+            shape = shape_of(captured.graph.tensors[cut_tensors(segment)[0]])
+            parts = (1, 1, *(min(2, size) for size in shape[2:]))
+            found.append(Sweep(segment, captured.program.calls, parts))
+        except BadUse:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_step_swept_between_its_norms(name: str) -> None:
+    model, args = NETS[name].build("tiny", dtype=torch.float64, **SIZES[name])
+    captured = in_order(capture(model, args))
+    sweeps = sweeps_between_norms(captured)
+    assert len(sweeps) > 4
+    step = StraightStep(capture_swept(captured, model, args, sweeps=sweeps), model)
+    loss, gradients = gradients_of(model, model, args)
+    found, swept = gradients_of(step, model, args)
+    assert relative_error([found, *swept], [loss, *gradients]) < 1e-12
+
+
+class Branches(nn.Module):
+    """Two branches whose norms follow their convolutions at once, as they are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
+        self.other = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.one(x) + self.other(x)).mean()
+
+
+def test_norms_of_branches_come_side_by_side() -> None:
+    captured = in_order(capture(Branches(), (torch.randn(2, 2, 4, 4),)))
+    types = [op.type.split(".")[1] for op in captured.graph.ops if op.phase is Phase.FORWARD]
+    first = types.index("_native_batch_norm_legit_functional")
+    assert types[first + 1] == "_native_batch_norm_legit_functional"
+    assert types[:first].count("convolution") == 2
+    assert len(stretches_between_norms(captured.graph)) == 2
