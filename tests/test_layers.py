@@ -23,10 +23,11 @@ LAYERS = (
     ("run",),
     ("report",),
     ("api",),
+    ("integrations",),
     ("cli",),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-TORCH_PARTS = ("capture", "run")
+TORCH_PARTS = ("capture", "run", "integrations")
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

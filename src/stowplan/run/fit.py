@@ -7,6 +7,7 @@ dtypes, modes) the step is captured, priced and planned once; after that the pla
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,8 @@ from stowplan.capture import capture
 from stowplan.plan.make import TECHNIQUES
 from stowplan.plan.plan import Plan
 from stowplan.plan.tiles.master import Prefer, preference
+from stowplan.run.auto_budget import automatic_budget
+from stowplan.run.plan_cache import USER_PLANS, PlanCache, saved_step
 from stowplan.run.probe import Progress
 from stowplan.run.straight import StraightStep
 from stowplan.run.tiles.plan import PlannedStep, plan_step
@@ -36,13 +39,15 @@ def fit(
     reserve: int | str = 0,
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
+    plan: Plan | None = None,
     progress: Progress | None = None,
     moves: int | None = None,
 ) -> Model:
     """`model`, planned for calls like `model(*args, **kwargs)`: its training step stays under `budget`.
 
     The budget counts all that is alive on the device during forward and backward: parameters, buffers,
-    inputs, gradients, activations, temporaries. `reserve` is what it must leave free for what stowplan does
+    inputs, gradients, activations, temporaries. "auto" is what the device has free, less a tenth, and what of
+    the step is there already. `reserve` is what it must leave free for what stowplan does
     not see: optimizer state, gradients that were there before, the buckets and shards of wrappers, which go
     around what is returned: `DistributedDataParallel(fit(...))`, `fully_shard(fit(...))`.
 
@@ -51,10 +56,15 @@ def fit(
     used where nothing else is within the budget, and with `prefer="time"` wherever they are faster;
     `plans_of(fitted)[0].exactness` tells. `moves` bounds the search for a plan. Raises BudgetTooSmall, with
     the smallest budget, before anything runs.
+
+    A plan without tiles is kept in the user's cache folder, and found there by the same step, budget and
+    machine. A `plan` that was saved is used instead of making one; it is refused if it is for another step.
     """
     refuse_wrapped(model)
-    allowed = parse_bytes(budget) - parse_bytes(reserve)
+    whole = automatic_budget(model, (args, dict(kwargs or {}))) if budget == "auto" else parse_bytes(budget)
+    allowed = whole - parse_bytes(reserve)
     fitting = Fitting(type(model).forward, allowed, tuple(allow), preference(prefer), progress, moves)
+    fitting.given = plan
     fitted: Model = _seen_as(type(f"Fitted{type(model).__name__}", (_Fitted, type(model)), {}), model)
     fitted.__dict__["_fitting"] = fitting
     with torch.enable_grad():
@@ -90,6 +100,8 @@ class Fitting:
     moves: int | None = None
     planned: dict[object, PlannedStep] = field(default_factory=dict)
     steps: dict[object, StraightStep] = field(default_factory=dict)  # bound to the model
+    given: Plan | None = None  # a saved plan, for the first kind of call
+    cache: PlanCache = USER_PLANS
 
     def __deepcopy__(self, _: dict[int, Any]) -> "Fitting":
         """For a copy of the model: the same plans, bound to it when it is called."""
@@ -109,8 +121,17 @@ class Fitting:
     def _plan(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> PlannedStep:
         refuse_shards(model)
         plain = _plain(model, self.plain_forward)
+        subject = Subject(capture(plain, args, kwargs), plain, args, kwargs)
+        if self.given is not None and not self.planned:
+            return saved_step(self.given, subject.captured, self.allowed_bytes)
+        settings = (sorted(self.allow), self.prefer, self.moves)
+        return self.cache.step_for(
+            subject.captured, self.allowed_bytes, settings, partial(self._search, subject)
+        )
+
+    def _search(self, subject: Subject) -> PlannedStep:
         return plan_step(
-            Subject(capture(plain, args, kwargs), plain, args, kwargs),
+            subject,
             self.allowed_bytes,
             allow=self.allow,
             prefer=self.prefer,

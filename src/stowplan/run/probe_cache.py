@@ -81,18 +81,19 @@ class ProbeCache:
             platform, {**known.costs, **costs}, machine or known.machine, {**known.tiers, **tiers}
         )
         try:
-            _replace(self._path(platform), _packed(merged))
+            replace_file(self._path(platform), _packed(merged))
         except OSError:
             return
 
     def _path(self, platform: Platform) -> Path:
         name = sha256(msgspec.json.encode(platform)).hexdigest()[:16]
-        return (self.folder or _user_folder()) / f"{name}.json"
+        return (self.folder or user_folder("probes")) / f"{name}.json"
 
 
-def _user_folder() -> Path:
+def user_folder(part: str) -> Path:
+    """Where the user keeps what can be made again."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "stowplan" / "probes"
+    return Path(base) / "stowplan" / part
 
 
 def _packed(findings: Findings) -> bytes:
@@ -111,7 +112,8 @@ def _digest(content: bytes) -> str:
     return f"sha256:{sha256(content).hexdigest()}"
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
     try:

@@ -1,0 +1,1 @@
+"""Training steps within a budget, in the places where people train. Each runs within a minute."""

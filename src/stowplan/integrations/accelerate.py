@@ -1,0 +1,32 @@
+"""Accelerate: a model fitted where the accelerator puts it, then prepared as usual."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch import nn
+
+from stowplan.run.fit import fit
+
+
+def prepare_within(
+    accelerator: Accelerator,
+    budget: int | str,
+    model: nn.Module,
+    args: tuple[object, ...],
+    *others: Any,
+    kwargs: Mapping[str, object] | None = None,
+    **settings: Any,
+) -> tuple[Any, ...]:
+    """`accelerator.prepare(model, *others)`, the model fitted first to calls like `model(*args, **kwargs)`.
+
+    It is planned on the accelerator's device and under its mixed precision. `settings` are those of
+    `stowplan.fit`.
+    """
+    model = model.to(accelerator.device)
+    here, named = send_to_device((args, dict(kwargs or {})), accelerator.device)
+    with accelerator.autocast():
+        fitted = fit(model, here, named, budget=budget, **settings)
+    prepared = accelerator.prepare(fitted, *others)
+    return prepared if isinstance(prepared, tuple) else (prepared,)

@@ -1,0 +1,54 @@
+"""Hugging Face's Trainer: its model replaced by one that trains within a budget, before `train()`."""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from stowplan.errors import BadUse
+from stowplan.run.fit import fit
+
+
+def fit_trainer(trainer: Trainer, budget: int | str, **settings: Any) -> Trainer:
+    """`trainer` itself, its model fitted to calls like the one for its first batch.
+
+    `settings` are those of `stowplan.fit`, such as `reserve` for the optimizer's state. Every new shape of a
+    batch is planned when it comes: pad to one length and drop the last, smaller batch.
+    """
+    model = trainer.model
+    if model is None:
+        raise BadUse("the trainer has no model yet: give it one, not a model_init")
+    was_training = model.training
+    args, kwargs = _first_call(trainer)
+    with trainer.accelerator.autocast():
+        fitted = fit(model.train(), args, kwargs, budget=budget, **settings)
+    trainer.model = trainer.model_wrapped = fitted.train(was_training)
+    return trainer
+
+
+class _Called(Exception):
+    """Carries the arguments of a call out of whoever makes it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.call = args, kwargs
+
+
+class _Asked(nn.Module):
+    """In the model's place to learn how it is called."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _Called(args, kwargs)
+
+
+def _first_call(trainer: Trainer) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """How the trainer will call its model, as its own `compute_loss` does it."""
+    with torch.random.fork_rng(devices=[]):  # looking at a batch shall not change which come later
+        batches = iter(trainer.get_train_dataloader())
+        (batch,), count = trainer.get_batch_samples(batches, 1, trainer.args.device)
+    try:
+        trainer.compute_loss(_Asked(), trainer._prepare_inputs(batch), num_items_in_batch=count)
+    except _Called as made:
+        return made.call
+    raise BadUse("compute_loss of this trainer does not call its model: fit the model itself")

@@ -1,0 +1,53 @@
+"""Lightning: a callback that fits the network of a LightningModule when its first batch is there."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from stowplan.errors import BadUse
+from stowplan.integrations.batches import Chooser, arguments_of
+from stowplan.integrations.metrics import memory_metrics
+from stowplan.run.fit import fit
+
+
+class FitWithinBudget(Callback):
+    """Replaces one submodule, `module`, by its fitted self; parameters, optimizers and checkpoints stay.
+
+    `inputs` says which parts of a batch the submodule is called with; `settings` are those of `stowplan.fit`,
+    such as `reserve` for what the step does outside of it. Planned memory is logged under `memory/`.
+    """
+
+    def __init__(
+        self, budget: int | str, *, module: str, inputs: Chooser | None = None, **settings: Any
+    ) -> None:
+        self._budget, self._module, self._inputs, self._settings = budget, module, inputs, settings
+        self._plain: nn.Module | None = None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, _batch_idx: int
+    ) -> None:
+        """At the first batch, which is on its device by now."""
+        if self._plain is not None:
+            return
+        network = getattr(pl_module, self._module, None)
+        if not isinstance(network, nn.Module):
+            raise BadUse(f"{type(pl_module).__name__} has no submodule {self._module!r} to fit")
+        args, kwargs = arguments_of(batch, self._inputs)
+        with trainer.precision_plugin.forward_context():
+            fitted = fit(network, args, kwargs, budget=self._budget, **self._settings)
+        self._plain = network
+        setattr(pl_module, self._module, fitted)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, _outputs: Any, _batch: Any, _batch_idx: int
+    ) -> None:
+        """Log what the plans take."""
+        if trainer.logger is not None:
+            trainer.logger.log_metrics(memory_metrics(getattr(pl_module, self._module)), trainer.global_step)
+
+    def on_train_end(self, _trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the plain network back: its parameters are the trained ones."""
+        if self._plain is not None:
+            setattr(pl_module, self._module, self._plain)
+            self._plain = None

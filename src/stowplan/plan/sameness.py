@@ -1,0 +1,53 @@
+"""Whether two graphs are the same step, and if not, where they first differ: what a saved plan is held to."""
+
+from collections.abc import Iterator
+from itertools import zip_longest
+
+from stowplan.ir import Graph, Op, Tensor
+
+
+def first_difference(planned: Graph, given: Graph) -> str | None:
+    """The first op that differs, in words; None if there is none. Names of modules and lines do not count."""
+    for position, (ours, theirs) in enumerate(zip_longest(planned.ops, given.ops)):
+        for what in _differences(planned, ours, given, theirs):
+            return f"op {position + 1}: {what}"
+    left = planned.held ^ given.held
+    return f"{min(left)!r} is held to the end in only one of them" if left else None
+
+
+def _differences(planned: Graph, ours: Op | None, given: Graph, theirs: Op | None) -> Iterator[str]:
+    if ours is None or theirs is None:
+        there, where = (theirs, "step") if ours is None else (ours, "plan")
+        if there is not None:
+            yield f"{there.id!r} ({there.type}) is in the {where} alone"
+        return
+    if ours.type != theirs.type:
+        yield f"{ours.id!r} is {ours.type} in the plan and {theirs.type} in the step"
+    for one, other in zip_longest(_tensors(planned, ours), _tensors(given, theirs)):
+        if one != other:
+            yield f"{ours.id!r} ({ours.type}) has {_told(one)} in the plan and {_told(other)} in the step"
+    if _essence(ours) != _essence(theirs):
+        yield f"{ours.id!r} ({ours.type}) has other attributes or operands"
+
+
+def _essence(op: Op) -> tuple[object, ...]:
+    return op.id, op.phase, op.inputs, op.outputs, op.attributes, op.device, op.adjoint_of
+
+
+_Look = tuple[str, object, object, object, object]
+
+
+def _tensors(graph: Graph, op: Op) -> list[_Look]:
+    return [_look(graph.tensors[use.tensor]) for use in (*op.inputs, *op.outputs)]
+
+
+def _look(tensor: Tensor) -> _Look:
+    return tensor.id, tensor.shape, tensor.dtype, tensor.layout, tensor.alias_of
+
+
+def _told(look: _Look | None) -> str:
+    if look is None:
+        return "no operand there"
+    name, shape, dtype, *_ = look
+    sizes = "x".join(map(str, shape)) if isinstance(shape, tuple) else "?"
+    return f"{name} as {dtype} {sizes or 'scalar'}"
