@@ -29,5 +29,22 @@ bench: ## the long studies: projected against measured peaks, plans against what
 	$(PYTHON) -m benchmarks.projection
 	$(PYTHON) -m benchmarks.peers unet resnet50 gpt vit --out build/peers
 
+.PHONY: docs
+docs: ## the reference page, from the code; all other pages are tested as they stand
+	$(PYTHON) -m tools.reference build/reference.md
+
+.PHONY: wheel-test
+wheel-test: ## the built wheel in clean environments: without torch on files, beside torch through the tutorial
+	PYTHON=$(PYTHON) tools/wheel_test.sh
+
+.PHONY: mutants
+mutants: ## plant faults in verify, simulate and regions, and count those that their tests see
+	$(PYTHON) -m benchmarks.mutate
+
+.PHONY: release
+release: ## check everything, set VERSION, date the changelog, commit and tag; pushes nothing
+	$(MAKE) check wheel-test
+	$(PYTHON) -m tools.release $(VERSION)
+
 .PHONY: check
 check: lint types test ## lint, types and tests, as CI runs them

@@ -1,0 +1,54 @@
+"""Documentation that is true: its code runs, its links lead somewhere, its folder list is the folders."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stowplan
+from snippets import program_of
+
+ROOT = Path(__file__).parents[1]
+SOURCE = Path(stowplan.__file__).parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+RUN = [page for page in PAGES if page.name not in ("report.md", "design.md")]  # of the README's own files
+_LINK = re.compile(r"\]\(([^)#:]+)\)")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error::DeprecationWarning:stowplan", "-c", program_of(page)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in _LINK.findall(page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_architecture_is_the_code() -> None:
+    """The folder list of the design and the table of the contributor's guide name every part, in order."""
+    parts = {
+        path.stem for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    parts -= {"__init__"}
+    listing = re.search(r"^src/stowplan/\n(.*?)^tests/", _text("docs/design.md"), re.MULTILINE | re.DOTALL)
+    assert listing is not None
+    named = re.findall(r"\b(\w+)(?:/|\.py)", "\n".join(line[:24] for line in listing[1].splitlines()))
+    assert set(named) == parts
+    table = re.findall(
+        r"`(\w+)(?:/|\.py)`", _text("CONTRIBUTING.md").partition("| folder |")[2].partition("\n\n")[0]
+    )
+    assert set(table) == parts
+    assert [part for part in named if part in table] == [part for part in table if part in named]
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")

@@ -1,0 +1,52 @@
+"""What maintainers run: the reference names everything public, a release dates its news, mutants are real."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from benchmarks.mutate import SUBJECTS, mutants_of
+from tools.reference import reference
+from tools.release import with_date
+
+import stowplan
+from stowplan.cli.main import VERBS
+
+SOURCE = Path(stowplan.__file__).parent
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.torch
+def test_the_reference_has_every_name_and_verb() -> None:
+    page = reference()
+    for name in set(stowplan.__all__) - {"__version__"}:
+        assert f"### stowplan.{name}\n" in page
+    for verb in VERBS:
+        assert f"### stowplan {verb}\n" in page
+        assert f"usage: stowplan {verb}" in page
+
+
+def test_a_release_dates_its_news() -> None:
+    dated = with_date("# Changelog\n\n## Unreleased\n\n- New.\n", "1.2.3")
+    assert dated.index("## Unreleased") < dated.index("## 1.2.3 - 20") < dated.index("- New.")
+    with pytest.raises(SystemExit, match="nothing under"):
+        with_date(dated, "1.2.4")
+    with pytest.raises(SystemExit, match="nothing under"):
+        with_date("# Changelog\n", "1.2.4")
+
+
+def test_mutants_are_programs_that_differ() -> None:
+    source = "def f(a):\n    'Doc.'\n    a += 1\n    return a + 2 if a < 3 else 0\n"
+    found = list(mutants_of("f.py", source))
+    assert {mutant.what for mutant in found} == {
+        *("comparison turned", "operator flipped", "condition negated"),
+        *("constant plus one", "statement left out"),
+    }
+    plain = ast.unparse(ast.parse(source))
+    assert len({mutant.source for mutant in found}) == len(found)
+    assert all(mutant.source != plain and ast.parse(mutant.source) for mutant in found)
+
+
+def test_what_is_mutated_exists() -> None:
+    for module, tests in SUBJECTS.items():
+        assert (SOURCE / module).exists()
+        assert all((ROOT / test).exists() for test in tests)

@@ -1,0 +1,1 @@
+"""What maintainers run: the reference page, the wheel in clean environments, releases."""
