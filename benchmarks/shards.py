@@ -31,7 +31,7 @@ from stowplan.run.shards.step import ShardedStep
 
 MEMORY = {
     "unet": {"resolution": 412, "width": 8},
-    "unet3d": {"resolution": 48, "width": 8, "levels": 3, "channels": 4, "classes": 4},
+    "unet3d": {"resolution": 64, "width": 16, "levels": 3, "channels": 4, "classes": 4},
 }
 
 
@@ -67,7 +67,7 @@ def differentiate(step: Callable[..., object], args: tuple[Tensor, ...]) -> None
 def memory(name: str) -> tuple[int, int, int]:
     """Peaks above parameters and gradients, of one process and of this worker, and what it sent."""
     model, args = NETS[name].build("real", **MEMORY[name])  # type: ignore[arg-type]
-    alone = peak_above(partial(differentiate, model, args), model, args)
+    alone = peak_above(partial(differentiate, model, args), model, args) if dist.get_rank() == 0 else 0
     model.zero_grad()
     sharded = ShardedStep(model, args, mesh=parse_mesh("space=2x2"))
     shares, _ = sharded.share(*args)
@@ -188,7 +188,9 @@ def main() -> None:
     match sys.argv[1:]:
         case ["memory"]:
             for name in MEMORY:
-                for rank, (alone, peak, sent) in enumerate(on_workers(4, memory, name)):
+                found = on_workers(4, memory, name)
+                alone = found[0][0]
+                for rank, (_, peak, sent) in enumerate(found):
                     told = f"{peak:,} of {alone:,} bytes, {peak / alone:.3f}; sent {sent:,}"
                     print(f"{name} worker {rank}: {told}")
         case ["scaling"]:

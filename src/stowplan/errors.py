@@ -72,10 +72,10 @@ class TierDamaged(TierFailed):
 
 
 class WorkerLost(StowplanError):
-    """A worker of a mesh has died, hangs or cannot be reached. `rank` noticed it, in step `step`."""
+    """A worker of a mesh has died, hangs or cannot be reached: one of `suspects`. `rank` noticed it."""
 
     exit_code = 1
 
-    def __init__(self, what: str, *, rank: int, step: int) -> None:
-        self.rank, self.step = rank, step
+    def __init__(self, what: str, *, rank: int, step: int, suspects: tuple[int, ...]) -> None:
+        self.rank, self.step, self.suspects = rank, step, suspects
         super().__init__(what)

@@ -12,9 +12,11 @@ from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Phase
 from stowplan.plan.pricing import Machine
+from stowplan.plan.shards.choice import choose_mesh
 from stowplan.plan.shards.mesh import Mesh, parse_mesh
 from stowplan.plan.shards.projection import Network, Projection, project, strong_scaling
 from stowplan.plan.shards.seeds import seeds_for
+from stowplan.units import parse_bytes
 
 _KEYS = (
     "[compute] macs_per_second, bytes_per_second, launch_seconds; [network] latency_seconds, bytes_per_second"
@@ -24,9 +26,10 @@ _KEYS = (
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
     parser.add_argument("target", metavar="FILE|MODULE:FUNCTION", help=api.TARGET_HELP)
-    parser.add_argument(
-        "--mesh", required=True, help="axes and sizes, such as data=2,space=2x2 or sequence=4"
-    )
+    wanted = parser.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--mesh", help="axes and sizes, such as data=2,space=2x2 or sequence=4")
+    wanted.add_argument("--workers", type=int, help="as many, on the mesh that is fastest")
+    parser.add_argument("--budget", help="with --workers: what each of them may take, such as 6GiB")
     parser.add_argument("--machine", help="a TOML file with [compute] and [network]; else one like any other")
     parser.add_argument("--up-to", type=int, default=4096, help="workers of the largest mesh of the curves")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -34,12 +37,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Project and print."""
-    mesh = parse_mesh(arguments.mesh)
     machine, network = read_machine(arguments.machine)
     with a_word_after_two_seconds(f"simulating {arguments.target}"):
         graph = _graph(arguments.target)
-        wanted = _project(graph, mesh, machine, network)
-        curve = list(_curve(graph, mesh, machine, network, arguments.up_to))
+        wanted = _wanted(graph, arguments, machine, network)
+        curve = list(_curve(graph, wanted.mesh, machine, network, arguments.up_to))
     show = _print_json if arguments.json else _print_for_people
     show(arguments.target, wanted, curve)
     return 0
@@ -64,6 +66,13 @@ def _graph(target: str) -> Graph:
 
     found = load_target(target)
     return capture(found.model, found.args, loss=found.loss).graph
+
+
+def _wanted(graph: Graph, arguments: Namespace, machine: Machine, network: Network) -> Projection:
+    if arguments.mesh:
+        return _project(graph, parse_mesh(arguments.mesh), machine, network)
+    allowed = parse_bytes(arguments.budget) if arguments.budget else None
+    return choose_mesh(graph, arguments.workers, _ends(graph), machine, network, allowed)
 
 
 def _ends(graph: Graph) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from stowplan.errors import BadUse
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.regions import Partial, Regions, Relation, regions_of
+from stowplan.ops.regions.rules import dim_of
 from stowplan.ops.table import Site, shape_of, site_of
 from stowplan.ops.tiling import RESHAPES, Part, refusal_of
 from stowplan.plan.shards.cells import Cells, regrouped
@@ -21,6 +22,7 @@ from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.lift import Lifted, followed_dim, lifted
 from stowplan.plan.shards.mesh import Mesh
 
+SCATTER = "aten.scatter.value"
 CAUSAL = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 _LOOKED_AT = 64
 
@@ -266,7 +268,19 @@ def refused_part(
         None if need is None else cells.local(need)
         for need, cells in zip(rule.pull(made), inputs, strict=True)
     )
-    return refusal_of(_unmasked(site))(Part(number, layout.cells.local(made), tuple(needs)))
+    part = Part(number, layout.cells.local(made), tuple(needs))
+    return _scattered(site, part) if site.op.type == SCATTER else refusal_of(_unmasked(site))(part)
+
+
+def _scattered(site: Site, part: Part) -> str:
+    """Lines along the scattered dim are written one by one, if each has its own line of the index."""
+    shape, index = (shape_of(tensor) for tensor in site.inputs)
+    dim = dim_of(site, len(shape))
+    others = [other for other in range(len(shape)) if other != dim]
+    if any(shape[other] != index[other] for other in others):
+        return f"{site.op.id} writes to a part of its input"
+    is_whole = (part.made.lo[dim], part.made.hi[dim]) == (0, shape[dim])
+    return "" if is_whole else f"{site.op.id} may write anywhere along dim {dim}"
 
 
 def _unmasked(site: Site) -> Site:

@@ -28,11 +28,14 @@ class Workers:
         self.sent_bytes = 0  # point to point
         self.summed_bytes = 0  # handed to all-reduce
         self._is_rehearsal = False
+        self._others: dict[tuple[int, ...], tuple[int, ...]] = {}  # by axes that sums run over
         self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
 
     def join(self, axes: Iterable[tuple[int, ...]]) -> None:
         """Make the groups that sums run over. All workers must come here, with the same axes."""
         for wanted in sorted(set(axes) - self._groups.keys()):
+            row = self.mesh.along(self.rank, wanted)
+            self._others[wanted] = tuple(worker for worker in row if worker != self.rank)
             rows = sorted({self.mesh.along(worker, wanted) for worker in range(self.mesh.size)})
             if len(rows) == 1:
                 self._groups[wanted] = None  # everyone: the group there is
@@ -49,10 +52,16 @@ class Workers:
         if self._is_rehearsal:
             return
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
-        if transfers:
-            with self._naming_who_is_lost():
-                for work in dist.batch_isend_irecv(transfers):
-                    work.wait()
+        works = self._begun(transfers)  # NCCL has one for all
+        for work, transfer in zip(works, transfers, strict=False):
+            with self._naming_who_is_lost((transfer.peer,)):
+                work.wait()
+
+    def _begun(self, transfers: list[P2POp]) -> list[dist.Work]:
+        if not transfers:
+            return []
+        with self._naming_who_is_lost(tuple(dict.fromkeys(transfer.peer for transfer in transfers))):
+            return dist.batch_isend_irecv(transfers)
 
     def add_up(self, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
         """The sum over all workers along these axes, the same bits on each."""
@@ -60,7 +69,7 @@ class Workers:
         if self._is_rehearsal:
             return total
         self.summed_bytes += total.nbytes
-        with self._naming_who_is_lost():
+        with self._naming_who_is_lost(self._others[axes]):
             dist.all_reduce(total, group=self._groups[axes])
         return total
 
@@ -74,15 +83,17 @@ class Workers:
             self._is_rehearsal = False
 
     @contextmanager
-    def _naming_who_is_lost(self) -> Iterator[None]:
+    def _naming_who_is_lost(self, suspects: tuple[int, ...]) -> Iterator[None]:
         try:
             yield
         except (RuntimeError, dist.DistError) as fault:
+            named = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
             raise WorkerLost(
-                f"worker {self.rank} lost touch with another in step {self.step}: {_first_line(fault)};"
+                f"worker {self.rank} lost touch with {named} in step {self.step}: {_first_line(fault)};"
                 " parameters are those of the last completed step: restart from its checkpoint",
                 rank=self.rank,
                 step=self.step,
+                suspects=suspects,
             ) from fault
 
 

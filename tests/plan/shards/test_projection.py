@@ -1,0 +1,81 @@
+"""Projections of meshes: exact traffic at any size, sane curves, a mesh chosen by time and budget."""
+
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks.nets import NETS
+
+from stowplan.capture import Captured, capture
+from stowplan.cli.main import main
+from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.plan.pricing import Machine
+from stowplan.plan.shards.choice import choose_mesh, meshes_of
+from stowplan.plan.shards.mesh import parse_mesh
+from stowplan.plan.shards.projection import Network, Projection, project, strong_scaling
+from stowplan.plan.shards.seeds import seeds_for
+
+TARGET = """
+from benchmarks.nets import NETS
+
+def step():
+    return tuple(NETS["unet"].build("tiny", device="meta", resolution=412))
+"""
+
+
+@pytest.fixture(scope="module")
+def unet() -> Captured:
+    return capture(*NETS["unet"].build("tiny", device="meta", resolution=412))
+
+
+def projected(captured: Captured, mesh: str) -> Projection:
+    graph, found = captured.graph, parse_mesh(mesh)
+    ends = [op.outputs[0].tensor for op in graph.ops if op.type == "aten.nll_loss2d_forward.default"]
+    return project(graph, found, seeds_for(graph, found), ends, Machine(), Network())
+
+
+def test_more_workers_take_less_compute_and_memory_each_and_talk_more(unet: Captured) -> None:
+    alone, four, many = (projected(unet, f"space={n}x{n}") for n in (1, 2, 8))
+    assert alone.network_seconds == alone.sent_bytes == 0
+    assert alone.compute_seconds > four.compute_seconds > many.compute_seconds
+    assert alone.peak_bytes > four.peak_bytes > many.peak_bytes
+    assert four.sent_bytes > 0
+    assert four.efficiency(alone.step_seconds) > many.efficiency(alone.step_seconds)
+
+
+def test_the_mesh_chosen_is_the_fastest_that_fits(unet: Captured) -> None:
+    ends = ["nll_loss2d_forward.0"]
+    best = choose_mesh(unet.graph, 4, ends, Machine(), Network())
+    every = [projected(unet, str(mesh)) for mesh in meshes_of(unet.graph, 4)]
+    assert best.step_seconds == pytest.approx(min(p.step_seconds for p in every))
+    with pytest.raises(BudgetTooSmall, match="try more workers") as fault:
+        choose_mesh(unet.graph, 4, ends, Machine(), Network(), allowed_bytes=1000)
+    assert fault.value.minimum_bytes == min(p.peak_bytes for p in every)
+
+
+def test_curves_double_the_workers_along_the_axes_in_turn() -> None:
+    sizes = [mesh.size for mesh in strong_scaling(parse_mesh("data=3,space=2x2"), 70)]
+    assert sizes == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_an_axis_that_says_not_what_it_cuts_is_refused(unet: Captured) -> None:
+    with pytest.raises(BadUse, match="rows"):
+        seeds_for(unet.graph, parse_mesh("rows=2"))
+
+
+def test_simulate_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "simulated_step.py").write_text(TARGET)
+    (tmp_path / "machine.toml").write_text("[network]\nlatency_seconds = 1e-3\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["simulate", "simulated_step:step", "--mesh", "space=2x2", "--up-to", "64"]
+    assert main([*words, "--machine", "machine.toml", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["workers"] == 4
+    assert [point["workers"] for point in shown["curve"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert main(words) == 0
+    assert "4 workers" in capsys.readouterr().out
+    (tmp_path / "machine.toml").write_text("[network]\nspeed = 1\n")
+    assert main([*words, "--machine", "machine.toml"]) == 2
+    assert "it may have [compute]" in capsys.readouterr().err
