@@ -13,11 +13,12 @@ from stowplan.formats.door import read_document
 from stowplan.formats.writers import format_for, text_of
 from stowplan.ir import Document
 from stowplan.plan import file as plan_file
-from stowplan.plan.explain import Explanation, explain
+from stowplan.plan.explain import Explanation, TiledTensor, explain, explain_tiled
 from stowplan.plan.make import ON_REQUEST, TECHNIQUES
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import price_by_macs, price_by_profile
 from stowplan.plan.record import Record
+from stowplan.plan.tiles.beside import our_tiles
 from stowplan.plan.tiles.master import MasterPlanner, Prefer, preference
 from stowplan.units import parse_bytes
 
@@ -34,12 +35,15 @@ __all__ = [
     "Plan",
     "Prefer",
     "Record",
+    "TiledTensor",
     "check",
     "convert",
     "explain",
+    "explain_tiled",
     "inspect",
     "inspect_step",
     "names_a_function",
+    "our_tiles",
     "planner_for",
     "read_document",
     "read_plan",

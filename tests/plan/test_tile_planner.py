@@ -7,16 +7,25 @@ from pathlib import Path
 import pytest
 
 from stowplan.analyse.costs import costs_of
+from stowplan.analyse.tile_costs import tile_costs_of
 from stowplan.errors import BudgetTooSmall
 from stowplan.formats.door import read_document
+from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.ir import Graph
+from stowplan.ops.table import shape_of
 from stowplan.plan import file as plan_file
 from stowplan.plan.decision import Tile
+from stowplan.plan.explain import explain_tiled
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import price_by_macs
+from stowplan.plan.tiles.beside import our_tiles
 from stowplan.plan.tiles.candidates import stages_of
+from stowplan.plan.tiles.costs import costs_of_sweep
+from stowplan.plan.tiles.crops import crops_early
 from stowplan.plan.tiles.master import MasterPlanner, Prefer
 from stowplan.plan.tiles.planner import planner_of
+from stowplan.plan.tiles.rounds import rounds_of
+from stowplan.plan.tiles.segment import segment_of
 from stowplan.plan.tiles.ways import Way
 from stowplan.plan.verify import verify
 
@@ -121,3 +130,38 @@ def test_tensors_in_tiles_are_decided_so(planner: MasterPlanner[Way]) -> None:
 def test_stages_are_the_forward_half_in_order(graph: Graph) -> None:
     names = [name for stage in stages_of(graph) for name in stage]
     assert names == [op.id for op in graph.ops if op.phase == "forward"]
+
+
+def test_a_pool_and_a_crop_are_cut_over_each_other(graph: Graph) -> None:
+    """Cut evenly each, tiles of the first stage would make a third of it twice."""
+    early = crops_early(graph)
+    first = segment_of(early, stages_of(early)[0])
+    (only,) = rounds_of(first, (1, 1, 4, 4))
+    assert costs_of_sweep(first, (only,)).halo_share < 0.02
+    for name in first.outputs:
+        cells = [tile.owned[name] for tile in only.tiles if name in tile.owned]
+        assert are_disjoint(cells)
+        assert covers(cells, Rect.of_shape(shape_of(early.tensors[name])))
+
+
+def test_explain_finds_what_is_never_whole(planner: MasterPlanner[Way]) -> None:
+    plan = planner.plan(700 * MIB)
+    (told,) = plan.tile_maps
+    level = told.levels[3]
+    found = explain_tiled(plan, level.tensor)
+    assert found is not None
+    assert found.level.part[0] == 1 < found.level.whole[0] == 8
+    assert explain_tiled(plan, f"{told.sweep}/{level.tensor}") == found
+    assert explain_tiled(plan, "nowhere") is None
+
+
+def test_tiles_of_ours_do_less_than_those_of_a_file_in_no_more_memory(
+    seeds: Callable[[str], Path],
+) -> None:
+    document = read_document(seeds("004"))
+    ours = our_tiles(document)
+    assert document.tiles is not None
+    assert ours is not None
+    assert ours.tiles > 1
+    theirs = tile_costs_of(document.graph, document.tiles)
+    assert sum(level.work * level.macs for level in ours.levels) < theirs.forward_macs / 3

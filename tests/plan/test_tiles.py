@@ -15,9 +15,8 @@ from stowplan.plan.make import plain_peak_of
 from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.tiles.collapse import collapse
 from stowplan.plan.tiles.costs import costs_of_sweep
-from stowplan.plan.tiles.fitness import fitting_tiles
 from stowplan.plan.tiles.rects import regions_by_op, tile_of, tiles_of
-from stowplan.plan.tiles.rounds import refusal
+from stowplan.plan.tiles.rounds import refusal, rounds_of
 from stowplan.plan.tiles.segment import Segment, segment_of
 
 Seeds = Callable[[str], Path]
@@ -55,7 +54,7 @@ def test_tiles_that_own_their_output_take_a_third_of_the_documents_work(seeds: S
     assert document.tiles is not None
     theirs = tile_costs_of(document.graph, document.tiles)
     segment = segment_of(document.graph, forward_of(document.graph))
-    ours = costs_of_sweep(segment, fitting_tiles(segment, (1, 1, *document.tiles.grid)))
+    ours = costs_of_sweep(segment, rounds_of(segment, (1, 1, *document.tiles.grid)))
     assert ours.untiled_macs == theirs.untiled_macs == 2880
     assert (ours.forward_macs, theirs.forward_macs) == (7632, 24336)
 
@@ -86,7 +85,7 @@ def test_the_documents_unet_in_tiles(
 ) -> None:
     """Samples apart cost nothing; a cut through the image costs its halo, and spares more."""
     pricing = price_by_macs(unet.graph)
-    costs = costs_of_sweep(unet, fitting_tiles(unet, parts))
+    costs = costs_of_sweep(unet, rounds_of(unet, parts))
     collapsed = collapse(unet, costs, pricing)
     assert plain_peak_of(collapsed.graph, collapsed.pricing) <= peak_mib * MIB
     assert 0 <= collapsed.extra_macs <= extra * costs_of(unet.graph).step_macs
@@ -95,7 +94,7 @@ def test_the_documents_unet_in_tiles(
 def test_collapsing_leaves_nothing_of_the_inside(unet: Segment) -> None:
     names = forward_of(unet.graph)
     segment = segment_of(unet.graph, names[names.index("upconv_u1d_u0a.80") : -1])
-    costs = costs_of_sweep(segment, fitting_tiles(segment, (8, 1, 2, 2)))
+    costs = costs_of_sweep(segment, rounds_of(segment, (8, 1, 2, 2)))
     graph = collapse(segment, costs, price_by_macs(unet.graph)).graph
     assert not set(segment.inside) & graph.tensors.keys()
     backward = next(op for op in graph.ops if op.type == "stowplan.sweep_backward")

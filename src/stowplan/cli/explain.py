@@ -18,6 +18,8 @@ def run(arguments: Namespace) -> int:
     plan = api.read_plan(arguments.plan)
     if arguments.tensor is None:
         _print_plan(plan, arguments)
+    elif tiled := api.explain_tiled(plan, arguments.tensor):
+        _print_tiled(tiled, as_json=arguments.json)
     else:
         _print_tensor(api.explain(plan, arguments.tensor), as_json=arguments.json)
     return 0
@@ -32,6 +34,17 @@ def _print_plan(plan: "api.Plan", arguments: Namespace) -> None:
         print(json.dumps(plan_json(plan), indent=2))
     else:
         show_plan(plan, console_for_output(), title=arguments.plan)
+
+
+def _print_tiled(found: "api.TiledTensor", *, as_json: bool) -> None:
+    from stowplan.report.plan_json import tiled_tensor_json
+    from stowplan.report.terminal import console_for_output
+    from stowplan.report.tiles import show_tiled_tensor
+
+    if as_json:
+        print(json.dumps(tiled_tensor_json(found), indent=2))
+    else:
+        show_tiled_tensor(found, console_for_output())
 
 
 def _print_tensor(explanation: "api.Explanation", *, as_json: bool) -> None:

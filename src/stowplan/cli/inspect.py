@@ -41,13 +41,22 @@ def run(arguments: Namespace) -> int:
         )
     if arguments.json:
         from stowplan.report.inspect_json import inspection_json
+        from stowplan.report.plan_json import tiles_json
 
-        print(json.dumps(inspection_json(inspection), indent=2))
+        ours = api.our_tiles(inspection.document)
+        shown = inspection_json(inspection) | ({"tiles_of_ours": tiles_json(ours)} if ours else {})
+        print(json.dumps(shown, indent=2))
     else:
         from stowplan.report.inspect import show_inspection
         from stowplan.report.terminal import console_for_output
+        from stowplan.report.tiles import show_tile_map
 
-        show_inspection(inspection, console_for_output(), title=arguments.target, all_notes=arguments.notes)
+        console = console_for_output()
+        show_inspection(inspection, console, title=arguments.target, all_notes=arguments.notes)
+        if ours := api.our_tiles(inspection.document):
+            show_tile_map(
+                ours, console, heading=f"its network in {ours.tiles} tiles of ours, as small as its"
+            )
     return 0
 
 

@@ -8,6 +8,7 @@ from stowplan.plan.decision import Again, Compute, Decision, Free, Keep, Load, S
 from stowplan.plan.engines import Transfer
 from stowplan.plan.plan import Plan
 from stowplan.plan.simulate import simulate
+from stowplan.plan.tiles.maps import TileLevel, TileMap
 from stowplan.units import format_bytes, format_share
 
 
@@ -55,6 +56,25 @@ def explain(plan: Plan, tensor: str) -> Explanation:
         stall_seconds=sum((stall.seconds for stall in run.stalls if stall.tensor == name), 0.0),
         otherwise=_otherwise(plan, name, maker, spans, peak),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TiledTensor:
+    """A tensor that is never whole: the map of its segment and its level there."""
+
+    tensor: str
+    told: TileMap
+    level: TileLevel
+    made_again: bool  # inside of each tile
+
+
+def explain_tiled(plan: Plan, tensor: str) -> TiledTensor | None:
+    """What tiles do with a tensor, named as in its segment or with the sweep before it; None if none do."""
+    sweep, _, bare = tensor.rpartition("/")
+    for told in plan.tile_maps:
+        if (found := told.find(bare)) and sweep in ("", told.sweep, found[0].sweep):
+            return TiledTensor(bare, *found, made_again=bare in told.again)
+    return None
 
 
 def _find(plan: Plan, tensor: str) -> str:

@@ -8,13 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from stowplan.ir import Op
-from stowplan.plan.decision import Again, Compute, Decision, Keep, Offload, Recompute
+from stowplan.plan.decision import Again, Compute, Decision, Keep, Offload, Recompute, Tile
 from stowplan.plan.explain import Explanation
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import Basis
 from stowplan.plan.tiles.ways import Offer
 from stowplan.report.curve import memory_curve_drawing
 from stowplan.report.terminal import bar, blocks_of, print_trimmed
+from stowplan.report.tiles import show_tile_map
 from stowplan.units import format_bytes, format_count, format_seconds, format_share
 
 _INDENT = 2
@@ -34,6 +35,8 @@ def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float 
     _section(console, title, _figures(plan, solve_seconds))
     _section(console, "memory while each op of the plan runs", drawing)
     _section(console, "largest tensors made again", _made_again(plan))
+    for told in plan.tile_maps:
+        show_tile_map(told, console)
 
 
 def show_frontier(offers: Sequence[Offer], plain_seconds: float, console: Console) -> None:
@@ -99,6 +102,7 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
     unit = "multiply-accumulates" if plan.pricing.basis is Basis.MACS else f"{plan.pricing.basis} seconds"
     kept = sum(isinstance(decision, Keep) for decision in plan.decisions.values())
     remade = sum(isinstance(decision, Recompute) for decision in plan.decisions.values())
+    tiled = sum(isinstance(decision, Tile) for decision in plan.decisions.values())
     return _pairs(
         (
             ("budget", f"{format_bytes(plan.allowed_bytes)} ({plan.allowed_bytes:,} bytes)"),
@@ -111,7 +115,7 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
             ("gradients", _exactness(plan)),
             ("no plan in this order below", f"{plan.bound:.4f}, so at most {plan.gap:.2%} is left to gain"),
             ("extra work", f"{format_count(plan.extra_macs)} multiply-accumulates"),
-            ("decided", f"{kept} kept, {remade} made again"),
+            ("decided", f"{kept} kept, {remade} made again, {tiled} never whole"),
             ("smallest budget found", f"{format_bytes(plan.minimum_bytes)} ({plan.minimum_bytes:,} bytes)"),
             *((("planned in", f"{solve_seconds:.1f} s"),) if solve_seconds is not None else ()),
         )

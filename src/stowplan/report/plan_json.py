@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.explain import Explanation
+from stowplan.plan.explain import Explanation, TiledTensor
 from stowplan.plan.plan import Plan
 from stowplan.plan.tiles.maps import TileMap
 from stowplan.plan.tiles.ways import Offer
@@ -26,14 +26,29 @@ def plan_json(plan: Plan, solve_seconds: float | None = None) -> Json:
         "gap": plan.gap,
         "minimum_bytes": plan.minimum_bytes,
         "decisions": Counter(type(decision).__name__.lower() for decision in plan.decisions.values()),
-        "tiles": [_tiles_json(told) for told in plan.tile_maps],
+        "tiles": [tiles_json(told) for told in plan.tile_maps],
         "basis": plan.pricing.basis,
         "steps": len(plan.steps),
         "solve_seconds": solve_seconds,
     }
 
 
-def _tiles_json(told: TileMap) -> Json:
+def tiled_tensor_json(found: TiledTensor) -> Json:
+    """A tensor that is never whole."""
+    return {
+        "tensor": found.tensor,
+        "decision": "tile",
+        "sweep": found.told.sweep,
+        "parts": found.told.parts,
+        "maker": found.level.op,
+        "whole": found.level.whole,
+        "largest_part": found.level.part,
+        "work": found.level.work,
+        "made_again": found.made_again,
+    }
+
+
+def tiles_json(told: TileMap) -> Json:
     """A segment that runs in tiles, by its figures; the plan's file has all of it."""
     return {
         "sweep": told.sweep,
@@ -44,7 +59,7 @@ def _tiles_json(told: TileMap) -> Json:
         "extra_macs": told.extra_macs,
         "backward_peak_bytes": told.backward_peak_bytes,
         "again": told.again,
-        "within": [_tiles_json(inner) for inner in told.within],
+        "within": [tiles_json(inner) for inner in told.within],
     }
 
 

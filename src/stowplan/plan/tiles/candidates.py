@@ -12,17 +12,19 @@ from math import prod
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.table import shape_of
+from stowplan.plan.tiles.borders import stretches_between_norms
 from stowplan.plan.tiles.costs import SweepCosts, costs_of_sweep
-from stowplan.plan.tiles.fitness import fitting_tiles
 from stowplan.plan.tiles.rects import cut_tensors
+from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import Segment, segment_of
 
-_SMALL = 8  # a tile that takes this much less than its stage is small enough
+_SMALL = (4, 16)  # a tile that takes this much less than its stage is small enough
+_GAIN = 0.9  # of the peak before: a grid that is finer for less is not worth it
 _HALO = 0.35  # a stage whose tiles do so much twice is cut no finer
-_STEEP = 0.8  # bytes handed on at the end of a stage, against the most inside it
+_DIP = 0.95  # bytes handed on at the end of a stage, against the most inside it, at most
+_RISE = 1.01  # of these bytes is a rise
 _TILES = 256
-_STAGES = 5
-_WHOLE_GRIDS = 6
+_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,15 @@ Tiling = tuple[Tiled, ...]
 
 
 def stage_tilings(graph: Graph) -> Iterator[Tiling]:
-    """Ways to tile some stages, from the one that holds most to all that can be."""
-    stages = [tiled for stage in stages_of(graph) if (tiled := _tiled_stage(graph, stage))]
-    sizes = sorted({_size(tiled) for tiled in stages}, reverse=True)
-    for size in sizes[:_STAGES]:
-        yield tuple(tiled for tiled in stages if _size(tiled) >= size)
+    """Ways to tile some stages, from the one that holds most to all that can be, coarsely and finely."""
+    between_norms = stretches_between_norms(graph)
+    for stretches in (stages_of(graph), between_norms if len(between_norms) > 1 else ()):
+        stages = [list(_grids_tried(graph, stretch)) for stretch in stretches]
+        for small in _SMALL:
+            tiled = [found for tried in stages if (found := _first_small(tried, small))]
+            sizes = sorted({_size(stage) for stage in tiled}, reverse=True)
+            for size in sizes[:_STAGES]:
+                yield tuple(stage for stage in tiled if _size(stage) >= size)
 
 
 def stages_of(graph: Graph) -> list[tuple[str, ...]]:
@@ -58,10 +64,10 @@ def stages_of(graph: Graph) -> list[tuple[str, ...]]:
 
 
 def _is_valley(crossing: Sequence[int], start: int, place: int) -> bool:
-    """Whether the bytes are well below the most of the stage, and rise well again before they fall."""
+    """Whether the bytes are below the most of the stage, and rise again before they fall further."""
     here = crossing[place]
-    rises = next((c > here for c in crossing[place + 1 :] if c < here or _STEEP * c > here), False)
-    return here < _STEEP * max(crossing[start:place], default=0) and here < crossing[place - 1] and rises
+    rises = next((c > here for c in crossing[place + 1 :] if not here <= c <= _RISE * here), False)
+    return here < _DIP * max(crossing[start:place], default=0) and crossing[place + 1] > here and rises
 
 
 def _crossing_bytes(graph: Graph, forward: Sequence[Op]) -> list[int]:
@@ -88,22 +94,35 @@ def _size(tiled: Tiled) -> int:
     return sum(tensor.nbytes or 0 for tensor in inside if tensor.alias_of is None) >> 20
 
 
-def _tiled_stage(graph: Graph, stage: tuple[str, ...]) -> Tiled | None:
-    """The first grid with small tiles, or the last one before the halo is too much; None if none fits."""
-    best: Tiled | None = None
-    whole = 0
+def _grids_tried(graph: Graph, stage: tuple[str, ...]) -> Iterator[Tiled]:
+    """One tile, then finer and finer grids, until tiles do too much twice or no longer get smaller."""
+    coarser: Tiled | None = None
     try:
         segment = segment_of(graph, stage)
         for parts in _grids(segment):
-            costs = costs_of_sweep(segment, fitting_tiles(segment, parts))
-            whole = whole or costs.backward_peak_bytes
-            if costs.halo_share > _HALO:
-                break
-            best = Tiled(segment, parts, costs) if costs.tiles > 1 else best
-            if costs.backward_peak_bytes * _SMALL <= whole:
-                break
+            tiled = Tiled(segment, parts, costs_of_sweep(segment, rounds_of(segment, parts)))
+            if coarser and _is_worse(tiled, coarser):
+                return
+            coarser = coarser or tiled
+            yield tiled
     except BadUse:
-        return best
+        return
+
+
+def _is_worse(tiled: Tiled, whole: Tiled) -> bool:
+    return tiled.costs.forward_macs > (1 + _HALO) * whole.costs.forward_macs
+
+
+def _first_small(tried: Sequence[Tiled], small: int) -> Tiled | None:
+    """The first grid whose tiles take so much less than one, or the last that still gained; None if none."""
+    best: Tiled | None = None
+    for tiled in tried[1:]:
+        peak = tiled.costs.backward_peak_bytes
+        if best is not None and peak > _GAIN * best.costs.backward_peak_bytes:
+            break
+        best = tiled
+        if peak * small <= tried[0].costs.backward_peak_bytes:
+            break
     return best
 
 
@@ -142,10 +161,11 @@ def whole_tilings(graph: Graph) -> Iterator[Tiled]:
         segment = segment_of(graph, [op.id for op in graph.ops if op.phase is Phase.FORWARD])
         if segment.loss is None:
             return
-        for number, parts in enumerate(_grids(segment)):
-            if number == _WHOLE_GRIDS:
+        for parts in _grids(segment):
+            tiled = Tiled(segment, parts, costs_of_sweep(segment, rounds_of(segment, parts)))
+            if tiled.costs.halo_share > _HALO:
                 return
             if prod(parts) > 1:
-                yield Tiled(segment, parts, costs_of_sweep(segment, fitting_tiles(segment, parts)))
+                yield tiled
     except BadUse:
         return

@@ -1,6 +1,7 @@
 """Ways to tile a graph that cannot be run: segments collapsed into sweeps, priced by the region algebra."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from stowplan.ir import Graph
 from stowplan.plan.decision import Decision
@@ -8,9 +9,9 @@ from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.candidates import Tiling, stage_tilings, whole_tilings
 from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep
 from stowplan.plan.tiles.mapping import tile_map_of
-from stowplan.plan.tiles.maps import TileMap
+from stowplan.plan.tiles.maps import TileMap, tiled_inside
 from stowplan.plan.tiles.segment import segment_of
-from stowplan.plan.tiles.ways import GraphWay, PlainStep, Sweeps, Way
+from stowplan.plan.tiles.ways import SEARCH_MOVES, GraphWay, PlainStep, Sweeps, Way
 
 
 def stage_ways(
@@ -41,15 +42,17 @@ def _way(
     """The graph with all segments of a tiling collapsed, one after the other."""
     collapsed, extra = Collapsed(graph, pricing, 0), 0
     decisions: dict[str, Decision] = {}
-    maps: list[TileMap] = []
+    macs: dict[str, int] = {}
+    drawn: list[Callable[[], TileMap]] = []
     for tiled in tiling:
         segment = segment_of(collapsed.graph, [op.id for op in (*tiled.segment.ops, *tiled.segment.apart)])
         sweep = name_of_sweep(segment)
+        decisions |= tiled_inside(sweep, tiled.parts, segment.inside)
         collapsed = collapse(segment, tiled.costs, collapsed.pricing)
         extra += collapsed.extra_macs
-        maps.append(
-            tile_map_of(segment, tiled.parts, tiled.costs, sweep=sweep, extra_macs=collapsed.extra_macs)
-        )
-        decisions |= maps[-1].decisions(segment.inside)
-    sweeps = Sweeps(decisions, extra, tuple(maps))
+        macs[sweep] = tiled.costs.forward_macs
+        draw = partial(tile_map_of, segment, tiled.parts, tiled.costs)
+        drawn.append(partial(draw, sweep=sweep, extra_macs=collapsed.extra_macs))
+    sweeps = Sweeps(decisions, extra, macs, lambda: tuple(draw() for draw in drawn))
+    moves = SEARCH_MOVES if moves is None else moves
     return GraphWay(collapsed.graph, collapsed.pricing, step, allow=allow, sweeps=sweeps, moves=moves)

@@ -1,14 +1,16 @@
 """What a sweep costs: the work of its tiles against computing the segment once, and the peak in a tile."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Phase
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.tiles.rects import Level, Tile
+from stowplan.plan.tiles.rounds import Round
 from stowplan.plan.tiles.segment import Segment
 
 
@@ -33,21 +35,30 @@ class SweepCosts:
         return self.forward_macs / self.untiled_macs - 1.0 if self.untiled_macs else 0.0
 
 
-def costs_of_sweep(segment: Segment, tiles: Sequence[Tile]) -> SweepCosts:
-    """Count all tiles, and walk each as it runs."""
-    graph = segment.graph
-    macs = {op.id: macs_of(site_of(graph, op)) for op in segment.ops}
-    work = _work(segment, tiles)
-    saved = _saved_by_op(segment)
-    unlike = {tuple(level.made.shape for level in tile.levels): tile for tile in tiles}.values()
+def costs_of_sweep(segment: Segment, rounds: Sequence[Round]) -> SweepCosts:
+    """Count all tiles of all rounds, and walk each as it runs."""
+    macs = {op.id: macs_of(site_of(segment.graph, op)) for op in segment.ops}
+    work = dict.fromkeys(macs, 0.0)
+    for each in rounds:
+        for op, share in _work(each.segment, each.tiles).items():
+            work[op] += share
     return SweepCosts(
-        tiles=len(tiles),
+        tiles=max(len(each.tiles) for each in rounds),
         work=work,
         forward_macs=round(sum(macs[op] * share for op, share in work.items())),
         untiled_macs=sum(macs.values()),
-        forward_peak_bytes=max((_forward_peak(segment, tile) for tile in unlike), default=0),
-        backward_peak_bytes=max((_backward_peak(segment, tile, saved) for tile in unlike), default=0),
+        forward_peak_bytes=max(max(map(partial(_forward_peak, e.segment), _unlike(e))) for e in rounds),
+        backward_peak_bytes=max(max(map(_backward_peak_in(e.segment), _unlike(e))) for e in rounds),
     )
+
+
+def _unlike(of_round: Round) -> Iterable[Tile]:
+    """One tile of each shape."""
+    return {tuple(level.made.shape for level in tile.levels): tile for tile in of_round.tiles}.values()
+
+
+def _backward_peak_in(segment: Segment) -> Callable[[Tile], int]:
+    return partial(_backward_peak, segment, saved=_saved_by_op(segment))
 
 
 def _work(segment: Segment, tiles: Iterable[Tile]) -> dict[str, float]:

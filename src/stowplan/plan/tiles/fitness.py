@@ -49,5 +49,5 @@ def _of_a_tile(segment: Segment, tile: Tile, rules: Mapping[str, Refusal]) -> st
         if rule and (reason := rule(Part(level.output, level.made, level.needs))):
             return reason
     made = {level.op.outputs[level.output].tensor for level in tile.levels}.union(segment.inputs)
-    missing = [name for name in segment.outputs if segment.loss is None and name not in made]
+    missing = [name for name in tile.owned if segment.loss is None and name not in made]
     return f"{missing[0]} is an output that no tile makes" if missing else ""

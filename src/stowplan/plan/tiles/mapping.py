@@ -6,9 +6,8 @@ from stowplan.ops.macs import macs_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.tiles.costs import SweepCosts
 from stowplan.plan.tiles.cutout import segment_text
-from stowplan.plan.tiles.fitness import fitting_tiles
 from stowplan.plan.tiles.maps import Shape, TileLevel, TileMap
-from stowplan.plan.tiles.rects import Tile
+from stowplan.plan.tiles.rounds import Round, rounds_of
 from stowplan.plan.tiles.segment import Segment
 
 
@@ -20,7 +19,7 @@ def tile_map_of(
         sweep=sweep,
         parts=tuple(parts),
         tiles=costs.tiles,
-        levels=tuple(_levels(segment, fitting_tiles(segment, parts), costs)),
+        levels=tuple(_levels(segment, rounds_of(segment, parts), costs)),
         halo_share=costs.halo_share,
         extra_macs=extra_macs,
         backward_peak_bytes=costs.backward_peak_bytes,
@@ -28,9 +27,9 @@ def tile_map_of(
     )
 
 
-def _levels(segment: Segment, tiles: Sequence[Tile], costs: SweepCosts) -> list[TileLevel]:
+def _levels(segment: Segment, rounds: Sequence[Round], costs: SweepCosts) -> list[TileLevel]:
     graph, largest = segment.graph, dict[str, Shape]()
-    for tile in tiles:
+    for tile in (tile for each in rounds for tile in each.tiles):
         for name, rect in tile.held.items():
             largest[name] = tuple(map(max, rect.shape, largest.get(name, rect.shape)))
     return [

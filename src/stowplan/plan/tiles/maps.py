@@ -43,13 +43,14 @@ class TileMap:
     within: tuple["TileMap", ...] = ()
     text: str = ""  # the segment's ops, in the text form of graphs
 
-    def decisions(self, inside: Iterable[str]) -> dict[str, Tile]:
-        """What is decided about the tensors inside, whose names the plan's graph may have as well."""
-        return {f"{self.sweep}/{name}": Tile(self.sweep, self.parts) for name in inside}
-
     def find(self, tensor: str) -> "tuple[TileMap, TileLevel] | None":
         """The innermost level that makes a tensor."""
         for inner in self.within:
             if found := inner.find(tensor):
                 return found
         return next(((self, level) for level in self.levels if level.tensor == tensor), None)
+
+
+def tiled_inside(sweep: str, parts: Shape, inside: Iterable[str]) -> dict[str, Tile]:
+    """What is decided about the tensors inside of a sweep, whose names the plan's graph may have as well."""
+    return {f"{sweep}/{name}": Tile(sweep, parts) for name in inside}

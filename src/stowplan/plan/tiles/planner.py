@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from stowplan.ir import Graph
 from stowplan.plan.make import TECHNIQUES, known_techniques, plain_peak_of
 from stowplan.plan.pricing import Pricing
+from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.collapsed_ways import stage_ways, whole_ways
-from stowplan.plan.tiles.crops import crops_early
 from stowplan.plan.tiles.master import MasterPlanner, Prefer
 from stowplan.plan.tiles.sample_way import sample_ways
 from stowplan.plan.tiles.ways import GraphWay, PlainStep, Way
@@ -27,8 +27,9 @@ def planner_of(
 
     def find_ways() -> Iterator[Way]:
         if "tile" in allowed:
-            early = crops_early(graph)
-            for ways in (whole_ways, sample_ways, stage_ways):
-                yield from ways(early, pricing, step, allow=allowed, moves=moves)
+            early = in_tiling_order(graph)
+            yield from whole_ways(early, pricing, step, allow=allowed, moves=moves)
+            by_sample = tuple(sample_ways(early, pricing, step, allow=allowed, moves=moves))
+            yield from by_sample or stage_ways(early, pricing, step, allow=allowed, moves=moves)
 
     return MasterPlanner(plain, step, find_ways, prefer)

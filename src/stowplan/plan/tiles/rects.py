@@ -8,6 +8,7 @@ from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Op
 from stowplan.ops.regions import Relation
 from stowplan.ops.table import shape_of
+from stowplan.plan.tiles.cuts import aligned_grids
 from stowplan.plan.tiles.segment import Segment, reduction_of
 
 
@@ -62,8 +63,8 @@ def tiles_of(segment: Segment, parts: Sequence[int]) -> Iterator[Tile]:
         shape = shape_of(graph.tensors[name])
         if len(shape) != len(parts) or any(n > size for n, size in zip(parts, shape, strict=True)):
             raise BadUse(f"{name!r} of shape {shape} cannot be cut into {'x'.join(map(str, parts))} parts")
-    grids = [Rect.of_shape(shape_of(graph.tensors[name])).split(parts) for name in cut]
     regions = regions_by_op(segment)
+    grids = aligned_grids(segment, cut, parts, lambda owned: tile_of(segment, owned, regions).held)
     for cells in zip(*grids, strict=True):
         yield tile_of(segment, dict(zip(cut, cells, strict=True)), regions)
 
@@ -81,6 +82,7 @@ def tile_of(segment: Segment, owned: Mapping[str, Rect], regions: Mapping[str, t
     graph = segment.graph
     if segment.loss is not None:
         owned = _operands_of_loss(graph, segment.loss, owned)
+    owned = {name: rect for name, rect in owned.items() if not rect.is_empty}
     held, levels = dict(owned), list[Level]()
     for op in reversed(segment.ops):
         if op is segment.loss:

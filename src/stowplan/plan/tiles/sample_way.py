@@ -20,12 +20,13 @@ from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep
 from stowplan.plan.tiles.collapsed_ways import stage_ways
 from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.mapping import tile_map_of
+from stowplan.plan.tiles.maps import TileMap, tiled_inside
 from stowplan.plan.tiles.master import MasterPlanner, Prefer
 from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.samples import sample_step
 from stowplan.plan.tiles.segment import Segment, segment_of
-from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way, problem_in_order
+from stowplan.plan.tiles.ways import SEARCH_MOVES, GraphWay, Offer, PlainStep, Sweeps, Way, problem_in_order
 from stowplan.units import format_bytes
 
 _MUCH = 2**50  # bytes: so much that it decides where the peak is
@@ -115,7 +116,8 @@ class SampleWay:
         seconds = sum(pricing.seconds[op.id] for op in graph.ops)
         step = PlainStep(seconds, plain_peak_of(graph, pricing))
         allow = set(self._allow).difference(ON_REQUEST)  # tensors leave the step, not a sweep in it
-        plain: Way = GraphWay(graph, pricing, step, allow=allow, moves=self._moves)
+        moves = SEARCH_MOVES if self._moves is None else self._moves
+        plain: Way = GraphWay(graph, pricing, step, allow=allow, moves=moves)
         ways = partial(stage_ways, graph, pricing, step, allow=allow, moves=self._moves)
         return MasterPlanner(plain, step, ways, Prefer.TIME)
 
@@ -133,10 +135,15 @@ class SampleWay:
 
     def _sweeps(self, inner: Plan, peak_bytes: int) -> Sweeps:
         extra = self._costs.tiles * inner.extra_macs
-        told = tile_map_of(self._segment, self._parts, self._costs, sweep=self._name, extra_macs=extra)
+        decided = tiled_inside(self._name, self._parts, self._segment.inside)
+        draw = partial(self._maps, inner, peak_bytes, extra)
+        return Sweeps({**decided, **_tiled(inner)}, extra, maps=draw)
+
+    def _maps(self, inner: Plan, peak_bytes: int, extra_macs: int) -> tuple[TileMap, ...]:
+        costs = replace(self._costs, backward_peak_bytes=peak_bytes)
+        told = tile_map_of(self._segment, self._parts, costs, sweep=self._name, extra_macs=extra_macs)
         again = (name for name, choice in inner.decisions.items() if isinstance(choice, Recompute))
-        told = replace(told, backward_peak_bytes=peak_bytes, again=tuple(again), within=inner.tile_maps)
-        return Sweeps({**told.decisions(self._segment.inside), **_tiled(inner)}, extra, (told,))
+        return (replace(told, again=tuple(again), within=inner.tile_maps),)
 
     def _too_small(self, fault: BudgetTooSmall, allowed_bytes: int) -> BudgetTooSmall:
         minimum = fault.minimum_bytes + self._beside_bytes

@@ -53,7 +53,8 @@ def _part(tensor: Tensor, held: Mapping[str, Rect]) -> Tensor:
     if rect is None or tensor.kind is Kind.PARAMETER or tensor.nbytes is None:
         return tensor
     whole = Rect.of_shape(shape_of(tensor)).volume
-    return replace(tensor, shape=rect.shape, nbytes=-(-tensor.nbytes * rect.volume // max(1, whole)))
+    nbytes = -(-tensor.nbytes * rect.volume // max(1, whole))
+    return replace(tensor, shape=rect.shape, nbytes=nbytes, layout="") if rect.volume != whole else tensor
 
 
 def _priced(graph: Graph, pricing: Pricing, held: Mapping[str, Rect]) -> Pricing:

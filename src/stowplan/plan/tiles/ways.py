@@ -1,14 +1,14 @@
 """Way: one graph for the step, with tiles or without, that answers budgets with plans."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Protocol
 
 from stowplan.ir import Graph
-from stowplan.plan.bound import bound_of
-from stowplan.plan.decision import Decision
+from stowplan.plan.bound import relaxed_bound_of
+from stowplan.plan.decision import Again, Decision
 from stowplan.plan.frontier import floor_of
 from stowplan.plan.make import ON_REQUEST, Planner
 from stowplan.plan.order import slices_last
@@ -16,6 +16,8 @@ from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import Problem, problem_of
 from stowplan.plan.tiles.maps import TileMap
+
+SEARCH_MOVES = 12_000  # for one of many ways, whose graphs sweeps have made small
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +56,26 @@ class Way(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sweeps:
-    """The sweeps of a graph: what they decide, the work they add, and their maps."""
+    """The sweeps of a graph: what they decide, the work they add, and how to draw their maps."""
 
     decisions: Mapping[str, Decision] = field(default_factory=dict)
     extra_macs: int = 0
-    maps: tuple[TileMap, ...] = ()
+    macs: Mapping[str, int] = field(default_factory=dict)  # by sweep: of running it once more
+    maps: Callable[[], tuple[TileMap, ...]] = tuple
 
     def told(self, plan: Plan, plain: PlainStep) -> Plan:
         """A plan for the graph with the sweeps, told against the plain step."""
         if not self.decisions:
             return replace(plan, plain_peak_bytes=plain.peak_bytes)
+        again = (self.macs.get(step.op, 0) for step in plan.steps if isinstance(step, Again))
         return replace(
             plan,
             decisions={**plan.decisions, **self.decisions},
             plain_peak_bytes=plain.peak_bytes,
             plain_seconds=plain.seconds,
             bound_seconds=min(plain.seconds, plan.bound_seconds),
-            extra_macs=plan.extra_macs + self.extra_macs,
-            tile_maps=self.maps,
+            extra_macs=plan.extra_macs + self.extra_macs + sum(again),
+            tile_maps=self.maps(),
         )
 
 
@@ -110,7 +114,7 @@ class GraphWay:
     def least_seconds(self, allowed_bytes: int) -> float:
         if allowed_bytes < self.floor_bytes:
             return inf
-        bound = 0.0 if self._may_move else bound_of(self._problem, allowed_bytes)
+        bound = 0.0 if self._may_move else relaxed_bound_of(self._problem, allowed_bytes)
         return sum(self._problem.seconds) + bound
 
     @property

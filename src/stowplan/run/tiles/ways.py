@@ -10,20 +10,26 @@ from torch import nn
 
 from stowplan.capture import Captured
 from stowplan.errors import BadUse
-from stowplan.ir import Kind, Phase
+from stowplan.ir import Kind, Op, Phase
+from stowplan.plan.decision import Decision
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Basis, Pricing
+from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiling, stage_tilings, whole_tilings
 from stowplan.plan.tiles.collapse import extra_macs_of
-from stowplan.plan.tiles.crops import crops_early
+from stowplan.plan.tiles.costs import SweepCosts
 from stowplan.plan.tiles.mapping import tile_map_of
-from stowplan.plan.tiles.maps import TileMap
+from stowplan.plan.tiles.maps import TileMap, tiled_inside
 from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way
 from stowplan.run.planning import plan_within, price_captured
 from stowplan.run.probe import Progress
 from stowplan.run.tiles.knee import swept_seconds
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept, check_differentiable
+
+_SWEEP = "stowplan.sweep.default"
+_SWEEPS = (_SWEEP, "stowplan.sweep_loss.default")
+_SURE = 0.75  # of the memory of a tile that is differentiated, as projected
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +101,11 @@ class SweptWay:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """What the graph needs if tiles take no more than they hold forward."""
-        peaks = {s.name: t.costs.forward_peak_bytes for s, t in zip(self._sweeps, self._tiling, strict=True)}
+        """What the graph needs if tiles take little more than they hold."""
+        costs = {s.name: t.costs for s, t in zip(self._sweeps, self._tiling, strict=True)}
         ops = self.captured.graph.ops
-        workspace = {op.id: peaks.get(str(op.attributes.get("name")), 0) for op in ops}
+        swept = {op.id: costs.get(str(op.attributes.get("name"))) for op in ops}
+        workspace = {op.id: _workspace(op, found) for op in ops if (found := swept[op.id])}
         pricing = Pricing({op.id: 0.0 for op in ops}, Basis.MEASURED, workspace)
         return GraphWay(self.captured.graph, pricing, self._step, allow=()).floor_bytes
 
@@ -116,7 +123,7 @@ class SweptWay:
     @cached_property
     def captured(self) -> Captured:
         subject = self._subject
-        early = replace(subject.captured, graph=crops_early(subject.captured.graph))
+        early = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
         return capture_swept(early, subject.model, subject.args, subject.kwargs, sweeps=self._sweeps)
 
     @cached_property
@@ -125,22 +132,37 @@ class SweptWay:
         return CapturedWay(self.captured, pricing, self._step, self._search, self._decided())
 
     def _decided(self) -> Sweeps:
-        maps = tuple(self._maps())
-        decisions = {
-            name: decision
-            for told, tiled in zip(maps, self._tiling, strict=True)
-            for name, decision in told.decisions(tiled.segment.inside).items()
-        }
-        return Sweeps(decisions, sum(told.extra_macs for told in maps), maps)
+        decisions: dict[str, Decision] = {}
+        for sweep, tiled in zip(self._ops(), self._tiling, strict=True):
+            decisions |= tiled_inside(sweep, tiled.parts, tiled.segment.inside)
+        extra = sum(extra_macs_of(tiled.segment, tiled.costs) for tiled in self._tiling)
+        macs = {op: t.costs.forward_macs for op, t in zip(self._ops(), self._tiling, strict=True)}
+        return Sweeps(decisions, extra, macs, self._maps)
 
-    def _maps(self) -> Iterator[TileMap]:
-        forward = (op for op in self.captured.graph.ops if op.phase is Phase.FORWARD)
-        named = {str(op.attributes.get("name")): op.id for op in forward}
-        for sweep, tiled in zip(self._sweeps, self._tiling, strict=True):
-            extra = extra_macs_of(tiled.segment, tiled.costs)
-            yield tile_map_of(
-                tiled.segment, tiled.parts, tiled.costs, sweep=named[sweep.name], extra_macs=extra
+    def _maps(self) -> tuple[TileMap, ...]:
+        return tuple(
+            tile_map_of(
+                tiled.segment,
+                tiled.parts,
+                tiled.costs,
+                sweep=sweep,
+                extra_macs=extra_macs_of(tiled.segment, tiled.costs),
             )
+            for sweep, tiled in zip(self._ops(), self._tiling, strict=True)
+        )
+
+    def _ops(self) -> list[str]:
+        """The ops that the sweeps have become."""
+        forward = [op for op in self.captured.graph.ops if op.phase is Phase.FORWARD and op.type in _SWEEPS]
+        named = {str(op.attributes.get("name")): op.id for op in forward}
+        return [named[sweep.name] for sweep in self._sweeps]
+
+
+def _workspace(sweep: Op, costs: SweepCosts) -> int:
+    """The memory of a tile, not overestimated: of what backward would hold some may be spared."""
+    if sweep.type == _SWEEP:
+        return costs.forward_peak_bytes
+    return max(costs.forward_peak_bytes, round(_SURE * costs.backward_peak_bytes))
 
 
 def ways_of(subject: Subject, pricing: Pricing, step: PlainStep, search: Search) -> Iterator[StepWay]:
@@ -152,8 +174,9 @@ def ways_of(subject: Subject, pricing: Pricing, step: PlainStep, search: Search)
         check_differentiable(captured, subject.model, subject.args, subject.kwargs)
     except BadUse:
         return
-    early = crops_early(captured.graph)
-    for tiling in (*stage_tilings(early), *((tiled,) for tiled in whole_tilings(early))):
+    early = in_tiling_order(captured.graph)
+    whole = ((tiled,) for tiled in whole_tilings(early))
+    for tiling in (*stage_tilings(early), *whole):
         yield SweptWay(subject, tiling, pricing, step, search)
 
 
