@@ -1,5 +1,6 @@
 """The figures at the head of a report: what a reader wants to know before looking at any picture."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -11,12 +12,19 @@ from stowplan.analyse.facts import untiled_bound
 from stowplan.analyse.liveness import liveness_of
 from stowplan.analyse.times import times_of
 from stowplan.ir import Document, Graph, Kind
-from stowplan.plan.decision import Keep
+from stowplan.plan.decision import Decision, Keep, Offload, Recompute, Tile
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Basis
 from stowplan.plan.record import Record
 from stowplan.report.page.subject import Subject
 from stowplan.units import format_bytes, format_count, format_seconds
+
+_FATES: dict[type[Decision], str] = {
+    Keep: "kept",
+    Recompute: "made again",
+    Offload: "offloaded",
+    Tile: "in tiles",
+}
 
 Figure: TypeAlias = tuple[str, str, str]  # what, how much, and what that means
 
@@ -52,9 +60,17 @@ def _of_plan(plan: Plan) -> Iterator[Figure]:
     saved = 1 - plan.projected_peak_bytes / plan.plain_peak_bytes if plan.plain_peak_bytes else 0.0
     yield "plain peak", format_bytes(plan.plain_peak_bytes), f"the plan needs {saved:.0%} less"
     yield "time", f"{plan.time_ratio:.3f} x", f"of plain; at least {plan.bound:.3f}"
-    again = sum(not isinstance(decision, Keep) for decision in plan.decisions.values())
-    yield "not kept", f"{again:,}", f"of {len(plan.decisions):,}; +{format_count(plan.extra_macs)} MACs"
+    yield _not_kept(plan)
     yield "smallest budget", format_bytes(plan.minimum_bytes), f"found; {_basis(plan)}"
+
+
+def _not_kept(plan: Plan) -> Figure:
+    """How many tensors are not simply kept, what becomes of them, and the work that takes."""
+    others = [decision for decision in plan.decisions.values() if not isinstance(decision, Keep)]
+    fates = Counter(_FATES[type(decision)] for decision in others)
+    told = ", ".join(f"{count:,} {fate}" for fate, count in fates.items()) or "all kept"
+    meaning = f"of {len(plan.decisions):,}: {told}; +{format_count(plan.extra_macs)} MACs"
+    return "not kept", f"{len(others):,}", meaning
 
 
 def _of_allowed(plan: Plan) -> str:

@@ -12,6 +12,7 @@ from stowplan.report.picture.shapes import SIZE, Area, Line, Points, Shape, Text
 PIXELS = 3  # to a point: 216 to an inch, which print wants
 _FINE = 2  # fine pixels to a pixel, each way
 _LETTER = 1.15  # points that the stroke of a letter is wide
+_DOT = 0.6  # points that a dot is wider
 _RIM = 3.0
 _ANCHORS = {"start": 0.0, "middle": 0.5, "end": 1.0}
 
@@ -48,7 +49,8 @@ class Canvas:
         strokes = [stroke + origin for stroke in strokes_of(text.words, SIZE)]
         for width, colour in ((_LETTER + _RIM, "#ffffff"), (_LETTER, text.fill)):
             for stroke in strokes:
-                self._stroke(stroke, width, _colour(colour))
+                is_dot = not np.ptp(stroke, axis=0).any()
+                self._stroke(stroke, width + _DOT * is_dot, _colour(colour))
 
     def _fill(self, corners: NDArray[np.float64], colour: NDArray[np.uint8]) -> None:
         """Row by row between the edges that cross its middle, taken in pairs."""
