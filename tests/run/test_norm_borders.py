@@ -1,5 +1,6 @@
 """Networks with norms, cut before each of them and swept: eager's gradients, and half of what eager keeps."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,12 @@ from stowplan.capture import Captured, capture
 from stowplan.errors import BadUse
 from stowplan.ir import Phase, validate
 from stowplan.ops.table import shape_of
+from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.tiles.borders import in_tiling_order, stretches_between_norms
+from stowplan.plan.tiles.collapse import SWEEP, collapse
+from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.rects import cut_tensors
+from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import segment_of
 from stowplan.run.straight import StraightStep
 from stowplan.run.tiles.sweep import Sweep
@@ -54,6 +59,18 @@ def test_a_step_swept_between_its_norms(name: str) -> None:
     loss, gradients = gradients_of(model, model, args)
     found, swept = gradients_of(step, model, args)
     assert relative_error([found, *swept], [loss, *gradients]) < 1e-12
+
+
+def test_a_graph_with_norms_collapsed_updates_every_buffer_once() -> None:
+    captured = in_order(capture(*NETS["resnet50"].build("tiny")))
+    graph, pricing = captured.graph, price_by_macs(captured.graph)
+    buffers = Counter(name for op in graph.ops if op.phase is Phase.UPDATE for name in op.writes())
+    for stretch in stretches_between_norms(graph)[1:4]:
+        segment = segment_of(graph, stretch)
+        collapsed = collapse(segment, costs_of_sweep(segment, rounds_of(segment, (1, 1, 2, 1))), pricing)
+        graph, pricing = collapsed.graph, collapsed.pricing
+    assert Counter(name for op in graph.ops if op.phase is Phase.UPDATE for name in op.writes()) == buffers
+    assert sum(op.type == SWEEP for op in graph.ops) == 3
 
 
 class Branches(nn.Module):

@@ -39,8 +39,11 @@ def collapse(segment: Segment, costs: SweepCosts, pricing: Pricing) -> Collapsed
     gradients = _gradients_made(segment, adjoints)
     name = name_of_sweep(segment)
     forward, backward, scratch = (_fused if segment.loss else _apart)(segment, name, gradients)
-    last = {segment.ops[-1].id: forward, adjoints[-1].id: backward}
+    last: dict[str, tuple[Op, ...]] = {segment.ops[-1].id: forward, adjoints[-1].id: backward}
     gone = inside | {op.id for op in adjoints}
+    updates = [op for op in graph.ops if not set(segment.updates).isdisjoint(op.reads())]
+    last[segment.ops[-1].id] = (*forward, *updates)  # which stood inside the segment
+    gone |= {op.id for op in updates}
     ops: list[Op] = []
     for op in graph.ops:
         ops += last.get(op.id, ()) if op.id in gone else (op,)
@@ -71,7 +74,7 @@ def _apart(
 ) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Tensor, ...]]:
     """One op forward, one backward."""
     tensors = segment.graph.tensors
-    inputs, outputs = map(Use, segment.inputs), tuple(map(Use, segment.outputs))
+    inputs, outputs = map(Use, segment.inputs), tuple(map(Use, (*segment.outputs, *segment.updates)))
     forward = Op(name, SWEEP, Phase.FORWARD, tuple(inputs), outputs)
     incoming = tuple(Use(t.id) for t in tensors.values() if t.gradient_of in segment.outputs)
     saved = tuple(Use(tensor, Role.SAVED) for tensor in segment.inputs)
@@ -90,7 +93,8 @@ def _fused(
     scratch = tuple(
         replace(t, id=f"{t.id}.unscaled", gradient_of=None, name="", kind=Kind.GRADIENT) for t in gradients
     )
-    outputs = (*map(Use, segment.outputs), *(Use(tensor.id) for tensor in scratch))
+    made = (*segment.outputs, *segment.updates, *(tensor.id for tensor in scratch))
+    outputs = tuple(map(Use, made))
     forward = Op(name, SWEEP_LOSS, Phase.FORWARD, tuple(map(Use, segment.inputs)), outputs)
     incoming = tuple(Use(t.id) for t in tensors.values() if t.gradient_of in segment.outputs)
     backward = tuple(

@@ -42,7 +42,15 @@ class Segment:
     @property
     def inside(self) -> tuple[str, ...]:
         """What its ops make and nobody outside sees."""
-        return tuple(name for op in self.ops for name in op.writes() if name not in self.outputs)
+        seen = {*self.outputs, *self.updates}
+        return tuple(name for op in self.ops for name in op.writes() if name not in seen)
+
+    @property
+    def updates(self) -> tuple[str, ...]:
+        """New running statistics of norms inside: made beside the tiles, once, of what they gathered."""
+        read = {name for op in self.graph.ops if op.phase is Phase.UPDATE for name in op.reads()}
+        made = (name for op in self.ops for name in op.writes())
+        return tuple(name for name in made if name in read and name not in self.outputs)
 
 
 def segment_of(graph: Graph, ops: Iterable[str]) -> Segment:

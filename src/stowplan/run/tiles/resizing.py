@@ -13,11 +13,11 @@ from torch import Tensor
 from stowplan.run.tiles.part import LocalCall
 
 aten = torch.ops.aten
+_PRECISE = torch.float64
 _ALONG = {
     "upsample_nearest": aten.upsample_nearest1d.default,
     "_upsample_nearest_exact": aten._upsample_nearest_exact1d.default,
 }
-
 _PADS = {"reflection": aten.reflection_pad1d.default, "replication": aten.replication_pad1d.default}
 
 
@@ -39,7 +39,7 @@ def _ramps(call: LocalCall, count: int) -> list[Tensor]:
     """The indices of the image along its last dims, each as an image of its own."""
     source = call.sources[0]
     assert source is not None
-    return [torch.arange(size, dtype=torch.float64).view(1, 1, -1) for size in source.whole[-count:]]
+    return [torch.arange(size, dtype=_PRECISE).view(1, 1, -1) for size in source.whole[-count:]]
 
 
 def _at(call: LocalCall, given: dict[str, Any], positions: Sequence[Tensor]) -> Tensor:
@@ -48,7 +48,8 @@ def _at(call: LocalCall, given: dict[str, Any], positions: Sequence[Tensor]) -> 
     assert source is not None
     part: Tensor = given["self"]
     for dim, along in enumerate(positions, part.dim() - len(positions)):
-        part = _sampled(part, dim, along[call.made.lo[dim] : call.made.hi[dim]] - source.start[dim])
+        inside = along[call.made.lo[dim] : call.made.hi[dim]] - source.start[dim]
+        part = _sampled(part, dim, inside.to(part.device))
     return part
 
 
@@ -58,7 +59,8 @@ def _positions(call: LocalCall, given: dict[str, Any], ramp: Tensor, number: int
     length, name = [given["output_size"][number]], str(call.target).split(".")[1]
     nearest = _ALONG.get(name.rstrip("123d"))
     if nearest is not None:
-        made: Tensor = nearest(ramp, length, scales[number])
+        precision = torch.promote_types(given["self"].dtype, torch.float32)  # which decides what is nearest
+        made: Tensor = nearest(ramp.to(precision), length, scales[number]).to(_PRECISE)
     else:
         made = aten.upsample_linear1d.default(ramp, length, given["align_corners"], scales[number])
     return made.flatten()
