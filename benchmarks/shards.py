@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -131,7 +131,7 @@ def _serve(
 
 def started(
     count: int, work: Callable[..., Any], *args: object
-) -> tuple[list[BaseProcess], list[Connection]]:
+) -> tuple[Sequence[BaseProcess], list[Connection]]:
     """Processes connected by gloo, each at the same work, and a pipe from each, for one may die writing."""
     context = get_context("spawn")
     meeting = f"{tempfile.mkdtemp()}/meeting"

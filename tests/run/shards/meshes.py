@@ -13,8 +13,10 @@ from torch.multiprocessing import get_context
 PATIENCE_SECONDS = 200
 
 
-def on_workers(count: int, folder: Path, work: Callable[..., Any], *args: object) -> list[Any]:
-    """What `work(*args)` returns in each of `count` processes, by rank."""
+def on_workers(
+    count: int, folder: Path, work: Callable[..., Any], *args: object, dying: frozenset[int] = frozenset()
+) -> list[Any]:
+    """What `work(*args)` returns in each of `count` processes, by rank; those that die are not waited for."""
     context = get_context("spawn")
     answers: Any = context.Queue()
     meeting = str(folder / f"meeting{len(os.listdir(folder))}")
@@ -26,7 +28,7 @@ def on_workers(count: int, folder: Path, work: Callable[..., Any], *args: object
         worker.start()
     found: dict[int, Any] = {}
     try:
-        for _ in workers:
+        for _ in range(count - len(dying)):
             rank, answer, fault = answers.get(timeout=PATIENCE_SECONDS)
             assert not fault, f"worker {rank}: {fault}"
             found[rank] = answer
@@ -34,7 +36,7 @@ def on_workers(count: int, folder: Path, work: Callable[..., Any], *args: object
         for worker in workers:
             worker.join(timeout=10)
             worker.kill()
-    return [found[rank] for rank in range(count)]
+    return [found[rank] for rank in sorted(found)]
 
 
 def _serve(rank: int, count: int, meeting: str, answers: Any, work: Callable[..., Any], args: Any) -> None:

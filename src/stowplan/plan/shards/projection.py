@@ -87,44 +87,46 @@ def strong_scaling(mesh: Mesh, most: int) -> Iterator[Mesh]:
 
 
 def local_graph(plan: ShardPlan, worker: int) -> Graph:
-    """The graph with tensors as large as a worker's part of them; of those in between, like their op's."""
-    shares = _shares_made(plan, plan.shards[worker])
-    by_op = {op.id: shares.get(op.outputs[0].tensor, 1.0) for op in plan.graph.ops if op.outputs}
+    """The graph with tensors as large as a worker's part of them."""
     tensors = dict(plan.graph.tensors)
-    for op in plan.graph.ops:
-        for use in (*op.outputs, *op.inputs):
-            tensor = tensors[use.tensor]
-            source = tensor.gradient_of or tensor.id
-            if plan.graph.tensors[source].kind in RESIDENT or tensor.nbytes is None:
-                continue
-            share = shares.get(source, by_op.get(op.adjoint_of or op.id, 1.0))
-            whole = plan.graph.tensors[tensor.id].nbytes or 0
-            tensors[tensor.id] = replace(tensor, nbytes=ceil(whole * share))
+    for name, share in _shares_of_tensors(plan, plan.shards[worker]).items():
+        tensors[name] = replace(tensors[name], nbytes=ceil((tensors[name].nbytes or 0) * share))
     return replace(plan.graph, tensors=tensors)
 
 
-def _shares_made(plan: ShardPlan, shard: Shard) -> dict[str, float]:
-    """By tensor, the share of it that a worker holds or makes, whichever is more."""
-    found = {}
-    for name in {**shard.held, **shard.made}:
-        whole = max(1, _volume(plan, name))
-        parts = (rect.volume for rect in (shard.held.get(name), shard.made.get(name)) if rect is not None)
-        found[name] = max(parts) / whole
+def _shares_of_tensors(plan: ShardPlan, shard: Shard) -> dict[str, float]:
+    """By tensor the share of it that a worker has: a gradient's is that of its tensor.
+
+    What else there is in the backward half is as large, in proportion, as what it is made from.
+    """
+    found = {name: _share_held(plan, shard, name) for name in {**shard.held, **shard.made}}
+    tensors = plan.graph.tensors
+    for op in plan.graph.ops:
+        read = [name for name in op.reads() if name in found and tensors[name].kind not in RESIDENT]
+        made_from = max((found[name] for name in read), default=1.0)
+        for name in op.writes():
+            source = tensors[name].gradient_of
+            is_resident = tensors[source or name].kind in RESIDENT
+            found.setdefault(name, 1.0 if is_resident else found.get(source or "", made_from))
     return found
 
 
-def _volume(plan: ShardPlan, name: str) -> int:
-    return prod(plan.layouts[name].cells.sizes)
+def _share_held(plan: ShardPlan, shard: Shard, name: str) -> float:
+    if plan.graph.tensors[name].kind in RESIDENT:
+        return 1.0
+    parts = (rect.volume for rect in (shard.held.get(name), shard.made.get(name)) if rect is not None)
+    return max(parts) / max(1, prod(plan.layouts[name].cells.sizes))
 
 
 def _compute_seconds(plan: ShardPlan, shard: Shard, whole: Mapping[str, float], machine: Machine) -> float:
     """Each op takes its share of what it would take whole, and a backward op that of its forward op."""
-    made = {
-        level.spread.op.id: level.made.volume / max(1, _volume(plan, level.name)) for level in shard.levels
-    }
+    shares = _shares_of_tensors(plan, shard)
+    sizes = {level.name: max(1, prod(plan.layouts[level.name].cells.sizes)) for level in shard.levels}
+    made = {level.spread.op.id: level.made.volume / sizes[level.name] for level in shard.levels}
 
     def share(op: Op) -> float:
-        return made.get(op.adjoint_of or op.id, 1.0 if op.adjoint_of is None else 0.0)
+        first = shares.get(op.outputs[0].tensor, 1.0) if op.outputs else 1.0
+        return made.get(op.adjoint_of or op.id, first)
 
     start = machine.launch_seconds
     return sum((whole[op.id] - start) * share(op) + start for op in plan.graph.ops)
