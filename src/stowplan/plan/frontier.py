@@ -80,7 +80,7 @@ def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
             )
         for cooling in _HEATS:
             search.sweep([(anchors[-1], 1.0)], total // 5, cooling, down=True)
-        search.quench(trials=total // 8)
+        search.quench(trials=max(1, total // 8))
     return search.frontier()
 
 
