@@ -2,7 +2,8 @@
 
 python -m benchmarks.shards memory     peak per worker of a 2 x 2 mesh over that of one process
 python -m benchmarks.shards scaling    a batch of one per worker, on one and on two workers
-python -m benchmarks.shards faults     workers killed and stopped at random moments
+python -m benchmarks.shards network    latency and bandwidth of two workers, as `simulate` reads them
+python -m benchmarks.shards faults 20 4     so many workers killed, so many stopped, at random moments
 """
 
 import os
@@ -28,6 +29,7 @@ from stowplan.errors import WorkerLost
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.run.measure import measure
 from stowplan.run.shards.step import ShardedStep
+from stowplan.run.shards.workers import Workers
 
 MEMORY = {
     "unet": {"resolution": 412, "width": 8},
@@ -88,6 +90,22 @@ def scaling(mesh: str, batch: int) -> float:
         differentiate(step, shares)
         best = min(best, time.perf_counter() - started)
     return best
+
+
+def network() -> tuple[float, float]:
+    """Seconds of a small exchange both ways, and bytes per second of a large one."""
+    workers = Workers(parse_mesh("space=2"))
+    seconds = {}
+    for elements in (2, 2**21):
+        sent, got = torch.zeros(elements), torch.zeros(elements)
+        times = []
+        for _ in range(20):
+            dist.barrier()
+            begun = time.perf_counter()
+            workers.swap([(1 - workers.rank, sent)], [(1 - workers.rank, got)])
+            times.append(time.perf_counter() - begun)
+        seconds[elements] = sorted(times)[len(times) // 2]
+    return seconds[2], 4 * 2**21 / (seconds[2**21] - seconds[2])
 
 
 def train_forever(tell: Callable[[object], None]) -> None:
@@ -198,6 +216,9 @@ def main() -> None:
             for mesh in ("data=2", "space=2"):
                 pair = max(on_workers(2, scaling, mesh, 2))
                 print(f"one worker {alone:.3f} s, {mesh} with two images {pair:.3f} s: {alone / pair:.3f}")
+        case ["network"]:
+            latency, bandwidth = on_workers(2, network)[0]
+            print(f"[network]\nlatency_seconds = {latency:.2e}\nbytes_per_second = {bandwidth:.2e}")
         case ["faults", kills, stops]:
             chance = random.Random(0)
             for how, times in ((signal.SIGKILL, int(kills)), (signal.SIGSTOP, int(stops))):

@@ -30,7 +30,6 @@ MESHES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
     3: [
         ("unet", "space=3x1", {"resolution": 204}),
         ("resnet50", "data=1,space=3", {}),
-        ("vit", "data=3", {"batch": 4}),
     ],
     4: [
         ("unet", "space=2x2", {"resolution": 204}),
@@ -38,7 +37,6 @@ MESHES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
         ("resnet50", "data=2,space=2", {"batch": 3}),
         ("unet3d", "space=2x2", {}),
         ("gpt", "data=2,sequence=2", {"batch": 4}),
-        ("gpt", "sequence=1:2:1:2", {}),
         ("vit", "data=2,space=2", {"batch": 4}),
     ],
 }

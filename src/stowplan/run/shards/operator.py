@@ -233,11 +233,13 @@ class Results(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, counts: Sequence[bool], token: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.counts = counts
-        return tuple(torch.ops.stowplan.fence(value, token) for value in values)
+        ctx.counts, ctx.device = counts, token.device
+        made = tuple(torch.ops.stowplan.fence(value, token) for value in values)
+        ctx.mark_non_differentiable(*(value for value in made if not value.is_floating_point()))
+        return made
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.counts, gradients, strict=True)
         found = [gradient if counts else torch.zeros_like(gradient) for counts, gradient in pairs]
-        return None, gradients[0].new_zeros((), dtype=torch.float32), *found
+        return None, torch.zeros((), dtype=torch.float32, device=ctx.device), *found

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stowplan.capture import Captured, Ref, capture
+from stowplan.errors import BadUse
 from stowplan.ir import Graph, Kind
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
@@ -46,6 +47,8 @@ class ShardedStep:
     ) -> None:
         captured = capture(model, args, kwargs)
         check_differentiable(captured, model, args, kwargs)
+        if not any(name in captured.program.parameters for name in captured.program.gradients):
+            raise BadUse("no parameter of the model has a gradient: there is no training step to shard")
         self.captured, self.workers = captured, Workers(mesh)
         self.plan = plan_sharded(captured, mesh, dims)
         self._everyone = tuple(range(len(mesh.axes)))
