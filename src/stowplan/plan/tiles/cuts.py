@@ -6,7 +6,7 @@ the image twice. One output is cut evenly; the others where what they need ends 
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 
 from stowplan.geometry import Rect
 from stowplan.ir import Kind, Shape
@@ -64,7 +64,8 @@ def _boundary(
     def needed(output: str, dim: int, end: int) -> int:
         rect = Rect.of_shape(shapes[output])
         upto = Rect(rect.lo, tuple(end if d == dim else size for d, size in enumerate(rect.hi)))
-        return pull({output: upto})[source].hi[dim] if end else 0
+        held = pull({output: upto}).get(source)
+        return held.hi[dim] if held else 0
 
     def boundary(dim: int, end: int) -> int:
         limit, size = needed(leader, dim, end), shapes[name][dim]
@@ -80,6 +81,7 @@ def _follower(
         return Rect.of_shape(shape).split(parts)
     spans: list[list[Span]] = []
     for dim, count in enumerate(parts):
-        inner = (boundary(dim, leading[dim] * i // count) for i in range(1, count))
+        ends = (boundary(dim, leading[dim] * i // count) for i in range(1, count))
+        inner = accumulate(ends, max)  # ascending, whatever the rules say: the parts must cover all
         spans.append(list(pairwise((0, *inner, shape[dim]))))
     return tuple(Rect(tuple(lo for lo, _ in cell), tuple(hi for _, hi in cell)) for cell in product(*spans))
