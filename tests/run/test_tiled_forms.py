@@ -1,5 +1,6 @@
 """Ops that must know where their part lies: interpolation, causal attention. Products that need not run."""
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from stowplan.run.tiles import attending, resizing
 
 pytestmark = pytest.mark.torch
 EXACT = 1e-12
+CONVOLUTIONS: Mapping[int, Callable[..., nn.Module]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
 class Resized(nn.Module):
@@ -24,8 +26,7 @@ class Resized(nn.Module):
     def __init__(self, ndim: int, settings: dict[str, Any]) -> None:
         super().__init__()
         self.settings = settings
-        kind = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[ndim]
-        self.mix: nn.Module = kind(2, 2, 3, padding=1)
+        self.mix = CONVOLUTIONS[ndim](2, 2, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.mix(F.interpolate(torch.tanh(x), **self.settings))
