@@ -1,7 +1,9 @@
 """Steps that spend every idle stretch on disk, and disks that fail when they are told to."""
 
 import copy
-from collections.abc import Iterator, Mapping
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from errno import EIO
@@ -18,6 +20,7 @@ from stowplan.run.plain import plain_steps
 from stowplan.run.straight import StraightStep
 from stowplan.run.tiers.calls import SystemCalls
 from stowplan.run.tiers.disk import DiskTier
+from stowplan.run.tiers.spill import BLOCK
 
 SMALL = 2**14  # bytes of a chunk, so that small tensors take several
 
@@ -52,13 +55,27 @@ class Spilling:
     tier: DiskTier
     args: tuple[Tensor, ...]
 
-    def train(self) -> None:
-        """One step from fresh gradients."""
+    def train(self, between: Callable[[], None] | None = None) -> None:
+        """One step from fresh gradients; `between` is called before the backward half."""
         self.model.zero_grad(set_to_none=True)
         torch.manual_seed(1)
         loss = self.step(*self.args)
         assert isinstance(loss, Tensor)
+        if between:
+            between()
         torch.autograd.backward(loss)
+
+    def flip(self, place: int, bits: int) -> None:
+        """Damage one byte of the spill file."""
+        with mmap.mmap(-1, BLOCK) as block:  # aligned, as direct transfers must be
+            os.preadv(self.tier.spill.file, [block], place - place % BLOCK)
+            block[place % BLOCK] ^= bits
+            os.pwrite(self.tier.spill.file, block, place - place % BLOCK)
+
+    def settle(self) -> None:
+        """Let transfers that a failed step has left behind come to their end."""
+        for engine in (self.tier.writer, self.tier.reader):
+            engine.submit(int).result()
 
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers."""

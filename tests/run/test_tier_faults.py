@@ -1,6 +1,5 @@
 """A disk that fails: a typed error and no trace of the step, or the right numbers; never anything else."""
 
-import mmap
 import os
 import random
 import signal
@@ -8,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ from torch import Tensor
 from stowplan.errors import BadUse, TierDamaged, TierFailed, TierFull
 from stowplan.run.tiers.disk import DiskTier
 from stowplan.run.tiers.host import HostTier
-from stowplan.run.tiers.spill import BLOCK
 
 
 @pytest.mark.parametrize(
@@ -33,6 +32,7 @@ def test_a_step_fails_without_a_trace_whichever_call_fails(tmp_path: Path, kind:
         failures = 0
         while True:
             fine.model.load_state_dict(before)
+            fine.settle()
             calls.fail_at(failures + 1)
             if not _fails(fine):
                 break
@@ -102,23 +102,15 @@ def test_flipped_bytes_are_found(tmp_path: Path) -> None:
 
 def _fails_with_a_flipped_byte(fine: Spilling, chance: random.Random, expected: dict[str, Tensor]) -> bool:
     before = fine.state()
-    loss = _loss(fine, *fine.args)
-    _flip(fine.tier.spill.file, chance.randrange(fine.tier.spill.nbytes), chance.randrange(1, 256))
+    damage = partial(fine.flip, chance.randrange(fine.tier.spill.nbytes), chance.randrange(1, 256))
     try:
-        found = _gradients_of(fine, loss)
+        fine.train(between=damage)
     except TierDamaged:
         assert same(before, fine.state())
         assert not fine.gradients()
         return True
-    assert same(expected, found)
+    assert same(expected, fine.gradients())
     return False
-
-
-def _flip(file: int, place: int, by: int) -> None:
-    with mmap.mmap(-1, BLOCK) as block:  # aligned, as direct transfers must be
-        os.preadv(file, [block], place - place % BLOCK)
-        block[place % BLOCK] ^= by
-        os.pwrite(file, block, place - place % BLOCK)
 
 
 _KILLED = """

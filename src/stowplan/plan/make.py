@@ -14,7 +14,7 @@ from stowplan.plan.bound import bound_of
 from stowplan.plan.decision import Again, Decision, Keep, Recompute, Step
 from stowplan.plan.frontier import Frontier, Point, frontier_of
 from stowplan.plan.ledger import State, gaps_of
-from stowplan.plan.offload.frontier import MovedPoint, offloaded, steps_at, with_offload
+from stowplan.plan.offload.frontier import offloaded, steps_at, with_offload
 from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Pricing
@@ -91,8 +91,7 @@ class Planner:
 
     def _bound(self, allowed_bytes: int) -> float:
         """Extra seconds that cannot be avoided; what is moved away instead may be hidden altogether."""
-        moves = any(isinstance(point, MovedPoint) for point in self.frontier.points)
-        return 0.0 if moves else bound_of(self.problem, allowed_bytes)
+        return bound_of(self.problem, allowed_bytes) if self.pricing.tier is None else 0.0
 
     def _too_small(self, allowed_bytes: int) -> BudgetTooSmall:
         graph, pricing = self.problem.graph, self.pricing

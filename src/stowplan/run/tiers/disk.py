@@ -13,13 +13,14 @@ from stowplan.plan.tier import Tier
 from stowplan.run.tiers.calls import SystemCalls
 from stowplan.run.tiers.copying import Staging, read_back, write_out
 from stowplan.run.tiers.live import Look, bytes_of
+from stowplan.run.tiers.rates import rates_of
 from stowplan.run.tiers.spill import BLOCK, Extent, SpillFile, whole_blocks
 
 CHUNK_BYTES = 2**20  # moved at once: longer chunks are hardly faster, and staging counts against the budget
 
 
 class DiskTier:
-    """Opens its spill file and threads when it is first used, and keeps them until it is closed."""
+    """One spill file and two threads, however many steps use it, until it is closed."""
 
     def __init__(
         self,
@@ -37,8 +38,6 @@ class DiskTier:
 
     def described(self) -> Tier:
         """The tier with the rates of this disk, measured once and remembered."""
-        from stowplan.run.tiers.rates import rates_of
-
         return rates_of(self)
 
     @property

@@ -8,6 +8,7 @@ that what is spilled does not stay in memory by another name.
 import fcntl
 import os
 import tempfile
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -44,7 +45,7 @@ class SpillFile:
         self.folder, self._calls = folder, calls
         self._process = os.getpid()
         self.file, self.is_direct = _opened(folder, direct)
-        self._end = 0
+        self._end, self._growing = 0, threading.Lock()
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # offsets by size; safe from any thread
         self._closing = weakref.finalize(self, os.close, self.file)
 
@@ -71,12 +72,13 @@ class SpillFile:
         return extent
 
     def _grow(self, size: int) -> int:
-        offset = self._end
-        try:
-            self._calls.allocate(self.file, offset, size)
-        except OSError as fault:
-            raise self._fault(fault, "set aside", size) from fault
-        self._end = offset + size
+        with self._growing:
+            offset = self._end
+            try:
+                self._calls.allocate(self.file, offset, size)
+            except OSError as fault:
+                raise self._fault(fault, "set aside", size) from fault
+            self._end = offset + size
         return offset
 
     def write(self, data: memoryview, offset: int) -> None:
@@ -121,6 +123,8 @@ class SpillFile:
 
 def _opened(folder: Path, direct: bool) -> tuple[int, bool]:
     """A nameless file in the folder, which is made for its owner alone if it is not there."""
+    if not hasattr(os, "O_TMPFILE") or not hasattr(os, "posix_fallocate"):
+        raise BadUse("the disk tier sets room aside in files without names, which this system does not have")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if direct:

@@ -1,0 +1,209 @@
+"""Moving tensors to this machine's disk: what it costs beside what was projected, and beside other ways.
+
+    python -m benchmarks.offload time     [NET ...]   peaks and seconds, projected and measured; stalls
+    python -m benchmarks.offload joint    [NET ...]   time ratios of each technique alone, and of all together
+    python -m benchmarks.offload endure               1,000 flipped bytes and 2,000 steps
+
+One thread computes. Peaks are the allocator's own; seconds are medians of steps that alternate with the plain
+step. Budgets lie between the smallest that moving alone can meet and the plain peak.
+"""
+
+import argparse
+import os
+import random
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from tests.run.spilling import Spilling, same, spilling
+from torch import Tensor
+
+from benchmarks.nets import NETS, Example
+from stowplan.capture import capture
+from stowplan.errors import BudgetTooSmall, TierDamaged
+from stowplan.plan.make import Planner
+from stowplan.plan.plan import Plan
+from stowplan.plan.simulate import simulate
+from stowplan.plan.tiles.master import Prefer
+from stowplan.plan.verify import verify
+from stowplan.run.measure import measure
+from stowplan.run.plain import plain_steps
+from stowplan.run.planning import price_captured
+from stowplan.run.straight import StraightStep
+from stowplan.run.tiers.disk import DiskTier
+from stowplan.run.tiles.plan import step_planner
+from stowplan.run.tiles.ways import Subject
+from stowplan.units import format_bytes
+
+SIZES: dict[str, dict[str, Any]] = {  # steps of about a second
+    "unet": {"resolution": 316, "width": 32},
+    "resnet50": {"batch": 4, "resolution": 96},
+    "gpt": {"layers": 4, "vocabulary": 8000},
+    "vit": {"batch": 4, "layers": 6},
+}
+SMALL_SIZES: dict[str, dict[str, Any]] = {  # steps of which many ways to tile can be tried
+    "unet": {"resolution": 220, "width": 8},
+    "resnet50": {"batch": 8, "resolution": 64},
+    "gpt": {"batch": 4, "sequence": 64},
+    "vit": {"batch": 8, "resolution": 64},
+}
+SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)  # of the way from the smallest budget to the plain peak
+ALONE = ("recompute", "tile", "offload")
+_ROUNDS = 5
+_MOVES = 1500
+_FLIPS, _STEPS = 1000, 2000
+
+
+def main() -> None:
+    """Print a line per network and budget."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", choices=("time", "joint", "endure"))
+    parser.add_argument("nets", nargs="*", default=list(SIZES), metavar="NET")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.what == "endure":
+        endure()
+        return
+    tier = DiskTier()
+    known = tier.described()
+    out, back = (rate / 1e6 for rate in (known.store_bytes_per_second, known.load_bytes_per_second))
+    print(
+        f"disk: {out:.0f} MB/s out, {back:.0f} MB/s back, {known.latency_seconds * 1e6:.0f} us at least",
+        flush=True,
+    )
+    for name in options.nets:
+        lines = time_lines(name, tier) if options.what == "time" else joint_lines(name)
+        for line in lines:
+            print(f"{name:9} {line}", flush=True)
+
+
+def time_lines(name: str, tier: DiskTier) -> Iterator[str]:
+    """Plans that only move, run beside the plain step."""
+    example = NETS[name].build("real", **SIZES[name])
+    captured = capture(*example)
+    pricing = replace(price_captured(captured), tier=tier.described())
+    planner = Planner.of(captured.graph, pricing, allow=("offload",))
+    plain = StraightStep(captured, example.model, steps=plain_steps(captured.graph))
+    for share in SHARES:
+        plan = verify(planner.plan(_between(planner.minimum_bytes, planner.plain_peak_bytes, share)))
+        moved = StraightStep(captured, example.model, steps=plan.steps, tier=tier)
+        yield _time_line(example, plan, plain, moved)
+
+
+def _time_line(example: Example, plan: Plan, plain: StraightStep, moved: StraightStep) -> str:
+    plain_seconds, seconds = _interleaved([partial(_step, example, plain), partial(_step, example, moved)])
+    peak = _peak(example, moved)
+    pricing = plan.pricing
+    run = simulate(plan.graph, plan.steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
+    stored = sum(transfer.nbytes for transfer in run.transfers if transfer.is_store)
+    projected = plan.projected_seconds * plain_seconds / plan.plain_seconds
+    return (
+        f"budget {format_bytes(plan.allowed_bytes):>8} peak {format_bytes(peak):>8}"
+        f" ({peak / plan.projected_peak_bytes - 1:+.2%} of projected) moved {format_bytes(stored):>8}"
+        f" seconds {seconds:.3f}, projected {plan.projected_seconds:.3f}"
+        f" ({seconds / plan.projected_seconds - 1:+.1%},"
+        f" beside the plain step {seconds / projected - 1:+.1%}), plain {plain_seconds:.3f}"
+        f" stalls {run.stall_seconds / run.seconds:.1%}"
+    )
+
+
+def joint_lines(name: str) -> Iterator[str]:
+    """Projected time ratios; `none` where a technique cannot meet the budget."""
+    model, args = NETS[name].build("tiny", **SMALL_SIZES[name])
+    subject = Subject(capture(model, args), model, args, {})
+    planners = {
+        words: step_planner(subject, allow=words, prefer=Prefer.TIME, moves=_MOVES)
+        for words in (*((word,) for word in ALONE), ALONE)
+    }
+    offers = planners["offload",].plain.offers()
+    low, high = (bound(offer.peak_bytes for offer in offers) for bound in (min, max))
+    for share in SHARES:
+        allowed = _between(low, high, share)
+        ratios = [_ratio(planner.plan, allowed) for planner in planners.values()]
+        told = " ".join(
+            f"{'+'.join(words)} {ratio:.4f}" if ratio < float("inf") else f"{'+'.join(words)} none"
+            for words, ratio in zip(planners, ratios, strict=True)
+        )
+        verdict = "no worse" if ratios[-1] <= min(ratios[:-1]) + 1e-9 else "WORSE"
+        yield f"budget {format_bytes(allowed):>8} {told}: {verdict}"
+
+
+def _ratio(plan_for: Callable[[int], Plan], allowed_bytes: int) -> float:
+    try:
+        return plan_for(allowed_bytes).time_ratio
+    except BudgetTooSmall:
+        return float("inf")
+
+
+def _between(low: int, high: int, share: float) -> int:
+    return int(low + (high - low) * share)
+
+
+def _step(example: Example, run: StraightStep) -> None:
+    example.model.zero_grad(set_to_none=True)
+    loss = run(*example.args)
+    assert isinstance(loss, Tensor)
+    torch.autograd.backward(loss)
+
+
+def _interleaved(steps: list[Callable[[], None]]) -> list[float]:
+    """Median seconds of each, in rounds after one to warm up."""
+    rounds = [[_seconds(step) for step in steps] for _ in range(_ROUNDS + 1)][1:]
+    return [median(times) for times in zip(*rounds, strict=True)]
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    started = perf_counter()
+    step()
+    return perf_counter() - started
+
+
+def _peak(example: Example, run: StraightStep) -> int:
+    example.model.zero_grad(set_to_none=True)
+    before = [*example.model.parameters(), *example.model.buffers(), *example.args]
+    return measure(lambda: _step(example, run), before=before).measured_peak_bytes
+
+
+def endure() -> None:
+    """What a step that moves everything does with a damaging disk, and whether anything grows."""
+    with tempfile.TemporaryDirectory() as folder, spilling(Path(folder)) as fine:
+        before = fine.state()
+        fine.train()
+        expected, chance = fine.gradients(), random.Random(0)
+        outcomes = [_flipped(fine, chance, before, expected) for _ in range(_FLIPS)]
+        print(f"{_FLIPS} flipped bytes: {outcomes.count(True)} found, {outcomes.count(False)} in unused room")
+        start = _held(fine)
+        for _ in range(_STEPS):
+            fine.train()
+        print(f"descriptors, threads, spill bytes: {start} before {_STEPS} steps, {_held(fine)} after")
+
+
+def _flipped(
+    fine: Spilling, chance: random.Random, before: dict[str, Tensor], expected: dict[str, Tensor]
+) -> bool:
+    fine.model.load_state_dict(before)
+    try:
+        fine.train(
+            between=partial(fine.flip, chance.randrange(fine.tier.spill.nbytes), chance.randrange(1, 256))
+        )
+    except TierDamaged:
+        assert not fine.gradients(), "a failed step has left gradients"
+        assert same(before, fine.state()), "a failed step has changed buffers"
+        return True
+    assert same(expected, fine.gradients()), "wrong gradients"
+    return False
+
+
+def _held(fine: Spilling) -> tuple[int, int, int]:
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), fine.tier.spill.nbytes
+
+
+if __name__ == "__main__":
+    main()
