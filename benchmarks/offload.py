@@ -22,10 +22,10 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from tests.run.spilling import Spilling, same, spilling
 from torch import Tensor
 
 from benchmarks.nets import NETS, Example
+from benchmarks.spilling import Spilling, same, spilling
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall, TierDamaged
 from stowplan.plan.make import Planner

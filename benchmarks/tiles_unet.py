@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from stowplan.run.measure import measure
 from stowplan.run.tiles.plan import PlannedStep, step_planner
 from stowplan.run.tiles.ways import Subject
 
-SETTINGS: dict[str, dict[str, float]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "unet": {"batch": 1, "resolution": 572, "width": 64},
     "gpt": {"batch": 1, "sequence": 8192, "vocabulary": 131_072, "dim": 64, "heads": 2, "layers": 2},
 }

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.nets import NETS
-from tests.run.side_by_side import different, trained
-from tests.run.spilling import SMALL, Little, everything_moved
+from benchmarks.spilling import SMALL, Little, everything_moved
+from side_by_side import different, trained
 from torch import Tensor
 
 from stowplan.capture import capture

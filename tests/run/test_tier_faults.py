@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.run.spilling import FailingCalls, Spilling, same, spilling
+from benchmarks.spilling import FailingCalls, Spilling, same, spilling
 from torch import Tensor
 
 from stowplan.errors import BadUse, TierDamaged, TierFailed, TierFull
@@ -117,7 +117,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from stowplan.run.tiers.calls import SystemCalls
-from tests.run.spilling import spilling
+from benchmarks.spilling import spilling
 
 class Killing(SystemCalls):
     writes = 0

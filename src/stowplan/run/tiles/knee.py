@@ -28,7 +28,7 @@ def swept_seconds(
     for op in graph.ops:
         if op.id in work:
             extra += pricing.seconds[op.id] * (runs * work[op.id] * slowdown[op.id] - 1)
-        elif op.phase is Phase.BACKWARD and op.adjoint_of in work:
+        elif op.phase is Phase.BACKWARD and op.adjoint_of is not None and op.adjoint_of in work:
             extra += pricing.seconds[op.id] * (work[op.adjoint_of] * slowdown[op.id] - 1)
     return extra
 
