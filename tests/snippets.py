@@ -22,6 +22,8 @@ def program_of(page: Path) -> str:
 
 
 def _python(body: str) -> str:
+    if body.startswith("# torchrun "):  # a program for several processes: only read
+        return f"compile({body!r}, 'page', 'exec')"
     named = _FILE.match(body)
     return f"Path({named[1]!r}).write_text({body!r})" if named else body
 
