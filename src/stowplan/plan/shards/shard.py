@@ -13,8 +13,9 @@ from stowplan.ops import aten
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.sliding import Span
 from stowplan.ops.table import site_of
+from stowplan.plan.shards.allowed import refused_part
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.spread import SUMMED, Form, Spread, Spreading, refused_part
+from stowplan.plan.shards.spread import SUMMED, Form, Spread, Spreading
 
 CARRIED = frozenset(
     {

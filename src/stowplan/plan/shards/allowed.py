@@ -1,0 +1,85 @@
+"""Which shares of its output an op can make, each from what it needs alone; other axes are given up."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from stowplan.geometry import Rect
+from stowplan.ops.regions.rules import dim_of
+from stowplan.ops.table import Site, shape_of
+from stowplan.ops.tiling import Part, refusal_of
+from stowplan.plan.shards.cells import Cells
+from stowplan.plan.shards.layout import Layout
+from stowplan.plan.shards.lift import Lifted
+from stowplan.plan.shards.mesh import Mesh
+
+SCATTER = "aten.scatter.value"
+CAUSAL = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+_LOOKED_AT = 64
+
+
+def allowed(
+    site: Site, number: int, rule: Lifted, layout: Layout, inputs: Sequence[Layout], mesh: Mesh
+) -> tuple[Layout, str]:
+    """The layout without the axes that would give a worker a part which the op cannot make, and why."""
+    why = _refused(site, number, rule, layout, inputs, mesh)
+    if not why:
+        return layout, ""
+    for axis in layout.cut_axes:
+        fewer = Layout(layout.cells, tuple(None if n == axis else c for n, c in enumerate(layout.axes)))
+        if not _refused(site, number, rule, fewer, inputs, mesh):
+            return fewer, why
+    return Layout(layout.cells, (None,) * len(layout.axes)), why
+
+
+def _refused(
+    site: Site, number: int, rule: Lifted, layout: Layout, inputs: Sequence[Layout], mesh: Mesh
+) -> str:
+    """Why some worker cannot make its share of output `number`; "" if all can."""
+    if layout.is_everywhere:
+        return ""
+    shares = {layout.share(mesh, worker) for worker in looked_at(mesh)}
+    cells = [found.cells for found in inputs]
+    return next(filter(None, (refused_part(site, number, rule, layout, cells, r) for r in shares)), "")
+
+
+def refused_part(
+    site: Site, number: int, rule: Lifted, layout: Layout, inputs: Sequence[Cells], made: Rect
+) -> str:
+    """Why the op cannot make a part of its output number `number` from what it needs for it alone."""
+    if made.is_empty:
+        return ""
+    needs = (
+        None if need is None else cells.local(need)
+        for need, cells in zip(rule.pull(made), inputs, strict=True)
+    )
+    part = Part(number, layout.cells.local(made), tuple(needs))
+    return _scattered(site, part) if site.op.type == SCATTER else refusal_of(_unmasked(site))(part)
+
+
+def _scattered(site: Site, part: Part) -> str:
+    """Lines along the scattered dim are written one by one, if each has its own line of the index."""
+    shape, index = (shape_of(tensor) for tensor in site.inputs)
+    dim = dim_of(site, len(shape))
+    others = [other for other in range(len(shape)) if other != dim]
+    if any(shape[other] != index[other] for other in others):
+        return f"{site.op.id} writes to a part of its input"
+    is_whole = (part.made.lo[dim], part.made.hi[dim]) == (0, shape[dim])
+    return "" if is_whole else f"{site.op.id} may write anywhere along dim {dim}"
+
+
+def _unmasked(site: Site) -> Site:
+    """Causal attention of some queries has a form here, with a mask of its own."""
+    if site.op.type != CAUSAL or not site.attributes.get("is_causal"):
+        return site
+    return replace(site, op=replace(site.op, attributes={**site.attributes, "is_causal": False}))
+
+
+def looked_at(mesh: Mesh) -> tuple[int, ...]:
+    """All workers, or of a large mesh those that stand on one of its axes.
+
+    Rects are products of spans, and each span follows from the place on one axis alone: whatever can happen
+    to a dim happens to one of these.
+    """
+    if mesh.size <= _LOOKED_AT:
+        return tuple(range(mesh.size))
+    return tuple(sorted({worker for axis in range(len(mesh.axes)) for worker in mesh.along(0, [axis])}))
