@@ -165,3 +165,17 @@ def test_tiles_of_ours_do_less_than_those_of_a_file_in_no_more_memory(
     assert ours.tiles > 1
     theirs = tile_costs_of(document.graph, document.tiles)
     assert sum(level.work * level.macs for level in ours.levels) < theirs.forward_macs / 3
+
+
+@pytest.mark.torch
+def test_a_step_that_writes_its_sums_of_gradients_out_is_answered() -> None:
+    """A tile whose inside others read is no way to go, and no reason to fail."""
+    from benchmarks.nets import NETS
+
+    from stowplan.capture import capture
+
+    model, args = NETS["resnet50"].build("tiny")
+    step = capture(model, args).graph
+    planner = planner_of(step, price_by_macs(step), allow=("tile",), moves=50)
+    with pytest.raises(BudgetTooSmall):
+        planner.plan(planner.step.peak_bytes // 8)

@@ -47,6 +47,7 @@ def collapse(segment: Segment, costs: SweepCosts, pricing: Pricing) -> Collapsed
     ops: list[Op] = []
     for op in graph.ops:
         ops += last.get(op.id, ()) if op.id in gone else (op,)
+    _refuse_readers_of_what_is_gone(graph, ops)
     tensors = {**graph.tensors, **{tensor.id: tensor for tensor in scratch}}
     collapsed = _tidied(replace(graph, tensors=tensors, ops=_first_makes(ops)))
     return Collapsed(
@@ -54,6 +55,14 @@ def collapse(segment: Segment, costs: SweepCosts, pricing: Pricing) -> Collapsed
         _priced(segment, costs, pricing, adjoints, forward, backward),
         extra_macs_of(segment, costs),
     )
+
+
+def _refuse_readers_of_what_is_gone(graph: Graph, ops: list[Op]) -> None:
+    """Such as sums of gradients that a captured step writes out: nobody says which forward op they are of."""
+    before, after = ({name for op in side for name in op.writes()} for side in (graph.ops, ops))
+    for op in ops:
+        if missing := sorted((before - after).intersection(op.reads())):
+            raise BadUse(f"not tiled: {op.id} reads {missing[0]}, which would be inside")
 
 
 def name_of_sweep(segment: Segment) -> str:

@@ -1,8 +1,10 @@
 """Ways to tile a graph that cannot be run: segments collapsed into sweeps, priced by the region algebra."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 
+from stowplan.errors import BadUse
 from stowplan.ir import Graph
 from stowplan.plan.decision import Decision
 from stowplan.plan.pricing import Pricing
@@ -19,7 +21,8 @@ def stage_ways(
 ) -> Iterator[Way]:
     """Some stages of the forward half in tiles, from the one that holds most to all."""
     for tiling in stage_tilings(graph):
-        yield _way(graph, pricing, step, tiling, allow=allow, moves=moves)
+        with suppress(BadUse):  # something outside reads what would be inside
+            yield _way(graph, pricing, step, tiling, allow=allow, moves=moves)
 
 
 def whole_ways(
@@ -27,7 +30,8 @@ def whole_ways(
 ) -> Iterator[Way]:
     """All of the forward half in one sweep up to its loss, on some grids."""
     for tiled in whole_tilings(graph):
-        yield _way(graph, pricing, step, (tiled,), allow=allow, moves=moves)
+        with suppress(BadUse):
+            yield _way(graph, pricing, step, (tiled,), allow=allow, moves=moves)
 
 
 def _way(
