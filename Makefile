@@ -30,9 +30,21 @@ coverage: ## the test suite under branch coverage, in one process; takes three t
 	$(PYTHON) -m coverage report --skip-covered
 
 .PHONY: bench
-bench: ## the long studies: projected against measured peaks, plans against what users would pick instead
+bench: ## the long studies: peaks, peers, planning time, tiles, offload, shards
 	$(PYTHON) -m benchmarks.projection
 	$(PYTHON) -m benchmarks.peers unet resnet50 gpt vit --out build/peers
+	$(PYTHON) -m benchmarks.planning
+	$(PYTHON) -m benchmarks.tiles_unet unet --shares 0.2
+	$(PYTHON) -m benchmarks.tiles_unet gpt --shares 0.15
+	$(PYTHON) -m benchmarks.tiles
+	$(PYTHON) -m benchmarks.offload time
+	$(PYTHON) -m benchmarks.offload joint
+	$(PYTHON) -m benchmarks.shards memory
+	$(PYTHON) -m benchmarks.shards scaling
+
+.PHONY: pictures
+pictures: ## screenshots of reports on three screens, into build/pictures
+	$(PYTHON) -m pytest tests/report/test_page_looks.py
 
 .PHONY: docs
 docs: ## the reference page, from the code; all other pages are tested as they stand

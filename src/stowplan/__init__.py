@@ -5,14 +5,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stowplan.api import convert, explain, inspect, planner_for, read_document, read_plan
-    from stowplan.capture import capture
     from stowplan.run.fit import fit, plans_of
 
 __version__ = "0.0.1"
 
 __all__ = [
     "__version__",
-    "capture",
     "convert",
     "explain",
     "fit",
@@ -24,7 +22,7 @@ __all__ = [
 ]
 
 # Looked up when first asked for: importing stowplan is quick, and only what runs models brings torch.
-_HOMES = {"capture": "stowplan.capture", "fit": "stowplan.run.fit", "plans_of": "stowplan.run.fit"}
+_HOMES = {"fit": "stowplan.run.fit", "plans_of": "stowplan.run.fit"}
 
 
 def __getattr__(name: str) -> object:

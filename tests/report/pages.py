@@ -59,6 +59,19 @@ def tiled_plan_of(document: Path, allowed_bytes: int) -> Plan:
 
 
 @cache
+def plan_in_spatial_tiles() -> Plan:
+    """A chain of convolutions on one image, in less than recomputation could do with."""
+    from torch import nn, randn
+
+    from stowplan.capture import capture
+
+    blocks = [layer for _ in range(4) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
+    captured = capture(nn.Sequential(*blocks), (randn(1, 4, 64, 64),), loss=lambda made: made.square().mean())
+    planner = tile_planner_of(captured.graph, price_by_macs(captured.graph), allow=("tile",), moves=50)
+    return planner.plan(planner.step.peak_bytes // 2)
+
+
+@cache
 def gpt_plan() -> Plan:
     """A small GPT, captured, within three quarters of what it takes plainly."""
     from benchmarks.nets import NETS

@@ -20,7 +20,8 @@ def without_layout(graph: Graph) -> Graph:
     ops = tuple(_rerouted(op, source) for op in graph.ops if op.id not in gone)
     held = frozenset(source.get(name, name) for name in graph.held)
     used = {use.tensor for op in ops for use in (*op.inputs, *op.outputs)} | held
-    idle = {use.tensor for op in bypassed for use in op.inputs[1:]} - used
+    linked = {link for tensor in graph.tensors.values() for link in (tensor.alias_of, tensor.gradient_of)}
+    idle = {use.tensor for op in bypassed for use in op.inputs[1:]} - used - linked
     tensors = {
         name: _relinked(tensor, source)
         for name, tensor in graph.tensors.items()
