@@ -68,7 +68,7 @@ def plan_in_spatial_tiles() -> Plan:
     blocks = [layer for _ in range(4) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
     captured = capture(nn.Sequential(*blocks), (randn(1, 4, 64, 64),), loss=lambda made: made.square().mean())
     planner = tile_planner_of(captured.graph, price_by_macs(captured.graph), allow=("tile",), moves=50)
-    return planner.plan(planner.step.peak_bytes // 2)
+    return planner.plan(planner.step.peak_bytes // 3)
 
 
 @cache

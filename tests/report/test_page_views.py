@@ -195,15 +195,20 @@ def test_a_tile_is_shown_level_by_level(seeds: Seeds) -> None:
 def test_a_plan_shows_what_each_of_its_tiles_needs() -> None:
     plan = plan_in_spatial_tiles()
     (tiled,) = plan.tile_maps
-    sixth = ",".join(map(str, np.unravel_index(5, tiled.parts)))
+    middle = [part // 2 for part in tiled.parts]
     with browser().page(written(subject_of(plan, "tiles"))) as page:
         assert page.run("document.querySelectorAll('#tiles .tile').length") == tiled.tiles
         assert page.run("document.querySelectorAll('#tiles .level').length") == len(tiled.levels) - 1
         corner = page.run("document.querySelector('#tiles .levels').innerText")
         assert "cells of halo" in corner
         assert f"All {tiled.tiles} tiles" in page.run("document.querySelector('#tiles').innerText")
-        page.run("document.querySelectorAll('#tiles .tile')[5].dispatchEvent(new Event('pointerenter'))")
-        assert f"Tile {sixth}" in page.run("document.querySelector('#tiles h2').textContent")
+        hover = "dispatchEvent(new Event('pointerenter'))"
+        page.run(
+            f"document.querySelectorAll('#tiles .tile')[{np.ravel_multi_index(middle, tiled.parts)}].{hover}"
+        )
+        assert f"Tile {','.join(map(str, middle))}" in page.run(
+            "document.querySelector('#tiles h2').textContent"
+        )
         assert page.run("document.querySelector('#tiles .levels').innerText") != corner
         assert "inside a tile" in page.run("document.querySelector('.alive').innerText")
         assert "sweep" in page.run("document.querySelector('#network .legend').textContent")
