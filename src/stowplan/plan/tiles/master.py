@@ -32,6 +32,7 @@ def preference(word: str) -> Prefer:
 
 
 W = TypeVar("W", bound=Way)
+_ROUNDING = 1e-9  # of sums of seconds in another order
 
 
 @dataclass(slots=True)
@@ -50,9 +51,9 @@ class MasterPlanner(Generic[W]):
 
     def answer(self, allowed_bytes: int) -> tuple[Plan, W]:
         """The best plan and the way it is for."""
-        if self.prefer is Prefer.EXACTNESS and (exact := _answer(self.plain, allowed_bytes)):
-            return exact
-        best: tuple[Plan, W] | None = None
+        best = _answer(self.plain, allowed_bytes)
+        if best is not None and (self.prefer is Prefer.EXACTNESS or self._costs_nothing(best[0])):
+            return best
         for least, way in self._by_least_seconds(allowed_bytes):
             if best is not None and least >= best[0].projected_seconds:
                 break
@@ -63,12 +64,12 @@ class MasterPlanner(Generic[W]):
             raise self._too_small(allowed_bytes)
         return best
 
+    def _costs_nothing(self, plan: Plan) -> bool:
+        return plan.projected_seconds <= self.step.seconds * (1 + _ROUNDING)
+
     def _by_least_seconds(self, allowed_bytes: int) -> list[tuple[float, W]]:
-        """The ways that could do, the most promising first; of equals the step as it is."""
-        least = self.plain.least_seconds(allowed_bytes)
-        if least <= self.step.seconds:
-            return [(least, self.plain)]
-        by_way = [(way.least_seconds(allowed_bytes), way) for way in (self.plain, *self.ways)]
+        """The ways to tile that could do, the most promising first."""
+        by_way = [(way.least_seconds(allowed_bytes), way) for way in self.ways]
         return sorted(((least, way) for least, way in by_way if least < inf), key=lambda pair: pair[0])
 
     @property
