@@ -108,6 +108,8 @@ def test_region_text_that_does_not_follow_from_the_graph_is_refused() -> None:
         read_plan(
             text.replace(halo, halo.replace("103, 103", "103, 102"), 1), captured.graph, ends_of(captured)
         )
+    with pytest.raises(BadInput, match="4 low and 3 high"):
+        read_plan(text.replace("array([1, 1, 103, 103]", "array([1, 1, 103]", 1), captured.graph, [])
     with pytest.raises(BadInput, match="3 workers"):
         read_plan(text[: text.index("worker 3")], captured.graph, ends_of(captured))
 

@@ -5,12 +5,11 @@ from collections.abc import Iterable
 from stowplan.errors import BadInput
 from stowplan.formats.regiongraph.boxes import Box
 from stowplan.formats.regiongraph.grammar import Sort
-from stowplan.formats.regiongraph.numbers import LARGEST, is_part_of, listed, numbers_of, was_misread
+from stowplan.formats.regiongraph.numbers import is_part_of, listed, numbers_of, was_misread
 from stowplan.formats.regiongraph.page import Field
 from stowplan.formats.regiongraph.remarks import Remarks
+from stowplan.formats.regiongraph.values import bounds_of
 from stowplan.geometry import Point, Rect
-
-_MOST_DIMS = 32  # of a numpy array
 
 
 def rects_of(box: Box, remarks: Remarks) -> dict[str, Rect | None]:
@@ -18,7 +17,7 @@ def rects_of(box: Box, remarks: Remarks) -> dict[str, Rect | None]:
     rects: dict[str, Rect | None] = {}
     broken = []
     for token in _written(box):
-        bounds = [_bounds(part, token.line) for part in token.parts]
+        bounds = bounds_of(token)
         if bounds and len(bounds[0]) != len(bounds[1]):
             broken.append((token, bounds[0], bounds[1]))
         else:
@@ -37,16 +36,6 @@ def _written(box: Box) -> Iterable[Field]:
     if missing:
         raise BadInput(f"{box.title} has no {missing[0]}", where=box.where)
     return (box.fields[key] for key in keys)
-
-
-def _bounds(text: str, line: int) -> Point:
-    bounds = numbers_of(text)
-    if len(bounds) > _MOST_DIMS:
-        raise BadInput(f"{len(bounds)} dims, of at most {_MOST_DIMS}", where=f"line {line}")
-    for bound in bounds:
-        if abs(bound) > LARGEST:
-            raise BadInput(f"{bound:.3g} does not fit int32", where=f"line {line}")
-    return bounds
 
 
 def _remark_on(token: Field, box: Box, rect: Rect | None, remarks: Remarks) -> None:

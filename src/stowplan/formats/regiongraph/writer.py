@@ -6,7 +6,7 @@ from stowplan.errors import BadInput, BadUse
 from stowplan.formats.regiongraph.grammar import FORMS, TENSOR_FIELDS
 from stowplan.formats.regiongraph.graph import BACKWARD, PORTS
 from stowplan.formats.regiongraph.reader import read
-from stowplan.geometry import Rect
+from stowplan.formats.regiongraph.values import dims_text, rect_text
 from stowplan.ir import Document, Graph, Op, Regions, Tensor
 
 
@@ -52,7 +52,7 @@ class _Writer:
         region = self._regions.tensors.get(tensor.id)
         if region is None or tensor.shape is None:
             raise BadUse(f"tensor {tensor.id!r} has no shape or no region to write")
-        values = (_dims(tensor.shape), _rect(region.read), _rect(region.write))
+        values = (dims_text(tensor.shape), rect_text(region.read), rect_text(region.write))
         return _block(tensor.id, zip(TENSOR_FIELDS, values, strict=True))
 
     def _op(self, op: Op) -> str:
@@ -63,9 +63,9 @@ class _Writer:
             PORTS[port]: rect for port, rect in self._regions.ops.get(op.id, {}).items() if port in PORTS
         }
         result = op.attributes.get("result_dim")
-        values = {key: _rect(rects[key]) for key in form.fields if key in rects}
+        values = {key: rect_text(rects[key]) for key in form.fields if key in rects}
         if isinstance(result, tuple):
-            values = {"result_dim": _dims(result), **values}
+            values = {"result_dim": dims_text(result), **values}
         reads, makes = self._ports(op)
         above = " ".join(f"->{port}" for port in reads)
         below = " ".join(f"{port}->" for port in makes)
@@ -84,14 +84,3 @@ class _Writer:
 
 def _block(name: str, fields: Iterable[tuple[str, str]]) -> str:
     return "\n".join((name, *(f"{key}={value}" for key, value in fields)))
-
-
-def _dims(sizes: Iterable[object]) -> str:
-    return f"[{' '.join(map(str, sizes))}]"
-
-
-def _rect(rect: Rect | None) -> str:
-    if rect is None:
-        return "None"
-    lo, hi = (f"array([{', '.join(map(str, bounds))}], dtype=int32)" for bounds in (rect.lo, rect.hi))
-    return f"Rect({lo}, {hi})"

@@ -9,12 +9,12 @@
 a copy only. `read_rect` is what it holds once it has received what it needs, `dist_result` what its op makes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from stowplan.errors import BadInput, IllegalPlan
-from stowplan.formats.regiongraph.numbers import numbers_of
 from stowplan.formats.regiongraph.page import Field, Words, tokens_of
+from stowplan.formats.regiongraph.values import dims_text, rect_of, rect_text
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Regions, TensorRegion
 from stowplan.plan.shards.mesh import Mesh, parse_mesh
@@ -56,10 +56,11 @@ def write_sheet(plan: ShardPlan) -> str:
 
 def _blocks(plan: ShardPlan, regions: Regions) -> Iterator[str]:
     for name, region in regions.tensors.items():
-        sizes = _dims(plan.layouts[name].cells.sizes)
-        yield f"{name}\ndim={sizes}\nread_rect={_rect(region.read)}\nwrite_rect={_rect(region.write)}"
+        sizes = dims_text(plan.layouts[name].cells.sizes)
+        read, write = rect_text(region.read), rect_text(region.write)
+        yield f"{name}\ndim={sizes}\nread_rect={read}\nwrite_rect={write}"
         if name in regions.ops:
-            result = _rect(regions.ops[name]["result"])
+            result = rect_text(regions.ops[name]["result"])
             yield f"{name}\nresult_dim={sizes}\ndist_result={result}"
 
 
@@ -94,13 +95,12 @@ class _Reading:
     def field(self, token: Field) -> None:
         if not self._tensors:
             raise BadInput(f"{token.key} of no worker", where=f"line {token.line}")
-        rect = _read_rect(token)
         if token.key == "read_rect":
-            self._read = rect
+            self._read = rect_of(token)
         elif token.key == "write_rect":
-            self._tensors[-1][self._name] = TensorRegion(self._read, rect)
-        elif token.key == "dist_result" and rect is not None:
-            self._ops[-1][self._name] = {"result": rect}
+            self._tensors[-1][self._name] = TensorRegion(self._read, rect_of(token))
+        elif token.key == "dist_result" and (made := rect_of(token)) is not None:
+            self._ops[-1][self._name] = {"result": made}
 
     def sheet(self) -> Sheet:
         if self._mesh is None or len(self._tensors) != self._mesh.size:
@@ -138,19 +138,3 @@ def _cut_dim(sheet: Sheet, name: str, axis: int) -> int | None:
     if here is None or there is None:
         return None
     return next((dim for dim in range(here.ndim) if here.lo[dim] != there.lo[dim]), None)
-
-
-def _read_rect(token: Field) -> Rect | None:
-    bounds = [numbers_of(part) for part in token.parts]
-    return Rect(bounds[0], bounds[1]) if len(bounds) == 2 else None
-
-
-def _dims(sizes: Sequence[int]) -> str:
-    return f"[{' '.join(map(str, sizes))}]"
-
-
-def _rect(rect: Rect | None) -> str:
-    if rect is None:
-        return "None"
-    lo, hi = (f"array([{', '.join(map(str, bounds))}], dtype=int32)" for bounds in (rect.lo, rect.hi))
-    return f"Rect({lo}, {hi})"
