@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from benchmarks.nets import NETS
-from meshes import on_workers
+from benchmarks.shards.processes import on_workers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -90,8 +90,8 @@ def _die_after(messages: int) -> None:
 
 
 @pytest.mark.parametrize("after", [5, 60])
-def test_a_worker_that_dies_is_named_at_once_and_no_parameter_has_changed(after: int, tmp_path: Path) -> None:
-    ((step, seconds, same),) = on_workers(2, tmp_path, die_in_the_second_step, after, dying=frozenset({1}))
+def test_a_worker_that_dies_is_named_at_once_and_no_parameter_has_changed(after: int) -> None:
+    ((step, seconds, same),) = on_workers(2, die_in_the_second_step, after, dying=frozenset({1}))
     assert step == 2
     assert seconds < 5
     assert same
@@ -120,7 +120,7 @@ def train_with_a_break(folder: str) -> bool:
 
 
 def test_training_resumed_from_a_checkpoint_ends_with_the_same_bits(tmp_path: Path) -> None:
-    assert on_workers(2, tmp_path, train_with_a_break, str(tmp_path / "saved")) == [True, True]
+    assert on_workers(2, train_with_a_break, str(tmp_path / "saved")) == [True, True]
 
 
 def test_a_mesh_without_its_processes_is_refused() -> None:

@@ -2,13 +2,12 @@
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from benchmarks.nets import NETS
-from meshes import on_workers
+from benchmarks.shards.processes import on_workers
 from torch import Tensor, nn
 
 from stowplan.plan.shards.mesh import parse_mesh
@@ -113,8 +112,8 @@ def look(cases: list[tuple[str, str, dict[str, Any]]], further: bool) -> Finding
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[Findings]:
-    return on_workers(2, tmp_path_factory.mktemp("two"), look, MESHES[2], True)
+def two() -> list[Findings]:
+    return on_workers(2, look, MESHES[2], True)
 
 
 def check_all(found: list[Findings]) -> None:
@@ -130,8 +129,8 @@ def test_a_step_over_two_workers_is_the_step_of_one_process(two: list[Findings])
 
 
 @pytest.mark.parametrize("count", [3, 4])
-def test_a_step_over_a_mesh_is_the_step_of_one_process(count: int, tmp_path: Path) -> None:
-    check_all(on_workers(count, tmp_path, look, MESHES[count], False))
+def test_a_step_over_a_mesh_is_the_step_of_one_process(count: int) -> None:
+    check_all(on_workers(count, look, MESHES[count], False))
 
 
 def without_sending_gradients_back(self: Exchange, gradient: Tensor) -> Tensor:

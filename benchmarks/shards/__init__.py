@@ -1,0 +1,7 @@
+"""Steps over meshes of real processes on this machine, one file per study.
+
+python -m benchmarks.shards memory      peak per worker of a 2 x 2 mesh over that of one process
+python -m benchmarks.shards scaling     a batch of one per worker, on one and on two workers
+python -m benchmarks.shards network     latency and bandwidth of two workers, as `simulate` reads them
+python -m benchmarks.shards faults --kills 20 --stops 4     workers lost at random moments
+"""

@@ -1,0 +1,21 @@
+"""Runs the study that is asked for."""
+
+import sys
+
+import benchmarks.shards
+from benchmarks.shards import faults, memory, network, scaling
+
+STUDIES = {"memory": memory.main, "scaling": scaling.main, "network": network.main, "faults": faults.main}
+
+
+def main() -> None:
+    """The first word names the study, the rest is its own."""
+    asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    if asked in STUDIES:
+        STUDIES[asked](sys.argv[2:])
+    else:
+        print(benchmarks.shards.__doc__)
+
+
+if __name__ == "__main__":
+    main()
