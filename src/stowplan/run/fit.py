@@ -21,6 +21,7 @@ from stowplan.plan.tiles.master import Prefer, preference
 from stowplan.run.auto_budget import automatic_budget
 from stowplan.run.plan_cache import USER_PLANS, PlanCache, saved_step
 from stowplan.run.probe import Progress
+from stowplan.run.stand_in import seen_as, with_forward
 from stowplan.run.straight import StraightStep
 from stowplan.run.tiles.plan import PlannedStep, plan_step
 from stowplan.run.tiles.ways import Subject
@@ -65,7 +66,7 @@ def fit(
     allowed = whole - parse_bytes(reserve)
     fitting = Fitting(type(model).forward, allowed, tuple(allow), preference(prefer), progress, moves)
     fitting.given = plan
-    fitted: Model = _seen_as(type(f"Fitted{type(model).__name__}", (_Fitted, type(model)), {}), model)
+    fitted: Model = seen_as(type(f"Fitted{type(model).__name__}", (_Fitted, type(model)), {}), model)
     fitted.__dict__["_fitting"] = fitting
     with torch.enable_grad():
         fitting.step_for(fitted, args, dict(kwargs or {}))
@@ -120,7 +121,7 @@ class Fitting:
 
     def _plan(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> PlannedStep:
         refuse_shards(model)
-        plain = _plain(model, self.plain_forward)
+        plain = with_forward(model, self.plain_forward)
         subject = Subject(capture(plain, args, kwargs), plain, args, kwargs)
         if self.given is not None and not self.planned:
             return saved_step(self.given, subject.captured, self.allowed_bytes)
@@ -138,22 +139,6 @@ class Fitting:
             progress=self.progress,
             moves=self.moves,
         )
-
-
-def _plain(model: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """The fitted model as it was before, to be captured. Its own hooks are run around the step, not in it."""
-    plain: nn.Module = _seen_as(type(type(model).__name__, (type(model),), {"forward": forward}), model)
-    for name, value in vars(plain).items():
-        if name.endswith("_hooks") and "forward" in name:
-            vars(plain)[name] = type(value)()
-    return plain
-
-
-def _seen_as(kind: type, model: nn.Module) -> Any:
-    """The model's own parts as an instance of another class. Nothing of the class is run, as a copy would."""
-    seen: object = object.__new__(kind)
-    vars(seen).update(vars(model))
-    return seen
 
 
 def kind_of_call(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:

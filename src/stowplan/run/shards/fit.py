@@ -5,7 +5,6 @@ worker may keep, recompute and place whatever else it likes.
 """
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from functools import wraps
 from typing import Any
 
@@ -16,6 +15,7 @@ from stowplan.plan.plan import Plan
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.run.planning import plan_within, planner_for_captured
 from stowplan.run.shards.step import ShardedStep
+from stowplan.run.stand_in import with_forward
 from stowplan.run.straight import StraightStep
 from stowplan.units import parse_bytes
 
@@ -68,9 +68,4 @@ def _local_model(step: ShardedStep, model: nn.Module) -> nn.Module:
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         return step.run(step.bound_to(self).tensors(args, kwargs))
 
-    local = copy(model)
-    local.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})
-    for name, value in vars(local).items():
-        if name.endswith("_hooks") and "forward" in name:  # they run around the step, not in it
-            vars(local)[name] = type(value)()
-    return local
+    return with_forward(model, forward)

@@ -6,7 +6,6 @@ the sweeps.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import wraps
 
@@ -20,6 +19,7 @@ from stowplan.ir import Graph, Op, Phase
 from stowplan.ops.regions import regions_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.run.binding import Binding
+from stowplan.run.stand_in import with_forward
 from stowplan.run.tiles.operator import call_sweep
 from stowplan.run.tiles.running import running_statistics
 from stowplan.run.tiles.sweep import Sweep
@@ -64,12 +64,7 @@ def _swept(captured: Captured, model: nn.Module, order: Sequence[Op | Sweep]) ->
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         return _run(captured, Binding(captured, self).tensors(args, kwargs), order)
 
-    swept = copy(model)
-    swept.__class__ = type(type(model).__name__, (type(model),), {"forward": forward})
-    for name, value in vars(swept).items():
-        if name.endswith("_hooks") and "forward" in name:  # they run around the step, not in it
-            vars(swept)[name] = type(value)()
-    return swept
+    return with_forward(model, forward)
 
 
 def _run(captured: Captured, values: dict[str, Tensor], order: Sequence[Op | Sweep]) -> object:
