@@ -13,8 +13,9 @@ from stowplan.errors import BadInput, BadUse, IllegalPlan
 from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.plan.shards.cells import Cells, regrouped
 from stowplan.plan.shards.mesh import Axis, Mesh, parse_mesh
-from stowplan.plan.shards.plan import ShardPlan, shard_plan
+from stowplan.plan.shards.plan import ShardPlan, outline_plan, shard_plan
 from stowplan.plan.shards.scale import mesh_traffic
+from stowplan.plan.shards.seeds import seeds_for
 from stowplan.plan.shards.text import read_plan, sheet_of, write_sheet
 from stowplan.plan.shards.traffic import traffic_of
 
@@ -85,8 +86,18 @@ def test_traffic_from_workers_on_the_axes_is_that_of_all(
     case: tuple[Net, str, Seeds, dict[str, Any]],
 ) -> None:
     captured, plan = plan_of(*case)
-    on_axes = {worker for axis in range(len(plan.mesh.axes)) for worker in plan.mesh.along(0, [axis])}
-    outline = shard_plan(captured.graph, plan.mesh, case[2], ends_of(captured), sorted(on_axes))
+    outline = outline_plan(captured.graph, plan.mesh, case[2], ends_of(captured))
+    found, expected = mesh_traffic(outline), traffic_of(plan)
+    assert found.sent_bytes.tolist() == [worker.sent_bytes for worker in expected]
+    assert found.messages.tolist() == [worker.messages for worker in expected]
+
+
+@pytest.mark.parametrize("mesh", ["data=16", "sequence=16", "data=2,sequence=8"])
+def test_four_places_tell_the_traffic_of_a_long_even_axis(mesh: str) -> None:
+    seeds = seeds_for(capture(*gpt.NET.build("tiny", device="meta", batch=16)).graph, parse_mesh(mesh))
+    captured, plan = plan_of(gpt.NET, mesh, seeds, {"batch": 16})
+    outline = outline_plan(captured.graph, plan.mesh, seeds, ends_of(captured))
+    assert len(outline.shards) < plan.mesh.size
     found, expected = mesh_traffic(outline), traffic_of(plan)
     assert found.sent_bytes.tolist() == [worker.sent_bytes for worker in expected]
     assert found.messages.tolist() == [worker.messages for worker in expected]

@@ -1,6 +1,6 @@
 """Which shares of its output an op can make, each from what it needs alone; other axes are given up."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from stowplan.geometry import Rect
@@ -8,6 +8,7 @@ from stowplan.ops.regions.rules import dim_of
 from stowplan.ops.table import Site, shape_of
 from stowplan.ops.tiling import Part, refusal_of
 from stowplan.plan.shards.cells import Cells
+from stowplan.plan.shards.even import is_followed_evenly, outline
 from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.lift import Lifted
 from stowplan.plan.shards.mesh import Mesh
@@ -37,23 +38,30 @@ def _refused(
     """Why some worker cannot make its share of output `number`; "" if all can."""
     if layout.is_everywhere:
         return ""
-    shares = {layout.share(mesh, worker) for worker in looked_at(mesh)}
-    cells = [found.cells for found in inputs]
-    return next(filter(None, (refused_part(site, number, rule, layout, cells, r) for r in shares)), "")
+    even = [axis for axis in range(len(mesh.axes)) if is_followed_evenly(mesh, axis, rule, layout)]
+    workers = range(mesh.size) if mesh.size <= _LOOKED_AT else outline(mesh, even)
+    shares = {layout.share(mesh, worker) for worker in workers}
+    refusal = refusal_of_parts(site, number, rule, layout, [found.cells for found in inputs])
+    return next(filter(None, map(refusal, shares)), "")
 
 
-def refused_part(
-    site: Site, number: int, rule: Lifted, layout: Layout, inputs: Sequence[Cells], made: Rect
-) -> str:
-    """Why the op cannot make a part of its output number `number` from what it needs for it alone."""
-    if made.is_empty:
-        return ""
-    needs = (
-        None if need is None else cells.local(need)
-        for need, cells in zip(rule.pull(made), inputs, strict=True)
-    )
-    part = Part(number, layout.cells.local(made), tuple(needs))
-    return _scattered(site, part) if site.op.type == SCATTER else refusal_of(_unmasked(site))(part)
+def refusal_of_parts(
+    site: Site, number: int, rule: Lifted, layout: Layout, inputs: Sequence[Cells]
+) -> Callable[[Rect], str]:
+    """Tells of a part of output `number` why the op cannot make it from what it needs for it alone."""
+    unmasked = refusal_of(_unmasked(site))
+
+    def refusal(made: Rect) -> str:
+        if made.is_empty:
+            return ""
+        needs = (
+            None if need is None else cells.local(need)
+            for need, cells in zip(rule.pull(made), inputs, strict=True)
+        )
+        part = Part(number, layout.cells.local(made), tuple(needs))
+        return _scattered(site, part) if site.op.type == SCATTER else unmasked(part)
+
+    return refusal
 
 
 def _scattered(site: Site, part: Part) -> str:
@@ -72,14 +80,3 @@ def _unmasked(site: Site) -> Site:
     if site.op.type != CAUSAL or not site.attributes.get("is_causal"):
         return site
     return replace(site, op=replace(site.op, attributes={**site.attributes, "is_causal": False}))
-
-
-def looked_at(mesh: Mesh) -> tuple[int, ...]:
-    """All workers, or of a large mesh those that stand on one of its axes.
-
-    Rects are products of spans, and each span follows from the place on one axis alone: whatever can happen
-    to a dim happens to one of these.
-    """
-    if mesh.size <= _LOOKED_AT:
-        return tuple(range(mesh.size))
-    return tuple(sorted({worker for axis in range(len(mesh.axes)) for worker in mesh.along(0, [axis])}))

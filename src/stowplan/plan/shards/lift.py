@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from stowplan.geometry import Rect
-from stowplan.ops.regions import Need, Relation, regions_of
-from stowplan.ops.regions.maps import Along, Digit, Sliding
+from stowplan.ops.regions import DimKind, Need, Relation, regions_of
+from stowplan.ops.regions.maps import Along, Digit, Grouped, Prefix, Sliding
 from stowplan.ops.sliding import Span, Window
 from stowplan.ops.table import Site
 from stowplan.ops.tiling import RESHAPES
@@ -84,6 +84,26 @@ class Lifted:
             leads = dim_map.below * dim_map.size == prod(dim_map.sizes) and not dim_map.shift
             return self._only_cell(dim_map.dims[0]) if leads else None
         return None
+
+    def moves_along(self, cell: int) -> bool:
+        """Whether an index of an output cell needs that index, those up to it, or always the same."""
+        dim = self.output.dim_of(cell)
+        pairs = zip(self.relation.needs, self.inputs, strict=True)
+        return all(need is None or self._moves_along(need, cells, dim) for need, cells in pairs)
+
+    def _moves_along(self, need: Need, cells: Cells, dim: int) -> bool:
+        if need.within is not None and need.within[0] == dim:
+            return False
+        maps = enumerate(need.dims)
+        return all(m.kind_of(dim) is DimKind.SHARED or self._is_index(need, cells, n) for n, m in maps)
+
+    def _is_index(self, need: Need, cells: Cells, dim: int) -> bool:
+        if self._same(need, cells, dim) is not None:
+            return True
+        dim_map = need.dims[dim]
+        if not isinstance(dim_map, Prefix | Grouped) or (isinstance(dim_map, Grouped) and dim_map.overlaps):
+            return False
+        return len(cells.groups[dim]) == len(self.output.groups[dim_map.dim]) == 1
 
     def _only_cell(self, dim: int) -> int | None:
         return self.output.first(dim) if len(self.output.groups[dim]) == 1 else None

@@ -25,18 +25,21 @@ class Axis:
 
     def span(self, size: int, place: int) -> Span:
         """The indices of a dim of `size` that belong to `place`; empty where there are more places."""
-        bounds = _bounds(self, size)
+        bounds = self.bounds(size)
         return bounds[place], bounds[place + 1]
+
+    def bounds(self, size: int) -> tuple[int, ...]:
+        """Where the spans of a dim of `size` begin, and its end."""
+        return _bounds(self, size)
 
     def places_of(self, size: int, span: Span) -> range:
         """The places to which indices of a dim of `size` belong."""
-        bounds = _bounds(self, size)
+        bounds = self.bounds(size)
         return range(max(0, bisect_right(bounds, span[0]) - 1), min(self.size, bisect_left(bounds, span[1])))
 
 
 @cache
 def _bounds(axis: Axis, size: int) -> tuple[int, ...]:
-    """Where the spans of a dim begin, and its end."""
     shares = (0, *accumulate(axis.weights or (1,) * axis.size))
     return tuple(size * share // shares[-1] for share in shares)
 
@@ -70,6 +73,15 @@ class Mesh:
         for axis, position in zip(self.axes, place, strict=True):
             number = number * axis.size + position
         return number
+
+    def on_axis(self, axis: int, place: int) -> int:
+        """Who stands at a place of one axis, and first on all others."""
+        return self.worker([place if number == axis else 0 for number in range(len(self.axes))])
+
+    @property
+    def middle(self) -> int:
+        """Who has neighbours on all sides, where anyone does."""
+        return self.worker([axis.size // 2 for axis in self.axes])
 
     def along(self, worker: int, axes: Sequence[int]) -> tuple[int, ...]:
         """The workers that differ from `worker` at most in their places on these axes."""

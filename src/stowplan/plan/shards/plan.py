@@ -1,7 +1,8 @@
 """ShardPlan: a training step over a mesh of workers: who owns, makes and holds which rect of a tensor."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from stowplan.errors import IllegalPlan
 from stowplan.geometry import Rect
@@ -10,6 +11,7 @@ from stowplan.ops.regions import regions_of
 from stowplan.ops.table import site_of
 from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.mesh import Axis, Mesh
+from stowplan.plan.shards.outline import outlined
 from stowplan.plan.shards.shard import Pulling, Shard
 from stowplan.plan.shards.spread import Spread, Spreading, forward_ops, spread_over
 
@@ -59,25 +61,29 @@ class ShardPlan:
 
 
 def shard_plan(
-    graph: Graph,
-    mesh: Mesh,
-    seeds: Mapping[str, Sequence[int | None]],
-    ends: Iterable[str],
-    workers: Sequence[int] | None = None,
+    graph: Graph, mesh: Mesh, seeds: Mapping[str, Sequence[int | None]], ends: Sequence[str]
 ) -> ShardPlan:
-    """The step over a mesh whose axes cut the dims `seeds` of its inputs. `ends` are what it returns.
-
-    With `workers`, only their shards are worked out.
-    """
+    """The step over a mesh whose axes cut the dims `seeds` of its inputs. `ends` are what it returns."""
     spreading = spread_over(graph, mesh, seeds)
-    shards = Pulling(spreading, tuple(ends), range(mesh.size) if workers is None else workers).run()
+    return _planned(spreading, Pulling(spreading, ends, range(mesh.size)).run())
+
+
+def outline_plan(
+    graph: Graph, mesh: Mesh, seeds: Mapping[str, Sequence[int | None]], ends: Sequence[str]
+) -> ShardPlan:
+    """The same with the shards of a few workers, who tell what the others have."""
+    spreading = spread_over(graph, mesh, seeds)
+    return _planned(spreading, outlined(spreading, ends))
+
+
+def _planned(spreading: Spreading, shards: Mapping[int, Shard]) -> ShardPlan:
     plan = ShardPlan(
-        graph,
-        mesh,
+        spreading.graph,
+        spreading.mesh,
         spreading.layouts,
         tuple(spreading.spreads),
         shards,
-        _differentiated(graph),
+        _differentiated(spreading.graph),
         tuple(_exchanged(spreading, shards)),
     )
     check(plan)
@@ -115,9 +121,8 @@ def check(plan: ShardPlan) -> None:
 
 
 def _follow_each_other(axis: Axis, size: int) -> bool:
-    spans = [axis.span(size, place) for place in range(axis.size)]
-    ends = [0, *(high for _, high in spans)]
-    return ends[-1] == size and all(low == end for (low, _), end in zip(spans, ends, strict=False))
+    bounds = axis.bounds(size)
+    return bounds[0] == 0 and bounds[-1] == size and all(low <= high for low, high in pairwise(bounds))
 
 
 def _differentiated(graph: Graph) -> frozenset[str]:

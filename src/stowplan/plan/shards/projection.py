@@ -13,7 +13,7 @@ from stowplan.analyse.facts import facts_of
 from stowplan.ir import Graph, Op
 from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.shards.mesh import Mesh
-from stowplan.plan.shards.plan import RESIDENT, ShardPlan, shard_plan
+from stowplan.plan.shards.plan import RESIDENT, ShardPlan, outline_plan
 from stowplan.plan.shards.scale import mesh_traffic
 from stowplan.plan.shards.shard import Shard
 from stowplan.plan.shards.traffic import summed_by
@@ -56,7 +56,7 @@ def project(
 ) -> Projection:
     """The step of `graph` on `mesh`; only workers on the axes and in the middle are worked out."""
     started = perf_counter()
-    plan = shard_plan(graph, mesh, seeds, ends, _kinds_of_workers(mesh))
+    plan = outline_plan(graph, mesh, seeds, ends)
     traffic = mesh_traffic(plan)
     summed, sums = summed_by(plan, 0)
     whole = price_by_roofline(graph, machine).seconds
@@ -67,7 +67,7 @@ def project(
         float(messages.max()) + _sum_seconds(mesh.size, summed, sums, network),
         int(traffic.sent_bytes.max()),
         summed,
-        max(facts_of(local_graph(plan, worker)).peak.bytes for worker in {0, _middle(mesh)}),
+        max(facts_of(local_graph(plan, worker)).peak.bytes for worker in {0, mesh.middle}),
         perf_counter() - started,
         plan.gathered,
     )
@@ -137,12 +137,3 @@ def _sum_seconds(workers: int, nbytes: int, sums: int, network: Network) -> floa
         return 0.0
     ring = 2 * (workers - 1) / workers * nbytes / network.bytes_per_second
     return ring + 2 * ceil(log2(workers)) * network.latency_seconds * sums
-
-
-def _kinds_of_workers(mesh: Mesh) -> list[int]:
-    on_axes = {worker for axis in range(len(mesh.axes)) for worker in mesh.along(0, [axis])}
-    return sorted(on_axes | {_middle(mesh)})
-
-
-def _middle(mesh: Mesh) -> int:
-    return mesh.worker([axis.size // 2 for axis in mesh.axes])

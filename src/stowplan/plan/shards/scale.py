@@ -1,8 +1,8 @@
 """Scale: the traffic of meshes of thousands of workers, exactly, from the few that stand on their axes.
 
 A rect is a product of spans, and each span depends on the place on one axis alone. So the overlaps of all
-shares with all that is held are products too, of what the places of one axis have in common: a mesh of 64 by
-64 takes 64 x 64 comparisons of spans per axis, not 4096 x 4096 of rects.
+shares with all that is held are products too, of what the places of one axis have in common: on a mesh of 64
+by 64, twice 64 spans are sorted, and not 4096 x 4096 rects compared.
 """
 
 from collections.abc import Sequence
@@ -65,18 +65,55 @@ class _Along:
 
 
 def _along(plan: ShardPlan, name: str, axis: int) -> _Along:
-    layout, workers = plan.layouts[name], plan.mesh.along(0, [axis])
+    layout, places = plan.layouts[name], plan.mesh.axes[axis].size
     cell = layout.axes[axis]
     if cell is None:  # replicas: each serves its own row
-        ones = np.ones(len(workers), np.int64)
+        ones = np.ones(places, np.int64)
         return _Along(ones, ones, ones, ones, ones)
-    shares = [_span(layout.share(plan.mesh, worker), cell) for worker in workers]
-    held = [_span(_held(plan, name, worker), cell) for worker in workers]
-    low = np.maximum.outer([a for a, _ in shares], [a for a, _ in held])
-    high = np.minimum.outer([b for _, b in shares], [b for _, b in held])
-    common = np.maximum(0, high - low).astype(np.int64)  # of the share of a row, held at a column
-    met = (common > 0).astype(np.int64)
-    return _Along(common.sum(1), common.sum(0), common.diagonal().copy(), met.sum(1), met.sum(0))
+    bounds = np.array(plan.mesh.axes[axis].bounds(layout.cells.sizes[cell]), np.int64)
+    low, high = (np.array(side, np.int64) for side in _held_along(plan, name, axis, cell))
+    kept = np.maximum(0, np.minimum(bounds[1:], high) - np.maximum(bounds[:-1], low))
+    below = _sum_of_least(bounds, high) - _sum_of_least(bounds, low)  # held by all, before each bound
+    return _Along(
+        given=np.diff(below),
+        held=high - low,
+        kept=kept,
+        targets=_met(bounds[:-1], bounds[1:], low, high),
+        sources=_met(low, high, bounds[:-1], bounds[1:]),
+    )
+
+
+def _sum_of_least(limits: Counts, numbers: Counts) -> Counts:
+    """By limit, the sum of all numbers, each counted up to the limit."""
+    ordered = np.sort(numbers)
+    smaller = np.searchsorted(ordered, limits)
+    sums = np.concatenate([[0], np.cumsum(ordered)])
+    found: Counts = sums[smaller] + (len(ordered) - smaller) * limits
+    return found
+
+
+def _met(low: Counts, high: Counts, lows: Counts, highs: Counts) -> Counts:
+    """By span, with how many of the others it has an index in common."""
+    is_there = highs > lows
+    begun = np.searchsorted(np.sort(lows[is_there]), high)
+    ended = np.searchsorted(np.sort(highs[is_there]), low, side="right")
+    return np.where(high > low, begun - ended, 0)
+
+
+def _held_along(plan: ShardPlan, name: str, axis: int, cell: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Low and high bounds of what every place of an axis holds; those not worked out lie on a line."""
+    size = plan.mesh.axes[axis].size
+    workers = [plan.mesh.on_axis(axis, place) for place in range(size)]
+    if all(worker in plan.shards for worker in workers):
+        rects = [_held(plan, name, worker) for worker in workers]
+        return [rect.lo[cell] for rect in rects], [rect.hi[cell] for rect in rects]
+    first, second = (_held(plan, name, worker) for worker in workers[:2])
+    steps = second.lo[cell] - first.lo[cell], second.hi[cell] - first.hi[cell]
+    low, high = (
+        [start + place * step for place in range(size)]
+        for start, step in zip((first.lo[cell], first.hi[cell]), steps, strict=True)
+    )
+    return low, high
 
 
 def _uncut_elements(plan: ShardPlan, name: str) -> int:
@@ -85,7 +122,7 @@ def _uncut_elements(plan: ShardPlan, name: str) -> int:
     first = _held(plan, name, 0)
     for axis in range(len(plan.mesh.axes)):
         for worker in plan.mesh.along(0, [axis]):
-            rect = _held(plan, name, worker)
+            rect = _held(plan, name, worker) if worker in plan.shards else first
             same = [c for c in range(rect.ndim) if c != layout.axes[axis]]
             if not rect.is_empty and any(_span(rect, cell) != _span(first, cell) for cell in same):
                 raise BadUse(f"what workers hold of {name!r} is no product over the axes of {plan.mesh}")

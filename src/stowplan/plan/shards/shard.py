@@ -13,7 +13,7 @@ from stowplan.ops import aten
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.sliding import Span
 from stowplan.ops.table import site_of
-from stowplan.plan.shards.allowed import refused_part
+from stowplan.plan.shards.allowed import refusal_of_parts
 from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.spread import SUMMED, Form, Spread, Spreading
 
@@ -151,8 +151,8 @@ class Pulling:
         site = site_of(self._found.graph, spread.op)
         cells = [self._layout(use.tensor).cells for use in spread.op.inputs]
         layout = self._layout(spread.op.outputs[number].tensor)
-        rule = spread.rules[number]
-        return not any(refused_part(site, number, rule, layout, cells, part) for part in set(made))
+        refusal = refusal_of_parts(site, number, spread.rules[number], layout, cells)
+        return not any(map(refusal, set(made)))
 
     def _counted(self, spread: Spread, made: Rect, worker: int) -> tuple[Rect | None, ...]:
         """What sums over the worker's share need, and for a norm what normalising `made` does."""

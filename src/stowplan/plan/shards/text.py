@@ -9,7 +9,7 @@
 a copy only. `read_rect` is what it holds once it has received what it needs, `dist_result` what its op makes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stowplan.errors import BadInput, IllegalPlan
@@ -109,7 +109,7 @@ class _Reading:
         return Sheet(self._mesh, tuple(map(Regions, self._tensors, self._ops)))
 
 
-def read_plan(text: str, graph: Graph, ends: Iterable[str]) -> ShardPlan:
+def read_plan(text: str, graph: Graph, ends: Sequence[str]) -> ShardPlan:
     """The plan of a graph that region text describes; IllegalPlan if the graph cannot have these rects."""
     sheet = read_sheet(text)
     inputs = [name for name, tensor in graph.tensors.items() if tensor.kind is Kind.INPUT]
