@@ -9,10 +9,9 @@ from torch import Tensor, nn
 import stowplan
 from stowplan.errors import IllegalPlan
 from stowplan.plan import file as plan_file
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Exactness, Plan
 from stowplan.run.auto_budget import MARGIN, automatic_budget
 from stowplan.run.machine import free_bytes
-from stowplan.run.plan_cache import PlanCache
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
@@ -68,7 +67,7 @@ def test_a_damaged_plan_is_made_again(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     (again,) = stowplan.plans_of(fitted())
     assert again.steps == first.steps
-    assert PlanCache(folder).read(path.name.partition(".")[0], first.graph) == again
+    assert plan_file.read(path.read_text()) == again
 
 
 def test_a_saved_plan_runs(tmp_path: Path) -> None:
@@ -118,3 +117,75 @@ def test_the_automatic_budget_leaves_a_margin() -> None:
     (plan,) = stowplan.plans_of(fitted(budget="auto"))
     assert 0 < plan.allowed_bytes < free
     assert plan.time_ratio <= 1.0
+
+
+class Wide(nn.Module):
+    """A first stage that holds nearly all: below half of it there are only tiles."""
+
+    def __init__(self, activation: type[nn.Module] = nn.ReLU, head: type[nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        stage = (m for n in (1, 8, 8) for m in (nn.Conv2d(n, 8, 3, padding=1), activation()))
+        self.layers = nn.Sequential(*stage, nn.MaxPool2d(4), nn.Dropout(), nn.Conv2d(8, 2, 1), head())
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layers(x).square().mean()
+        return loss
+
+
+IN_TILES = 600_000
+
+
+def tiled(model: nn.Module | None = None, plan: Plan | None = None, side: int = 96) -> nn.Module:
+    torch.manual_seed(0)
+    return stowplan.fit(
+        model or Wide(), (torch.randn(1, 1, side, side),), budget=IN_TILES, plan=plan, moves=50
+    )
+
+
+def step_of(model: nn.Module) -> list[Tensor]:
+    torch.manual_seed(1)
+    loss = model(torch.randn(1, 1, 96, 96))
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.fixture(scope="module")
+def plan_in_tiles(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        (plan,) = stowplan.plans_of(tiled())
+    assert plan.exactness is Exactness.ROUNDING
+    return plan
+
+
+def test_a_plan_with_tiles_comes_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the cache, without a search, and from a file; the sweeps are those of the first time."""
+    first = tiled()
+    (plan,) = stowplan.plans_of(first)
+    (path,) = folder.iterdir()
+    monkeypatch.setattr("stowplan.run.fit.plan_step", None)
+    for again in (tiled(), tiled(plan=stowplan.read_plan(path))):
+        assert stowplan.plans_of(again) == (plan,)
+        again.load_state_dict(first.state_dict())
+        first.zero_grad()
+        for one, other in zip(step_of(first), step_of(again), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (Wide(activation=nn.Tanh), r"'relu' \(aten\.relu\.default\) .* is in the plan alone"),
+        (Wide(head=nn.Sigmoid), r"op \d+: .*aten\.sigmoid\.default"),
+        (Chain(), r"'convolution' .* is in the plan alone"),
+    ],
+)
+def test_tiles_are_refused_on_another_model(plan_in_tiles: Plan, model: nn.Module, told: str) -> None:
+    x = torch.randn(16, 16) if isinstance(model, Chain) else torch.randn(1, 1, 96, 96)
+    with pytest.raises(IllegalPlan, match=told):
+        stowplan.fit(model, (x,), budget=IN_TILES, plan=plan_in_tiles)
+
+
+def test_tiles_are_refused_on_another_size(plan_in_tiles: Plan) -> None:
+    with pytest.raises(IllegalPlan, match=r"op 1: .*1x1x96x96 in the plan and .*1x1x48x48 in the step"):
+        tiled(plan=plan_in_tiles, side=48)

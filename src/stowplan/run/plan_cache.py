@@ -11,19 +11,20 @@ from hashlib import sha256
 from pathlib import Path
 
 from stowplan import __version__
-from stowplan.capture import Captured
 from stowplan.errors import IllegalPlan, StowplanError
 from stowplan.ir import Graph
 from stowplan.ir.text import format_graph
 from stowplan.plan import file as plan_file
 from stowplan.plan.order import slices_last
-from stowplan.plan.plan import Exactness, Plan
+from stowplan.plan.plan import Plan
 from stowplan.plan.sameness import first_difference
 from stowplan.plan.verify import verify
 from stowplan.run.machine import device_of, platform_of
 from stowplan.run.planning import replayed_bytes
 from stowplan.run.probe_cache import replace_file, user_folder
 from stowplan.run.tiles.plan import PlannedStep
+from stowplan.run.tiles.resumed import resumed
+from stowplan.run.tiles.ways import Subject
 from stowplan.units import format_bytes
 
 _MOST_PLANS = 200
@@ -38,31 +39,29 @@ class PlanCache:
 
     def step_for(
         self,
-        captured: Captured,
+        subject: Subject,
         allowed_bytes: int,
         settings: Iterable[object],
         search: Callable[[], PlannedStep],
     ) -> PlannedStep:
         """The step with the plan that is kept for it, or with what `search` finds, which is then kept.
 
-        Not kept are plans with tiles, which are for a step that was captured with them, and plans that move
-        tensors away, for room elsewhere changes from day to day.
+        Not kept are plans that move tensors away, for room elsewhere changes from day to day.
         """
-        graph = captured.graph
-        key = _key_of(graph, allowed_bytes, settings)
-        known = self.read(key, graph)
+        key = _key_of(subject.captured.graph, allowed_bytes, settings)
+        known = self.read(key, subject, allowed_bytes)
         if known is not None:
-            return PlannedStep(known, captured)
+            return known
         found = search()
-        if found.captured is captured and found.plan.pricing.tier is None:
+        if found.plan.pricing.tier is None:
             self.add(key, found.plan)
         return found
 
-    def read(self, key: str, graph: Graph) -> Plan | None:
-        """The plan for this graph under this key, verified as a new one is."""
+    def read(self, key: str, subject: Subject, allowed_bytes: int) -> PlannedStep | None:
+        """The step with the plan under this key, held to all that a plan from elsewhere is held to."""
         try:
             plan = plan_file.read(self._path(key).read_text(encoding="utf-8"))
-            return None if first_difference(plan.graph, slices_last(graph)) else verify(plan)
+            return saved_step(plan, subject, allowed_bytes)
         except (OSError, UnicodeDecodeError, StowplanError):
             return None
 
@@ -87,12 +86,9 @@ class PlanCache:
 USER_PLANS = PlanCache()
 
 
-def saved_step(plan: Plan, captured: Captured, allowed_bytes: int) -> PlannedStep:
+def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
     """A step with a plan from elsewhere; raises IllegalPlan if that is for another step or budget."""
-    if plan.exactness is Exactness.ROUNDING:
-        raise IllegalPlan(
-            "the plan has tiles, which are captured together with their step: plan this one anew"
-        )
+    captured = resumed(plan, subject)
     difference = first_difference(plan.graph, slices_last(captured.graph))
     if difference is not None:
         raise IllegalPlan(f"the plan is for another step: {difference}; make one for this step with `plan`")

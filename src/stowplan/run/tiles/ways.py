@@ -167,17 +167,23 @@ def _workspace(sweep: Op, costs: SweepCosts) -> int:
 
 def ways_of(subject: Subject, pricing: Pricing, step: PlainStep, search: Search) -> Iterator[StepWay]:
     """All ways to tile a step; none if autograd would not do what the step does."""
-    captured = subject.captured
-    if "tile" not in search.allow or _has_foreign_parameters(subject):
+    if "tile" not in search.allow:
         return
     try:
-        check_differentiable(captured, subject.model, subject.args, subject.kwargs)
+        refuse_untileable(subject)
     except BadUse:
         return
-    early = in_tiling_order(captured.graph)
+    early = in_tiling_order(subject.captured.graph)
     whole = ((tiled,) for tiled in whole_tilings(early))
     for tiling in (*stage_tilings(early), *whole):
         yield SweptWay(subject, tiling, pricing, step, search)
+
+
+def refuse_untileable(subject: Subject) -> None:
+    """BadUse says why, if no part of the step can be computed in tiles."""
+    if _has_foreign_parameters(subject):
+        raise BadUse("not tiled: the loss has parameters of its own")
+    check_differentiable(subject.captured, subject.model, subject.args, subject.kwargs)
 
 
 def _has_foreign_parameters(subject: Subject) -> bool:

@@ -1,0 +1,50 @@
+"""A plan with tiles that comes back: its sweeps are built again from the segments and grids it tells of."""
+
+from dataclasses import replace
+
+from stowplan.capture import Captured
+from stowplan.errors import BadUse, IllegalPlan
+from stowplan.ir import Graph, Phase
+from stowplan.ir.text import parse_graph
+from stowplan.plan.plan import Plan
+from stowplan.plan.sameness import first_difference
+from stowplan.plan.tiles.borders import in_tiling_order
+from stowplan.plan.tiles.cutout import segment_text
+from stowplan.plan.tiles.maps import TileMap
+from stowplan.plan.tiles.segment import Segment, segment_of
+from stowplan.run.tiles.sweep import Sweep
+from stowplan.run.tiles.swept import capture_swept
+from stowplan.run.tiles.ways import Subject, refuse_untileable
+
+
+def resumed(plan: Plan, subject: Subject) -> Captured:
+    """The step that a plan is for, swept as the plan says; IllegalPlan names the first op that differs."""
+    if not plan.tile_maps:
+        return subject.captured
+    captured = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
+    try:
+        refuse_untileable(subject)
+        segments = [_segment(told, captured.graph) for told in plan.tile_maps]
+        sweeps = [
+            Sweep(segment, captured.program.calls, told.parts)
+            for told, segment in zip(plan.tile_maps, segments, strict=True)
+        ]
+        return capture_swept(captured, subject.model, subject.args, subject.kwargs, sweeps=sweeps)
+    except BadUse as refusal:
+        raise IllegalPlan(f"the plan is for another step: {refusal}") from refusal
+
+
+def _segment(told: TileMap, graph: Graph) -> Segment:
+    """The same stretch of this step; BadUse if it has none, or another one."""
+    planned = parse_graph(told.text)
+    places = {op.id: place for place, op in enumerate(graph.ops) if op.phase is Phase.FORWARD}
+    for op in planned.ops:
+        if op.id not in places:
+            raise BadUse(f"{op.id!r} ({op.type}) of {told.sweep!r} is in the plan alone")
+    inside = [places[op.id] for op in planned.ops]
+    stretch = (op for op, place in places.items() if min(inside) <= place <= max(inside))
+    segment = segment_of(graph, stretch if inside else ())
+    difference = first_difference(planned, parse_graph(segment_text(segment)))
+    if difference is not None:
+        raise BadUse(f"in {told.sweep!r}, {difference}")
+    return segment
