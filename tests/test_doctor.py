@@ -31,9 +31,26 @@ def test_findings_as_json(
     cpu = found["devices"]["cpu"]
     assert 0 < cpu["free_bytes"] <= cpu["total_bytes"]
     assert min(cpu["macs_per_second"], cpu["bytes_per_second"], cpu["launch_seconds"]) > 0
+    disk = found["tiers"]["disk"]
+    assert disk["folder"].startswith(str(tmp_path))
+    assert min(disk["store_bytes_per_second"], disk["load_bytes_per_second"], disk["latency_seconds"]) > 0
     assert found["usable"]["fit"] is True
+    assert found["usable"]["offload to disk"] is True
     assert main(["doctor"]) == 0
-    assert "MACs/s" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "MACs/s" in said
+    assert "/s out" in said
+
+
+@pytest.mark.torch
+def test_a_disk_that_cannot_be_written_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("STOWPLAN_SPILL", str(tmp_path / "file"))
+    assert main(["doctor"]) == 0
+    assert "STOWPLAN_SPILL=FOLDER" in capsys.readouterr().out
 
 
 def test_without_torch_it_says_what_to_install() -> None:

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from stowplan import __version__
 from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.errors import TierFailed
 
 Findings: TypeAlias = dict[str, dict[str, object]]
 
@@ -38,6 +39,7 @@ def run(arguments: Namespace) -> int:
 def findings_here() -> Findings:
     """Everything there is to say, section by section."""
     torch_version = _version("torch")
+    disk = _disk() if torch_version else "needs torch"
     return {
         "versions": {
             "stowplan": __version__,
@@ -46,7 +48,8 @@ def findings_here() -> Findings:
             **{name: _version(name) for name in (*_REQUIRED, *_PARTNERS)},
         },
         "devices": _devices() if torch_version else {},
-        "usable": _usable(torch_version),
+        "tiers": {"disk": disk} if isinstance(disk, dict) else {},
+        "usable": _usable(torch_version, disk),
     }
 
 
@@ -74,7 +77,24 @@ def _devices() -> dict[str, object]:
     }
 
 
-def _usable(torch_version: str | None) -> dict[str, object]:
+def _disk() -> dict[str, object] | str:
+    """What moving to disk has to go by, or why it cannot be done."""
+    from stowplan.run.diagnosis import disk_here
+
+    try:
+        folder, tier = disk_here()
+    except (TierFailed, OSError) as fault:
+        return f"{fault}; STOWPLAN_SPILL=FOLDER names another place"
+    return {
+        "folder": folder,
+        "free_bytes": tier.capacity_bytes,
+        "store_bytes_per_second": tier.store_bytes_per_second,
+        "load_bytes_per_second": tier.load_bytes_per_second,
+        "latency_seconds": tier.latency_seconds,
+    }
+
+
+def _usable(torch_version: str | None, disk: dict[str, object] | str) -> dict[str, object]:
     """True, or why not."""
     missing = "needs torch: pip install 'stowplan[torch]'"
     tested = torch_version is not None and torch_version.startswith(f"{TESTED_TORCH}.")
@@ -84,6 +104,7 @@ def _usable(torch_version: str | None) -> dict[str, object]:
         "inspect, plan, report, convert on files": True,
         "fit": trains,
         "torch.compile(backend='stowplan')": trains,
+        "offload to disk": (disk if isinstance(disk, str) else True) if trains is True else trains,
         **{f"integration with {name}": _integration(name, trains) for name in _PARTNERS[:-1]},
     }
 
@@ -113,6 +134,8 @@ def _rows(section: str, rows: dict[str, object]) -> Iterator[tuple[str, str]]:
     for label, value in rows.items():
         if section == "devices":
             yield label, _device_line(value)
+        elif section == "tiers":
+            yield label, _tier_line(value)
         elif section == "usable":
             yield label, "yes" if value is True else f"no: {value}"
         else:
@@ -132,4 +155,15 @@ def _device_line(value: object) -> str:
         f"measured {format_count(int(value['macs_per_second']))} MACs/s, "
         f"{format_bytes(int(value['bytes_per_second']))}/s in copies, "
         f"{format_seconds(value['launch_seconds'])} to start an op"
+    )
+
+
+def _tier_line(value: object) -> str:
+    from stowplan.units import format_bytes, format_seconds
+
+    assert isinstance(value, dict)
+    out, back = (format_bytes(int(value[f"{way}_bytes_per_second"])) for way in ("store", "load"))
+    return (
+        f"{value['folder']}: {format_bytes(value['free_bytes'])} free\n"
+        f"measured {out}/s out, {back}/s back, {format_seconds(value['latency_seconds'])} at least"
     )

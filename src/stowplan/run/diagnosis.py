@@ -1,4 +1,4 @@
-"""What this machine offers to a training step: its devices, their memory, and how fast they turned out."""
+"""What this machine offers to a training step: its devices, their memory, its disk, and how fast they are."""
 
 import os
 from dataclasses import dataclass
@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from stowplan.plan.pricing import Machine
+from stowplan.plan.tier import Tier
 from stowplan.run.machine import free_bytes, measure_machine, platform_of
+from stowplan.run.tiers.disk import DiskTier, user_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,18 @@ def devices_here() -> tuple[DeviceFinding, ...]:
         assert kind is not None
         found += [torch.device(kind.type, number) for number in range(torch.accelerator.device_count())]
     return tuple(_finding(device) for device in found)
+
+
+def disk_here() -> tuple[str, Tier]:
+    """The folder of spill files and its disk as a tier, measured now or on an earlier day.
+
+    Raises TierFailed or OSError where nothing can be written.
+    """
+    tier = DiskTier()
+    try:
+        return str(user_folder()), tier.described()
+    finally:
+        tier.close()
 
 
 def threads_here() -> int:
