@@ -175,7 +175,10 @@ def read_plan(path: str | Path) -> Plan:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
-        raise BadUse(f"{path} cannot be read as a plan: {fault}") from fault
+        why = (fault.strerror if isinstance(fault, OSError) else None) or fault
+        raise BadUse(
+            f"{path} cannot be read as a plan: {why}; write one with `stowplan plan X --budget BYTES -o PLAN`"
+        ) from fault
     try:
         return plan_file.read(text)
     except BadInput as fault:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _RECORDER = str(Path(__file__).with_name("recorder.py"))  # calls the step: what is above is not of it
 
 

@@ -1,7 +1,7 @@
 """The recorder: runs a step once on stand-ins, forward, loss and backward, under a Watch."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -130,8 +130,21 @@ class _Recorder:
                 stack.enter_context(torch.autocast(device, enabled=False))
             stack.enter_context(followed(self._watch, roots))
             stack.enter_context(self._watch)
+            stack.enter_context(self._noting_the_line())
             torch.autograd.backward(roots, tuple(tangent for tangent in tangents if tangent is not None))
         return tangents
+
+    @contextmanager
+    def _noting_the_line(self) -> Iterator[None]:
+        """What fails in backward has no line of the user's: the op that is differentiated has."""
+        try:
+            yield
+        except Exception as error:
+            node = self._watch.incoming[-1].node if self._watch.incoming else None
+            for event in self._watch.events:
+                if node in event.nodes:
+                    error.add_note(event.origin.source)
+            raise
 
     def _tangent(self, output: Tensor) -> Tensor:
         with self._stand_ins.fakes:

@@ -2,10 +2,10 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from stowplan import api
 from stowplan.cli.choices import add_choices
+from stowplan.cli.output import refuse_unwritable, write_output
 from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.units import parse_bytes
 
@@ -26,6 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Check and print."""
+    refuse_unwritable(arguments.output)
     allowed = parse_bytes(arguments.budget)
     with a_word_after_two_seconds(f"checking {arguments.target}", allowed_bytes=allowed) as waiting:
         record = api.check(
@@ -39,7 +40,7 @@ def run(arguments: Namespace) -> int:
     if arguments.output:
         from stowplan.plan.record_file import write
 
-        Path(arguments.output).write_text(write(record), encoding="utf-8")
+        write_output(arguments.output, write(record))
     if arguments.json:
         from stowplan.report.record import record_json
 

@@ -3,12 +3,12 @@
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from stowplan import api
 from stowplan.cli.choices import add_choices
+from stowplan.cli.output import refuse_unwritable, write_output
 from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.errors import BadUse
 from stowplan.units import parse_bytes
@@ -35,6 +35,7 @@ def run(arguments: Namespace) -> int:
     """Plan and print."""
     if not arguments.budget and not arguments.frontier:
         raise BadUse("say --budget BYTES, or --frontier to see what there is to choose from")
+    refuse_unwritable(arguments.output)
     started = perf_counter()
     allowed = parse_bytes(arguments.budget) if arguments.budget else None
     with a_word_after_two_seconds(f"planning {arguments.target}", allowed_bytes=allowed) as waiting:
@@ -52,7 +53,7 @@ def run(arguments: Namespace) -> int:
     if plan is not None and arguments.output:
         from stowplan.plan.file import write
 
-        Path(arguments.output).write_text(write(plan), encoding="utf-8")
+        write_output(arguments.output, write(plan))
     show = _print_json if arguments.json else _print_for_people
     show(arguments.target, plan, offers, planner.step.seconds, seconds)
     return 0

@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 from os.path import basename
 from pathlib import Path
 
+from stowplan.cli.output import refuse_unwritable
 from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.errors import BadInput
 from stowplan.plan.frontier import Frontier
@@ -39,6 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Open, show, and say what was written."""
+    refuse_unwritable(arguments.output)
     with a_word_after_two_seconds(f"drawing {', '.join(arguments.files)}"):
         subjects = _subjects(arguments)
         size = write_report(subjects, arguments.output)

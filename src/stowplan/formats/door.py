@@ -38,6 +38,9 @@ class Reader(Protocol):
         """What the text says; BadInput if it breaks the format."""
 
 
+_TARGETS = "give a file, or MODULE:FUNCTION for a training step in Python"
+
+
 class BinaryReader(Protocol):
     """What the module of a format that is no text offers."""
 
@@ -88,11 +91,17 @@ def read_text(text: str, *, saved: str | None = None) -> Document:
     if reader is None:
         formats = [*(reader.FORMAT for reader in READERS), *(reader.FORMAT for reader in BINARY_READERS)]
         what = f"begins like none of the formats that can be read: {', '.join(formats)}"
-        raise BadInput(what, where="line 1")
+        ours = "; it is a file of `stowplan plan` or `check`: explain and report read it" * _is_ours(text)
+        raise BadInput(what + ours, where="line 1")
     if saved is not None and reader is chainer:
         return chainer.read(text, _view(saved))
     _refuse_view(saved, reader.FORMAT)
     return reader.read(text)
+
+
+def _is_ours(text: str) -> bool:
+    """Whether a plan or a record is given where a graph is read."""
+    return text[:200].lstrip().startswith('{"format":"stowplan.')
 
 
 def _refuse_view(saved: str | None, format_name: str) -> None:
@@ -111,7 +120,9 @@ def _data_in(path: Path) -> bytes:
     """The bytes of a regular file of bearable size."""
     try:
         if not path.is_file():
-            raise BadInput("is not a file" if path.exists() else "does not exist")
+            raise BadInput("is not a file" if path.exists() else f"does not exist; {_TARGETS}")
+        if path.suffix == ".py":
+            raise BadInput(f"is Python, and is not run as a file; {_TARGETS}, here {path.stem}:FUNCTION")
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
     except OSError as fault:

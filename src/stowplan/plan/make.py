@@ -24,6 +24,7 @@ from stowplan.units import format_bytes
 
 TECHNIQUES = ("recompute", "tile")  # what may cost time; what is free is always on
 ON_REQUEST = ("offload", "offload-gradients")  # what also takes something outside: room in a tier
+_ADVICE = "`stowplan plan TARGET --frontier` shows what every budget costs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +103,23 @@ class Planner:
         named = ", ".join(f"{name} ({format_bytes(graph.tensors[name].nbytes or 0)})" for name in alive[:4])
         return BudgetTooSmall(
             f"{format_bytes(allowed_bytes)} allowed, but the smallest plan found needs "
-            f"{format_bytes(self.minimum_bytes)} ({self.minimum_bytes} bytes) at {_op_of(steps[peak])}; "
-            f"it binds through {named}",
+            f"{format_bytes(self.minimum_bytes)} ({self.minimum_bytes} bytes) at {self._place(steps[peak])}; "
+            f"it binds through {named}; {_ADVICE}",
             allowed_bytes=allowed_bytes,
             minimum_bytes=self.minimum_bytes,
             binding=alive,
         )
+
+    def _place(self, step: Step) -> str:
+        """The op, its line in the user's code, and what its kernel takes for itself."""
+        by_id = {op.id: op for op in self.problem.graph.ops}
+        op = by_id.get(getattr(step, "op", ""))
+        if op is None:
+            return "a free"
+        source = op.source or by_id[op.adjoint_of or op.id].source
+        workspace = self.pricing.workspace_bytes.get(op.id, 0)
+        inside = f", {format_bytes(workspace)} of it inside the kernel" if workspace else ""
+        return f"{op.id}{f' ({source})' if source else ''}{inside}"
 
 
 def known_techniques(allow: Iterable[str]) -> frozenset[str]:
@@ -123,10 +135,6 @@ def plain_peak_of(graph: Graph, pricing: Pricing) -> int:
     curve = memory_curve(graph, liveness_of(graph))
     workspace = np.array([pricing.workspace_bytes.get(op.id, 0) for op in graph.ops], dtype=np.int64)
     return int((curve + workspace).max(initial=0))
-
-
-def _op_of(step: Step) -> str:
-    return step.op if hasattr(step, "op") else "a free"
 
 
 def _decisions_of(problem: Problem, point: Point, steps: tuple[Step, ...]) -> dict[str, Decision]:

@@ -5,7 +5,8 @@ buffers, submodules and state_dict, and differs in `forward` alone. For every ne
 dtypes, modes) the step is captured, priced and planned once; after that the plan's own code runs.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stowplan.capture import capture
+from stowplan.errors import BadUse, StowplanError
 from stowplan.plan.make import TECHNIQUES
 from stowplan.plan.plan import Plan
 from stowplan.plan.tiles.master import Prefer, preference
@@ -58,9 +60,11 @@ def fit(
     `plans_of(fitted)[0].exactness` tells. `moves` bounds the search for a plan. Raises BudgetTooSmall, with
     the smallest budget, before anything runs.
 
-    A plan without tiles is kept in the user's cache folder, and found there by the same step, budget and
-    machine. A `plan` that was saved is used instead of making one; it is refused if it is for another step.
+    A plan that moves nothing away is kept in the user's cache folder, and found there by the same step,
+    budget and machine. A `plan` that was saved is used instead of making one; it is refused if it is for
+    another step.
     """
+    _refuse_misuse(model, args)
     refuse_wrapped(model)
     whole = automatic_budget(model, (args, dict(kwargs or {}))) if budget == "auto" else parse_bytes(budget)
     allowed = whole - parse_bytes(reserve)
@@ -75,7 +79,11 @@ def fit(
 
 def plans_of(fitted: nn.Module) -> tuple[Plan, ...]:
     """The plans that a fitted module has made so far, the first call's first."""
-    fitting: Fitting = fitted.__dict__["_fitting"]
+    fitting: Fitting | None = fitted.__dict__.get("_fitting")
+    if fitting is None:
+        raise BadUse(
+            f"{type(fitted).__name__} has no plans: they are of what fit returns, not of what it takes"
+        )
     return tuple(planned.plan for planned in fitting.planned.values())
 
 
@@ -114,7 +122,8 @@ class Fitting:
         """The step for calls like this one, planned if there was none like it before."""
         key = kind_of_call(model, args, kwargs)
         if key not in self.planned:
-            self.planned[key] = self._plan(model, args, kwargs)
+            with _told_as_new(args, kwargs, is_new=bool(self.planned)):
+                self.planned[key] = self._plan(model, args, kwargs)
         if key not in self.steps:
             self.steps[key] = self.planned[key].bound_to(model)
         return self.steps[key]
@@ -124,11 +133,9 @@ class Fitting:
         plain = with_forward(model, self.plain_forward)
         subject = Subject(capture(plain, args, kwargs), plain, args, kwargs)
         if self.given is not None and not self.planned:
-            return saved_step(self.given, subject.captured, self.allowed_bytes)
+            return saved_step(self.given, subject, self.allowed_bytes)
         settings = (sorted(self.allow), self.prefer, self.moves)
-        return self.cache.step_for(
-            subject.captured, self.allowed_bytes, settings, partial(self._search, subject)
-        )
+        return self.cache.step_for(subject, self.allowed_bytes, settings, partial(self._search, subject))
 
     def _search(self, subject: Subject) -> PlannedStep:
         return plan_step(
@@ -139,6 +146,31 @@ class Fitting:
             progress=self.progress,
             moves=self.moves,
         )
+
+
+def _refuse_misuse(model: object, args: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise BadUse(
+            f"fit takes a torch.nn.Module, not a {type(model).__name__}: put the step into its forward"
+        )
+    if not isinstance(args, tuple | list):
+        raise BadUse(f"args is a {type(args).__name__}; write fit(model, (x, y), budget=...) for model(x, y)")
+
+
+@contextmanager
+def _told_as_new(args: object, kwargs: object, *, is_new: bool) -> Iterator[None]:
+    """A refusal in the middle of training says which call was unlike those before."""
+    try:
+        yield
+    except StowplanError as refusal:
+        if is_new:
+            leaves = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            shapes = ", ".join("x".join(map(str, leaf.shape)) or "scalar" for leaf in leaves)
+            refusal.add_note(
+                f"No call like this was planned before: tensors of {shapes}. A new shape, dtype or mode is"
+                " planned when it comes; pad to shapes that fit, or call fit with the largest first."
+            )
+        raise
 
 
 def kind_of_call(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:

@@ -2,13 +2,17 @@
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import isfunction
 from pathlib import Path
+from types import ModuleType
 
 from torch import Tensor, nn
 
 from stowplan.capture import capture
+from stowplan.capture.origins import line_of
 from stowplan.errors import BadUse
 from stowplan.run.tiles.ways import Subject
 
@@ -30,7 +34,10 @@ def subject_of(target: Target) -> Subject:
 
 def load_target(text: str, **settings: int) -> Target:
     """Import the module (the working directory counts) and call the function, with `settings` by name."""
-    return _checked(text, function_named(text)(**settings))
+    function = function_named(text)
+    with _told(text, "python -c 'import {0}; {0}.{1}()'"):
+        returned = function(**settings)
+    return _checked(text, returned)
 
 
 def function_named(text: str) -> Callable[..., object]:
@@ -38,16 +45,43 @@ def function_named(text: str) -> Callable[..., object]:
     module_name, _, function_name = text.rpartition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise BadUse(f"{text}: cannot import {module_name!r} from {Path.cwd()}: {error}") from error
+        with _told(text, "python -c 'import {0}'"):
+            module = importlib.import_module(module_name)
     finally:
         sys.path.pop(0)
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise BadUse(f"{text}: module {module_name!r} has no function {function_name!r}")
+        raise BadUse(f"{text}: {module.__file__} has no function {function_name!r}{_nearest(module)}")
     found: Callable[..., object] = function
     return found
+
+
+def _nearest(module: ModuleType) -> str:
+    functions = [
+        name
+        for name, value in vars(module).items()
+        if isfunction(value) and value.__module__ == module.__name__
+    ]
+    return f"; it has {', '.join(functions[:8])}" if functions else ""
+
+
+@contextmanager
+def _told(text: str, alone: str) -> Iterator[None]:
+    """What the user's own code raises, in one line with its place, and how to see it without stowplan."""
+    module, _, function = text.rpartition(":")
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name == module.partition(".")[0]:
+            raise BadUse(
+                f"{text}: there is no module {error.name!r} in {Path.cwd()}; run from its folder"
+            ) from None
+        raise BadUse(f"{text}: {line_of(error)}: {error}; pip install it, or run where it is") from error
+    except SyntaxError as error:
+        raise BadUse(f"{text}: {error.filename}:{error.lineno}: {error.msg}") from error
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise BadUse(f"{text}: {line_of(error)}: {told}; try {alone.format(module, function)}") from error
 
 
 def _checked(text: str, returned: object) -> Target:

@@ -21,7 +21,12 @@ def seeds_for(graph: Graph, mesh: Mesh) -> Mapping[str, tuple[int | None, ...]]:
         )
     inputs = {n: shape_of(t) for n, t in graph.tensors.items() if t.kind is Kind.INPUT}
     places = max((len(shape) - 2 for shape in inputs.values()), default=0)
-    return {name: _cut(shape, mesh, places) for name, shape in inputs.items()}
+    seeds = {name: _cut(shape, mesh, places) for name, shape in inputs.items()}
+    for number, axis in enumerate(mesh.axes):
+        if all(cut[number] is None for cut in seeds.values()):
+            shapes = ", ".join(f"{name} of {'x'.join(map(str, shape))}" for name, shape in inputs.items())
+            raise BadUse(f"mesh axis {axis.name!r} (number {number + 1}) finds no dim to cut in {shapes}")
+    return seeds
 
 
 def _cut(shape: Shape, mesh: Mesh, places: int) -> tuple[int | None, ...]:
