@@ -29,18 +29,11 @@ coverage: ## the test suite under branch coverage, in one process; takes three t
 	$(PYTHON) -m coverage run -m pytest
 	$(PYTHON) -m coverage report --skip-covered
 
+SIZE ?= long
+
 .PHONY: bench
-bench: ## the long studies: peaks, peers, planning time, tiles, offload, shards
-	$(PYTHON) -m benchmarks.projection
-	$(PYTHON) -m benchmarks.peers unet resnet50 gpt vit --out build/peers
-	$(PYTHON) -m benchmarks.planning
-	$(PYTHON) -m benchmarks.tiles_unet unet --shares 0.2
-	$(PYTHON) -m benchmarks.tiles_unet gpt --shares 0.15
-	$(PYTHON) -m benchmarks.tiles
-	$(PYTHON) -m benchmarks.offload time
-	$(PYTHON) -m benchmarks.offload joint
-	$(PYTHON) -m benchmarks.shards memory
-	$(PYTHON) -m benchmarks.shards scaling
+bench: ## all studies and their page, build/bench/index.html: hours, or five minutes with SIZE=short
+	$(PYTHON) -m benchmarks.suite $(SIZE)
 
 .PHONY: pictures
 pictures: ## screenshots of reports on three screens, into build/pictures

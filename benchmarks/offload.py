@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.nets import NETS, Example
+from benchmarks.results import Study, ratio_of
 from benchmarks.spilling import Spilling, same, spilling
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall, TierDamaged
@@ -94,16 +95,18 @@ def time_lines(name: str, tier: DiskTier) -> Iterator[str]:
     for share in SHARES:
         plan = verify(planner.plan(_between(planner.minimum_bytes, planner.plain_peak_bytes, share)))
         moved = StraightStep(captured, example.model, steps=plan.steps, tier=tier)
-        yield _time_line(example, plan, plain, moved)
+        yield _time_line(name, example, plan, plain, moved)
 
 
-def _time_line(example: Example, plan: Plan, plain: StraightStep, moved: StraightStep) -> str:
-    plain_seconds, seconds = _interleaved([partial(_step, example, plain), partial(_step, example, moved)])
+def _time_line(name: str, example: Example, plan: Plan, plain: StraightStep, moved: StraightStep) -> str:
+    rounds = _interleaved([partial(_step, example, plain), partial(_step, example, moved)])
+    plain_seconds, seconds = map(median, rounds)
     peak = _peak(example, moved)
     pricing = plan.pricing
     run = simulate(plan.graph, plan.steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
     stored = sum(transfer.nbytes for transfer in run.transfers if transfer.is_store)
     projected = plan.projected_seconds * plain_seconds / plan.plain_seconds
+    _tell(name, plan, peak, rounds)
     return (
         f"budget {format_bytes(plan.allowed_bytes):>8} peak {format_bytes(peak):>8}"
         f" ({peak / plan.projected_peak_bytes - 1:+.2%} of projected) moved {format_bytes(stored):>8}"
@@ -112,6 +115,17 @@ def _time_line(example: Example, plan: Plan, plain: StraightStep, moved: Straigh
         f" beside the plain step {seconds / projected - 1:+.1%}), plain {plain_seconds:.3f}"
         f" stalls {run.stall_seconds / run.seconds:.1%}"
     )
+
+
+def _tell(name: str, plan: Plan, peak: int, rounds: list[tuple[float, ...]]) -> None:
+    study, case = Study("offload"), f"{name} in {format_bytes(plan.allowed_bytes)}"
+    plain, moved = rounds
+    ratio, quartiles = ratio_of(moved, plain)
+    study.tell(case, "plain", "peak", plan.plain_peak_bytes, "B")
+    study.tell(case, "offload", "peak", peak, "B")
+    study.tell(case, "offload", "peak error", plan.projected_peak_bytes / peak - 1, "of measured")
+    study.tell(case, "offload", "time", ratio, "of plain", quartiles)
+    study.tell(case, "projected", "time", plan.time_ratio, "of plain")
 
 
 def joint_lines(name: str) -> Iterator[str]:
@@ -131,6 +145,10 @@ def joint_lines(name: str) -> Iterator[str]:
             f"{'+'.join(words)} {ratio:.4f}" if ratio < float("inf") else f"{'+'.join(words)} none"
             for words, ratio in zip(planners, ratios, strict=True)
         )
+        for words, ratio in zip(planners, ratios, strict=True):
+            if ratio < float("inf"):
+                case = f"{name} in {format_bytes(allowed)}"
+                Study("joint").tell(case, " and ".join(words), "projected time", ratio, "of plain")
         verdict = "no worse" if ratios[-1] <= min(ratios[:-1]) + 1e-9 else "WORSE"
         yield f"budget {format_bytes(allowed):>8} {told}: {verdict}"
 
@@ -153,10 +171,10 @@ def _step(example: Example, run: StraightStep) -> None:
     torch.autograd.backward(loss)
 
 
-def _interleaved(steps: list[Callable[[], None]]) -> list[float]:
-    """Median seconds of each, in rounds after one to warm up."""
+def _interleaved(steps: list[Callable[[], None]]) -> list[tuple[float, ...]]:
+    """The seconds of each, in rounds after one to warm up."""
     rounds = [[_seconds(step) for step in steps] for _ in range(_ROUNDS + 1)][1:]
-    return [median(times) for times in zip(*rounds, strict=True)]
+    return list(zip(*rounds, strict=True))
 
 
 def _seconds(step: Callable[[], None]) -> float:

@@ -4,8 +4,8 @@
 
 For every peer's point (peak, seconds) stowplan is asked for a plan of at most that peak, and besides for half
 and a quarter of the plain activation memory: what eager's peak has beyond parameters, gradients, buffers
-and inputs. Peaks are the allocator's own, in all; times are medians over rounds in which every method runs
-once. One thread.
+and inputs. Peaks are the allocator's own, in all; times are medians of ratios to eager in the same round, in
+which every method runs once. One thread.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from types import FunctionType
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.nets import NETS, Example
+from benchmarks.results import Study, ratio_of
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.verify import verify
@@ -44,7 +44,7 @@ class Method:
     loss: Loss
     answers: list[str] = field(default_factory=list)
     peak_bytes: int = 0
-    seconds: float = 0.0
+    ratio: float = 0.0
     quartiles: tuple[float, float] = (0.0, 0.0)
     projected_ratio: float | None = None
     bound: float | None = None
@@ -162,9 +162,7 @@ def _measure_times(methods: list[Method], model: nn.Module, rounds: int) -> None
             _run(method, model)
             times[method.name].append(perf_counter() - started)
     for method in methods:
-        ordered = sorted(times[method.name])
-        method.seconds = median(ordered)
-        method.quartiles = (ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4])
+        method.ratio, method.quartiles = ratio_of(times[method.name], times[methods[0].name])
 
 
 def _run(method: Method, model: nn.Module) -> None:
@@ -174,7 +172,6 @@ def _run(method: Method, model: nn.Module) -> None:
 
 def table(net: str, methods: list[Method]) -> str:
     """Markdown: one row per method, times as ratios to eager."""
-    eager = methods[0].seconds
     rows = [
         f"### {net}",
         "",
@@ -182,10 +179,10 @@ def table(net: str, methods: list[Method]) -> str:
         "|---" * 6 + "|",
     ]
     for method in methods:
-        low, high = (quartile / eager for quartile in method.quartiles)
+        low, high = method.quartiles
         told = (f"{ratio:.3f}" if ratio else "" for ratio in (method.projected_ratio, method.bound))
         name = method.name + (f" (for {', '.join(method.answers)})" if method.answers else "")
-        figures = f"{method.peak_bytes / 2**20:.1f} | {method.seconds / eager:.3f} | {low:.3f} to {high:.3f}"
+        figures = f"{method.peak_bytes / 2**20:.1f} | {method.ratio:.3f} | {low:.3f} to {high:.3f}"
         rows.append(f"| {name} | {figures} | {' | '.join(told)} |")
     return "\n".join(rows)
 
@@ -205,17 +202,24 @@ def main() -> None:
         inductor = not arguments.no_inductor
         methods = compare(net, arguments.rounds, inductor=inductor, batch=arguments.batch)
         print(table(net, methods), flush=True)
+        _tell(net, methods)
         if arguments.out:
             arguments.out.mkdir(parents=True, exist_ok=True)
             (arguments.out / f"{net}.json").write_text(_json(methods))
 
 
+def _tell(net: str, methods: list[Method]) -> None:
+    study = Study("peers")
+    for method in methods:
+        study.tell(net, method.name, "peak", method.peak_bytes, "B")
+        study.tell(net, method.name, "time", method.ratio, "of eager", method.quartiles)
+
+
 def _json(methods: list[Method]) -> str:
     """`peers` and `stowplan`, each a list of name, peak and time; `stowplan report` reads the former."""
-    eager = methods[0].seconds
     points: dict[str, list[object]] = {"peers": [], "stowplan": []}
     for method in methods:
-        point = {"name": method.name, "peak_bytes": method.peak_bytes, "time_ratio": method.seconds / eager}
+        point = {"name": method.name, "peak_bytes": method.peak_bytes, "time_ratio": method.ratio}
         points["stowplan" if method.answers else "peers"].append(point)
     return json.dumps(points, indent=2)
 

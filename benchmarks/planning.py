@@ -1,6 +1,6 @@
 """Planning time against size: a GPT and a Llama of growing depth, captured without memory and planned.
 
-    python -m benchmarks.planning
+    python -m benchmarks.planning [--shallow]
 
 Each row is one network: ops, seconds to capture, to search the frontier, to answer a budget of 70 % of the
 plain peak with its bound, and what that plan costs against the bound.
@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks.nets import NETS
+from benchmarks.results import Study
 from stowplan.capture import capture
 from stowplan.plan.make import Planner
 from stowplan.plan.pricing import Machine, price_by_roofline
@@ -31,9 +32,14 @@ def row(net: str, layers: int) -> str:
     planner, search_seconds = _timed(lambda: Planner.of(graph, pricing))
     allowed = max(planner.minimum_bytes, planner.plain_peak_bytes * 7 // 10)
     plan, plan_seconds = _timed(lambda: planner.plan(allowed))
+    study, case = Study("planning"), f"{net}, {layers} layers"
+    study.tell(case, "stowplan", "ops", len(graph.ops), "ops")
+    study.tell(case, "stowplan", "capture", capture_seconds, "s")
+    study.tell(case, "stowplan", "search", search_seconds + plan_seconds, "s")
+    study.tell(case, "stowplan", "gap", plan.gap, "of the bound")
     seconds = f"{capture_seconds:.1f} | {search_seconds:.1f} | {plan_seconds:.1f}"
     ratios = f"{plan.time_ratio:.4f} | {plan.bound:.4f}"
-    return f"| {net}, {layers} layers | {len(graph.ops)} | {seconds} | {ratios} |"
+    return f"| {case} | {len(graph.ops)} | {seconds} | {ratios} |"
 
 
 def _timed(call: Callable[[], Result]) -> tuple[Result, float]:
@@ -46,12 +52,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.parse_args()
+    parser.add_argument("--shallow", action="store_true", help="the shallowest of each alone")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     print("| network | ops | capture s | search s | plan and bound s | time ratio | bound |")
     print("|---|---|---|---|---|---|---|")
     for net, depths in DEPTHS.items():
-        for layers in depths:
+        for layers in depths[:1] if options.shallow else depths:
             print(row(net, layers), flush=True)
 
 

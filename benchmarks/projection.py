@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from benchmarks.nets import NETS, Example
+from benchmarks.results import Study, spread_of
 from stowplan.analyse.workspaces import estimated_workspaces
 from stowplan.capture import Captured, capture
 from stowplan.run.measure import measure
@@ -44,14 +45,23 @@ def step_lines(name: str, size: Literal["tiny", "real"]) -> Iterator[str]:
     """Peaks and times of forward and backward."""
     example = NETS[name].build(size)
     captured, probed = _known(example)
-    seconds = median(_timed_step(example) for _ in range(_STEPS))
+    times = [_timed_step(example) for _ in range(_STEPS)]
+    seconds = median(times)
     peak = _measured(example, None)
-    projected = (
-        captured.eager.peak_bytes(known)
-        for known in (None, estimated_workspaces(captured.graph), probed.workspace_bytes)
-    )
-    errors = " ".join(f"{bytes_ / peak - 1:+9.4%}" for bytes_ in projected)
+    knowing = {
+        "graph alone": None,
+        "table": estimated_workspaces(captured.graph),
+        "probe": probed.workspace_bytes,
+    }
+    off = {way: captured.eager.peak_bytes(known) / peak - 1 for way, known in knowing.items()}
+    errors = " ".join(f"{error:+9.4%}" for error in off.values())
     total = max(interval.end_seconds for interval in probed.profile.clocks[CLOCK].values())
+    study, case = Study("projection"), f"{name}, {size}"
+    study.tell(case, "eager", "peak", peak, "B")
+    study.tell(case, "eager", "time", seconds, "s", spread_of(times))
+    for way, error in off.items():
+        study.tell(case, way, "peak error", error, "of measured")
+    study.tell(case, "probe", "time error", total / seconds - 1, "of measured")
     yield (
         f"{len(captured.graph.ops):5} ops {format_bytes(peak):>9} {errors}"
         f"  {format_seconds(seconds):>8} {format_seconds(total):>8} {total / seconds - 1:+7.1%}"
@@ -68,6 +78,10 @@ def optimizer_lines(name: str, size: Literal["tiny", "real"]) -> Iterator[str]:
             share = optimizer_share(optimizer)
             projected = training_peak_bytes(captured, share, probed.workspace_bytes)
             peak = _measured(example, optimizer)
+            way = f"{share.name}, {share.implementation}"
+            Study("optimizers").tell(
+                f"{name}, {size}", way, "peak error", projected / peak - 1, "of measured"
+            )
             yield (
                 f"{share.name:6} {share.implementation:14} state {format_bytes(share.state_bytes):>9}"
                 f" temporaries {format_bytes(share.step_temporary_bytes):>9}"

@@ -1,0 +1,146 @@
+"""The page of benchmarks, from what the studies have written: `python -m benchmarks.page`.
+
+`build/bench/index.html` has every figure in plots and tables; `--docs` writes the same for the documentation,
+with its pictures and a copy of the figures.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.results import FOLDER, ROOT, Result, read_results
+from benchmarks.sections import SECTIONS, Section
+from stowplan.report.picture.svg import svg_of_drawing
+from stowplan.units import format_bytes, format_seconds
+
+_DOCS = ROOT / "docs"
+_TITLE = "Benchmarks"
+_OPENING = (
+    "Every figure was measured by the command under its table, on the machine named there: peaks are the "
+    "allocator's own, times are medians over rounds in which all ways take turns, with their quartiles. "
+    "`make bench` runs all of it, `make bench SIZE=short` a part in five minutes; both end with this page."
+)
+_STYLE = """
+body { margin: 0 auto; max-width: 60rem; padding: 1.5rem 1rem 4rem; background: #fff; color: #1c2430;
+  font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; color-scheme: light; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .3rem; }
+h3 { font-size: 1rem; margin: 1.5rem 0 0; font-weight: 600; }
+p, li { max-width: 46rem; } svg { max-width: 100%; height: auto; display: block; margin: .6rem 0; }
+table { border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabular-nums; font-size: 13px; }
+th, td { text-align: right; padding: .15rem .7rem; border-bottom: 1px solid #e3e7ec; vertical-align: top; }
+th { color: #5f6b7a; font-weight: 600; }
+:is(td, th):nth-child(-n+2) { text-align: left; }
+code { font-size: 12.5px; background: #f5f7fa; padding: .05rem .25rem; }
+.by { color: #5f6b7a; font-size: 13px; }
+"""
+
+
+def html_of(results: Sequence[Result]) -> str:
+    """One page without anything outside of it."""
+    parts = [f"<h1>stowplan: {_TITLE.lower()}</h1>", f"<p>{_marked(_OPENING)}</p>"]
+    for section in _sections(results):
+        parts += [
+            f"<h2>{escape(section.title)}</h2>",
+            *(f"<p>{_marked(words)}</p>" for words in section.words),
+        ]
+        for drawing in section.drawings:
+            parts += [f"<h3>{escape(drawing.title)}</h3>", svg_of_drawing(drawing)]
+        head, *rows = rows_of(section.results)
+        cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        parts.append(f"<table><tr>{cells}</tr>{body}</table>")
+        parts += [f'<p class="by">{_marked(line)}</p>' for line in _origins(section.results)]
+    meta = f'<meta charset="utf-8"><title>stowplan {_TITLE.lower()}</title><style>{_STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{meta}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def markdown_of(results: Sequence[Result]) -> tuple[str, dict[str, str]]:
+    """The page for the documentation, and its pictures by name."""
+    lines, pictures = [f"# {_TITLE}", "", _OPENING, ""], dict[str, str]()
+    for section in _sections(results):
+        lines += [f"## {section.title}", "", *(line for words in section.words for line in (words, ""))]
+        for number, drawing in enumerate(section.drawings, 1):
+            name = f"bench-{section.study}-{number}.svg"
+            pictures[name] = svg_of_drawing(drawing)
+            lines += [f"![{drawing.title}](pictures/{name})", ""]
+        head, *rows = rows_of(section.results)
+        lines += [_row(head), "|---" * len(head) + "|", *map(_row, rows), ""]
+        lines += [line for origin in _origins(section.results) for line in (origin, "")]
+    return "\n".join(lines).rstrip() + "\n", pictures
+
+
+def rows_of(results: Sequence[Result]) -> list[list[str]]:
+    """A row for each way to compute each case, a column for each figure; the first row names them."""
+    figures = list(dict.fromkeys(result.figure for result in results))
+    rows: dict[tuple[str, str], dict[str, Result]] = {}
+    for result in results:
+        rows.setdefault((result.case, result.way), {})[result.figure] = result
+    return [
+        ["case", "way", *figures],
+        *([*name, *(told(row[f]) if f in row else "" for f in figures)] for name, row in rows.items()),
+    ]
+
+
+def told(result: Result) -> str:
+    """A figure in its unit, with its quartiles."""
+    spread = f" ({' to '.join(f'{end:.3g}' for end in result.spread)})" if result.spread else ""
+    match result.unit:
+        case "B":
+            return format_bytes(round(result.value))
+        case "s":
+            return format_seconds(result.value) + spread
+        case "ops":
+            return f"{result.value:,.0f}"
+        case "of measured" | "of the bound":
+            return f"{result.value:+.2%}"
+        case _:
+            return f"{result.value:.3f}{spread}"
+
+
+def _sections(results: Sequence[Result]) -> Iterator[Section]:
+    for study, build in SECTIONS.items():
+        of_study = [result for result in results if result.study == study]
+        if of_study:
+            yield build(of_study)
+
+
+def _origins(results: Sequence[Result]) -> Iterator[str]:
+    """By which commands, on what, when."""
+    for command in dict.fromkeys(result.command for result in results):
+        last = [result for result in results if result.command == command][-1]
+        yield f"`{command}`: torch {last.torch}, {last.machine}, {last.when[:16].replace('T', ' ')}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _marked(words: str) -> str:
+    """Words with `code` as HTML."""
+    parts = escape(words).split("`")
+    return "".join(f"<code>{part}</code>" if n % 2 else part for n, part in enumerate(parts))
+
+
+def main() -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--results", type=Path, default=FOLDER, help="the folder with the figures")
+    parser.add_argument("--docs", action="store_true", help="write docs/benchmarks.md as well")
+    options = parser.parse_args()
+    results = read_results(options.results)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "index.html").write_text(html_of(results), encoding="utf-8")
+    if options.docs:
+        text, pictures = markdown_of(results)
+        (_DOCS / "benchmarks.md").write_text(text, encoding="utf-8")
+        for name, picture in pictures.items():
+            (_DOCS / "pictures" / name).write_text(picture, encoding="utf-8")
+        lines = b"".join(msgspec.json.encode(result) + b"\n" for result in results)
+        (_DOCS / "benchmarks.jsonl").write_bytes(lines)
+
+
+if __name__ == "__main__":
+    main()

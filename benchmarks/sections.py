@@ -1,0 +1,177 @@
+"""What the page says of each study: its words, its plots, and who is ahead."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.plots import Axis, Bar, Point, Series, bars, scatter
+from benchmarks.results import Result
+from stowplan.report.picture.shapes import Drawing
+from stowplan.units import format_bytes
+
+_OURS, _PLAIN = "#2f6fb5", "#45505e"
+_FAMILIES = {  # by what the name of a way contains: what it is called, and its colour
+    "stowplan": ("stowplan", _OURS),
+    "checkpoint": ("checkpoint per block", "#1f9d7a"),
+    "inductor": ("memory budget, inductor", "#d1582a"),
+    "budget": ("memory budget, eager kernels", "#e09a1a"),
+    "eager": ("eager", _PLAIN),
+}
+_SAME = 1.005  # peaks that are no further apart are one
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One study on the page."""
+
+    study: str
+    title: str
+    words: tuple[str, ...]
+    drawings: tuple[Drawing, ...]
+    results: Sequence[Result]
+
+
+def _peers(results: Sequence[Result]) -> Section:
+    nets = list(dict.fromkeys(result.case for result in results))
+    drawings = (_against_peers(net, _by_way(results, net)) for net in nets)
+    behind = [line for net in nets for line in _ahead(net, _by_way(results, net))]
+    verdict = "Where others are ahead: " + "; ".join(behind) + "." if behind else "Nowhere are others ahead."
+    opening = (
+        "Peak and time of a training step, by what a user would pick: `torch.utils.checkpoint` around each "
+        "block, and `torch.compile` with its activation memory budget at 0.7, 0.5, 0.3 and 0.1. stowplan is "
+        "asked for the peak of each, and for half and a quarter of the activations. Left and down is better."
+    )
+    return Section("peers", "Beside other ways to save memory", (opening, verdict), tuple(drawings), results)
+
+
+def _by_way(results: Sequence[Result], case: str) -> dict[str, dict[str, Result]]:
+    found: dict[str, dict[str, Result]] = {}
+    for result in results:
+        if result.case == case:
+            found.setdefault(result.way, {})[result.figure] = result
+    return found
+
+
+def _against_peers(net: str, ways: Mapping[str, Mapping[str, Result]]) -> Drawing:
+    families: dict[tuple[str, str], list[Point]] = {}
+    for way, figures in ways.items():
+        family = next(told for word, told in _FAMILIES.items() if word in way)
+        time = figures["time"]
+        point = Point(figures["peak"].value / 2**20, time.value, time.spread)
+        families.setdefault(family, []).append(point)
+    series = [
+        Series(name, colour, tuple(points), joined=name == "stowplan")
+        for (name, colour), points in families.items()
+    ]
+    return scatter(net, Axis("peak, MiB", "{:,.0f}".format), Axis("time of eager", "{:.2f}".format), series)
+
+
+def _ahead(net: str, ways: Mapping[str, Mapping[str, Result]]) -> Iterator[str]:
+    """The peers that are faster than every plan within their peak, beyond the spread."""
+    ours = [figures for way, figures in ways.items() if "stowplan" in way]
+    for way, figures in ways.items():
+        peak, time = figures["peak"].value, figures["time"]
+        within = [mine["time"] for mine in ours if mine["peak"].value <= peak * _SAME]
+        best = min(within, key=lambda mine: mine.value, default=None)
+        if "stowplan" in way or way == "eager":
+            continue
+        if best is None:
+            yield f"{net}, {way}: no plan within {format_bytes(round(peak))}"
+        elif (time.spread or (0, time.value))[1] < (best.spread or (best.value, 0))[0]:
+            times = f"{time.value:.2f} of eager, stowplan {best.value:.2f}"
+            yield f"{net}, {way}: within {format_bytes(round(peak))} {times}"
+
+
+def _tiles(results: Sequence[Result]) -> Section:
+    rows = [
+        Bar(
+            case,
+            tiled["peak"].value,
+            plain["peak"].value,
+            f", {tiled['time'].value:.2f} of the time" if "time" in tiled else "",
+            "#8a5bbf",
+        )
+        for case in dict.fromkeys(result.case for result in results)
+        if (ways := _by_way(results, case)) and (plain := ways.get("eager")) and (tiled := ways.get("tiles"))
+    ]
+    words = (
+        "Steps in tiles, below what recomputation alone reaches: measured peaks beside eager's, and the time."
+    )
+    return Section("tiles", "Tiles", (words,), _bars("peak of the step", rows), results)
+
+
+def _offload(results: Sequence[Result]) -> Section:
+    rows = [
+        Bar(
+            case,
+            ways["offload"]["peak"].value,
+            ways["plain"]["peak"].value,
+            f", {ways['offload']['time'].value:.2f} of the time",
+            "#1f9d7a",
+        )
+        for case in dict.fromkeys(result.case for result in results)
+        if (ways := _by_way(results, case))
+    ]
+    words = (
+        "Plans that only move tensors to this machine's disk and back, beside the ops: bit for bit the same."
+    )
+    return Section("offload", "Moving to disk", (words,), _bars("peak of the step", rows), results)
+
+
+def _bars(title: str, rows: Sequence[Bar]) -> tuple[Drawing, ...]:
+    return (bars(title, rows, lambda size: format_bytes(round(size))),) if rows else ()
+
+
+def _planning(results: Sequence[Result]) -> Section:
+    series = []
+    for net, colour in (("gpt", _OURS), ("llama", "#d1582a")):
+        cases = dict.fromkeys(result.case for result in results if result.case.startswith(net))
+        found = [_by_way(results, case)["stowplan"] for case in cases]
+        points = tuple(Point(row["ops"].value, row["search"].value) for row in found)
+        if points:
+            series.append(Series(net, colour, points, joined=True))
+    plot = scatter(
+        "seconds to search all budgets and answer one",
+        Axis("ops of the step", "{:,.0f}".format),
+        Axis("seconds", "{:,.0f}".format),
+        series,
+    )
+    words = "From a captured step to a plan with its bound, within 70 % of the plain peak, as networks grow."
+    return Section("planning", "Planning time", (words,), (plot,), results)
+
+
+def _projection(results: Sequence[Result]) -> Section:
+    errors = [result for result in results if result.figure == "peak error" and result.way == "probe"]
+    worst = max(errors, key=lambda result: abs(result.value))
+    words = (
+        "Projected peaks of plain steps beside measured ones: of the graph alone, with the table of kernel "
+        "workspaces (nothing ran), and with each distinct op tried once. Times: the sum over tried ops "
+        "beside a step's processor time.",
+        f"With ops tried, the projection is off by {abs(worst.value):.2%} at most ({worst.case}).",
+    )
+    return Section("projection", "Known before it runs", words, (), results)
+
+
+def _plainly(title: str, words: str) -> Callable[[Sequence[Result]], Section]:
+    def build(results: Sequence[Result]) -> Section:
+        return Section(results[0].study, title, (words,), (), results)
+
+    return build
+
+
+SECTIONS: Mapping[str, Callable[[Sequence[Result]], Section]] = {
+    "peers": _peers,
+    "tiles": _tiles,
+    "offload": _offload,
+    "joint": _plainly(
+        "All techniques in one plan",
+        "Projected times of each technique alone, and of all together, by budget.",
+    ),
+    "shards": _plainly(
+        "Several workers", "Processes on this machine, over gloo; peaks are above parameters and gradients."
+    ),
+    "planning": _planning,
+    "projection": _projection,
+    "optimizers": _plainly(
+        "Optimizers", "Projected peaks of training with an optimizer beside measured ones."
+    ),
+}

@@ -1,0 +1,51 @@
+"""All studies one after the other, then their page: `python -m benchmarks.suite short|long`.
+
+The short suite takes five minutes, the long one hours. Each study is a process of its own, so that none finds
+what another left in memory.
+"""
+
+import argparse
+import subprocess
+import sys
+from time import perf_counter
+
+from benchmarks.results import ROOT
+
+SUITES = {
+    "short": (
+        "projection unet resnet50 gpt vit",
+        "peers vit --batch 2 --rounds 5 --no-inductor",
+        "planning --shallow",
+        "offload time vit",
+        "shards memory",
+    ),
+    "long": (
+        "projection",
+        "projection --size real unet resnet50 gpt vit",
+        "projection --optimizers unet resnet50 gpt vit",
+        "peers unet resnet50 gpt vit --out build/peers",
+        "planning",
+        "offload time",
+        "offload joint",
+        "shards memory",
+        "shards scaling",
+    ),
+}
+
+
+def main() -> int:
+    """Run a suite; 1 if a study failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("size", choices=tuple(SUITES))
+    begun, failed = perf_counter(), 0
+    for words in (*SUITES[parser.parse_args().size], "page"):
+        print(f"\n== python -m benchmarks.{words} (after {perf_counter() - begun:.0f} s)", flush=True)
+        failed += bool(
+            subprocess.run([sys.executable, "-m", *f"benchmarks.{words}".split()], cwd=ROOT).returncode
+        )
+    print(f"\n{ROOT}/build/bench/index.html, after {perf_counter() - begun:.0f} s; {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

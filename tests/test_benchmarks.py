@@ -1,0 +1,66 @@
+"""The page of benchmarks: every figure it was given, in order, and who is ahead, whoever that is."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from benchmarks.page import html_of, markdown_of
+from benchmarks.results import Result, Study, ratio_of, read_results
+from benchmarks.suite import SUITES
+
+ROOT = Path(__file__).parents[1]
+
+
+def told(folder: Path, peer_time: float) -> list[Result]:
+    """A comparison of three ways, and the figures of a plan."""
+    study = Study("peers", folder)
+    ways = {"eager": (300, 1.0), "checkpoint per block": (200, peer_time), "stowplan at 200 MiB": (199, 1.1)}
+    for way, (peak, time) in ways.items():
+        study.tell("net", way, "peak", peak * 2**20, "B")
+        study.tell("net", way, "time", time, "of eager", (time - 0.01, time + 0.01))
+    Study("planning", folder).tell("gpt, 6 layers", "stowplan", "ops", 1200, "ops")
+    Study("planning", folder).tell("gpt, 6 layers", "stowplan", "search", 2.5, "s")
+    Study("tiles", folder).tell("net", "eager", "peak", 2**30, "B")
+    Study("tiles", folder).tell("net", "tiles", "peak", 2**28, "B")
+    return read_results(folder)
+
+
+def test_the_page_is_whole_and_holds_every_figure(tmp_path: Path) -> None:
+    page = html_of(told(tmp_path, 1.3))
+    assert page.count("<svg") == 3
+    assert not re.search(r'(src|href)="', page)
+    for figure in ("300 MiB", "1.100 (1.09 to 1.11)", "256 MiB of 1.00 GiB", "2.50 s", "1,200"):
+        assert figure in page
+    text, pictures = markdown_of(told(tmp_path, 1.3))
+    assert set(re.findall(r"pictures/([\w.-]+)", text)) == set(pictures)
+
+
+@pytest.mark.parametrize(("peer_time", "is_ahead"), [(1.3, False), (1.1, False), (0.9, True)])
+def test_a_peer_that_is_ahead_is_named(tmp_path: Path, peer_time: float, is_ahead: bool) -> None:
+    page = html_of(told(tmp_path, peer_time))
+    assert ("Nowhere are others ahead" in page) is not is_ahead
+    assert ("checkpoint per block: within 200 MiB 0.90 of eager, stowplan 1.10" in page) is is_ahead
+
+
+def test_the_last_run_of_a_case_counts(tmp_path: Path) -> None:
+    before = told(tmp_path, 1.3)
+    lines = (tmp_path / "peers.jsonl").read_text()
+    again = lines.replace(before[0].when, "2001-01-01T00:00:00+00:00").splitlines()[:2]
+    (tmp_path / "peers.jsonl").write_text(lines + "\n".join(again) + "\n")
+    peers = [result for result in read_results(tmp_path) if result.study == "peers"]
+    assert [result.way for result in peers] == ["eager", "eager"]
+
+
+def test_times_are_told_by_round() -> None:
+    """A machine that is slow in one round is slow for both."""
+    assert ratio_of([2.0, 20.0, 2.0, 2.0], [1.0, 10.0, 1.0, 1.0]) == (2.0, (2.0, 2.0))
+
+
+def test_a_suite_runs_all_commands_of_the_readme() -> None:
+    """What the README claims is what `make bench` measures."""
+    commands = re.findall(r"`python -m benchmarks\.([^`]*)`", (ROOT / "README.md").read_text())
+    assert commands
+    assert set(commands) <= set(SUITES["long"])
