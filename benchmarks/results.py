@@ -85,10 +85,10 @@ def read_results(folder: Path = FOLDER) -> list[Result]:
     return [result for of_case in found.values() for result in of_case]
 
 
-def spread_of(values: Sequence[float], unit: float = 1.0) -> tuple[float, float]:
-    """The quartiles, in shares of `unit`."""
+def spread_of(values: Sequence[float]) -> tuple[float, float]:
+    """The quartiles."""
     ordered = sorted(values)
-    return ordered[len(ordered) // 4] / unit, ordered[3 * len(ordered) // 4] / unit
+    return ordered[len(ordered) // 4], ordered[3 * len(ordered) // 4]
 
 
 def ratio_of(seconds: Sequence[float], plain: Sequence[float]) -> tuple[float, tuple[float, float]]:

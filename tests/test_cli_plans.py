@@ -101,7 +101,7 @@ def test_a_budget_too_small_is_a_no_with_the_smallest_one(
         (["plan", "little_step:step", "--budget", "6 bananas"], "is not a size"),
         (["plan", "little_step:step", "--budget", "1MB", "--allow", "magic"], "no technique 'magic'"),
         (["plan", "little_step:nowhere", "--budget", "1MB"], "no function 'nowhere'"),
-        (["plan", "nowhere_at_all:step", "--budget", "1MB"], "cannot import"),
+        (["plan", "nowhere_at_all:step", "--budget", "1MB"], "there is no module"),
         (["inspect", "little_step:not_a_step"], "must return (model, args)"),
         (["check", "little_step:no_loss", "--budget", "1MB"], "return (model, args, loss)"),
         (["explain", "little_step.py"], "little_step.py"),

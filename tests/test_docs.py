@@ -50,5 +50,20 @@ def test_the_architecture_is_the_code() -> None:
     assert [part for part in named if part in table] == [part for part in table if part in named]
 
 
+def test_the_constraints_are_added_where_the_concepts_say() -> None:
+    rows = re.findall(r"^\|.*\| `([\w/]+\.py)` \| `(\w+)` \|$", _text("docs/concepts.md"), re.MULTILINE)
+    assert len(rows) >= 12
+    for file, function in rows:
+        assert f"def {function}(" in (SOURCE / file).read_text(encoding="utf-8"), (file, function)
+
+
+def test_files_that_pages_name_exist() -> None:
+    for page in PAGES:
+        for file in re.findall(
+            r"`((?:ir|ops|analyse|plan|run|report|formats|capture|cli)/[\w/]+\.py)`", page.read_text()
+        ):
+            assert (SOURCE / file).exists(), f"{page.name}: {file}"
+
+
 def _text(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")

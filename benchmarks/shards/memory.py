@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.nets import NETS
+from benchmarks.results import Study
 from benchmarks.shards.processes import on_workers
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.run.measure import measure
@@ -52,5 +53,10 @@ def main(_: Sequence[str]) -> None:
     for name in MEMORY:
         found = on_workers(4, memory, name)
         alone = found[0][0]
+        study, case = Study("shards"), f"{name} on 2 x 2 workers"
+        study.tell(case, "one process", "peak", alone, "B")
         for rank, (_, peak, sent) in enumerate(found):
             print(f"{name} worker {rank}: {peak:,} of {alone:,} bytes, {peak / alone:.3f}; sent {sent:,}")
+            study.tell(case, f"worker {rank}", "peak", peak, "B")
+            study.tell(case, f"worker {rank}", "share", peak / alone, "of one process")
+            study.tell(case, f"worker {rank}", "sent", sent, "B")

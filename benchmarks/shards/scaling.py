@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from benchmarks.nets import NETS
+from benchmarks.results import Study
 from benchmarks.shards.memory import differentiate
 from benchmarks.shards.processes import on_workers
 from stowplan.plan.shards.mesh import parse_mesh
@@ -32,3 +33,4 @@ def main(_: Sequence[str]) -> None:
     for mesh in ("data=2", "space=2"):
         pair = max(on_workers(2, scaling, mesh, 2))
         print(f"one worker {alone:.3f} s, {mesh} with two images {pair:.3f} s: {alone / pair:.3f}")
+        Study("shards").tell(f"unet on {mesh}, an image each", "two workers", "efficiency", alone / pair, "")

@@ -57,12 +57,12 @@ def function_named(text: str) -> Callable[..., object]:
 
 
 def _nearest(module: ModuleType) -> str:
-    functions = [
-        name
-        for name, value in vars(module).items()
-        if isfunction(value) and value.__module__ == module.__name__
-    ]
-    return f"; it has {', '.join(functions[:8])}" if functions else ""
+    """What the module has instead."""
+    own = (
+        value for value in vars(module).values() if isfunction(value) and value.__module__ == module.__name__
+    )
+    names = [function.__name__ for function in own if not function.__name__.startswith("_")]
+    return f"; it has {', '.join(names[:8])}" if names else ""
 
 
 @contextmanager
