@@ -1,6 +1,6 @@
 """stowplan against what a user would pick instead, in one process, interleaved: peak and time of each.
 
-    python -m benchmarks.peers unet resnet50 gpt vit --out build/peers
+    python -m benchmarks.peers unet resnet50 gpt vit
 
 For every peer's point (peak, seconds) stowplan is asked for a plan of at most that peak, and besides for half
 and a quarter of the plain activation memory: what eager's peak has beyond parameters, gradients, buffers
@@ -194,7 +194,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, help="instead of each network's own")
     parser.add_argument("--no-inductor", action="store_true", help="leave out the slowest peer to compile")
-    parser.add_argument("--out", type=Path, help="write the figures of each network into this folder as JSON")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/peers"), help="where `stowplan report` finds them"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for net in arguments.nets:
@@ -203,9 +205,8 @@ def main() -> None:
         methods = compare(net, arguments.rounds, inductor=inductor, batch=arguments.batch)
         print(table(net, methods), flush=True)
         _tell(net, methods)
-        if arguments.out:
-            arguments.out.mkdir(parents=True, exist_ok=True)
-            (arguments.out / f"{net}.json").write_text(_json(methods))
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / f"{net}.json").write_text(_json(methods))
 
 
 def _tell(net: str, methods: list[Method]) -> None:
