@@ -21,7 +21,7 @@ def network() -> tuple[float, float]:
         for _ in range(20):
             dist.barrier()
             begun = time.perf_counter()
-            workers.swap([(1 - workers.rank, sent)], [(1 - workers.rank, got)])
+            workers.swap([(1 - workers.rank, sent)], [(1 - workers.rank, got)])()
             times.append(time.perf_counter() - begun)
         seconds[elements] = sorted(times)[len(times) // 2]
     return seconds[2], 4 * 2**21 / (seconds[2**21] - seconds[2])

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def die_in_the_second_step(after: int) -> tuple[int, float, bool]:
 
 
 def _die_after(messages: int) -> None:
-    swap, add_up = Workers.swap, Workers.add_up
+    swap, add_up, begin_sum = Workers.swap, Workers.add_up, Workers.begin_sum
     left = [messages]
 
     def counted() -> None:
@@ -77,19 +78,24 @@ def _die_after(messages: int) -> None:
 
     def dying_swap(
         self: Workers, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
-    ) -> None:
+    ) -> Callable[[], None]:
         counted()
-        swap(self, sends, receives)
+        return swap(self, sends, receives)
 
     def dying_add_up(self: Workers, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
         counted()
         return add_up(self, tensor, axes)
 
+    def dying_begin_sum(self: Workers, tensor: Tensor, axes: tuple[int, ...]) -> None:
+        counted()
+        begin_sum(self, tensor, axes)
+
+    Workers.begin_sum = dying_begin_sum  # type: ignore[method-assign]
     Workers.swap = dying_swap  # type: ignore[method-assign, assignment]
     Workers.add_up = dying_add_up  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("after", [5, 60])
+@pytest.mark.parametrize("after", [5, 30])
 def test_a_worker_that_dies_is_named_at_once_and_no_parameter_has_changed(after: int) -> None:
     ((step, seconds, same),) = on_workers(2, die_in_the_second_step, after, dying=frozenset({1}))
     assert step == 2

@@ -5,6 +5,7 @@ from math import prod
 
 from stowplan.errors import MissingRule
 from stowplan.ir import Graph, Kind
+from stowplan.plan.shards.buckets import buckets_of
 from stowplan.plan.shards.plan import ShardPlan
 from stowplan.plan.shards.shard import Level
 from stowplan.plan.shards.spread import SUMMED, Form
@@ -58,10 +59,7 @@ def itemsize_of(graph: Graph, name: str) -> int:
 
 def summed_by(plan: ShardPlan, worker: int) -> tuple[int, int]:
     """Bytes that a worker hands to sums in a step, parameters' gradients included, and how many sums."""
-    tensors = plan.graph.tensors
-    wanted = {tensor.gradient_of for tensor in tensors.values()}
-    count = sum(tensor.kind is Kind.PARAMETER and tensor.id in wanted for tensor in tensors.values())
-    nbytes = trained_bytes(plan)
+    nbytes, count = trained_bytes(plan), len(buckets_of(plan.graph))
     for level in plan.shards[worker].levels:
         if level.spread.form in (Form.SUMS, Form.NORM):
             forward, backward = _payloads(plan, level)

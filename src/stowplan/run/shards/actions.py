@@ -9,12 +9,13 @@ from torch import Tensor
 
 from stowplan.ir import Shape
 from stowplan.run.shards.attention import causal_part, is_causal_part
-from stowplan.run.shards.operator import Exchanged, Normalised, Totalled
+from stowplan.run.shards.functions import Bucketed, Exchanged, Normalised, Totalled
 from stowplan.run.shards.take import Blank, Take
 from stowplan.run.tiles.forms import run_local
 from stowplan.run.tiles.losses import TiledLoss
 from stowplan.run.tiles.part import Index, LocalCall
 
+_bucketed: Any = Bucketed.apply
 _exchanged: Any = Exchanged.apply
 _totalled: Any = Totalled.apply
 _normalised: Any = Normalised.apply
@@ -22,10 +23,30 @@ _normalised: Any = Normalised.apply
 
 @dataclass(slots=True)
 class Values:
-    """What a worker holds while its step runs: parts by tensor, and the token that orders its messages."""
+    """What a worker holds while its step runs: parts by tensor, and the token that orders its messages.
+
+    `stands` are for buckets whose parameters have not been used yet.
+    """
 
     parts: dict[str, Tensor]
     token: Tensor
+    stands: list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Bring:
+    """The parameters of the next bucket, before the first is used: backward has all their gradients here."""
+
+    parameters: tuple[str, ...]
+    talk: str
+
+    def touches(self) -> Iterable[str]:
+        return self.parameters
+
+    def run(self, values: Values) -> None:
+        given = (values.parts[name].detach() for name in self.parameters)
+        values.token, *brought = _bucketed(values.stands.pop(0), values.token, self.talk, *given)
+        values.parts.update(zip(self.parameters, brought, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,4 +185,4 @@ class Normalise:
         return made, mean.view(samples, self.groups), variance.view(samples, self.groups)
 
 
-Action: TypeAlias = Make | Swap | Sum | Loss | Normalise
+Action: TypeAlias = Bring | Make | Swap | Sum | Loss | Normalise

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from stowplan.geometry import Rect
@@ -33,26 +34,35 @@ class Exchange:
 
     def forward(self, share: Tensor) -> Tensor:
         """What is held, from the worker's share."""
+        sends = [(swap.peer, share[swap.index].contiguous()) for swap in self.sends]
+        received = [(swap.peer, _room(share, swap.index)) for swap in self.receives]
+        wait = self.workers.swap(sends, received)
         held = share.new_empty(self.held.shape)
         if self.kept is not None:
             held[self.kept[1]].copy_(share[self.kept[0]])
-        sends = [(swap.peer, share[swap.index].contiguous()) for swap in self.sends]
-        received = [(swap.peer, _room(held, swap.index)) for swap in self.receives]
-        self.workers.swap(sends, received)
+        wait()
         for swap, (_, part) in zip(self.receives, received, strict=True):
             held[swap.index].copy_(part)
         return held
 
     def backward(self, gradient: Tensor) -> Tensor:
         """The gradient of the share, from that of what is held: the same list reversed, with addition."""
+        sends = [(swap.peer, gradient[swap.index].contiguous()) for swap in self.receives]
+        received = [(swap.peer, _room(gradient, swap.index)) for swap in self.sends]
+        wait = self.workers.swap(sends, received)
+        found = self._own_part(gradient)
+        wait()
+        for swap, (_, part) in zip(self.sends, received, strict=True):
+            found[swap.index].add_(part)
+        return found
+
+    def _own_part(self, gradient: Tensor) -> Tensor:
+        """The gradient of the share by what this worker made of it."""
+        if self.held.contains(self.share) and self.kept is not None:
+            return gradient[self.kept[1]].clone(memory_format=torch.contiguous_format)
         found = gradient.new_zeros(self.share.shape)
         if self.kept is not None:
             found[self.kept[0]].copy_(gradient[self.kept[1]])
-        sends = [(swap.peer, gradient[swap.index].contiguous()) for swap in self.receives]
-        received = [(swap.peer, _room(found, swap.index)) for swap in self.sends]
-        self.workers.swap(sends, received)
-        for swap, (_, part) in zip(self.sends, received, strict=True):
-            found[swap.index].add_(part)
         return found
 
 

@@ -15,7 +15,7 @@ from stowplan.plan.shards.plan import RESIDENT, ShardPlan
 from stowplan.plan.shards.shard import LIKES, Level
 from stowplan.plan.shards.spread import SUMMED, Form
 from stowplan.plan.tiles.rects import Level as TileLevel
-from stowplan.run.shards.actions import Action, Loss, Make, Normalise, Sum, Swap
+from stowplan.run.shards.actions import Action, Bring, Loss, Make, Normalise, Sum, Swap
 from stowplan.run.shards.exchange import exchange_of
 from stowplan.run.shards.norm import Norm
 from stowplan.run.shards.operator import Total, enter
@@ -28,7 +28,15 @@ from stowplan.run.tiles.part import Index, local_call
 class LocalStep:
     """Builds the actions of this process's worker. `title` keeps apart what several steps do together."""
 
-    def __init__(self, captured: Captured, plan: ShardPlan, workers: Workers, title: str) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        plan: ShardPlan,
+        workers: Workers,
+        title: str,
+        buckets: Sequence[Bring],
+    ) -> None:
+        self._buckets = list(buckets)  # that no op has read from
         self._calls, self._graph = captured.program.calls, captured.graph
         self._plan, self._workers, self._title = plan, workers, title
         self._shard = plan.shards[workers.rank]
@@ -44,10 +52,18 @@ class LocalStep:
             if tensor.kind is Kind.INPUT and name in self._exchanged:
                 yield self._swap(name)
         for level in self._shard.levels:
+            yield from self._bring_for(level)
             yield from self._level(level)
             for name in self._names(level):
                 if name in self._exchanged:
                     yield self._swap(name)
+        yield from self._buckets
+
+    def _bring_for(self, level: Level) -> Iterator[Bring]:
+        """Buckets up to the last that the op reads from, on all workers alike, even those that do nothing."""
+        read = set(level.spread.op.reads())
+        while any(not read.isdisjoint(bucket.parameters) for bucket in self._buckets):
+            yield self._buckets.pop(0)
 
     def _names(self, level: Level) -> Sequence[str]:
         together = level.spread.form in (Form.SUMS, Form.NORM)

@@ -1,6 +1,6 @@
 """ShardedStep: the training step of a model as one worker of a mesh takes part in it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -14,19 +14,22 @@ from stowplan.errors import BadUse
 from stowplan.ir import Graph, Kind
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
+from stowplan.plan.shards.buckets import buckets_of
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
 from stowplan.plan.shards.seeds import seeds_for
 from stowplan.run.binding import Binding
-from stowplan.run.shards.actions import Action, Values
+from stowplan.run.shards.actions import Action, Bring, Values
+from stowplan.run.shards.bucket import Bucket
+from stowplan.run.shards.functions import Results, Trained
 from stowplan.run.shards.local import LocalStep
-from stowplan.run.shards.operator import Results, Shared, Total, enter
+from stowplan.run.shards.operator import enter
 from stowplan.run.shards.workers import Workers
 from stowplan.run.tiles.part import index_of
 from stowplan.run.tiles.swept import check_differentiable
 
 _numbers = count()  # steps of a process, alike on all workers: they make them in the same order
-_shared: Any = Shared.apply
+_trained: Any = Trained.apply
 _results: Any = Results.apply
 
 
@@ -56,11 +59,20 @@ class ShardedStep:
             [self._everyone, *(spread.summed_axes for spread in self.plan.spreads if spread.summed_axes)]
         )
         self._title = f"step {next(_numbers)}"
-        self._actions = tuple(LocalStep(captured, self.plan, self.workers, self._title).actions())
+        self._buckets = tuple(self._brought(captured))
+        local = LocalStep(captured, self.plan, self.workers, self._title, self._buckets)
+        self._actions = tuple(local.actions())
         self._frees = _frees(self._actions, ends_of(captured))
-        enter(f"{self._title}: parameters", Total(self.workers, self._everyone))
         self._local = _local(captured, self.plan, self.workers.rank)
         self._binding = self.bound_to(model)
+
+    def _brought(self, captured: Captured) -> Iterator[Bring]:
+        """Buckets of trained parameters, whose gradients are summed over the whole mesh."""
+        trained = [name for name in captured.program.gradients if name in captured.program.parameters]
+        for number, names in enumerate(buckets_of(captured.graph, trained)):
+            shapes = tuple(shape_of(captured.graph.tensors[name]) for name in names)
+            bucket = Bucket(self.workers, self._everyone, shapes)
+            yield Bring(names, enter(f"{self._title}: bucket {number}", bucket))
 
     def bound_to(self, model: nn.Module) -> Binding:
         """This worker's step on the parameters and buffers of a model."""
@@ -98,10 +110,9 @@ class ShardedStep:
         """All actions, on tensors by the names of the captured graph."""
         program = self.captured.program
         parts = dict(tensors)
-        trained = [name for name in program.gradients if name in program.parameters]
-        token, *shared = _shared(f"{self._title}: parameters", *(parts[name] for name in trained))
-        parts.update(zip(trained, shared, strict=True))
-        values = Values(parts, token)
+        trained = (parts[name] for bucket in self._buckets for name in bucket.parameters)
+        token, *stands = _trained([bucket.talk for bucket in self._buckets], *trained)
+        values = Values(parts, token, stands)
         for action, gone in zip(self._actions, self._frees, strict=True):
             action.run(values)
             for name in gone:

@@ -4,8 +4,9 @@ Transport is torch.distributed's: batched point-to-point for exchanges, all-redu
 counted, so that what was sent can be held against what was projected.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ class Workers:
         self.sent_bytes = 0  # point to point
         self.summed_bytes = 0  # handed to all-reduce
         self._is_rehearsal = False
+        self._sums: dict[int, dist.Work] = {}  # begun and not ended, by where they are in memory
         self._others: dict[tuple[int, ...], tuple[int, ...]] = {}  # by axes that sums run over
         self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
 
@@ -45,15 +47,19 @@ class Workers:
                 if self.rank in row:
                     self._groups[wanted] = group
 
-    def swap(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        """Send tensors to workers and fill those to be received, all at once."""
-        transfers = [P2POp(dist.isend, _plain(tensor), peer) for peer, tensor in sends]
-        transfers += [P2POp(dist.irecv, _plain(tensor), peer) for peer, tensor in receives]
+    def swap(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Callable[[], None]:
+        """Begin to send tensors to workers and to fill others, all at once; what is returned waits for it."""
+        transfers = [P2POp(dist.irecv, _plain(tensor), peer) for peer, tensor in receives]
+        transfers += [P2POp(dist.isend, _plain(tensor), peer) for peer, tensor in sends]
         if self._is_rehearsal:
-            return
+            return lambda: None
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
-        works = self._begun(transfers)  # NCCL has one for all
-        for work, transfer in zip(works, transfers, strict=False):
+        return partial(self._wait, self._begun(transfers), transfers)
+
+    def _wait(self, works: list[dist.Work], transfers: list[P2POp]) -> None:
+        for work, transfer in zip(works, transfers, strict=False):  # NCCL has one for all
             with self._naming_who_is_lost((transfer.peer,)):
                 work.wait()
 
@@ -72,6 +78,22 @@ class Workers:
         with self._naming_who_is_lost(self._others[axes]):
             dist.all_reduce(total, group=self._groups[axes])
         return total
+
+    def begin_sum(self, tensor: Tensor, axes: tuple[int, ...]) -> None:
+        """Begin to turn a tensor into its sum over the workers along these axes, unseen until it ends."""
+        if self._is_rehearsal:
+            return
+        self.summed_bytes += tensor.nbytes
+        with self._naming_who_is_lost(self._others[axes]):
+            work = dist.all_reduce(tensor, group=self._groups[axes], async_op=True)
+        assert work is not None
+        self._sums[tensor.data_ptr()] = work
+
+    def end_sum(self, tensor: Tensor, axes: tuple[int, ...]) -> None:
+        """Wait until a tensor is the sum that was begun with it."""
+        if not self._is_rehearsal:
+            with self._naming_who_is_lost(self._others[axes]):
+                self._sums.pop(tensor.data_ptr()).wait()
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
