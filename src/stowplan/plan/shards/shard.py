@@ -6,6 +6,7 @@ halo): then it is exchanged once, before the first such op, and never stored twi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from stowplan.geometry import Rect
 from stowplan.ir import Op
@@ -31,6 +32,10 @@ LIKES = tuple(f"aten.{name}_like.default" for name in ("empty", "full", "ones", 
 """Ops that fill any part of their output alike, and ask their input for nothing but its looks."""
 
 _MOST_CARRIED = 1.5  # times a worker's share: beyond that, a gathered tensor would be computed by everyone
+_CONVOLUTION = "aten.convolution.default"
+_LITTLE = (
+    1.03  # times a share: a convolution of so little more is done sooner than a copy with a halo is made
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,8 @@ class Pulling:
         return self._known_shares[layout]
 
     def _is_carried(self, spread: Spread, number: int, shares: list[Rect], wanted: list[Rect]) -> bool:
+        if spread.op.type == _CONVOLUTION:
+            return _growth(shares, wanted) <= _LITTLE and self._can(spread, number, wanted)
         if number or spread.op.type not in CARRIED:
             return False
         owned, hulls = (sum(rect.volume for rect in rects) for rects in (shares, wanted))
@@ -176,6 +183,14 @@ class Pulling:
             source = reduction.dims[0][dims.index(dim)] if dim in dims else None
             spans += [(0, size) for size in group] if source is None else first.spans(share, source)
         return Rect(tuple(low for low, _ in spans), tuple(high for _, high in spans))
+
+
+def _growth(shares: Sequence[Rect], wanted: Sequence[Rect]) -> float:
+    """How many times its share a worker would make at most, which those on the axes of a mesh tell."""
+    pairs = [(w.shape, s.shape) for w, s in zip(wanted, shares, strict=True) if not s.is_empty]
+    ratios = [[more / size for more, size in zip(*pair, strict=True)] for pair in pairs]
+    growth: float = prod(max(along) for along in zip(*ratios, strict=True))
+    return growth
 
 
 def _nothing_of(rect: Rect) -> Rect:
