@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stowplan.api import convert, explain, inspect, planner_for, read_document, read_plan
     from stowplan.run.fit import fit, plans_of
+    from stowplan.run.shards.fit import shards_of
 
 __version__ = "0.0.1"
 
@@ -19,10 +20,15 @@ __all__ = [
     "plans_of",
     "read_document",
     "read_plan",
+    "shards_of",
 ]
 
 # Looked up when first asked for: importing stowplan is quick, and only what runs models brings torch.
-_HOMES = {"fit": "stowplan.run.fit", "plans_of": "stowplan.run.fit"}
+_HOMES = {
+    "fit": "stowplan.run.fit",
+    "plans_of": "stowplan.run.fit",
+    "shards_of": "stowplan.run.shards.fit",
+}
 
 
 def __getattr__(name: str) -> object:

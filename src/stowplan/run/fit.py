@@ -5,11 +5,11 @@ buffers, submodules and state_dict, and differs in `forward` alone. For every ne
 dtypes, modes) the step is captured, priced and planned once; after that the plan's own code runs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from stowplan.capture import capture
 from stowplan.errors import BadUse, StowplanError
-from stowplan.plan.make import TECHNIQUES
+from stowplan.plan.make import ON_REQUEST, TECHNIQUES, known_techniques
 from stowplan.plan.plan import Plan
 from stowplan.plan.tiles.master import Prefer, preference
 from stowplan.run.auto_budget import automatic_budget
@@ -26,9 +26,12 @@ from stowplan.run.probe import Progress
 from stowplan.run.stand_in import seen_as, with_forward
 from stowplan.run.straight import StraightStep
 from stowplan.run.tiles.plan import PlannedStep, plan_step
-from stowplan.run.tiles.ways import Subject
+from stowplan.run.tiles.ways import Search, Subject
 from stowplan.run.wrappers import refuse_shards, refuse_wrapped
 from stowplan.units import parse_bytes
+
+if TYPE_CHECKING:
+    from stowplan.run.shards.processes import MeshLike
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -39,6 +42,8 @@ def fit(
     kwargs: Mapping[str, object] | None = None,
     *,
     budget: int | str,
+    mesh: "MeshLike | None" = None,
+    dims: Mapping[str, Sequence[int | None]] | None = None,
     reserve: int | str = 0,
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
@@ -63,9 +68,22 @@ def fit(
     A plan that moves nothing away is kept in the user's cache folder, and found there by the same step,
     budget and machine. A `plan` that was saved is used instead of making one; it is refused if it is for
     another step.
+
+    With a `mesh` of workers ("data=2,space=2x2", or a DeviceMesh with named dims), all its processes call
+    this alike, with whole arguments, which may be on the meta device; the budget is that of each. What is
+    returned is called with a worker's part of the arguments, `shards_of(fitted).share(*args)`. Which dims of
+    them the axes cut follows from the axes' names, or is given by `dims`, by input.
     """
     _refuse_misuse(model, args)
     refuse_wrapped(model)
+    if mesh is not None:
+        from stowplan.run.shards.fit import fit_on_mesh
+
+        _refuse_on_mesh(budget, plan, allow)
+        allowed = parse_bytes(budget) - parse_bytes(reserve)
+        search = Search(known_techniques(allow), moves, progress)
+        given = tuple(args), dict(kwargs or {})
+        return fit_on_mesh(model, *given, mesh=mesh, dims=dims, search=search, allowed_bytes=allowed)
     whole = automatic_budget(model, (args, dict(kwargs or {}))) if budget == "auto" else parse_bytes(budget)
     allowed = whole - parse_bytes(reserve)
     fitting = Fitting(type(model).forward, allowed, tuple(allow), preference(prefer), progress, moves)
@@ -155,6 +173,17 @@ def _refuse_misuse(model: object, args: object) -> None:
         )
     if not isinstance(args, tuple | list):
         raise BadUse(f"args is a {type(args).__name__}; write fit(model, (x, y), budget=...) for model(x, y)")
+
+
+def _refuse_on_mesh(budget: int | str, plan: Plan | None, allow: Iterable[str]) -> None:
+    if budget == "auto":
+        raise BadUse('budget="auto" is what is free here, and workers may share that: give each its bytes')
+    if plan is not None:
+        raise BadUse("a saved plan is of a step in one process; with a mesh, each worker makes its own")
+    if moved := sorted(set(allow).intersection(ON_REQUEST)):
+        raise BadUse(
+            f"{moved[0]} is not offered with a mesh: gradients that are being summed cannot be moved"
+        )
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from stowplan.plan.decision import Again
 from stowplan.plan.shards.buckets import LEAST_BYTES, buckets_of
-from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.plan.shards.traffic import traffic_of
-from stowplan.run.shards.fit import fit_sharded
+from stowplan.run.fit import fit, plans_of
+from stowplan.run.shards.fit import shards_of
 from stowplan.run.shards.workers import Workers
 
 pytestmark = pytest.mark.torch
@@ -72,16 +72,17 @@ def plan_tightly() -> Planned:
     plain = copy.deepcopy(model)
     torch.manual_seed(7)
     plain(*args).backward()
-    fitted = fit_sharded(model, args, mesh=parse_mesh("data=2"), budget="2.2MB", moves=20)
-    shares, _ = fitted.share(*args)
+    fitted = fit(model, args, mesh="data=2", budget="2.2MB", moves=20)
+    sharded, (plan,) = shards_of(fitted), plans_of(fitted)
+    shares, _ = sharded.share(*args)
     torch.manual_seed(7)
     loss = fitted(*shares)
     assert isinstance(loss, Tensor)
     loss.backward()  # type: ignore[no-untyped-call]
-    workers = fitted.step.workers
-    traffic = traffic_of(fitted.step.plan)[workers.rank]
+    workers = sharded.workers
+    traffic = traffic_of(sharded.plan)[workers.rank]
     return Planned(
-        sum(isinstance(step, Again) for step in fitted.plan.steps),
+        sum(isinstance(step, Again) for step in plan.steps),
         distance(gradients_of(model), gradients_of(plain)),
         (workers.sent_bytes, traffic.sent_bytes),
         (workers.summed_bytes, traffic.summed_bytes),

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.plan.shards.traffic import traffic_of
+from stowplan.run.fit import fit, plans_of
 from stowplan.run.shards.exchange import Exchange
-from stowplan.run.shards.fit import fit_sharded
+from stowplan.run.shards.fit import shards_of
 from stowplan.run.shards.norm import Norm
 from stowplan.run.shards.step import ShardedStep
 
@@ -185,14 +186,18 @@ def fit_under_a_budget(name: str, mesh: str, settings: dict[str, Any]) -> tuple[
     model, args = NETS[name].build("tiny", dtype=torch.float64, **settings)
     plain = copy.deepcopy(model)
     plain(*args).backward()
-    roomy = fit_sharded(model, args, mesh=parse_mesh(mesh), budget="1GiB", moves=50)
-    allowed = roomy.plan.projected_peak_bytes
-    fitted = fit_sharded(model, args, mesh=parse_mesh(mesh), budget=allowed, moves=50)
-    shares, _ = fitted.share(*args)
+    (roomy,) = plans_of(fit(model, args, mesh=mesh, budget="1GiB", moves=50))
+    allowed = roomy.projected_peak_bytes
+    fitted = fit(model, args, mesh=mesh, budget=allowed, moves=50)
+    shares, _ = shards_of(fitted).share(*args)
     loss = fitted(*shares)
     assert isinstance(loss, Tensor)
     loss.backward()  # type: ignore[no-untyped-call]
-    return distance(gradients_of(model), gradients_of(plain)), allowed, fitted.plan.projected_peak_bytes
+    return (
+        distance(gradients_of(model), gradients_of(plain)),
+        allowed,
+        plans_of(fitted)[0].projected_peak_bytes,
+    )
 
 
 def test_every_worker_plans_its_part_within_its_budget(two: list[Findings]) -> None:

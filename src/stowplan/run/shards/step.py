@@ -24,6 +24,7 @@ from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.functions import Results, Trained
 from stowplan.run.shards.local import LocalStep
 from stowplan.run.shards.operator import enter
+from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.workers import Workers
 from stowplan.run.tiles.part import index_of
 from stowplan.run.tiles.swept import check_differentiable
@@ -45,7 +46,7 @@ class ShardedStep:
         args: tuple[object, ...],
         kwargs: Mapping[str, object] | None = None,
         *,
-        mesh: Mesh,
+        mesh: MeshLike,
         dims: Mapping[str, Sequence[int | None]] | None = None,
     ) -> None:
         captured = capture(model, args, kwargs)
@@ -53,11 +54,8 @@ class ShardedStep:
         if not any(name in captured.program.parameters for name in captured.program.gradients):
             raise BadUse("no parameter of the model has a gradient: there is no training step to shard")
         self.captured, self.workers = captured, Workers(mesh)
-        self.plan = plan_sharded(captured, mesh, dims)
-        self._everyone = tuple(range(len(mesh.axes)))
-        self.workers.join(
-            [self._everyone, *(spread.summed_axes for spread in self.plan.spreads if spread.summed_axes)]
-        )
+        self.plan = plan_sharded(captured, self.workers.mesh, dims)
+        self.workers.join(spread.summed_axes for spread in self.plan.spreads if spread.summed_axes)
         self._title = f"step {next(_numbers)}"
         self._buckets = tuple(self._brought(captured))
         local = LocalStep(captured, self.plan, self.workers, self._title, self._buckets)
@@ -71,7 +69,7 @@ class ShardedStep:
         trained = [name for name in captured.program.gradients if name in captured.program.parameters]
         for number, names in enumerate(buckets_of(captured.graph, trained)):
             shapes = tuple(shape_of(captured.graph.tensors[name]) for name in names)
-            bucket = Bucket(self.workers, self._everyone, shapes)
+            bucket = Bucket(self.workers, self.workers.everyone, shapes)
             yield Bring(names, enter(f"{self._title}: bucket {number}", bucket))
 
     def bound_to(self, model: nn.Module) -> Binding:
@@ -135,8 +133,11 @@ class ShardedStep:
 def plan_sharded(
     captured: Captured, mesh: Mesh, dims: Mapping[str, Sequence[int | None]] | None = None
 ) -> ShardPlan:
-    """The plan of a captured step on a mesh; without `dims`, its axes cut what their names say."""
-    seeds = {**seeds_for(captured.graph, mesh), **(dims or {})}
+    """The plan of a captured step on a mesh; of inputs without `dims`, its axes cut what their names say."""
+    inputs = {name for name in captured.program.inputs if name is not None}
+    seeds = dict(dims or {})
+    if not seeds.keys() >= inputs:
+        seeds = {**seeds_for(captured.graph, mesh), **seeds}
     return shard_plan(captured.graph, mesh, seeds, ends_of(captured))
 
 

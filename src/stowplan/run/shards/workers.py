@@ -13,50 +13,54 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
-from stowplan.errors import BadUse, WorkerLost
-from stowplan.plan.shards.mesh import Mesh
+from stowplan.errors import WorkerLost
+from stowplan.run.shards.processes import MeshLike, processes_of
 
 
 class Workers:
-    """A mesh on the processes of torch.distributed, one each, in the order of their ranks."""
+    """A mesh on processes of torch.distributed, one each. `rank` is this one's number among the workers."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        if not dist.is_initialized() or dist.get_world_size() != mesh.size:
-            there = dist.get_world_size() if dist.is_initialized() else 0
-            raise BadUse(f"mesh {mesh} has {mesh.size} workers, but {there} processes are connected")
-        self.mesh, self.rank = mesh, dist.get_rank()
+    def __init__(self, mesh: MeshLike) -> None:
+        processes = processes_of(mesh)
+        self.mesh, self.rank = processes.mesh, processes.worker
         self.step = 0  # how many steps were begun
         self.sent_bytes = 0  # point to point
         self.summed_bytes = 0  # handed to all-reduce
         self._is_rehearsal = False
         self._sums: dict[int, dist.Work] = {}  # begun and not ended, by where they are in memory
-        self._others: dict[tuple[int, ...], tuple[int, ...]] = {}  # by axes that sums run over
-        self._groups: dict[tuple[int, ...], ProcessGroup | None] = {}
+        self._others: dict[tuple[int, ...], tuple[int, ...]] = {}  # their ranks, by axes that sums run over
+        self._ranks = processes.ranks
+        self._groups: dict[tuple[int, ...], ProcessGroup | None] = {**processes.groups}
+        self.everyone = tuple(range(len(self.mesh.axes)))
+        self.join([self.everyone])
 
     def join(self, axes: Iterable[tuple[int, ...]]) -> None:
         """Make the groups that sums run over. All workers must come here, with the same axes."""
-        for wanted in sorted(set(axes) - self._groups.keys()):
+        for wanted in sorted(set(axes) - self._others.keys()):
             row = self.mesh.along(self.rank, wanted)
-            self._others[wanted] = tuple(worker for worker in row if worker != self.rank)
-            rows = sorted({self.mesh.along(worker, wanted) for worker in range(self.mesh.size)})
-            if len(rows) == 1:
-                self._groups[wanted] = None  # everyone: the group there is
-                continue
-            for row in rows:
-                group = dist.new_group(row)
-                if self.rank in row:
-                    self._groups[wanted] = group
+            self._others[wanted] = tuple(self._ranks[worker] for worker in row if worker != self.rank)
+            if wanted not in self._groups:
+                self._groups[wanted] = self._group_of([self._ranks[worker] for worker in row])
+
+    def _group_of(self, ranks: list[int]) -> ProcessGroup | None:
+        if len(ranks) == dist.get_world_size():
+            return None  # everyone: the group there is
+        group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+        return group
 
     def swap(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Callable[[], None]:
         """Begin to send tensors to workers and to fill others, all at once; what is returned waits for it."""
-        transfers = [P2POp(dist.irecv, _plain(tensor), peer) for peer, tensor in receives]
-        transfers += [P2POp(dist.isend, _plain(tensor), peer) for peer, tensor in sends]
         if self._is_rehearsal:
             return lambda: None
+        transfers = [self._transfer(dist.irecv, tensor, peer) for peer, tensor in receives]
+        transfers += [self._transfer(dist.isend, tensor, peer) for peer, tensor in sends]
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         return partial(self._wait, self._begun(transfers), transfers)
+
+    def _transfer(self, way: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> P2POp:
+        return P2POp(way, _plain(tensor), self._ranks[peer], self._groups[self.everyone])
 
     def _wait(self, works: list[dist.Work], transfers: list[P2POp]) -> None:
         for work, transfer in zip(works, transfers, strict=False):  # NCCL has one for all
@@ -110,10 +114,11 @@ class Workers:
             yield
         except (RuntimeError, dist.DistError) as fault:
             named = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
+            rank = self._ranks[self.rank]
             raise WorkerLost(
-                f"worker {self.rank} lost touch with {named} in step {self.step}: {_first_line(fault)};"
+                f"worker {rank} lost touch with {named} in step {self.step}: {_first_line(fault)};"
                 " parameters are those of the last completed step: restart from its checkpoint",
-                rank=self.rank,
+                rank=rank,
                 step=self.step,
                 suspects=suspects,
             ) from fault

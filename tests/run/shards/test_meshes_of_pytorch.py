@@ -1,0 +1,147 @@
+"""Meshes of PyTorch's own, and its wrappers around a step over one: data is theirs, space is ours."""
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from benchmarks.nets import NETS
+from benchmarks.shards.processes import on_workers
+from test_sharded_steps import EXACT, distance, gradients_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from stowplan.errors import BadUse
+from stowplan.plan.shards.traffic import traffic_of
+from stowplan.run.fit import fit
+from stowplan.run.shards.fit import shards_of
+
+pytestmark = pytest.mark.torch
+
+
+def net(batch: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The same in all processes; nothing is dropped, for that depends on the sample's place in the batch."""
+    model, args = NETS["unet"].build("tiny", dtype=torch.float64, batch=batch)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model, args
+
+
+def by_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model, process_group=mesh.get_group("data"))
+
+
+def by_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How far a step is from one process's, and what our workers summed against what was projected."""
+
+    gradients: float
+    summed_bytes: tuple[int, int]
+
+
+def around(wrap: Callable[[nn.Module, DeviceMesh], nn.Module], mesh: DeviceMesh) -> Outcome:
+    """Two images to each row of workers, which share the rows of pixels among them."""
+    model, args = net(4)
+    plain = copy.deepcopy(model)
+    plain(*args).backward()
+    row = mesh.get_local_rank("data")
+    own = tuple(tensor[2 * row : 2 * row + 2] for tensor in args)
+    fitted = fit(model, own, mesh=mesh["space"], budget="1GiB", moves=20)
+    wrapped, sharded = wrap(fitted, mesh), shards_of(fitted)
+    shares, _ = sharded.share(*own)
+    wrapped(*shares).backward()
+    found = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients_of(fitted)]
+    summed = sharded.workers.summed_bytes, traffic_of(sharded.plan)[sharded.workers.rank].summed_bytes
+    return Outcome(distance(found, gradients_of(plain)), summed)
+
+
+def over_both(mesh: DeviceMesh) -> Outcome:
+    """Data and space both ours, on the groups of a mesh of PyTorch's."""
+    model, args = net(4)
+    plain = copy.deepcopy(model)
+    plain(*args).backward()
+    fitted = fit(model, args, mesh=mesh, budget="1GiB", moves=20)
+    sharded = shards_of(fitted)
+    shares, _ = sharded.share(*args)
+    fitted(*shares).backward()
+    summed = sharded.workers.summed_bytes, traffic_of(sharded.plan)[sharded.workers.rank].summed_bytes
+    return Outcome(distance(gradients_of(model), gradients_of(plain)), summed)
+
+
+def refusals(mesh: DeviceMesh) -> list[str]:
+    """What is said where something cannot be done, in order."""
+    model, args = net(2)
+    nameless, other = (
+        init_device_mesh("cpu", (4,)),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")),
+    )
+    fitted = fit(model, args, mesh=mesh["space"], budget="1GiB", moves=1)
+    shares, _ = shards_of(fitted).share(*args)
+    ddp = DistributedDataParallel(copy.deepcopy(model))
+    tried: list[Callable[[], object]] = [
+        lambda: fit(model, args, mesh=nameless, budget="1GiB"),
+        lambda: fit(model, args, mesh=other, budget="1GiB"),
+        lambda: fit(model, args, mesh="space=4", budget="auto"),
+        lambda: fit(model, args, mesh="space=4", budget="1GiB", allow=("offload",)),
+        lambda: fit(ddp, args, mesh=mesh["space"], budget="1GiB"),
+        lambda: shards_of(model),
+        lambda: fitted.eval()(*shares),
+    ]
+    return [_refusal(each) for each in tried]
+
+
+def _refusal(attempt: Callable[[], object]) -> str:
+    try:
+        attempt()
+    except BadUse as refused:
+        return str(refused)
+    return ""
+
+
+def look() -> tuple[dict[str, Outcome], list[str]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "space"))
+    found = {"DDP": around(by_ddp, mesh), "FSDP2": around(by_fsdp, mesh), "ours": over_both(mesh)}
+    found["neither"] = around(lambda model, _: model, mesh)
+    dist.barrier()
+    return found, refusals(mesh)
+
+
+Found = list[tuple[dict[str, Outcome], list[str]]]
+
+
+@pytest.fixture(scope="module")
+def four() -> Found:
+    return on_workers(4, look)
+
+
+@pytest.mark.parametrize("way", ["DDP", "FSDP2", "ours"])
+def test_gradients_are_reduced_once_over_each_axis(four: Found, way: str) -> None:
+    for outcomes, _ in four:
+        outcome = outcomes[way]
+        assert outcome.gradients < EXACT
+        assert outcome.summed_bytes[0] == outcome.summed_bytes[1]
+
+
+def test_a_data_axis_that_nobody_reduces_over_is_caught(four: Found) -> None:
+    for outcomes, _ in four:
+        assert outcomes["neither"].gradients > 1e3 * EXACT
+
+
+def test_what_cannot_be_done_is_refused_with_the_reason(four: Found) -> None:
+    reasons = ["mesh_dim_names", "says not what it cuts", "workers may share", "cannot be moved"]
+    reasons += [r"DistributedDataParallel\(fit\(...\)\)", "has no shards", "mode .* changed"]
+    for _, refused in four:
+        for found, reason in zip(refused, reasons, strict=True):
+            assert re.search(reason, found), found
