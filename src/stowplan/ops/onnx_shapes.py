@@ -1,5 +1,8 @@
 """The shapes that ONNX's ops make. Constants that a shape depends on are attributes of the op: `input_1`."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import starmap
 from math import prod
 
 from stowplan.errors import MissingRule
@@ -93,37 +96,57 @@ def _windows(site: Site, kernels: Shape, sizes: Shape, *, transposed: bool = Fal
     ndim = len(kernels)
     strides = _integers(site, "strides", ndim, 1)
     dilations = _integers(site, "dilations", ndim, 1)
-    before, after = _padding(site, kernels, strides, sizes)
     extra = _integers(site, "output_padding", ndim, 0)
     ceil = bool(site.attributes.get("ceil_mode")) and not transposed
+    plain = [
+        Window(k, s, 0, -e, d, transposed)
+        for k, s, e, d in zip(kernels, strides, extra, dilations, strict=True)
+    ]
+    before, after = _padding(site, plain, sizes)
     return tuple(
-        Window(k, s, b, a - e if transposed else a + (s - 1) * ceil, d, transposed)
-        for k, s, b, a, e, d in zip(kernels, strides, before, after, extra, dilations, strict=True)
+        replace(w, before=b, after=w.after + a if transposed else a + (w.stride - 1) * ceil)
+        for w, b, a in zip(plain, before, after, strict=True)
     )
 
 
-def _padding(site: Site, kernels: Shape, strides: Shape, sizes: Shape) -> tuple[Shape, Shape]:
-    """`pads` has all beginnings, then all ends; SAME makes ceil(inputs / stride) outputs."""
-    ndim, automatic = len(kernels), site.attributes.get("auto_pad", "NOTSET")
-    if automatic in ("SAME_UPPER", "SAME_LOWER") and site.op.type != "onnx.ConvTranspose":
-        whole = tuple(
-            max(0, (-(-size // max(1, stride)) - 1) * stride + kernel - size)
-            for size, stride, kernel in zip(sizes, strides, kernels, strict=True)
-        )
-        return tuple(pad // 2 for pad in whole), tuple(pad - pad // 2 for pad in whole)
-    pads = _integers(site, "pads", 2 * ndim, 0)
-    return pads[:ndim], pads[ndim:]
+def _padding(site: Site, windows: Sequence[Window], sizes: Shape) -> tuple[Shape, Shape]:
+    """What is told, all beginnings before all ends, or what makes as many outputs as are told."""
+    ndim, outputs = len(windows), _told_outputs(site, windows, sizes)
+    if outputs is None:
+        pads = _integers(site, "pads", 2 * ndim, 0)
+        return pads[:ndim], pads[ndim:]
+    whole = tuple(starmap(_pad_for, zip(windows, sizes, outputs, strict=True)))
+    return tuple(pad // 2 for pad in whole), tuple(pad - pad // 2 for pad in whole)
+
+
+def _told_outputs(site: Site, windows: Sequence[Window], sizes: Shape) -> Shape | None:
+    """SAME means ceil(inputs / stride) outputs, and inputs * stride where that is turned round."""
+    if site.op.type == "onnx.ConvTranspose" and "output_shape" in site.attributes:
+        return _integers(site, "output_shape", len(windows))
+    if site.attributes.get("auto_pad") not in ("SAME_UPPER", "SAME_LOWER"):
+        return None
+    return tuple(
+        size * window.stride if window.transposed else -(-size // window.stride)
+        for size, window in zip(sizes, windows, strict=True)
+    )
+
+
+def _pad_for(window: Window, inputs: int, outputs: int) -> int:
+    """What both sides together take, so that `inputs` make `outputs`."""
+    if window.transposed:
+        return window.output_size(inputs) - outputs
+    return max(0, (outputs - 1) * window.stride + window.extent - inputs)
 
 
 @onnx_shapes_of.entry("onnx.MatMul")
 def matrix_multiplication(site: Site) -> tuple[Shape, ...]:
-    """The last two dims multiply, the others are broadcast."""
+    """The last two dims multiply, the others are broadcast; an operand of one dim is a row, then a column."""
     left, right = (shape_of(tensor) for tensor in site.inputs[:2])
-    if len(left) < 2 or len(right) < 2:
+    if not left or not right:
         raise MissingRule(f"{site.op.id!r} multiplies {left} by {right}")
-    rank = max(len(left), len(right)) - 2
-    batches = [(1,) * (rank - len(shape) + 2) + shape[:-2] for shape in (left, right)]
-    return ((*map(max, *batches), left[-2], right[-1]),)
+    rank = max(len(left), len(right), 2) - 2
+    batches = [(1,) * (rank - len(shape[:-2])) + shape[:-2] for shape in (left, right)]
+    return ((*map(max, *batches), *left[-2:-1], *right[-1:] * (len(right) > 1)),)
 
 
 @onnx_shapes_of.entry("onnx.Gemm")
@@ -143,11 +166,13 @@ def flatten(site: Site) -> tuple[Shape, ...]:
 
 @onnx_shapes_of.entry("onnx.Reshape")
 def reshape(site: Site) -> tuple[Shape, ...]:
-    """0 keeps a dim, -1 is what is left."""
+    """0 keeps a dim, unless it is allowed to be a size; -1 is what is left."""
     shape, wanted = shape_of(site.inputs[0]), _constant(site, 1)
-    if any(size < -1 for size in wanted) or wanted.count(-1) > 1 or 0 in wanted[len(shape) :]:
+    keeps = not site.attributes.get("allowzero")
+    unclear = 0 in wanted[len(shape) :] if keeps else 0 in wanted and -1 in wanted
+    if any(size < -1 for size in wanted) or wanted.count(-1) > 1 or unclear:
         raise MissingRule(f"{site.op.id!r} asks for the shape {wanted}")
-    kept = [shape[at] if size == 0 else size for at, size in enumerate(wanted)]
+    kept = [shape[at] if keeps and size == 0 else size for at, size in enumerate(wanted)]
     rest = prod(size for size in kept if size != -1)
     return (tuple(prod(shape) // max(1, rest) if size == -1 else size for size in kept),)
 
@@ -209,12 +234,11 @@ def shape_as_tensor(site: Site) -> tuple[Shape, ...]:
 
 @onnx_shapes_of.entry(*REDUCTIONS)
 def reduction(site: Site) -> tuple[Shape, ...]:
-    """Reduced dims stay with size 1, unless told otherwise; no axes means all."""
+    """Reduced dims stay with size 1, unless told otherwise; no axes means all, or none where it says so."""
     shape = shape_of(site.inputs[0])
     given = site.attributes.get("axes", site.attributes.get(constant_key(1)))
-    axes = (
-        range(len(shape)) if given is None else [a % max(1, len(shape)) for a in _all_integers(site, given)]
-    )
+    every = () if site.attributes.get("noop_with_empty_axes") else tuple(range(len(shape)))
+    axes = [a % max(1, len(shape)) for a in _all_integers(site, given)] if given else every
     keep = bool(site.attributes.get("keepdims", 1))
     sizes = [1 if at in axes else size for at, size in enumerate(shape)]
     return (tuple(size for at, size in enumerate(sizes) if keep or at not in axes),)
