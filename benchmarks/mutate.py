@@ -1,17 +1,21 @@
-"""Planted faults: how many of them do the tests see? `python -m benchmarks.mutate --sample 40`.
+"""Planted faults: how many of them do the tests see? `python -m benchmarks.mutate`.
 
-Each mutant is one small change to one module: a comparison turned, an arithmetic sign flipped, a condition
-negated, a constant off by one, a statement left out. It is written into a copy of the source, never into the
-tree, and the module's own tests run against the copy. Which mutants are drawn follows from the seed alone.
+Each mutant is one small change to one file: a comparison turned, an arithmetic sign flipped, a condition
+negated, `and` for `or`, a constant off by one, a statement or a body left out. It is written into a copy of
+the source, never into the tree, and the subject's own tests run against the copy up to the first that fails,
+each time in a fork of a process that has imported what is slow to import besides stowplan. Which mutants are
+drawn follows from the seed.
 """
 
 import argparse
 import ast
 import copy
+import importlib
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,17 +23,31 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[1]
-SUBJECTS = {
-    "plan/verify.py": ("tests/plan/test_verify.py",),
-    "plan/simulate.py": (
-        "tests/plan/test_verify.py",
-        "tests/plan/test_ledger.py",
-        "tests/plan/test_plan_timeline.py",
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """Files that answer one question, and the tests that hold their answers, the fastest first."""
+
+    name: str
+    files: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+SUBJECTS = (
+    Subject("verify", ("plan/verify.py",), ("tests/plan/test_verify.py",)),
+    Subject(
+        "simulate",
+        ("plan/simulate.py",),
+        ("tests/plan/test_simulate.py", "tests/plan/test_verify.py", "tests/plan/test_ledger.py"),
     ),
-    "ops/regions/maps.py": ("tests/ops",),
-    "ops/regions/relation.py": ("tests/ops",),
-    "ops/regions/windowed.py": ("tests/ops",),
-}
+    Subject(
+        "regions",
+        ("ops/regions/*.py",),
+        ("tests/ops/test_region_rules.py", "tests/ops/test_regions.py", "tests/ops/test_region_documents.py"),
+    ),
+)
+_IMPORTED_ONCE = ("pytest", "numpy", "scipy.optimize", "msgspec", "torch")
 _TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -52,15 +70,15 @@ _FLIPPED: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change to one module, and what it is."""
+    """One change to one file, and what it is."""
 
-    module: str
+    file: str
     line: int
     what: str
     source: str
 
 
-def mutants_of(module: str, source: str) -> Iterator[Mutant]:
+def mutants_of(file: str, source: str) -> Iterator[Mutant]:
     """Every change there is to make, one at a time."""
     tree = ast.parse(source)
     for position, node in enumerate(ast.walk(tree)):
@@ -68,9 +86,8 @@ def mutants_of(module: str, source: str) -> Iterator[Mutant]:
             changed = copy.deepcopy(tree)
             target = next(found for at, found in enumerate(ast.walk(changed)) if at == position)
             _apply(target, what)
-            yield Mutant(
-                module, getattr(node, "lineno", 0), what, ast.unparse(ast.fix_missing_locations(changed))
-            )
+            line = getattr(node, "lineno", 0)
+            yield Mutant(file, line, what, ast.unparse(ast.fix_missing_locations(changed)))
 
 
 def _changes(node: ast.AST) -> Iterator[str]:
@@ -80,10 +97,14 @@ def _changes(node: ast.AST) -> Iterator[str]:
         yield "operator flipped"
     elif isinstance(node, ast.If | ast.IfExp):
         yield "condition negated"
+    elif isinstance(node, ast.BoolOp):
+        yield "and for or"
     elif isinstance(node, ast.Constant) and type(node.value) is int:
         yield "constant plus one"
     elif isinstance(node, ast.Expr | ast.AugAssign) and not _is_docstring(node):
         yield "statement left out"
+    if isinstance(node, ast.If | ast.For):
+        yield "body left out"
 
 
 def _is_docstring(node: ast.AST) -> bool:
@@ -92,6 +113,10 @@ def _is_docstring(node: ast.AST) -> bool:
 
 def _apply(node: ast.AST, what: str) -> None:
     match node:
+        case ast.If() | ast.For() if what == "body left out":
+            node.body = [ast.Pass()]
+        case ast.BoolOp():
+            node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
         case ast.Compare():
             node.ops[0] = _TURNED[type(node.ops[0])]()
         case ast.BinOp():
@@ -110,53 +135,74 @@ def _apply(node: ast.AST, what: str) -> None:
 
 
 def is_seen(mutant: Mutant, folder: Path, tests: Sequence[str], seconds: float) -> bool:
-    """Whether the tests fail, or hang, with the mutant in place of its module."""
-    path = folder / "stowplan" / mutant.module
-    original = path.read_text(encoding="utf-8")
+    """Whether the tests fail, or hang, with the mutant in place of its file."""
+    path = folder / "stowplan" / mutant.file
+    original = path.read_bytes()
     path.write_text(mutant.source, encoding="utf-8")
     try:
         return not _pass(folder, tests, seconds)
     finally:
-        path.write_text(original, encoding="utf-8")
+        path.write_bytes(original)
 
 
 def _pass(folder: Path, tests: Sequence[str], seconds: float) -> bool:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, timeout=seconds, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+    child = multiprocessing.get_context("fork").Process(target=_run, args=(folder, tests))
+    child.start()
+    child.join(seconds)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    return child.exitcode == 0
+
+
+def _run(folder: Path, tests: Sequence[str]) -> None:
+    """In the child: pytest on a stowplan that nothing has imported yet."""
+    import pytest
+
+    os.chdir(ROOT)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    os.environ["PYTHONPATH"] = str(folder)
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = True
+    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
 
 
 def main() -> int:
     """Draw, plant, count."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sample", type=int, default=40, help="how many mutants of each module")
+    parser.add_argument("--sample", type=int, default=60, help="how many mutants of each subject")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=120.0, help="after which a mutant counts as seen")
-    parser.add_argument("--only", default="", help="modules whose path contains this")
+    parser.add_argument("--only", default="", help="subjects whose name contains this")
     arguments = parser.parse_args()
+    with warnings.catch_warnings(action="ignore"):
+        for name in _IMPORTED_ONCE:
+            importlib.import_module(name)
     with TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(ROOT / "src" / "stowplan", folder / "stowplan")
-        for module, tests in SUBJECTS.items():
-            if arguments.only in module:
-                _report(module, tests, folder, arguments)
+        for subject in SUBJECTS:
+            if arguments.only in subject.name:
+                _report(subject, folder, arguments)
     return 0
 
 
-def _report(module: str, tests: Sequence[str], folder: Path, arguments: argparse.Namespace) -> None:
-    everything = list(mutants_of(module, (folder / "stowplan" / module).read_text(encoding="utf-8")))
+def _report(subject: Subject, folder: Path, arguments: argparse.Namespace) -> None:
+    package = folder / "stowplan"
+    files = sorted(path for pattern in subject.files for path in package.glob(pattern))
+    everything = [
+        mutant
+        for path in files
+        for mutant in mutants_of(str(path.relative_to(package)), path.read_text(encoding="utf-8"))
+    ]
     drawn = Random(arguments.seed).sample(everything, min(arguments.sample, len(everything)))
-    assert _pass(folder, tests, 600), f"the tests of {module} fail without a fault"
-    unseen = [mutant for mutant in drawn if not is_seen(mutant, folder, tests, arguments.seconds)]
-    print(f"{module}: {len(drawn) - len(unseen)} of {len(drawn)} seen, drawn from {len(everything)}")
-    for mutant in unseen:
-        print(f"  unseen: line {mutant.line}: {mutant.what}")
+    assert _pass(folder, subject.tests, 600), f"the tests of {subject.name} fail without a fault"
+    unseen = [mutant for mutant in drawn if not is_seen(mutant, folder, subject.tests, arguments.seconds)]
+    print(f"{subject.name}: {len(drawn) - len(unseen)} of {len(drawn)} seen, drawn from {len(everything)}")
+    for mutant in sorted(unseen, key=lambda mutant: (mutant.file, mutant.line)):
+        print(f"  unseen: {mutant.file}:{mutant.line}: {mutant.what}")
 
 
 if __name__ == "__main__":
