@@ -60,6 +60,7 @@ _TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Is: ast.IsNot,
     ast.IsNot: ast.Is,
 }
+_ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _FLIPPED: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -95,7 +96,7 @@ def _changes(node: ast.AST) -> Iterator[str]:
         yield "comparison turned"
     elif isinstance(node, ast.BinOp) and type(node.op) in _FLIPPED:
         yield "operator flipped"
-    elif isinstance(node, ast.If | ast.IfExp):
+    elif isinstance(node, ast.If | ast.IfExp) and not _turns_round(node.test):
         yield "condition negated"
     elif isinstance(node, ast.BoolOp):
         yield "and for or"
@@ -105,6 +106,11 @@ def _changes(node: ast.AST) -> Iterator[str]:
         yield "statement left out"
     if isinstance(node, ast.If | ast.For):
         yield "body left out"
+
+
+def _turns_round(test: ast.expr) -> bool:
+    """Whether the test is a comparison whose turn is its negation: that mutant is there already."""
+    return isinstance(test, ast.Compare) and len(test.ops) == 1 and type(test.ops[0]) not in _ORDERS
 
 
 def _is_docstring(node: ast.AST) -> bool:
@@ -199,10 +205,15 @@ def _report(subject: Subject, folder: Path, arguments: argparse.Namespace) -> No
     ]
     drawn = Random(arguments.seed).sample(everything, min(arguments.sample, len(everything)))
     assert _pass(folder, subject.tests, 600), f"the tests of {subject.name} fail without a fault"
-    unseen = [mutant for mutant in drawn if not is_seen(mutant, folder, subject.tests, arguments.seconds)]
-    print(f"{subject.name}: {len(drawn) - len(unseen)} of {len(drawn)} seen, drawn from {len(everything)}")
-    for mutant in sorted(unseen, key=lambda mutant: (mutant.file, mutant.line)):
-        print(f"  unseen: {mutant.file}:{mutant.line}: {mutant.what}")
+    unseen = 0
+    for mutant in drawn:
+        if not is_seen(mutant, folder, subject.tests, arguments.seconds):
+            unseen += 1
+            print(f"  unseen: {mutant.file}:{mutant.line}: {mutant.what}", flush=True)
+    print(
+        f"{subject.name}: {len(drawn) - unseen} of {len(drawn)} seen, drawn from {len(everything)}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

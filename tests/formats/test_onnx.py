@@ -206,3 +206,56 @@ def test_weights_elsewhere_are_not_opened(tmp_path: Path) -> None:
     assert [(event, str(what[0])) for event, what in touched] == [("open", str(path))]
     assert document.graph.tensors["w"].nbytes == 36
     assert any("etc/passwd" in note.what and "not opened" in note.what for note in document.notes)
+
+
+def test_element_types_are_those_of_onnx() -> None:
+    nodes = [
+        helper.make_node("Cast", ["x"], ["whole"], to=TensorProto.INT64),
+        helper.make_node("Shape", ["x"], ["sizes"]),
+        helper.make_node("Greater", ["x", "x"], ["larger"]),
+        helper.make_node("Where", ["larger", "whole", "whole"], ["chosen"]),
+        helper.make_node("MaxPool", ["x"], ["pooled", "places"], kernel_shape=[2, 2]),
+        helper.make_node("Relu", ["pooled"], ["y"]),
+    ]
+    data = model_of(*nodes, shape=(1, 2, 4, 4))
+    tensors = read(data).graph.tensors
+    inferred = onnx.shape_inference.infer_shapes(onnx.load_from_string(data), strict_mode=True).graph
+    told = {value.name: value.type.tensor_type.elem_type for value in inferred.value_info}
+    assert told.keys() == {"whole", "sizes", "larger", "chosen", "pooled", "places"}
+    spelled = {TensorProto.FLOAT: "float32", TensorProto.INT64: "int64", TensorProto.BOOL: "bool"}
+    assert {name: str(tensors[name].dtype) for name in told} == {
+        name: spelled[element] for name, element in told.items()
+    }
+
+
+def test_constants_may_be_nodes() -> None:
+    nodes = [
+        helper.make_node("Constant", [], ["shape"], value_ints=[3, -1]),
+        helper.make_node("Constant", [], ["half"], value_float=0.5),
+        helper.make_node("Reshape", ["x", "shape"], ["turned"]),
+        helper.make_node("Mul", ["turned", "half"], ["y"]),
+    ]
+    graph = read(model_of(*nodes)).graph
+    assert graph.tensors["y"].shape == (3, 2)
+    assert [graph.tensors[name].kind for name in ("shape", "half")] == [Kind.CONSTANT] * 2
+    assert [op.type for op in graph.ops] == ["onnx.Reshape", "onnx.Mul"]
+
+
+def test_more_outputs_than_an_op_makes_are_refused() -> None:
+    weight = helper.make_tensor("w", TensorProto.FLOAT, (3, 3), [0.0] * 9)
+    with pytest.raises(BadInput, match="makes 1 outputs, not 2"):
+        read(model_of(helper.make_node("Gemm", ["x", "w"], ["y", "z"]), weights=[weight]))
+
+
+def test_functions_of_its_own_are_refused() -> None:
+    model = onnx.load_from_string(model_of(helper.make_node("Relu", ["x"], ["y"])))
+    node = helper.make_node("Relu", ["a"], ["b"])
+    model.functions.append(helper.make_function("own", "Twice", ["a"], ["b"], [node], model.opset_import))
+    with pytest.raises(BadInput, match="export with them inlined"):
+        read(model.SerializeToString())
+
+
+def test_a_graph_without_parameters_has_nothing_to_train(tmp_path: Path) -> None:
+    (tmp_path / "model").write_bytes(model_of(helper.make_node("Relu", ["x"], ["y"])))
+    with pytest.raises(BadUse, match="nothing to train"):
+        api.inspect(tmp_path / "model", training=True)

@@ -35,3 +35,11 @@ def test_a_flipped_byte_is_noticed() -> None:
         damaged = text[:place] + chr(ord(text[place]) ^ 1) + text[place + 1 :]
         with pytest.raises(BadInput):
             file.read(damaged)
+
+
+def test_a_plan_of_another_version_says_so() -> None:
+    text = file.write(_plan(1))
+    later = text.replace(f'"version":{file.VERSION}', '"version":99', 1)
+    assert later != text
+    with pytest.raises(BadInput, match="version 99, not"):
+        file.read(later)

@@ -10,12 +10,16 @@ from stowplan.plan.simulate import alive_at, simulate
 from stowplan.plan.tier import Tier
 
 TENSORS = (
-    Tensor("x", Kind.INPUT, nbytes=1),
     Tensor("xt", Kind.INPUT, nbytes=1, alias_of="x"),
+    Tensor("x", Kind.INPUT, nbytes=1),
+    Tensor("nothing", Kind.INPUT, nbytes=0),
     Tensor("w", Kind.PARAMETER, nbytes=2),
     Tensor("table", Kind.CONSTANT, nbytes=1000),
     Tensor("count", Kind.BUFFER, nbytes=4),
     Tensor("count.updated", Kind.BUFFER, nbytes=4, alias_of="count"),
+    Tensor("flags", Kind.BUFFER, nbytes=0),
+    Tensor("flags.updated", Kind.BUFFER, nbytes=0, alias_of="flags"),
+    Tensor("void", Kind.ACTIVATION, nbytes=0),
     Tensor("a", Kind.ACTIVATION, nbytes=10),
     Tensor("at", Kind.ACTIVATION, nbytes=10, alias_of="a"),
     Tensor("att", Kind.ACTIVATION, nbytes=10, alias_of="at"),
@@ -30,15 +34,16 @@ STANDING = 1 + 2 + 4  # x, w and count: a view is no more, and constants do not 
 
 
 def _graph() -> Graph:
-    """Views of an input and of an activation, an op with two outputs, a sum into a gradient."""
+    """Views of an input and of an activation, an op with more outputs, a sum into a gradient, nothings."""
     forward, backward = Phase.FORWARD, Phase.BACKWARD
     ops = (
-        Op("make", "Wide", forward, (Use("xt"), Use("w"), Use("table")), (Use("a"), Use("m"))),
+        Op("make", "Wide", forward, (Use("xt"), Use("w"), Use("table")), (Use("a"), Use("m"), Use("void"))),
         Op("look", "View", forward, (Use("a"),), (Use("at"),)),
         Op("look on", "View", forward, (Use("at"),), (Use("att"),)),
         Op("relu", "Relu", forward, (Use("att"),), (Use("b"),)),
         Op("end", "Wide", forward, (Use("b"),), (Use("loss"),)),
         Op("count", "update", Phase.UPDATE, (Use("b"),), (Use("count.updated"),)),
+        Op("flag", "update", Phase.UPDATE, (Use("nothing"),), (Use("flags.updated"),)),
         Op("back end", "Back", backward, (Use("loss"), Use("b", Role.SAVED)), (Use("gb"), Use("gw"))),
         Op("back", "Back", backward, (Use("gb"), Use("m")), (Use("ga"), Use("gw", Role.ACCUMULATE))),
     )
@@ -106,10 +111,13 @@ def test_seconds_of_second_runs_are_told_apart() -> None:
     assert (played.seconds, played.extra_seconds) == (31.0 + 9.0, 9.0)
 
 
+EMPTY = ("nothing", "flags", "void")
+
+
 def test_what_is_there_at_a_step_is_named_largest_first() -> None:
     steps = (*FORWARD[:4], Free(("a",)), FORWARD[4])
-    assert alive_at(_graph(), steps, 3) == ("m", "a", "b", "count", "w", "x")
-    assert alive_at(_graph(), steps, 4) == ("m", "at", "b", "count", "w", "x")
+    assert alive_at(_graph(), steps, 3) == ("m", "a", "b", "count", "w", "x", *EMPTY)
+    assert alive_at(_graph(), steps, 4) == ("m", "at", "b", "count", "w", "x", *EMPTY)
     assert alive_at(_graph(), steps, 5)[:2] == ("loss", "m")
 
 
@@ -122,6 +130,13 @@ def test_moving_takes_staging_and_copies_of_buffers_all_along() -> None:
     levels = [30, 30, 30, 40, 40, 30, 40]
     assert _curve(*FORWARD[:4], *AWAY, tier=TIER) == [level + beside for level in levels]
     assert _curve(*FORWARD[:4], tier=TIER) == levels[:4]
+
+
+def test_what_comes_back_has_all_its_names_and_what_is_empty_stays_so() -> None:
+    beside = 3000 + 4
+    names = (Free(("a", "at")), Free(("att",)), Store(("void",)), Free(("void",)), Load(("void",)))
+    levels = _curve(*FORWARD[:3], *AWAY, *names, tier=TIER)
+    assert [level - beside for level in levels] == [30, 30, 30, 30, 20, 30, 30, 20, 20, 20, 20]
 
 
 def test_what_waits_for_transfers_is_told() -> None:

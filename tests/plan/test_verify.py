@@ -1,6 +1,7 @@
 """A plan that does not compute its graph is refused, and says at which step."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from small_steps import training_step, uneven_prices
@@ -172,13 +173,16 @@ FORWARD: tuple[Step, ...] = tuple(map(Compute, ("make", "book", "look", "drop", 
 BACKWARD: tuple[Step, ...] = (Compute("back end"), Compute("back drop"))
 
 
+@cache
+def _plain() -> Plan:
+    graph = _step()
+    return Planner.of(graph, Pricing({op.id: 1.0 for op in graph.ops}, Basis.MEASURED), moves=1).plan(10_000)
+
+
 def _planned(*steps: Step, capacity_bytes: int = 64) -> Plan:
     """A plan for `_step()` with these steps, whose curve is left as it was."""
-    graph = _step()
-    tier = Tier("host", capacity_bytes, 8.0, 8.0)
-    pricing = Pricing({op.id: 1.0 for op in graph.ops}, Basis.MEASURED, tier=tier)
-    plan = Planner.of(graph, replace(pricing, tier=None)).plan(10_000)
-    return replace(plan, pricing=pricing, steps=steps)
+    pricing = replace(_plain().pricing, tier=Tier("host", capacity_bytes, 8.0, 8.0))
+    return replace(_plain(), pricing=pricing, steps=steps)
 
 
 AWAY: tuple[Step, ...] = (Store(("a", "view")), Free(("a", "view")), Load(("a", "view")))
