@@ -47,7 +47,7 @@ SUBJECTS = (
         ("tests/ops/test_region_rules.py", "tests/ops/test_regions.py", "tests/ops/test_region_documents.py"),
     ),
 )
-_IMPORTED_ONCE = ("pytest", "numpy", "scipy.optimize", "msgspec", "torch")
+_IMPORTED_ONCE = ("pytest", "hypothesis.strategies", "numpy", "scipy.optimize", "msgspec", "torch")
 _TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -172,7 +172,8 @@ def _run(folder: Path, tests: Sequence[str]) -> None:
     os.environ["PYTHONPATH"] = str(folder)
     sys.path.insert(0, str(folder))
     sys.dont_write_bytecode = True
-    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+    early = "ignore::pytest.PytestAssertRewriteWarning"  # hypothesis is there before pytest asks for it
+    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-W", early, *tests]))
 
 
 def main() -> int:

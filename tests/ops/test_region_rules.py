@@ -1,9 +1,11 @@
 """Region rules by example: padding, barriers, reasons, parts."""
 
+import re
 from random import Random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from aten_samplers import ATEN_SAMPLERS
 from op_samples import Sample, aten, numbers
@@ -53,6 +55,72 @@ def test_a_rule_that_lacks_an_attribute_is_a_barrier_that_names_it() -> None:
         "Conv2D", (numbers(1, 4, 4, 1), numbers(3, 3, 1, 1)), {}, lambda image, _: image[:, 1:3, 1:3]
     )
     assert "'strides' is None" in regions_of(sample.site()).barrier
+
+
+KERNEL = numbers(1, 1, 3, 3)
+UNKNOWN = [
+    (aten(torch.ops.aten.matmul.default, numbers(2, 3), numbers(3)), "multiplies by a vector"),
+    (aten(torch.ops.aten.index.Tensor, numbers(3, 4), [torch.tensor([True, False, True])]), "by a mask"),
+    (aten(torch.ops.aten.view.default, numbers(0, 4), [0, 2, 2]), "reshapes a tensor without elements"),
+    (aten(torch.ops.aten.repeat_interleave.self_int, numbers(2, 2), 3), "without a dim flattens"),
+    (aten(torch.ops.aten.roll.default, numbers(2, 2), [1]), "without dims flattens"),
+    (Sample("aten.convolution.default", (numbers(1, 6, 6), KERNEL), {}, F.conv2d), "without a batch dim"),
+    (
+        Sample("aten.pad.default", (numbers(3),), {"mode": "odd", "pad": (1, 1)}, lambda x: F.pad(x, (1, 1))),
+        "unknown mode 'odd'",
+    ),
+    (Sample("Reduce", (numbers(2, 3),), {}, lambda x: x.sum(1)), "changes the number of dims"),
+    (
+        aten(torch.ops.aten.cross_entropy_loss.default, numbers(2, 3), numbers(2, 3).softmax(1)),
+        r"reads scores \(2, 3\) with labels \(2, 3\)",
+    ),
+    (Sample("Convolution2DFunction", (numbers(1, 1, 6, 6), KERNEL), {}, F.conv2d), "'groups' is None"),
+    (Sample("aten.permute.default", (numbers(2, 3),), {"dims": "odd"}, torch.t), "'dims' is 'odd'"),
+    (Sample("GetItem", (numbers(3, 3),), {"slices": ("list",)}, lambda x: x[[0, 2]]), "which is not slices"),
+    (
+        Sample("Transpose", (numbers(2, 3, 3, 3),), {}, lambda x: x.permute(0, 2, 3, 1)),
+        "does not tell the order",
+    ),
+    (Sample("Transpose", (numbers(2, 3),), {}, torch.t), "does not tell the order"),
+    (Sample("BiasAdd", (numbers(2, 3, 4, 3), numbers(3)), {}, torch.add), "does not tell which dim"),
+    (
+        Sample(
+            "filter",
+            (numbers(1, 2, 5, 5), numbers(3, 1, 1, 2, 2, 2, 2, 2)),
+            {},
+            lambda *_: numbers(1, 3, 2, 2),
+        ),
+        "its stride is not known",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sample", "reason"), UNKNOWN, ids=[reason for _, reason in UNKNOWN])
+def test_what_an_op_does_not_tell_is_a_barrier_with_the_reason(sample: Sample, reason: str) -> None:
+    regions = regions_of(sample.site())
+    assert re.search(reason, regions.barrier)
+    assert {kind for relation in regions.outputs for kind in relation.kinds()} <= {DimKind.WHOLE}
+
+
+def test_an_empty_vector_joins_anything_and_is_never_needed() -> None:
+    sample = aten(torch.ops.aten.cat.default, [numbers(0), numbers(2, 3)], 1)
+    assert pull(sample.site(), Rect((0, 1), (2, 2))) == (None, Rect((0, 1), (2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("sample", "fill"),
+    [
+        (aten(torch.ops.aten.constant_pad_nd.default, numbers(4), [1, 1], 2.5), 2.5),
+        (aten(torch.ops.aten.reflection_pad1d.default, numbers(1, 4), [1, 1]), None),
+        (aten(torch.ops.aten.avg_pool2d.default, numbers(1, 1, 4, 4), [2, 2]), 0.0),
+        (aten(torch.ops.aten.max_pool2d_with_indices.default, numbers(1, 1, 4, 4), [2, 2]), float("-inf")),
+    ],
+    ids=["constant", "mirror", "average", "maximum"],
+)
+def test_padding_has_the_value_of_the_op(sample: Sample, fill: float | None) -> None:
+    need = regions_of(sample.site()).outputs[0].needs[0]
+    assert need is not None
+    assert need.fill == fill
 
 
 @pytest.mark.parametrize(

@@ -26,15 +26,26 @@ INTERVALS_PER_FAMILY = 120_000 // len(SAMPLERS) + 1
 SAMPLES_PER_FAMILY = 30
 RECTS_PER_OUTPUT = 20
 
-# What is read depends on values (indices, labels, conditions), or a stride skips elements.
+# The share of intervals that are exact in what is drawn, so that a rule that asks for more is seen. It is
+# below one where what is read depends on values (indices, labels, conditions, maxima), a stride skips
+# elements, or a group of channels is needed as one.
 AT_LEAST_EXACT = {
-    "choosing": 0.6,
-    "class_loss": 0.4,
-    "indexing": 0.4,
-    "convolution": 0.85,
-    "interpolation": 0.85,
-    "max_pool": 0.75,
-    "sized_interpolation": 0.8,
+    "adaptive_pool": 0.991,
+    "attention": 0.969,
+    "batch_norm": 0.915,
+    "chainer_convolution": 0.965,
+    "choosing": 0.73,
+    "class_loss": 0.547,
+    "convolution": 0.922,
+    "indexing": 0.619,
+    "interpolation": 0.924,
+    "max_pool": 0.845,
+    "pixel_shuffle": 0.905,
+    "pointwise": 0.977,
+    "reduction": 0.961,
+    "reshape": 0.971,
+    "sized_interpolation": 0.892,
+    "tensorflow": 0.982,
 }
 
 # Flat indices and mirrors turn back, so that one part of an input serves outputs in several places.
@@ -114,7 +125,7 @@ def test_nothing_needed_lies_outside_pull(name: str) -> None:
     assert not tally.missed, "\n".join(tally.missed[:5])
     exact = tally.exact / tally.intervals
     print(f"{name}: {tally.intervals} intervals of {drawn} ops, {exact:.1%} exact")
-    assert exact >= AT_LEAST_EXACT.get(name, 0.9)
+    assert exact >= AT_LEAST_EXACT.get(name, 0.999)
 
 
 def test_every_aten_op_with_a_rule_is_checked_by_some_call() -> None:

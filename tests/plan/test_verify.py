@@ -21,7 +21,7 @@ from stowplan.plan.verify import verify
 def plan() -> Plan:
     """A plan in which some ops run again."""
     graph = training_step(5, layers=8)
-    planner = Planner.of(graph, uneven_prices(graph, 5), moves=2000)
+    planner = Planner.of(graph, uneven_prices(graph, 5), moves=300)
     found = planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
     assert any(isinstance(step, Again) for step in found.steps)
     return verify(found)

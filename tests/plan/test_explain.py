@@ -1,0 +1,72 @@
+"""What is told of a tensor is what the plan does with it, as the simulator sees it."""
+
+from dataclasses import replace
+
+import pytest
+from small_steps import training_step, uneven_prices
+
+from stowplan.errors import BadUse
+from stowplan.plan.decision import Again, Keep, Recompute
+from stowplan.plan.explain import explain
+from stowplan.plan.make import Planner
+from stowplan.plan.plan import Plan
+from stowplan.plan.simulate import alive_at
+
+
+@pytest.fixture(scope="module", params=[5, 6, 11])
+def plan(request: pytest.FixtureRequest) -> Plan:
+    """A plan in which some tensors are made again."""
+    graph = training_step(request.param, layers=8)
+    planner = Planner.of(graph, uneven_prices(graph, request.param), moves=500)
+    return planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
+
+
+def test_a_tensor_is_in_memory_where_it_is_said_to_be(plan: Plan) -> None:
+    owners = [set(alive_at(plan.graph, plan.steps, number)) for number in range(len(plan.steps))]
+    aliased = {tensor.alias_of for tensor in plan.graph.tensors.values()}
+    sharing = {name for step in plan.steps for pair in getattr(step, "overwrites", ()) for name in pair}
+    for name, tensor in plan.graph.tensors.items():
+        if tensor.alias_of is None and name not in aliased | sharing:
+            inside = {at for start, end in explain(plan, name).spans for at in range(start, end)}
+            last = len(plan.steps) - 1
+            assert inside == {at for at, there in enumerate(owners) if name in there and at != last}
+
+
+def test_second_runs_and_their_price_are_counted(plan: Plan) -> None:
+    told = {name: explain(plan, name) for name in plan.graph.tensors}
+    again = [step for step in plan.steps if isinstance(step, Again)]
+    assert again
+    for name, each in told.items():
+        assert each.again_runs == sum(name in step.outputs for step in again)
+        if each.again_runs:
+            assert len(each.spans) == 1 + each.again_runs
+            assert each.again_share * plan.plain_seconds == pytest.approx(each.again_seconds)
+            assert each.otherwise.startswith("kept, the step would")
+    assert {type(each.decision) for each in told.values() if each.again_runs} <= {Recompute, type(None)}
+
+
+def test_what_is_kept_says_what_making_it_again_would_bring(plan: Plan) -> None:
+    kept = [explain(plan, name) for name, made in plan.decisions.items() if isinstance(made, Keep)]
+    alone = [told for told in kept if len(told.spans) == 1]
+    assert alone
+    for told in alone:
+        assert told.alive_at_peak == ("lower the memory at the peak by" in told.otherwise)
+        assert told.alive_at_peak != ("not lower the peak" in told.otherwise)
+
+
+def test_what_comes_from_outside_was_not_open_to_decide(plan: Plan) -> None:
+    told = explain(plan, "w")
+    assert (told.maker, told.decision) == ("", None)
+    assert told.spans == ((0, len(plan.steps) - 1),)
+    assert told.otherwise == "nothing else was open to decide"
+
+
+def test_a_tensor_is_found_by_its_name_and_others_are_offered(plan: Plan) -> None:
+    tensors = dict(plan.graph.tensors)
+    tensors["v0"] = replace(tensors["v0"], name="encoder.out")
+    named = replace(plan, graph=replace(plan.graph, tensors=tensors))
+    assert explain(named, "encoder.out").tensor == "v0"
+    with pytest.raises(BadUse, match="no tensor 'g_v'; it has g_v"):
+        explain(plan, "g_v")
+    with pytest.raises(BadUse, match=f"it has {next(iter(plan.decisions))}"):
+        explain(plan, "nowhere")

@@ -1,0 +1,84 @@
+"""What people read on a terminal tells what the JSON of the same verb tells."""
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from moved import moved
+from stowplan.cli.main import main
+from stowplan.formats.door import read_document
+from stowplan.ir import Kind
+from stowplan.plan import file as plan_file
+from stowplan.plan.decision import Keep, Offload, Recompute
+from stowplan.plan.make import Planner
+from stowplan.plan.plan import Plan
+from stowplan.plan.pricing import price_by_macs
+from stowplan.plan.tiles.planner import planner_of
+from stowplan.report.plan import show_frontier
+from stowplan.units import format_bytes
+
+SAMPLE = Path(__file__).parent / "formats" / "samples" / "chainer.txt"
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    graph = read_document(SAMPLE, saved="retain").graph
+    return Planner.of(graph, price_by_macs(graph), moves=300)
+
+
+@pytest.fixture(scope="module")
+def tight(planner: Planner) -> Plan:
+    """Something is kept, and something made again."""
+    return planner.plan(planner.minimum_bytes)
+
+
+def _saved(plan: Plan, folder: Path) -> str:
+    path = folder / "plan.json"
+    path.write_text(plan_file.write(plan), encoding="utf-8")
+    return str(path)
+
+
+def _said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*words]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_frontier_has_a_row_from_the_smallest_budget_to_the_plain_step() -> None:
+    graph = read_document(SAMPLE, saved="retain").graph
+    planner = planner_of(graph, price_by_macs(graph), allow=("recompute",), moves=100)
+    console = Console(file=StringIO(), width=100)
+    show_frontier(planner.offers(), planner.step.seconds, console)
+    assert isinstance(console.file, StringIO)
+    heading, *rows = console.file.getvalue().split("\n")
+    assert heading == "budget and time against the plain step"
+    assert rows[0].split()[:2] == format_bytes(planner.minimum_bytes).split()
+    assert "1.0000" in rows[len(planner.offers()[:16]) - 1]
+
+
+def test_a_tensor_is_explained_in_words(
+    tight: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = _saved(tight, tmp_path)
+    decided = {type(decision): name for name, decision in tight.decisions.items()}
+    assert decided.keys() == {Keep, Recompute}
+    for kind, word in ((Keep, "decided kept"), (Recompute, "made again")):
+        said = _said(capsys, "explain", saved, decided[kind])
+        told = json.loads(_said(capsys, "explain", saved, decided[kind], "--json"))
+        assert word in said
+        assert f"made by {told['maker']}" in said
+        assert told["otherwise"] in said
+    weight = next(tensor.id for tensor in tight.graph.tensors.values() if tensor.kind is Kind.PARAMETER)
+    assert "nothing: not a choice of the planner" in _said(capsys, "explain", saved, weight)
+
+
+def test_a_tensor_that_is_moved_is_followed_out_and_back(
+    planner: Planner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = moved(planner.plan(planner.plain_peak_bytes))
+    name = next(name for name, decision in plan.decisions.items() if isinstance(decision, Offload))
+    said = _said(capsys, "explain", _saved(plan, tmp_path), name)
+    assert "moved to host and back" in said
+    assert said.index("stored begun in step") < said.index("loaded begun in step") < said.index("waited for")
