@@ -30,6 +30,19 @@ def seeds() -> Callable[[str], Path]:
 
 
 @pytest.fixture
+def step_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+    """Writes a module with a function `step` into an empty working directory and returns MODULE:FUNCTION."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def write(module: str, source: str) -> str:
+        (tmp_path / f"{module}.py").write_text(source)
+        return f"{module}:step"
+
+    return write
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """PyTorch on a single thread: with more, kernels choose others and keep partial results apart."""
     import torch

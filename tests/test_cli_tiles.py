@@ -1,7 +1,7 @@
 """Tiles from the command line: entered where nothing else fits, told, checked, explained."""
 
 import json
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -23,12 +23,9 @@ def step():
 
 
 @pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def model(step_file: Callable[[str, str], str]) -> str:
     """MODULE:FUNCTION of a step in the working directory, whose first stage holds nearly all."""
-    (tmp_path / "wide_step.py").write_text(_MODEL)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return "wide_step:step"
+    return step_file("wide_step", _MODEL)
 
 
 def _json_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:

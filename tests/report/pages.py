@@ -12,7 +12,9 @@ from stowplan.plan.make import Planner
 from stowplan.plan.peers import Peer
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import price_by_macs
+from stowplan.plan.tiles.master import MasterPlanner
 from stowplan.plan.tiles.planner import planner_of as tile_planner_of
+from stowplan.plan.tiles.ways import Way
 from stowplan.report.page import Subject, page_of, subject_of
 
 
@@ -52,10 +54,15 @@ def plan_of(document: Path) -> Plan:
 
 
 @cache
+def _tile_planner(document: Path) -> MasterPlanner[Way]:
+    graph = chainer.read(document.read_text(), chainer.SavedView.RETAIN).graph
+    return tile_planner_of(graph, price_by_macs(graph), moves=400)
+
+
+@cache
 def tiled_plan_of(document: Path, allowed_bytes: int) -> Plan:
     """A plan of the U-Net document that may compute tile by tile."""
-    graph = chainer.read(document.read_text(), chainer.SavedView.RETAIN).graph
-    return tile_planner_of(graph, price_by_macs(graph), moves=400).plan(allowed_bytes)
+    return _tile_planner(document).plan(allowed_bytes)
 
 
 @cache

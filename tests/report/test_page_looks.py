@@ -1,6 +1,7 @@
 """Pages as people see them, on three screens. Pictures of all are left in build/pictures."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,12 @@ SHOWN: dict[str, Callable[[Seeds], Subject]] = {
 }
 
 
+@cache
+def shown(name: str, seeds: Seeds) -> Path:
+    """The page, made once for all screens."""
+    return written(SHOWN[name](seeds))
+
+
 @pytest.mark.parametrize("screen", SCREENS)
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_peak_is_explained_at_first_sight_and_nothing_collides(
@@ -45,7 +52,7 @@ def test_the_peak_is_explained_at_first_sight_and_nothing_collides(
 ) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     width, height = SCREENS[screen]
-    with browser().page(written(SHOWN[name](seeds)), width, height) as page:
+    with browser().page(shown(name, seeds), width, height) as page:
         page.screenshot(PICTURES / f"{name}-{screen}.png")
         page.screenshot(PICTURES / f"{name}-{screen}-whole.png", whole=True)
         assert "the peak" in page.run("document.querySelector('.where').textContent")

@@ -1,7 +1,7 @@
 """A fitted model trains as in eager, to the bit, and its step stays within the budget, to the byte."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from stowplan.run.measure import measure
 from stowplan.run.planning import plan_within, planner_for_captured, replayed_bytes
 from stowplan.run.straight import StraightStep
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3)  # of the peak in eager
 
@@ -51,15 +51,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "hf_vit": {"batch": 16},
 }
 STEPS = 5
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads may add up in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def plans_by_budget(planner: Planner) -> dict[int, Plan]:

@@ -23,18 +23,9 @@ from stowplan.errors import BadUse
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure import measure
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 ARGS = (images(512, 16),)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads may add up in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def both(train: Callable[[nn.Module], Training], model: nn.Module) -> list[str]:

@@ -1,6 +1,6 @@
 """Modules of PyTorch that take their own ways through autograd train as in eager, to the bit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -12,16 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from little_models import images
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads may add up in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 
 class Then(nn.Module):

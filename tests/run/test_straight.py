@@ -1,7 +1,6 @@
 """Straight-line code computes what eager computes, bit for bit, and takes no more memory."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,16 +14,7 @@ from stowplan.errors import BadUse
 from stowplan.run.measure import measure
 from stowplan.run.straight import StraightStep
 
-pytestmark = pytest.mark.torch
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads may add up in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("name", NETS)
