@@ -13,7 +13,7 @@ import os
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,8 @@ SMALL_SIZES: dict[str, dict[str, Any]] = {  # steps of which many ways to tile c
     "gpt": {"batch": 64, "sequence": 64},
     "vit": {"batch": 64, "resolution": 64},
 }
-SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)  # of the way from the smallest budget to the plain peak
+SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)
+_SHARES_HELP = "budgets, by how far they are from the smallest to the plain peak"
 ALONE = ("recompute", "tile", "offload")
 _ROUNDS = 5
 _MOVES = 1500
@@ -67,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=("time", "joint", "endure"))
     parser.add_argument("nets", nargs="*", default=list(SIZES), metavar="NET")
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help=_SHARES_HELP)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "endure":
@@ -80,19 +82,19 @@ def main() -> None:
         flush=True,
     )
     for name in options.nets:
-        lines = time_lines(name, tier) if options.what == "time" else joint_lines(name)
-        for line in lines:
+        lines = partial(time_lines, tier=tier) if options.what == "time" else joint_lines
+        for line in lines(name, options.shares):
             print(f"{name:9} {line}", flush=True)
 
 
-def time_lines(name: str, tier: DiskTier) -> Iterator[str]:
+def time_lines(name: str, shares: Sequence[float], tier: DiskTier) -> Iterator[str]:
     """Plans that only move, run beside the plain step."""
     example = NETS[name].build("real", **SIZES[name])
     captured = capture(*example)
     pricing = replace(price_captured(captured), tier=tier.described())
     planner = Planner.of(captured.graph, pricing, allow=("offload",))
     plain = StraightStep(captured, example.model, steps=plain_steps(captured.graph))
-    for share in SHARES:
+    for share in shares:
         plan = verify(planner.plan(_between(planner.minimum_bytes, planner.plain_peak_bytes, share)))
         moved = StraightStep(captured, example.model, steps=plan.steps, tier=tier)
         yield _time_line(name, example, plan, plain, moved)
@@ -128,7 +130,7 @@ def _tell(name: str, plan: Plan, peak: int, rounds: list[tuple[float, ...]]) -> 
     study.tell(case, "projected", "time", plan.time_ratio, "of plain")
 
 
-def joint_lines(name: str) -> Iterator[str]:
+def joint_lines(name: str, shares: Sequence[float]) -> Iterator[str]:
     """Projected time ratios; `none` where a technique cannot meet the budget."""
     model, args = NETS[name].build("tiny", **SMALL_SIZES[name])
     subject = Subject(capture(model, args), model, args, {})
@@ -138,7 +140,7 @@ def joint_lines(name: str) -> Iterator[str]:
     }
     offers = planners[ALONE].plain.offers()
     low, high = (bound(offer.peak_bytes for offer in offers) for bound in (min, max))
-    for share in SHARES:
+    for share in shares:
         allowed = _between(low, high, share)
         ratios = [_ratio(planner.plan, allowed) for planner in planners.values()]
         told = " ".join(

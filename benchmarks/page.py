@@ -78,15 +78,19 @@ def rows_of(results: Sequence[Result]) -> list[list[str]]:
     rows: dict[tuple[str, str], dict[str, Result]] = {}
     for result in results:
         rows.setdefault((result.case, result.way), {})[result.figure] = result
-    return [
-        ["case", "way", *figures],
-        *([*name, *(told(row[f]) if f in row else "" for f in figures)] for name, row in rows.items()),
-    ]
+    table, before = [["case", "way", *figures]], ""
+    for (case, way), row in rows.items():
+        table.append(
+            ["" if case == before else case, way, *(told(row[f]) if f in row else "" for f in figures)]
+        )
+        before = case
+    return table
 
 
 def told(result: Result) -> str:
     """A figure in its unit, with its quartiles."""
-    spread = f" ({' to '.join(f'{end:.3g}' for end in result.spread)})" if result.spread else ""
+    ends = [format_seconds(end) if result.unit == "s" else f"{end:.3f}" for end in result.spread or ()]
+    spread = f" ({' to '.join(ends)})" if ends else ""
     match result.unit:
         case "B":
             return format_bytes(round(result.value))

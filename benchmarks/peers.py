@@ -129,7 +129,7 @@ def _answers(example: Example, wishes: dict[str, int]) -> list[Method]:
             continue
         if plan.projected_peak_bytes not in answers:
             step = StraightStep(captured, model, steps=plan.steps)
-            name = f"stowplan at {allowed_bytes / 2**20:.0f} MiB"
+            name = f"stowplan at {plan.projected_peak_bytes / 2**20:.2f} MiB"
             answers[plan.projected_peak_bytes] = Method(
                 name, _calling(step, args), projected_ratio=plan.time_ratio, bound=plan.bound
             )
@@ -155,14 +155,14 @@ def _measure_peak(method: Method, example: Example) -> None:
 
 
 def _measure_times(methods: list[Method], model: nn.Module, rounds: int) -> None:
-    times: dict[str, list[float]] = {method.name: [] for method in methods}
+    times: list[list[float]] = [[] for _ in methods]
     for _ in range(rounds):
-        for method in methods:
+        for method, seconds in zip(methods, times, strict=True):
             started = perf_counter()
             _run(method, model)
-            times[method.name].append(perf_counter() - started)
-    for method in methods:
-        method.ratio, method.quartiles = ratio_of(times[method.name], times[methods[0].name])
+            seconds.append(perf_counter() - started)
+    for method, seconds in zip(methods, times, strict=True):
+        method.ratio, method.quartiles = ratio_of(seconds, times[0])
 
 
 def _run(method: Method, model: nn.Module) -> None:

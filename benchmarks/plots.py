@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import cos, floor, log10, pi, sin
+from math import ceil, cos, floor, log10, pi, sin
 
 from stowplan.report.picture.letters import width_of
 from stowplan.report.picture.shapes import SIZE, Area, Drawing, Line, Shape, Text
@@ -11,7 +11,7 @@ WIDTH, HEIGHT = 720, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 18, 40, 44
 _INK, _FAINT, _GRID = "#1c2430", "#5f6b7a", "#e3e7ec"
 _ROW = 34
-_BAR_LEFT, _BAR_RIGHT = 230, 150
+_BAR_LEFT, _BAR_RIGHT = 210, 215
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What is told along an axis, in which words, and whether in powers of ten."""
+    """What is told along an axis, in which words, and whether it begins at nothing."""
 
     title: str
     told: Callable[[float], str]
-    log: bool = False
+    from_zero: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,11 @@ class _Scale:
     stop: float
 
     def at(self, value: float) -> float:
-        low, high, here = (log10(v) if self.axis.log else v for v in (self.low, self.high, value))
-        return self.start + (here - low) / (high - low) * (self.stop - self.start)
+        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
 
     def marks(self) -> list[float]:
-        if self.axis.log:
-            return [10.0**n for n in range(round(log10(self.low)), round(log10(self.high)) + 1)]
         step = _round_step((self.high - self.low) / 5)
-        first = floor(self.low / step) + 1
+        first = ceil(self.low / step - 1e-9)
         return [n * step for n in range(first, floor(self.high / step + 1e-9) + 1)]
 
 
@@ -102,11 +99,9 @@ def bars(title: str, rows: Sequence[Bar], told: Callable[[float], str]) -> Drawi
 
 
 def _scale(axis: Axis, values: Sequence[float], start: float, stop: float) -> _Scale:
-    low, high = min(values), max(values)
-    if axis.log:
-        return _Scale(axis, 10.0 ** floor(log10(low)), 10.0 ** -floor(-log10(high)), start, stop)
+    low, high = 0.0 if axis.from_zero else min(values), max(values)
     margin = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
-    return _Scale(axis, low - margin, high + margin, start, stop)
+    return _Scale(axis, low if axis.from_zero else low - margin, high + margin, start, stop)
 
 
 def _round_step(step: float) -> float:

@@ -87,7 +87,7 @@ def _tiles(results: Sequence[Result]) -> Section:
             case,
             tiled["peak"].value,
             plain["peak"].value,
-            f", {tiled['time'].value:.2f} of the time" if "time" in tiled else "",
+            f", {tiled['time'].value:.2f} of its time" if "time" in tiled else "",
             "#8a5bbf",
         )
         for case in dict.fromkeys(result.case for result in results)
@@ -105,7 +105,7 @@ def _offload(results: Sequence[Result]) -> Section:
             case,
             ways["offload"]["peak"].value,
             ways["plain"]["peak"].value,
-            f", {ways['offload']['time'].value:.2f} of the time",
+            f", {ways['offload']['time'].value:.2f} of its time",
             "#1f9d7a",
         )
         for case in dict.fromkeys(result.case for result in results)
@@ -131,8 +131,8 @@ def _planning(results: Sequence[Result]) -> Section:
             series.append(Series(net, colour, points, joined=True))
     plot = scatter(
         "seconds to search all budgets and answer one",
-        Axis("ops of the step", "{:,.0f}".format),
-        Axis("seconds", "{:,.0f}".format),
+        Axis("ops of the step", "{:,.0f}".format, from_zero=True),
+        Axis("seconds", "{:,.0f}".format, from_zero=True),
         series,
     )
     words = "From a captured step to a plan with its bound, within 70 % of the plain peak, as networks grow."

@@ -14,9 +14,9 @@ from benchmarks.results import ROOT
 SUITES = {
     "short": (
         "projection unet resnet50 gpt vit",
-        "peers vit --batch 2 --rounds 5 --no-inductor",
+        "peers vit --batch 4 --rounds 5 --no-inductor",
         "planning --shallow",
-        "offload time vit",
+        "offload time vit --shares 0.1",
         "shards memory",
     ),
     "long": (

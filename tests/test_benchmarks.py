@@ -32,7 +32,7 @@ def test_the_page_is_whole_and_holds_every_figure(tmp_path: Path) -> None:
     page = html_of(told(tmp_path, 1.3))
     assert page.count("<svg") == 3
     assert not re.search(r'(src|href)="', page)
-    for figure in ("300 MiB", "1.100 (1.09 to 1.11)", "256 MiB of 1.00 GiB", "2.50 s", "1,200"):
+    for figure in ("300 MiB", "1.100 (1.090 to 1.110)", "256 MiB of 1.00 GiB", "2.50 s", "1,200"):
         assert figure in page
     text, pictures = markdown_of(told(tmp_path, 1.3))
     assert set(re.findall(r"pictures/([\w.-]+)", text)) == set(pictures)

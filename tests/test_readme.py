@@ -1,6 +1,7 @@
 """The README shows a real command with its real output."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stowplan.cli.main import main
+from stowplan.cli.main import VERBS, main
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -28,6 +29,17 @@ def test_the_output_is_what_the_command_prints(example: str, capsys: pytest.Capt
     assert main(block[1].split()) == 0
     assert example in block[1]
     assert capsys.readouterr().out.startswith(block[2])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("line", re.findall(r"^\$ stowplan (.*)$", README, re.MULTILINE))
+def test_every_command_is_one(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a word too many it is refused for that word alone."""
+    words = shlex.split(line, comments=True)
+    assert words[0] in VERBS
+    with pytest.raises(SystemExit):
+        main([*words, "--no-such-option"])
+    assert "unrecognized arguments: --no-such-option" in capsys.readouterr().err
 
 
 _BEFORE = """

@@ -1,6 +1,8 @@
 """What maintainers run: the reference names everything public, a release dates its news, mutants are real."""
 
 import ast
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from tools.reference import reference
 from tools.release import with_date
 
 import stowplan
-from stowplan.cli.main import VERBS
+from stowplan.cli.main import VERBS, main
 
 SOURCE = Path(stowplan.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -32,6 +34,15 @@ def test_a_release_dates_its_news() -> None:
         with_date(dated, "1.2.4")
     with pytest.raises(SystemExit, match="nothing under"):
         with_date("# Changelog\n", "1.2.4")
+
+
+def test_the_version_is_told_everywhere_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"stowplan {built}\n"
+    released = re.search(r"^## (\d\S*) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released is None or released[1] == built
 
 
 def test_mutants_are_programs_that_differ() -> None:
