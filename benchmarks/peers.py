@@ -204,16 +204,16 @@ def main() -> None:
         inductor = not arguments.no_inductor
         methods = compare(net, arguments.rounds, inductor=inductor, batch=arguments.batch)
         print(table(net, methods), flush=True)
-        _tell(net, methods)
+        _tell(f"{net}, batch {arguments.batch}" if arguments.batch else net, methods)
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / f"{net}.json").write_text(_json(methods))
 
 
-def _tell(net: str, methods: list[Method]) -> None:
+def _tell(case: str, methods: list[Method]) -> None:
     study = Study("peers")
     for method in methods:
-        study.tell(net, method.name, "peak", method.peak_bytes, "B")
-        study.tell(net, method.name, "time", method.ratio, "of eager", method.quartiles)
+        study.tell(case, method.name, "peak", method.peak_bytes, "B")
+        study.tell(case, method.name, "time", method.ratio, "of eager", method.quartiles)
 
 
 def _json(methods: list[Method]) -> str:
