@@ -11,6 +11,10 @@ class BadUse(StowplanError):
     """The call itself cannot be answered: an option, a unit, a combination."""
 
 
+class TooManyWorkers(BadUse):
+    """A mesh has so many workers along a dim that some have nothing of a tensor, and is not projected."""
+
+
 class BadInput(StowplanError):
     """A file is not what it claims to be; names the file and the line or key."""
 

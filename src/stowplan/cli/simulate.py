@@ -3,24 +3,40 @@
 import json
 import tomllib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from stowplan import api
 from stowplan.cli.patience import a_word_after_two_seconds
-from stowplan.errors import BadUse
+from stowplan.errors import BadUse, TooManyWorkers
 from stowplan.ir import Graph, Phase
 from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.choice import choose_mesh
+from stowplan.plan.shards.curves import strong_scaling, weak_scaling
 from stowplan.plan.shards.mesh import Mesh, parse_mesh
-from stowplan.plan.shards.projection import Network, Projection, project, strong_scaling
+from stowplan.plan.shards.projection import Network, Projection, project
 from stowplan.plan.shards.seeds import seeds_for
 from stowplan.units import parse_bytes
 
 _KEYS = (
     "[compute] macs_per_second, bytes_per_second, launch_seconds; [network] latency_seconds, bytes_per_second"
 )
+
+Graphs: TypeAlias = Callable[[int], Graph]
+"""The step on so many times its batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """The mesh that was asked for, the same step on ever more workers, and ever larger batches on them."""
+
+    target: str
+    wanted: Projection
+    strong: Sequence[Projection]  # as far as everyone has something to do
+    weak: Sequence[Projection]  # none of a file, whose batch is what it is
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -37,14 +53,34 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Project and print."""
-    machine, network = read_machine(arguments.machine)
     with a_word_after_two_seconds(f"simulating {arguments.target}"):
-        graph = _graph(arguments.target)
-        wanted = _wanted(graph, arguments, machine, network)
-        curve = list(_curve(graph, wanted.mesh, machine, network, arguments.up_to))
-    show = _print_json if arguments.json else _print_for_people
-    show(arguments.target, wanted, curve)
+        found = _simulated(arguments)
+    if arguments.json:
+        print(json.dumps(_as_json(found), indent=2))
+    else:
+        _show(found)
     return 0
+
+
+def _simulated(arguments: Namespace) -> Simulation:
+    machine, network = read_machine(arguments.machine)
+    graphs = _graphs(arguments.target)
+    graph, most = graphs(1), arguments.up_to
+    wanted = _wanted(graph, arguments, machine, network)
+    strong = list(_curve(lambda _: graph, strong_scaling(wanted.mesh, most), machine, network))
+    weak: list[Projection] = []
+    if api.names_a_function(arguments.target):
+        weak = list(_curve(graphs, weak_scaling(wanted.mesh, most), machine, network))
+    return Simulation(arguments.target, wanted, strong, weak)
+
+
+def _curve(
+    graphs: Graphs, meshes: Iterable[Mesh], machine: Machine, network: Network
+) -> Iterator[Projection]:
+    """As far as everyone has something to do."""
+    with suppress(TooManyWorkers):
+        for mesh in meshes:
+            yield _project(graphs(mesh.size), mesh, machine, network)
 
 
 def read_machine(path: str | None) -> tuple[Machine, Network]:
@@ -58,14 +94,14 @@ def read_machine(path: str | None) -> tuple[Machine, Network]:
         raise BadUse(f"{path} is no machine: {fault}; it may have {_KEYS}") from None
 
 
-def _graph(target: str) -> Graph:
+def _graphs(target: str) -> Graphs:
     if not api.names_a_function(target):
-        return api.read_document(target).graph
-    from stowplan.capture import capture
-    from stowplan.run.target import load_target
+        graph = api.read_document(target).graph
+        return lambda _: graph
+    from stowplan.run.target import load_target, subject_of, with_batches
 
     found = load_target(target)
-    return capture(found.model, found.args, loss=found.loss).graph
+    return lambda times: subject_of(with_batches(found, times)).captured.graph
 
 
 def _wanted(graph: Graph, arguments: Namespace, machine: Machine, network: Network) -> Projection:
@@ -86,37 +122,35 @@ def _project(graph: Graph, mesh: Mesh, machine: Machine, network: Network) -> Pr
     return project(graph, mesh, seeds_for(graph, mesh), _ends(graph), machine, network)
 
 
-def _curve(graph: Graph, mesh: Mesh, machine: Machine, network: Network, most: int) -> Iterator[Projection]:
-    """The same step on ever larger meshes."""
-    for grown in strong_scaling(mesh, most):
-        yield _project(graph, grown, machine, network)
+def _as_json(found: Simulation) -> Mapping[str, Any]:
+    alone = found.strong[0].step_seconds
+    return {
+        "target": found.target,
+        **_figures(found.wanted, found.wanted.efficiency(alone)),
+        "gathered": dict(found.wanted.gathered),
+        "strong": [_figures(p, p.efficiency(alone)) for p in found.strong],
+        "weak": [_figures(p, found.weak[0].step_seconds / p.step_seconds) for p in found.weak],
+    }
 
 
-def _print_json(target: str, wanted: Projection, curve: list[Projection]) -> None:
-    alone = curve[0].step_seconds
-    shown = {"target": target, **_figures(wanted, alone), "curve": [_figures(p, alone) for p in curve]}
-    print(json.dumps(shown, indent=2))
-
-
-def _figures(projection: Projection, alone_seconds: float) -> Mapping[str, Any]:
+def _figures(projection: Projection, efficiency: float) -> Mapping[str, Any]:
     return {
         "mesh": str(projection.mesh),
         "workers": projection.mesh.size,
         "step_seconds": projection.step_seconds,
         "compute_seconds": projection.compute_seconds,
         "network_seconds": projection.network_seconds,
-        "efficiency": projection.efficiency(alone_seconds),
-        "weak_efficiency": projection.compute_seconds / projection.step_seconds,
+        "efficiency": efficiency,
         "sent_bytes": projection.sent_bytes,
         "summed_bytes": projection.summed_bytes,
         "peak_bytes": projection.peak_bytes,
         "planning_seconds": projection.planning_seconds,
-        "gathered": dict(projection.gathered),
+        "planner_bytes": projection.planner_bytes,
     }
 
 
-def _print_for_people(target: str, wanted: Projection, curve: list[Projection]) -> None:
-    from stowplan.report.simulate import show_projection
+def _show(found: Simulation) -> None:
+    from stowplan.report.simulate import show_projections
     from stowplan.report.terminal import console_for_output
 
-    show_projection(target, wanted, curve, console_for_output())
+    show_projections(found.target, found.wanted, found.strong, found.weak, console_for_output())

@@ -1,4 +1,4 @@
-"""A simulated mesh for people: its figures, what was gathered and why, and a curve of larger meshes."""
+"""A simulated mesh for people: its figures, what was gathered and why, and curves of larger meshes."""
 
 from collections.abc import Sequence
 
@@ -12,33 +12,57 @@ from stowplan.report.terminal import print_trimmed
 from stowplan.units import format_bytes, format_seconds
 
 _INDENT = 2
+_HEADINGS = (
+    "workers",
+    "mesh",
+    "step",
+    "network",
+    "efficiency",
+    "sent",
+    "summed",
+    "peak",
+    "planned in",
+    "with",
+)
 
 
-def show_projection(target: str, wanted: Projection, curve: Sequence[Projection], console: Console) -> None:
-    """Print the mesh that was asked for, then the curve."""
-    alone = curve[0].step_seconds
+def show_projections(
+    target: str,
+    wanted: Projection,
+    strong: Sequence[Projection],
+    weak: Sequence[Projection],
+    console: Console,
+) -> None:
+    """Print the mesh that was asked for, then the same step and a growing batch on more workers."""
+    alone = strong[0].step_seconds
     title = f"{target} on {wanted.mesh}: {wanted.mesh.size:,} workers"
-    print_trimmed(console, Text(title, "bold"))
-    print_trimmed(console, Padding(_table([wanted], alone), (0, 0, 1, _INDENT)))
+    _show_table(title, [wanted], [wanted.efficiency(alone)], console)
     for op, why in wanted.gathered.items():
         print_trimmed(console, Padding(Text(f"gathered before {op}: {why}", "dim"), (0, 0, 0, _INDENT)))
-    print_trimmed(console, Text("the same step on more workers", "bold"))
-    print_trimmed(console, Padding(_table(curve, alone), (0, 0, 1, _INDENT)))
+    _show_table("the same step on more workers", strong, [p.efficiency(alone) for p in strong], console)
+    if weak:
+        efficiencies = [weak[0].step_seconds / projection.step_seconds for projection in weak]
+        _show_table("a batch that grows with the workers", weak, efficiencies, console)
 
 
-def _table(rows: Sequence[Projection], alone_seconds: float) -> Table:
+def _show_table(
+    title: str, rows: Sequence[Projection], efficiencies: Sequence[float], console: Console
+) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="cyan")
-    for heading in ("workers", "step", "network", "efficiency", "sent", "summed", "peak", "planned in"):
-        table.add_column(heading, justify="right")
-    for row in rows:
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="left" if heading == "mesh" else "right")
+    for row, efficiency in zip(rows, efficiencies, strict=True):
         table.add_row(
             f"{row.mesh.size:,}",
+            str(row.mesh),
             format_seconds(row.step_seconds),
             format_seconds(row.network_seconds),
-            f"{row.efficiency(alone_seconds):.1%}",
+            f"{efficiency:.1%}",
             format_bytes(row.sent_bytes),
             format_bytes(row.summed_bytes),
             format_bytes(row.peak_bytes),
             format_seconds(row.planning_seconds),
+            format_bytes(row.planner_bytes),
         )
-    return table
+    print_trimmed(console, Text(title, "bold"))
+    print_trimmed(console, Padding(table, (0, 0, 1, _INDENT)))

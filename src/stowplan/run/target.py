@@ -4,12 +4,14 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from stowplan.capture import capture
 from stowplan.capture.origins import line_of
@@ -30,6 +32,18 @@ def subject_of(target: Target) -> Subject:
     """The captured step of a target."""
     captured = capture(target.model, target.args, loss=target.loss)
     return Subject(captured, target.model, target.args, {})
+
+
+def with_batches(target: Target, times: int) -> Target:
+    """The step on a batch so many times as large, without contents."""
+    args: tuple[object, ...] = pytree.tree_map(lambda leaf: _longer(leaf, times), target.args)
+    return replace(target, args=args)
+
+
+def _longer(leaf: object, times: int) -> object:
+    if not isinstance(leaf, Tensor) or leaf.ndim == 0:
+        return leaf
+    return torch.empty((leaf.shape[0] * times, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
 
 
 def load_target(text: str, **settings: int) -> Target:

@@ -8,11 +8,12 @@ from benchmarks.nets import NETS
 
 from stowplan.capture import Captured, capture
 from stowplan.cli.main import main
-from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.errors import BadUse, BudgetTooSmall, TooManyWorkers
 from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.choice import choose_mesh, meshes_of
+from stowplan.plan.shards.curves import strong_scaling, weak_scaling
 from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.plan.shards.projection import Network, Projection, project, strong_scaling
+from stowplan.plan.shards.projection import Network, Projection, project
 from stowplan.plan.shards.seeds import seeds_for
 
 TARGET = """
@@ -58,6 +59,19 @@ def test_curves_double_the_workers_along_the_axes_in_turn() -> None:
     assert sizes == [1, 2, 4, 8, 16, 32, 64]
 
 
+def test_a_growing_batch_is_cut_by_a_data_axis_beside_those_asked_for() -> None:
+    meshes = [str(mesh) for mesh in weak_scaling(parse_mesh("data=8,space=2x2"), 70)]
+    assert meshes == [f"data={n},space={m},space={m}" for n, m in ((1, 1), (1, 2), (4, 2), (16, 2))]
+
+
+def test_a_mesh_of_many_workers_is_chosen_among_the_most_promising(unet: Captured) -> None:
+    ends = ["nll_loss2d_forward.0"]
+    best = choose_mesh(unet.graph, 66, ends, Machine(), Network())
+    assert str(best.mesh) in ("data=1,space=6,space=11", "data=1,space=11,space=6")
+    with pytest.raises(TooManyWorkers, match="have nothing of"):
+        projected(unet, "space=2x64")
+
+
 def test_an_axis_that_says_not_what_it_cuts_is_refused(unet: Captured) -> None:
     with pytest.raises(BadUse, match="rows"):
         seeds_for(unet.graph, parse_mesh("rows=2"))
@@ -73,7 +87,12 @@ def test_simulate_from_the_command_line(
     assert main([*words, "--machine", "machine.toml", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["workers"] == 4
-    assert [point["workers"] for point in shown["curve"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert [point["workers"] for point in shown["strong"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert [point["workers"] for point in shown["weak"]] == [1, 4, 16, 64]
+    four, sixty_four = shown["weak"][1], shown["weak"][3]
+    assert four["compute_seconds"] == pytest.approx(sixty_four["compute_seconds"], rel=0.2)  # dropout
+    assert four["sent_bytes"] == sixty_four["sent_bytes"]
+    assert four["planner_bytes"] > 0
     assert main(words) == 0
     assert "4 workers" in capsys.readouterr().out
     (tmp_path / "machine.toml").write_text("[network]\nspeed = 1\n")

@@ -1,16 +1,25 @@
-"""Which mesh a number of workers should be: all ways to hand them out to dims, each projected exactly."""
+"""Which mesh a number of workers should be, of all ways to hand them out to dims.
+
+Each is projected exactly; of many workers, whose meshes are many, those that look best at a glance.
+"""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 
-from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.errors import BadUse, BudgetTooSmall, TooManyWorkers
 from stowplan.ir import Graph, Kind
 from stowplan.ops.table import shape_of
-from stowplan.plan.pricing import Machine
+from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.shards.mesh import Axis, Mesh
-from stowplan.plan.shards.projection import Network, Projection, project
+from stowplan.plan.shards.plan import ShardPlan, glance_plan
+from stowplan.plan.shards.projection import Network, Projection, project, slowest_seconds
 from stowplan.plan.shards.seeds import seeds_for
+from stowplan.plan.shards.traffic import itemsize_of
 from stowplan.units import format_bytes
 
+_ALL_PROJECTED = 64  # workers up to which every mesh is projected
+_PROJECTED = 3  # of more, the meshes that look best
 _MOST_SPACE = 2  # dims of space that are cut: more cost more neighbours than they save halo
 
 
@@ -26,9 +35,11 @@ def choose_mesh(
 
     Raises BudgetTooSmall with the smallest peak that any mesh has.
     """
-    found = [
-        project(graph, m, seeds_for(graph, m), ends, machine, network) for m in meshes_of(graph, workers)
-    ]
+    meshes: Sequence[Mesh] = list(meshes_of(graph, workers))
+    if workers > _ALL_PROJECTED:
+        meshes = _most_promising_first(graph, meshes, ends, machine, network)
+    projected = _projected(graph, meshes, ends, machine, network)
+    found = list(projected if workers <= _ALL_PROJECTED else islice(projected, _PROJECTED))
     if not found:
         raise BadUse(f"no dims of the inputs can be cut into {workers} parts")
     fitting = [p for p in found if allowed_bytes is None or p.peak_bytes <= allowed_bytes]
@@ -43,6 +54,35 @@ def choose_mesh(
         minimum_bytes=smallest.peak_bytes,
         binding=(),
     )
+
+
+def _projected(
+    graph: Graph, meshes: Sequence[Mesh], ends: Sequence[str], machine: Machine, network: Network
+) -> Iterator[Projection]:
+    """Those on which everyone has something to do."""
+    for mesh in meshes:
+        with suppress(TooManyWorkers):
+            yield project(graph, mesh, seeds_for(graph, mesh), ends, machine, network)
+
+
+def _most_promising_first(
+    graph: Graph, meshes: Sequence[Mesh], ends: Sequence[str], machine: Machine, network: Network
+) -> list[Mesh]:
+    """By what a few workers at the ends and in the middle of each would take."""
+    whole = price_by_roofline(graph, machine).seconds
+
+    def seconds(mesh: Mesh) -> float:
+        plan = glance_plan(graph, mesh, seeds_for(graph, mesh), ends)
+        talk = max(_received_seconds(plan, worker, network) for worker in plan.shards)
+        return slowest_seconds(plan, whole, machine) + talk
+
+    return sorted(meshes, key=seconds)
+
+
+def _received_seconds(plan: ShardPlan, worker: int, network: Network) -> float:
+    received = list(plan.received(worker))
+    nbytes = sum(t.rect.volume * itemsize_of(plan.graph, t.tensor) for t in received)
+    return len(received) * network.latency_seconds + nbytes / network.bytes_per_second
 
 
 def meshes_of(graph: Graph, workers: int) -> Iterator[Mesh]:

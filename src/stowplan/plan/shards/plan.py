@@ -9,6 +9,7 @@ from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind
 from stowplan.ops.regions import regions_of
 from stowplan.ops.table import site_of
+from stowplan.plan.shards.even import outline
 from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.mesh import Axis, Mesh
 from stowplan.plan.shards.outline import outlined
@@ -74,6 +75,15 @@ def outline_plan(
     """The same with the shards of a few workers, who tell what the others have."""
     spreading = spread_over(graph, mesh, seeds)
     return _planned(spreading, outlined(spreading, ends))
+
+
+def glance_plan(
+    graph: Graph, mesh: Mesh, seeds: Mapping[str, Sequence[int | None]], ends: Sequence[str]
+) -> ShardPlan:
+    """The same with the shards of workers at the ends and in the middle of axes, even or not."""
+    spreading = spread_over(graph, mesh, seeds)
+    workers = {*outline(mesh, range(len(mesh.axes))), mesh.middle}
+    return _planned(spreading, Pulling(spreading, ends, sorted(workers)).run())
 
 
 def _planned(spreading: Spreading, shards: Mapping[int, Shard]) -> ShardPlan:

@@ -4,7 +4,8 @@ Seconds are a roofline's for compute and, for messages, a latency each and bytes
 ring, with a latency per doubling of the workers. Nothing is assumed to overlap.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, log2, prod
 from time import perf_counter
@@ -15,7 +16,8 @@ from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.plan import RESIDENT, ShardPlan, outline_plan
 from stowplan.plan.shards.scale import mesh_traffic
-from stowplan.plan.shards.shard import Shard
+from stowplan.plan.shards.shard import Level, Shard
+from stowplan.plan.shards.spread import Form
 from stowplan.plan.shards.traffic import summed_by
 
 Seeds = Mapping[str, Sequence[int | None]]
@@ -40,6 +42,7 @@ class Projection:
     summed_bytes: int  # handed to sums by each worker
     peak_bytes: int
     planning_seconds: float
+    planner_bytes: int  # resident in the planning process, at most, by then
     gathered: Mapping[str, str]
 
     @property
@@ -63,27 +66,29 @@ def project(
     messages = network.latency_seconds * traffic.messages + traffic.sent_bytes / network.bytes_per_second
     return Projection(
         mesh,
-        max(_compute_seconds(plan, shard, whole, machine) for shard in plan.shards.values()),
-        float(messages.max()) + _sum_seconds(mesh.size, summed, sums, network),
-        int(traffic.sent_bytes.max()),
-        summed,
-        max(facts_of(local_graph(plan, worker)).peak.bytes for worker in {0, mesh.middle}),
-        perf_counter() - started,
-        plan.gathered,
+        compute_seconds=slowest_seconds(plan, whole, machine),
+        network_seconds=float(messages.max()) + _sum_seconds(mesh.size, summed, sums, network),
+        sent_bytes=int(traffic.sent_bytes.max()),
+        summed_bytes=summed,
+        peak_bytes=max(facts_of(local_graph(plan, worker)).peak.bytes for worker in {0, mesh.middle}),
+        planning_seconds=perf_counter() - started,
+        planner_bytes=_resident_peak_bytes(),
+        gathered=plan.gathered,
     )
 
 
-def strong_scaling(mesh: Mesh, most: int) -> Iterator[Mesh]:
-    """Meshes of the same axes, each twice as large as the one before, from one worker on."""
-    sizes = [1] * len(mesh.axes)
-    turn = len(sizes) - 1
-    while True:
-        grown = Mesh(tuple(replace(a, size=n, weights=()) for a, n in zip(mesh.axes, sizes, strict=True)))
-        if grown.size > most:
-            return
-        yield grown
-        sizes[turn] *= 2
-        turn = (turn - 1) % len(sizes)
+def _resident_peak_bytes() -> int:
+    """The most memory that this process had so far; 0 where the system does not tell."""
+    if sys.platform == "win32":
+        return 0
+    from resource import RUSAGE_SELF, getrusage
+
+    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def slowest_seconds(plan: ShardPlan, whole: Mapping[str, float], machine: Machine) -> float:
+    """Compute of the worker that has most to do, if ops take `whole` seconds on one."""
+    return max(_compute_seconds(plan, shard, whole, machine) for shard in plan.shards.values())
 
 
 def local_graph(plan: ShardPlan, worker: int) -> Graph:
@@ -121,15 +126,22 @@ def _share_held(plan: ShardPlan, shard: Shard, name: str) -> float:
 def _compute_seconds(plan: ShardPlan, shard: Shard, whole: Mapping[str, float], machine: Machine) -> float:
     """Each op takes its share of what it would take whole, and a backward op that of its forward op."""
     shares = _shares_of_tensors(plan, shard)
-    sizes = {level.name: max(1, prod(plan.layouts[level.name].cells.sizes)) for level in shard.levels}
-    made = {level.spread.op.id: level.made.volume / sizes[level.name] for level in shard.levels}
+    done = {level.spread.op.id: _share_done(plan, level) for level in shard.levels}
 
     def share(op: Op) -> float:
         first = shares.get(op.outputs[0].tensor, 1.0) if op.outputs else 1.0
-        return made.get(op.adjoint_of or op.id, first)
+        return done.get(op.adjoint_of or op.id, first)
 
     start = machine.launch_seconds
     return sum((whole[op.id] - start) * share(op) + start for op in plan.graph.ops)
+
+
+def _share_done(plan: ShardPlan, level: Level) -> float:
+    """The share of an op that a worker does: of what it makes, or of what it adds up."""
+    name, rect = level.name, level.made
+    if level.spread.form is Form.SUMS and level.needs[0] is not None:
+        name, rect = level.spread.op.inputs[0].tensor, level.needs[0]
+    return rect.volume / max(1, prod(plan.layouts[name].cells.sizes))
 
 
 def _sum_seconds(workers: int, nbytes: int, sums: int, network: Network) -> float:

@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from stowplan.errors import BadUse
+from stowplan.errors import TooManyWorkers
 from stowplan.geometry import Rect
 from stowplan.ops.sliding import Span
 from stowplan.plan.shards.plan import ShardPlan
@@ -125,7 +125,9 @@ def _uncut_elements(plan: ShardPlan, name: str) -> int:
             rect = _held(plan, name, worker) if worker in plan.shards else first
             same = [c for c in range(rect.ndim) if c != layout.axes[axis]]
             if not rect.is_empty and any(_span(rect, cell) != _span(first, cell) for cell in same):
-                raise BadUse(f"what workers hold of {name!r} is no product over the axes of {plan.mesh}")
+                raise TooManyWorkers(
+                    f"some of {plan.mesh.size} workers on mesh {plan.mesh} have nothing of {name!r}"
+                )
     uncut = (cell for cell in range(first.ndim) if cell not in layout.cut_cells)
     return prod(first.hi[cell] - first.lo[cell] for cell in uncut)
 
