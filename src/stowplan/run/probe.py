@@ -4,7 +4,7 @@ Operands are made for one op at a time, so a step can be probed on a machine tha
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.run.machine import USER_CACHE, device_of, measure_machine, platform_of
 from stowplan.run.probe_cache import Cost, ProbeCache
 from stowplan.run.signature import Signature, call_signature
-from stowplan.run.trial import cost_of
+from stowplan.run.tiles.sampling import cost_of_call
 
 CLOCK = "probe"
 Progress: TypeAlias = Callable[[int, int], None]
@@ -51,12 +51,33 @@ def probe(
     """
     graph, device = captured.graph, device_of(captured.graph)
     signatures = {op.id: call_signature(graph, captured.program.calls[op.id]) for op in _dearest_first(graph)}
-    distinct = {signature.text: signature for signature in signatures.values()}
+    found = costs_of_calls(
+        signatures.values(),
+        device,
+        repeats=repeats,
+        limit_seconds=limit_seconds,
+        progress=progress,
+        cache=cache,
+    )
+    costs = {op: found[signature.text] for op, signature in signatures.items()}
+    return _probed(captured, costs, lambda: measure_machine(device, cache=cache))
+
+
+def costs_of_calls(
+    signatures: Iterable[Signature],
+    device: torch.device,
+    *,
+    repeats: int = 5,
+    limit_seconds: float = 120.0,
+    progress: Progress | None = None,
+    cache: ProbeCache | None = USER_CACHE,
+) -> Mapping[str, Cost | None]:
+    """By the text of signatures, tried in their order; None for what was not or could not be tried."""
+    distinct = {signature.text: signature for signature in signatures}
     book = _CostBook(device, cache)
     missing = [signature for text, signature in distinct.items() if text not in book.costs]
     book.fill(missing, repeats, limit_seconds, progress)
-    costs = {op: book.costs.get(signature.text) for op, signature in signatures.items()}
-    return _probed(captured, costs, lambda: measure_machine(device, cache=cache))
+    return {text: book.costs.get(text) for text in distinct}
 
 
 class _CostBook:
@@ -75,7 +96,7 @@ class _CostBook:
         try:
             for number, signature in enumerate(signatures, start=1):
                 in_time = time.perf_counter() < deadline
-                if in_time and (cost := cost_of(signature, self._device, repeats=repeats)):
+                if in_time and (cost := cost_of_call(signature, self._device, repeats=repeats)):
                     found[signature.text] = cost
                 if progress:
                     progress(number, len(signatures))

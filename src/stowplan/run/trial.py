@@ -12,7 +12,7 @@ from stowplan.run.probe_cache import Cost
 from stowplan.run.signature import Signature
 from stowplan.run.timing import median_seconds, seconds_of
 
-OP_LIMIT_SECONDS = 0.5  # an op that takes longer is run twice in all
+OP_LIMIT_SECONDS = 0.1  # an op that takes longer is run twice in all
 _ROOM = 4  # results and workspace may be larger than the operands: so many times their bytes must be free
 
 

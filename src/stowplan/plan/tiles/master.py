@@ -57,7 +57,7 @@ class MasterPlanner(Generic[W]):
         for least, way in self._by_least_seconds(allowed_bytes):
             if best is not None and least >= best[0].projected_seconds:
                 break
-            found = _answer(way, allowed_bytes)
+            found = _answer(way, allowed_bytes, inf if best is None else best[0].projected_seconds)
             if found and (best is None or found[0].projected_seconds < best[0].projected_seconds):
                 best = found
         if best is None:
@@ -105,10 +105,13 @@ class MasterPlanner(Generic[W]):
         return smallest
 
 
-def _answer(way: W, allowed_bytes: int) -> tuple[Plan, W] | None:
+def _answer(way: W, allowed_bytes: int, below_seconds: float = inf) -> tuple[Plan, W] | None:
+    """What a way answers, unless it now knows that it takes too much memory or time."""
     if way.floor_bytes > allowed_bytes:
         return None
     try:
+        if way.least_seconds(allowed_bytes) >= below_seconds:
+            return None
         return way.plan(allowed_bytes), way
     except (BudgetTooSmall, BadUse, CaptureError):
         return None

@@ -1,46 +1,96 @@
-"""The knee: how much longer ops take on the parts that tiles have than their share of the work says.
+"""The knee: how much longer a segment takes in tiles than whole, as this machine runs tiles of that size.
 
 Small parts may be slower, when starting an op counts, or faster, when they stay in a cache. Both show when
-the ops of a tile are tried, each distinct op and size once.
+tiles are tried, before a step with the sweep in it is captured: each sweep once, whatever ways have it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from stowplan.capture import Captured
-from stowplan.ir import Phase
+import torch
+from torch._ops import OpOverload
+
+from stowplan.capture import Argument, Call, Ref
+from stowplan.ir import DType, Graph, Kind, Op, Phase, Tensor
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.candidates import Tiled
-from stowplan.plan.tiles.rounds import rounds_of
-from stowplan.plan.tiles.samples import sample_step
-from stowplan.run.planning import price_captured
-from stowplan.run.probe import Progress
+from stowplan.run.machine import device_of
+from stowplan.run.probe import Progress, costs_of_calls
+from stowplan.run.signature import Signature, call_signature
+from stowplan.run.tiles.operator import make_known
+from stowplan.run.tiles.sweep import Sweep
+
+_OPS = torch.ops.stowplan
 
 
-def swept_seconds(
-    captured: Captured, tiled: Tiled, pricing: Pricing, progress: Progress | None = None
-) -> float:
-    """What a sweep should take forward and backward, beyond what its segment takes whole."""
-    work, graph = tiled.costs.work, tiled.segment.graph
-    slowdown = slowdowns(captured, tiled, pricing, progress)
-    runs = 1 if tiled.segment.loss else 2  # differentiating begins with another run
-    extra = 0.0
-    for op in graph.ops:
-        if op.id in work:
-            extra += pricing.seconds[op.id] * (runs * work[op.id] * slowdown[op.id] - 1)
-        elif op.phase is Phase.BACKWARD and op.adjoint_of is not None and op.adjoint_of in work:
-            extra += pricing.seconds[op.id] * (work[op.adjoint_of] * slowdown[op.id] - 1)
-    return extra
+class Sweeping:
+    """The sweeps of the ways to tile a step: each is made and tried once, when first asked for."""
+
+    def __init__(
+        self, graph: Graph, calls: Mapping[str, Call], pricing: Pricing, progress: Progress | None = None
+    ) -> None:
+        self._graph, self._calls, self._pricing, self._progress = graph, calls, pricing, progress
+        self._sweeps: dict[int, Sweep] = {}
+        self._extra: dict[str, float] = {}
+
+    def sweep(self, tiled: Tiled) -> Sweep:
+        """A segment on its grid, made ready to run."""
+        if id(tiled) not in self._sweeps:
+            self._sweeps[id(tiled)] = Sweep(tiled.segment, self._calls, tiled.parts)
+        return self._sweeps[id(tiled)]
+
+    def extra_seconds(self, tiled: Tiled) -> float:
+        """What a sweep takes forward and backward, beyond what its segment takes whole."""
+        sweep = self.sweep(tiled)
+        if sweep.name not in self._extra:
+            self._extra[sweep.name] = self._seconds_in_tiles(sweep) - self._seconds_whole(tiled)
+        return self._extra[sweep.name]
+
+    def _seconds_in_tiles(self, sweep: Sweep) -> float:
+        make_known(sweep)
+        costs = costs_of_calls(signatures_of(sweep), device_of(self._graph), progress=self._progress)
+        return sum(cost.seconds if cost else 0.0 for cost in costs.values())
+
+    def _seconds_whole(self, tiled: Tiled) -> float:
+        inside = {op.id for op in tiled.segment.ops}
+        ops = (op for op in self._graph.ops if _source(op) in inside)
+        return sum(self._pricing.seconds[op.id] for op in ops)
 
 
-def slowdowns(
-    captured: Captured, tiled: Tiled, pricing: Pricing, progress: Progress | None = None
-) -> Mapping[str, float]:
-    """By op, forward and backward: seconds on the middle tile over its share of those of the whole."""
-    segment, work = tiled.segment, tiled.costs.work
-    tiles = rounds_of(segment, tiled.parts)[-1].tiles
-    ideal = sample_step(segment, tiles[len(tiles) // 2], pricing)
-    ops = tuple(op for op in ideal.graph.ops if op.id in work or op.adjoint_of in work)
-    tried = price_captured(replace(captured, graph=replace(ideal.graph, ops=ops)), progress).seconds
-    shares = ideal.pricing.seconds
-    return {op.id: tried[op.id] / shares[op.id] if shares[op.id] else 1.0 for op in ops}
+def _source(op: Op) -> str | None:
+    return op.adjoint_of if op.phase is Phase.BACKWARD else op.id
+
+
+def signatures_of(sweep: Sweep) -> list[Signature]:
+    """The calls that a step with the sweep will have, on tensors as the step without it has them."""
+    segment, tensors = sweep.segment, sweep.segment.graph.tensors
+    gradients = {t.gradient_of: t.id for t in tensors.values() if t.gradient_of is not None}
+    wanted = tuple(place for place, name in enumerate(segment.inputs) if name in gradients)
+    inputs = _refs(segment.inputs)
+    if segment.loss is not None:
+        return [_signature(sweep, _OPS.sweep_loss.default, inputs, wanted)]
+    incoming = _refs(gradients.get(name, name) for name in segment.outputs)
+    statistics = _refs(sweep.statistics)
+    return [
+        _signature(sweep, _OPS.sweep.default, inputs),
+        _signature(sweep, _OPS.sweep_backward.default, incoming, inputs, statistics, wanted),
+    ]
+
+
+def _refs(names: Iterable[str]) -> tuple[Ref, ...]:
+    return tuple(map(Ref, names))
+
+
+def _signature(sweep: Sweep, target: OpOverload, *args: Argument) -> Signature:
+    graph = sweep.segment.graph
+    tensors = {**graph.tensors, **{t.id: t for t in _statistics(sweep)}}
+    return call_signature(replace(graph, tensors=tensors), Call(target, (*args, sweep.name), {}, (), False))
+
+
+def _statistics(sweep: Sweep) -> Iterator[Tensor]:
+    """What is gathered on the way, described."""
+    device = sweep.segment.graph.tensors[sweep.segment.inputs[0]].device
+    for gathering in sweep.gatherings.values():
+        dtype = DType(str(gathering.dtype).removeprefix("torch."))
+        for name, shape in zip(gathering.names, gathering.shapes, strict=True):
+            yield Tensor(name, Kind.ACTIVATION, shape, dtype, device=device)

@@ -4,6 +4,8 @@ A sweep is called by its name, which determines what it computes: the same name 
 cache of prices, means the same work.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ def call_sweep(sweep: Sweep, inputs: list[Tensor]) -> tuple[list[Tensor], dict[s
 
     The gradients of a loss are made with it.
     """
-    _SWEEPS[sweep.name] = sweep
+    make_known(sweep)
     if sweep.segment.loss is None:
         made = torch.ops.stowplan.sweep(inputs, sweep.name)
     else:
@@ -31,6 +33,21 @@ def call_sweep(sweep: Sweep, inputs: list[Tensor]) -> tuple[list[Tensor], dict[s
     statistics = [made.pop() for _ in range(count)][::-1]
     found = {name: tensor.detach() for name, tensor in zip(sweep.statistics, statistics, strict=True)}
     return made[: len(sweep.outputs)], found
+
+
+def make_known(sweep: Sweep) -> None:
+    """Let a sweep be called by its name."""
+    _SWEEPS[sweep.name] = sweep
+
+
+@contextmanager
+def known_for_now(sweep: Sweep) -> Iterator[str]:
+    """Let a sweep be called by its name, which is returned, and then no more."""
+    _SWEEPS[sweep.name] = sweep
+    try:
+        yield sweep.name
+    finally:
+        del _SWEEPS[sweep.name]
 
 
 def sweep_named(name: str) -> Sweep:

@@ -8,7 +8,8 @@ add up over the tiles and are then handed on to what they were gathered of, in t
 
 from ast import literal_eval
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import torch
@@ -41,6 +42,7 @@ class LocalRound:
             for gathering, gathered in zip(self.gatherings, begun, strict=True):
                 if gathering.source in parts:
                     gathered.add(parts[gathering.source], gathering.place(tile.rects[gathering.source]))
+            parts.clear()  # before the next tile makes its own
         return {
             name: statistic
             for gathering, gathered in zip(self.gatherings, begun, strict=True)
@@ -50,16 +52,23 @@ class LocalRound:
     def hand_on(self, given: Mapping[str, Tensor], sums: Sums) -> None:
         """Differentiate what the statistics were gathered of."""
         for tile in self.tiles:
-            parts = tile.run(sums.leaves(tile.reads))
-            ends, seeds = {}, []
-            for gathering in (each for each in self.gatherings if each.source in parts):
-                part = parts[gathering.source]
-                place = gathering.place(tile.rects[gathering.source])
-                known = [given[name] for name in gathering.names]
-                seeds.append(gathering.gradient(part.detach(), place, known, sums.of(gathering.names)))
-                ends[gathering.names[0]] = part
-            parts.clear()
-            differentiate(ends, seeds)
+            self._hand_on(tile, given, sums)
+
+    def _hand_on(self, tile: LocalStep, given: Mapping[str, Tensor], sums: Sums) -> None:
+        parts = tile.run(sums.leaves(tile.reads))
+        ends, seeds = {}, []
+        for gathering in (each for each in self.gatherings if each.source in parts):
+            part = parts[gathering.source]
+            place = gathering.place(tile.rects[gathering.source])
+            known = [given[name] for name in gathering.names]
+            seeds.append(gathering.gradient(part.detach(), place, known, sums.of(gathering.names)))
+            ends[gathering.names[0]] = part
+        parts.clear()
+        differentiate(ends, seeds)
+
+    def only(self, tiles: Sequence[int]) -> "LocalRound":
+        """Some of its tiles, by number."""
+        return replace(self, tiles=tuple(self.tiles[number] for number in tiles))
 
 
 class Sweep:
@@ -67,11 +76,11 @@ class Sweep:
 
     def __init__(self, segment: Segment, calls: Mapping[str, Call], parts: Sequence[int]) -> None:
         self.segment, self.parts = segment, tuple(parts)
-        rounds = rounds_of(segment, parts)
+        self.rounds = rounds_of(segment, parts)
         self.gatherings = {
-            op.id: gathering_of(segment, op) for of_round in rounds for op in of_round.statistics
+            op.id: gathering_of(segment, op) for of_round in self.rounds for op in of_round.statistics
         }
-        *self._rounds, self._last = (self._local(of_round, calls) for of_round in rounds)
+        *self._rounds, self._last = (self._local(of_round, calls) for of_round in self.rounds)
         self._loss: TiledLoss | None = None if segment.loss is None else tiled_loss(calls[segment.loss.id])
         self.name = _name_of(segment, self.parts)
 
@@ -82,6 +91,14 @@ class Sweep:
             for tile in of_round.tiles
         )
         return LocalRound(tuple(steps), tuple(self.gatherings[op.id] for op in of_round.statistics))
+
+    def only(self, tiles: Sequence[Sequence[int]]) -> "Sweep":
+        """The same over some tiles, by number for each round: it shows what they take, and makes nothing."""
+        some = copy(self)
+        rounds = zip((*self._rounds, self._last), tiles, strict=True)
+        *some._rounds, some._last = (of_round.only(numbers) for of_round, numbers in rounds)
+        some.name = f"{self.name}, of which {[list(numbers) for numbers in tiles]}"
+        return some
 
     @property
     def outputs(self) -> tuple[Described, ...]:
@@ -110,6 +127,7 @@ class Sweep:
                 parts = tile.run({name: given[name][index] for name, index in tile.reads.items()})
                 for name, index in tile.writes.items():
                     made[name][index].copy_(parts[name])
+                parts.clear()  # before the next tile makes its own
         return list(made.values())
 
     def backward(

@@ -10,20 +10,20 @@ from torch import nn
 
 from stowplan.capture import Captured
 from stowplan.errors import BadUse
-from stowplan.ir import Kind, Op, Phase
+from stowplan.ir import Kind, Op, Phase, Tensor
 from stowplan.plan.decision import Decision
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Basis, Pricing
 from stowplan.plan.tiles.borders import in_tiling_order
-from stowplan.plan.tiles.candidates import Tiling, stage_tilings, whole_tilings
+from stowplan.plan.tiles.candidates import Tiled, Tiling, stage_tilings, whole_tilings
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.costs import SweepCosts
 from stowplan.plan.tiles.mapping import tile_map_of
 from stowplan.plan.tiles.maps import TileMap, tiled_inside
-from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way
+from stowplan.plan.tiles.ways import SEARCH_MOVES, GraphWay, Offer, PlainStep, Sweeps, Way
 from stowplan.run.planning import plan_within, price_captured
 from stowplan.run.probe import Progress
-from stowplan.run.tiles.knee import swept_seconds
+from stowplan.run.tiles.knee import Sweeping
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept, check_differentiable
 
@@ -81,23 +81,28 @@ class SweptWay:
     """Some stretches in sweeps. It is captured when first asked for its memory, and tried for its plans."""
 
     def __init__(
-        self, subject: Subject, tiling: Tiling, pricing: Pricing, step: PlainStep, search: Search
+        self, subject: Subject, tiling: Tiling, sweeping: Sweeping, step: PlainStep, search: Search
     ) -> None:
         self._subject, self._tiling, self._step, self._search = subject, tiling, step, search
-        self._pricing = pricing
-        tensors = subject.captured.graph.tensors.values()
-        self._standing_bytes = sum(t.nbytes or 0 for t in tensors if t.kind is Kind.PARAMETER)
+        self._sweeping = sweeping
 
     def least_seconds(self, allowed_bytes: int) -> float:
-        """What is expected before it is captured, of ops tried at the sizes that they have in tiles."""
-        tiles = max(tiled.costs.forward_peak_bytes for tiled in self._tiling)
-        return self._expected_seconds if self._standing_bytes + tiles <= allowed_bytes else inf
+        """What is expected of sweeps tried by a few of their tiles; once it is captured, its own bound."""
+        if self._surely_there_bytes > allowed_bytes:
+            return inf
+        is_captured = "captured" in vars(self)
+        return self._tried.least_seconds(allowed_bytes) if is_captured else self._expected_seconds
 
     @cached_property
     def _expected_seconds(self) -> float:
-        captured, progress = self._subject.captured, self._search.progress
-        extra = (swept_seconds(captured, tiled, self._pricing, progress) for tiled in self._tiling)
-        return self._step.seconds + sum(extra)
+        return self._step.seconds + sum(map(self._sweeping.extra_seconds, self._tiling))
+
+    @cached_property
+    def _surely_there_bytes(self) -> int:
+        """While a tile is differentiated: parameters, what the sweep reads, sums of gradients, the tile."""
+        tensors = self._subject.captured.graph.tensors
+        parameters = _bytes_of(tensors.values(), Kind.PARAMETER)
+        return parameters + max(_beside_parameters(tiled) for tiled in self._tiling)
 
     @cached_property
     def floor_bytes(self) -> int:
@@ -117,8 +122,7 @@ class SweptWay:
 
     @cached_property
     def _sweeps(self) -> tuple[Sweep, ...]:
-        calls = self._subject.captured.program.calls
-        return tuple(Sweep(tiled.segment, calls, tiled.parts) for tiled in self._tiling)
+        return tuple(map(self._sweeping.sweep, self._tiling))
 
     @cached_property
     def captured(self) -> Captured:
@@ -129,7 +133,8 @@ class SweptWay:
     @cached_property
     def _tried(self) -> CapturedWay:
         pricing = price_captured(self.captured, self._search.progress, self._search.allow)
-        return CapturedWay(self.captured, pricing, self._step, self._search, self._decided())
+        search = replace(self._search, moves=self._search.moves or SEARCH_MOVES)
+        return CapturedWay(self.captured, pricing, self._step, search, self._decided())
 
     def _decided(self) -> Sweeps:
         decisions: dict[str, Decision] = {}
@@ -160,9 +165,24 @@ class SweptWay:
 
 def _workspace(sweep: Op, costs: SweepCosts) -> int:
     """The memory of a tile, not overestimated: of what backward would hold some may be spared."""
-    if sweep.type == _SWEEP:
-        return costs.forward_peak_bytes
+    return costs.forward_peak_bytes if sweep.type == _SWEEP else _differentiated_bytes(costs)
+
+
+def _differentiated_bytes(costs: SweepCosts) -> int:
     return max(costs.forward_peak_bytes, round(_SURE * costs.backward_peak_bytes))
+
+
+def _beside_parameters(tiled: Tiled) -> int:
+    """Bytes of what a sweep reads, of the gradients that it makes, and of a tile."""
+    tensors = tiled.segment.graph.tensors
+    read = [tensors[name] for name in tiled.segment.inputs]
+    differentiated = {t.gradient_of for t in tensors.values()}
+    sums = [tensor for tensor in read if tensor.id in differentiated]
+    return _bytes_of(read, Kind.ACTIVATION) + _bytes_of(sums, *Kind) + _differentiated_bytes(tiled.costs)
+
+
+def _bytes_of(tensors: Iterable[Tensor], *kinds: Kind) -> int:
+    return sum(t.nbytes or 0 for t in tensors if t.kind in kinds and t.alias_of is None)
 
 
 def ways_of(subject: Subject, pricing: Pricing, step: PlainStep, search: Search) -> Iterator[StepWay]:
@@ -173,10 +193,12 @@ def ways_of(subject: Subject, pricing: Pricing, step: PlainStep, search: Search)
         refuse_untileable(subject)
     except BadUse:
         return
-    early = in_tiling_order(subject.captured.graph)
+    captured = subject.captured
+    early = in_tiling_order(captured.graph)
+    sweeping = Sweeping(early, captured.program.calls, pricing, search.progress)
     whole = ((tiled,) for tiled in whole_tilings(early))
     for tiling in (*stage_tilings(early), *whole):
-        yield SweptWay(subject, tiling, pricing, step, search)
+        yield SweptWay(subject, tiling, sweeping, step, search)
 
 
 def refuse_untileable(subject: Subject) -> None:

@@ -1,0 +1,90 @@
+"""Sampling: a few tiles tell what a sweep takes, for the others differ from them in halos and borders only.
+
+The largest tile is one of them, so that none takes more memory. What a sweep does once, such as making room
+for sums of gradients, is found out by running it over no tile at all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from stowplan.ops.macs import macs_of
+from stowplan.ops.table import elements_of, site_of
+from stowplan.plan.tiles.rects import Tile
+from stowplan.plan.tiles.rounds import Round
+from stowplan.run.probe_cache import Cost
+from stowplan.run.signature import Signature
+from stowplan.run.tiles.operator import known_for_now, sweep_named
+from stowplan.run.tiles.sweep import Sweep
+from stowplan.run.trial import cost_of
+
+SWEEPS = ("stowplan.sweep.default", "stowplan.sweep_backward.default", "stowplan.sweep_loss.default")
+_MOVED = 16  # multiply-accumulates that take about as long as reading and writing one element
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Some tiles of a round, by number, and how many times their work all tiles are."""
+
+    tiles: tuple[int, ...]
+    times: float
+
+
+def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) -> Cost | None:
+    """What one run of an op takes, a sweep by its sample; None if that cannot be tried."""
+    if str(signature.call.target) not in SWEEPS:
+        return cost_of(signature, device, repeats=repeats)
+    sweep = sweep_named(str(signature.call.args[-1]))
+    samples = [sample_of(of_round) for of_round in sweep.rounds]
+    once = _tried(sweep, [()] * len(samples), signature, device)
+    costs = [_tried(sweep, _alone(samples, number), signature, device) for number in range(len(samples))]
+    return _merged(once, costs, samples)
+
+
+def sample_of(of_round: Round) -> Sample:
+    """The largest tile, and the largest that is unlike it; another one if all are alike."""
+    sizes = [sum(level.made.volume for level in tile.levels) for tile in of_round.tiles]
+    by_size = sorted(range(len(sizes)), key=lambda number: -sizes[number])
+    shapes = {number: _shapes(of_round.tiles[number]) for number in by_size}
+    unlike = next((n for n in by_size if shapes[n] != shapes[by_size[0]]), by_size[-1])
+    tiles = tuple(dict.fromkeys((by_size[0], unlike)))
+    work = work_of(of_round)
+    return Sample(tiles, sum(work) / max(1e-12, sum(work[number] for number in tiles)))
+
+
+def work_of(of_round: Round) -> list[float]:
+    """How much each tile of a round has to do."""
+    graph, price = of_round.segment.graph, dict[str, float]()
+    for op in of_round.segment.ops:
+        site = site_of(graph, op)
+        price[op.id] = _MOVED + macs_of(site) / max(1, elements_of(site.outputs[0]))
+    return [sum(price[level.op.id] * level.made.volume for level in tile.levels) for tile in of_round.tiles]
+
+
+def _shapes(tile: Tile) -> tuple[tuple[int, ...], ...]:
+    return tuple(level.made.shape for level in tile.levels)
+
+
+def _alone(samples: Sequence[Sample], number: int) -> list[tuple[int, ...]]:
+    """The sample of one round, and no tile of the others."""
+    return [sample.tiles if n == number else () for n, sample in enumerate(samples)]
+
+
+def _tried(
+    sweep: Sweep, tiles: Sequence[Sequence[int]], signature: Signature, device: torch.device
+) -> Cost | None:
+    call = signature.call
+    with known_for_now(sweep.only(tiles)) as name:
+        some = replace(signature, call=replace(call, args=(*call.args[:-1], name)))
+        return cost_of(some, device, repeats=1)
+
+
+def _merged(once: Cost | None, costs: Sequence[Cost | None], samples: Sequence[Sample]) -> Cost | None:
+    seconds, rises = 0.0, list[int]()
+    for cost, sample in zip(costs, samples, strict=True):
+        if once is None or cost is None:
+            return None
+        seconds += max(0.0, cost.seconds - once.seconds) * sample.times
+        rises.append(cost.rise_bytes)
+    return None if once is None else Cost(once.seconds + seconds, max(once.rise_bytes, *rises))
