@@ -1,117 +1,225 @@
-"""Steps in tiles at a fraction of their activation memory: projected and measured peaks, time against eager.
+"""Steps in tiles at shares of their activation memory: peaks, times against eager, gradients.
 
-    python -m benchmarks.tiles [--share 0.1] [--threads 1] [CASE ...]
+    python -m benchmarks.tiles [CASE ...] [--shares 0.2 0.1] [--rounds 3] [--threads 1] [--json FILE]
 
-A case is a network at a size; the budget is what stands anyway (parameters, their gradients, inputs) and a
-share of what eager takes besides. A case with an allowance of its own is one that eager has no room for: it
-is planned within the allowance from projected figures alone, and run.
+A share is of what eager takes besides what stands anyway: parameters, their gradients, buffers, inputs. A
+case with an allowance of its own is planned within that. Where eager has room, it takes turns with the step
+in tiles, and ratios are told as the median of the rounds and their quartiles; where it has none, its forward
+half alone must come to the same loss. With `--rounds 0` steps are planned only.
 """
 
 import argparse
-import time
+import copy
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.nets import NETS, Example
+from benchmarks.results import Study, ratio_of
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.tiles.master import MasterPlanner, Prefer
+from stowplan.plan.tiles.master import MasterPlanner, preference
+from stowplan.run.machine import free_bytes
 from stowplan.run.measure import measure
 from stowplan.run.tiles.plan import PlannedStep, step_planner
 from stowplan.run.tiles.ways import StepWay, Subject
-from stowplan.units import format_bytes, format_seconds
 
-_STEPS = 2
+_ROOM = 0.8  # of the free memory: eager is run only within this
+_GPT = {"batch": 1, "sequence": 8192, "vocabulary": 131_072, "dim": 64, "heads": 2, "layers": 2}
+_FIGURES = {
+    "plain_measured_bytes": ("eager", "peak", "B"),
+    "measured_bytes": ("tiles", "peak", "B"),
+    "ratio": ("tiles", "time", "of eager"),
+}  # by the finding: the way, the figure and the unit that the page of all studies shows it by
+Findings = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A network with settings, and what it is allowed where eager cannot say."""
+    """A network with settings, at shares of its activations or within an allowance."""
 
     net: str
     settings: Mapping[str, object]
+    shares: tuple[float, ...] = (0.1,)
     allowed_bytes: int | None = None
 
 
 CASES: Mapping[str, Case] = {
+    "unet": Case("unet", {"batch": 1, "resolution": 572, "width": 64}, (0.2, 0.1)),
+    "gpt": Case("gpt", _GPT, (0.15,)),
     "vgg16": Case("vgg16", {"batch": 1, "resolution": 1024, "has_classifier": False}),
-    "vgg16-2048": Case("vgg16", {"batch": 1, "resolution": 2048, "has_classifier": False}),
     "resnet50": Case("resnet50", {"batch": 1, "resolution": 1024}),
-    "resnet50-2048": Case("resnet50", {"batch": 1, "resolution": 2048}),
     "unet3d": Case("unet3d", {"resolution": 96, "width": 16}),
+    "vgg16-2048": Case("vgg16", {"batch": 1, "resolution": 2048, "has_classifier": False}),
+    "resnet50-2048": Case("resnet50", {"batch": 1, "resolution": 2048}),
     "unet3d-large": Case("unet3d", {"resolution": 288, "width": 16}, allowed_bytes=8 * 2**30),
 }
 
 
 def main() -> None:
-    """Print a line per case."""
+    """A line for people per case and share; with `--json`, a line for machines as well."""
+    options = _options()
+    torch.set_num_threads(options.threads)
+    for name in options.cases:
+        case = CASES[name]
+        example = NETS[case.net].build("real", device="cpu", dtype=torch.float32, seed=0, **case.settings)
+        started = perf_counter()
+        subject = Subject(capture(*example), *example, {})
+        planner = step_planner(subject, prefer=preference(options.prefer), moves=options.moves)
+        tried_seconds = round(perf_counter() - started, 1)
+        for allowed in _allowances(case, example, planner, options.shares):
+            about: Findings = {"case": name, "threads": options.threads, "tried_seconds": tried_seconds}
+            _tell(about | _found(example, planner, allowed, options.rounds), options.json)
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     small = [name for name in CASES if "-" not in name]
     parser.add_argument("cases", nargs="*", default=small, metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--share", type=float, default=0.1, help="of eager's activation memory")
+    parser.add_argument("--shares", type=float, nargs="+", help="of eager's activation memory")
+    parser.add_argument("--rounds", type=int, default=3, help="0 to plan only")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--prefer", default="time")
+    parser.add_argument("--moves", type=int, help="of the search for plans")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to add lines of JSON")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    for name in options.cases:
-        print(f"{name:14} {line_of(CASES[name], options.share)}", flush=True)
+    if unknown := set(options.cases).difference(CASES):
+        parser.error(f"no case {', '.join(sorted(unknown))}; there is {', '.join(CASES)}")
+    return options
 
 
-def line_of(case: Case, share: float) -> str:
-    """Plan, run and measure one case."""
-    example = NETS[case.net].build("real", device="cpu", dtype=torch.float32, seed=0, **case.settings)
-    planner = step_planner(Subject(capture(*example), *example, {}), prefer=Prefer.TIME, moves=4000)
+def _allowances(
+    case: Case, example: Example, planner: MasterPlanner[StepWay], shares: list[float] | None
+) -> list[int]:
+    if case.allowed_bytes is not None:
+        return [case.allowed_bytes]
     standing = _standing_bytes(example)
-    allowed = case.allowed_bytes or int(standing + share * (planner.step.peak_bytes - standing))
-    told = f"eager {format_bytes(planner.step.peak_bytes):>9} allowed {format_bytes(allowed):>9}"
-    try:
-        return f"{told} {_run(example, planner, allowed, compares=case.allowed_bytes is None)}"
-    except BudgetTooSmall as fault:
-        return f"{told} smallest {format_bytes(fault.minimum_bytes):>9}"
-
-
-def _run(example: Example, planner: MasterPlanner[StepWay], allowed: int, *, compares: bool) -> str:
-    plan, way = planner.answer(allowed)
-    step = PlannedStep(plan, way.captured).bound_to(example.model)
-    seconds = _seconds(example, step)
-    peak = _peak_bytes(example, step)
-    eager = f" {seconds / _seconds(example, example.model):5.2f} of eager" if compares else ""
-    return (
-        f"projected {format_bytes(plan.projected_peak_bytes):>9} measured {format_bytes(peak):>9}"
-        f" {len(plan.tile_maps):3} sweeps {format_seconds(seconds):>8}{eager}"
-        f" (projected {plan.time_ratio:4.2f})"
-    )
+    activations = planner.step.peak_bytes - standing
+    return [int(standing + share * activations) for share in shares or case.shares]
 
 
 def _standing_bytes(example: Example) -> int:
     parameters = sum(parameter.nbytes for parameter in example.model.parameters())
-    rest = (*example.model.buffers(), *example.args)
-    return 2 * parameters + sum(tensor.nbytes for tensor in rest)
+    return 2 * parameters + sum(tensor.nbytes for tensor in (*example.model.buffers(), *example.args))
 
 
-def _once(example: Example, run: Callable[..., object]) -> None:
-    example.model.zero_grad(set_to_none=True)
+def _found(example: Example, planner: MasterPlanner[StepWay], allowed: int, rounds: int) -> Findings:
+    """Plan within the allowance, run and measure."""
+    plain, standing = planner.step.peak_bytes, _standing_bytes(example)
+    found: Findings = {
+        "share": round((allowed - standing) / (plain - standing), 3),
+        "plain_projected_bytes": plain,
+        "allowed_bytes": allowed,
+    }
+    started = perf_counter()
+    try:
+        plan, way = planner.answer(allowed)
+    except BudgetTooSmall as fault:
+        share = round((fault.minimum_bytes - standing) / (plain - standing), 3)
+        return found | {"smallest_bytes": fault.minimum_bytes, "smallest_share": share}
+    found |= {
+        "projected_bytes": plan.projected_peak_bytes,
+        "projected_ratio": round(plan.time_ratio, 3),
+        "planned_seconds": round(perf_counter() - started, 1),
+        "grids": [told.parts for told in plan.tile_maps],
+    }
+    if not rounds:
+        return found
+    planned = PlannedStep(plan, way.captured)
+    has_room = plain < _ROOM * free_bytes(torch.device("cpu"))
+    return found | (_compared(example, planned, rounds) if has_room else _alone(example, planned))
+
+
+def _compared(example: Example, planned: PlannedStep, rounds: int) -> Findings:
+    """Both peaks, both times in turns, and how far the gradients are apart."""
+    model, twin = example.model, copy.deepcopy(example.model)
+    tiled = planned.bound_to(twin)
+    times = [(_seconds(example, model, model), _seconds(example, tiled, twin)) for _ in range(rounds)]
+    apart = max(map(_distance, model.parameters(), twin.parameters()))
+    ratio, spread = ratio_of([swept for _, swept in times], [eager for eager, _ in times])
+    eager, swept = (median(column) for column in zip(*times, strict=True))
+    return {
+        "plain_measured_bytes": _peak_bytes(example, model, model),
+        "measured_bytes": _peak_bytes(example, tiled, twin),
+        "plain_seconds": round(eager, 3),
+        "seconds": round(swept, 3),
+        "ratio": round(ratio, 3),
+        "ratio_spread": [round(end, 3) for end in spread],
+        "gradients_apart": apart,
+    }
+
+
+def _alone(example: Example, planned: PlannedStep) -> Findings:
+    """What can be said of a step that eager has no room for: one step, measured, and its loss made again."""
+    model, tiled = example.model, planned.bound_to(example.model)
+    model.zero_grad(set_to_none=True)
+    standing = [*model.parameters(), *model.buffers(), *example.args]
+    started = perf_counter()
+    measured = measure(lambda: _once(example, tiled, model), before=standing)
+    seconds = perf_counter() - started
+    gradients = [parameter.grad for parameter in model.parameters()]
+    with torch.no_grad():
+        expected = model(*example.args)
+    return {
+        "measured_bytes": measured.measured_peak_bytes,
+        "seconds": round(seconds, 1),
+        "gradients_finite": all(g is not None and bool(g.isfinite().all()) for g in gradients),
+        "loss": measured.result,
+        "loss_apart": abs(measured.result / float(expected) - 1),
+    }
+
+
+def _once(example: Example, run: Callable[..., object], model: nn.Module) -> float:
+    """One step, which makes gradients and tells its loss."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
     loss = run(*example.args)
     assert isinstance(loss, Tensor)
     torch.autograd.backward(loss)
+    return float(loss.detach())
 
 
-def _seconds(example: Example, run: Callable[..., object]) -> float:
-    """The fastest of a few steps."""
-    found = []
-    for _ in range(_STEPS):
-        started = time.perf_counter()
-        _once(example, run)
-        found.append(time.perf_counter() - started)
-    return min(found)
+def _seconds(example: Example, run: Callable[..., object], model: nn.Module) -> float:
+    started = perf_counter()
+    _once(example, run, model)
+    return perf_counter() - started
 
 
-def _peak_bytes(example: Example, run: Callable[..., object]) -> int:
-    example.model.zero_grad(set_to_none=True)
-    standing = (*example.model.parameters(), *example.model.buffers(), *example.args)
-    return measure(lambda: _once(example, run), before=standing).measured_peak_bytes
+def _peak_bytes(example: Example, run: Callable[..., object], model: nn.Module) -> int:
+    """What was there at once, parameters and all."""
+    model.zero_grad(set_to_none=True)
+    standing = [*model.parameters(), *model.buffers(), *example.args]
+    return measure(lambda: _once(example, run, model), before=standing).measured_peak_bytes
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Of two parameters' gradients, relative to the first."""
+    assert one.grad is not None
+    assert other.grad is not None
+    return float((one.grad - other.grad).norm() / one.grad.norm().clamp_min(1e-30))
+
+
+def _tell(found: Findings, file: Path | None) -> None:
+    print(" ".join(f"{key}={_readable(key, value)}" for key, value in found.items()), flush=True)
+    if file is not None:
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(found) + "\n")
+    study, case = Study("tiles"), f"{found['case']}, {found['share']} of its activations"
+    for figure, (way, name, unit) in _FIGURES.items():
+        if isinstance(value := found.get(figure), int | float):
+            study.tell(case, way, name, value, unit)
+
+
+def _readable(key: str, value: object) -> object:
+    if isinstance(value, int) and key.endswith("_bytes"):
+        return f"{value / 2**20:.1f}MiB"
+    return f"{len(value)} sweeps" if key == "grids" and isinstance(value, list) else value
 
 
 if __name__ == "__main__":

@@ -95,7 +95,10 @@ class SweptWay:
 
     @cached_property
     def _expected_seconds(self) -> float:
-        return self._step.seconds + sum(map(self._sweeping.extra_seconds, self._tiling))
+        try:
+            return self._step.seconds + sum(map(self._sweeping.extra_seconds, self._tiling))
+        except BadUse:  # an op inside has no form on such parts
+            return inf
 
     @cached_property
     def _surely_there_bytes(self) -> int:

@@ -1,0 +1,54 @@
+"""A few tiles tell what a sweep takes: its memory to the byte, in about the time of all of them."""
+
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.nets import NETS
+from sweeping import stretch
+
+from stowplan.capture import capture
+from stowplan.run.signature import Signature
+from stowplan.run.tiles.knee import signatures_of
+from stowplan.run.tiles.operator import make_known
+from stowplan.run.tiles.sampling import cost_of_call, sample_of
+from stowplan.run.tiles.sweep import Sweep
+from stowplan.run.trial import cost_of
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
+CPU = torch.device("cpu")
+Cut = tuple[str | None, str | None, tuple[int, ...]]
+
+
+def calls_of(net: str, settings: dict[str, Any], cut: Cut) -> tuple[Sweep, list[Signature]]:
+    captured = capture(*NETS[net].build("tiny", **settings))
+    first, last, parts = cut
+    sweep = Sweep(stretch(captured, first, last), captured.program.calls, parts)
+    make_known(sweep)
+    return sweep, signatures_of(sweep)
+
+
+@pytest.mark.parametrize(
+    ("net", "settings", "cut"),
+    [
+        ("vgg16", {"resolution": 128}, ("convolution", "max_pool2d_with_indices_1", (1, 1, 4, 4))),
+        ("unet", {"resolution": 220}, (None, None, (1, 1, 2, 2))),
+        (
+            "resnet50",
+            {"resolution": 128},
+            ("_native_batch_norm_legit_functional", "convolution_1", (1, 1, 4, 2)),
+        ),
+        ("gpt", {"batch": 1}, ("native_layer_norm_1", "add_2", (1, 8, 1))),
+    ],
+)
+def test_the_largest_tiles_take_as_much_memory_as_all(net: str, settings: dict[str, Any], cut: Cut) -> None:
+    sweep, signatures = calls_of(net, settings, cut)
+    assert sum(len(each.tiles) for each in sweep.rounds) > 2 * len(sweep.rounds)
+    assert all(len(sample_of(each).tiles) <= 2 for each in sweep.rounds)
+    assert len(signatures) == (1 if sweep.segment.loss else 2)
+    for signature in signatures:
+        some, whole = cost_of_call(signature, CPU, repeats=1), cost_of(signature, CPU, repeats=1)
+        assert some is not None
+        assert whole is not None
+        assert some.rise_bytes == whole.rise_bytes
+        assert some.seconds < 5 * whole.seconds  # one that counts what is done once for every tile is not
