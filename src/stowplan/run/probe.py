@@ -12,12 +12,13 @@ import torch
 
 from stowplan.analyse.workspaces import estimated_workspaces
 from stowplan.capture import Call, Captured
+from stowplan.errors import BadUse
 from stowplan.ir import Graph, Interval, Op, Phase, Profile
 from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.run.machine import USER_CACHE, device_of, measure_machine, platform_of
 from stowplan.run.probe_cache import Cost, ProbeCache
 from stowplan.run.signature import Signature, call_signature
-from stowplan.run.tiles.sampling import cost_of_call
+from stowplan.run.tiles.sampling import SWEEPS, cost_of_call
 
 CLOCK = "probe"
 Progress: TypeAlias = Callable[[int, int], None]
@@ -112,6 +113,7 @@ def _probed(captured: Captured, costs: Mapping[str, Cost | None], machine: Calla
     seconds = dict.fromkeys((op.id for op in graph.ops), 0.0)
     workspaces = dict.fromkeys(seconds, 0)
     estimated = frozenset(op for op, cost in costs.items() if cost is None)
+    _refuse_untried_sweeps(graph, estimated)
     if estimated:
         guessed, besides = price_by_roofline(graph, machine()).seconds, estimated_workspaces(graph)
         seconds.update((op, guessed[op]) for op in estimated)
@@ -121,6 +123,13 @@ def _probed(captured: Captured, costs: Mapping[str, Cost | None], machine: Calla
             seconds[op] = cost.seconds
             workspaces[op] = max(0, cost.rise_bytes - _result_bytes(graph, calls[op]))
     return Probed(_profile(seconds, estimated.issuperset(costs)), workspaces, estimated)
+
+
+def _refuse_untried_sweeps(graph: Graph, estimated: frozenset[str]) -> None:
+    """No table tells the memory of a sweep: one that there was no room or time to try cannot be planned."""
+    for op in graph.ops:
+        if op.id in estimated and op.type in SWEEPS:
+            raise BadUse(f"not tiled: {op.id} could not be tried here")
 
 
 def _result_bytes(graph: Graph, call: Call) -> int:
@@ -140,10 +149,10 @@ def _profile(seconds: Mapping[str, float], is_estimated: bool) -> Profile:
 
 
 def _dearest_first(graph: Graph) -> list[Op]:
-    """The ops that do something, by what they cost on a machine like any other."""
+    """The ops that do something: sweeps, then others by what they cost on a machine like any other."""
     expected = price_by_roofline(graph, Machine()).seconds
     ops = (op for op in graph.ops if not _only_looks(graph, op))
-    return sorted(ops, key=lambda op: -expected[op.id])
+    return sorted(ops, key=lambda op: (op.type not in SWEEPS, -expected[op.id]))
 
 
 def _only_looks(graph: Graph, op: Op) -> bool:

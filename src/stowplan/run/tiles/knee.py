@@ -11,6 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from stowplan.capture import Argument, Call, Ref
+from stowplan.errors import BadUse
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Tensor
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.candidates import Tiled
@@ -49,7 +50,9 @@ class Sweeping:
     def _seconds_in_tiles(self, sweep: Sweep) -> float:
         make_known(sweep)
         costs = costs_of_calls(signatures_of(sweep), device_of(self._graph), progress=self._progress)
-        return sum(cost.seconds if cost else 0.0 for cost in costs.values())
+        if None in costs.values():
+            raise BadUse(f"not tiled: {sweep.name} could not be tried here")
+        return sum(cost.seconds for cost in costs.values() if cost)
 
     def _seconds_whole(self, tiled: Tiled) -> float:
         inside = {op.id for op in tiled.segment.ops}
