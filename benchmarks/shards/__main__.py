@@ -3,9 +3,16 @@
 import sys
 
 import benchmarks.shards
-from benchmarks.shards import faults, memory, network, scaling
+from benchmarks.shards import budgets, exact, faults, memory, network, scaling
 
-STUDIES = {"memory": memory.main, "scaling": scaling.main, "network": network.main, "faults": faults.main}
+STUDIES = {
+    "exact": exact.main,
+    "budgets": budgets.main,
+    "memory": memory.main,
+    "scaling": scaling.main,
+    "network": network.main,
+    "faults": faults.main,
+}
 
 
 def main() -> None:

@@ -1,125 +1,145 @@
-"""Workers killed and stopped at random moments: how soon the others notice, and with which parameters."""
+"""Workers killed and stopped at random moments, of trainings that go on from their checkpoints every time.
+
+The survivors must notice in time, name the lost worker and the step, and have the very bits of a step that
+the uninterrupted training had; whoever resumes must have them, too.
+"""
 
 import argparse
-import os
 import random
 import signal
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.multiprocessing import get_context
-
-from benchmarks.nets import NETS
-from benchmarks.shards.memory import differentiate
-from stowplan.errors import WorkerLost
-from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.run.shards.step import ShardedStep
-
-
-class Report(NamedTuple):
-    """Steps done, a digest of the parameters, and the time."""
-
-    kind: str
-    done: int
-    digest: float
-    when: float
-
+from benchmarks.shards.cuts import cut_off
+from benchmarks.shards.phases import Fault, Hit, Phase, hit_in, phases_in_turn
+from benchmarks.shards.plants import PLANTS
+from benchmarks.shards.processes import started
+from benchmarks.shards.training import Outcome, train, uninterrupted
 
 TIMEOUT_SECONDS = 4.0
 """How long a worker waits for another before it gives the step up."""
 
+LIMIT_SECONDS = {signal.SIGKILL: 5.0, signal.SIGSTOP: TIMEOUT_SECONDS + 1}
+STEPS = 24
+"""Of a training; then another is begun."""
 
-def train_forever(tell: Callable[[object], None]) -> None:
-    """Steps of a small net until a worker is lost; then what was noticed, when, and with which parameters."""
-    model, args = NETS["unet"].build("tiny", resolution=204)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    step = ShardedStep(model, args, mesh=parse_mesh(f"space={dist.get_world_size()}"))
-    shares, _ = step.share(*args)
-    done, before = 0, digest_of(model)
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A worker was lost. `seconds` is when the last of the others knew, `wrong` what should not be so."""
+
+    count: int
+    fault: Fault
+    hit: Phase
+    seconds: float
+    wrong: tuple[str, ...]
+    digests_held: int
+
+
+def lose(count: int, folder: Path, fault: Fault, plant: str = "") -> Round:
+    """Go on with the training in this folder until the fault; what the others say of it."""
+    workers = started(count, train, folder, STEPS, fault, plant, timeout=TIMEOUT_SECONDS)
     try:
-        while True:
-            optimizer.zero_grad()
-            differentiate(step, shares)
-            optimizer.step()
-            done, before = done + 1, digest_of(model)
-            tell(Report("step", done, before, time.time()))
-    except WorkerLost as lost:
-        whole = lost.step == done + 1 and digest_of(model) == before
-        tell(Report("lost" if whole else "half a step", done, before, time.time()))
+        told = [worker.answer() for rank, worker in enumerate(workers) if rank != fault.victim]
+    finally:
+        workers[fault.victim].process.kill()
+        for worker in workers:
+            worker.end()
+    hit = hit_in(folder / f"journal-{fault.victim}")
+    assert hit is not None, f"{fault} did not come"
+    wrong = tuple(sorted({each for outcome in told for each in _wrong(outcome, hit, fault, count, plant)}))
+    seconds = max(outcome.noticed for outcome in told) - hit.when
+    held = sum(len(outcome.digests) for outcome in told)
+    return Round(count, fault, hit.phase, seconds, wrong, held)
 
 
-def digest_of(model: nn.Module) -> float:
-    return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+def _wrong(outcome: Outcome, hit: Hit, fault: Fault, count: int, plant: str) -> Iterator[str]:
+    expected = uninterrupted(count, STEPS, plant)
+    if outcome.step is None:
+        yield "not noticed"
+        return
+    if outcome.noticed - hit.when > LIMIT_SECONDS[fault.how]:
+        yield "late"
+    if outcome.suspects != (fault.victim,):
+        yield f"named {outcome.suspects} for {fault.victim}"
+    if outcome.step not in (outcome.done, outcome.done + 1):
+        yield f"step {outcome.step} after {outcome.done}"
+    if outcome.digests[outcome.done] != expected[outcome.done]:
+        yield "half a step"
+    if any(found != expected[done] for done, found in outcome.digests.items() if done != outcome.done):
+        yield "resumed with other bits"
 
 
-def _serve(rank: int, count: int, meeting: str, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    limit = timedelta(seconds=TIMEOUT_SECONDS)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=count, timeout=limit
-    )
-    train_forever(pipe.send)
-    os._exit(0)  # whatever waits for the lost one is not waited for
+class Trainings:
+    """Trainings that are interrupted again and again, by the number of their workers."""
+
+    def __init__(self, plant: str = "") -> None:
+        self._folders: dict[int, Path] = {}
+        self._plant = plant
+
+    def lose(self, count: int, fault: Fault) -> Round:
+        """The next interruption; a training that is nearly done makes place for a new one."""
+        folder = self._folders.setdefault(count, Path(tempfile.mkdtemp()))
+        found = lose(count, folder, fault, self._plant)
+        if any(folder.glob(f"step-{STEPS - 8}")):
+            del self._folders[count]
+        return found
 
 
-def started(count: int) -> tuple[Sequence[BaseProcess], list[Connection]]:
-    """Processes that train together, and a pipe from each."""
-    context = get_context("spawn")
-    meeting = f"{tempfile.mkdtemp()}/meeting"
-    pipes = [context.Pipe(duplex=False) for _ in range(count)]
-    workers = [
-        context.Process(target=_serve, args=(rank, count, meeting, pipes[rank][1]), daemon=True)
-        for rank in range(count)
-    ]
-    for worker in workers:
-        worker.start()
-    return workers, [pipe for pipe, _ in pipes]
+def random_faults(chance: random.Random, how: signal.Signals, times: int) -> Iterator[tuple[int, Fault]]:
+    """Of two and four workers in turn, any of them, in all phases in turn, at any moment."""
+    for number in range(times):
+        count, phase = 2 + 2 * (number % 2), phases_in_turn(number // 2)
+        yield count, Fault(chance.randrange(count), how, phase, chance.randrange(2, 5), chance.random())
 
 
-def one_fault(count: int, how: signal.Signals, chance: random.Random) -> str:
-    """Kill or stop one worker at a random moment; "" if all others noticed in time, between two steps."""
-    workers, pipes = started(count)
-    for pipe in pipes:
-        while pipe.recv().done < 2:
-            pass
-    time.sleep(chance.random() * 0.4)
-    victim, hit = chance.randrange(count), time.time()
-    os.kill(workers[victim].pid or 0, how)
-    told = [_last(pipe) for rank, pipe in enumerate(pipes) if rank != victim]
-    os.kill(workers[victim].pid or 0, signal.SIGKILL)
-    for worker in workers:
-        worker.join(timeout=10)
-    limit = 5.0 if how is signal.SIGKILL else TIMEOUT_SECONDS + 1
-    late = max(report.when for report in told) - hit
-    alike = len({(report.done, report.digest) for report in told}) == 1
-    fine = late <= limit and alike and all(report.kind == "lost" for report in told)
-    print(f"{how.name} {count} workers: {late:.2f} s", told if not fine else "", flush=True)
-    return "" if fine else f"{how.name} of {victim}: {late:.2f} s, {told}"
+def table_of(rounds: Iterable[Round]) -> Iterator[str]:
+    """A line per signal, number of workers and phase that was hit."""
+    by_place = defaultdict(list)
+    for each in rounds:
+        by_place[each.fault.how.name, each.count, each.hit.value].append(each)
+    yield f"{'signal':8} workers {'phase hit':14} times  noticed after  states held  wrong"
+    for (how, count, phase), found in sorted(by_place.items()):
+        worst, wrong = max(each.seconds for each in found), sum(bool(each.wrong) for each in found)
+        held = sum(each.digests_held for each in found)
+        yield f"{how:8} {count:7} {phase:14} {len(found):5} {worst:11.2f} s {held:12} {wrong:6}"
 
 
-def _last(pipe: Connection) -> Report:
-    """The report that a worker ends with."""
-    while True:
-        report: Report = pipe.recv()
-        if report.kind != "step":
-            return report
+def caught(plant: str, chance: random.Random, tries: int = 12) -> str:
+    """What is found wrong with a planted fault, "" if nothing."""
+    trainings = Trainings(plant)
+    for _, fault in random_faults(chance, signal.SIGKILL, 2 * tries):
+        try:
+            found = trainings.lose(4, fault).wrong
+        except AssertionError as fault_of_worker:
+            found = (str(fault_of_worker).strip().splitlines()[-1],)
+        if found:
+            return "; ".join(found)
+    return ""
 
 
 def main(argv: Sequence[str]) -> None:
-    """A line per fault, and how many went wrong."""
+    """The table, and what did not go as it must."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.shards faults")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--stops", type=int, default=4)
+    parser.add_argument("--cuts", type=int, default=0, help="links cut; needs the right to make networks")
+    parser.add_argument("--plants", action="store_true", help="also faults of the code, which must be found")
+    parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(argv)
-    chance = random.Random(0)
+    chance, trainings = random.Random(asked.seed), Trainings()
+    rounds = []
     for how, times in ((signal.SIGKILL, asked.kills), (signal.SIGSTOP, asked.stops)):
-        faults = [one_fault(2 + 2 * (n % 2), how, chance) for n in range(times)]
-        print(f"{how.name}: {times} times, {sum(map(bool, faults))} wrong", *filter(None, faults))
+        for count, fault in random_faults(chance, how, times):
+            rounds.append(trainings.lose(count, fault))
+            if rounds[-1].wrong:
+                print(rounds[-1], flush=True)
+    print("\n".join(table_of(rounds)), flush=True)
+    for number in range(asked.cuts):
+        count = 2 + number % 2
+        print(cut_off(count, chance.randrange(count), chance, TIMEOUT_SECONDS, STEPS), flush=True)
+    for plant in PLANTS if asked.plants else ():
+        print(f"planted: {plant}: {caught(plant, chance) or 'NOT FOUND'}", flush=True)

@@ -17,7 +17,16 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import get_context
 
+from benchmarks.shards.wires import Wires
+
 PATIENCE_SECONDS = 280.0
+_WARM = (
+    "benchmarks.nets",
+    "stowplan.run.shards.fit",
+    "torch._dynamo",
+    "torch.export",
+    "torch.distributed.checkpoint",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +51,20 @@ class Worker:
 
 
 def started(
-    count: int, work: Callable[..., Any], *args: object, timeout: float = PATIENCE_SECONDS
+    count: int,
+    work: Callable[..., Any],
+    *args: object,
+    timeout: float = PATIENCE_SECONDS,
+    wires: Wires | None = None,
 ) -> list[Worker]:
     """Processes at the same work, of which each waits `timeout` seconds for another."""
     context = get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.nets", "stowplan.run.shards.fit"])
-    meeting = f"file://{tempfile.mkdtemp()}/meeting"
+    context.set_forkserver_preload(list(_WARM))
+    meeting = wires.meeting if wires else f"file://{tempfile.mkdtemp()}/meeting"
     workers = []
     for rank in range(count):
         pipe, end = context.Pipe(duplex=False)
-        serving = (rank, count, meeting, timeout, end, work, args)
+        serving = (rank, count, meeting, timeout, wires, end, work, args)
         process = context.Process(target=_serve, args=serving, daemon=True)
         process.start()
         end.close()
@@ -76,6 +89,7 @@ def _serve(
     count: int,
     meeting: str,
     timeout: float,
+    wires: Wires | None,
     pipe: Connection,
     work: Callable[..., Any],
     args: tuple[object, ...],
@@ -83,6 +97,8 @@ def _serve(
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout)
     try:
+        if wires:
+            wires.enter(rank)
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count, timeout=limit)
         pipe.send((work(*args), ""))
         with suppress(RuntimeError):  # who finds another gone has nothing left to say
@@ -90,4 +106,5 @@ def _serve(
     except BaseException:
         pipe.send((None, f"worker {rank}: {traceback.format_exc()}"))
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

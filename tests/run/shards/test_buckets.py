@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.nets import NETS
+from benchmarks.shards.exact import EXACT, Cell, Outcome, compare, distance, gradients_of
 from benchmarks.shards.processes import on_workers
-from test_sharded_steps import EXACT, Outcome, compare, distance, gradients_of
 from torch import Tensor
 
 from stowplan.plan.decision import Again
@@ -21,7 +21,7 @@ from stowplan.run.shards.workers import Workers
 
 pytestmark = pytest.mark.torch
 
-NET: tuple[str, dict[str, Any]] = "unet", {"resolution": 204, "width": 8}  # several buckets
+CELL, WIDTH = Cell("unet", "space=2"), 8  # several buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class Findings:
 def look() -> Findings:
     messages: list[tuple[str, int]] = []
     undo = [_listen(method, messages) for method in ("swap", "add_up", "begin_sum")]
-    outcome = compare(NET[0], "space=2", NET[1])
+    outcome = compare(CELL, width=WIDTH)
     for each in undo:
         each()
     planned = plan_tightly()
     Workers.begin_sum = leaving_a_bucket_out  # type: ignore[method-assign]
-    return Findings(outcome, messages, planned, compare(NET[0], "space=2", NET[1]))
+    return Findings(outcome, messages, planned, compare(CELL, width=WIDTH))
 
 
 def _listen(method: str, messages: list[tuple[str, int]]) -> Callable[[], None]:

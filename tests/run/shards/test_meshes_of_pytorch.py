@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from benchmarks.nets import NETS
+from benchmarks.shards.exact import EXACT, distance, gradients_of
 from benchmarks.shards.processes import on_workers
-from test_sharded_steps import EXACT, distance, gradients_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

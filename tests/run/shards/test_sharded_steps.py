@@ -2,98 +2,41 @@
 
 import copy
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from benchmarks.nets import NETS
+from benchmarks.shards.budgets import Taken, within_budgets
+from benchmarks.shards.exact import (
+    EXACT,
+    Cell,
+    Outcome,
+    compare,
+    compare_all,
+    distance,
+    example_of,
+    gradients_of,
+)
 from benchmarks.shards.processes import on_workers
-from torch import Tensor, nn
+from torch import Tensor
 
-from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.plan.shards.traffic import traffic_of
-from stowplan.run.fit import fit, plans_of
+from stowplan import fit, shards_of
 from stowplan.run.shards.exchange import Exchange
-from stowplan.run.shards.fit import shards_of
 from stowplan.run.shards.norm import Norm
-from stowplan.run.shards.step import ShardedStep
 
 pytestmark = pytest.mark.torch
 
-EXACT = 1e-12
-MESHES: dict[int, list[tuple[str, str, dict[str, Any]]]] = {
-    2: [
-        ("unet", "space=1x2", {"resolution": 204}),
-        ("gpt", "sequence=2", {}),
-        ("diffusion", "space=1x2", {}),
-    ],
-    3: [
-        ("unet", "space=3x1", {"resolution": 204}),
-        ("resnet50", "data=1,space=3", {}),
-    ],
+CELLS = {
+    2: [Cell("unet", "space=1x2"), Cell("gpt", "data=1,sequence=2"), Cell("diffusion", "space=1x2")],
+    3: [Cell("unet", "space=3x1"), Cell("resnet50", "space=3x1")],
     4: [
-        ("unet", "space=2x2", {"resolution": 204}),
-        ("unet", "space=1:3:1:2", {"resolution": 220}),
-        ("resnet50", "data=2,space=2", {"batch": 3}),
-        ("unet3d", "space=2x2", {}),
-        ("gpt", "data=2,sequence=2", {"batch": 4}),
-        ("vit", "data=2,space=2", {"batch": 4}),
+        Cell("unet", "space=1:3:1:2"),
+        Cell("resnet50", "data=2,space=2"),
+        Cell("unet3d", "space=2x2"),
+        Cell("gpt", "data=2,sequence=2"),
+        Cell("vit", "space=2x2"),
     ],
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How far a sharded step is from the plain one, and what it sent against what was projected."""
-
-    case: str
-    loss: float
-    gradients: float
-    buffers: float
-    same_draws: bool
-    sent_bytes: tuple[int, int]
-    summed_bytes: tuple[int, int]
-
-
-def distance(found: list[Tensor], expected: list[Tensor]) -> float:
-    """The largest difference, relative to the largest of the expected values of the tensor.
-
-    A gradient that is zero but for rounding is measured by the largest of all.
-    """
-    scale = max((float(tensor.double().norm()) for tensor in expected), default=1.0)
-    pairs = zip(found, expected, strict=True)
-    far = [(float((f - e).double().norm()), float(e.double().norm())) for f, e in pairs]
-    return max((diff / (own if own > 1e-9 * scale else scale) for diff, own in far), default=0.0)
-
-
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def compare(name: str, mesh: str, settings: dict[str, Any]) -> Outcome:
-    """One step of a net on a mesh, beside the same step in this process alone."""
-    model, args = NETS[name].build("tiny", dtype=torch.float64, **settings)
-    plain = copy.deepcopy(model)
-    torch.manual_seed(7)
-    expected = plain(*args)
-    expected.backward()
-    drawn = torch.get_rng_state()
-    step = ShardedStep(model, args, mesh=parse_mesh(mesh))
-    torch.manual_seed(7)
-    shares, _ = step.share(*args)
-    loss = step(*shares)
-    assert isinstance(loss, Tensor)
-    loss.backward()  # type: ignore[no-untyped-call]
-    traffic = traffic_of(step.plan)[step.workers.rank]
-    return Outcome(
-        f"{name} on {mesh}",
-        abs(float((loss - expected).detach() / expected.detach())),
-        distance(gradients_of(model), gradients_of(plain)),
-        distance(list(model.buffers()), list(plain.buffers())),
-        torch.equal(drawn, torch.get_rng_state()),
-        (step.workers.sent_bytes, traffic.sent_bytes),
-        (step.workers.summed_bytes, traffic.summed_bytes),
-    )
+"""Every net and every mesh of the whole matrix, which is `python -m benchmarks.shards exact`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,27 +45,26 @@ class Findings:
 
     outcomes: list[Outcome]
     faults: dict[str, float]
-    fitted: tuple[float, int, int] | None
+    fitted: float
+    budgets: list[Taken]
 
 
-def look(cases: list[tuple[str, str, dict[str, Any]]], further: bool) -> Findings:
-    outcomes = [compare(*case) for case in cases]
+def look(cells: list[Cell], further: bool) -> Findings:
+    outcomes = compare_all(cells)
     if not further:
-        return Findings(outcomes, {}, None)
-    return Findings(outcomes, compare_with_faults(), fit_under_a_budget("resnet50", "space=2", {}))
+        return Findings(outcomes, {}, 0.0, [])
+    fitted = fitted_distance(Cell("resnet50", "space=2"))
+    return Findings(outcomes, compare_with_faults(), fitted, within_budgets("unet3d", "tiny", {}, "space=2"))
 
 
 @pytest.fixture(scope="module")
 def two() -> list[Findings]:
-    return on_workers(2, look, MESHES[2], True)
+    return on_workers(2, look, CELLS[2], True)
 
 
 def check_all(found: list[Findings]) -> None:
     for outcome in (outcome for findings in found for outcome in findings.outcomes):
-        assert max(outcome.loss, outcome.gradients, outcome.buffers) < EXACT, outcome
-        assert outcome.same_draws, outcome
-        assert outcome.sent_bytes[0] == outcome.sent_bytes[1], outcome
-        assert outcome.summed_bytes[0] == outcome.summed_bytes[1], outcome
+        assert outcome.is_right, outcome
 
 
 def test_a_step_over_two_workers_is_the_step_of_one_process(two: list[Findings]) -> None:
@@ -131,7 +73,7 @@ def test_a_step_over_two_workers_is_the_step_of_one_process(two: list[Findings])
 
 @pytest.mark.parametrize("count", [3, 4])
 def test_a_step_over_a_mesh_is_the_step_of_one_process(count: int) -> None:
-    check_all(on_workers(count, look, MESHES[count], False))
+    check_all(on_workers(count, look, CELLS[count], False))
 
 
 def without_sending_gradients_back(self: Exchange, gradient: Tensor) -> Tensor:
@@ -169,8 +111,7 @@ def compare_with_faults() -> dict[str, float]:
     for fault, (owner, method, wrong, name) in FAULTS.items():
         right = getattr(owner, method)
         setattr(owner, method, wrong)
-        settings = {"resolution": 204} if name == "unet" else {}
-        found[fault] = compare(name, "space=2", settings).gradients
+        found[fault] = compare(Cell(name, "space=2")).gradients
         setattr(owner, method, right)
     return found
 
@@ -181,28 +122,25 @@ def test_planted_faults_are_caught(two: list[Findings]) -> None:
             assert found > 1e3 * EXACT, fault
 
 
-def fit_under_a_budget(name: str, mesh: str, settings: dict[str, Any]) -> tuple[float, int, int]:
-    """A planned step: its distance from the plain one, the bytes allowed and those projected."""
-    model, args = NETS[name].build("tiny", dtype=torch.float64, **settings)
+def fitted_distance(cell: Cell) -> float:
+    """How far the gradients of a planned step are from those of one process."""
+    model, args = example_of(cell.net)
     plain = copy.deepcopy(model)
+    torch.manual_seed(7)
     plain(*args).backward()
-    (roomy,) = plans_of(fit(model, args, mesh=mesh, budget="1GiB", moves=50))
-    allowed = roomy.projected_peak_bytes
-    fitted = fit(model, args, mesh=mesh, budget=allowed, moves=50)
+    fitted = fit(model, args, mesh=cell.mesh, budget="1GiB", moves=50)
+    torch.manual_seed(7)
     shares, _ = shards_of(fitted).share(*args)
     loss = fitted(*shares)
     assert isinstance(loss, Tensor)
     loss.backward()  # type: ignore[no-untyped-call]
-    return (
-        distance(gradients_of(model), gradients_of(plain)),
-        allowed,
-        plans_of(fitted)[0].projected_peak_bytes,
-    )
+    return distance(gradients_of(model), gradients_of(plain))
 
 
-def test_every_worker_plans_its_part_within_its_budget(two: list[Findings]) -> None:
-    for findings in two:
-        assert findings.fitted is not None
-        far, allowed, projected = findings.fitted
-        assert far < EXACT
-        assert projected <= allowed
+def test_a_planned_step_is_the_step_of_one_process(two: list[Findings]) -> None:
+    assert max(findings.fitted for findings in two) < EXACT
+
+
+def test_every_worker_keeps_to_a_budget_that_its_plain_part_does_not(two: list[Findings]) -> None:
+    for taken in (taken for findings in two for taken in findings.budgets):
+        assert taken.is_kept, taken

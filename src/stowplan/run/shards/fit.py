@@ -60,7 +60,7 @@ def _planned(sharded: ShardedStep, model: nn.Module, search: Search, allowed_byt
         planner = planner_for_captured(
             captured, allow=search.allow, progress=search.progress, moves=search.moves
         )
-    return PlannedStep(plan_within(planner, allowed_bytes), captured)
+    return PlannedStep(plan_within(planner, allowed_bytes - sharded.remembered_bytes), captured)
 
 
 class _FittedOnMesh(nn.Module):
@@ -97,7 +97,7 @@ class FittingOnMesh:
         if self.bound is None:
             (planned,) = self.planned.values()
             self.bound = planned.bound_to(model)
-        self.sharded.workers.step += 1
+        self.sharded.workers.begin(self.sharded.changed_in(model))
         return self.bound(*args, **kwargs)
 
 

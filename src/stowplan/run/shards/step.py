@@ -101,8 +101,20 @@ class ShardedStep:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The results for this worker's part of the arguments."""
-        self.workers.step += 1
-        return self.run(self._binding.tensors(args, kwargs))
+        tensors = self._binding.tensors(args, kwargs)
+        self.workers.begin(tensors[buffer] for buffer in self.captured.program.updates)
+        return self.run(tensors)
+
+    def changed_in(self, model: nn.Module) -> list[Tensor]:
+        """The buffers of a model that its step changes."""
+        program = self.captured.program
+        return [model.get_buffer(program.buffers[name][0]) for name in program.updates]
+
+    @property
+    def remembered_bytes(self) -> int:
+        """Of buffers as they were before a step, for the case that a worker is lost in it."""
+        changed = (self.captured.graph.tensors[buffer] for buffer in self.captured.program.updates)
+        return sum(buffer.nbytes or 0 for buffer in changed)
 
     def run(self, tensors: Mapping[str, Tensor]) -> object:
         """All actions, on tensors by the names of the captured graph."""

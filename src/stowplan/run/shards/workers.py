@@ -15,6 +15,7 @@ from torch.distributed import P2POp, ProcessGroup
 
 from stowplan.errors import WorkerLost
 from stowplan.run.shards.processes import MeshLike, processes_of
+from stowplan.run.shards.roll_call import lost_among, patience_of, world
 
 
 class Workers:
@@ -26,6 +27,7 @@ class Workers:
         self.step = 0  # how many steps were begun
         self.sent_bytes = 0  # point to point
         self.summed_bytes = 0  # handed to all-reduce
+        self._before: list[tuple[Tensor, Tensor]] = []  # buffers, and what was in them before the step
         self._is_rehearsal = False
         self._sums: dict[int, dist.Work] = {}  # begun and not ended, by where they are in memory
         self._others: dict[tuple[int, ...], tuple[int, ...]] = {}  # their ranks, by axes that sums run over
@@ -45,8 +47,14 @@ class Workers:
     def _group_of(self, ranks: list[int]) -> ProcessGroup | None:
         if len(ranks) == dist.get_world_size():
             return None  # everyone: the group there is
-        group: ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+        patience = patience_of(world())  # a new group has a default of its own: half an hour
+        group: ProcessGroup = dist.new_group(ranks, timeout=patience, use_local_synchronization=True)
         return group
+
+    def begin(self, changing: Iterable[Tensor]) -> None:
+        """The next step, which changes these buffers; if a worker is lost in it, they are as before."""
+        self.step += 1
+        self._before = [(buffer, buffer.detach().clone()) for buffer in changing]
 
     def swap(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
@@ -64,31 +72,32 @@ class Workers:
 
     def _wait(self, works: list[dist.Work], transfers: list[P2POp]) -> None:
         for work, transfer in zip(works, transfers, strict=False):  # NCCL has one for all
-            with self._naming_who_is_lost((transfer.peer,)):
+            with self._in_step((transfer.peer,)):
                 work.wait()
 
     def _begun(self, transfers: list[P2POp]) -> list[dist.Work]:
         if not transfers:
             return []
-        with self._naming_who_is_lost(tuple(dict.fromkeys(transfer.peer for transfer in transfers))):
+        with self._in_step(tuple(dict.fromkeys(transfer.peer for transfer in transfers))):
             return dist.batch_isend_irecv(transfers)
 
     def add_up(self, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
         """The sum over all workers along these axes, the same bits on each."""
         total = tensor.clone(memory_format=torch.contiguous_format)
-        if self._is_rehearsal:
-            return total
-        self.summed_bytes += total.nbytes
-        with self._naming_who_is_lost(self._others[axes]):
-            dist.all_reduce(total, group=self._groups[axes])
-        return total
+        if not self._is_rehearsal:
+            self.summed_bytes += total.nbytes
+            with self._in_step(self._others[axes]):
+                dist.all_reduce(total, group=self._groups[axes])
+        found = total.clone()
+        total.untyped_storage().resize_(0)  # gloo's thread lets go of it some time after it was waited for
+        return found
 
     def begin_sum(self, tensor: Tensor, axes: tuple[int, ...]) -> None:
         """Begin to turn a tensor into its sum over the workers along these axes, unseen until it ends."""
         if self._is_rehearsal:
             return
         self.summed_bytes += tensor.nbytes
-        with self._naming_who_is_lost(self._others[axes]):
+        with self._in_step(self._others[axes]):
             work = dist.all_reduce(tensor, group=self._groups[axes], async_op=True)
         assert work is not None
         self._sums[tensor.data_ptr()] = work
@@ -96,7 +105,7 @@ class Workers:
     def end_sum(self, tensor: Tensor, axes: tuple[int, ...]) -> None:
         """Wait until a tensor is the sum that was begun with it."""
         if not self._is_rehearsal:
-            with self._naming_who_is_lost(self._others[axes]):
+            with self._in_step(self._others[axes]):
                 self._sums.pop(tensor.data_ptr()).wait()
 
     @contextmanager
@@ -109,19 +118,40 @@ class Workers:
             self._is_rehearsal = False
 
     @contextmanager
-    def _naming_who_is_lost(self, suspects: tuple[int, ...]) -> Iterator[None]:
+    def naming_who_is_lost(self, suspects: tuple[int, ...] = ()) -> Iterator[None]:
+        """Within, a connection that fails becomes `WorkerLost`; `suspects` are those that are talked to."""
         try:
             yield
         except (RuntimeError, dist.DistError) as fault:
-            named = f"worker {suspects[0]}" if len(suspects) == 1 else f"one of workers {suspects}"
-            rank = self._ranks[self.rank]
-            raise WorkerLost(
-                f"worker {rank} lost touch with {named} in step {self.step}: {_first_line(fault)};"
-                " parameters are those of the last completed step: restart from its checkpoint",
-                rank=rank,
-                step=self.step,
-                suspects=suspects,
-            ) from fault
+            raise self._lost(suspects, _first_line(fault)) from fault
+
+    @contextmanager
+    def _in_step(self, suspects: tuple[int, ...]) -> Iterator[None]:
+        try:
+            with self.naming_who_is_lost(suspects):
+                yield
+        except WorkerLost:
+            self._give_back()
+            raise
+
+    def _give_back(self) -> None:
+        with torch.no_grad():
+            for buffer, before in self._before:
+                buffer.copy_(before)
+        self._before, self._sums = [], {}
+
+    def _lost(self, suspects: tuple[int, ...], why: str) -> WorkerLost:
+        rank, others = self._ranks[self.rank], self._others[self.everyone]
+        groups = [group or world() for group in self._groups.values()]
+        lost = lost_among(rank, others, suspects or others, groups)
+        named = f"worker {lost[0]}" if len(lost) == 1 else f"workers {', '.join(map(str, lost))}"
+        return WorkerLost(
+            f"worker {rank} lost touch with {named} in step {self.step}: {why};"
+            " parameters are those of the last completed step: restart from its checkpoint",
+            rank=rank,
+            step=self.step,
+            suspects=lost,
+        )
 
 
 def _plain(tensor: Tensor) -> Tensor:
