@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
 import msgspec
-import torch
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "bench"
@@ -63,7 +63,7 @@ class Study:
             unit,
             spread,
             command=_command(),
-            torch=str(torch.__version__),
+            torch=version("torch"),
             machine=machine(),
             when=_BEGUN,
         )
@@ -100,6 +100,8 @@ def ratio_of(seconds: Sequence[float], plain: Sequence[float]) -> tuple[float, t
 def machine() -> str:
     """The processor and how many threads of it compute."""
     names = (line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name"))
+    import torch  # here: whoever only reads results needs none
+
     threads = torch.get_num_threads()
     return f"{next(names, platform.processor())}, {threads} thread{'s' if threads > 1 else ''}"
 

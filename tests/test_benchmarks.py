@@ -38,11 +38,13 @@ def test_the_page_is_whole_and_holds_every_figure(tmp_path: Path) -> None:
     assert set(re.findall(r"pictures/([\w.-]+)", text)) == set(pictures)
 
 
-@pytest.mark.parametrize(("peer_time", "is_ahead"), [(1.3, False), (1.1, False), (0.9, True)])
+@pytest.mark.parametrize(("peer_time", "is_ahead"), [(1.3, False), (1.1, False), (1.09, True), (0.9, True)])
 def test_a_peer_that_is_ahead_is_named(tmp_path: Path, peer_time: float, is_ahead: bool) -> None:
     page = html_of(told(tmp_path, peer_time))
-    assert ("Nowhere are others ahead" in page) is not is_ahead
-    assert ("checkpoint per block: within 200 MiB 0.90 of eager, stowplan 1.10" in page) is is_ahead
+    assert ("nobody is ahead" in page) is not is_ahead
+    told_so = f"checkpoint per block: within 200 MiB {peer_time:.3f} of eager, stowplan 1.100"
+    assert (told_so in page) is is_ahead
+    assert ("within the spread" in page) is (peer_time == 1.09)
 
 
 def test_the_last_run_of_a_case_counts(tmp_path: Path) -> None:
