@@ -213,7 +213,9 @@ def _tell(found: Findings, file: Path | None) -> None:
     study, case = Study("tiles"), f"{found['case']}, {found['share']} of its activations"
     for figure, (way, name, unit) in _FIGURES.items():
         if isinstance(value := found.get(figure), int | float):
-            study.tell(case, way, name, value, unit)
+            ends = found.get(f"{figure}_spread")
+            quartiles = (ends[0], ends[1]) if isinstance(ends, list) else None
+            study.tell(case, way, name, value, unit, quartiles)
 
 
 def _readable(key: str, value: object) -> object:
