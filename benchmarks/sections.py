@@ -40,7 +40,8 @@ def _peers(results: Sequence[Result]) -> Section:
     opening = (
         "Peak and time of a training step, by what a user would pick: `torch.utils.checkpoint` around each "
         "block, and `torch.compile` with its activation memory budget at 0.7, 0.5, 0.3 and 0.1. stowplan is "
-        "asked for the peak of each, and for half and a quarter of the activations. Left and down is better."
+        "asked for the peak of each, and for half and a quarter of the activations. Left and down is better; "
+        "peaks half a percent apart count as one."
     )
     return Section("peers", "Beside other ways to save memory", (opening, verdict), tuple(drawings), results)
 
