@@ -1,12 +1,12 @@
 """The file form of a plan: JSON with a version and a digest, the graph inside it in its own file form."""
 
-from hashlib import sha256
 from typing import Any
 
 import msgspec
 
 from stowplan.errors import BadInput
 from stowplan.formats import stow
+from stowplan.formats.json_faults import bad_input_of
 from stowplan.ir import Document
 from stowplan.plan.decision import (
     Again,
@@ -23,10 +23,10 @@ from stowplan.plan.decision import (
 )
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Pricing
+from stowplan.plan.sealed import Seal
 from stowplan.plan.tiles.maps import TileMap
 
-FORMAT = "stowplan.plan"
-VERSION = 1
+_SEAL = Seal("stowplan.plan", version=2)
 
 _STEPS: dict[str, type[Step]] = {
     "compute": Compute,
@@ -61,18 +61,9 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tile_maps: tuple[TileMap, ...] = ()
 
 
-class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file around the plan; the digest is taken over the bytes of the plan as they stand."""
-
-    format: str
-    version: int
-    digest: str
-    plan: msgspec.Raw
-
-
 def recognise(text: str) -> bool:
     """Whether a file opens as a plan does."""
-    return text[:200].lstrip().startswith(f'{{"format":"{FORMAT}"')
+    return _SEAL.recognise(text)
 
 
 def write(plan: Plan) -> str:
@@ -83,8 +74,7 @@ def write(plan: Plan) -> str:
         steps=[_spelled(step, _STEPS) for step in plan.steps],
         graph=stow.write(Document("stow", plan.graph)),
     )
-    body = msgspec.json.encode(record)
-    return msgspec.json.encode(_Frame(FORMAT, VERSION, _digest(body), msgspec.Raw(body))).decode()
+    return _SEAL.close(record)
 
 
 _SPELLED = ("decisions", "steps", "graph")
@@ -94,26 +84,13 @@ def read(text: str) -> Plan:
     """The plan in a file; BadInput if it is damaged or not one."""
     if not recognise(text):
         raise BadInput("this is not a plan; `stowplan plan TARGET --budget BYTES -o PLAN` writes one")
-    try:
-        frame = msgspec.json.decode(text, type=_Frame)
-        if (frame.format, frame.version) != (FORMAT, VERSION):
-            raise BadInput(
-                f"{frame.format!r} version {frame.version}, not {FORMAT!r} version {VERSION}", where="$"
-            )
-        if _digest(bytes(frame.plan)) != frame.digest:
-            raise BadInput(
-                "the content has another digest: the file was changed or damaged", where="$.digest"
-            )
-        record = msgspec.json.decode(frame.plan, type=_Record)
-        return Plan(
-            **{name: getattr(record, name) for name in _Record.__struct_fields__ if name not in _SPELLED},
-            decisions={owner: _read(words, _DECISIONS) for owner, words in record.decisions.items()},
-            steps=tuple(_read(words, _STEPS) for words in record.steps),
-            graph=stow.read(record.graph).graph,
-        )
-    except (msgspec.DecodeError, UnicodeEncodeError) as fault:
-        what, _, where = str(fault).partition(" - at `")
-        raise BadInput(what, where=where.rstrip("`") or "$") from fault
+    record = _SEAL.open(text, _Record)
+    return Plan(
+        **{name: getattr(record, name) for name in _Record.__struct_fields__ if name not in _SPELLED},
+        decisions={owner: _read(words, _DECISIONS) for owner, words in record.decisions.items()},
+        steps=tuple(_read(words, _STEPS) for words in record.steps),
+        graph=stow.read(record.graph).graph,
+    )
 
 
 def _spelled(value: Any, words: dict[str, Any]) -> list[Any]:
@@ -124,10 +101,9 @@ def _spelled(value: Any, words: dict[str, Any]) -> list[Any]:
 def _read(words: list[Any], kinds: dict[str, Any]) -> Any:
     kind = kinds.get(str(words[0]) if words else "")
     if kind is None or len(words) != 1 + len(kind.__dataclass_fields__):
-        raise BadInput(f"{words!r} is none of {', '.join(kinds)}", where="$.plan")
+        raise BadInput(f"{words!r} is none of {', '.join(kinds)}", where="$.content")
     fields = dict(zip(kind.__dataclass_fields__, words[1:], strict=True))
-    return msgspec.convert(fields, kind)
-
-
-def _digest(body: bytes) -> str:
-    return f"sha256:{sha256(body).hexdigest()}"
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as fault:
+        raise bad_input_of(fault) from fault

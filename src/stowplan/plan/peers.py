@@ -2,7 +2,7 @@
 
 import msgspec
 
-from stowplan.errors import BadInput
+from stowplan.formats.json_faults import bad_input_of
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,5 +24,4 @@ def read_peers(text: str) -> tuple[Peer, ...]:
     try:
         return msgspec.json.decode(text, type=_File).peers
     except (msgspec.DecodeError, UnicodeEncodeError) as fault:
-        what, _, where = str(fault).partition(" - at `")
-        raise BadInput(what, where=where.rstrip("`") or "$") from fault
+        raise bad_input_of(fault) from fault

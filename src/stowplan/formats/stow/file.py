@@ -11,6 +11,7 @@ import msgspec
 
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats.checked import checked
+from stowplan.formats.json_faults import bad_input_of
 from stowplan.formats.stow.records import DocumentRecord, OpRecord, TensorRecord, document_of, record_of
 from stowplan.ir import Document
 from stowplan.ir.attributes import object_without_repeats
@@ -52,11 +53,8 @@ def read(text: str) -> Document:
     try:
         with _collector_paused():
             document = _document_in(text.encode())
-    except msgspec.DecodeError as fault:
-        what, _, where = str(fault).partition(" - at `")
-        raise BadInput(what, where=where.rstrip("`") or "$") from fault
-    except UnicodeEncodeError as fault:
-        raise BadInput("holds text that is not Unicode", where="$") from fault
+    except (msgspec.DecodeError, UnicodeEncodeError) as fault:
+        raise bad_input_of(fault) from fault
     except RecursionError as fault:
         raise BadInput("nested too deeply to be a document", where="$") from fault
     checked(document.graph, {}, "$.ops")

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from stowplan.errors import BadInput
+from stowplan.formats.json_faults import bad_input_of
 
 MOST_EVENTS = 2_000_000
 
@@ -55,13 +56,10 @@ def parse(text: str) -> Trace:
     """The trace in `text`, or BadInput at the first event that is not what it should be."""
     try:
         trace = msgspec.json.decode(text.encode(), type=Trace)
-    except msgspec.DecodeError as error:
-        what, _, path = str(error).partition(" - at `")
-        raise BadInput(what, where=path.rstrip("`").removeprefix("$.") or "line 1") from None
-    except UnicodeEncodeError as error:
-        raise BadInput(f"half of a surrogate pair is not text: {error.reason}", where="line 1") from None
+    except (msgspec.DecodeError, UnicodeEncodeError) as fault:
+        raise bad_input_of(fault) from None
     except RecursionError:
-        raise BadInput("nested deeper than any trace", where="line 1") from None
+        raise BadInput("nested deeper than any trace", where="$") from None
     if len(trace.events) > MOST_EVENTS:
         raise BadInput(f"more than {MOST_EVENTS:,} events", where="traceEvents")
     return trace
