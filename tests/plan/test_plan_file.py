@@ -1,5 +1,6 @@
 """Plans in files: what was written is what is read, and damage is noticed."""
 
+import re
 from random import Random
 
 import pytest
@@ -39,7 +40,7 @@ def test_a_flipped_byte_is_noticed() -> None:
 
 def test_a_plan_of_another_version_says_so() -> None:
     text = file.write(_plan(1))
-    later = text.replace(f'"version":{file.VERSION}', '"version":99', 1)
+    later = re.sub(r'"version":\d+', '"version":99', text, count=1)
     assert later != text
     with pytest.raises(BadInput, match="version 99, not"):
         file.read(later)
