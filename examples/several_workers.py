@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 import stowplan
 from examples.plain_loop import Network
@@ -61,6 +63,13 @@ def die_during_backward(loss: Tensor) -> None:
         loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[no-untyped-call]
 
 
+def connect() -> None:
+    """Meet the others, each attempt in its own part of the store, which has addresses of the last."""
+    store, rank, count = next(rendezvous("env://"))
+    own = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=count, timeout=timedelta(seconds=60))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """What torchrun runs in each process."""
     parser = argparse.ArgumentParser()
@@ -68,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", default="7MiB", help="of each worker")
     parser.add_argument("--lose-worker-in", type=int, default=0, metavar="STEP")
     asked = parser.parse_args(argv)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    connect()
     digest = train(asked.folder, asked.budget, asked.lose_worker_in)
     if dist.get_rank() == 0:
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

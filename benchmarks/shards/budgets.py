@@ -62,11 +62,13 @@ class Part:
         raise AssertionError("one byte is enough")
 
 
-def within_budgets(net: str, size: str, settings: dict[str, Any], mesh: str) -> list[Taken]:
+def within_budgets(
+    net: str, size: str, settings: dict[str, Any], mesh: str, slack: float = 1.0
+) -> list[Taken]:
     """A worker's step as it comes, half way to the smallest budget, and there."""
     part = Part(net, size, settings, mesh)
     roomy, plain, expected = part.run("1TiB")
-    least = part.smallest() + shards_of(roomy).remembered_bytes
+    least = int(slack * part.smallest()) + shards_of(roomy).remembered_bytes
     return [_taken(part, budget, plain, expected) for budget in ((plain + least) // 2, least)]
 
 
@@ -94,7 +96,7 @@ def _lines(net: str, found: list[list[Taken]]) -> Iterator[str]:
 
 
 def main(_: Sequence[str]) -> None:
-    """A line per net, worker and budget."""
+    """A line per net, worker and budget; draws that are replayed need a little more than the smallest."""
     for net, settings in MEMORY.items():
-        found = on_workers(4, within_budgets, net, "real", settings, "space=2x2")
+        found = on_workers(4, within_budgets, net, "real", settings, "space=2x2", 1.02)
         print("\n".join(_lines(net, found)), flush=True)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.results import Study
 from benchmarks.shards.cuts import cut_off
 from benchmarks.shards.phases import Fault, Hit, Phase, hit_in, phases_in_turn
 from benchmarks.shards.plants import PLANTS
@@ -104,6 +105,8 @@ def table_of(rounds: Iterable[Round]) -> Iterator[str]:
     yield f"{'signal':8} workers {'phase hit':14} times  noticed after  states held  wrong"
     for (how, count, phase), found in sorted(by_place.items()):
         worst, wrong = max(each.seconds for each in found), sum(bool(each.wrong) for each in found)
+        study = Study("shards")
+        study.tell(f"{how} of one of {count} in {phase}", "the others", "noticed after", worst, "s")
         held = sum(each.digests_held for each in found)
         yield f"{how:8} {count:7} {phase:14} {len(found):5} {worst:11.2f} s {held:12} {wrong:6}"
 

@@ -55,6 +55,11 @@ class _Call(Thread):
                 time.sleep(0.005)
 
 
+def forget_losses(rank: int) -> None:
+    """Take back what this worker said in the same store before it was started again."""
+    world().get_group_store().delete_key(_key(rank))
+
+
 def hang_up(group: ProcessGroup) -> None:
     """Close all connections of a group, so that whoever waits for this worker stops waiting."""
     with suppress(RuntimeError):

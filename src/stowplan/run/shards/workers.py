@@ -15,7 +15,7 @@ from torch.distributed import P2POp, ProcessGroup
 
 from stowplan.errors import WorkerLost
 from stowplan.run.shards.processes import MeshLike, processes_of
-from stowplan.run.shards.roll_call import lost_among, patience_of, world
+from stowplan.run.shards.roll_call import forget_losses, lost_among, patience_of, world
 
 
 class Workers:
@@ -35,6 +35,7 @@ class Workers:
         self._groups: dict[tuple[int, ...], ProcessGroup | None] = {**processes.groups}
         self.everyone = tuple(range(len(self.mesh.axes)))
         self.join([self.everyone])
+        forget_losses(self._ranks[self.rank])
 
     def join(self, axes: Iterable[tuple[int, ...]]) -> None:
         """Make the groups that sums run over. All workers must come here, with the same axes."""
