@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from aten_samplers import ATEN_SAMPLERS
 from op_samples import Sample, aten, numbers
 from stowplan.geometry import Rect
+from stowplan.ir import Attribute
 from stowplan.ops.regions import DimKind, Partial, pull, push, regions_of
 from stowplan.ops.regions.rules import rules
 from stowplan.ops.sliding import output_sizes
@@ -100,6 +101,39 @@ def test_what_an_op_does_not_tell_is_a_barrier_with_the_reason(sample: Sample, r
     regions = regions_of(sample.site())
     assert re.search(reason, regions.barrier)
     assert {kind for relation in regions.outputs for kind in relation.kinds()} <= {DimKind.WHOLE}
+
+
+@pytest.mark.parametrize(
+    ("family", "dims"),
+    [
+        *((f"{kind}_pad{{}}d.default", (1, 2, 3)) for kind in ("reflection", "replication")),
+        *((f"{kind}avg_pool{{}}d.default", (2, 3)) for kind in ("", "adaptive_", "_adaptive_")),
+        ("adaptive_max_pool{}d.default", (2, 3)),
+        ("max_pool{}d_with_indices.default", (2, 3)),
+        *((f"{kind}{{}}d.{how}", (1, 2, 3)) for kind in ("upsample_nearest",) for how in ("default", "vec")),
+    ],
+)
+def test_a_family_has_a_rule_in_each_number_of_dims(family: str, dims: tuple[int, ...]) -> None:
+    assert [n for n in dims if f"aten.{family.format(n)}" not in rules] == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "channel", "attributes"),
+    [
+        ((2, 3, 4, 5), 1, {}),
+        ((2, 3, 4, 5), 3, {}),
+        ((2, 3, 4, 3), 1, {"data_format": "NCHW"}),
+        ((2, 3, 4, 3), 3, {"data_format": "NHWC"}),
+    ],
+)
+def test_a_bias_lies_along_the_dim_it_fits_or_is_told(
+    shape: tuple[int, ...], channel: int, attributes: dict[str, Attribute]
+) -> None:
+    bias = numbers(shape[channel])
+    sample = Sample("BiasAdd", (numbers(*shape), bias), attributes, lambda x, _: x)
+    at = tuple(2 if dim == channel else 0 for dim in range(4))
+    here = Rect(at, tuple(index + 1 for index in at))
+    assert pull(sample.site(), here) == (here, Rect((2,), (3,)))
 
 
 def test_an_empty_vector_joins_anything_and_is_never_needed() -> None:
