@@ -59,6 +59,8 @@ class Journal:
         fault = self._fault
         if fault and phase is fault.phase and self._steps >= fault.step:
             self._fault = None
+            if not fault.part:
+                self._strike(fault, 0.0)  # before anything else, however busy the machine is
             Thread(target=self._strike, args=(fault, self._seconds.get(phase, 0.02)), daemon=True).start()
 
     def _strike(self, fault: Fault, seconds: float) -> None:

@@ -40,7 +40,7 @@ def test_a_worker_that_hangs_is_named_by_all_others_when_the_timeout_ends() -> N
 )
 def test_what_a_lost_worker_must_not_leave_behind_is_found(plant: str, phase: Phase, wrong: str) -> None:
     trainings = Trainings(plant)
-    faults = [Fault(1, signal.SIGKILL, each, 3, 0.1) for each in (phase, Phase.FORWARD)]
+    faults = [Fault(1, signal.SIGKILL, each, 3, 0.0) for each in (phase, Phase.FORWARD)]
     assert any(wrong in trainings.lose(2, fault).wrong for fault in faults)
 
 
