@@ -12,6 +12,7 @@ from benchmarks.nets import NETS, Example
 from benchmarks.results import Study
 from benchmarks.shards.processes import on_workers
 from stowplan.plan.shards.mesh import parse_mesh
+from stowplan.plan.shards.spread import Chosen
 from stowplan.plan.shards.traffic import traffic_of
 from stowplan.run.shards.step import ShardedStep
 
@@ -80,7 +81,7 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def compare(cell: Cell, **settings: Any) -> Outcome:
+def compare(cell: Cell, chosen: Chosen | None = None, **settings: Any) -> Outcome:
     """One step of a net on a mesh, beside the same step in this process alone."""
     model, args = example_of(cell.net, **settings)
     plain = copy.deepcopy(model)
@@ -88,7 +89,7 @@ def compare(cell: Cell, **settings: Any) -> Outcome:
     expected = plain(*args)
     expected.backward()
     drawn = torch.get_rng_state()
-    step = ShardedStep(model, args, mesh=parse_mesh(cell.mesh))
+    step = ShardedStep(model, args, mesh=parse_mesh(cell.mesh), chosen=chosen)
     torch.manual_seed(7)
     shares, _ = step.share(*args)
     loss = step(*shares)

@@ -18,6 +18,7 @@ from stowplan.plan.shards.choice import choose_mesh
 from stowplan.plan.shards.curves import strong_scaling, weak_scaling
 from stowplan.plan.shards.mesh import Mesh, parse_mesh
 from stowplan.plan.shards.projection import Network, Projection, project
+from stowplan.plan.shards.relayout import choose_layouts
 from stowplan.plan.shards.seeds import seeds_for
 from stowplan.units import parse_bytes
 
@@ -37,6 +38,7 @@ class Simulation:
     wanted: Projection
     strong: Sequence[Projection]  # as far as everyone has something to do
     weak: Sequence[Projection]  # none of a file, whose batch is what it is
+    stages: Mapping[str, str]  # by first op of a stage how it is cut, if that was to be chosen
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -45,7 +47,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--mesh", help="axes and sizes, such as data=2,space=2x2 or sequence=4")
     wanted.add_argument("--workers", type=int, help="as many, on the mesh that is fastest")
-    parser.add_argument("--budget", help="with --workers: what each of them may take, such as 6GiB")
+    parser.add_argument(
+        "--budget", help="with --workers or --layouts: what each worker may take, such as 6GiB"
+    )
+    parser.add_argument(
+        "--layouts", action="store_true", help="choose how each stage is cut, where changing it pays"
+    )
     parser.add_argument("--machine", help="a TOML file with [compute] and [network]; else one like any other")
     parser.add_argument("--up-to", type=int, default=4096, help="workers of the largest mesh of the curves")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -67,11 +74,22 @@ def _simulated(arguments: Namespace) -> Simulation:
     graphs = _graphs(arguments.target)
     graph, most = graphs(1), arguments.up_to
     wanted = _wanted(graph, arguments, machine, network)
+    stages: Mapping[str, str] = {}
+    if arguments.layouts:
+        wanted, stages = _relaid(graph, wanted.mesh, arguments, machine, network)
     strong = list(_curve(lambda _: graph, strong_scaling(wanted.mesh, most), machine, network))
     weak: list[Projection] = []
     if api.names_a_function(arguments.target):
         weak = list(_curve(graphs, weak_scaling(wanted.mesh, most), machine, network))
-    return Simulation(arguments.target, wanted, strong, weak)
+    return Simulation(arguments.target, wanted, strong, weak, stages)
+
+
+def _relaid(
+    graph: Graph, mesh: Mesh, arguments: Namespace, machine: Machine, network: Network
+) -> tuple[Projection, Mapping[str, str]]:
+    allowed = parse_bytes(arguments.budget) if arguments.budget else None
+    found = choose_layouts(graph, mesh, seeds_for(graph, mesh), _ends(graph), machine, network, allowed)
+    return found.projection, found.states
 
 
 def _curve(
@@ -128,6 +146,7 @@ def _as_json(found: Simulation) -> Mapping[str, Any]:
         "target": found.target,
         **_figures(found.wanted, found.wanted.efficiency(alone)),
         "gathered": dict(found.wanted.gathered),
+        "stages": dict(found.stages),
         "strong": [_figures(p, p.efficiency(alone)) for p in found.strong],
         "weak": [_figures(p, found.weak[0].step_seconds / p.step_seconds) for p in found.weak],
     }
@@ -153,4 +172,4 @@ def _show(found: Simulation) -> None:
     from stowplan.report.simulate import show_projections
     from stowplan.report.terminal import console_for_output
 
-    show_projections(found.target, found.wanted, found.strong, found.weak, console_for_output())
+    show_projections(found.target, found.wanted, found.strong, found.weak, found.stages, console_for_output())

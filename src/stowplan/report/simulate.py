@@ -1,6 +1,6 @@
 """A simulated mesh for people: its figures, what was gathered and why, and curves of larger meshes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.padding import Padding
@@ -31,6 +31,7 @@ def show_projections(
     wanted: Projection,
     strong: Sequence[Projection],
     weak: Sequence[Projection],
+    stages: Mapping[str, str],
     console: Console,
 ) -> None:
     """Print the mesh that was asked for, then the same step and a growing batch on more workers."""
@@ -39,6 +40,8 @@ def show_projections(
     _show_table(title, [wanted], [wanted.efficiency(alone)], console)
     for op, why in wanted.gathered.items():
         print_trimmed(console, Padding(Text(f"gathered before {op}: {why}", "dim"), (0, 0, 0, _INDENT)))
+    for op, state in stages.items():
+        print_trimmed(console, Padding(Text(f"from {op} on: {state}", "dim"), (0, 0, 0, _INDENT)))
     _show_table("the same step on more workers", strong, [p.efficiency(alone) for p in strong], console)
     if weak:
         efficiencies = [weak[0].step_seconds / projection.step_seconds for projection in weak]

@@ -83,15 +83,15 @@ def test_simulate_from_the_command_line(
     (tmp_path / "simulated_step.py").write_text(TARGET)
     (tmp_path / "machine.toml").write_text("[network]\nlatency_seconds = 1e-3\n")
     monkeypatch.chdir(tmp_path)
-    words = ["simulate", "simulated_step:step", "--mesh", "space=2x2", "--up-to", "64"]
+    words = ["simulate", "simulated_step:step", "--mesh", "space=2x2", "--up-to", "16"]
     assert main([*words, "--machine", "machine.toml", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["workers"] == 4
-    assert [point["workers"] for point in shown["strong"]] == [1, 2, 4, 8, 16, 32, 64]
-    assert [point["workers"] for point in shown["weak"]] == [1, 4, 16, 64]
-    four, sixty_four = shown["weak"][1], shown["weak"][3]
-    assert four["compute_seconds"] == pytest.approx(sixty_four["compute_seconds"], rel=0.2)  # dropout
-    assert four["sent_bytes"] == sixty_four["sent_bytes"]
+    assert [point["workers"] for point in shown["strong"]] == [1, 2, 4, 8, 16]
+    assert [point["workers"] for point in shown["weak"]] == [1, 4, 16]
+    _, four, sixteen = shown["weak"]
+    assert four["compute_seconds"] == pytest.approx(sixteen["compute_seconds"], rel=0.1)  # dropout
+    assert four["sent_bytes"] == sixteen["sent_bytes"]
     assert four["planner_bytes"] > 0
     assert main(words) == 0
     assert "4 workers" in capsys.readouterr().out

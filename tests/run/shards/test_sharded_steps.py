@@ -20,6 +20,7 @@ from benchmarks.shards.processes import on_workers
 from torch import Tensor
 
 from stowplan import fit, shards_of
+from stowplan.plan.shards.spread import Chosen
 from stowplan.run.shards.exchange import Exchange
 from stowplan.run.shards.norm import Norm
 
@@ -39,6 +40,16 @@ CELLS = {
 """Every net and every mesh of the whole matrix, which is `python -m benchmarks.shards exact`."""
 
 
+RELAID: Chosen = {
+    "convolution_4": (None,),
+    "convolution_6": (None,),
+    "convolution_8": (2,),
+    "convolution_12": (0,),
+    "convolution_14": (3,),
+}
+"""How some convolutions of a U-Net are cut, otherwise than what they read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Findings:
     """All that a worker finds out, so that processes are started once."""
@@ -53,6 +64,7 @@ def look(cells: list[Cell], further: bool) -> Findings:
     outcomes = compare_all(cells)
     if not further:
         return Findings(outcomes, {}, 0.0, [])
+    outcomes.append(compare(Cell("unet", "space=2"), RELAID, resolution=204, batch=3))
     fitted = fitted_distance(Cell("resnet50", "space=2"))
     return Findings(outcomes, compare_with_faults(), fitted, within_budgets("unet3d", "tiny", {}, "space=2"))
 

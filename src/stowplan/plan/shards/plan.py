@@ -14,7 +14,7 @@ from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.mesh import Axis, Mesh
 from stowplan.plan.shards.outline import outlined
 from stowplan.plan.shards.shard import Pulling, Shard
-from stowplan.plan.shards.spread import Spread, Spreading, forward_ops, spread_over
+from stowplan.plan.shards.spread import Chosen, Spread, Spreading, forward_ops, spread_over
 
 RESIDENT = (Kind.PARAMETER, Kind.BUFFER, Kind.CONSTANT)
 """What every worker has whole. Gradients of parameters are partial sums, added up over the mesh once."""
@@ -50,6 +50,11 @@ class ShardPlan:
         """The ops before which something is gathered, and why."""
         return {spread.op.id: spread.gathered for spread in self.spreads if spread.gathered}
 
+    @property
+    def made_in_order(self) -> Sequence[str]:
+        """The first output of every op."""
+        return [spread.op.outputs[0].tensor for spread in self.spreads if spread.op.outputs]
+
     def received(self, worker: int) -> Iterator[Transfer]:
         """All that a worker must be sent forward, by tensor in the order of the graph."""
         shard = self.shards[worker]
@@ -62,24 +67,23 @@ class ShardPlan:
 
 
 def shard_plan(
-    graph: Graph, mesh: Mesh, seeds: Mapping[str, Sequence[int | None]], ends: Sequence[str]
+    graph: Graph, mesh: Mesh, seeds: Chosen, ends: Sequence[str], chosen: Chosen | None = None
 ) -> ShardPlan:
-    """The step over a mesh whose axes cut the dims `seeds` of its inputs. `ends` are what it returns."""
-    spreading = spread_over(graph, mesh, seeds)
+    """The step over a mesh whose axes cut the dims `seeds` of its inputs. `ends` are what it returns.
+
+    `chosen` are outputs of ops that are cut otherwise than what they are made from, which is sent around.
+    """
+    spreading = spread_over(graph, mesh, seeds, chosen)
     return _planned(spreading, Pulling(spreading, ends, range(mesh.size)).run())
 
 
-def outline_plan(
-    graph: Graph, mesh: Mesh, seeds: Mapping[str, Sequence[int | None]], ends: Sequence[str]
-) -> ShardPlan:
+def outline_plan(graph: Graph, mesh: Mesh, seeds: Chosen, ends: Sequence[str]) -> ShardPlan:
     """The same with the shards of a few workers, who tell what the others have."""
     spreading = spread_over(graph, mesh, seeds)
     return _planned(spreading, outlined(spreading, ends))
 
 
-def glance_plan(
-    graph: Graph, mesh: Mesh, seeds: Mapping[str, Sequence[int | None]], ends: Sequence[str]
-) -> ShardPlan:
+def glance_plan(graph: Graph, mesh: Mesh, seeds: Chosen, ends: Sequence[str]) -> ShardPlan:
     """The same with the shards of workers at the ends and in the middle of axes, even or not."""
     spreading = spread_over(graph, mesh, seeds)
     workers = {*outline(mesh, range(len(mesh.axes))), mesh.middle}

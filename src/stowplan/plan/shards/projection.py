@@ -15,7 +15,7 @@ from stowplan.ir import Graph, Op
 from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.plan import RESIDENT, ShardPlan, outline_plan
-from stowplan.plan.shards.scale import mesh_traffic
+from stowplan.plan.shards.scale import MeshTraffic, mesh_traffic
 from stowplan.plan.shards.shard import Level, Shard
 from stowplan.plan.shards.spread import Form
 from stowplan.plan.shards.traffic import summed_by
@@ -60,7 +60,14 @@ def project(
     """The step of `graph` on `mesh`; only workers on the axes and in the middle are worked out."""
     started = perf_counter()
     plan = outline_plan(graph, mesh, seeds, ends)
-    traffic = mesh_traffic(plan)
+    return projection_of(plan, mesh_traffic(plan), machine, network, started)
+
+
+def projection_of(
+    plan: ShardPlan, traffic: MeshTraffic, machine: Machine, network: Network, started: float
+) -> Projection:
+    """What a plan takes that was begun to be made at `started`."""
+    graph, mesh = plan.graph, plan.mesh
     summed, sums = summed_by(plan, 0)
     whole = price_by_roofline(graph, machine).seconds
     messages = network.latency_seconds * traffic.messages + traffic.sent_bytes / network.bytes_per_second

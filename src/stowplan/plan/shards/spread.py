@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
+from typing import TypeAlias
 
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Kind, Op, Phase
@@ -20,6 +21,9 @@ from stowplan.plan.shards.cells import Cells, regrouped
 from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.lift import Lifted, followed_dim, lifted
 from stowplan.plan.shards.mesh import Mesh
+
+Chosen: TypeAlias = Mapping[str, Sequence[int | None]]
+"""By tensor, the dim that each axis cuts, or None."""
 
 
 class Form(StrEnum):
@@ -64,6 +68,7 @@ class Spreading:
     graph: Graph
     mesh: Mesh
     layouts: dict[str, Layout]
+    chosen: Chosen
     spreads: list[Spread] = field(default_factory=list)
 
     def run(self) -> None:
@@ -76,7 +81,8 @@ class Spreading:
         inputs = [self.layouts[use.tensor] for use in op.inputs]
         axes = _reduced_axes(site, regions.outputs[0], inputs)
         cut = [number for number, layout in enumerate(inputs) if not layout.is_everywhere]
-        if not any(_is_read(regions, number) for number in cut):
+        is_read = any(_is_read(regions, number) for number in cut)
+        if not is_read and not any(dim is not None for dim in self.chosen.get(op.outputs[0].tensor, ())):
             self._settle(op, Form.ANYWHERE, *_everywhere(site, regions, inputs, self.mesh))
         elif axes and op.type in NORMS:
             self._norm(site, regions, inputs, axes)
@@ -118,11 +124,24 @@ class Spreading:
         outputs, rules, why = [], [], ""
         for number, relation in enumerate(regions.outputs):
             layout, rule = self._following(site, relation, inputs)
+            if number == 0:
+                layout = self._as_chosen(site.op, layout)
             layout, reason = allowed(site, number, rule, layout, inputs, self.mesh)
             why = why or (reason if number == 0 else "")
             outputs.append(layout)
             rules.append(rule)
         self._settle(site.op, Form.PARTS, outputs, rules, why=why)
+
+    def _as_chosen(self, op: Op, layout: Layout) -> Layout:
+        """The layout of an op's first output, cut otherwise than its inputs if that was chosen."""
+        name = op.outputs[0].tensor
+        if name not in self.chosen:
+            return layout
+        if not layout.cells.is_plain:
+            raise BadUse(f"{op.id} keeps the cells of merged dims, so that no other layout can be chosen")
+        axes = _without_single(self.mesh, self.chosen[name])
+        _check_seed(name, layout.cells.sizes, axes, self.mesh)
+        return Layout(layout.cells, axes)
 
     def _following(
         self, site: Site, relation: Relation, inputs: Sequence[Layout], skipped: Sequence[int] = ()
@@ -139,16 +158,21 @@ class Spreading:
         return Layout(cells, tuple(axes)), rule
 
 
-def spread_over(graph: Graph, mesh: Mesh, seeds: Mapping[str, Sequence[int | None]]) -> Spreading:
-    """The forward half on a mesh whose axes cut dims of its inputs: `seeds` has by axis a dim or None."""
+def spread_over(graph: Graph, mesh: Mesh, seeds: Chosen, chosen: Chosen | None = None) -> Spreading:
+    """The forward half on a mesh whose axes cut dims of its inputs: `seeds` has by axis a dim or None.
+
+    Outputs of ops are cut like what they are made from, but for those `chosen` otherwise.
+    """
     layouts: dict[str, Layout] = {}
     for name, tensor in graph.tensors.items():
         if tensor.kind in (Kind.PARAMETER, Kind.BUFFER, Kind.CONSTANT, Kind.INPUT):
             axes = tuple(seeds.get(name, (None,) * len(mesh.axes)))
-            axes = tuple(None if axis.size == 1 else dim for axis, dim in zip(mesh.axes, axes, strict=True))
+            axes = _without_single(mesh, axes)
             _check_seed(name, shape_of(tensor), axes, mesh)
             layouts[name] = Layout(Cells.of_shape(shape_of(tensor)), axes)
-    spreading = Spreading(graph, mesh, layouts)
+    if unknown := (chosen or {}).keys() - {op.outputs[0].tensor for op in forward_ops(graph) if op.outputs}:
+        raise BadUse(f"no op makes {min(unknown)!r} first, so that its layout cannot be chosen")
+    spreading = Spreading(graph, mesh, layouts, chosen or {})
     spreading.run()
     return spreading
 
@@ -156,6 +180,11 @@ def spread_over(graph: Graph, mesh: Mesh, seeds: Mapping[str, Sequence[int | Non
 def forward_ops(graph: Graph) -> Iterator[Op]:
     """The ops of the forward half that compute something another op or the caller sees."""
     return (op for op in graph.ops if op.phase is Phase.FORWARD)
+
+
+def _without_single(mesh: Mesh, axes: Sequence[int | None]) -> tuple[int | None, ...]:
+    """Axes of one worker cut nothing."""
+    return tuple(None if axis.size == 1 else dim for axis, dim in zip(mesh.axes, axes, strict=True))
 
 
 def _check_seed(name: str, shape: tuple[int, ...], axes: tuple[int | None, ...], mesh: Mesh) -> None:

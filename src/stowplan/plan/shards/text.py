@@ -19,6 +19,7 @@ from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Regions, TensorRegion
 from stowplan.plan.shards.mesh import Mesh, parse_mesh
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
+from stowplan.plan.shards.spread import Chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +114,31 @@ def read_plan(text: str, graph: Graph, ends: Sequence[str]) -> ShardPlan:
     """The plan of a graph that region text describes; IllegalPlan if the graph cannot have these rects."""
     sheet = read_sheet(text)
     inputs = [name for name, tensor in graph.tensors.items() if tensor.kind is Kind.INPUT]
-    plan = shard_plan(graph, sheet.mesh, {name: _seed(sheet, name) for name in inputs}, ends)
+    plan = _with_owners(sheet, graph, {name: _seed(sheet, name) for name in inputs}, ends)
     for worker, (found, told) in enumerate(zip(sheet_of(plan).workers, sheet.workers, strict=True)):
         wrong = next((name for name in found.tensors if not _agree(found, told, name)), None)
         if wrong is not None:
             raise IllegalPlan(f"worker {worker} cannot have these rects of {wrong!r}: its ops need others")
     return plan
+
+
+def _with_owners(sheet: Sheet, graph: Graph, seeds: Chosen, ends: Sequence[str]) -> ShardPlan:
+    """The plan in which ops begin another layout wherever the text has other owners than would follow."""
+    chosen: dict[str, tuple[int | None, ...]] = {}
+    while True:
+        plan = shard_plan(graph, sheet.mesh, seeds, ends, chosen)
+        workers = sheet_of(plan).workers
+        changed = next((name for name in plan.made_in_order if _owners_differ(workers, sheet, name)), None)
+        if changed is None or changed in chosen:
+            return plan
+        chosen[changed] = _seed(sheet, changed)
+
+
+def _owners_differ(workers: Sequence[Regions], sheet: Sheet, name: str) -> bool:
+    pairs = zip(workers, sheet.workers, strict=True)
+    return any(
+        name in told.tensors and own.tensors[name].write != told.tensors[name].write for own, told in pairs
+    )
 
 
 def _agree(one: Regions, other: Regions, name: str) -> bool:

@@ -18,6 +18,7 @@ from stowplan.plan.shards.buckets import buckets_of
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
 from stowplan.plan.shards.seeds import seeds_for
+from stowplan.plan.shards.spread import Chosen
 from stowplan.run.binding import Binding
 from stowplan.run.shards.actions import Action, Bring, Values
 from stowplan.run.shards.bucket import Bucket
@@ -47,14 +48,15 @@ class ShardedStep:
         kwargs: Mapping[str, object] | None = None,
         *,
         mesh: MeshLike,
-        dims: Mapping[str, Sequence[int | None]] | None = None,
+        dims: Chosen | None = None,
+        chosen: Chosen | None = None,
     ) -> None:
         captured = capture(model, args, kwargs)
         check_differentiable(captured, model, args, kwargs)
         if not any(name in captured.program.parameters for name in captured.program.gradients):
             raise BadUse("no parameter of the model has a gradient: there is no training step to shard")
         self.captured, self.workers = captured, Workers(mesh)
-        self.plan = plan_sharded(captured, self.workers.mesh, dims)
+        self.plan = plan_sharded(captured, self.workers.mesh, dims, chosen)
         self.workers.join(spread.summed_axes for spread in self.plan.spreads if spread.summed_axes)
         self._title = f"step {next(_numbers)}"
         self._buckets = tuple(self._brought(captured))
@@ -143,14 +145,14 @@ class ShardedStep:
 
 
 def plan_sharded(
-    captured: Captured, mesh: Mesh, dims: Mapping[str, Sequence[int | None]] | None = None
+    captured: Captured, mesh: Mesh, dims: Chosen | None = None, chosen: Chosen | None = None
 ) -> ShardPlan:
     """The plan of a captured step on a mesh; of inputs without `dims`, its axes cut what their names say."""
     inputs = {name for name in captured.program.inputs if name is not None}
     seeds = dict(dims or {})
     if not seeds.keys() >= inputs:
         seeds = {**seeds_for(captured.graph, mesh), **seeds}
-    return shard_plan(captured.graph, mesh, seeds, ends_of(captured))
+    return shard_plan(captured.graph, mesh, seeds, ends_of(captured), chosen)
 
 
 def ends_of(captured: Captured) -> tuple[str, ...]:
