@@ -27,12 +27,17 @@ def release(version: str) -> None:
         raise SystemExit("the tree has changes: commit them first")
     if version in _git("tag", "--list", f"v{version}"):
         raise SystemExit(f"v{version} exists")
-    for name, pattern in _PLACES.items():
-        _rewrite(name, partial(_with_version, place=pattern, version=version))
-    _rewrite("CHANGELOG.md", lambda text: with_date(text, version))
+    prepare(version)
     _git("commit", "--all", "--message", f"Release {version}")
     _git("tag", "--annotate", f"v{version}", "--message", f"stowplan {version}")
     print(f"v{version} is committed and tagged; push it when CI is green: git push origin main v{version}")
+
+
+def prepare(version: str) -> None:
+    """Set the version wherever it is told, and date the changelog."""
+    for name, pattern in _PLACES.items():
+        _rewrite(name, partial(_with_version, place=pattern, version=version))
+    _rewrite("CHANGELOG.md", lambda text: with_date(text, version))
 
 
 def with_date(changelog: str, version: str) -> str:
