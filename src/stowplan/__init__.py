@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from stowplan.run.fit import fit, plans_of
     from stowplan.run.shards.fit import shards_of
 
-__version__ = "0.0.1"
+__version__ = "0.1.0"
 
 __all__ = [
     "__version__",
