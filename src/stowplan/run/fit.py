@@ -84,6 +84,8 @@ def fit(
         search = Search(known_techniques(allow), moves, progress)
         given = tuple(args), dict(kwargs or {})
         return fit_on_mesh(model, *given, mesh=mesh, dims=dims, search=search, allowed_bytes=allowed)
+    if dims is not None:
+        raise BadUse("dims says what the axes of a mesh cut, and there is no mesh; give mesh= as well")
     whole = automatic_budget(model, (args, dict(kwargs or {}))) if budget == "auto" else parse_bytes(budget)
     allowed = whole - parse_bytes(reserve)
     fitting = Fitting(type(model).forward, allowed, tuple(allow), preference(prefer), progress, moves)

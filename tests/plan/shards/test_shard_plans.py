@@ -113,14 +113,14 @@ def test_region_text_of_four_workers_reads_back_into_the_same_plan() -> None:
 def test_region_text_that_does_not_follow_from_the_graph_is_refused() -> None:
     captured, plan = plan_of(*CASES[0])
     text = write_sheet(plan)
-    halo = "read_rect=Rect(array([0, 0, 0, 0], dtype=int32), array([1, 1, 103, 103], dtype=int32))"
+    high = list(plan.shards[0].held["args.0"].hi)
+    halo = f"read_rect=Rect(array([0, 0, 0, 0], dtype=int32), array({high}, dtype=int32))"
+    less = halo.replace(str(high), str([*high[:3], high[3] - 1]))
     assert halo in text
     with pytest.raises(IllegalPlan, match=r"worker 0 .*'args\.0'"):
-        read_plan(
-            text.replace(halo, halo.replace("103, 103", "103, 102"), 1), captured.graph, ends_of(captured)
-        )
+        read_plan(text.replace(halo, less, 1), captured.graph, ends_of(captured))
     with pytest.raises(BadInput, match="4 low and 3 high"):
-        read_plan(text.replace("array([1, 1, 103, 103]", "array([1, 1, 103]", 1), captured.graph, [])
+        read_plan(text.replace(halo, halo.replace(str(high), str(high[:3])), 1), captured.graph, [])
     with pytest.raises(BadInput, match="3 workers"):
         read_plan(text[: text.index("worker 3")], captured.graph, ends_of(captured))
 

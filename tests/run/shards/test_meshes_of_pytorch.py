@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from benchmarks.nets import NETS
 from benchmarks.shards.exact import EXACT, distance, gradients_of
 from benchmarks.shards.processes import on_workers
@@ -51,51 +50,47 @@ class Outcome:
     summed_bytes: tuple[int, int]
 
 
-def around(wrap: Callable[[nn.Module, DeviceMesh], nn.Module], mesh: DeviceMesh) -> Outcome:
-    """Two images to each row of workers, which share the rows of pixels among them."""
+def outcome_of(
+    step: nn.Module, fitted: nn.Module, whole: tuple[Tensor, ...], own: tuple[Tensor, ...]
+) -> Outcome:
+    """One step of `step`, which is `fitted` or around it, beside one process's on all samples."""
+    plain, _ = net(4)
+    plain(*whole).backward()
+    sharded = shards_of(fitted)
+    before = sharded.workers.summed_bytes
+    fitted.zero_grad()
+    shares, _ = sharded.share(*own)
+    step(*shares).backward()
+    found = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients_of(fitted)]
+    projected = traffic_of(sharded.plan)[sharded.workers.rank].summed_bytes
+    return Outcome(distance(found, gradients_of(plain)), (sharded.workers.summed_bytes - before, projected))
+
+
+def around(wrap: Callable[[nn.Module, DeviceMesh], nn.Module], mesh: DeviceMesh) -> tuple[Outcome, Outcome]:
+    """Without the wrapper and with it. Each row of workers has two images, and shares their pixels."""
     model, args = net(4)
-    plain = copy.deepcopy(model)
-    plain(*args).backward()
     row = mesh.get_local_rank("data")
     own = tuple(tensor[2 * row : 2 * row + 2] for tensor in args)
     fitted = fit(model, own, mesh=mesh["space"], budget="1GiB", moves=20)
-    wrapped, sharded = wrap(fitted, mesh), shards_of(fitted)
-    shares, _ = sharded.share(*own)
-    wrapped(*shares).backward()
-    found = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients_of(fitted)]
-    summed = sharded.workers.summed_bytes, traffic_of(sharded.plan)[sharded.workers.rank].summed_bytes
-    return Outcome(distance(found, gradients_of(plain)), summed)
+    without = outcome_of(fitted, fitted, args, own)
+    return without, outcome_of(wrap(fitted, mesh), fitted, args, own)
 
 
-def over_both(mesh: DeviceMesh) -> Outcome:
-    """Data and space both ours, on the groups of a mesh of PyTorch's."""
-    model, args = net(4)
-    plain = copy.deepcopy(model)
-    plain(*args).backward()
-    fitted = fit(model, args, mesh=mesh, budget="1GiB", moves=20)
-    sharded = shards_of(fitted)
-    shares, _ = sharded.share(*args)
-    fitted(*shares).backward()
-    summed = sharded.workers.summed_bytes, traffic_of(sharded.plan)[sharded.workers.rank].summed_bytes
-    return Outcome(distance(gradients_of(model), gradients_of(plain)), summed)
-
-
-def refusals(mesh: DeviceMesh) -> list[str]:
+def refusals(fitted: nn.Module, shares: tuple[Tensor, ...]) -> list[str]:
     """What is said where something cannot be done, in order."""
-    model, args = net(2)
+    model, args = net(4)
     nameless, other = (
         init_device_mesh("cpu", (4,)),
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")),
     )
-    fitted = fit(model, args, mesh=mesh["space"], budget="1GiB", moves=1)
-    shares, _ = shards_of(fitted).share(*args)
     ddp = DistributedDataParallel(copy.deepcopy(model))
     tried: list[Callable[[], object]] = [
         lambda: fit(model, args, mesh=nameless, budget="1GiB"),
         lambda: fit(model, args, mesh=other, budget="1GiB"),
         lambda: fit(model, args, mesh="space=4", budget="auto"),
         lambda: fit(model, args, mesh="space=4", budget="1GiB", allow=("offload",)),
-        lambda: fit(ddp, args, mesh=mesh["space"], budget="1GiB"),
+        lambda: fit(ddp, args, mesh="space=4", budget="1GiB"),
+        lambda: fit(model, args, dims={"args.0": (2,)}, budget="1GiB"),
         lambda: shards_of(model),
         lambda: fitted.eval()(*shares),
     ]
@@ -112,10 +107,12 @@ def _refusal(attempt: Callable[[], object]) -> str:
 
 def look() -> tuple[dict[str, Outcome], list[str]]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "space"))
-    found = {"DDP": around(by_ddp, mesh), "FSDP2": around(by_fsdp, mesh), "ours": over_both(mesh)}
-    found["neither"] = around(lambda model, _: model, mesh)
-    dist.barrier()
-    return found, refusals(mesh)
+    neither, ddp = around(by_ddp, mesh)
+    _, fsdp = around(by_fsdp, mesh)
+    model, args = net(4)
+    fitted = fit(model, args, mesh=mesh, budget="1GiB", moves=20)
+    found = {"neither": neither, "DDP": ddp, "FSDP2": fsdp, "ours": outcome_of(fitted, fitted, args, args)}
+    return found, refusals(fitted, shards_of(fitted).share(*args)[0])
 
 
 Found = list[tuple[dict[str, Outcome], list[str]]]
@@ -141,7 +138,12 @@ def test_a_data_axis_that_nobody_reduces_over_is_caught(four: Found) -> None:
 
 def test_what_cannot_be_done_is_refused_with_the_reason(four: Found) -> None:
     reasons = ["mesh_dim_names", "says not what it cuts", "workers may share", "cannot be moved"]
-    reasons += [r"DistributedDataParallel\(fit\(...\)\)", "has no shards", "mode .* changed"]
+    reasons += [
+        r"DistributedDataParallel\(fit\(...\)\)",
+        "there is no mesh",
+        "has no shards",
+        "mode .* changed",
+    ]
     for _, refused in four:
         for found, reason in zip(refused, reasons, strict=True):
             assert re.search(reason, found), found

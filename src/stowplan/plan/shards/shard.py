@@ -33,9 +33,7 @@ LIKES = tuple(f"aten.{name}_like.default" for name in ("empty", "full", "ones", 
 
 _MOST_CARRIED = 1.5  # times a worker's share: beyond that, a gathered tensor would be computed by everyone
 _CONVOLUTION = "aten.convolution.default"
-_LITTLE = (
-    1.03  # times a share: a convolution of so little more is done sooner than a copy with a halo is made
-)
+_LITTLE = 1.1  # times a worker's share: a convolution of so little more is done sooner than an exchange
 
 
 @dataclass(frozen=True, slots=True)
