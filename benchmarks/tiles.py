@@ -58,7 +58,7 @@ CASES: Mapping[str, Case] = {
     "unet3d": Case("unet3d", {"resolution": 96, "width": 16}),
     "vgg16-2048": Case("vgg16", {"batch": 1, "resolution": 2048, "has_classifier": False}),
     "resnet50-2048": Case("resnet50", {"batch": 1, "resolution": 2048}),
-    "unet3d-large": Case("unet3d", {"resolution": 288, "width": 16}, allowed_bytes=8 * 2**30),
+    "unet3d-large": Case("unet3d", {"resolution": 272, "width": 16}, allowed_bytes=8 * 2**30),
 }
 
 

@@ -176,3 +176,8 @@ def test_a_step_that_cannot_run_is_refused(steps: tuple[Step, ...], reason: str)
 def test_moving_without_a_tier_is_refused() -> None:
     with pytest.raises(IllegalPlan, match="names no tier"):
         simulate(_graph(), (*FORWARD[:3], *AWAY), SECONDS)
+
+
+def test_what_is_made_again_while_it_is_there_stands_beside_itself_until_it_is_made() -> None:
+    steps = (Compute("make"), Again("make", ("m",)), Free(("a", "m")))
+    assert _curve(*steps) == [30, 30 + 20 + 10, 0]

@@ -185,10 +185,16 @@ class _Memory:
             elif use.tensor in overwrites:
                 self._join(use.tensor, self._storage_of[overwrites[use.tensor]])
             elif use.tensor in wanted:
+                aside += self._alone_in_storage(use.tensor)  # goes when the op is done, not before
                 self._allocate(use.tensor, size)
             else:
                 aside += size
         return self.level + aside
+
+    def _alone_in_storage(self, name: str) -> int:
+        """The bytes that letting go of a name would free."""
+        storage = self._storage_of.get(name)
+        return self._size[storage] if storage is not None and self._bound[storage] == 1 else 0
 
     def _viewed(self, op: Op, view: str) -> str:
         """What `view` is a view of, as far as it is bound: an operand in the same storage, or its owner."""
