@@ -43,7 +43,7 @@ def stage_tilings(graph: Graph) -> Iterator[Tiling]:
     """Ways to tile some stages, from the one that holds most to all that can be, coarsely and finely."""
     between_norms = stretches_between_norms(graph)
     for stretches in (stages_of(graph), between_norms if len(between_norms) > 1 else ()):
-        stages = [list(_grids_tried(graph, stretch)) for stretch in stretches]
+        stages = [list(grids_tried(graph, stretch)) for stretch in stretches]
         for small in _SMALL:
             tiled = [found for tried in stages if (found := _first_small(tried, small))]
             sizes = sorted({_size(stage) for stage in tiled}, reverse=True)
@@ -94,7 +94,7 @@ def _size(tiled: Tiled) -> int:
     return sum(tensor.nbytes or 0 for tensor in inside if tensor.alias_of is None) >> 20
 
 
-def _grids_tried(graph: Graph, stage: tuple[str, ...]) -> Iterator[Tiled]:
+def grids_tried(graph: Graph, stage: tuple[str, ...]) -> Iterator[Tiled]:
     """One tile, then finer and finer grids, until tiles do too much twice or no longer get smaller."""
     coarser: Tiled | None = None
     try:

@@ -1,17 +1,20 @@
 """A plan with tiles that comes back: its sweeps are built again from the segments and grids it tells of."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from stowplan.capture import Captured
 from stowplan.errors import BadUse, IllegalPlan
 from stowplan.ir import Graph, Phase
 from stowplan.ir.text import parse_graph
+from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Plan
 from stowplan.plan.sameness import first_difference
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.cutout import segment_text
 from stowplan.plan.tiles.maps import TileMap
 from stowplan.plan.tiles.segment import Segment, segment_of
+from stowplan.run.tiles.remade import with_skips_again
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept
 from stowplan.run.tiles.ways import Subject, refuse_untileable
@@ -21,17 +24,34 @@ def resumed(plan: Plan, subject: Subject) -> Captured:
     """The step that a plan is for, swept as the plan says; IllegalPlan names the first op that differs."""
     if not plan.tile_maps:
         return subject.captured
+    refusals = list[str]()
+    for captured in _bases(subject):  # which of them a plan is for it does not tell
+        try:
+            found = _swept(plan, replace(subject, captured=captured))
+            difference = first_difference(plan.graph, slices_last(found.graph))
+        except BadUse as refusal:
+            difference = str(refusal)
+        if difference is None:
+            return found
+        refusals.append(difference)
+    raise IllegalPlan(f"the plan is for another step: {refusals[0]}")
+
+
+def _bases(subject: Subject) -> Iterator[Captured]:
+    """The step as it is, then with skips made again."""
+    yield subject.captured
+    yield from with_skips_again(subject.captured, subject.model, subject.args, subject.kwargs)
+
+
+def _swept(plan: Plan, subject: Subject) -> Captured:
+    refuse_untileable(subject)
     captured = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
-    try:
-        refuse_untileable(subject)
-        segments = [_segment(told, captured.graph) for told in plan.tile_maps]
-        sweeps = [
-            Sweep(segment, captured.program.calls, told.parts)
-            for told, segment in zip(plan.tile_maps, segments, strict=True)
-        ]
-        return capture_swept(captured, subject.model, subject.args, subject.kwargs, sweeps=sweeps)
-    except BadUse as refusal:
-        raise IllegalPlan(f"the plan is for another step: {refusal}") from refusal
+    segments = [_segment(told, captured.graph) for told in plan.tile_maps]
+    sweeps = [
+        Sweep(segment, captured.program.calls, told.parts)
+        for told, segment in zip(plan.tile_maps, segments, strict=True)
+    ]
+    return capture_swept(captured, subject.model, subject.args, subject.kwargs, sweeps=sweeps)
 
 
 def _segment(told: TileMap, graph: Graph) -> Segment:

@@ -212,6 +212,7 @@ def _name_of(segment: Segment, parts: tuple[int, ...]) -> str:
         f"{op.type} {dict(op.attributes)} {[(use.tensor, tensors[use.tensor].shape) for use in op.inputs]}"
         for op in segment.ops
     ]
+    text.append(f"makes {segment.outputs}")
     digest = sha256("\n".join(text).encode()).hexdigest()[:6]
     grid = "x".join(map(str, parts))
     return f"{segment.ops[0].id} to {segment.ops[-1].id} in {grid} tiles ({digest})"

@@ -6,7 +6,7 @@ the sweeps.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 
 import torch
@@ -18,6 +18,7 @@ from stowplan.errors import BadUse
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ops.regions import regions_of
 from stowplan.ops.table import shape_of, site_of
+from stowplan.plan.tiles.skips import Skip
 from stowplan.run.binding import Binding
 from stowplan.run.stand_in import with_forward
 from stowplan.run.tiles.operator import call_sweep
@@ -35,9 +36,10 @@ def capture_swept(
     kwargs: Mapping[str, object] | None = None,
     *,
     sweeps: Sequence[Sweep],
+    skips: Sequence[Skip] = (),
 ) -> Captured:
-    """The step with these sweeps; like the step itself, it is bound to `model`."""
-    order = tuple(_in_order(captured.graph, sweeps))
+    """The step with these sweeps and with these skips made again; like the step itself, bound to `model`."""
+    order = tuple(_in_order(captured.graph, sweeps, skips))
     found = capture(_swept(captured, model, order), args, kwargs)
     return replace(found, graph=_with_origins(found.graph, order))
 
@@ -57,7 +59,18 @@ def check_differentiable(
         raise BadUse(f"not tiled: the step differentiates in its own way, as {first} shows")
 
 
-def _swept(captured: Captured, model: nn.Module, order: Sequence[Op | Sweep]) -> nn.Module:
+@dataclass(frozen=True, slots=True)
+class Late:
+    """An op that reads skips which are made again for it."""
+
+    op: Op
+    skips: tuple[Skip, ...]
+
+
+Item = Op | Sweep | Late
+
+
+def _swept(captured: Captured, model: nn.Module, order: Sequence[Item]) -> nn.Module:
     """The model with another forward: the captured calls, one after the other, and the sweeps."""
 
     @wraps(type(model).forward)
@@ -67,13 +80,16 @@ def _swept(captured: Captured, model: nn.Module, order: Sequence[Op | Sweep]) ->
     return with_forward(model, forward)
 
 
-def _run(captured: Captured, values: dict[str, Tensor], order: Sequence[Op | Sweep]) -> object:
+def _run(captured: Captured, values: dict[str, Tensor], order: Sequence[Item]) -> object:
     program = captured.program
     for item in order:
         if isinstance(item, Sweep):
             made, statistics = call_sweep(item, [values[name] for name in item.segment.inputs])
             values.update(zip(item.segment.outputs, made, strict=True))
             values.update(running_statistics(item, program.calls, statistics, values))
+        elif isinstance(item, Late):
+            remade = {skip.tensor: _made_again(captured, skip, values) for skip in item.skips}
+            values.update(_called(captured.graph, item.op, program.calls[item.op.id], values | remade))
         else:
             values.update(_called(captured.graph, item, program.calls[item.id], values))
     with torch.no_grad():
@@ -84,9 +100,16 @@ def _run(captured: Captured, values: dict[str, Tensor], order: Sequence[Op | Swe
     return pytree.tree_unflatten(leaves, program.output_spec)
 
 
-def _with_origins(graph: Graph, order: Sequence[Op | Sweep]) -> Graph:
+def _made_again(captured: Captured, skip: Skip, values: Mapping[str, Tensor]) -> Tensor:
+    own = dict(values)
+    for op in skip.makers:
+        own.update(_called(captured.graph, op, captured.program.calls[op.id], own))
+    return own[skip.tensor]
+
+
+def _with_origins(graph: Graph, order: Sequence[Item]) -> Graph:
     """The graph with the user's modules and lines, which forward ops have in the order they were run."""
-    waiting = list(order)
+    waiting = [each for item in order for each in _ops_of(item)]
     told: dict[str, Op] = {}
     for op in graph.ops:
         place = next((n for n, item in enumerate(waiting) if _is_same(op, item)), None)
@@ -102,6 +125,12 @@ def _with_origins(graph: Graph, order: Sequence[Op | Sweep]) -> Graph:
     return replace(graph, ops=tuple(ops))
 
 
+def _ops_of(item: Item) -> tuple[Op | Sweep, ...]:
+    if isinstance(item, Late):
+        return (*(op for skip in item.skips for op in skip.makers), item.op)
+    return (item,)
+
+
 def _is_same(op: Op, item: Op | Sweep) -> bool:
     return op.attributes.get("name") == item.name if isinstance(item, Sweep) else op.type == item.type
 
@@ -110,13 +139,14 @@ def _backward_types(graph: Graph) -> Counter[str]:
     return Counter(op.type for op in graph.ops if op.phase is Phase.BACKWARD)
 
 
-def _in_order(graph: Graph, sweeps: Sequence[Sweep]) -> Iterator[Op | Sweep]:
+def _in_order(graph: Graph, sweeps: Sequence[Sweep], skips: Sequence[Skip]) -> Iterator[Item]:
     """Forward ops and sweeps in an order that can be run: a sweep stands where its last op stood."""
     last = {sweep.segment.ops[-1].id: sweep for sweep in sweeps}
     inside = {op.id for sweep in sweeps for op in sweep.segment.ops}
     for op in graph.ops:
         if op.phase is Phase.FORWARD and op.id not in inside:
-            yield op
+            late = tuple(skip for skip in skips if skip.reader == op.id)
+            yield Late(op, late) if late else op
         elif op.id in last:
             yield last[op.id]
 

@@ -18,12 +18,14 @@ from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiled, Tiling, stage_tilings, whole_tilings
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.costs import SweepCosts
+from stowplan.plan.tiles.joins import divided_tilings, joined_tilings
 from stowplan.plan.tiles.mapping import tile_map_of
 from stowplan.plan.tiles.maps import TileMap, tiled_inside
 from stowplan.plan.tiles.ways import SEARCH_MOVES, GraphWay, Offer, PlainStep, Sweeps, Way
 from stowplan.run.planning import plan_within, price_captured
 from stowplan.run.probe import Progress
 from stowplan.run.tiles.knee import Sweeping
+from stowplan.run.tiles.remade import with_skips_again
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept, check_differentiable
 
@@ -200,8 +202,18 @@ def ways_of(subject: Subject, pricing: Pricing, step: PlainStep, search: Search)
     early = in_tiling_order(captured.graph)
     sweeping = Sweeping(early, captured.program.calls, pricing, search.progress)
     whole = ((tiled,) for tiled in whole_tilings(early))
-    for tiling in (*stage_tilings(early), *whole):
+    for tiling in (*stage_tilings(early), *joined_tilings(early), *whole):
         yield SweptWay(subject, tiling, sweeping, step, search)
+    yield from _ways_with_skips_again(subject, step, search)
+
+
+def _ways_with_skips_again(subject: Subject, step: PlainStep, search: Search) -> Iterator[StepWay]:
+    for captured in with_skips_again(subject.captured, subject.model, subject.args, subject.kwargs):
+        pricing = price_captured(captured, search.progress, search.allow)
+        early = in_tiling_order(captured.graph)
+        sweeping = Sweeping(early, captured.program.calls, pricing, search.progress)
+        for tiling in divided_tilings(early):
+            yield SweptWay(replace(subject, captured=captured), tiling, sweeping, step, search)
 
 
 def refuse_untileable(subject: Subject) -> None:

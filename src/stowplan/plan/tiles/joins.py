@@ -1,0 +1,145 @@
+"""Stages joined: what one hands to the next is never whole either, and neither is its gradient.
+
+The forward half is divided into pieces, each of one or several stages on a grid, or a stage left as it is, so
+that no piece needs more than a limit while it is differentiated, at the least work. Lower and lower limits
+give a few such tilings, from the one that costs least to the one that needs least.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf, prod
+
+from stowplan.ir import Graph
+from stowplan.ops.regions import Partial
+from stowplan.ops.statistics import statistic_of
+from stowplan.ops.table import site_of
+from stowplan.plan.tiles.candidates import Tiled, Tiling, grids_tried, stages_of
+from stowplan.plan.tiles.collapse import extra_macs_of
+from stowplan.plan.tiles.needs import Needs
+
+_JOINED = 3  # stages in one segment at most
+_FINEST = 64  # tiles
+_TILINGS = 4
+_MANY = 16  # stages: in more of them none is large enough to be worth the time that all joins take
+_LOWER = 0.04  # of what the tiling before needs besides parameters and gradients: less is much the same
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some stages, in tiles or not: what is needed to differentiate them, and the work that tiles add."""
+
+    stages: int
+    tiled: Tiled | None
+    peak_bytes: int
+    extra_macs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """All of the forward half in pieces."""
+
+    pieces: tuple[Piece, ...] = ()
+    extra_macs: float = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(piece.peak_bytes for piece in self.pieces)
+
+    @property
+    def tiling(self) -> Tiling:
+        return tuple(piece.tiled for piece in self.pieces if piece.tiled)
+
+    @property
+    def joins(self) -> bool:
+        """Whether any stages are joined."""
+        return any(piece.stages > 1 for piece in self.pieces)
+
+
+def joined_tilings(graph: Graph) -> Iterator[Tiling]:
+    """Tilings in which stages are joined, by falling need of memory; none where that gains nothing."""
+    stages = stages_of(graph)
+    if any(_can_join(graph, (*one, *other)) for one, other in pairwise(stages)):
+        yield from _told([division for division in _all_divisions(graph, stages) if division.joins])
+
+
+def divided_tilings(graph: Graph) -> Iterator[Tiling]:
+    """Tilings by falling need of memory, whether stages are joined in them or not."""
+    divisions = list(_all_divisions(graph, stages_of(graph)))
+    yield from _told([division for division in divisions if division.tiling][len(divisions) // 2 :])
+
+
+def _all_divisions(graph: Graph, stages: Sequence[tuple[str, ...]]) -> Iterator[Division]:
+    if len(stages) > _MANY:
+        return iter(())
+    need = Needs(graph)
+    return _divisions(_pieces(graph, need, stages), need.standing_bytes)
+
+
+def _told(divisions: Sequence[Division]) -> Iterator[Tiling]:
+    """A few of them: the first, the last, and evenly between."""
+    count = min(_TILINGS, len(divisions))
+    places = {(len(divisions) - 1) * n // max(1, count - 1) for n in range(count)}
+    return (divisions[place].tiling for place in sorted(places))
+
+
+def _divisions(pieces: Sequence[Sequence[Piece]], standing_bytes: int) -> Iterator[Division]:
+    """The cheapest under each of falling limits: clearly lower ones, and where none is met, any lower one."""
+    division = _cheapest(pieces, inf)
+    while division is not None:
+        yield division
+        peak = division.peak_bytes
+        clearly_lower = peak - _LOWER * (peak - standing_bytes)
+        division = _cheapest(pieces, clearly_lower) or _cheapest(pieces, peak - 1)
+
+
+def _cheapest(pieces: Sequence[Sequence[Piece]], limit: float) -> Division | None:
+    """By the cheapest divisions of the stages up to each; `pieces` are by their last stage."""
+    best: list[Division | None] = [Division()]
+    for ending in pieces:
+        found: Division | None = None
+        for piece in ending:
+            before = best[len(best) - piece.stages]
+            if before is None or piece.peak_bytes > limit:
+                continue
+            extra = before.extra_macs + piece.extra_macs
+            if found is None or extra < found.extra_macs:
+                found = Division((*before.pieces, piece), extra)
+        best.append(found)
+    return best[-1]
+
+
+def _pieces(graph: Graph, need: Needs, stages: Sequence[tuple[str, ...]]) -> list[list[Piece]]:
+    """All pieces, by their last stage."""
+    found = list[list[Piece]]()
+    for last in range(len(stages)):
+        firsts = range(max(0, last - _JOINED + 1), last + 1)
+        found.append([_untiled(need, stages[last])])
+        for first in reversed(firsts):
+            joined = tuple(op for stage in stages[first : last + 1] for op in stage)
+            if first == last or _can_join(graph, joined):
+                found[-1] += _tiled(need, graph, joined, last - first + 1)
+    return found
+
+
+def _can_join(graph: Graph, ops: tuple[str, ...]) -> bool:
+    """Not with norms inside: each would have all before it computed once more."""
+    chosen = set(ops)
+    takers = (statistic_of(site_of(graph, op)) for op in graph.ops if op.id in chosen)
+    return bool(ops) and not any(taken and taken.partial is Partial.MOMENTS for taken in takers)
+
+
+def _untiled(need: Needs, stage: Sequence[str]) -> Piece:
+    """What its most demanding op needs: all else can be made again."""
+    return Piece(1, None, max(need.beside([op]) + need.kernels([op]) for op in stage), 0)
+
+
+def _tiled(need: Needs, graph: Graph, ops: tuple[str, ...], stages: int) -> Iterator[Piece]:
+    beside = need.beside(ops)
+    for tiled in grids_tried(graph, ops):
+        if prod(tiled.parts) > _FINEST:
+            return
+        if prod(tiled.parts) > 1:
+            inside = tiled.costs.backward_peak_bytes + need.kernels(ops, tiled.costs.tiles)
+            peak = beside + inside
+            yield Piece(stages, tiled, peak, extra_macs_of(tiled.segment, tiled.costs))

@@ -1,0 +1,69 @@
+"""Skips made again where they are read: one that is cheap to make need not wait for a late reader.
+
+In a tile, the reader's part of a skip is made of the network's input right there. The skip is then never
+whole, and neither is its gradient, which would wait for the stage that made it: the gradients of the two
+makings add up.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stowplan.ir import Graph, Kind, Op, Phase
+from stowplan.ops.effects import Effect, effect_of
+from stowplan.ops.macs import macs_of
+from stowplan.ops.statistics import statistic_of
+from stowplan.ops.table import site_of
+from stowplan.plan.tiles.candidates import stages_of
+
+_CHEAP = 0.3  # of the forward half's multiply-accumulates: what making skips again may take
+_MOST = 2  # skips: each is one more step to capture and look for tiles in
+_LATE = 2  # stages from the maker to a late reader, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A tensor, the op that reads it late, and all ops that make it of the network's inputs."""
+
+    tensor: str
+    reader: str
+    makers: tuple[Op, ...]
+
+
+def cheap_skips(graph: Graph) -> tuple[Skip, ...]:
+    """The largest skips that together are cheap to make again, the largest first."""
+    forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
+    macs = {op.id: macs_of(site_of(graph, op)) for op in forward}
+    room, chosen = _CHEAP * sum(macs.values()), list[Skip]()
+    for skip in sorted(_late_skips(graph, forward), key=lambda s: -(graph.tensors[s.tensor].nbytes or 0)):
+        cost = sum(macs[op.id] for op in skip.makers)
+        if 0 < cost <= room:
+            chosen.append(skip)
+            room -= cost
+    return tuple(chosen[:_MOST])
+
+
+def _late_skips(graph: Graph, forward: Sequence[Op]) -> Iterator[Skip]:
+    stage = {op: number for number, ops in enumerate(stages_of(graph)) for op in ops}
+    maker = {name: op for op in forward for name in op.writes()}
+    for reader in forward:
+        for name in dict.fromkeys(reader.reads()):
+            if name in maker and stage[reader.id] - stage[maker[name].id] >= _LATE:
+                makers = _makers(forward, maker, name)
+                if graph.tensors[name].kind is Kind.ACTIVATION and _can_be_made_again(graph, makers):
+                    yield Skip(name, reader.id, makers)
+
+
+def _makers(forward: Sequence[Op], maker: Mapping[str, Op], name: str) -> tuple[Op, ...]:
+    found, open_names = set[str](), [name]
+    while open_names:
+        op = maker.get(open_names.pop())
+        if op is not None and op.id not in found:
+            found.add(op.id)
+            open_names += op.reads()
+    return tuple(op for op in forward if op.id in found)
+
+
+def _can_be_made_again(graph: Graph, makers: Sequence[Op]) -> bool:
+    """Nothing is drawn or counted, and no statistic gathered, a second time."""
+    sites = [site_of(graph, op) for op in makers]
+    return all(effect_of(site) is Effect.NONE and statistic_of(site) is None for site in sites)

@@ -1,0 +1,152 @@
+"""Stages joined, and skips made again for late readers: the same gradients, and less that must be there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks.nets import NETS
+from sweeping import gradients_of, relative_error
+from torch import Tensor, nn
+
+from stowplan.capture import Captured, capture
+from stowplan.ir import Phase
+from stowplan.plan.tiles.borders import in_tiling_order
+from stowplan.plan.tiles.candidates import Tiling, stages_of
+from stowplan.plan.tiles.joins import divided_tilings, joined_tilings
+from stowplan.plan.tiles.needs import Needs
+from stowplan.plan.tiles.skips import Skip, cheap_skips
+from stowplan.plan.tiles.ways import PlainStep
+from stowplan.run.plan_cache import saved_step
+from stowplan.run.planning import price_captured
+from stowplan.run.straight import StraightStep
+from stowplan.run.tiles import swept
+from stowplan.run.tiles.knee import Sweeping
+from stowplan.run.tiles.remade import with_skips_again
+from stowplan.run.tiles.sweep import Sweep
+from stowplan.run.tiles.swept import capture_swept
+from stowplan.run.tiles.ways import Search, Subject, SweptWay
+
+pytestmark = pytest.mark.torch
+Args = tuple[Tensor, ...]
+
+
+def unet() -> tuple[nn.Module, Args]:
+    return NETS["unet"].build("tiny", dtype=torch.float64, resolution=332)
+
+
+def vgg() -> tuple[nn.Module, Args]:
+    return NETS["vgg16"].build(
+        "tiny", dtype=torch.float64, resolution=1024, batch=1, width=4, has_classifier=False
+    )
+
+
+def early(captured: Captured) -> Captured:
+    return replace(captured, graph=in_tiling_order(captured.graph))
+
+
+def error_of(captured: Captured, model: nn.Module, args: Args, tiling: Tiling) -> float:
+    """Of loss and gradients of the step with this tiling, against eager."""
+    sweeps = [Sweep(tiled.segment, captured.program.calls, tiled.parts) for tiled in tiling]
+    return error_of_step(capture_swept(early(captured), model, args, sweeps=sweeps), model, args)
+
+
+def error_of_step(captured: Captured, model: nn.Module, args: Args) -> float:
+    step = StraightStep(captured, model)
+    loss, gradients = gradients_of(model, model, args)
+    found, made = gradients_of(step, model, args)
+    return relative_error([found, *made], [loss, *gradients])
+
+
+def test_joined_stages_compute_what_eager_does() -> None:
+    model, args = vgg()
+    captured = capture(model, args)
+    tilings = list(joined_tilings(early(captured).graph))
+    assert tilings
+    assert error_of(captured, model, args, tilings[-1]) < 1e-12
+
+
+def test_what_joined_stages_hand_to_each_other_is_never_whole() -> None:
+    captured = early(capture(*vgg()))
+    graph = captured.graph
+    borders = {stage[-1] for stage in stages_of(graph)}
+    for tiling in joined_tilings(graph):
+        inside = {op.id for tiled in tiling for op in tiled.segment.ops[:-1]}
+        assert inside & borders
+
+
+def test_two_stages_as_one_need_less_than_the_second_alone() -> None:
+    graph = in_tiling_order(capture(*vgg()).graph)
+    need, (first, second, *_) = Needs(graph), stages_of(graph)
+    assert need.beside((*first, *second)) < need.beside(second)
+
+
+def test_needs_count_what_there_is() -> None:
+    """Of two convolutions: the image, all weights, gradients from there on, what comes in and out."""
+    net = nn.Sequential(nn.Conv2d(1, 2, 1, bias=False), nn.Conv2d(2, 4, 1, bias=False))
+    graph = capture(Summed(net), (torch.zeros(1, 1, 8, 8),)).graph
+    first, second = [op.id for op in graph.ops if op.phase is Phase.FORWARD][:2]
+    need, weights, image = Needs(graph), [2 * 4, 8 * 4], 64 * 4
+    assert need.standing_bytes == 2 * sum(weights) + image
+    assert need.beside([first]) == 2 * sum(weights) + image + 2 * image
+    assert need.beside([second]) == sum(weights) + weights[1] + image + 2 * 2 * image + 4 * image
+    assert need.beside([first, second]) == 2 * sum(weights) + image + 4 * image
+
+
+class Summed(nn.Module):
+    """A network and the sum of what it makes."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, image: Tensor) -> Tensor:
+        made: Tensor = self.net(image)
+        return made.sum()
+
+
+def test_the_largest_skip_of_a_unet_is_cheap_to_make_again() -> None:
+    captured = early(capture(*unet()))
+    first = cheap_skips(captured.graph)[0]
+    late = [op for op in captured.graph.ops if op.id == first.reader]
+    assert late[0].type == "aten.cat.default"
+    assert [op.type for op in first.makers][:2] == ["aten.convolution.default", "aten.relu.default"]
+
+
+def test_a_step_with_skips_made_again_computes_what_eager_does() -> None:
+    model, args = unet()
+    captured = next(with_skips_again(capture(model, args), model, args, {}))
+    tilings = list(divided_tilings(in_tiling_order(captured.graph)))
+    assert error_of_step(captured, model, args) < 1e-12
+    assert error_of(captured, model, args, tilings[-1]) < 1e-12
+
+
+def test_a_plan_with_a_skip_made_again_comes_back() -> None:
+    model, args = NETS["unet"].build("tiny", resolution=236)
+    subject = Subject(capture(model, args), model, args, {})
+    remade = next(with_skips_again(subject.captured, model, args, {}))
+    pricing, graph = price_captured(remade), in_tiling_order(remade.graph)
+    sweeping = Sweeping(graph, remade.program.calls, pricing)
+    tiling = list(divided_tilings(graph))[-1]
+    search = Search(frozenset({"recompute", "tile"}), moves=20)
+    way = SweptWay(replace(subject, captured=remade), tiling, sweeping, PlainStep(1.0, 2**30), search)
+    plan = way.plan(2**30)
+    assert plan.tile_maps
+    assert saved_step(plan, subject, 2**30).captured.graph == way.captured.graph
+
+
+def test_a_skip_whose_second_making_is_not_differentiated_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_again = swept._made_again
+
+    def detached(captured: Captured, skip: Skip, values: dict[str, Tensor]) -> Tensor:
+        return made_again(captured, skip, values).detach()
+
+    monkeypatch.setattr(swept, "_made_again", detached)
+    model, args = unet()
+    captured = next(with_skips_again(capture(model, args), model, args, {}))
+    assert error_of_step(captured, model, args) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["resnet50", "unet3d"])
+def test_what_gathers_statistics_is_not_made_again(name: str) -> None:
+    graph = in_tiling_order(capture(*NETS[name].build("tiny")).graph)
+    assert cheap_skips(graph) == ()
