@@ -1,0 +1,23 @@
+"""Steps for meshes of thousands of workers, described and never allocated.
+
+    stowplan simulate benchmarks.shards.large:unet --mesh space=64x64
+    stowplan simulate benchmarks.shards.large:gpt --mesh data=64,sequence=64
+"""
+
+from torch import Tensor, nn
+
+from benchmarks.nets import NETS
+
+Target = tuple[nn.Module, tuple[Tensor, ...]]
+
+
+def unet() -> Target:
+    """A U-Net on one image of 4108x4108."""
+    model, args = NETS["unet"].build("real", device="meta", resolution=4108)
+    return model, args
+
+
+def gpt() -> Target:
+    """GPT-2 small on 64 texts of 1,024 tokens."""
+    model, args = NETS["gpt"].build("real", device="meta", batch=64, sequence=1024)
+    return model, args
