@@ -29,7 +29,7 @@ SUITES = {
         "peers vit",
         "tiles unet",
         "tiles gpt",
-        "tiles vgg16 --shares 0.14",
+        "tiles vgg16",
         "planning",
         "offload time",
         "offload joint",

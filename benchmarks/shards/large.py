@@ -2,6 +2,8 @@
 
     stowplan simulate benchmarks.shards.large:unet --mesh space=64x64
     stowplan simulate benchmarks.shards.large:gpt --mesh data=64,sequence=64
+
+Both tell how long the projection itself took, and its memory.
 """
 
 from torch import Tensor, nn
