@@ -3,14 +3,14 @@
 import sys
 
 import benchmarks.shards
-from benchmarks.shards import budgets, exact, faults, memory, network, scaling
+from benchmarks.shards import budgets, calibrate, exact, faults, memory, scaling
 
 STUDIES = {
     "exact": exact.main,
     "budgets": budgets.main,
     "memory": memory.main,
     "scaling": scaling.main,
-    "network": network.main,
+    "calibrate": calibrate.main,
     "faults": faults.main,
 }
 
