@@ -43,8 +43,6 @@ from stowplan.plan.shards.traffic import traffic_of
 from stowplan.units import format_bytes
 
 MOST_WORKERS = 64  # whose traffic is counted one by one: a layout that changes is no product over axes
-
-
 _SECONDS_PER_MISSING_BYTE = 1.0  # dearer than any step: the budget comes first
 
 

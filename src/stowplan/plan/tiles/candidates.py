@@ -27,9 +27,9 @@ _TILES = 256
 _STAGES = 8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Tiled:
-    """A segment on a grid, and what that costs."""
+    """A segment on a grid, and what that costs; equal to itself alone."""
 
     segment: Segment
     parts: tuple[int, ...]

@@ -1,6 +1,6 @@
 """ShardedStep: the training step of a model as one worker of a mesh takes part in it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -20,7 +20,8 @@ from stowplan.plan.shards.plan import ShardPlan, shard_plan
 from stowplan.plan.shards.seeds import seeds_for
 from stowplan.plan.shards.spread import Chosen
 from stowplan.run.binding import Binding
-from stowplan.run.shards.actions import Action, Bring, Values
+from stowplan.run.last_uses import let_go_after
+from stowplan.run.shards.actions import Bring, Values
 from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.functions import Results, Trained
 from stowplan.run.shards.local import LocalStep
@@ -62,7 +63,7 @@ class ShardedStep:
         self._buckets = tuple(self._brought(captured))
         local = LocalStep(captured, self.plan, self.workers, self._title, self._buckets)
         self._actions = tuple(local.actions())
-        self._frees = _frees(self._actions, ends_of(captured))
+        self._frees = let_go_after([action.touches() for action in self._actions], ends_of(captured))
         self._local = _local(captured, self.plan, self.workers.rank)
         self._binding = self.bound_to(model)
 
@@ -172,14 +173,3 @@ def _local(captured: Captured, plan: ShardPlan, rank: int) -> Captured:
 
 def _like(tensor: Described) -> Tensor:
     return torch.empty(shape_of(tensor), dtype=getattr(torch, str(tensor.dtype)), device="meta")
-
-
-def _frees(actions: Sequence[Action], kept: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    last: dict[str, int] = {}
-    for number, action in enumerate(actions):
-        last.update((name, number) for name in action.touches())
-    gone: list[list[str]] = [[] for _ in actions]
-    for name, number in last.items():
-        if name not in kept:
-            gone[number].append(name)
-    return tuple(map(tuple, gone))

@@ -31,14 +31,14 @@ class Sweeping:
         self, graph: Graph, calls: Mapping[str, Call], pricing: Pricing, progress: Progress | None = None
     ) -> None:
         self._graph, self._calls, self._pricing, self._progress = graph, calls, pricing, progress
-        self._sweeps: dict[int, Sweep] = {}
+        self._sweeps: dict[Tiled, Sweep] = {}
         self._extra: dict[str, float] = {}
 
     def sweep(self, tiled: Tiled) -> Sweep:
         """A segment on its grid, made ready to run."""
-        if id(tiled) not in self._sweeps:
-            self._sweeps[id(tiled)] = Sweep(tiled.segment, self._calls, tiled.parts)
-        return self._sweeps[id(tiled)]
+        if tiled not in self._sweeps:
+            self._sweeps[tiled] = Sweep(tiled.segment, self._calls, tiled.parts)
+        return self._sweeps[tiled]
 
     def extra_seconds(self, tiled: Tiled) -> float:
         """What a sweep takes forward and backward, beyond what its segment takes whole."""

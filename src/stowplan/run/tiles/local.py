@@ -1,6 +1,6 @@
 """LocalStep: one tile made ready to run, where its inputs lie, its calls, and what it writes where."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from stowplan.geometry import Rect
 from stowplan.plan.tiles.idle import idle_ops
 from stowplan.plan.tiles.rects import Level, Tile
 from stowplan.plan.tiles.segment import Segment
+from stowplan.run.last_uses import let_go_after
 from stowplan.run.tiles.forms import run_local
 from stowplan.run.tiles.gathering import Gathering
 from stowplan.run.tiles.part import Index, LocalCall, Source, index_of, local_call
@@ -57,7 +58,7 @@ def local_step(
     return LocalStep(
         reads=reads,
         calls=tuple(made),
-        frees=_frees(made, tile.owned),
+        frees=let_go_after([tuple(_read_by(call)) for call in made], tile.owned),
         writes={name: index_of(rect) for name, rect in tile.owned.items()},
         owned={name: _inside(rect, tile.held[name]) for name, rect in tile.owned.items()},
         rects=tile.owned,
@@ -83,14 +84,5 @@ def _inside(part: Rect, held: Rect) -> Index:
     return index_of(part.shift([-low for low in held.lo]))
 
 
-def _frees(calls: Sequence[LocalCall], kept: Mapping[str, Rect]) -> tuple[tuple[str, ...], ...]:
-    last: dict[str, int] = {}
-    for number, call in enumerate(calls):
-        for source in (*call.sources, *call.statistics):
-            if source is not None:
-                last[source.tensor] = number
-    gone: list[list[str]] = [[] for _ in calls]
-    for name, number in last.items():
-        if name not in kept:
-            gone[number].append(name)
-    return tuple(map(tuple, gone))
+def _read_by(call: LocalCall) -> Iterator[str]:
+    return (source.tensor for source in (*call.sources, *call.statistics) if source is not None)

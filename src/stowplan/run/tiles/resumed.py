@@ -24,6 +24,10 @@ def resumed(plan: Plan, subject: Subject) -> Captured:
     """The step that a plan is for, swept as the plan says; IllegalPlan names the first op that differs."""
     if not plan.tile_maps:
         return subject.captured
+    try:
+        refuse_untileable(subject)
+    except BadUse as refusal:
+        raise IllegalPlan(f"the plan is for another step: {refusal}") from refusal
     refusals = list[str]()
     for captured in _bases(subject):  # which of them a plan is for it does not tell
         try:
@@ -44,7 +48,6 @@ def _bases(subject: Subject) -> Iterator[Captured]:
 
 
 def _swept(plan: Plan, subject: Subject) -> Captured:
-    refuse_untileable(subject)
     captured = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
     segments = [_segment(told, captured.graph) for told in plan.tile_maps]
     sweeps = [
