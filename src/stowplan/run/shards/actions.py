@@ -9,16 +9,14 @@ from torch import Tensor
 
 from stowplan.ir import Shape
 from stowplan.run.shards.attention import causal_part, is_causal_part
-from stowplan.run.shards.functions import Bucketed, Exchanged, Normalised, Totalled
+from stowplan.run.shards.functions import Bucketed
+from stowplan.run.shards.operator import exchange, norm, total
 from stowplan.run.shards.take import Blank, Take
 from stowplan.run.tiles.forms import run_local
 from stowplan.run.tiles.losses import TiledLoss
 from stowplan.run.tiles.part import Index, LocalCall
 
 _bucketed: Any = Bucketed.apply
-_exchanged: Any = Exchanged.apply
-_totalled: Any = Totalled.apply
-_normalised: Any = Normalised.apply
 
 
 @dataclass(slots=True)
@@ -84,7 +82,7 @@ class Swap:
     def run(self, values: Values) -> None:
         share = values.parts.get(self.tensor)
         share = self.nothing.zeros() if share is None else share
-        values.parts[self.tensor], values.token = _exchanged(share, values.token, self.talk)
+        values.parts[self.tensor], values.token = exchange(share, values.token, self.talk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +104,8 @@ class Sum:
         part = self.nothing.zeros()
         if self.take is not None:
             part = self.take.of(values.parts).sum(self.dims, dtype=part.dtype).reshape(self.shape)
-        total, values.token = _totalled(part, values.token, self.talk)
-        values.parts[self.tensor] = total if self.divisor == 1 else total / self.divisor
+        summed, values.token = total(part, values.token, self.talk)
+        values.parts[self.tensor] = summed if self.divisor == 1 else summed / self.divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +127,9 @@ class Loss:
         if self.takes is not None:
             found = self.loss.of([take.of(values.parts) for take in self.takes])
             part = torch.stack([number.to(torch.float64) for number in found])
-        total, values.token = _totalled(part, values.token, self.talk)
-        loss = total[0] / total[1].detach() if self.loss.divides else total[0]
-        for name, value in zip(self.names, (loss, total[1].detach()), strict=False):
+        summed, values.token = total(part, values.token, self.talk)
+        loss = summed[0] / summed[1].detach() if self.loss.divides else summed[0]
+        for name, value in zip(self.names, (loss, summed[1].detach()), strict=False):
             if name is not None:
                 values.parts[name] = value.to(nothing.dtype)
 
@@ -159,7 +157,7 @@ class Normalise:
         given = {name: take.of(values.parts) for name, take in self.vectors.items()}
         image, weight, bias = self.image.of(values.parts), given.get("weight"), given.get("bias")
         if self.groups is None:
-            made, mean, variance, values.token = _normalised(image, weight, bias, values.token, self.talk)
+            made, mean, variance, values.token = norm(image, weight, bias, values.token, self.talk)
         else:
             made, mean, variance = self._grouped(image, weight, bias, values)
         made = made if self.made is None else made[self.made]
@@ -177,7 +175,7 @@ class Normalise:
         assert self.groups is not None
         samples, channels, *space = image.shape
         grouped = image.reshape(1, samples * self.groups, channels // self.groups, *space)
-        made, mean, variance, values.token = _normalised(grouped, None, None, values.token, self.talk)
+        made, mean, variance, values.token = norm(grouped, None, None, values.token, self.talk)
         made = made.reshape(image.shape)
         by_channel = [1, channels, *(1 for _ in space)]
         made = made if weight is None else made * weight.view(by_channel)

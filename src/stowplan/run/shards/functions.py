@@ -7,73 +7,81 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stowplan.run.shards.operator import bucket_named, exchange_named, total_named
+from stowplan.run.shards.operator import (
+    bucket_named,
+    exchange,
+    exchange_named,
+    fence,
+    norm,
+    total,
+    total_named,
+)
 
 
-class Exchanged(torch.autograd.Function):
-    """A share and a token become what is held and the next token."""
-
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        ctx.name, ctx.looks = name, exchange_named(name).held.shape
-        ctx.options = {"dtype": share.dtype, "device": share.device}
-        ctx.set_materialize_grads(False)
-        held, token = torch.ops.stowplan.exchange(share, token, name)
-        if not exchange_named(name).differentiated:
-            ctx.mark_non_differentiable(held)
-        return held, token
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None, token: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        if not exchange_named(ctx.name).differentiated:
-            return None, token, None
-        if gradient is None:
-            gradient = torch.zeros(ctx.looks, **ctx.options)
-        found, token = torch.ops.stowplan.exchange_back(gradient, token, ctx.name)
-        return found, token, None
+def _keep_exchange(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:
+    share, _, ctx.name = inputs
+    ctx.options = {"dtype": share.dtype, "device": share.device}
+    ctx.set_materialize_grads(False)
+    if not exchange_named(ctx.name).differentiated:
+        ctx.mark_non_differentiable(output[0])
 
 
-class Totalled(torch.autograd.Function):
-    """A part of a sum and a token become the sum and the next token."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        ctx.name = name
-        total, token = torch.ops.stowplan.total(part, token, name)
-        if not total_named(name).differentiated:
-            ctx.mark_non_differentiable(total)
-        return total, token
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor, token: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        if not total_named(ctx.name).differentiated:
-            return None, token, None
-        found, token = torch.ops.stowplan.total(gradient, token, ctx.name)
-        return found, token, None
+def _send_back(ctx: Any, gradient: Tensor | None, token: Tensor) -> tuple[Tensor | None, Tensor, None]:
+    talk = exchange_named(ctx.name)
+    if not talk.differentiated:
+        return None, token, None
+    if gradient is None:
+        gradient = torch.zeros(talk.held.shape, **ctx.options)
+    return *torch.ops.stowplan.exchange_back(gradient, token, ctx.name), None
 
 
-class Normalised(torch.autograd.Function):
-    """An image, weight, bias and token become the normalised image, statistics and the next token."""
+def _keep_total(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:
+    ctx.name = inputs[2]
+    if not total_named(ctx.name).differentiated:
+        ctx.mark_non_differentiable(output[0])
 
-    @staticmethod
-    def forward(
-        ctx: Any, image: Tensor, weight: Tensor | None, bias: Tensor | None, token: Tensor, name: str
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        made, mean, variance, token = torch.ops.stowplan.norm(image, weight, bias, token, name)
-        ctx.name, ctx.has_bias = name, bias is not None
-        ctx.save_for_backward(image, weight, mean, variance)
-        ctx.mark_non_differentiable(mean, variance)
-        return made, mean, variance, token
 
-    @staticmethod
-    def backward(
-        ctx: Any, gradient: Tensor, _: Tensor, __: Tensor, token: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        image, weight, mean, variance = ctx.saved_tensors
-        found, by_weight, by_bias, token = torch.ops.stowplan.norm_back(
-            gradient, image, weight, mean, variance, token, ctx.name
-        )
-        return found, None if weight is None else by_weight, by_bias if ctx.has_bias else None, token, None
+def _total_back(ctx: Any, gradient: Tensor, token: Tensor) -> tuple[Tensor | None, Tensor, None]:
+    if not total_named(ctx.name).differentiated:
+        return None, token, None
+    return *torch.ops.stowplan.total(gradient, token, ctx.name), None
+
+
+def _keep_norm(
+    ctx: Any,
+    inputs: tuple[Tensor, Tensor | None, Tensor | None, Tensor, str],
+    output: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    image, weight, bias, _, ctx.name = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(image, weight, *output[1:3])
+    ctx.mark_non_differentiable(*output[1:3])
+
+
+def _norm_back(ctx: Any, gradient: Tensor, _: Tensor, __: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
+    image, weight, mean, variance = ctx.saved_tensors
+    found, by_weight, by_bias, token = torch.ops.stowplan.norm_back(
+        gradient, image, weight, mean, variance, token, ctx.name
+    )
+    return found, None if weight is None else by_weight, by_bias if ctx.has_bias else None, token, None
+
+
+def _keep_fence(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+    del output
+    _, token, ctx.counts = inputs
+    ctx.device = token.device
+
+
+def _first_token_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Of a result that several workers have, the gradient of one alone counts."""
+    found = gradient if ctx.counts else torch.zeros_like(gradient)
+    return found, torch.zeros((), dtype=torch.float32, device=ctx.device), None
+
+
+exchange.register_autograd(_send_back, setup_context=_keep_exchange)
+total.register_autograd(_total_back, setup_context=_keep_total)
+norm.register_autograd(_norm_back, setup_context=_keep_norm)
+fence.register_autograd(_first_token_back, setup_context=_keep_fence)
 
 
 class Trained(torch.autograd.Function):
@@ -109,20 +117,3 @@ class Bucketed(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         flat, token = torch.ops.stowplan.begin_sums(gradients, token, ctx.name)
         return flat, token, None, *(None for _ in gradients)
-
-
-class Results(torch.autograd.Function):
-    """What the caller gets. Of results that several workers have, the gradient of one alone counts."""
-
-    @staticmethod
-    def forward(ctx: Any, counts: Sequence[bool], token: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.counts, ctx.device = counts, token.device
-        made = tuple(torch.ops.stowplan.fence(value, token) for value in values)
-        ctx.mark_non_differentiable(*(value for value in made if not value.is_floating_point()))
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.counts, gradients, strict=True)
-        found = [gradient if counts else torch.zeros_like(gradient) for counts, gradient in pairs]
-        return None, torch.zeros((), dtype=torch.float32, device=ctx.device), *found

@@ -63,7 +63,8 @@ def bucket_named(name: str) -> Bucket:
 
 
 @torch.library.custom_op("stowplan::exchange", mutates_args=())
-def _exchange(share: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def exchange(share: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """A share becomes what is held."""
     return exchange_named(name).forward(share), token.clone()
 
 
@@ -73,15 +74,17 @@ def _exchange_back(gradient: Tensor, token: Tensor, name: str) -> tuple[Tensor, 
 
 
 @torch.library.custom_op("stowplan::total", mutates_args=())
-def _total(part: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    total = total_named(name)
-    return total.workers.add_up(part, total.axes), token.clone()
+def total(part: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """A part of a sum becomes the sum."""
+    talk = total_named(name)
+    return talk.workers.add_up(part, talk.axes), token.clone()
 
 
 @torch.library.custom_op("stowplan::norm", mutates_args=())
-def _norm(
+def norm(
     image: Tensor, weight: Tensor | None, bias: Tensor | None, token: Tensor, name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The normalised image, mean and variance."""
     return *_norm_named(name).forward(image, weight, bias), token.clone()
 
 
@@ -110,12 +113,13 @@ def _end_sums(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
 
 
 @torch.library.custom_op("stowplan::fence", mutates_args=())
-def _fence(value: Tensor, token: Tensor) -> Tensor:
-    del token  # it only has to be there first
+def fence(value: Tensor, token: Tensor, counts: bool) -> Tensor:
+    """What the caller gets, once all has been said that others wait for."""
+    del token, counts
     return value.clone()
 
 
-@_exchange.register_fake
+@exchange.register_fake
 def _(share: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return share.new_empty(exchange_named(name).held.shape), torch.empty_like(token)
 
@@ -125,13 +129,13 @@ def _(gradient: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return gradient.new_empty(exchange_named(name).share.shape), torch.empty_like(token)
 
 
-@_total.register_fake
+@total.register_fake
 def _(part: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
     del name
     return part.new_empty(part.shape), torch.empty_like(token)
 
 
-@_norm.register_fake
+@norm.register_fake
 def _(
     image: Tensor, weight: Tensor | None, bias: Tensor | None, token: Tensor, name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -170,7 +174,7 @@ def _(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
     return [flat.new_empty(shape) for shape in bucket_named(name).shapes]
 
 
-@_fence.register_fake
-def _(value: Tensor, token: Tensor) -> Tensor:
-    del token
+@fence.register_fake
+def _(value: Tensor, token: Tensor, counts: bool) -> Tensor:
+    del token, counts
     return torch.empty_like(value)

@@ -23,9 +23,9 @@ from stowplan.run.binding import Binding
 from stowplan.run.last_uses import let_go_after
 from stowplan.run.shards.actions import Bring, Values
 from stowplan.run.shards.bucket import Bucket
-from stowplan.run.shards.functions import Results, Trained
+from stowplan.run.shards.functions import Trained
 from stowplan.run.shards.local import LocalStep
-from stowplan.run.shards.operator import enter
+from stowplan.run.shards.operator import enter, fence
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.workers import Workers
 from stowplan.run.tiles.part import index_of
@@ -33,7 +33,6 @@ from stowplan.run.tiles.swept import check_differentiable
 
 _numbers = count()  # steps of a process, alike on all workers: they make them in the same order
 _trained: Any = Trained.apply
-_results: Any = Results.apply
 
 
 class ShardedStep:
@@ -138,9 +137,11 @@ class ShardedStep:
     def _returned(self, values: Values) -> object:
         program, mesh, rank = self.captured.program, self.plan.mesh, self.workers.rank
         names = list(dict.fromkeys(leaf.tensor for leaf in program.outputs if isinstance(leaf, Ref)))
-        counts = [self.plan.layouts[name].is_first(mesh, rank) for name in names]
-        made = _results(counts, values.token, *(values.parts[name] for name in names))
-        found = dict(zip(names, made, strict=True))
+        layouts = self.plan.layouts
+        found = {
+            name: fence(values.parts[name], values.token, layouts[name].is_first(mesh, rank))
+            for name in names
+        }
         leaves = [found[leaf.tensor] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
         return pytree.tree_unflatten(leaves, program.output_spec)
 
