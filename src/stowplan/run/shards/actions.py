@@ -61,7 +61,8 @@ class Make:
 
     def run(self, values: Values) -> None:
         given = {name: take.of(values.parts) for name, take in self.takes.items()}
-        made = self._made(given).reshape(self.shape)
+        made = self._made(given)
+        made = made if made.shape == self.shape else made.reshape(self.shape)
         values.parts[self.call.name] = made if self.kept is None else made[self.kept].clone()
 
     def _made(self, given: Mapping[str, Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from torch.distributed import P2POp, ProcessGroup
 from stowplan.errors import WorkerLost
 from stowplan.run.shards.processes import MeshLike, processes_of
 from stowplan.run.shards.roll_call import forget_losses, lost_among, patience_of, world
+from stowplan.run.shards.threads import let_computing_go_on
 
 
 class Workers:
@@ -44,6 +45,7 @@ class Workers:
             self._others[wanted] = tuple(self._ranks[worker] for worker in row if worker != self.rank)
             if wanted not in self._groups:
                 self._groups[wanted] = self._group_of([self._ranks[worker] for worker in row])
+        let_computing_go_on()  # each group has a thread of its own
 
     def _group_of(self, ranks: list[int]) -> ProcessGroup | None:
         if len(ranks) == dist.get_world_size():

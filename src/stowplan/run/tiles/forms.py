@@ -141,9 +141,9 @@ def _expand(call: LocalCall, given: Given) -> Tensor:
 
 
 def _slice(_: LocalCall, given: Given) -> Tensor:
-    """What is needed begins and ends with an index that is taken."""
-    made: Tensor = aten.slice.Tensor(given["self"], given["dim"], 0, None, given["step"])
-    return made
+    """What is needed begins and ends with an index that is taken; without gaps it is the part itself."""
+    part: Tensor = given["self"]
+    return part if given["step"] == 1 else aten.slice.Tensor(part, given["dim"], 0, None, given["step"])
 
 
 def _itself(_: LocalCall, given: Given) -> Tensor:
