@@ -1,6 +1,8 @@
 """Networks with norms, cut before each of them and swept: eager's gradients, and half of what eager keeps."""
 
+import copy
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,7 +17,11 @@ from stowplan.errors import BadUse
 from stowplan.ir import Phase, validate
 from stowplan.ops.table import shape_of
 from stowplan.plan.pricing import price_by_macs
-from stowplan.plan.tiles.borders import in_tiling_order, stretches_between_norms
+from stowplan.plan.tiles.borders import (
+    in_tiling_order,
+    stretches_between_narrow_norms,
+    stretches_between_norms,
+)
 from stowplan.plan.tiles.collapse import SWEEP, collapse
 from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.rects import cut_tensors
@@ -36,10 +42,10 @@ def in_order(captured: Captured) -> Captured:
     return replace(captured, graph=validate(in_tiling_order(captured.graph)))
 
 
-def sweeps_between_norms(captured: Captured) -> list[Sweep]:
+def sweeps_of(captured: Captured, stretches: Iterable[tuple[str, ...]]) -> list[Sweep]:
     """All stretches that can be cut in two along their last dims."""
     found = []
-    for stretch in stretches_between_norms(captured.graph):
+    for stretch in stretches:
         try:
             segment = segment_of(captured.graph, stretch)
             shape = shape_of(captured.graph.tensors[cut_tensors(segment)[0]])
@@ -54,12 +60,41 @@ def sweeps_between_norms(captured: Captured) -> list[Sweep]:
 def test_a_step_swept_between_its_norms(name: str) -> None:
     model, args = NETS[name].build("tiny", device="cpu", dtype=torch.float64, seed=0, **SIZES[name])
     captured = in_order(capture(model, args))
-    sweeps = sweeps_between_norms(captured)
+    sweeps = sweeps_of(captured, stretches_between_norms(captured.graph))
     assert len(sweeps) > 4
-    step = StraightStep(capture_swept(captured, model, args, sweeps=sweeps), model)
+    assert error_of(captured, model, args, sweeps) < 1e-12
+
+
+def error_of(captured: Captured, model: nn.Module, args: tuple[Tensor, ...], sweeps: list[Sweep]) -> float:
+    """Of loss, gradients and buffers of the step with these sweeps, against eager."""
+    twin = copy.deepcopy(model)
+    step = StraightStep(capture_swept(captured, twin, args, sweeps=sweeps), twin)
     loss, gradients = gradients_of(model, model, args)
-    found, swept = gradients_of(step, model, args)
-    assert relative_error([found, *swept], [loss, *gradients]) < 1e-12
+    found, swept = gradients_of(step, twin, args)
+    buffers, updated = ([buffer.double() for buffer in net.buffers()] for net in (model, twin))
+    return relative_error([found, *swept, *updated], [loss, *gradients, *buffers])
+
+
+def test_a_step_swept_between_its_narrow_norms() -> None:
+    """What a bottleneck widens to is never whole; what is handed on is as narrow as it gets."""
+    model, args = NETS["resnet50"].build(
+        "tiny", device="cpu", dtype=torch.float64, seed=0, **SIZES["resnet50"]
+    )
+    captured = in_order(capture(model, args))
+    sweeps = sweeps_of(captured, stretches_between_narrow_norms(captured.graph))
+    deep = [sweep for sweep in sweeps if len(sweep.rounds) > 2]
+    assert len(deep) >= 3
+    assert all(_widest(sweep) >= 2 * _normed_bytes(sweep) for sweep in deep)
+    assert error_of(captured, model, args, sweeps) < 1e-12
+
+
+def _widest(sweep: Sweep) -> int:
+    return max(sweep.segment.graph.tensors[name].nbytes or 0 for name in sweep.segment.inside)
+
+
+def _normed_bytes(sweep: Sweep) -> int:
+    """Of what the first norm of a sweep is taken of."""
+    return sweep.segment.graph.tensors[sweep.rounds[0].statistics[0].inputs[0].tensor].nbytes or 0
 
 
 def test_a_graph_with_norms_collapsed_updates_every_buffer_once() -> None:

@@ -74,6 +74,14 @@ def test_what_joined_stages_hand_to_each_other_is_never_whole() -> None:
         assert inside & borders
 
 
+def test_every_pool_ends_a_stage() -> None:
+    """Also the one behind which as much is handed on as before: the last pools of VGG."""
+    graph = in_tiling_order(capture(*vgg()).graph)
+    borders = [stage[-1] for stage in stages_of(graph)]
+    pools = [op.id for op in graph.ops if op.type == "aten.max_pool2d_with_indices.default"]
+    assert borders[:4] == pools[:4]
+
+
 def test_two_stages_as_one_need_less_than_the_second_alone() -> None:
     graph = in_tiling_order(capture(*vgg()).graph)
     need, (first, second, *_) = Needs(graph), stages_of(graph)

@@ -3,10 +3,14 @@
 A norm whose input is a segment's input costs one more reading of that; inside of a segment it costs all that
 stands before it once more. So a network with norms is cut right before each of them. What a norm makes, and
 the activation behind it, is then never whole: half of what plain training keeps.
+
+Where a block hands on little but widens inside, as a bottleneck does, it is also cut before its narrow norms
+alone: what the wide ones are taken of is computed once more, and never whole either.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import dropwhile, takewhile
 
 from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.regions import Partial
@@ -14,6 +18,8 @@ from stowplan.ops.statistics import statistic_of
 from stowplan.ops.table import site_of
 from stowplan.ops.tiling import RESHAPES
 from stowplan.plan.tiles.crops import crops_early
+
+_WIDE = 2  # times the bytes at the borders before and behind: what is handed on there is better not whole
 
 
 def in_tiling_order(graph: Graph) -> Graph:
@@ -41,6 +47,27 @@ def stretches_between_norms(graph: Graph) -> list[tuple[str, ...]]:
     borders = sorted({_start(graph, forward, place) for place in _norms(graph, forward)} - {0})
     edges = zip((0, *borders), (*borders, len(forward)), strict=True)
     return [tuple(op.id for op in forward[low:high]) for low, high in edges]
+
+
+def stretches_between_narrow_norms(graph: Graph) -> list[tuple[str, ...]]:
+    """The same, but that stretches are one where the norms between them are wide."""
+    first, *others = stretches_between_norms(graph)
+    handed = [0, *(_bytes_at_start(graph, stretch) for stretch in others), 0]
+    merged = [first]
+    for place, stretch in enumerate(others, start=1):
+        if handed[place] >= _WIDE * max(handed[place - 1], handed[place + 1]):
+            merged[-1] += stretch
+        else:
+            merged.append(stretch)
+    return merged
+
+
+def _bytes_at_start(graph: Graph, stretch: Sequence[str]) -> int:
+    """Bytes of what the norms that a stretch begins with are taken of."""
+    ops = {op.id: op for op in graph.ops}
+    behind = dropwhile(lambda op: not _is_norm(graph, op), (ops[name] for name in stretch))
+    norms = takewhile(lambda op: _is_norm(graph, op), behind)
+    return sum(graph.tensors[op.inputs[0].tensor].nbytes or 0 for op in norms)
 
 
 def _norms(graph: Graph, forward: list[Op]) -> Iterator[int]:

@@ -12,7 +12,7 @@ from math import prod
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.table import shape_of
-from stowplan.plan.tiles.borders import stretches_between_norms
+from stowplan.plan.tiles.borders import stretches_between_narrow_norms, stretches_between_norms
 from stowplan.plan.tiles.costs import SweepCosts, costs_of_sweep
 from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import rounds_of
@@ -23,6 +23,7 @@ _GAIN = 0.9  # of the peak before: a grid that is finer for less is not worth it
 _HALO = 0.35  # a stage whose tiles do so much twice is cut no finer
 _DIP = 0.95  # bytes handed on at the end of a stage, against the most inside it, at most
 _RISE = 1.01  # of these bytes is a rise
+_FALL = 0.3  # of the most inside it: so little handed on ends a stage, if it is not less yet behind
 _TILES = 256
 _STAGES = 8
 
@@ -41,14 +42,24 @@ Tiling = tuple[Tiled, ...]
 
 def stage_tilings(graph: Graph) -> Iterator[Tiling]:
     """Ways to tile some stages, from the one that holds most to all that can be, coarsely and finely."""
-    between_norms = stretches_between_norms(graph)
-    for stretches in (stages_of(graph), between_norms if len(between_norms) > 1 else ()):
+    for stretches in _kinds_of_stretches(graph):
         stages = [list(grids_tried(graph, stretch)) for stretch in stretches]
         for small in _SMALL:
             tiled = [found for tried in stages if (found := _first_small(tried, small))]
             sizes = sorted({_size(stage) for stage in tiled}, reverse=True)
             for size in sizes[:_STAGES]:
                 yield tuple(stage for stage in tiled if _size(stage) >= size)
+
+
+def _kinds_of_stretches(graph: Graph) -> Iterator[list[tuple[str, ...]]]:
+    """Stages, then what is between norms, then between narrow ones, as far as there are such."""
+    yield stages_of(graph)
+    between_norms = stretches_between_norms(graph)
+    if len(between_norms) > 1:
+        yield between_norms
+        between_narrow = stretches_between_narrow_norms(graph)
+        if between_narrow != between_norms:
+            yield between_narrow
 
 
 def stages_of(graph: Graph) -> list[tuple[str, ...]]:
@@ -64,10 +75,14 @@ def stages_of(graph: Graph) -> list[tuple[str, ...]]:
 
 
 def _is_valley(crossing: Sequence[int], start: int, place: int) -> bool:
-    """Whether the bytes are below the most of the stage, and rise again before they fall further."""
-    here = crossing[place]
+    """Whether the bytes are below the most of the stage, and rise again before they fall further.
+
+    Where they are far below it, it is enough that they do not fall further at once.
+    """
+    here, most = crossing[place], max(crossing[start:place], default=0)
     rises = next((c > here for c in crossing[place + 1 :] if not here <= c <= _RISE * here), False)
-    return here < _DIP * max(crossing[start:place], default=0) and crossing[place + 1] > here and rises
+    is_low = here < _DIP * most and crossing[place + 1] > here and rises
+    return is_low or (here < _FALL * most and crossing[place + 1] >= here)
 
 
 def _crossing_bytes(graph: Graph, forward: Sequence[Op]) -> list[int]:
