@@ -1,9 +1,11 @@
 """Operands: real tensors to try an op on, with contents that every op accepts.
 
 Floating point numbers lie between 0 and 1, so that roots, logarithms and probabilities are all legal.
-Integers are 0, which is an index into anything.
+Integers are 0, which is an index into anything. What is large is 0 as well, and takes memory only where it is
+touched: a sweep over a few tiles of it touches little.
 """
 
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from stowplan.capture import Argument, Ref
 from stowplan.run.signature import Operand, Signature
 
+LARGE_BYTES = 2**28
 _BLOCK = 2**16  # numbers that are drawn; a larger tensor repeats them
 
 
@@ -43,6 +46,8 @@ def _filled(value: Argument, named: Mapping[str, Tensor]) -> object:
 
 
 def _values(count: int, operand: Operand) -> Tensor:
+    if count * operand.dtype.itemsize > LARGE_BYTES and operand.device.type == "cpu":
+        return torch.frombuffer(mmap.mmap(-1, count * operand.dtype.itemsize), dtype=operand.dtype)
     if operand.dtype is torch.bool:
         return _repeated((_drawn(count) < 0.5).to(operand.device), count)
     if operand.dtype.is_floating_point or operand.dtype.is_complex:

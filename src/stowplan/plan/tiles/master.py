@@ -2,13 +2,15 @@
 
 The budget comes first, exactness second, time third. A plan without tiles gives the plain step's gradients
 bit for bit, one with tiles within rounding: so tiles enter where nothing else is within the budget, or, for
-whoever prefers time, where they are faster. Ways are looked at by the least that they could take, and only
-while they could still win; a budget that the step as it is meets is answered without looking at any.
+whoever prefers time, where they are faster. The way that could take least is always looked at next, closer
+each time, and only while it could still win; a budget that the step as it is meets is answered without
+looking at any.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import heappop, heappush
 from math import inf
 from typing import Generic, TypeVar
 
@@ -54,23 +56,20 @@ class MasterPlanner(Generic[W]):
         best = _answer(self.plain, allowed_bytes)
         if best is not None and (self.prefer is Prefer.EXACTNESS or self._costs_nothing(best[0])):
             return best
-        for least, way in self._by_least_seconds(allowed_bytes):
-            if best is not None and least >= best[0].projected_seconds:
-                break
-            found = _answer(way, allowed_bytes, inf if best is None else best[0].projected_seconds)
-            if found and (best is None or found[0].projected_seconds < best[0].projected_seconds):
-                best = found
+        queue = [(0.0, number, way.bounds(allowed_bytes)) for number, way in enumerate(self.ways)]
+        while queue and (best is None or queue[0][0] < best[0].projected_seconds):
+            _, number, bounds = heappop(queue)
+            closer = _next(bounds)
+            if closer is None:
+                best = _faster(best, _answer(self.ways[number], allowed_bytes))
+            elif closer < inf:
+                heappush(queue, (closer, number, bounds))
         if best is None:
             raise self._too_small(allowed_bytes)
         return best
 
     def _costs_nothing(self, plan: Plan) -> bool:
         return plan.projected_seconds <= self.step.seconds * (1 + _ROUNDING)
-
-    def _by_least_seconds(self, allowed_bytes: int) -> list[tuple[float, W]]:
-        """The ways to tile that could do, the most promising first."""
-        by_way = [(way.least_seconds(allowed_bytes), way) for way in self.ways]
-        return sorted(((least, way) for least, way in by_way if least < inf), key=lambda pair: pair[0])
 
     @property
     def ways(self) -> tuple[W, ...]:
@@ -105,16 +104,27 @@ class MasterPlanner(Generic[W]):
         return smallest
 
 
-def _answer(way: W, allowed_bytes: int, below_seconds: float = inf) -> tuple[Plan, W] | None:
-    """What a way answers, unless it now knows that it takes too much memory or time."""
-    if way.floor_bytes > allowed_bytes:
-        return None
+def _next(bounds: Iterator[float]) -> float | None:
+    """None if there is no closer bound, infinite if it turns out to be no way at all."""
     try:
-        if way.least_seconds(allowed_bytes) >= below_seconds:
-            return None
-        return way.plan(allowed_bytes), way
+        return next(bounds, None)
+    except (BadUse, CaptureError):
+        return inf
+
+
+def _answer(way: W, allowed_bytes: int) -> tuple[Plan, W] | None:
+    """What a way answers, unless it now knows that it takes too much memory."""
+    try:
+        return None if way.floor_bytes > allowed_bytes else (way.plan(allowed_bytes), way)
     except (BudgetTooSmall, BadUse, CaptureError):
         return None
+
+
+def _faster(one: tuple[Plan, W] | None, other: tuple[Plan, W] | None) -> tuple[Plan, W] | None:
+    """Of two answers, or none; the first if they are as fast."""
+    if one is None or other is None:
+        return one or other
+    return other if other[0].projected_seconds < one[0].projected_seconds else one
 
 
 def _refusal(way: Way, allowed_bytes: int) -> BudgetTooSmall | None:

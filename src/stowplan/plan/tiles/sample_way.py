@@ -72,10 +72,10 @@ class SampleWay:
     def floor_bytes(self) -> int:
         return self._beside_bytes + min(way.floor_bytes for way in (self._inner.plain, *self._inner.ways))
 
-    def least_seconds(self, allowed_bytes: int) -> float:
+    def bounds(self, allowed_bytes: int) -> Iterator[float]:
         room = allowed_bytes - self._beside_bytes
-        least = min(way.least_seconds(room) for way in (self._inner.plain, *self._inner.ways))
-        return self._other_seconds + self._costs.tiles * least
+        least = min(bound for way in (self._inner.plain, *self._inner.ways) for bound in way.bounds(room))
+        yield self._other_seconds + self._costs.tiles * least
 
     def plan(self, allowed_bytes: int) -> Plan:
         try:

@@ -1,6 +1,6 @@
 """Way: one graph for the step, with tiles or without, that answers budgets with plans."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -38,14 +38,17 @@ class PlainStep:
 
 
 class Way(Protocol):
-    """A source of plans, of which two things are known before plans are searched for."""
+    """A source of plans, of which some things can be known before plans are searched for."""
 
     @property
     def floor_bytes(self) -> int:
         """No plan of it needs less."""
 
-    def least_seconds(self, allowed_bytes: int) -> float:
-        """No plan of it within so many bytes is expected to be faster; infinite if there can be none."""
+    def bounds(self, allowed_bytes: int) -> Iterator[float]:
+        """Seconds that no plan of it within so many bytes is expected to be below; infinite if there is none.
+
+        Each is closer than the one before, and takes longer to know.
+        """
 
     def plan(self, allowed_bytes: int) -> Plan:
         """The fastest plan found; raises BudgetTooSmall, or BadUse if it turns out to be no way at all."""
@@ -111,7 +114,11 @@ class GraphWay:
     def floor_bytes(self) -> int:
         return self._problem.standing_bytes if self._may_move else floor_of(self._problem)
 
+    def bounds(self, allowed_bytes: int) -> Iterator[float]:
+        yield self.least_seconds(allowed_bytes)
+
     def least_seconds(self, allowed_bytes: int) -> float:
+        """What no plan within so many bytes is below; infinite if there is none."""
         if allowed_bytes < self.floor_bytes:
             return inf
         bound = 0.0 if self._may_move else relaxed_bound_of(self._problem, allowed_bytes)

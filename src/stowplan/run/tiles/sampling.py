@@ -13,11 +13,12 @@ from stowplan.ops.macs import macs_of
 from stowplan.ops.table import elements_of, site_of
 from stowplan.plan.tiles.rects import Tile
 from stowplan.plan.tiles.rounds import Round
+from stowplan.run.machine import free_bytes
 from stowplan.run.probe_cache import Cost
 from stowplan.run.signature import Signature
 from stowplan.run.tiles.operator import known_for_now, sweep_named
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.trial import cost_of
+from stowplan.run.trial import cost_of, tried
 
 SWEEPS = ("stowplan.sweep.default", "stowplan.sweep_backward.default", "stowplan.sweep_loss.default")
 _MOVED = 16  # multiply-accumulates that take about as long as reading and writing one element
@@ -25,10 +26,11 @@ _MOVED = 16  # multiply-accumulates that take about as long as reading and writi
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some tiles of a round, by number, and how many times their work all tiles are."""
+    """Some tiles of a round, by number, and how much there is to do in these and in all."""
 
     tiles: tuple[int, ...]
-    times: float
+    work: float
+    all_work: float
 
 
 def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) -> Cost | None:
@@ -36,10 +38,15 @@ def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) ->
     if str(signature.call.target) not in SWEEPS:
         return cost_of(signature, device, repeats=repeats)
     sweep = sweep_named(str(signature.call.args[-1]))
+    if signature.operand_bytes > free_bytes(device):
+        return None
     samples = [sample_of(of_round) for of_round in sweep.rounds]
     once = _tried(sweep, [()] * len(samples), signature, device)
-    costs = [_tried(sweep, _alone(samples, number), signature, device) for number in range(len(samples))]
-    return _merged(once, costs, samples)
+    some = _tried(sweep, [sample.tiles for sample in samples], signature, device)
+    if once is None or some is None:
+        return None
+    times = sum(sample.all_work for sample in samples) / sum(sample.work for sample in samples)
+    return Cost(once.seconds + max(0.0, some.seconds - once.seconds) * times, some.rise_bytes)
 
 
 def sample_of(of_round: Round) -> Sample:
@@ -50,7 +57,7 @@ def sample_of(of_round: Round) -> Sample:
     unlike = next((n for n in by_size if shapes[n] != shapes[by_size[0]]), by_size[-1])
     tiles = tuple(dict.fromkeys((by_size[0], unlike)))
     work = work_of(of_round)
-    return Sample(tiles, sum(work) / max(1e-12, sum(work[number] for number in tiles)))
+    return Sample(tiles, sum(work[number] for number in tiles), sum(work))
 
 
 def work_of(of_round: Round) -> list[float]:
@@ -66,25 +73,10 @@ def _shapes(tile: Tile) -> tuple[tuple[int, ...], ...]:
     return tuple(level.made.shape for level in tile.levels)
 
 
-def _alone(samples: Sequence[Sample], number: int) -> list[tuple[int, ...]]:
-    """The sample of one round, and no tile of the others."""
-    return [sample.tiles if n == number else () for n, sample in enumerate(samples)]
-
-
 def _tried(
     sweep: Sweep, tiles: Sequence[Sequence[int]], signature: Signature, device: torch.device
 ) -> Cost | None:
     call = signature.call
     with known_for_now(sweep.only(tiles)) as name:
         some = replace(signature, call=replace(call, args=(*call.args[:-1], name)))
-        return cost_of(some, device, repeats=1)
-
-
-def _merged(once: Cost | None, costs: Sequence[Cost | None], samples: Sequence[Sample]) -> Cost | None:
-    seconds, rises = 0.0, list[int]()
-    for cost, sample in zip(costs, samples, strict=True):
-        if once is None or cost is None:
-            return None
-        seconds += max(0.0, cost.seconds - once.seconds) * sample.times
-        rises.append(cost.rise_bytes)
-    return None if once is None else Cost(once.seconds + seconds, max(once.rise_bytes, *rises))
+        return tried(some, device, repeats=1)

@@ -80,7 +80,7 @@ class CapturedWay(GraphWay):
 
 
 class SweptWay:
-    """Some stretches in sweeps. It is captured when first asked for its memory, and tried for its plans."""
+    """Some stretches in sweeps. It is captured for its memory, and tried for its time and its plans."""
 
     def __init__(
         self, subject: Subject, tiling: Tiling, sweeping: Sweeping, step: PlainStep, search: Search
@@ -88,19 +88,14 @@ class SweptWay:
         self._subject, self._tiling, self._step, self._search = subject, tiling, step, search
         self._sweeping = sweeping
 
-    def least_seconds(self, allowed_bytes: int) -> float:
-        """What is expected of sweeps tried by a few of their tiles; once it is captured, its own bound."""
-        if self._surely_there_bytes > allowed_bytes:
-            return inf
-        is_captured = "captured" in vars(self)
-        return self._tried.least_seconds(allowed_bytes) if is_captured else self._expected_seconds
-
-    @cached_property
-    def _expected_seconds(self) -> float:
-        try:
-            return self._step.seconds + sum(map(self._sweeping.extra_seconds, self._tiling))
-        except BadUse:  # an op inside has no form on such parts
-            return inf
+    def bounds(self, allowed_bytes: int) -> Iterator[float]:
+        """By the work of its sweeps; by their trials, if memory can do; as captured with them."""
+        if self._surely_there_bytes <= allowed_bytes:
+            yield self._step.seconds + sum(map(self._sweeping.hoped_extra_seconds, self._tiling))
+        if self._surely_there_bytes > allowed_bytes or self.floor_bytes > allowed_bytes:
+            yield inf
+        yield self._step.seconds + sum(map(self._sweeping.extra_seconds, self._tiling))
+        yield self._tried.least_seconds(allowed_bytes)
 
     @cached_property
     def _surely_there_bytes(self) -> int:
