@@ -115,7 +115,9 @@ def _keep_inputs(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor
 def _sweep_again(ctx: Any, incoming: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
     sweep = sweep_named(ctx.name)
     given = [
-        torch.zeros(shape_of(tensor), dtype=getattr(torch, str(tensor.dtype)))
+        torch.zeros(
+            shape_of(tensor), dtype=getattr(torch, str(tensor.dtype)), device=ctx.saved_tensors[0].device
+        )
         if gradient is None
         else gradient
         for gradient, tensor in zip(incoming, sweep.outputs, strict=False)
