@@ -2,18 +2,22 @@
 
     python -m benchmarks.shards calibrate 2 machine.toml
 
-The file is optional. Projected seconds of steps on this many workers are held against measured ones.
+The file is optional. All is measured in rounds, by the same processes, the steps that are projected as well:
+what else the machine does in that time is then in both.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import truediv
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.nets import NETS
 from benchmarks.shards.memory import differentiate
@@ -21,81 +25,107 @@ from benchmarks.shards.processes import on_workers
 from stowplan.capture import capture
 from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.plan.shards.projection import Network, project
+from stowplan.plan.shards.projection import Network, expected_most, project
 from stowplan.plan.shards.seeds import seeds_for
 from stowplan.run.machine import measure_machine
+from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep, ends_of
 from stowplan.run.shards.workers import Workers
 
-REFERENCE: dict[str, Any] = {"resolution": 316, "width": 16, "batch": 1}
-ELEMENTS = [2**n for n in range(1, 22, 4)]
-CHECKS = {
-    2: (("unet", "data=2", 316), ("unet", "space=2", 316)),
-    4: (("unet", "data=2,space=2", 316), ("unet", "space=2x2", 316)),
-}
-_TIMES = 5
-Parcels = list[tuple[int, torch.Tensor]]
+SIZE = {"resolution": 316, "width": 16}
+ROUNDS = 15
+CHECKS = {2: ("data=2", "space=2"), 4: ("data=4", "data=2,space=2", "space=2x2")}
+# Pieces of about a millisecond between two talks, and elements that are sent.
+TALKS = ((1, 0), (1, 1), (4, 0), (4, 1), (4, 2**16), (4, 2**19), (16, 0), (16, 1))
+_TALKS = 8
+Rounds = dict[str, list[float]]
 
 
-def median_seconds(work: Callable[[], object]) -> float:
-    """Of several times, which all workers begin together."""
-    times = []
-    for _ in range(_TIMES):
-        dist.barrier()
-        begun = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begun)
-    return sorted(times)[_TIMES // 2]
+def step_on(mesh: MeshLike, batch: int) -> Callable[[], None]:
+    """A step of the reference net, ready to be run."""
+    model, args = NETS["unet"].build("real", batch=batch, **SIZE)  # type: ignore[arg-type]
+    step = ShardedStep(model, args, mesh=mesh)
+    shares, _ = step.share(*args)
+    return partial(differentiate, step, shares)
 
 
-def compute() -> Machine:
-    """The roofline, lowered to what a step of the reference net reaches of it."""
+class Talking:
+    """Pieces of computing with a message to the next worker after every so many, or without."""
+
+    def __init__(self, count: int) -> None:
+        self._workers = Workers(parse_mesh(f"space={count}"))
+        self._ahead, self._behind = ((self._workers.rank + way) % count for way in (1, -1))
+        self._image, self._kernel = torch.randn(1, 32, 64, 64), torch.randn(32, 32, 3, 3)
+
+    def run(self, pieces: int, elements: int) -> None:
+        """Several times; without `elements` nothing is said."""
+        parcel, room = torch.zeros(elements), torch.zeros(elements)
+        for _ in range(_TALKS):
+            for _ in range(pieces):
+                torch.conv2d(self._image, self._kernel)
+            if elements:
+                self._workers.swap([(self._ahead, parcel)], [(self._behind, room)])()
+
+
+def rounds(count: int) -> Rounds:
+    """Seconds of everything, round by round, on one of several workers that all do the same."""
+    apart = init_device_mesh("cpu", (count, 1), mesh_dim_names=("apart", "data"))["data"]
+    talking = Talking(count)
+    work: dict[str, Callable[[], object]] = {"alone": step_on(apart, 1)}
+    work |= {mesh: step_on(mesh, count) for mesh in CHECKS[count]}
+    work |= {f"{p} {e}": partial(talking.run, p, e) for p, e in TALKS}
+    found: Rounds = {name: [] for name in work}
+    for _ in range(ROUNDS + 1):
+        for name, run in work.items():
+            found[name].append(_timed(run))
+    return {name: seconds[1:] for name, seconds in found.items()}
+
+
+def _timed(run: Callable[[], object]) -> float:
     dist.barrier()
+    begun = time.perf_counter()
+    run()
+    return time.perf_counter() - begun
+
+
+def compute(alone: float, workers_per_core: float) -> Machine:
+    """The roofline of a core, lowered to what a step of the reference net reaches of it."""
     peak = measure_machine(cache=None)
-    model, args = NETS["unet"].build("real", **REFERENCE)
-    differentiate(model, args)
-    measured = median_seconds(lambda: differentiate(model, args))
-    projected = sum(price_by_roofline(capture(model, args).graph, peak).seconds.values())
-    reached = projected / measured
+    graph = capture(*NETS["unet"].build("real", device="meta", batch=1, **SIZE)).graph  # type: ignore[arg-type]
+    reached = sum(price_by_roofline(graph, peak).seconds.values()) / alone * workers_per_core
     return Machine(peak.macs_per_second * reached, peak.bytes_per_second * reached, peak.launch_seconds)
 
 
-def network() -> Network:
-    """Latency and bandwidth: the line through the seconds of exchanges with the next worker."""
-    count = dist.get_world_size()
-    workers = Workers(parse_mesh(f"space={count}"))
-    ahead, behind = (workers.rank + 1) % count, (workers.rank - 1) % count
-    seconds = []
-    for elements in ELEMENTS:
-        sends, receives = [(ahead, torch.zeros(elements))], [(behind, torch.zeros(elements))]
-        seconds.append(median_seconds(partial(_swap, workers, sends, receives)))
-    sizes = np.array([4.0 * elements for elements in ELEMENTS])
-    weights = 1 / np.array(seconds)  # relative errors count
-    slope, latency = np.polyfit(sizes, np.array(seconds), 1, w=weights)
-    return Network(float(latency), float(1 / slope))
+def network(took: Rounds, workers_per_core: float) -> Network:
+    """Of what a talk adds to t seconds: latency + bytes / bandwidth + sqrt(jitter * t) * the most of two."""
+    talks = [(p, e) for p, e in TALKS if e]
+    added = np.array([_added(took[f"{p} {e}"], took[f"{p} 0"]) for p, e in talks])
+    roots = [np.sqrt(median(took[f"{p} 0"]) / _TALKS) for p, _ in talks]
+    terms = np.array([[1.0, 4.0 * e, root] for (_, e), root in zip(talks, roots, strict=True)])
+    latency, slope, root = _not_negative(terms, added)
+    jitter = (root / expected_most(2)) ** 2
+    return Network(latency, 1 / slope, jitter, workers_per_core)
 
 
-def _swap(workers: Workers, sends: Parcels, receives: Parcels) -> None:
-    workers.swap(sends, receives)()
+def _added(talking: Sequence[float], silent: Sequence[float]) -> float:
+    """By one talk, in the middle of all rounds."""
+    return median(one - other for one, other in zip(talking, silent, strict=True)) / _TALKS
 
 
-def calibrated() -> tuple[Machine, Network]:
-    """Both, on one of several workers that all do the same."""
-    return compute(), network()
+def _not_negative(terms: np.ndarray, values: np.ndarray) -> list[float]:
+    """Least squares of relative errors; a term that would be negative is left out."""
+    weights = 1 / np.maximum(values, 1e-5)
+    kept = list(range(terms.shape[1]))
+    while True:
+        found, *_ = np.linalg.lstsq(terms[:, kept] * weights[:, None], values * weights, rcond=None)
+        if min(found) > 0:
+            return [float(dict(zip(kept, found, strict=True)).get(n, 0.0)) for n in range(terms.shape[1])]
+        kept.pop(int(np.argmin(found)))
 
 
-def measured(name: str, mesh: str, resolution: int) -> float:
-    """Seconds of a step on a mesh."""
-    model, args = NETS[name].build("real", resolution=resolution, width=16, batch=2)
-    step = ShardedStep(model, args, mesh=parse_mesh(mesh))
-    shares, _ = step.share(*args)
-    differentiate(step, shares)
-    return median_seconds(lambda: differentiate(step, shares))
-
-
-def projected(name: str, mesh: str, resolution: int, machine: Machine, wires: Network) -> float:
-    """The same, by `simulate`."""
-    captured = capture(*NETS[name].build("real", device="meta", resolution=resolution, width=16, batch=2))
+def projected(mesh: str, batch: int, machine: Machine, wires: Network) -> float:
+    """A step by `simulate`."""
+    captured = capture(*NETS["unet"].build("real", device="meta", batch=batch, **SIZE))  # type: ignore[arg-type]
     found, graph = parse_mesh(mesh), captured.graph
     return project(graph, found, seeds_for(graph, found), ends_of(captured), machine, wires).step_seconds
 
@@ -108,20 +138,29 @@ def text_of(machine: Machine, wires: Network) -> str:
         f"launch_seconds = {machine.launch_seconds:.2e}\n\n"
         f"[network]\nlatency_seconds = {wires.latency_seconds:.2e}\n"
         f"bytes_per_second = {wires.bytes_per_second:.3e}\n"
+        f"jitter_seconds = {wires.jitter_seconds:.2e}\n"
+        f"workers_per_core = {wires.workers_per_core:g}\n"
     )
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure, then write or check."""
+    """Measure, write, and check."""
     count = int(words[0]) if words else 2
-    machine, wires = on_workers(count, calibrated)[0]
+    sharing = max(1.0, count / len(os.sched_getaffinity(0)))
+    found: Sequence[Rounds] = on_workers(count, rounds, count)
+    usual, slowest = (_together(found, of) for of in (fmean, max))
+    machine, wires = compute(median(usual["alone"]), sharing), network(usual, sharing)
     print(text_of(machine, wires), flush=True)
     for file in words[1:]:
         Path(file).write_text(text_of(machine, wires), encoding="utf-8")
-    for check in CHECKS[count]:
-        found, told = max(on_workers(count, measured, *check)), projected(*check, machine, wires)
-        print(
-            f"{check[0]} {check[2]} on {check[1]}: measured {found:.3f} s, projected {told:.3f} s,"
-            f" {told / found - 1:+.0%}",
-            flush=True,
-        )
+    alone = median(usual["alone"])
+    print(f"unet {SIZE['resolution']} alone, all at once: {alone:.3f} s")
+    for mesh in CHECKS[count]:
+        told = projected(mesh, count, machine, wires)
+        took = alone * median(map(truediv, slowest[mesh], usual["alone"]))  # in one mood of the machine
+        print(f"on {mesh}: measured {took:.3f} s, projected {told:.3f} s, {told / took - 1:+.0%}", flush=True)
+
+
+def _together(found: Sequence[Rounds], of: Callable[[Sequence[float]], float]) -> Rounds:
+    """Of all workers, round by round."""
+    return {name: [of(each) for each in zip(*(one[name] for one in found), strict=True)] for name in found[0]}

@@ -23,7 +23,8 @@ from stowplan.plan.shards.seeds import seeds_for
 from stowplan.units import parse_bytes
 
 _KEYS = (
-    "[compute] macs_per_second, bytes_per_second, launch_seconds; [network] latency_seconds, bytes_per_second"
+    "[compute] macs_per_second, bytes_per_second, launch_seconds;"
+    " [network] latency_seconds, bytes_per_second, jitter_seconds, workers_per_core"
 )
 
 Graphs: TypeAlias = Callable[[int], Graph]
@@ -159,6 +160,7 @@ def _figures(projection: Projection, efficiency: float) -> Mapping[str, Any]:
         "step_seconds": projection.step_seconds,
         "compute_seconds": projection.compute_seconds,
         "network_seconds": projection.network_seconds,
+        "waiting_seconds": projection.waiting_seconds,
         "efficiency": efficiency,
         "sent_bytes": projection.sent_bytes,
         "summed_bytes": projection.summed_bytes,

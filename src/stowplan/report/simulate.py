@@ -59,7 +59,7 @@ def _show_table(
             f"{row.mesh.size:,}",
             str(row.mesh),
             format_seconds(row.step_seconds),
-            format_seconds(row.network_seconds),
+            format_seconds(row.network_seconds + row.waiting_seconds),
             f"{efficiency:.1%}",
             format_bytes(row.sent_bytes),
             format_bytes(row.summed_bytes),

@@ -16,6 +16,7 @@ from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.plan.shards.projection import Network, Projection, project
 from stowplan.plan.shards.seeds import seeds_for
 
+NETWORK = Network()
 TARGET = """
 from benchmarks.nets import NETS
 
@@ -29,10 +30,10 @@ def unet() -> Captured:
     return capture(*NETS["unet"].build("tiny", device="meta", resolution=412))
 
 
-def projected(captured: Captured, mesh: str) -> Projection:
+def projected(captured: Captured, mesh: str, network: Network = NETWORK) -> Projection:
     graph, found = captured.graph, parse_mesh(mesh)
     ends = [op.outputs[0].tensor for op in graph.ops if op.type == "aten.nll_loss2d_forward.default"]
-    return project(graph, found, seeds_for(graph, found), ends, Machine(), Network())
+    return project(graph, found, seeds_for(graph, found), ends, Machine(), network)
 
 
 def test_more_workers_take_less_compute_and_memory_each_and_talk_more(unet: Captured) -> None:
@@ -42,6 +43,22 @@ def test_more_workers_take_less_compute_and_memory_each_and_talk_more(unet: Capt
     assert alone.peak_bytes > four.peak_bytes > many.peak_bytes
     assert four.sent_bytes > 0
     assert four.efficiency(alone.step_seconds) > many.efficiency(alone.step_seconds)
+
+
+def test_workers_wait_for_the_slowest_of_more_the_more_uneven_their_pace(unet: Captured) -> None:
+    even, uneven = Network(), Network(jitter_seconds=1e-3)
+    assert projected(unet, "space=2", even).waiting_seconds == 0
+    assert projected(unet, "space=1", uneven).waiting_seconds == 0
+    by_batch = projected(unet, "data=2", uneven).waiting_seconds
+    assert 0 < by_batch < projected(unet, "space=2", uneven).waiting_seconds
+    more = projected(unet, "space=2", Network(jitter_seconds=4e-3))
+    assert more.waiting_seconds == pytest.approx(2 * projected(unet, "space=2", uneven).waiting_seconds)
+
+
+def test_workers_that_share_a_core_compute_slower(unet: Captured) -> None:
+    own, shared = (projected(unet, "space=2x2", Network(workers_per_core=n)) for n in (1, 2))
+    assert shared.compute_seconds == pytest.approx(2 * own.compute_seconds)
+    assert shared.network_seconds == own.network_seconds
 
 
 def test_the_mesh_chosen_is_the_fastest_that_fits(unet: Captured) -> None:

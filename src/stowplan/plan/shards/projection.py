@@ -1,34 +1,42 @@
 """Projection: what a step on a mesh would take, of meshes far larger than any at hand.
 
-Seconds are a roofline's for compute and, for messages, a latency each and bytes over bandwidth. Sums run in a
-ring, with a latency per doubling of the workers. Nothing is assumed to overlap.
+Seconds are a roofline's for compute and for the copies that talks take, and, for messages, a latency each
+and bytes over bandwidth. Sums run in a ring, with a latency per doubling of the workers. At every talk
+workers wait for the slowest of those they talk to. Nothing is assumed to overlap.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, log2, prod
+from math import ceil, log2, prod, sqrt
+from statistics import NormalDist
 from time import perf_counter
 
 from stowplan.analyse.facts import facts_of
 from stowplan.ir import Graph, Op
 from stowplan.plan.pricing import Machine, price_by_roofline
+from stowplan.plan.shards.buckets import buckets_of
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.plan import RESIDENT, ShardPlan, outline_plan
 from stowplan.plan.shards.scale import MeshTraffic, mesh_traffic
 from stowplan.plan.shards.shard import Level, Shard
 from stowplan.plan.shards.spread import Form
-from stowplan.plan.shards.traffic import summed_by
+from stowplan.plan.shards.traffic import itemsize_of, summed_by, trained_bytes
 
 Seeds = Mapping[str, Sequence[int | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What a message costs: a latency, and its bytes over the bandwidth of a worker."""
+    """What working together costs: a latency per message, and its bytes over the bandwidth of a worker.
+
+    What takes a worker t seconds by itself takes sqrt(jitter_seconds * t) more or less from time to time.
+    """
 
     latency_seconds: float = 2e-5
     bytes_per_second: float = 1e9
+    jitter_seconds: float = 0.0
+    workers_per_core: float = 1.0  # who share one compute so many times slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,7 @@ class Projection:
     mesh: Mesh
     compute_seconds: float
     network_seconds: float
+    waiting_seconds: float  # for the slowest of those that are talked to
     sent_bytes: int  # by the worker that sends most, point to point
     summed_bytes: int  # handed to sums by each worker
     peak_bytes: int
@@ -47,7 +56,7 @@ class Projection:
 
     @property
     def step_seconds(self) -> float:
-        return self.compute_seconds + self.network_seconds
+        return self.compute_seconds + self.network_seconds + self.waiting_seconds
 
     def efficiency(self, alone_seconds: float) -> float:
         """How much of the workers' time the work of one is."""
@@ -71,10 +80,12 @@ def projection_of(
     summed, sums = summed_by(plan, 0)
     whole = price_by_roofline(graph, machine).seconds
     messages = network.latency_seconds * traffic.messages + traffic.sent_bytes / network.bytes_per_second
+    compute = slowest_seconds(plan, whole, machine) * network.workers_per_core
     return Projection(
         mesh,
-        compute_seconds=slowest_seconds(plan, whole, machine),
+        compute_seconds=compute,
         network_seconds=float(messages.max()) + _sum_seconds(mesh.size, summed, sums, network),
+        waiting_seconds=_waiting_seconds(plan, compute, sums, network),
         sent_bytes=int(traffic.sent_bytes.max()),
         summed_bytes=summed,
         peak_bytes=max(facts_of(local_graph(plan, worker)).peak.bytes for worker in {0, mesh.middle}),
@@ -140,7 +151,20 @@ def _compute_seconds(plan: ShardPlan, shard: Shard, whole: Mapping[str, float], 
         return done.get(op.adjoint_of or op.id, first)
 
     start = machine.launch_seconds
-    return sum((whole[op.id] - start) * share(op) + start for op in plan.graph.ops)
+    computed = sum((whole[op.id] - start) * share(op) + start for op in plan.graph.ops)
+    return computed + _copied_bytes(plan, shard) / machine.bytes_per_second
+
+
+def _copied_bytes(plan: ShardPlan, shard: Shard) -> int:
+    """Read and written for talks: what is held, of its share; gradients, into buckets and out of them."""
+    if plan.mesh.size == 1:
+        return 0
+    tensors = (name for name in plan.exchanged if name in shard.held)
+    held = (
+        shard.held[name].volume * itemsize_of(plan.graph, name) * (1 + (name in plan.differentiated))
+        for name in tensors
+    )
+    return 2 * sum(held) + 4 * trained_bytes(plan)
 
 
 def _share_done(plan: ShardPlan, level: Level) -> float:
@@ -149,6 +173,20 @@ def _share_done(plan: ShardPlan, level: Level) -> float:
     if level.spread.form is Form.SUMS and level.needs[0] is not None:
         name, rect = level.spread.op.inputs[0].tensor, level.needs[0]
     return rect.volume / max(1, prod(plan.layouts[name].cells.sizes))
+
+
+def _waiting_seconds(plan: ShardPlan, compute: float, sums: int, network: Network) -> float:
+    """What is computed between two talks takes each worker more or less: the slowest is waited for."""
+    exchanges = sum(1 + (name in plan.differentiated) for name in plan.exchanged)
+    waited = sums - len(buckets_of(plan.graph)) + 1  # buckets are summed meanwhile, and waited for once
+    neighbours = min(plan.mesh.size, 1 + 2 * sum(axis.size > 1 for axis in plan.mesh.axes))
+    slowest = exchanges * expected_most(neighbours) + waited * expected_most(plan.mesh.size)
+    return slowest * sqrt(network.jitter_seconds * compute / (exchanges + waited))
+
+
+def expected_most(count: int) -> float:
+    """The largest of so many numbers of a normal distribution, on average (Blom)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def _sum_seconds(workers: int, nbytes: int, sums: int, network: Network) -> float:
