@@ -60,6 +60,18 @@ class BudgetTooSmall(StowplanError):
         self.allowed_bytes, self.minimum_bytes, self.binding = allowed_bytes, minimum_bytes, binding
         super().__init__(what)
 
+    def beside(self, nbytes: int, what: str) -> "BudgetTooSmall":
+        """The refusal of a budget that has to leave so many bytes for something else."""
+        if not nbytes:
+            return self
+        minimum = self.minimum_bytes + nbytes
+        return BudgetTooSmall(
+            f"{self}; with {nbytes:,} bytes beside it for {what}, {minimum:,} bytes in all",
+            allowed_bytes=self.allowed_bytes + nbytes,
+            minimum_bytes=minimum,
+            binding=self.binding,
+        )
+
 
 class TierFailed(StowplanError):
     """A tensor could not be moved away or back; the step it was for has left no trace."""

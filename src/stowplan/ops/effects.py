@@ -61,7 +61,7 @@ def updates_parameters(_: Site) -> Effect:
 
 @effect_of.entry(
     *(f"stowplan.{name}.default" for name in ("exchange", "exchange_back", "total", "norm", "norm_back")),
-    *(f"stowplan.{name}.default" for name in ("begin_sums", "end_sums")),
+    *(f"stowplan.{name}.default" for name in ("first_token", "bring", "begin_sums", "end_sums")),
 )
 def talks_to_other_workers(_: Site) -> Effect:
     """Others take part in it, once: a worker that did it a second time would wait for them forever."""

@@ -71,7 +71,7 @@ class Planner:
         """The fastest schedule found within `allowed_bytes`; raises BudgetTooSmall if there is none."""
         point = self.frontier.at(allowed_bytes)
         if point is None:
-            raise self._too_small(allowed_bytes)
+            raise self.refusal(allowed_bytes)
         graph, steps, pricing = self.problem.graph, steps_at(self.problem, point), self.pricing
         simulation = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
         plain_seconds = sum(self.problem.seconds)
@@ -94,7 +94,8 @@ class Planner:
         """Extra seconds that cannot be avoided; what is moved away instead may be hidden altogether."""
         return bound_of(self.problem, allowed_bytes) if self.pricing.tier is None else 0.0
 
-    def _too_small(self, allowed_bytes: int) -> BudgetTooSmall:
+    def refusal(self, allowed_bytes: int) -> BudgetTooSmall:
+        """What is said of a budget below the smallest."""
         graph, pricing = self.problem.graph, self.pricing
         steps = steps_at(self.problem, self.frontier.points[0])
         curve = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier).curve_bytes

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stowplan.capture import capture
-from stowplan.errors import BadUse, StowplanError
+from stowplan.errors import BadUse, BudgetTooSmall, StowplanError
 from stowplan.plan.make import ON_REQUEST, TECHNIQUES, known_techniques
 from stowplan.plan.plan import Plan
 from stowplan.plan.tiles.master import Prefer, preference
@@ -77,19 +77,18 @@ def fit(
     _refuse_misuse(model, args)
     refuse_wrapped(model)
     if mesh is not None:
-        from stowplan.run.shards.fit import fit_on_mesh
+        from stowplan.run.shards.fit import Wish, fit_on_mesh
 
         _refuse_on_mesh(budget, plan, allow)
-        allowed = parse_bytes(budget) - parse_bytes(reserve)
         search = Search(known_techniques(allow), moves, progress)
-        given = tuple(args), dict(kwargs or {})
-        return fit_on_mesh(model, *given, mesh=mesh, dims=dims, search=search, allowed_bytes=allowed)
+        wish = Wish(parse_bytes(budget), parse_bytes(reserve), search, preference(prefer))
+        return fit_on_mesh(model, tuple(args), dict(kwargs or {}), mesh=mesh, dims=dims, wish=wish)
     if dims is not None:
         raise BadUse("dims says what the axes of a mesh cut, and there is no mesh; give mesh= as well")
     whole = automatic_budget(model, (args, dict(kwargs or {}))) if budget == "auto" else parse_bytes(budget)
-    allowed = whole - parse_bytes(reserve)
-    fitting = Fitting(type(model).forward, allowed, tuple(allow), preference(prefer), progress, moves)
-    fitting.given = plan
+    beside = parse_bytes(reserve)
+    fitting = Fitting(type(model).forward, whole - beside, tuple(allow), preference(prefer), progress, moves)
+    fitting.given, fitting.reserve_bytes = plan, beside
     fitted: Model = seen_as(type(f"Fitted{type(model).__name__}", (_Fitted, type(model)), {}), model)
     fitted.__dict__["_fitting"] = fitting
     with torch.enable_grad():
@@ -130,6 +129,7 @@ class Fitting:
     planned: dict[object, PlannedStep] = field(default_factory=dict)
     steps: dict[object, StraightStep] = field(default_factory=dict)  # bound to the model
     given: Plan | None = None  # a saved plan, for the first kind of call
+    reserve_bytes: int = 0  # of the budget, beside what is allowed
     cache: PlanCache = USER_PLANS
 
     def __deepcopy__(self, _: dict[int, Any]) -> "Fitting":
@@ -142,7 +142,7 @@ class Fitting:
         """The step for calls like this one, planned if there was none like it before."""
         key = kind_of_call(model, args, kwargs)
         if key not in self.planned:
-            with _told_as_new(args, kwargs, is_new=bool(self.planned)):
+            with _told_as_new(args, kwargs, is_new=bool(self.planned)), _beside(self.reserve_bytes):
                 self.planned[key] = self._plan(model, args, kwargs)
         if key not in self.steps:
             self.steps[key] = self.planned[key].bound_to(model)
@@ -186,6 +186,15 @@ def _refuse_on_mesh(budget: int | str, plan: Plan | None, allow: Iterable[str]) 
         raise BadUse(
             f"{moved[0]} is not offered with a mesh: gradients that are being summed cannot be moved"
         )
+
+
+@contextmanager
+def _beside(reserve_bytes: int) -> Iterator[None]:
+    """A refusal tells of the whole budget."""
+    try:
+        yield
+    except BudgetTooSmall as refusal:
+        raise refusal.beside(reserve_bytes, "the reserve") from None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from stowplan.capture import Captured
+from stowplan.errors import BudgetTooSmall
 from stowplan.ir import Graph, Op
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
@@ -40,9 +41,14 @@ def plan_within(planner: Planner, allowed_bytes: int) -> Plan:
 
     Plans are tried from the fastest on, so that a larger budget never costs more time.
     """
-    plan = planner.plan(allowed_bytes)
-    while plan.projected_peak_bytes + replayed_bytes(plan) > allowed_bytes:
-        plan = planner.plan(plan.projected_peak_bytes - 1)
+    try:
+        plan = planner.plan(allowed_bytes)
+        while plan.projected_peak_bytes + replayed_bytes(plan) > allowed_bytes:
+            plan = planner.plan(plan.projected_peak_bytes - 1)
+    except BudgetTooSmall:
+        beside = replayed_bytes(planner.plan(planner.minimum_bytes))
+        refusal = planner.refusal(allowed_bytes - beside)
+        raise refusal.beside(beside, "states of the generator to draw from again") from None
     return verify(plan)
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from benchmarks.shards.budgets import Taken, within_budgets
+from benchmarks.nets import NETS
+from benchmarks.shards.budgets import Part, Taken, within_budgets
 from benchmarks.shards.exact import (
     EXACT,
     Cell,
@@ -66,7 +67,8 @@ def look(cells: list[Cell], further: bool) -> Findings:
         return Findings(outcomes, {}, 0.0, [])
     outcomes.append(compare(Cell("unet", "space=2"), RELAID, resolution=204, batch=3))
     fitted = fitted_distance(Cell("resnet50", "space=2"))
-    return Findings(outcomes, compare_with_faults(), fitted, within_budgets("unet3d", "tiny", {}, "space=2"))
+    volumes = Part(*NETS["unet3d"].build("tiny"), "space=2")
+    return Findings(outcomes, compare_with_faults(), fitted, within_budgets(volumes, below=()))
 
 
 @pytest.fixture(scope="module")

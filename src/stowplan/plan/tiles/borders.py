@@ -17,14 +17,15 @@ from stowplan.ops.regions import Partial
 from stowplan.ops.statistics import statistic_of
 from stowplan.ops.table import site_of
 from stowplan.ops.tiling import RESHAPES
+from stowplan.plan.tiles.barriers import marks_early, runs_between_barriers
 from stowplan.plan.tiles.crops import crops_early
 
 _WIDE = 2  # times the bytes at the borders before and behind: what is handed on there is better not whole
 
 
 def in_tiling_order(graph: Graph) -> Graph:
-    """The same graph with crops as early and norms as late as they can be."""
-    return norms_late(crops_early(graph))
+    """The same graph with crops and marks as early and norms as late as they can be."""
+    return norms_late(crops_early(marks_early(graph)))
 
 
 def norms_late(graph: Graph) -> Graph:
@@ -42,9 +43,12 @@ def norms_late(graph: Graph) -> Graph:
 
 
 def stretches_between_norms(graph: Graph) -> list[tuple[str, ...]]:
-    """The forward ops, cut before every norm and what only prepares its input or its weights."""
+    """The forward ops, cut at barriers and before every norm and what only prepares its input or weights."""
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
-    borders = sorted({_start(graph, forward, place) for place in _norms(graph, forward)} - {0})
+    starts = {_start(graph, forward, place) for place in _norms(graph, forward)}
+    if not starts - {0}:
+        return [tuple(op.id for op in forward)]
+    borders = sorted(starts.union(run.start for run in runs_between_barriers(graph, forward)) - {0})
     edges = zip((0, *borders), (*borders, len(forward)), strict=True)
     return [tuple(op.id for op in forward[low:high]) for low, high in edges]
 

@@ -12,6 +12,7 @@ from math import prod
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.table import shape_of
+from stowplan.plan.tiles.barriers import runs_between_barriers
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms, stretches_between_norms
 from stowplan.plan.tiles.costs import SweepCosts, costs_of_sweep
 from stowplan.plan.tiles.rects import cut_tensors
@@ -63,15 +64,22 @@ def _kinds_of_stretches(graph: Graph) -> Iterator[list[tuple[str, ...]]]:
 
 
 def stages_of(graph: Graph) -> list[tuple[str, ...]]:
-    """The forward half cut where the bytes that are handed on are fewest for a while."""
+    """The forward half cut at barriers, and where the bytes that are handed on are fewest for a while."""
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
     crossing = _crossing_bytes(graph, forward)
-    stages, start = [], 0
-    for place in range(1, len(forward) - 1):
+    runs = runs_between_barriers(graph, forward)
+    return [
+        tuple(forward[place].id for place in stage) for run in runs for stage in _stages_of_run(crossing, run)
+    ]
+
+
+def _stages_of_run(crossing: Sequence[int], run: range) -> Iterator[range]:
+    start = run.start
+    for place in range(start + 1, run.stop - 1):
         if _is_valley(crossing, start, place):
-            stages.append(tuple(op.id for op in forward[start : place + 1]))
+            yield range(start, place + 1)
             start = place + 1
-    return [*stages, tuple(op.id for op in forward[start:])]
+    yield range(start, run.stop)
 
 
 def _is_valley(crossing: Sequence[int], start: int, place: int) -> bool:

@@ -14,6 +14,7 @@ from stowplan.ir import Graph
 from stowplan.ops.regions import Partial
 from stowplan.ops.statistics import statistic_of
 from stowplan.ops.table import site_of
+from stowplan.plan.tiles.barriers import is_barrier
 from stowplan.plan.tiles.candidates import Tiled, Tiling, grids_tried, stages_of
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.needs import Needs
@@ -70,7 +71,8 @@ def divided_tilings(graph: Graph) -> Iterator[Tiling]:
 
 
 def _all_divisions(graph: Graph, stages: Sequence[tuple[str, ...]]) -> Iterator[Division]:
-    if len(stages) > _MANY:
+    barriers = {op.id for op in graph.ops if is_barrier(graph, op)}
+    if sum(barriers.isdisjoint(stage) for stage in stages) > _MANY:
         return iter(())
     need = Needs(graph)
     return _divisions(_pieces(graph, need, stages), need.standing_bytes)
@@ -123,9 +125,12 @@ def _pieces(graph: Graph, need: Needs, stages: Sequence[tuple[str, ...]]) -> lis
 
 
 def _can_join(graph: Graph, ops: tuple[str, ...]) -> bool:
-    """Not with norms inside: each would have all before it computed once more."""
+    """Not with norms inside: each would have all before it computed once more. Nor over barriers."""
     chosen = set(ops)
-    takers = (statistic_of(site_of(graph, op)) for op in graph.ops if op.id in chosen)
+    inside = [op for op in graph.ops if op.id in chosen]
+    if any(is_barrier(graph, op) for op in inside):
+        return False
+    takers = (statistic_of(site_of(graph, op)) for op in inside)
     return bool(ops) and not any(taken and taken.partial is Partial.MOMENTS for taken in takers)
 
 

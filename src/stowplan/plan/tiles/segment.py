@@ -8,6 +8,7 @@ from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.regions import Reduction, Relation, regions_of
 from stowplan.ops.statistics import Statistic, statistic_of
 from stowplan.ops.table import shape_of, site_of
+from stowplan.plan.tiles.barriers import is_barrier
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ def segment_of(graph: Graph, ops: Iterable[str]) -> Segment:
     if len(places) != len(chosen) or not places or places[-1] - places[0] + 1 != len(places):
         raise BadUse("a segment is a stretch of forward ops without gaps")
     stretch = forward[places[0] : places[-1] + 1]
+    if talk := next((op.id for op in stretch if is_barrier(graph, op)), None):
+        raise BadUse(f"not tiled: other workers take part in {talk}, once")
     apart = _made_of_nothing(graph, stretch)
     tiled = tuple(op for op in stretch if op not in apart)
     made = {name for op in tiled for name in op.writes()}

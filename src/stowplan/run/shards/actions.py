@@ -1,6 +1,6 @@
 """Actions: what a worker does, one after the other, in the forward half: calls, exchanges, sums, norms."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from stowplan.ir import Shape
 from stowplan.run.shards.attention import causal_part, is_causal_part
 from stowplan.run.shards.functions import Bucketed
-from stowplan.run.shards.operator import exchange, norm, total
+from stowplan.run.shards.operator import bring, exchange, norm, quotient, total
 from stowplan.run.shards.take import Blank, Take
 from stowplan.run.tiles.forms import run_local
 from stowplan.run.tiles.losses import TiledLoss
@@ -23,7 +23,8 @@ _bucketed: Any = Bucketed.apply
 class Values:
     """What a worker holds while its step runs: parts by tensor, and the token that orders its messages.
 
-    `stands` are for buckets whose parameters have not been used yet.
+    `stands` are for buckets whose parameters have not been used yet. Without any, parameters are used as they
+    are, and where a bucket's would come in is only marked.
     """
 
     parts: dict[str, Tensor]
@@ -42,9 +43,18 @@ class Bring:
         return self.parameters
 
     def run(self, values: Values) -> None:
-        given = (values.parts[name].detach() for name in self.parameters)
-        values.token, *brought = _bucketed(values.stands.pop(0), values.token, self.talk, *given)
+        if not values.stands:
+            values.token = bring(values.token, self.talk)
+            return
+        given = [values.parts[name] for name in self.parameters]
+        values.token, *brought = brought_in(self.talk, values.stands.pop(0), values.token, given)
         values.parts.update(zip(self.parameters, brought, strict=True))
+
+
+def brought_in(talk: str, stand: Tensor, token: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The next token, and the parameters of a bucket, whose gradients are summed over the workers."""
+    found: tuple[Tensor, ...] = _bucketed(stand, token, talk, *(p.detach() for p in parameters))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +136,12 @@ class Loss:
         nothing = self.nothing.zeros()
         part = nothing.new_zeros(2, dtype=torch.float64)
         if self.takes is not None:
-            found = self.loss.of([take.of(values.parts) for take in self.takes])
+            operands = [take.of(values.parts) for take in self.takes]
+            found = self.loss.summed(operands), self.loss.weight(operands)
             part = torch.stack([number.to(torch.float64) for number in found])
         summed, values.token = total(part, values.token, self.talk)
-        loss = summed[0] / summed[1].detach() if self.loss.divides else summed[0]
-        for name, value in zip(self.names, (loss, summed[1].detach()), strict=False):
+        loss = quotient(summed) if self.loss.divides else summed[0]
+        for name, value in zip(self.names, (loss, summed[1]), strict=False):
             if name is not None:
                 values.parts[name] = value.to(nothing.dtype)
 

@@ -6,24 +6,36 @@ worker may keep, recompute and place whatever else it likes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from stowplan.capture import capture
-from stowplan.errors import BadUse
-from stowplan.run.planning import plan_within, planner_for_captured
+from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.plan.tiles.master import Prefer
+from stowplan.run.machine import device_of
+from stowplan.run.shards.agreement import agreed
+from stowplan.run.shards.marks import marked_subject
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep
-from stowplan.run.stand_in import seen_as, with_forward
+from stowplan.run.stand_in import seen_as
 from stowplan.run.straight import StraightStep
-from stowplan.run.tiles.plan import PlannedStep
+from stowplan.run.tiles.plan import PlannedStep, plan_step
 from stowplan.run.tiles.ways import Search
 from stowplan.run.wrappers import refuse_shards
 
 Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a step is to be planned for: a budget, of which a reserve is left, and a way to search."""
+
+    budget_bytes: int
+    reserve_bytes: int
+    search: Search
+    prefer: Prefer
 
 
 def fit_on_mesh(
@@ -33,14 +45,15 @@ def fit_on_mesh(
     *,
     mesh: MeshLike,
     dims: Mapping[str, Sequence[int | None]] | None,
-    search: Search,
-    allowed_bytes: int,
+    wish: Wish,
 ) -> Model:
     """`model`, planned for this process's part in its step over `mesh`, within a budget of its own."""
     sharded = ShardedStep(model, args, kwargs, mesh=mesh, dims=dims)
     kind = type(f"Fitted{type(model).__name__}", (_FittedOnMesh, type(model)), {})
     fitted: Model = seen_as(kind, model)
-    planned = _planned(sharded, model, search, allowed_bytes)
+    device = device_of(sharded.captured.graph)
+    plan = partial(_planned, sharded, model, wish)
+    planned = agreed(sharded.workers, plan, wish.budget_bytes, device)
     fitted.__dict__["_fitting"] = FittingOnMesh(sharded, {sharded: planned}, setting_of(model))
     return fitted
 
@@ -53,14 +66,22 @@ def shards_of(fitted: nn.Module) -> ShardedStep:
     return fitting.sharded
 
 
-def _planned(sharded: ShardedStep, model: nn.Module, search: Search, allowed_bytes: int) -> PlannedStep:
-    args, kwargs = sharded.example
-    captured = capture(_local_model(sharded, model), args, kwargs)
-    with sharded.workers.rehearsing():
-        planner = planner_for_captured(
-            captured, allow=search.allow, progress=search.progress, moves=search.moves
-        )
-    return PlannedStep(plan_within(planner, allowed_bytes - sharded.remembered_bytes), captured)
+def _planned(sharded: ShardedStep, model: nn.Module, wish: Wish) -> PlannedStep:
+    """This worker's part of the step, as it fits beside what a step has to remember."""
+    beside, search = wish.reserve_bytes + sharded.remembered_bytes, wish.search
+    subject = marked_subject(sharded, model)
+    try:
+        with sharded.workers.rehearsing():
+            return plan_step(
+                subject,
+                wish.budget_bytes - beside,
+                allow=search.allow,
+                prefer=wish.prefer,
+                progress=search.progress,
+                moves=search.moves,
+            )
+    except BudgetTooSmall as refusal:
+        raise refusal.beside(beside, "the reserve and buffers as they were before a step") from None
 
 
 class _FittedOnMesh(nn.Module):
@@ -109,13 +130,3 @@ def setting_of(model: nn.Module) -> dict[str, object]:
         "autocast": torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         "what is trained": tuple(parameter.requires_grad for parameter in model.parameters()),
     }
-
-
-def _local_model(step: ShardedStep, model: nn.Module) -> nn.Module:
-    """The model with another forward: this worker's actions."""
-
-    @wraps(type(model).forward)
-    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        return step.run(step.bound_to(self).tensors(args, kwargs))
-
-    return with_forward(model, forward)

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor
 
 from stowplan.run.shards.operator import (
+    bring,
     bucket_named,
     exchange,
     exchange_named,
     fence,
+    first_token,
     norm,
+    quotient,
     total,
     total_named,
 )
@@ -66,6 +69,17 @@ def _norm_back(ctx: Any, gradient: Tensor, _: Tensor, __: Tensor, token: Tensor)
     return found, None if weight is None else by_weight, by_bias if ctx.has_bias else None, token, None
 
 
+def _keep_pair(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(inputs[0])
+
+
+def _by_the_sum_alone(ctx: Any, gradient: Tensor) -> Tensor:
+    (pair,) = ctx.saved_tensors
+    share = gradient / pair[1]
+    return torch.stack((share, torch.zeros_like(share)))
+
+
 def _keep_fence(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
     del output
     _, token, ctx.counts = inputs
@@ -78,9 +92,12 @@ def _first_token_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]
     return found, torch.zeros((), dtype=torch.float32, device=ctx.device), None
 
 
+first_token.register_autograd(lambda _, __: None)
+bring.register_autograd(lambda _, token: (token, None))
 exchange.register_autograd(_send_back, setup_context=_keep_exchange)
 total.register_autograd(_total_back, setup_context=_keep_total)
 norm.register_autograd(_norm_back, setup_context=_keep_norm)
+quotient.register_autograd(_by_the_sum_alone, setup_context=_keep_pair)
 fence.register_autograd(_first_token_back, setup_context=_keep_fence)
 
 

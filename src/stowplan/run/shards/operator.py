@@ -62,6 +62,19 @@ def bucket_named(name: str) -> Bucket:
     return talk
 
 
+@torch.library.custom_op("stowplan::first_token", mutates_args=())
+def first_token(parameter: Tensor) -> Tensor:
+    """Marks where talks begin: the first token, which is differentiated as far as a parameter is."""
+    return parameter.new_zeros((), dtype=torch.float32)
+
+
+@torch.library.custom_op("stowplan::bring", mutates_args=())
+def bring(token: Tensor, name: str) -> Tensor:
+    """Marks where the parameters of a bucket come in."""
+    del name
+    return token.clone()
+
+
 @torch.library.custom_op("stowplan::exchange", mutates_args=())
 def exchange(share: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """A share becomes what is held."""
@@ -112,11 +125,28 @@ def _end_sums(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
     return bucket_named(name).end(flat)
 
 
+@torch.library.custom_op("stowplan::quotient", mutates_args=())
+def quotient(pair: Tensor) -> Tensor:
+    """A sum over its weight, which has no gradient."""
+    return pair[0] / pair[1]
+
+
 @torch.library.custom_op("stowplan::fence", mutates_args=())
 def fence(value: Tensor, token: Tensor, counts: bool) -> Tensor:
     """What the caller gets, once all has been said that others wait for."""
     del token, counts
     return value.clone()
+
+
+@first_token.register_fake
+def _(parameter: Tensor) -> Tensor:
+    return parameter.new_empty((), dtype=torch.float32)
+
+
+@bring.register_fake
+def _(token: Tensor, name: str) -> Tensor:
+    del name
+    return torch.empty_like(token)
 
 
 @exchange.register_fake
@@ -172,6 +202,11 @@ def _(gradients: list[Tensor], token: Tensor, name: str) -> tuple[Tensor, Tensor
 def _(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
     del token
     return [flat.new_empty(shape) for shape in bucket_named(name).shapes]
+
+
+@quotient.register_fake
+def _(pair: Tensor) -> Tensor:
+    return pair.new_empty(())
 
 
 @fence.register_fake

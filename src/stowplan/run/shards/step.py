@@ -25,7 +25,7 @@ from stowplan.run.shards.actions import Bring, Values
 from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.functions import Trained
 from stowplan.run.shards.local import LocalStep
-from stowplan.run.shards.operator import enter, fence
+from stowplan.run.shards.operator import enter, fence, first_token
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.workers import Workers
 from stowplan.run.tiles.part import index_of
@@ -59,8 +59,8 @@ class ShardedStep:
         self.plan = plan_sharded(captured, self.workers.mesh, dims, chosen)
         self.workers.join(spread.summed_axes for spread in self.plan.spreads if spread.summed_axes)
         self._title = f"step {next(_numbers)}"
-        self._buckets = tuple(self._brought(captured))
-        local = LocalStep(captured, self.plan, self.workers, self._title, self._buckets)
+        self.buckets = tuple(self._brought(captured))
+        local = LocalStep(captured, self.plan, self.workers, self._title, self.buckets)
         self._actions = tuple(local.actions())
         self._frees = let_go_after([action.touches() for action in self._actions], ends_of(captured))
         self._local = _local(captured, self.plan, self.workers.rank)
@@ -107,6 +107,12 @@ class ShardedStep:
         self.workers.begin(tensors[buffer] for buffer in self.captured.program.updates)
         return self.run(tensors)
 
+    def begun(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The first token, and a stand-in for each bucket."""
+        trained = (parameters[name] for bucket in self.buckets for name in bucket.parameters)
+        found: tuple[Tensor, ...] = _trained([bucket.talk for bucket in self.buckets], *trained)
+        return found
+
     def changed_in(self, model: nn.Module) -> list[Tensor]:
         """The buffers of a model that its step changes."""
         program = self.captured.program
@@ -118,12 +124,14 @@ class ShardedStep:
         changed = (self.captured.graph.tensors[buffer] for buffer in self.captured.program.updates)
         return sum(buffer.nbytes or 0 for buffer in changed)
 
-    def run(self, tensors: Mapping[str, Tensor]) -> object:
-        """All actions, on tensors by the names of the captured graph."""
+    def run(self, tensors: Mapping[str, Tensor], *, marked: bool = False) -> object:
+        """All actions, on tensors by the names of the captured graph.
+
+        Parameters come in buckets; where that is to be `marked` only, gradients are this worker's alone.
+        """
         program = self.captured.program
         parts = dict(tensors)
-        trained = (parts[name] for bucket in self._buckets for name in bucket.parameters)
-        token, *stands = _trained([bucket.talk for bucket in self._buckets], *trained)
+        token, *stands = (first_token(parts[self.buckets[0].parameters[0]]),) if marked else self.begun(parts)
         values = Values(parts, token, stands)
         for action, gone in zip(self._actions, self._frees, strict=True):
             action.run(values)

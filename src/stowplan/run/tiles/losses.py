@@ -46,6 +46,21 @@ class TiledLoss:
         total, weight = summed
         return total, weight.detach()
 
+    def summed(self, operands: Sequence[Tensor]) -> Tensor:
+        """The sum over one tile."""
+        return self.of(operands)[0]
+
+    def weight(self, operands: Sequence[Tensor]) -> Tensor:
+        """The weight of one tile by itself, in float64: of nothing but what the loss is taken against."""
+        if self.call.target not in _BY_CLASS:
+            return _count(operands[0])
+        given: dict[str, Any] = {n: filled_in(value, operands) for n, value in self.arguments.items()}
+        target, weight = given["target"], given["weight"]
+        counted = target != given["ignore_index"]
+        each = counted if weight is None else weight.to(torch.float64)[target * counted] * counted
+        found: Tensor = each.sum(dtype=torch.float64)
+        return found
+
 
 def tiled_loss(call: Call) -> TiledLoss:
     """How to take this loss over tiles."""

@@ -39,11 +39,13 @@ def step_planner(
 ) -> MasterPlanner[StepWay]:
     """Tries the ops of a step; frontiers are searched when a budget first asks for them."""
     search = Search(known_techniques(allow), moves, progress)
-    captured, pricing = subject.captured, price_captured(subject.captured, progress, search.allow)
+    captured = subject.as_run(subject.captured.graph) if subject.otherwise else subject.captured
+    pricing = price_captured(captured, progress, search.allow)
     seconds = sum(pricing.seconds[op.id] for op in captured.graph.ops)
     step = PlainStep(seconds, captured.eager.peak_bytes(pricing.workspace_bytes))
     plain: StepWay = CapturedWay(captured, pricing, step, search)
-    return MasterPlanner(plain, step, partial(ways_of, subject, pricing, step, search), prefer)
+    known = None if subject.otherwise else pricing
+    return MasterPlanner(plain, step, partial(ways_of, subject, known, step, search), prefer)
 
 
 def plan_step(

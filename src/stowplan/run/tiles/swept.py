@@ -5,12 +5,15 @@ the sweeps.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
+from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from stowplan.capture import Argument, Call, Captured, Ref, capture
@@ -26,6 +29,9 @@ from stowplan.run.tiles.running import running_statistics
 from stowplan.run.tiles.sweep import Sweep
 
 aten = torch.ops.aten
+Otherwise: TypeAlias = Callable[[Call, Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Does what a call stands for: from all values so far, by name, those that it makes or changes."""
+
 _PURE_BATCH_NORM = aten._native_batch_norm_legit_functional.default
 
 
@@ -37,10 +43,14 @@ def capture_swept(
     *,
     sweeps: Sequence[Sweep],
     skips: Sequence[Skip] = (),
+    otherwise: Mapping[OpOverload, Otherwise] = MappingProxyType({}),
 ) -> Captured:
-    """The step with these sweeps and with these skips made again; like the step itself, bound to `model`."""
+    """The step with these sweeps and with these skips made again; like the step itself, bound to `model`.
+
+    Calls of the targets in `otherwise` are done as it says.
+    """
     order = tuple(_in_order(captured.graph, sweeps, skips))
-    found = capture(_swept(captured, model, order), args, kwargs)
+    found = capture(_swept(captured, model, order, otherwise), args, kwargs)
     return replace(found, graph=_with_origins(found.graph, order))
 
 
@@ -70,17 +80,24 @@ class Late:
 Item = Op | Sweep | Late
 
 
-def _swept(captured: Captured, model: nn.Module, order: Sequence[Item]) -> nn.Module:
+def _swept(
+    captured: Captured, model: nn.Module, order: Sequence[Item], otherwise: Mapping[OpOverload, Otherwise]
+) -> nn.Module:
     """The model with another forward: the captured calls, one after the other, and the sweeps."""
 
     @wraps(type(model).forward)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        return _run(captured, Binding(captured, self).tensors(args, kwargs), order)
+        return _run(captured, Binding(captured, self).tensors(args, kwargs), order, otherwise)
 
     return with_forward(model, forward)
 
 
-def _run(captured: Captured, values: dict[str, Tensor], order: Sequence[Item]) -> object:
+def _run(
+    captured: Captured,
+    values: dict[str, Tensor],
+    order: Sequence[Item],
+    otherwise: Mapping[OpOverload, Otherwise],
+) -> object:
     program = captured.program
     for item in order:
         if isinstance(item, Sweep):
@@ -90,6 +107,8 @@ def _run(captured: Captured, values: dict[str, Tensor], order: Sequence[Item]) -
         elif isinstance(item, Late):
             remade = {skip.tensor: _made_again(captured, skip, values) for skip in item.skips}
             values.update(_called(captured.graph, item.op, program.calls[item.op.id], values | remade))
+        elif done := otherwise.get(program.calls[item.id].target):
+            values.update(done(program.calls[item.id], values))
         else:
             values.update(_called(captured.graph, item, program.calls[item.id], values))
     with torch.no_grad():

@@ -1,16 +1,17 @@
 """Ways to run a captured step: as it is, or captured once more with stretches of it swept tile by tile."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from typing import Protocol
 
 from torch import nn
+from torch._ops import OpOverload
 
 from stowplan.capture import Captured
 from stowplan.errors import BadUse
-from stowplan.ir import Kind, Op, Phase, Tensor
+from stowplan.ir import Graph, Kind, Op, Phase, Tensor
 from stowplan.plan.decision import Decision
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Basis, Pricing
@@ -27,7 +28,7 @@ from stowplan.run.probe import Progress
 from stowplan.run.tiles.knee import Sweeping
 from stowplan.run.tiles.remade import with_skips_again
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.swept import capture_swept, check_differentiable
+from stowplan.run.tiles.swept import Otherwise, capture_swept, check_differentiable
 
 _SWEEP = "stowplan.sweep.default"
 _SWEEPS = (_SWEEP, "stowplan.sweep_loss.default")
@@ -36,12 +37,20 @@ _SURE = 0.75  # of the memory of a tile that is differentiated, as projected
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A captured step and what it was captured of."""
+    """A captured step and what it was captured of. Some of its calls may be run `otherwise`."""
 
     captured: Captured
     model: nn.Module
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
+    otherwise: Mapping[OpOverload, Otherwise] = field(default_factory=dict)
+
+    def as_run(self, graph: Graph, sweeps: Sequence[Sweep] = ()) -> Captured:
+        """The step in the order of a graph, with sweeps."""
+        ordered = replace(self.captured, graph=graph)
+        return capture_swept(
+            ordered, self.model, self.args, self.kwargs, sweeps=sweeps, otherwise=self.otherwise
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +135,7 @@ class SweptWay:
 
     @cached_property
     def captured(self) -> Captured:
-        subject = self._subject
-        early = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
-        return capture_swept(early, subject.model, subject.args, subject.kwargs, sweeps=self._sweeps)
+        return self._subject.as_run(in_tiling_order(self._subject.captured.graph), self._sweeps)
 
     @cached_property
     def _tried(self) -> CapturedWay:
@@ -185,8 +192,11 @@ def _bytes_of(tensors: Iterable[Tensor], *kinds: Kind) -> int:
     return sum(t.nbytes or 0 for t in tensors if t.kind in kinds and t.alias_of is None)
 
 
-def ways_of(subject: Subject, pricing: Pricing, step: PlainStep, search: Search) -> Iterator[StepWay]:
-    """All ways to tile a step; none if autograd would not do what the step does."""
+def ways_of(subject: Subject, pricing: Pricing | None, step: PlainStep, search: Search) -> Iterator[StepWay]:
+    """All ways to tile a step; none if autograd would not do what the step does.
+
+    `pricing` is that of its ops, which are tried first if there is none.
+    """
     if "tile" not in search.allow:
         return
     try:
@@ -194,6 +204,7 @@ def ways_of(subject: Subject, pricing: Pricing, step: PlainStep, search: Search)
     except BadUse:
         return
     captured = subject.captured
+    pricing = pricing or price_captured(captured, search.progress, search.allow)
     early = in_tiling_order(captured.graph)
     sweeping = Sweeping(early, captured.program.calls, pricing, search.progress)
     whole = ((tiled,) for tiled in whole_tilings(early))

@@ -1,0 +1,61 @@
+"""Barriers: what a worker says to others is said once, and never in tiles. Stages and segments lie between.
+
+Right before sums are added up over workers, a stretch ends in its own part of a loss: a segment ends there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from stowplan.ir import Graph, Kind, Op, Phase
+from stowplan.ops.effects import Effect, effect_of
+from stowplan.ops.table import shape_of, site_of
+
+_MARK = "stowplan.bring.default"
+
+
+def is_barrier(graph: Graph, op: Op) -> bool:
+    """Whether others take part in an op."""
+    return bool(effect_of(site_of(graph, op)) & Effect.OUTSIDE)
+
+
+def runs_between_barriers(graph: Graph, forward: Sequence[Op]) -> Iterator[range]:
+    """The places of forward ops in runs without a barrier; each barrier is a run of its own."""
+    start = 0
+    for place, op in enumerate(forward):
+        if is_barrier(graph, op):
+            yield from _cut_behind_sum(graph, forward, range(start, place))
+            yield range(place, place + 1)
+            start = place + 1
+    if start < len(forward):
+        yield range(start, len(forward))
+
+
+def _cut_behind_sum(graph: Graph, forward: Sequence[Op], run: range) -> Iterator[range]:
+    """A run that others wait for ends in a few numbers: cut behind the op that first makes one."""
+    ends = (place + 1 for place in run if _sums_up(graph, forward[place]))
+    middle = next(ends, run.stop)
+    yield from (part for part in (range(run.start, middle), range(middle, run.stop)) if part)
+
+
+def _sums_up(graph: Graph, op: Op) -> bool:
+    tensors = graph.tensors
+    makes_numbers = bool(op.outputs) and all(shape_of(tensors[name]) == () for name in op.writes())
+    read = (tensors[name] for name in op.reads())
+    return makes_numbers and any(shape_of(t) != () for t in read if t.kind is Kind.ACTIVATION)
+
+
+def marks_early(graph: Graph) -> Graph:
+    """The same graph with marks of where parameters come in right behind the talk before."""
+    marks = {op.inputs[0].tensor: op for op in graph.ops if op.type == _MARK and op.phase is Phase.FORWARD}
+    ops: list[Op] = []
+    for op in graph.ops:
+        if op.type != _MARK:
+            _append(ops, op, marks)
+    return replace(graph, ops=tuple(ops))
+
+
+def _append(ops: list[Op], op: Op, marks: dict[str, Op]) -> None:
+    ops.append(op)
+    for name in op.writes():
+        if name in marks:
+            _append(ops, marks[name], marks)

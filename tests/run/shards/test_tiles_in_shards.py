@@ -1,0 +1,167 @@
+"""Tiles inside shards: below the smallest budget without them, on all workers, with the same gradients."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from benchmarks.shards.budgets import Part, Taken, within_budgets
+from benchmarks.shards.exact import EXACT, distance, gradients_of
+from benchmarks.shards.processes import on_workers
+from torch import Tensor, nn
+
+from stowplan import fit, plans_of
+from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
+from stowplan.plan.tiles.barriers import is_barrier
+from stowplan.plan.tiles.borders import in_tiling_order
+from stowplan.plan.tiles.candidates import stages_of
+from stowplan.plan.tiles.segment import segment_of
+from stowplan.run.shards.marks import marked_subject
+from stowplan.run.shards.step import ShardedStep
+from stowplan.run.tiles.plan import PlannedStep
+
+pytestmark = pytest.mark.torch
+
+WIDTH, SIZE = 6, 64
+BELOW = 0.75
+
+
+class SmallUNet(nn.Module):
+    """One level down and up, with dropout in the middle, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(
+            nn.Conv2d(1, WIDTH, 3, padding=1), nn.ReLU(), nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.ReLU()
+        )
+        self.middle = nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.ReLU(), nn.Dropout(0.2))
+        self.up = nn.ConvTranspose2d(WIDTH, WIDTH, 2, stride=2)
+        self.last = nn.Sequential(nn.Conv2d(2 * WIDTH, WIDTH, 3, padding=1), nn.ReLU())
+        self.score = nn.Conv2d(WIDTH, 2, 1)
+
+    def forward(self, image: Tensor, labels: Tensor) -> Tensor:
+        skip = self.down(image)
+        found = self.up(self.middle(F.max_pool2d(skip, 2)))
+        weight = torch.tensor([1.0, 3.0], dtype=image.dtype)
+        return F.cross_entropy(self.score(self.last(torch.cat([skip, found], 1))), labels, weight)
+
+
+def example() -> tuple[SmallUNet, tuple[Tensor, Tensor]]:
+    torch.manual_seed(3)
+    labels = torch.randint(2, (1, SIZE, SIZE))
+    labels[:, 10:20] = -100  # of no class
+    return SmallUNet().double(), (torch.randn(1, 1, SIZE, SIZE, dtype=torch.float64), labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """How the steps went, how far the last is from one process, and what was said of faults."""
+
+    taken: list[Taken]
+    far: float
+    barriers: tuple[int, int]  # in the forward half, and inside of stages that may be tiled
+    too_small: tuple[int, str]
+    other_fault: str
+
+
+def look() -> Findings:
+    mesh = "space=2"
+    model, args = example()
+    taken = within_budgets(Part(model, args, mesh), below=(BELOW,))
+    return Findings(
+        taken, far_from_one_process(model, args), barriers_in(mesh), refusal_of_one(mesh), fault_of_one(mesh)
+    )
+
+
+def far_from_one_process(model: nn.Module, args: tuple[Tensor, ...]) -> float:
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    torch.manual_seed(5)
+    plain(*args).backward()
+    return distance(gradients_of(model), gradients_of(plain))
+
+
+def look_in_two_dims() -> tuple[int, int, int, float]:
+    """Budget, measured peak, segments in tiles, and how far gradients are from those of one process."""
+    model, args = example()
+    part = Part(model, args, "space=2x2")
+    budget = int(BELOW * part.smallest(allow=["recompute"]))
+    step, measured, _ = part.run(budget)
+    return budget, measured, len(plans_of(step)[0].tile_maps), far_from_one_process(model, args)
+
+
+def barriers_in(mesh: str) -> tuple[int, int]:
+    model, args = example()
+    graph = in_tiling_order(marked_subject(ShardedStep(model, args, mesh=mesh), model).captured.graph)
+    talks = {op.id for op in graph.ops if is_barrier(graph, op)}
+    stages = [stage for stage in stages_of(graph) if len(stage) > 1]
+    talk = next(stage for stage in stages_of(graph) if not talks.isdisjoint(stage))
+    with pytest.raises(BadUse, match="other workers take part"):
+        segment_of(graph, talk)
+    return len(talks), sum(not talks.isdisjoint(stage) for stage in stages)
+
+
+def refusal_of_one(mesh: str) -> tuple[int, str]:
+    """What a worker is told when the last one alone has too little."""
+    model, args = example()
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    with pytest.raises(BudgetTooSmall) as refused:
+        fit(model, args, budget=10_000 if is_last else "1GiB", reserve=100, mesh=mesh, allow=(), moves=1)
+    return refused.value.minimum_bytes, str(refused.value)
+
+
+def failing(*_: object, **__: object) -> PlannedStep:
+    raise CaptureError("the first worker fails in its own way")
+
+
+def fault_of_one(mesh: str) -> str:
+    """What a worker is told when the first one cannot plan at all."""
+    model, args = example()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setattr("stowplan.run.shards.fit.plan_step", failing)
+        with pytest.raises((BadUse, CaptureError)) as fault:
+            fit(model, args, budget="1GiB", mesh=mesh, allow=(), moves=1)
+    return str(fault.value)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Findings]:
+    return on_workers(2, look)
+
+
+def test_below_the_smallest_budget_without_tiles_every_worker_runs_in_tiles(found: list[Findings]) -> None:
+    for findings in found:
+        assert [bool(taken.tiled) for taken in findings.taken] == [False, False, True]
+        for taken in findings.taken:
+            assert taken.is_kept, taken
+        assert findings.far < EXACT
+
+
+def test_tiles_in_shards_of_two_dims_are_the_step_of_one_process() -> None:
+    for budget, measured, tiled, far in on_workers(4, look_in_two_dims):
+        assert measured <= budget
+        assert tiled
+        assert far < EXACT
+
+
+def test_talks_are_between_stages_and_never_in_them(found: list[Findings]) -> None:
+    for findings in found:
+        talks, inside = findings.barriers
+        assert talks >= 4
+        assert inside == 0
+
+
+def test_a_worker_with_too_little_is_named_to_all(found: list[Findings]) -> None:
+    needs = {findings.too_small[0] for findings in found}
+    assert len(needs) == 1
+    assert min(needs) > 100_000
+    assert all(f"worker {len(found) - 1} needs" in findings.too_small[1] for findings in found)
+    assert "reserve" in found[-1].too_small[1]
+
+
+def test_a_worker_that_fails_leaves_no_other_waiting(found: list[Findings]) -> None:
+    assert "in its own way" in found[0].other_fault
+    assert all("worker 0 could not plan" in findings.other_fault for findings in found[1:])
