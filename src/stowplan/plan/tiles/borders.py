@@ -59,7 +59,7 @@ def stretches_between_narrow_norms(graph: Graph) -> list[tuple[str, ...]]:
     handed = [0, *(_bytes_at_start(graph, stretch) for stretch in others), 0]
     merged = [first]
     for place, stretch in enumerate(others, start=1):
-        if handed[place] >= _WIDE * max(handed[place - 1], handed[place + 1]):
+        if 0 < handed[place] >= _WIDE * max(handed[place - 1], handed[place + 1]):
             merged[-1] += stretch
         else:
             merged.append(stretch)

@@ -44,7 +44,7 @@ Tiling = tuple[Tiled, ...]
 def stage_tilings(graph: Graph) -> Iterator[Tiling]:
     """Ways to tile some stages, from the one that holds most to all that can be, coarsely and finely."""
     for stretches in _kinds_of_stretches(graph):
-        stages = [list(grids_tried(graph, stretch)) for stretch in stretches]
+        stages = [list(_until_small(grids_tried(graph, stretch))) for stretch in stretches]
         for small in _SMALL:
             tiled = [found for tried in stages if (found := _first_small(tried, small))]
             sizes = sorted({_size(stage) for stage in tiled}, reverse=True)
@@ -130,6 +130,18 @@ def grids_tried(graph: Graph, stage: tuple[str, ...]) -> Iterator[Tiled]:
             yield tiled
     except BadUse:
         return
+
+
+def _until_small(tried: Iterator[Tiled]) -> Iterator[Tiled]:
+    """Up to the first grid whose tiles are small, or hardly smaller than those before: no other is used."""
+    peaks = list[int]()
+    for tiled in tried:
+        yield tiled
+        peaks.append(tiled.costs.backward_peak_bytes)
+        if len(peaks) > 1 and peaks[-1] * max(_SMALL) <= peaks[0]:
+            return
+        if len(peaks) > 2 and peaks[-1] > _GAIN * peaks[-2]:
+            return
 
 
 def _is_worse(tiled: Tiled, whole: Tiled) -> bool:
