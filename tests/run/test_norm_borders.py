@@ -22,7 +22,7 @@ from stowplan.plan.tiles.borders import (
     stretches_between_narrow_norms,
     stretches_between_norms,
 )
-from stowplan.plan.tiles.collapse import SWEEP, collapse
+from stowplan.plan.tiles.collapse import SWEEP, collapse, extra_macs_of
 from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import rounds_of
@@ -95,6 +95,16 @@ def _widest(sweep: Sweep) -> int:
 def _normed_bytes(sweep: Sweep) -> int:
     """Of what the first norm of a sweep is taken of."""
     return sweep.segment.graph.tensors[sweep.rounds[0].statistics[0].inputs[0].tensor].nbytes or 0
+
+
+def test_what_differentiating_does_not_run_again_is_not_counted() -> None:
+    """Norm, activation and convolution: the convolution runs once forward, as without tiles."""
+    captured = in_order(capture(*NETS["resnet50"].build("tiny")))
+    segment = segment_of(captured.graph, stretches_between_norms(captured.graph)[2])
+    assert segment.ops[-1].type == "aten.convolution.default"
+    costs = costs_of_sweep(segment, rounds_of(segment, (1, 1, 2, 2)))
+    assert costs.idle == {segment.ops[-1].id: 1.0}
+    assert extra_macs_of(segment, costs) == 0
 
 
 def test_a_graph_with_norms_collapsed_updates_every_buffer_once() -> None:

@@ -150,10 +150,11 @@ def _priced(
     """Each op of the segment by the work its tiles do; differentiating runs them once more, unless fused."""
     ahead = sum(pricing.seconds[op.id] * costs.work[op.id] for op in segment.ops)
     back = sum(pricing.seconds[op.id] * costs.work[op.adjoint_of or ""] for op in adjoints)
+    again = ahead - sum(pricing.seconds[op] * share for op, share in costs.idle.items())
     seconds, workspace = dict(pricing.seconds), dict(pricing.workspace_bytes)
     fused = segment.loss is not None
     seconds |= {op.id: ahead + back if fused else ahead for op in forward}
-    seconds |= {op.id: 0.0 if fused else ahead + back for op in backward}
+    seconds |= {op.id: 0.0 if fused else again + back for op in backward}
     peak = costs.backward_peak_bytes if fused else costs.forward_peak_bytes
     workspace |= {op.id: peak for op in forward}
     workspace |= {op.id: 0 if fused else costs.backward_peak_bytes for op in backward}
@@ -167,5 +168,6 @@ def extra_macs_of(segment: Segment, costs: SweepCosts) -> int:
     macs: Mapping[str, int] = {op.id: macs_of(site_of(graph, op)) for op in (*segment.ops, *adjoints)}
     ahead = sum(macs[op.id] * costs.work[op.id] for op in segment.ops)
     back = sum(macs[op.id] * costs.work[op.adjoint_of or ""] for op in adjoints)
-    runs = 1 if segment.loss is not None else 2
-    return round(runs * ahead + back - sum(macs.values()))
+    idle = sum(macs[op] * share for op, share in costs.idle.items())
+    again = 0.0 if segment.loss is not None else ahead - idle
+    return round(ahead + again + back - sum(macs.values()))

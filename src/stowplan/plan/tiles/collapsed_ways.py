@@ -13,7 +13,7 @@ from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep
 from stowplan.plan.tiles.mapping import tile_map_of
 from stowplan.plan.tiles.maps import TileMap, tiled_inside
 from stowplan.plan.tiles.segment import segment_of
-from stowplan.plan.tiles.ways import SEARCH_MOVES, GraphWay, PlainStep, Sweeps, Way
+from stowplan.plan.tiles.ways import GraphWay, PlainStep, Sweeps, Way, search_moves
 
 
 def stage_ways(
@@ -58,5 +58,5 @@ def _way(
         draw = partial(tile_map_of, segment, tiled.parts, tiled.costs)
         drawn.append(partial(draw, sweep=sweep, extra_macs=collapsed.extra_macs))
     sweeps = Sweeps(decisions, extra, macs, lambda: tuple(draw() for draw in drawn))
-    moves = SEARCH_MOVES if moves is None else moves
+    moves = search_moves(collapsed.graph) if moves is None else moves
     return GraphWay(collapsed.graph, collapsed.pricing, step, allow=allow, sweeps=sweeps, moves=moves)

@@ -9,6 +9,7 @@ from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Phase
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import shape_of, site_of
+from stowplan.plan.tiles.idle import idle_ops
 from stowplan.plan.tiles.rects import Level, Tile
 from stowplan.plan.tiles.rounds import Round
 from stowplan.plan.tiles.segment import Segment
@@ -18,12 +19,14 @@ from stowplan.plan.tiles.segment import Segment
 class SweepCosts:
     """`work` is by op how much of its output all tiles together make, 1.0 if nothing is made twice.
 
-    Peaks are what the largest tile takes besides the segment's inputs, outputs and their gradients: running
-    forward only, and running forward and backward.
+    `idle` is how much of that differentiating does not run again, for nobody looks at it. Peaks are what the
+    largest tile takes besides the segment's inputs, outputs and their gradients: running forward only, and
+    running forward and backward.
     """
 
     tiles: int
     work: Mapping[str, float]
+    idle: Mapping[str, float]
     forward_macs: int
     untiled_macs: int
     forward_peak_bytes: int
@@ -42,9 +45,11 @@ def costs_of_sweep(segment: Segment, rounds: Sequence[Round]) -> SweepCosts:
     for each in rounds:
         for op, share in _work(each.segment, each.tiles).items():
             work[op] += share
+    last = rounds[-1].segment
     return SweepCosts(
         tiles=max(len(each.tiles) for each in rounds),
         work=work,
+        idle={op: _work(last, rounds[-1].tiles)[op] for op in idle_ops(last)},
         forward_macs=round(sum(macs[op] * share for op, share in work.items())),
         untiled_macs=sum(macs.values()),
         forward_peak_bytes=max(max(map(partial(_forward_peak, e.segment), _unlike(e))) for e in rounds),

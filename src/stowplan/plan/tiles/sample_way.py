@@ -26,7 +26,7 @@ from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.samples import sample_step
 from stowplan.plan.tiles.segment import Segment, segment_of
-from stowplan.plan.tiles.ways import SEARCH_MOVES, GraphWay, Offer, PlainStep, Sweeps, Way, problem_in_order
+from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way, problem_in_order, search_moves
 from stowplan.units import format_bytes
 
 _MUCH = 2**50  # bytes: so much that it decides where the peak is
@@ -116,7 +116,7 @@ class SampleWay:
         seconds = sum(pricing.seconds[op.id] for op in graph.ops)
         step = PlainStep(seconds, plain_peak_of(graph, pricing))
         allow = set(self._allow).difference(ON_REQUEST)  # tensors leave the step, not a sweep in it
-        moves = SEARCH_MOVES if self._moves is None else self._moves
+        moves = search_moves(graph) if self._moves is None else self._moves
         plain: Way = GraphWay(graph, pricing, step, allow=allow, moves=moves)
         ways = partial(stage_ways, graph, pricing, step, allow=allow, moves=self._moves)
         return MasterPlanner(plain, step, ways, Prefer.TIME)

@@ -17,7 +17,12 @@ from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import Problem, problem_of
 from stowplan.plan.tiles.maps import TileMap
 
-SEARCH_MOVES = 12_000  # for one of many ways, whose graphs sweeps have made small
+_FEWEST, _MOST, _BY_OP = 12_000, 40_000, 50  # moves of a search, and how many an op is worth
+
+
+def search_moves(graph: Graph) -> int:
+    """For one of many ways: few, for sweeps have made most graphs small; more where many ops are left."""
+    return min(_MOST, max(_FEWEST, _BY_OP * len(graph.ops)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from stowplan.plan.tiles.costs import SweepCosts
 from stowplan.plan.tiles.joins import divided_tilings, joined_tilings
 from stowplan.plan.tiles.mapping import tile_map_of
 from stowplan.plan.tiles.maps import TileMap, tiled_inside
-from stowplan.plan.tiles.ways import SEARCH_MOVES, GraphWay, Offer, PlainStep, Sweeps, Way
+from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way, search_moves
 from stowplan.run.planning import plan_within, price_captured
 from stowplan.run.probe import Progress
 from stowplan.run.tiles.knee import Sweeping
@@ -140,7 +140,7 @@ class SweptWay:
     @cached_property
     def _tried(self) -> CapturedWay:
         pricing = price_captured(self.captured, self._search.progress, self._search.allow)
-        search = replace(self._search, moves=self._search.moves or SEARCH_MOVES)
+        search = replace(self._search, moves=self._search.moves or search_moves(self.captured.graph))
         return CapturedWay(self.captured, pricing, self._step, search, self._decided())
 
     def _decided(self) -> Sweeps:
