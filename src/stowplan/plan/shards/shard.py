@@ -6,7 +6,6 @@ halo): then it is exchanged once, before the first such op, and never stored twi
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from stowplan.geometry import Rect
 from stowplan.ir import Op
@@ -15,6 +14,7 @@ from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.sliding import Span
 from stowplan.ops.table import site_of
 from stowplan.plan.shards.allowed import refusal_of_parts
+from stowplan.plan.shards.halos import is_made
 from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.spread import SUMMED, Form, Spread, Spreading
 
@@ -33,7 +33,6 @@ LIKES = tuple(f"aten.{name}_like.default" for name in ("empty", "full", "ones", 
 
 _MOST_CARRIED = 1.5  # times a worker's share: beyond that, a gathered tensor would be computed by everyone
 _CONVOLUTION = "aten.convolution.default"
-_LITTLE = 1.1  # times a worker's share: a convolution of so little more is done sooner than an exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,8 @@ class Pulling:
 
     def _is_carried(self, spread: Spread, number: int, shares: list[Rect], wanted: list[Rect]) -> bool:
         if spread.op.type == _CONVOLUTION:
-            return _growth(shares, wanted) <= _LITTLE and self._can(spread, number, wanted)
+            site = site_of(self._found.graph, spread.op)
+            return is_made(site, shares, wanted) and self._can(spread, number, wanted)
         if number or spread.op.type not in CARRIED:
             return False
         owned, hulls = (sum(rect.volume for rect in rects) for rects in (shares, wanted))
@@ -181,14 +181,6 @@ class Pulling:
             source = reduction.dims[0][dims.index(dim)] if dim in dims else None
             spans += [(0, size) for size in group] if source is None else first.spans(share, source)
         return Rect(tuple(low for low, _ in spans), tuple(high for _, high in spans))
-
-
-def _growth(shares: Sequence[Rect], wanted: Sequence[Rect]) -> float:
-    """How many times its share a worker would make at most, which those on the axes of a mesh tell."""
-    pairs = [(w.shape, s.shape) for w, s in zip(wanted, shares, strict=True) if not s.is_empty]
-    ratios = [[more / size for more, size in zip(*pair, strict=True)] for pair in pairs]
-    growth: float = prod(max(along) for along in zip(*ratios, strict=True))
-    return growth
 
 
 def _nothing_of(rect: Rect) -> Rect:
