@@ -1,6 +1,6 @@
 """Steps in tiles at shares of their activation memory: peaks, times against eager, gradients.
 
-    python -m benchmarks.tiles [CASE ...] [--shares 0.2 0.1] [--rounds 3] [--threads 1] [--json FILE]
+    python -m benchmarks.tiles [CASE ...] [--shares 0.2 0.1] [--rounds 3] [--threads 1] [--float64] [--json F]
 
 A share is of what eager takes besides what stands anyway: parameters, their gradients, buffers, inputs. A
 case with an allowance of its own is planned within that. Where eager has room, it takes turns with the step
@@ -75,7 +75,7 @@ def main() -> None:
         tried_seconds = round(perf_counter() - started, 1)
         for allowed in _allowances(case, example, planner, options.shares):
             about: Findings = {"case": name, "threads": options.threads, "tried_seconds": tried_seconds}
-            _tell(about | _found(example, planner, allowed, options.rounds), options.json)
+            _tell(about | _found(example, planner, allowed, options.rounds, options.float64), options.json)
 
 
 def _options() -> argparse.Namespace:
@@ -85,6 +85,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--shares", type=float, nargs="+", help="of eager's activation memory")
     parser.add_argument("--rounds", type=int, default=3, help="0 to plan only")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--float64", action="store_true", help="compare both with eager in float64 as well")
     parser.add_argument("--prefer", default="time")
     parser.add_argument("--moves", type=int, help="of the search for plans")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to add lines of JSON")
@@ -109,7 +110,9 @@ def _standing_bytes(example: Example) -> int:
     return 2 * parameters + sum(tensor.nbytes for tensor in (*example.model.buffers(), *example.args))
 
 
-def _found(example: Example, planner: MasterPlanner[StepWay], allowed: int, rounds: int) -> Findings:
+def _found(
+    example: Example, planner: MasterPlanner[StepWay], allowed: int, rounds: int, float64: bool
+) -> Findings:
     """Plan within the allowance, run and measure."""
     plain, standing = planner.step.peak_bytes, _standing_bytes(example)
     found: Findings = {
@@ -133,15 +136,14 @@ def _found(example: Example, planner: MasterPlanner[StepWay], allowed: int, roun
         return found
     planned = PlannedStep(plan, way.captured)
     has_room = plain < _ROOM * free_bytes(torch.device("cpu"))
-    return found | (_compared(example, planned, rounds) if has_room else _alone(example, planned))
+    return found | (_compared(example, planned, rounds, float64) if has_room else _alone(example, planned))
 
 
-def _compared(example: Example, planned: PlannedStep, rounds: int) -> Findings:
+def _compared(example: Example, planned: PlannedStep, rounds: int, float64: bool) -> Findings:
     """Both peaks, both times in turns, and how far the gradients are apart."""
     model, twin = example.model, copy.deepcopy(example.model)
     tiled = planned.bound_to(twin)
     times = [(_seconds(example, model, model), _seconds(example, tiled, twin)) for _ in range(rounds)]
-    apart = max(map(_distance, model.parameters(), twin.parameters()))
     ratio, spread = ratio_of([swept for _, swept in times], [eager for eager, _ in times])
     eager, swept = (median(column) for column in zip(*times, strict=True))
     return {
@@ -151,7 +153,8 @@ def _compared(example: Example, planned: PlannedStep, rounds: int) -> Findings:
         "seconds": round(swept, 3),
         "ratio": round(ratio, 3),
         "ratio_spread": [round(end, 3) for end in spread],
-        "gradients_apart": apart,
+        "gradients_apart": _apart(twin, model),
+        **(_against_float64(example, model, twin) if float64 else {}),
     }
 
 
@@ -198,11 +201,29 @@ def _peak_bytes(example: Example, run: Callable[..., object], model: nn.Module) 
     return measure(lambda: _once(example, run, model), before=standing).measured_peak_bytes
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
-    """Of two parameters' gradients, relative to the first."""
-    assert one.grad is not None
-    assert other.grad is not None
-    return float((one.grad - other.grad).norm() / one.grad.norm().clamp_min(1e-30))
+def _against_float64(example: Example, eager: nn.Module, tiled: nn.Module) -> Findings:
+    """How far both are from eager in float64: what rounding makes of this network in any case."""
+    exact = copy.deepcopy(eager).double()
+    args = (arg.double() if arg.is_floating_point() else arg for arg in example.args)
+    _once(Example(exact, tuple(args)), exact, exact)
+    return {"eager_to_float64": _apart(eager, exact), "tiles_to_float64": _apart(tiled, exact)}
+
+
+def _apart(one: nn.Module, other: nn.Module) -> float:
+    """The largest distance of a parameter's gradients, relative to the other's.
+
+    Some should be nothing, as of a bias before a norm: they count as if they were a thousandth of all.
+    """
+    pairs = [(_gradient(a), _gradient(b)) for a, b in zip(one.parameters(), other.parameters(), strict=True)]
+    least = torch.stack([expected.norm() for _, expected in pairs]).norm() / 1000
+    return max(
+        float((found - expected).norm() / expected.norm().clamp_min(least)) for found, expected in pairs
+    )
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.double()
 
 
 def _tell(found: Findings, file: Path | None) -> None:
