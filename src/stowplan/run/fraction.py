@@ -55,9 +55,12 @@ class _Made:
 
 
 def fraction_of(signature: Signature, *, large_bytes: int = LARGE_BYTES) -> Fraction | None:
-    """A part of the op whose operands are not large; None if they are not, or if it has no such part."""
+    """A part of the op whose operands are not large; None if they are not, or if it has no such part.
+
+    What ops other than PyTorch's own do with a part of their operands is not known.
+    """
     largest = max(signature.operands, key=_bytes_of, default=None)
-    if largest is None or _bytes_of(largest) <= large_bytes:
+    if signature.call.target.namespace != "aten" or largest is None or _bytes_of(largest) <= large_bytes:
         return None
     parts = 1 << (_bytes_of(largest) // large_bytes).bit_length()
     whole = _made(signature)
