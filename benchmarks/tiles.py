@@ -4,8 +4,9 @@
 
 A share is of what eager takes besides what stands anyway: parameters, their gradients, buffers, inputs. A
 case with an allowance of its own is planned within that. Where eager has room, it takes turns with the step
-in tiles, and ratios are told as the median of the rounds and their quartiles; where it has none, its forward
-half alone must come to the same loss. With `--rounds 0` steps are planned only.
+in tiles, and ratios are told as the median of the rounds and their quartiles, by the clock and by processor
+time, which other work on the machine disturbs less; where it has none, its forward half alone must come to
+the same loss. With `--rounds 0` steps are planned only.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 from torch import Tensor, nn
@@ -144,8 +145,9 @@ def _compared(example: Example, planned: PlannedStep, rounds: int, float64: bool
     model, twin = example.model, copy.deepcopy(example.model)
     tiled = planned.bound_to(twin)
     times = [(_seconds(example, model, model), _seconds(example, tiled, twin)) for _ in range(rounds)]
-    ratio, spread = ratio_of([swept for _, swept in times], [eager for eager, _ in times])
-    eager, swept = (median(column) for column in zip(*times, strict=True))
+    by_clock, by_processor = ([(eager[clock], swept[clock]) for eager, swept in times] for clock in range(2))
+    ratio, spread = ratio_of([swept for _, swept in by_clock], [eager for eager, _ in by_clock])
+    eager, swept = (median(column) for column in zip(*by_clock, strict=True))
     return {
         "plain_measured_bytes": _peak_bytes(example, model, model),
         "measured_bytes": _peak_bytes(example, tiled, twin),
@@ -153,6 +155,7 @@ def _compared(example: Example, planned: PlannedStep, rounds: int, float64: bool
         "seconds": round(swept, 3),
         "ratio": round(ratio, 3),
         "ratio_spread": [round(end, 3) for end in spread],
+        "processor_ratio": round(median(swept / eager for eager, swept in by_processor), 3),
         "gradients_apart": _apart(twin, model),
         **(_against_float64(example, model, twin) if float64 else {}),
     }
@@ -188,10 +191,11 @@ def _once(example: Example, run: Callable[..., object], model: nn.Module) -> flo
     return float(loss.detach())
 
 
-def _seconds(example: Example, run: Callable[..., object], model: nn.Module) -> float:
-    started = perf_counter()
+def _seconds(example: Example, run: Callable[..., object], model: nn.Module) -> tuple[float, float]:
+    """Of one step, by the clock and of the processor."""
+    started, worked = perf_counter(), process_time()
     _once(example, run, model)
-    return perf_counter() - started
+    return perf_counter() - started, process_time() - worked
 
 
 def _peak_bytes(example: Example, run: Callable[..., object], model: nn.Module) -> int:
