@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from stowplan.api import convert, explain, inspect, planner_for, read_document, read_plan
     from stowplan.run.fit import fit, plans_of
-    from stowplan.run.shards.fit import shards_of
+    from stowplan.run.shards.fit import choices_of, shards_of
 
 __version__ = "0.1.0"
 
 __all__ = [
     "__version__",
+    "choices_of",
     "convert",
     "explain",
     "fit",
@@ -27,6 +28,7 @@ __all__ = [
 _HOMES = {
     "fit": "stowplan.run.fit",
     "plans_of": "stowplan.run.fit",
+    "choices_of": "stowplan.run.shards.fit",
     "shards_of": "stowplan.run.shards.fit",
 }
 

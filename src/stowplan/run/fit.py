@@ -42,8 +42,9 @@ def fit(
     kwargs: Mapping[str, object] | None = None,
     *,
     budget: int | str,
-    mesh: "MeshLike | None" = None,
+    mesh: "MeshLike | int | None" = None,
     dims: Mapping[str, Sequence[int | None]] | None = None,
+    layouts: str = "follow",
     reserve: int | str = 0,
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
@@ -72,7 +73,10 @@ def fit(
     With a `mesh` of workers ("data=2,space=2x2", or a DeviceMesh with named dims), all its processes call
     this alike, with whole arguments, which may be on the meta device; the budget is that of each. What is
     returned is called with a worker's part of the arguments, `shards_of(fitted).share(*args)`. Which dims of
-    them the axes cut follows from the axes' names, or is given by `dims`, by input.
+    them the axes cut follows from the axes' names, or is given by `dims`, by input. With `layouts="choose"`
+    stages of a convolutional net are cut otherwise than its inputs where that pays. For a number of workers,
+    `mesh=4`, both are chosen: the fastest way that is within the budget on every worker; `choices_of(fitted)`
+    tells what became of the others.
     """
     _refuse_misuse(model, args)
     refuse_wrapped(model)
@@ -81,10 +85,11 @@ def fit(
 
         _refuse_on_mesh(budget, plan, allow)
         search = Search(known_techniques(allow), moves, progress)
-        wish = Wish(parse_bytes(budget), parse_bytes(reserve), search, preference(prefer))
-        return fit_on_mesh(model, tuple(args), dict(kwargs or {}), mesh=mesh, dims=dims, wish=wish)
-    if dims is not None:
-        raise BadUse("dims says what the axes of a mesh cut, and there is no mesh; give mesh= as well")
+        bytes_ = parse_bytes(budget), parse_bytes(reserve)
+        wish = Wish(*bytes_, search, preference(prefer), dims, layouts)
+        return fit_on_mesh(model, tuple(args), dict(kwargs or {}), mesh=mesh, wish=wish)
+    if dims is not None or layouts != "follow":
+        raise BadUse("dims and layouts are of a step on a mesh, and there is no mesh; give mesh= as well")
     whole = automatic_budget(model, (args, dict(kwargs or {}))) if budget == "auto" else parse_bytes(budget)
     beside = parse_bytes(reserve)
     fitting = Fitting(type(model).forward, whole - beside, tuple(allow), preference(prefer), progress, moves)

@@ -50,11 +50,9 @@ class ShardedStep:
         mesh: MeshLike,
         dims: Chosen | None = None,
         chosen: Chosen | None = None,
+        captured: Captured | None = None,
     ) -> None:
-        captured = capture(model, args, kwargs)
-        check_differentiable(captured, model, args, kwargs)
-        if not any(name in captured.program.parameters for name in captured.program.gradients):
-            raise BadUse("no parameter of the model has a gradient: there is no training step to shard")
+        captured = captured or step_to_shard(model, args, kwargs)
         self.captured, self.workers = captured, Workers(mesh)
         self.plan = plan_sharded(captured, self.workers.mesh, dims, chosen)
         self.workers.join(spread.summed_axes for spread in self.plan.spreads if spread.summed_axes)
@@ -154,15 +152,29 @@ class ShardedStep:
         return pytree.tree_unflatten(leaves, program.output_spec)
 
 
+def step_to_shard(
+    model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
+) -> Captured:
+    """The whole step, captured; BadUse if it is none, or hides from autograd what it does."""
+    captured = capture(model, args, kwargs)
+    check_differentiable(captured, model, args, kwargs)
+    if not any(name in captured.program.parameters for name in captured.program.gradients):
+        raise BadUse("no parameter of the model has a gradient: there is no training step to shard")
+    return captured
+
+
 def plan_sharded(
     captured: Captured, mesh: Mesh, dims: Chosen | None = None, chosen: Chosen | None = None
 ) -> ShardPlan:
     """The plan of a captured step on a mesh; of inputs without `dims`, its axes cut what their names say."""
+    return shard_plan(captured.graph, mesh, seeds_of(captured, mesh, dims), ends_of(captured), chosen)
+
+
+def seeds_of(captured: Captured, mesh: Mesh, dims: Chosen | None = None) -> Chosen:
+    """By input the dim that each axis cuts: as `dims` has it, else by the names of the axes."""
     inputs = {name for name in captured.program.inputs if name is not None}
     seeds = dict(dims or {})
-    if not seeds.keys() >= inputs:
-        seeds = {**seeds_for(captured.graph, mesh), **seeds}
-    return shard_plan(captured.graph, mesh, seeds, ends_of(captured), chosen)
+    return seeds if seeds.keys() >= inputs else {**seeds_for(captured.graph, mesh), **seeds}
 
 
 def ends_of(captured: Captured) -> tuple[str, ...]:

@@ -61,12 +61,14 @@ def sample_of(of_round: Round) -> Sample:
 
 
 def work_of(of_round: Round) -> list[float]:
-    """How much each tile of a round has to do."""
+    """How much each tile of a round has to do: a little even where a loss is all there is."""
     graph, price = of_round.segment.graph, dict[str, float]()
     for op in of_round.segment.ops:
         site = site_of(graph, op)
         price[op.id] = _MOVED + macs_of(site) / max(1, elements_of(site.outputs[0]))
-    return [sum(price[level.op.id] * level.made.volume for level in tile.levels) for tile in of_round.tiles]
+    return [
+        1.0 + sum(price[level.op.id] * level.made.volume for level in tile.levels) for tile in of_round.tiles
+    ]
 
 
 def _shapes(tile: Tile) -> tuple[tuple[int, ...], ...]:

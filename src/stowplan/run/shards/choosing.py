@@ -1,0 +1,86 @@
+"""Choosing how a step is handed out: every worker plans its part of an option, and the fastest is taken.
+
+What a worker's part takes is known when it is planned: its ops have been tried, and what does not fit is made
+again or tiled. Options are looked at by what is expected of them, and only while one could still be faster.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from stowplan.errors import BudgetTooSmall
+from stowplan.plan.shards.options import Option
+from stowplan.run.shards.step import ShardedStep
+from stowplan.run.tiles.plan import PlannedStep
+from stowplan.units import format_bytes, format_seconds
+
+_MOST = 4  # options that are planned although others fit
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An option as this worker would run it, and the seconds of the slowest: of its plan, and of its ops."""
+
+    sharded: ShardedStep
+    planned: PlannedStep
+    planned_seconds: float
+    plain_seconds: float
+
+    def step_seconds(self, option: Option) -> float:
+        """With what is said to others, as projected."""
+        return self.planned_seconds + option.expected_seconds(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What became of an option."""
+
+    option: Option
+    verdict: str
+
+    def __str__(self) -> str:
+        return f"{self.option}: {self.verdict}"
+
+
+def fastest_that_fits(
+    options: Sequence[Option], attempt: Callable[[Option], Attempt]
+) -> tuple[Attempt, tuple[Tried, ...]]:
+    """The attempt that is fastest on all workers, and all options with their verdicts.
+
+    Raises BudgetTooSmall with the smallest budget of any option.
+    """
+    waiting, scale = list(options), 1.0
+    found: dict[int, Attempt] = {}  # by the option's place
+    refused: dict[int, BudgetTooSmall] = {}
+    while waiting and len(found) < _MOST:
+        option = min(waiting, key=lambda each: each.expected_seconds(scale))
+        if found and option.expected_seconds(scale) >= _best(options, found)[1]:
+            break
+        waiting.remove(option)
+        place = options.index(option)
+        try:
+            made = found[place] = attempt(option)
+            scale = made.plain_seconds / option.projection.compute_seconds
+        except BudgetTooSmall as refusal:
+            refused[place] = refusal
+    if not found:
+        raise min(refused.values(), key=lambda refusal: refusal.minimum_bytes)
+    taken, _ = _best(options, found)
+    verdicts = (
+        _verdict(option, found.get(n), refused.get(n), scale, n == taken) for n, option in enumerate(options)
+    )
+    return found[taken], tuple(map(Tried, options, verdicts))
+
+
+def _best(options: Sequence[Option], found: dict[int, Attempt]) -> tuple[int, float]:
+    seconds = {place: attempt.step_seconds(options[place]) for place, attempt in found.items()}
+    return min(seconds.items(), key=lambda item: item[1])
+
+
+def _verdict(
+    option: Option, found: Attempt | None, refused: BudgetTooSmall | None, scale: float, is_taken: bool
+) -> str:
+    if found is not None:
+        return f"{'taken' if is_taken else 'slower'}, {format_seconds(found.step_seconds(option))} as planned"
+    if refused is not None:
+        return f"too large, needs {format_bytes(refused.minimum_bytes)} on its largest worker"
+    return f"not planned, {format_seconds(option.expected_seconds(scale))} at the least"
