@@ -81,7 +81,8 @@ def fit(
     _refuse_misuse(model, args)
     refuse_wrapped(model)
     if mesh is not None:
-        from stowplan.run.shards.fit import Wish, fit_on_mesh
+        from stowplan.run.shards.fit import fit_on_mesh
+        from stowplan.run.shards.hand_out import Wish
 
         _refuse_on_mesh(budget, plan, allow)
         search = Search(known_techniques(allow), moves, progress)

@@ -121,7 +121,7 @@ def fault_of_one(mesh: str) -> str:
     model, args = example()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr("stowplan.run.shards.fit.plan_step", failing)
+            patch.setattr("stowplan.run.shards.hand_out.plan_step", failing)
         with pytest.raises((BadUse, CaptureError)) as fault:
             fit(model, args, budget="1GiB", mesh=mesh, allow=(), moves=1)
     return str(fault.value)

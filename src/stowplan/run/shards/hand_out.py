@@ -1,0 +1,114 @@
+"""Handing out a step: each worker's part is planned within its budget, on a mesh that is given or chosen."""
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from functools import partial
+
+from torch import nn
+
+from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.plan.pricing import Machine
+from stowplan.plan.shards.mesh import Axis, Mesh
+from stowplan.plan.shards.options import Option, Surroundings, meshes_for, options_of
+from stowplan.plan.shards.projection import Network
+from stowplan.plan.shards.spread import Chosen
+from stowplan.plan.tiles.master import Prefer
+from stowplan.run.machine import device_of, measure_machine
+from stowplan.run.shards.agreement import agreed
+from stowplan.run.shards.choosing import Attempt, Tried, fastest_that_fits
+from stowplan.run.shards.marks import marked_subject
+from stowplan.run.shards.processes import MeshLike
+from stowplan.run.shards.step import ShardedStep, ends_of, seeds_of, step_to_shard
+from stowplan.run.shards.workers import Workers
+from stowplan.run.tiles.plan import PlannedStep, plan_step
+from stowplan.run.tiles.ways import Search
+
+LAYOUTS = ("follow", "choose")
+"""Stages are cut as the inputs are, or otherwise where that pays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a step is to be planned for: a budget, of which a reserve is left, and a way to search.
+
+    `layouts` says whether stages may be cut otherwise than the inputs: one of `LAYOUTS`.
+    """
+
+    budget_bytes: int
+    reserve_bytes: int
+    search: Search
+    prefer: Prefer
+    dims: Chosen | None = None
+    layouts: str = "follow"
+
+    def __post_init__(self) -> None:
+        if self.layouts not in LAYOUTS:
+            raise BadUse(f"no layouts {self.layouts!r}; there is {', '.join(LAYOUTS)}")
+
+
+class HandingOut:
+    """A model's step, captured once, to be planned on meshes."""
+
+    def __init__(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], wish: Wish
+    ) -> None:
+        self._model, self._args, self._kwargs, self._wish = model, args, kwargs, wish
+        self._captured = step_to_shard(model, args, kwargs)
+        self._device = device_of(self._captured.graph)
+
+    def on(self, mesh: MeshLike | int) -> tuple[Attempt, tuple[Tried, ...]]:
+        """The step on a mesh, or on the mesh of so many workers that is fastest."""
+        if isinstance(mesh, int) and self._wish.dims is not None:
+            raise BadUse("dims says what the axes of a mesh cut; of a number of workers, that is chosen")
+        if not isinstance(mesh, int) and self._wish.layouts == "follow":
+            return self._attempt(mesh), ()
+        options = self._options(mesh)
+        return fastest_that_fits(options, lambda option: self._attempt(_place(mesh, option), option.chosen))
+
+    def _options(self, mesh: MeshLike | int) -> tuple[Option, ...]:
+        """The same on all workers, for the machine that the first one is on."""
+        graph = self._captured.graph
+        meeting = Workers(Mesh((Axis("data", mesh),)) if isinstance(mesh, int) else mesh)
+        meshes = meshes_for(graph, mesh) if isinstance(mesh, int) else (meeting.mesh,)
+        machine = astuple(measure_machine(self._device))
+        first = Machine(*meeting.everyones(machine, self._device)[0])
+        seeds = partial(seeds_of, self._captured, dims=self._wish.dims)
+        return options_of(graph, meshes, Surroundings(seeds, ends_of(self._captured), first, Network()))
+
+    def _attempt(self, mesh: MeshLike, chosen: Chosen | None = None) -> Attempt:
+        sharded = ShardedStep(
+            self._model,
+            self._args,
+            self._kwargs,
+            mesh=mesh,
+            dims=self._wish.dims,
+            chosen=chosen,
+            captured=self._captured,
+        )
+        plan = partial(_planned, sharded, self._model, self._wish)
+        planned = agreed(sharded.workers, plan, self._wish.budget_bytes, self._device)
+        own = planned.plan.projected_seconds, planned.plan.plain_seconds
+        slowest = map(max, zip(*sharded.workers.everyones(own, self._device), strict=True))
+        return Attempt(sharded, planned, *slowest)
+
+
+def _place(mesh: MeshLike | int, option: Option) -> MeshLike:
+    return option.mesh if isinstance(mesh, int) else mesh
+
+
+def _planned(sharded: ShardedStep, model: nn.Module, wish: Wish) -> PlannedStep:
+    """This worker's part of the step, as it fits beside what a step has to remember."""
+    beside, search = wish.reserve_bytes + sharded.remembered_bytes, wish.search
+    subject = marked_subject(sharded, model)
+    try:
+        with sharded.workers.rehearsing():
+            return plan_step(
+                subject,
+                wish.budget_bytes - beside,
+                allow=search.allow,
+                prefer=wish.prefer,
+                progress=search.progress,
+                moves=search.moves,
+            )
+    except BudgetTooSmall as refusal:
+        raise refusal.beside(beside, "the reserve and buffers as they were before a step") from None
