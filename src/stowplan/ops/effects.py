@@ -29,7 +29,7 @@ effect_of: Table[Effect] = Table("effects", default=no_effect)
 
 
 @effect_of.entry("Dropout", "onnx.Dropout")
-@effect_of.entry(*aten.RANDOM)
+@effect_of.entry(*aten.RANDOM, "stowplan.draw.default")
 def draws_random_numbers(_: Site) -> Effect:
     """A second run would draw another mask."""
     return Effect.RANDOM

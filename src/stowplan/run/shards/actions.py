@@ -80,6 +80,25 @@ class Make:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """The part `kept` of random numbers that are drawn for the whole."""
+
+    tensor: str
+    chance: float
+    whole: Shape
+    kept: Index
+    dtype: torch.dtype
+
+    def touches(self) -> Iterable[str]:
+        return (self.tensor,)
+
+    def run(self, values: Values) -> None:
+        low, sizes = [part.start for part in self.kept], [part.stop - part.start for part in self.kept]
+        drawn = torch.ops.stowplan.draw(self.chance, self.whole, low, sizes, self.dtype)
+        values.parts[self.tensor] = drawn
+
+
+@dataclass(frozen=True, slots=True)
 class Swap:
     """The exchange of one tensor; a worker that has nothing of it brings an empty part."""
 
@@ -195,4 +214,4 @@ class Normalise:
         return made, mean.view(samples, self.groups), variance.view(samples, self.groups)
 
 
-Action: TypeAlias = Bring | Make | Swap | Sum | Loss | Normalise
+Action: TypeAlias = Bring | Make | Draw | Swap | Sum | Loss | Normalise

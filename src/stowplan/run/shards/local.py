@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from math import prod
 
+import torch
+
 from stowplan.capture import Captured, Ref
 from stowplan.capture.schema import bound_arguments
 from stowplan.errors import BadUse
@@ -15,14 +17,15 @@ from stowplan.plan.shards.plan import RESIDENT, ShardPlan
 from stowplan.plan.shards.shard import LIKES, Level
 from stowplan.plan.shards.spread import SUMMED, Form
 from stowplan.plan.tiles.rects import Level as TileLevel
-from stowplan.run.shards.actions import Action, Bring, Loss, Make, Normalise, Sum, Swap
+from stowplan.run.shards.actions import Action, Bring, Draw, Loss, Make, Normalise, Sum, Swap
+from stowplan.run.shards.draws import is_drawn_in_pieces
 from stowplan.run.shards.exchange import exchange_of
 from stowplan.run.shards.norm import Norm
 from stowplan.run.shards.operator import Total, enter
 from stowplan.run.shards.take import Blank, Take, take, within
 from stowplan.run.shards.workers import Workers
 from stowplan.run.tiles.losses import tiled_loss
-from stowplan.run.tiles.part import Index, local_call
+from stowplan.run.tiles.part import Index, LocalCall, local_call
 
 
 class LocalStep:
@@ -104,7 +107,7 @@ class LocalStep:
         self._rects[name] = Rect(self._rects[name].lo, self._rects[name].lo) if held is None else held
         return Swap(name, talk, self._blank(name))
 
-    def _make(self, level: Level) -> Make:
+    def _make(self, level: Level) -> Make | Draw:
         op = level.spread.op
         if self._calls[op.id].fresh:
             raise BadUse(f"{op.id} ({op.type}) overwrites its input, and has no form on parts")
@@ -120,8 +123,15 @@ class LocalStep:
                     raise BadUse(f"{op.id} ({op.type}) reads two different parts of {use.tensor!r}")
                 takes[use.tensor] = found
         tile = TileLevel(op, level.output, self._cells(level.name).local(level.made), tuple(seen))
-        call = local_call(self._graph, self._calls[op.id], tile, held)
-        return Make(call, takes, level.made.shape, self._kept(level))
+        call, kept = local_call(self._graph, self._calls[op.id], tile, held), self._kept(level)
+        if kept is not None and is_drawn_in_pieces(call, self._described(level.name).device):
+            return self._draw(call, level, kept)
+        return Make(call, takes, level.made.shape, kept)
+
+    def _draw(self, call: LocalCall, level: Level, kept: Index) -> Draw:
+        chance, dtype = call.arguments["p"], getattr(torch, str(self._described(level.name).dtype))
+        assert isinstance(chance, (int, float))
+        return Draw(level.name, float(chance), level.made.shape, kept, dtype)
 
     def _operand(self, level: Level, number: int) -> tuple[Take | Blank | None, Rect | None]:
         """Where an input comes from, and its rect as the op sees it; what only tells a shape is blank."""
