@@ -114,22 +114,23 @@ def _gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def _lines(net: str, found: list[list[Taken]]) -> Iterator[str]:
+def _lines(net: str, mesh: str, found: list[list[Taken]]) -> Iterator[str]:
     for rank, taken in enumerate(found):
         for each in taken:
             told = "kept" if each.is_kept else "NOT KEPT"
             yield (
-                f"{net} worker {rank}: plain {each.plain_bytes:,}, allowed {each.allowed_bytes:,},"
+                f"{net} on {mesh}, worker {rank}: plain {each.plain_bytes:,}, allowed {each.allowed_bytes:,},"
                 f" projected {each.projected_bytes:,}, measured {each.measured_bytes:,}, segments in tiles"
                 f" {each.tiled}, {each.longer:.2f} of the time, gradients {each.far:.1e} apart: {told}"
             )
             share = each.measured_bytes / each.allowed_bytes
-            case = f"{net} on 2 x 2 workers, {each.allowed_bytes / each.plain_bytes:.2f} of the plain peak"
+            case = f"{net} on {mesh}, {each.allowed_bytes / each.plain_bytes:.2f} of the plain peak"
             Study("shards").tell(case, f"worker {rank}", "measured", share, "of the budget")
 
 
 def main(_: Sequence[str]) -> None:
-    """A line per net, worker and budget."""
-    for net, settings in MEMORY.items():
-        found = on_workers(4, budgets_of, net, "real", settings, "space=2x2")
-        print("\n".join(_lines(net, found)), flush=True)
+    """A line per mesh, net, worker and budget."""
+    for mesh, workers in (("space=2", 2), ("space=2x2", 4)):
+        for net, settings in MEMORY.items():
+            found = on_workers(workers, budgets_of, net, "real", settings, mesh)
+            print("\n".join(_lines(net, mesh, found)), flush=True)

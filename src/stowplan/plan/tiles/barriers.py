@@ -5,6 +5,7 @@ Right before sums are added up over workers, a stretch ends in its own part of a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.effects import Effect, effect_of
@@ -19,15 +20,35 @@ def is_barrier(graph: Graph, op: Op) -> bool:
 
 
 def runs_between_barriers(graph: Graph, forward: Sequence[Op]) -> Iterator[range]:
-    """The places of forward ops in runs without a barrier; each barrier is a run of its own."""
-    start = 0
-    for place, op in enumerate(forward):
-        if is_barrier(graph, op):
-            yield from _cut_behind_sum(graph, forward, range(start, place))
-            yield range(place, place + 1)
-            start = place + 1
-    if start < len(forward):
-        yield range(start, len(forward))
+    """The places of forward ops in runs without a barrier, and between them the barriers.
+
+    What only looks at a tensor, or makes something of parameters, right before or after a barrier is part of
+    that: norms over workers look at images in ways that do not keep rectangles, and repeat their weights.
+    """
+    walls = _walls(graph, forward)
+    for is_wall, places in groupby(range(len(forward)), key=walls.__contains__):
+        together = list(places)
+        run = range(together[0], together[-1] + 1)
+        is_last = run.stop == len(forward)
+        yield from (run,) if is_wall or is_last else _cut_behind_sum(graph, forward, run)
+
+
+def _walls(graph: Graph, forward: Sequence[Op]) -> set[int]:
+    barriers = {place for place, op in enumerate(forward) if is_barrier(graph, op)}
+    walls = set(barriers)
+    for step in (1, -1):
+        for barrier in barriers:
+            place = barrier + step
+            while 0 <= place < len(forward) and place not in barriers and _prepares(graph, forward[place]):
+                walls.add(place)
+                place += step
+    return walls
+
+
+def _prepares(graph: Graph, op: Op) -> bool:
+    tensors = graph.tensors
+    only_looks = all(tensors[name].alias_of is not None for name in op.writes())
+    return only_looks or {tensors[name].kind for name in op.reads()} <= {Kind.PARAMETER, Kind.BUFFER}
 
 
 def _cut_behind_sum(graph: Graph, forward: Sequence[Op], run: range) -> Iterator[range]:

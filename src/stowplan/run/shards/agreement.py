@@ -4,20 +4,21 @@ A worker whose part does not fit must not leave the others waiting for its first
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.run.shards.workers import Workers
-from stowplan.run.tiles.plan import PlannedStep
 from stowplan.units import format_bytes
 
+Planned = TypeVar("Planned")
 _FITS, _FAILED = 0, -1  # in place of the bytes that a worker would need
 
 
 def agreed(
-    workers: Workers, plan: Callable[[], PlannedStep], allowed_bytes: int, device: torch.device
-) -> PlannedStep:
+    workers: Workers, plan: Callable[[], Planned], allowed_bytes: int, device: torch.device
+) -> Planned:
     """What `plan` makes on this worker, if it does so on all; else every worker raises.
 
     BudgetTooSmall then has the budget that all would fit into, and names the worker that needs it.

@@ -76,39 +76,34 @@ class HandingOut:
         return options_of(graph, meshes, Surroundings(seeds, ends_of(self._captured), first, Network()))
 
     def _attempt(self, mesh: MeshLike, chosen: Chosen | None = None) -> Attempt:
-        sharded = ShardedStep(
-            self._model,
-            self._args,
-            self._kwargs,
-            mesh=mesh,
-            dims=self._wish.dims,
-            chosen=chosen,
-            captured=self._captured,
-        )
-        plan = partial(_planned, sharded, self._model, self._wish)
-        planned = agreed(sharded.workers, plan, self._wish.budget_bytes, self._device)
+        workers = Workers(mesh)
+        plan = partial(self._planned, workers, chosen)
+        sharded, planned = agreed(workers, plan, self._wish.budget_bytes, self._device)
         own = planned.plan.projected_seconds, planned.plan.plain_seconds
-        slowest = map(max, zip(*sharded.workers.everyones(own, self._device), strict=True))
+        slowest = map(max, zip(*workers.everyones(own, self._device), strict=True))
         return Attempt(sharded, planned, *slowest)
+
+    def _planned(self, workers: Workers, chosen: Chosen | None) -> tuple[ShardedStep, PlannedStep]:
+        """This worker's part of the step, as it fits beside what a step has to remember."""
+        wish, search = self._wish, self._wish.search
+        given = self._model, self._args, self._kwargs
+        sharded = ShardedStep(*given, mesh=workers, dims=wish.dims, chosen=chosen, captured=self._captured)
+        beside = wish.reserve_bytes + sharded.remembered_bytes
+        subject = marked_subject(sharded, self._model)
+        try:
+            with workers.rehearsing():
+                planned = plan_step(
+                    subject,
+                    wish.budget_bytes - beside,
+                    allow=search.allow,
+                    prefer=wish.prefer,
+                    progress=search.progress,
+                    moves=search.moves,
+                )
+        except BudgetTooSmall as refusal:
+            raise refusal.beside(beside, "the reserve and buffers as they were before a step") from None
+        return sharded, planned
 
 
 def _place(mesh: MeshLike | int, option: Option) -> MeshLike:
     return option.mesh if isinstance(mesh, int) else mesh
-
-
-def _planned(sharded: ShardedStep, model: nn.Module, wish: Wish) -> PlannedStep:
-    """This worker's part of the step, as it fits beside what a step has to remember."""
-    beside, search = wish.reserve_bytes + sharded.remembered_bytes, wish.search
-    subject = marked_subject(sharded, model)
-    try:
-        with sharded.workers.rehearsing():
-            return plan_step(
-                subject,
-                wish.budget_bytes - beside,
-                allow=search.allow,
-                prefer=wish.prefer,
-                progress=search.progress,
-                moves=search.moves,
-            )
-    except BudgetTooSmall as refusal:
-        raise refusal.beside(beside, "the reserve and buffers as they were before a step") from None

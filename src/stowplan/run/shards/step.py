@@ -47,13 +47,13 @@ class ShardedStep:
         args: tuple[object, ...],
         kwargs: Mapping[str, object] | None = None,
         *,
-        mesh: MeshLike,
+        mesh: MeshLike | Workers,
         dims: Chosen | None = None,
         chosen: Chosen | None = None,
         captured: Captured | None = None,
     ) -> None:
         captured = captured or step_to_shard(model, args, kwargs)
-        self.captured, self.workers = captured, Workers(mesh)
+        self.captured, self.workers = captured, mesh if isinstance(mesh, Workers) else Workers(mesh)
         self.plan = plan_sharded(captured, self.workers.mesh, dims, chosen)
         self.workers.join(spread.summed_axes for spread in self.plan.spreads if spread.summed_axes)
         self._title = f"step {next(_numbers)}"
