@@ -34,9 +34,9 @@ def unet() -> tuple[nn.Module, Args]:
     return NETS["unet"].build("tiny", dtype=torch.float64, resolution=332)
 
 
-def vgg() -> tuple[nn.Module, Args]:
+def vgg(resolution: int = 1024, width: int = 4) -> tuple[nn.Module, Args]:
     return NETS["vgg16"].build(
-        "tiny", dtype=torch.float64, resolution=1024, batch=1, width=4, has_classifier=False
+        "tiny", dtype=torch.float64, resolution=resolution, batch=1, width=width, has_classifier=False
     )
 
 
@@ -72,6 +72,13 @@ def test_what_joined_stages_hand_to_each_other_is_never_whole() -> None:
     for tiling in joined_tilings(graph):
         inside = {op.id for tiled in tiling for op in tiled.segment.ops[:-1]}
         assert inside & borders
+
+
+def test_parts_of_joined_stages_are_small_where_they_can_be() -> None:
+    """Memory of large blocks is asked for anew every time: tiles of them would be slow."""
+    graph = in_tiling_order(capture(*vgg(resolution=2048, width=32)).graph)
+    parts = [tiled.costs.part_bytes for tiling in joined_tilings(graph) for tiled in tiling]
+    assert 2**22 < max(parts) <= 2**25
 
 
 def test_every_pool_ends_a_stage() -> None:

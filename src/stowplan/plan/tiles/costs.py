@@ -21,7 +21,7 @@ class SweepCosts:
 
     `idle` is how much of that differentiating does not run again, for nobody looks at it. Peaks are what the
     largest tile takes besides the segment's inputs, outputs and their gradients: running forward only, and
-    running forward and backward.
+    running forward and backward. `part_bytes` are those of the largest single part that a tile makes.
     """
 
     tiles: int
@@ -31,6 +31,7 @@ class SweepCosts:
     untiled_macs: int
     forward_peak_bytes: int
     backward_peak_bytes: int
+    part_bytes: int
 
     @property
     def halo_share(self) -> float:
@@ -54,6 +55,7 @@ def costs_of_sweep(segment: Segment, rounds: Sequence[Round]) -> SweepCosts:
         untiled_macs=sum(macs.values()),
         forward_peak_bytes=max(max(map(partial(_forward_peak, e.segment), _unlike(e))) for e in rounds),
         backward_peak_bytes=max(max(map(_backward_peak_in(e.segment), _unlike(e))) for e in rounds),
+        part_bytes=max(_largest_part(e.segment, tile) for e in rounds for tile in _unlike(e)),
     )
 
 
@@ -104,6 +106,11 @@ def _part_bytes(graph: Graph, tile: Tile, name: str) -> int:
     if name not in tile.held or tensor.alias_of is not None or tensor.kind is Kind.PARAMETER:
         return 0
     return tile.held[name].volume * (tensor.dtype.itemsize if tensor.dtype else 4)
+
+
+def _largest_part(segment: Segment, tile: Tile) -> int:
+    made = (_part_bytes(segment.graph, tile, _made_by(level)) for level in tile.levels)
+    return max(made, default=0)
 
 
 def _last_reads(segment: Segment, tile: Tile) -> dict[str, int]:

@@ -7,7 +7,7 @@ give a few such tilings, from the one that costs least to the one that needs lea
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from math import inf, prod
 
 from stowplan.ir import Graph
@@ -22,6 +22,7 @@ from stowplan.plan.tiles.needs import Needs
 _JOINED = 3  # stages in one segment at most
 _FINEST = 64  # tiles
 _TILINGS = 4
+_PART = 2**25  # bytes: memory of larger blocks is not used again but asked for anew, page by page
 _MANY = 16  # stages: in more of them none is large enough to be worth the time that all joins take
 _LOWER = 0.04  # of what the tiling before needs besides parameters and gradients: less is much the same
 
@@ -141,10 +142,14 @@ def _untiled(need: Needs, stage: Sequence[str]) -> Piece:
 
 def _tiled(need: Needs, graph: Graph, ops: tuple[str, ...], stages: int) -> Iterator[Piece]:
     beside = need.beside(ops)
-    for tiled in grids_tried(graph, ops):
-        if prod(tiled.parts) > _FINEST:
-            return
-        if prod(tiled.parts) > 1:
-            inside = tiled.costs.backward_peak_bytes + need.kernels(ops, tiled.costs.tiles)
-            peak = beside + inside
-            yield Piece(stages, tiled, peak, extra_macs_of(tiled.segment, tiled.costs))
+    for tiled in _of_small_parts(graph, ops):
+        inside = tiled.costs.backward_peak_bytes + need.kernels(ops, tiled.costs.tiles)
+        peak = beside + inside
+        yield Piece(stages, tiled, peak, extra_macs_of(tiled.segment, tiled.costs))
+
+
+def _of_small_parts(graph: Graph, ops: tuple[str, ...]) -> list[Tiled]:
+    """The grids that are worth a look, without those of slow large parts if there are any finer."""
+    tried = takewhile(lambda tiled: prod(tiled.parts) <= _FINEST, grids_tried(graph, ops))
+    cut = [tiled for tiled in tried if prod(tiled.parts) > 1]
+    return [tiled for tiled in cut if tiled.costs.part_bytes <= _PART] or cut[-1:]
