@@ -1,8 +1,11 @@
 """Gradients are summed over the workers in buckets, while backward goes on: same order, bytes and numbers."""
 
 import copy
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +43,7 @@ class Findings:
     messages: list[tuple[str, int]]
     planned: Planned
     left_out: Outcome
+    policies: set[int]  # by which the kernel gives a core to the threads that serve sockets
 
 
 def look() -> Findings:
@@ -50,7 +54,13 @@ def look() -> Findings:
         each()
     planned = plan_tightly()
     Workers.begin_sum = leaving_a_bucket_out  # type: ignore[method-assign]
-    return Findings(outcome, messages, planned, compare(CELL, width=WIDTH))
+    return Findings(outcome, messages, planned, compare(CELL, width=WIDTH), policies())
+
+
+def policies() -> set[int]:
+    tasks = Path("/proc/self/task").iterdir() if sys.platform == "linux" else ()
+    serving = [int(t.name) for t in tasks if (t / "comm").read_text().strip() == "gloo_tcp_loop"]
+    return {os.sched_getscheduler(task) for task in serving}
 
 
 def _listen(method: str, messages: list[tuple[str, int]]) -> Callable[[], None]:
@@ -120,6 +130,11 @@ def test_sums_are_begun_while_backward_goes_on_in_one_order_for_all_workers(foun
     assert [method for method, _ in found[1].messages] == methods
     sums = [[size for method, size in each.messages if method != "swap"] for each in found]
     assert sums[0] == sums[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="told by Linux alone")
+def test_threads_that_serve_sockets_take_no_core_from_those_that_compute(found: list[Findings]) -> None:
+    assert all(findings.policies == {os.SCHED_BATCH} for findings in found)
 
 
 def test_a_bucket_that_is_left_out_of_the_sum_is_caught(found: list[Findings]) -> None:
