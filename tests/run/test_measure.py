@@ -1,5 +1,6 @@
 """Measured memory: exact on steps whose allocations are known, and in agreement with the operating system."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def test_what_was_there_counts_and_its_end_is_noticed() -> None:
 
 
 def test_tensors_that_python_knows_are_found() -> None:
+    gc.collect()  # what tests before have left in cycles may end at any time
     held = block(7)
     view = held[: 2 * MIB]
     parameter = torch.nn.Parameter(torch.zeros(MIB // 4))
