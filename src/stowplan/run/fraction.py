@@ -17,9 +17,7 @@ from stowplan.run.operands import LARGE_BYTES, call_on
 from stowplan.run.probe_cache import Cost
 from stowplan.run.signature import Operand, Signature
 
-_SIDE = (
-    64  # an operand so many times smaller than the largest is beside it, such as a weight, and stays whole
-)
+_SIDE = 64  # an operand so many times smaller than the largest, such as a weight, stays whole
 _MARGIN = 1024  # so much less than the results may be missing: a step of 25 GiB took 2 kB more than by parts
 _META = torch.device("meta")
 _ATEN = torch.ops.aten

@@ -16,7 +16,6 @@ from stowplan.plan.tiles.maps import TileMap
 from stowplan.plan.tiles.segment import Segment, segment_of
 from stowplan.run.tiles.remade import with_skips_again
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.swept import capture_swept
 from stowplan.run.tiles.ways import Subject, refuse_untileable
 
 
@@ -48,13 +47,12 @@ def _bases(subject: Subject) -> Iterator[Captured]:
 
 
 def _swept(plan: Plan, subject: Subject) -> Captured:
-    captured = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
-    segments = [_segment(told, captured.graph) for told in plan.tile_maps]
+    graph, calls = in_tiling_order(subject.captured.graph), subject.captured.program.calls
+    segments = [_segment(told, graph) for told in plan.tile_maps]
     sweeps = [
-        Sweep(segment, captured.program.calls, told.parts)
-        for told, segment in zip(plan.tile_maps, segments, strict=True)
+        Sweep(segment, calls, told.parts) for told, segment in zip(plan.tile_maps, segments, strict=True)
     ]
-    return capture_swept(captured, subject.model, subject.args, subject.kwargs, sweeps=sweeps)
+    return subject.as_run(graph, sweeps)
 
 
 def _segment(told: TileMap, graph: Graph) -> Segment:

@@ -1,6 +1,6 @@
 """Ways to run a captured step: as it is, or captured once more with stretches of it swept tile by tile."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -99,10 +99,13 @@ class SweptWay:
 
     def bounds(self, allowed_bytes: int) -> Iterator[float]:
         """By the work of its sweeps; by their trials, if memory can do; as captured with them."""
-        if self._surely_there_bytes <= allowed_bytes:
-            yield self._step.seconds + sum(map(self._sweeping.hoped_extra_seconds, self._tiling))
-        if self._surely_there_bytes > allowed_bytes or self.floor_bytes > allowed_bytes:
+        if self._surely_there_bytes > allowed_bytes:
             yield inf
+            return
+        yield self._step.seconds + sum(map(self._sweeping.hoped_extra_seconds, self._tiling))
+        if self.floor_bytes > allowed_bytes:
+            yield inf
+            return
         yield self._step.seconds + sum(map(self._sweeping.extra_seconds, self._tiling))
         yield self._tried.least_seconds(allowed_bytes)
 
@@ -135,7 +138,7 @@ class SweptWay:
 
     @cached_property
     def captured(self) -> Captured:
-        return self._subject.as_run(in_tiling_order(self._subject.captured.graph), self._sweeps)
+        return self._subject.as_run(self._subject.captured.graph, self._sweeps)
 
     @cached_property
     def _tried(self) -> CapturedWay:
@@ -203,23 +206,31 @@ def ways_of(subject: Subject, pricing: Pricing | None, step: PlainStep, search: 
         refuse_untileable(subject)
     except BadUse:
         return
-    captured = subject.captured
-    pricing = pricing or price_captured(captured, search.progress, search.allow)
-    early = in_tiling_order(captured.graph)
-    sweeping = Sweeping(early, captured.program.calls, pricing, search.progress)
-    whole = ((tiled,) for tiled in whole_tilings(early))
-    for tiling in (*stage_tilings(early), *joined_tilings(early), *whole):
-        yield SweptWay(subject, tiling, sweeping, step, search)
-    yield from _ways_with_skips_again(subject, step, search)
-
-
-def _ways_with_skips_again(subject: Subject, step: PlainStep, search: Search) -> Iterator[StepWay]:
+    pricing = pricing or price_captured(subject.captured, search.progress, search.allow)
+    yield from _swept_ways(subject, pricing, step, search, _tilings)
     for captured in with_skips_again(subject.captured, subject.model, subject.args, subject.kwargs):
         pricing = price_captured(captured, search.progress, search.allow)
-        early = in_tiling_order(captured.graph)
-        sweeping = Sweeping(early, captured.program.calls, pricing, search.progress)
-        for tiling in divided_tilings(early):
-            yield SweptWay(replace(subject, captured=captured), tiling, sweeping, step, search)
+        yield from _swept_ways(replace(subject, captured=captured), pricing, step, search, divided_tilings)
+
+
+def _tilings(graph: Graph) -> Iterator[Tiling]:
+    yield from stage_tilings(graph)
+    yield from joined_tilings(graph)
+    yield from ((tiled,) for tiled in whole_tilings(graph))
+
+
+def _swept_ways(
+    subject: Subject,
+    pricing: Pricing,
+    step: PlainStep,
+    search: Search,
+    tilings_of: Callable[[Graph], Iterable[Tiling]],
+) -> Iterator[StepWay]:
+    """A way for each tiling of the step, brought into the order that suits tiles."""
+    early = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
+    sweeping = Sweeping(early.graph, early.program.calls, pricing, search.progress)
+    for tiling in tilings_of(early.graph):
+        yield SweptWay(replace(subject, captured=early), tiling, sweeping, step, search)
 
 
 def refuse_untileable(subject: Subject) -> None:
