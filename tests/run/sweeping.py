@@ -69,7 +69,8 @@ def incoming_for(segment: Segment, dtype: torch.dtype) -> list[Tensor]:
 def in_tiles(sweep: Sweep, inputs: Sequence[Tensor], dtype: torch.dtype) -> Made:
     """By the sweep."""
     wanted = [position for position, tensor in enumerate(inputs) if tensor.is_floating_point()]
-    statistics = sweep.gather(inputs)
+    given = dict(zip(sweep.segment.inputs, inputs, strict=True))
+    statistics = sweep.gather([given[name] for name in sweep.looks_at])
     if sweep.segment.loss is not None:
         loss, *gradients = sweep.loss(inputs, wanted, statistics)
         return Made([loss], gradients)

@@ -16,6 +16,7 @@ from stowplan.capture import Captured, capture
 from stowplan.errors import BadUse
 from stowplan.ir import Phase, validate
 from stowplan.ops.table import shape_of
+from stowplan.plan.decision import Again
 from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.tiles.borders import (
     in_tiling_order,
@@ -27,6 +28,7 @@ from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import segment_of
+from stowplan.run.planning import planner_for_captured
 from stowplan.run.straight import StraightStep
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept
@@ -139,3 +141,21 @@ def test_norms_of_branches_come_side_by_side() -> None:
     assert types[first + 1] == "_native_batch_norm_legit_functional"
     assert types[:first].count("convolution") == 2
     assert len(stretches_between_norms(captured.graph)) == 2
+
+
+def test_a_sweep_that_runs_again_does_not_gather_again() -> None:
+    """Its statistics, a few numbers, are kept: however many norms it has, it is swept once."""
+    model, args = NETS["resnet50"].build(
+        "tiny", device="cpu", dtype=torch.float32, seed=0, **SIZES["resnet50"]
+    )
+    captured = in_order(capture(model, args))
+    sweeps = sweeps_of(captured, stretches_between_narrow_norms(captured.graph))
+    swept = capture_swept(captured, model, args, sweeps=sweeps)
+    planner = planner_for_captured(swept, moves=500)
+    again = Counter(
+        next(op.type for op in swept.graph.ops if op.id == step.op)
+        for step in planner.plan(int(1.1 * planner.minimum_bytes)).steps
+        if isinstance(step, Again)
+    )
+    assert again["stowplan.sweep.default"] > 0
+    assert again["stowplan.gather.default"] == 0

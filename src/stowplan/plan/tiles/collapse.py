@@ -155,7 +155,8 @@ def _priced(
     fused = segment.loss is not None
     seconds |= {op.id: ahead + back if fused else ahead for op in forward}
     seconds |= {op.id: 0.0 if fused else again + back for op in backward}
-    peak = costs.backward_peak_bytes if fused else costs.forward_peak_bytes
+    forward_peak = max(costs.gathering_peak_bytes, costs.forward_peak_bytes)
+    peak = costs.backward_peak_bytes if fused else forward_peak
     workspace |= {op.id: peak for op in forward}
     workspace |= {op.id: 0 if fused else costs.backward_peak_bytes for op in backward}
     return Pricing(seconds, pricing.basis, workspace, pricing.tier)

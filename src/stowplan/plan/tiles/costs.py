@@ -20,15 +20,18 @@ class SweepCosts:
     """`work` is by op how much of its output all tiles together make, 1.0 if nothing is made twice.
 
     `idle` is how much of that differentiating does not run again, for nobody looks at it. Peaks are what the
-    largest tile takes besides the segment's inputs, outputs and their gradients: running forward only, and
-    running forward and backward. `part_bytes` are those of the largest single part that a tile makes.
+    largest tile takes besides the segment's inputs, outputs and their gradients: gathering statistics,
+    running forward only, and running forward and backward. `part_bytes` are those of the largest single part
+    that a tile makes; `again_macs` are for a second run forward, when statistics are known.
     """
 
     tiles: int
     work: Mapping[str, float]
     idle: Mapping[str, float]
     forward_macs: int
+    again_macs: int
     untiled_macs: int
+    gathering_peak_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
     part_bytes: int
@@ -46,14 +49,17 @@ def costs_of_sweep(segment: Segment, rounds: Sequence[Round]) -> SweepCosts:
     for each in rounds:
         for op, share in _work(each.segment, each.tiles).items():
             work[op] += share
-    last = rounds[-1].segment
+    *gathering, last = rounds
+    last_work = _work(last.segment, last.tiles)
     return SweepCosts(
         tiles=max(len(each.tiles) for each in rounds),
         work=work,
-        idle={op: _work(last, rounds[-1].tiles)[op] for op in idle_ops(last)},
+        idle={op: last_work[op] for op in idle_ops(last.segment)},
         forward_macs=round(sum(macs[op] * share for op, share in work.items())),
+        again_macs=round(sum(macs[op] * share for op, share in last_work.items())),
         untiled_macs=sum(macs.values()),
-        forward_peak_bytes=max(max(map(partial(_forward_peak, e.segment), _unlike(e))) for e in rounds),
+        gathering_peak_bytes=max(map(_forward_peak_of, gathering), default=0),
+        forward_peak_bytes=_forward_peak_of(last),
         backward_peak_bytes=max(max(map(_backward_peak_in(e.segment), _unlike(e))) for e in rounds),
         part_bytes=max(_largest_part(e.segment, tile) for e in rounds for tile in _unlike(e)),
     )
@@ -62,6 +68,10 @@ def costs_of_sweep(segment: Segment, rounds: Sequence[Round]) -> SweepCosts:
 def _unlike(of_round: Round) -> Iterable[Tile]:
     """One tile of each shape."""
     return {tuple(level.made.shape for level in tile.levels): tile for tile in of_round.tiles}.values()
+
+
+def _forward_peak_of(of_round: Round) -> int:
+    return max(map(partial(_forward_peak, of_round.segment), _unlike(of_round)))
 
 
 def _backward_peak_in(segment: Segment) -> Callable[[Tile], int]:

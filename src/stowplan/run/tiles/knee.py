@@ -76,13 +76,14 @@ def signatures_of(sweep: Sweep) -> list[Signature]:
     segment, tensors = sweep.segment, sweep.segment.graph.tensors
     gradients = {t.gradient_of: t.id for t in tensors.values() if t.gradient_of is not None}
     wanted = tuple(place for place, name in enumerate(segment.inputs) if name in gradients)
-    inputs = _refs(segment.inputs)
+    inputs, statistics = _refs(segment.inputs), _refs(sweep.statistics)
+    gather = [_signature(sweep, _OPS.gather.default, _refs(sweep.looks_at))] if statistics else []
     if segment.loss is not None:
-        return [_signature(sweep, _OPS.sweep_loss.default, inputs, wanted)]
+        return [*gather, _signature(sweep, _OPS.sweep_loss.default, inputs, statistics, wanted)]
     incoming = _refs(gradients.get(name, name) for name in segment.outputs)
-    statistics = _refs(sweep.statistics)
     return [
-        _signature(sweep, _OPS.sweep.default, inputs),
+        *gather,
+        _signature(sweep, _OPS.sweep.default, inputs, statistics),
         _signature(sweep, _OPS.sweep_backward.default, incoming, inputs, statistics, wanted),
     ]
 

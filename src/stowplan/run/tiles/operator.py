@@ -4,7 +4,7 @@ A sweep is called by its name, which determines what it computes: the same name 
 cache of prices, means the same work.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,15 +24,22 @@ def call_sweep(sweep: Sweep, inputs: list[Tensor]) -> tuple[list[Tensor], dict[s
     The gradients of a loss are made with it.
     """
     make_known(sweep)
+    statistics = _gathered(sweep, dict(zip(sweep.segment.inputs, inputs, strict=True)))
     if sweep.segment.loss is None:
-        made = torch.ops.stowplan.sweep(inputs, sweep.name)
+        made = torch.ops.stowplan.sweep(inputs, statistics, sweep.name)
     else:
         wanted = [position for position, tensor in enumerate(inputs) if tensor.requires_grad]
-        made = torch.ops.stowplan.sweep_loss(inputs, wanted, sweep.name)
-    count = len(sweep.statistics)
-    statistics = [made.pop() for _ in range(count)][::-1]
-    found = {name: tensor.detach() for name, tensor in zip(sweep.statistics, statistics, strict=True)}
-    return made[: len(sweep.outputs)], found
+        made = torch.ops.stowplan.sweep_loss(inputs, statistics, wanted, sweep.name)
+    return made[: len(sweep.outputs)], dict(zip(sweep.statistics, statistics, strict=True))
+
+
+def _gathered(sweep: Sweep, given: Mapping[str, Tensor]) -> list[Tensor]:
+    """All statistics, as an op of their own: a sweep that is run again need not gather them again."""
+    if not sweep.statistics:
+        return []
+    with torch.no_grad():  # the sweep itself differentiates them
+        found: list[Tensor] = torch.ops.stowplan.gather([given[name] for name in sweep.looks_at], sweep.name)
+    return found
 
 
 def make_known(sweep: Sweep) -> None:
@@ -57,11 +64,14 @@ def sweep_named(name: str) -> Sweep:
     return _SWEEPS[name]
 
 
+@torch.library.custom_op("stowplan::gather", mutates_args=())
+def _gather(inputs: list[Tensor], name: str) -> list[Tensor]:
+    return sweep_named(name).gather(inputs)
+
+
 @torch.library.custom_op("stowplan::sweep", mutates_args=())
-def _forward(inputs: list[Tensor], name: str) -> list[Tensor]:
-    sweep = sweep_named(name)
-    statistics = sweep.gather(inputs)
-    return [*sweep.forward(inputs, statistics), *statistics]
+def _forward(inputs: list[Tensor], statistics: list[Tensor], name: str) -> list[Tensor]:
+    return sweep_named(name).forward(inputs, statistics)
 
 
 @torch.library.custom_op("stowplan::sweep_backward", mutates_args=())
@@ -72,18 +82,16 @@ def _backward(
 
 
 @torch.library.custom_op("stowplan::sweep_loss", mutates_args=())
-def _loss(inputs: list[Tensor], wanted: list[int], name: str) -> list[Tensor]:
-    sweep = sweep_named(name)
-    statistics = sweep.gather(inputs)
-    return [*sweep.loss(inputs, wanted, statistics), *statistics]
+def _loss(inputs: list[Tensor], statistics: list[Tensor], wanted: list[int], name: str) -> list[Tensor]:
+    return sweep_named(name).loss(inputs, wanted, statistics)
 
 
 @_forward.register_fake
-def _like_outputs(inputs: list[Tensor], name: str) -> list[Tensor]:
-    made = (empty_like_described(tensor, inputs[0].device) for tensor in sweep_named(name).outputs)
-    return [*made, *_like_statistics(inputs, name)]
+def _like_outputs(inputs: list[Tensor], _: list[Tensor], name: str) -> list[Tensor]:
+    return [empty_like_described(tensor, inputs[0].device) for tensor in sweep_named(name).outputs]
 
 
+@_gather.register_fake
 def _like_statistics(inputs: list[Tensor], name: str) -> list[Tensor]:
     return [
         torch.empty(shape, dtype=gathering.dtype, device=inputs[0].device)
@@ -100,19 +108,19 @@ def _like_wanted(
 
 
 @_loss.register_fake
-def _like_loss(inputs: list[Tensor], wanted: list[int], name: str) -> list[Tensor]:
+def _like_loss(inputs: list[Tensor], _: list[Tensor], wanted: list[int], name: str) -> list[Tensor]:
     loss = empty_like_described(sweep_named(name).outputs[0], inputs[0].device)
-    gradients = (torch.empty_like(inputs[position]) for position in wanted)
-    return [loss, *gradients, *_like_statistics(inputs, name)]
+    return [loss, *(torch.empty_like(inputs[position]) for position in wanted)]
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
-    tensors, ctx.name = inputs
+def _keep_inputs(ctx: Any, inputs: tuple[list[Tensor], list[Tensor], str], output: object) -> None:
+    del output
+    tensors, statistics, ctx.name = inputs
     ctx.wanted = [position for position, tensor in enumerate(tensors) if tensor.requires_grad]
-    ctx.save_for_backward(*tensors, *output[len(sweep_named(ctx.name).outputs) :])
+    ctx.save_for_backward(*tensors, *statistics)
 
 
-def _sweep_again(ctx: Any, incoming: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+def _sweep_again(ctx: Any, incoming: list[Tensor | None]) -> tuple[list[Tensor | None], list[None], None]:
     sweep = sweep_named(ctx.name)
     given = [
         torch.zeros(
@@ -120,24 +128,27 @@ def _sweep_again(ctx: Any, incoming: list[Tensor | None]) -> tuple[list[Tensor |
         )
         if gradient is None
         else gradient
-        for gradient, tensor in zip(incoming, sweep.outputs, strict=False)
+        for gradient, tensor in zip(incoming, sweep.outputs, strict=True)
     ]
     count = len(sweep.segment.inputs)
     inputs, statistics = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
     found = torch.ops.stowplan.sweep_backward(given, inputs, statistics, ctx.wanted, ctx.name)
-    return _placed(found, ctx.wanted, count), None
+    return _placed(found, ctx.wanted, count), [None] * len(statistics), None
 
 
-def _keep_gradients(ctx: Any, inputs: tuple[list[Tensor], list[int], str], output: list[Tensor]) -> None:
-    ctx.count, ctx.wanted = len(inputs[0]), inputs[1]
-    ctx.save_for_backward(*output[1 : 1 + len(ctx.wanted)])
+def _keep_gradients(
+    ctx: Any, inputs: tuple[list[Tensor], list[Tensor], list[int], str], output: list[Tensor]
+) -> None:
+    ctx.counts, ctx.wanted = [len(inputs[0]), len(inputs[1])], inputs[2]
+    ctx.save_for_backward(*output[1:])
 
 
-def _rescale(ctx: Any, incoming: list[Tensor | None]) -> tuple[list[Tensor | None], None, None]:
+def _rescale(ctx: Any, incoming: list[Tensor | None]) -> tuple[list[Tensor | None], list[None], None, None]:
     gradient = incoming[0]
     assert gradient is not None, "a loss that nobody differentiates"
     found = [torch.mul(saved, gradient) for saved in ctx.saved_tensors]
-    return _placed(found, ctx.wanted, ctx.count), None, None
+    inputs, statistics = ctx.counts
+    return _placed(found, ctx.wanted, inputs), [None] * statistics, None, None
 
 
 def _placed(found: list[Tensor], wanted: list[int], count: int) -> list[Tensor | None]:

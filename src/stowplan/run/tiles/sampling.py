@@ -20,7 +20,14 @@ from stowplan.run.tiles.operator import known_for_now, sweep_named
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.trial import cost_of, tried
 
-SWEEPS = ("stowplan.sweep.default", "stowplan.sweep_backward.default", "stowplan.sweep_loss.default")
+SWEEPS = {
+    "stowplan.gather.default": slice(0, -1),
+    "stowplan.sweep.default": slice(-1, None),
+    "stowplan.sweep_backward.default": slice(None),
+    "stowplan.sweep_loss.default": slice(None),
+}
+"""The ops that run a sweep, and which of its rounds each runs."""
+
 _MOVED = 16  # multiply-accumulates that take about as long as reading and writing one element
 
 
@@ -35,17 +42,19 @@ class Sample:
 
 def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) -> Cost | None:
     """What one run of an op takes, a sweep by its sample; None if that cannot be tried."""
-    if str(signature.call.target) not in SWEEPS:
+    rounds_run = SWEEPS.get(str(signature.call.target))
+    if rounds_run is None:
         return cost_of(signature, device, repeats=repeats)
     sweep = sweep_named(str(signature.call.args[-1]))
     if signature.operand_bytes > free_bytes(device):
         return None
     samples = [sample_of(of_round) for of_round in sweep.rounds]
+    seen = samples[rounds_run]
     once = _tried(sweep, [()] * len(samples), signature, device)
     some = _tried(sweep, [sample.tiles for sample in samples], signature, device)
     if once is None or some is None:
         return None
-    times = sum(sample.all_work for sample in samples) / sum(sample.work for sample in samples)
+    times = sum(sample.all_work for sample in seen) / sum(sample.work for sample in seen)
     return Cost(once.seconds + max(0.0, some.seconds - once.seconds) * times, some.rise_bytes)
 
 

@@ -110,9 +110,15 @@ class Sweep:
         """What is gathered on the way, by name."""
         return tuple(name for gathering in self.gatherings.values() for name in gathering.names)
 
+    @property
+    def looks_at(self) -> tuple[str, ...]:
+        """The inputs that the statistics depend on."""
+        read = {name for of_round in self.rounds[:-1] for name in of_round.segment.inputs}
+        return tuple(name for name in self.segment.inputs if name in read)
+
     def gather(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """All statistics, in their order: one round after the other."""
-        given = dict(zip(self.segment.inputs, inputs, strict=True))
+        """All statistics, in their order, one round after the other, of the inputs that it looks at."""
+        given = dict(zip(self.looks_at, inputs, strict=True))
         with torch.no_grad():
             for of_round in self._rounds:
                 given |= of_round.gather(given, inputs[0].device)

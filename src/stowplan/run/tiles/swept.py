@@ -135,7 +135,8 @@ def _with_origins(graph: Graph, order: Sequence[Item]) -> Graph:
         if op.phase is Phase.FORWARD and place is not None:
             item = waiting[place]
             told[op.id] = item.segment.ops[0] if isinstance(item, Sweep) else item
-            del waiting[: place + 1]
+            several = isinstance(item, Sweep)  # one op gathers its statistics, another runs it
+            del waiting[: place if several else place + 1]
     sources = (told.get(op.adjoint_of or op.id) for op in graph.ops)
     ops = (
         replace(op, scope=source.scope if source else "", source=source.source if source else "")

@@ -30,7 +30,7 @@ from stowplan.run.tiles.remade import with_skips_again
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import Otherwise, capture_swept, check_differentiable
 
-_SWEEP = "stowplan.sweep.default"
+_GATHER, _SWEEP = "stowplan.gather.default", "stowplan.sweep.default"
 _SWEEPS = (_SWEEP, "stowplan.sweep_loss.default")
 _SURE = 0.75  # of the memory of a tile that is differentiated, as projected
 
@@ -151,7 +151,7 @@ class SweptWay:
         for sweep, tiled in zip(self._ops(), self._tiling, strict=True):
             decisions |= tiled_inside(sweep, tiled.parts, tiled.segment.inside)
         extra = sum(extra_macs_of(tiled.segment, tiled.costs) for tiled in self._tiling)
-        macs = {op: t.costs.forward_macs for op, t in zip(self._ops(), self._tiling, strict=True)}
+        macs = {op: t.costs.again_macs for op, t in zip(self._ops(), self._tiling, strict=True)}
         return Sweeps(decisions, extra, macs, self._maps)
 
     def _maps(self) -> tuple[TileMap, ...]:
@@ -175,7 +175,8 @@ class SweptWay:
 
 def _workspace(sweep: Op, costs: SweepCosts) -> int:
     """The memory of a tile, not overestimated: of what backward would hold some may be spared."""
-    return costs.forward_peak_bytes if sweep.type == _SWEEP else _differentiated_bytes(costs)
+    ahead = {_GATHER: costs.gathering_peak_bytes, _SWEEP: costs.forward_peak_bytes}
+    return ahead.get(sweep.type, _differentiated_bytes(costs))
 
 
 def _differentiated_bytes(costs: SweepCosts) -> int:
