@@ -1,15 +1,19 @@
 """Segments run whole and in tiles, side by side."""
 
 from ast import literal_eval
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Argument, Captured, Ref, capture
-from stowplan.ir import Kind, Phase
+from stowplan.errors import BadUse
+from stowplan.ir import Kind, Phase, validate
 from stowplan.ir import Tensor as Described
+from stowplan.ops.table import shape_of
+from stowplan.plan.tiles.borders import in_tiling_order
+from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.segment import Segment, segment_of
 from stowplan.run.straight import StraightStep
 from stowplan.run.tiles.sweep import Sweep
@@ -22,6 +26,25 @@ def stretch(captured: Captured, first: str | None = None, last: str | None = Non
     start = 0 if first is None else names.index(first)
     stop = len(names) if last is None else names.index(last) + 1
     return segment_of(captured.graph, names[start:stop])
+
+
+def in_order(captured: Captured) -> Captured:
+    """The step in the order that suits tiles."""
+    return replace(captured, graph=validate(in_tiling_order(captured.graph)))
+
+
+def sweeps_of(captured: Captured, stretches: Iterable[tuple[str, ...]], most: int = 2) -> list[Sweep]:
+    """All stretches that can be cut, in so many parts along their last dims."""
+    found = []
+    for ops in stretches:
+        try:
+            segment = segment_of(captured.graph, ops)
+            shape = shape_of(captured.graph.tensors[cut_tensors(segment)[0]])
+            parts = (1, 1, *(min(most, size) for size in shape[2:]))
+            found.append(Sweep(segment, captured.program.calls, parts))
+        except BadUse:
+            continue
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,30 +2,22 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 import torch
 from benchmarks.nets import NETS
-from sweeping import gradients_of, relative_error
+from sweeping import gradients_of, in_order, relative_error, sweeps_of
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.errors import BadUse
-from stowplan.ir import Phase, validate
-from stowplan.ops.table import shape_of
+from stowplan.ir import Phase
 from stowplan.plan.decision import Again
 from stowplan.plan.pricing import price_by_macs
-from stowplan.plan.tiles.borders import (
-    in_tiling_order,
-    stretches_between_narrow_norms,
-    stretches_between_norms,
-)
+from stowplan.plan.tiles.borders import stretches_between_narrow_norms, stretches_between_norms
 from stowplan.plan.tiles.collapse import SWEEP, collapse, extra_macs_of
 from stowplan.plan.tiles.costs import costs_of_sweep
-from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import segment_of
 from stowplan.run.planning import planner_for_captured
@@ -38,24 +30,6 @@ SIZES: dict[str, dict[str, object]] = {
     "resnet50": {"resolution": 64, "batch": 4, "layers": (1, 2, 1)},
     "unet3d": {"resolution": 16},
 }
-
-
-def in_order(captured: Captured) -> Captured:
-    return replace(captured, graph=validate(in_tiling_order(captured.graph)))
-
-
-def sweeps_of(captured: Captured, stretches: Iterable[tuple[str, ...]]) -> list[Sweep]:
-    """All stretches that can be cut in two along their last dims."""
-    found = []
-    for stretch in stretches:
-        try:
-            segment = segment_of(captured.graph, stretch)
-            shape = shape_of(captured.graph.tensors[cut_tensors(segment)[0]])
-            parts = (1, 1, *(min(2, size) for size in shape[2:]))
-            found.append(Sweep(segment, captured.program.calls, parts))
-        except BadUse:
-            continue
-    return found
 
 
 @pytest.mark.parametrize("name", SIZES)

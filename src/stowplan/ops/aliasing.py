@@ -85,9 +85,32 @@ def overwrites_first_if_alike(site: Site) -> Aliasing:
     return Aliasing(in_place_of={0: (0,)} if _may_overwrite(site, 0) else {})
 
 
+@aliasing_of.entry("stowplan.sweep_backward.default")
+def overwrites_as_told(site: Site) -> Aliasing:
+    """`over` has for each output the gradient that it may take the place of, or -1."""
+    over = site.attributes.get("over")
+    if not isinstance(over, tuple) or len(over) != len(site.outputs):
+        return Aliasing()  # some outputs are of no use, and it is not told which
+    places = {output: place for output, place in enumerate(over) if isinstance(place, int) and place >= 0}
+    return Aliasing(
+        in_place_of={
+            o: (p,) for o, p in places.items() if _is_given_once(site, p) and _look_alike(site, p, o)
+        }
+    )
+
+
+def _is_given_once(site: Site, position: int) -> bool:
+    storages = [tensor.alias_of or tensor.id for tensor in site.inputs]
+    return storages.count(storages[position]) == 1
+
+
 def _may_overwrite(site: Site, position: int) -> bool:
-    victim, output = site.inputs[position], site.outputs[0]
-    alike = (victim.shape, victim.dtype, victim.layout) == (output.shape, output.dtype, output.layout)
+    victim = site.inputs[position]
     storage = victim.alias_of or victim.id
     others = (other for other in site.inputs if other.id != victim.id)
-    return alike and all((other.alias_of or other.id) != storage for other in others)
+    return _look_alike(site, position, 0) and all((other.alias_of or other.id) != storage for other in others)
+
+
+def _look_alike(site: Site, position: int, output: int) -> bool:
+    one, other = site.inputs[position], site.outputs[output]
+    return (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout)

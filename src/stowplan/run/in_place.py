@@ -1,5 +1,6 @@
 """Overwriting: the form of a call that writes its output over an input that is not needed any more."""
 
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -11,18 +12,30 @@ from stowplan.capture.pure_forms import IRREGULAR
 from stowplan.capture.schema import overloads_of, signature_of
 from stowplan.errors import MissingRule
 
+_SWEEP_IN_PLACE = "stowplan.sweep_backward_.default"
 _IRREGULAR = {pure: writing for writing, pure in IRREGULAR.items()}
 
 
-def overwriting(call: Call, victim: str) -> Call:
-    """`call` with its output written over `victim`, one of its arguments."""
+def overwriting(call: Call, overwrites: Mapping[str, str]) -> Call:
+    """`call` with outputs written over arguments, as `overwrites` pairs them."""
     target = in_place_target(call.target)
+    if target is not None and str(target) == _SWEEP_IN_PLACE:
+        return _overwriting_some(call, target, overwrites)
+    (victim,) = overwrites.values()
     if target is not None and call.args[:1] == (Ref(victim),):
         return replace(call, target=target)
     target = out_target(call.target)
     if target is not None:
         return replace(call, target=target, kwargs={**call.kwargs, _out_name(target): Ref(victim)})
     raise MissingRule(f"{call.target} has no form that writes over {victim!r}")
+
+
+def _overwriting_some(call: Call, target: OpOverload, outputs: Container[str]) -> Call:
+    """A sweep is told for each output whether it is written over the gradient that it may be."""
+    *given, over, name = call.args
+    assert isinstance(over, tuple)
+    chosen = (place if output in outputs else -1 for output, place in zip(call.outputs, over, strict=True))
+    return replace(call, target=target, args=(*given, tuple(chosen), name))
 
 
 @cache

@@ -16,10 +16,10 @@ def call_lines(call: Call, overwrites: Mapping[str, str], names: Mapping[str, st
     """The statements that run `call`; `overwrites` pairs outputs with the inputs whose place they take."""
     if call.fresh:
         return _on_copies(call, overwrites, names)
-    for output, victim in overwrites.items():
-        if call.target is aten.as_strided_scatter.default:
-            return _into_part(call, names[output], names)
-        call = overwriting(call, victim)
+    if overwrites and call.target is aten.as_strided_scatter.default:
+        return _into_part(call, names[next(iter(overwrites))], names)
+    if overwrites:
+        call = overwriting(call, overwrites)
     return [f"{_assigned(call.outputs, call.single, names)}{_expression(call, names)}"]
 
 

@@ -125,7 +125,9 @@ class Moments:
     def statistics(self) -> list[Tensor]:
         """Mean and variance, the latter of the elements themselves, not of what they are drawn from."""
         _, mean, squares = self.sums
-        return [mean.to(self.gathering.dtype), (squares / self.gathering.count).to(self.gathering.dtype)]
+        dtype = self.gathering.dtype
+        alone = mean.to(dtype, copy=True)  # a view would keep the others
+        return [alone, (squares / self.gathering.count).to(dtype)]
 
 
 def gathering_of(segment: Segment, op: Op) -> Gathering:

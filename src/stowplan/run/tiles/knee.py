@@ -81,10 +81,11 @@ def signatures_of(sweep: Sweep) -> list[Signature]:
     if segment.loss is not None:
         return [*gather, _signature(sweep, _OPS.sweep_loss.default, inputs, statistics, wanted)]
     incoming = _refs(gradients.get(name, name) for name in segment.outputs)
+    over = tuple(sweep.over(wanted))
     return [
         *gather,
         _signature(sweep, _OPS.sweep.default, inputs, statistics),
-        _signature(sweep, _OPS.sweep_backward.default, incoming, inputs, statistics, wanted),
+        _signature(sweep, _OPS.sweep_backward.default, incoming, inputs, statistics, wanted, over),
     ]
 
 

@@ -76,9 +76,35 @@ def _forward(inputs: list[Tensor], statistics: list[Tensor], name: str) -> list[
 
 @torch.library.custom_op("stowplan::sweep_backward", mutates_args=())
 def _backward(
-    gradients: list[Tensor], inputs: list[Tensor], statistics: list[Tensor], wanted: list[int], name: str
+    gradients: list[Tensor],
+    inputs: list[Tensor],
+    statistics: list[Tensor],
+    wanted: list[int],
+    over: list[int],
+    name: str,
 ) -> list[Tensor]:
-    return sweep_named(name).backward(gradients, inputs, wanted, statistics)
+    return sweep_named(name).backward(gradients, inputs, wanted, statistics, over)
+
+
+# Not a custom op, for these may not return what they were given.
+torch.library.define(
+    "stowplan::sweep_backward_",
+    "(Tensor(a!)[] gradients, Tensor[] inputs, Tensor[] statistics, SymInt[] wanted, SymInt[] over, str name)"
+    " -> Tensor(a!)[]",
+)
+
+
+@torch.library.impl("stowplan::sweep_backward_", "default")
+def _backward_in_place(
+    gradients: list[Tensor],
+    inputs: list[Tensor],
+    statistics: list[Tensor],
+    wanted: list[int],
+    over: list[int],
+    name: str,
+) -> list[Tensor]:
+    """Written over the gradients that `over` tells, except where that is -1."""
+    return sweep_named(name).backward(gradients, inputs, wanted, statistics, over, in_place=True)
 
 
 @torch.library.custom_op("stowplan::sweep_loss", mutates_args=())
@@ -102,7 +128,12 @@ def _like_statistics(inputs: list[Tensor], name: str) -> list[Tensor]:
 
 @_backward.register_fake
 def _like_wanted(
-    _: list[Tensor], inputs: list[Tensor], __: list[Tensor], wanted: list[int], ___: str
+    _: list[Tensor],
+    inputs: list[Tensor],
+    __: list[Tensor],
+    wanted: list[int],
+    ___: list[int],
+    ____: str,
 ) -> list[Tensor]:
     return [torch.empty_like(inputs[position]) for position in wanted]
 
@@ -132,7 +163,8 @@ def _sweep_again(ctx: Any, incoming: list[Tensor | None]) -> tuple[list[Tensor |
     ]
     count = len(sweep.segment.inputs)
     inputs, statistics = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
-    found = torch.ops.stowplan.sweep_backward(given, inputs, statistics, ctx.wanted, ctx.name)
+    over = sweep.over(ctx.wanted)
+    found = torch.ops.stowplan.sweep_backward(given, inputs, statistics, ctx.wanted, over, ctx.name)
     return _placed(found, ctx.wanted, count), [None] * len(statistics), None
 
 

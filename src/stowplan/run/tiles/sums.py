@@ -12,9 +12,17 @@ from stowplan.run.tiles.part import Index
 class Sums:
     """What a segment reads as leaves of one tile after another, and the sums of the gradients wanted."""
 
-    def __init__(self, given: Mapping[str, Tensor], wanted: Iterable[str]) -> None:
+    def __init__(
+        self, given: Mapping[str, Tensor], wanted: Iterable[str], places: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`places` are for sums that tiles clear part by part, each before anything is added to it."""
         self._given = given
-        self._sums = {name: _zeros_like(given[name]) for name in wanted}
+        own = (name for name in wanted if name not in (places or {}))
+        self._sums = {**(places or {}), **{name: _zeros_like(given[name]) for name in own}}
+
+    def clear(self, name: str, index: Index) -> None:
+        """Begin a part of a sum."""
+        self._sums[name][index].zero_()
 
     def leaves(self, reads: Mapping[str, Index]) -> dict[str, Tensor]:
         """The parts that a tile reads. What arrives as gradient of one is added to its sum and let go of."""

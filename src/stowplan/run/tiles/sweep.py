@@ -21,6 +21,7 @@ from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.rounds import Round, rounds_of
 from stowplan.plan.tiles.segment import Segment
+from stowplan.plan.tiles.succession import successors
 from stowplan.run.tiles.gathering import Gathering, gathering_of
 from stowplan.run.tiles.local import LocalStep, local_step
 from stowplan.run.tiles.losses import TiledLoss, tiled_loss
@@ -81,6 +82,7 @@ class Sweep:
             op.id: gathering_of(segment, op) for of_round in self.rounds for op in of_round.statistics
         }
         *self._rounds, self._last = (self._local(of_round, calls) for of_round in self.rounds)
+        self._successors = successors(self.rounds[-1])
         self._loss: TiledLoss | None = None if segment.loss is None else tiled_loss(calls[segment.loss.id])
         self.name = _name_of(segment, self.parts)
 
@@ -142,18 +144,35 @@ class Sweep:
         inputs: Sequence[Tensor],
         wanted: Sequence[int],
         statistics: Sequence[Tensor] = (),
+        over: Sequence[int] = (),
+        *,
+        in_place: bool = False,
     ) -> list[Tensor]:
-        """The gradients of the inputs at positions `wanted`: each tile is run again and differentiated."""
+        """The gradients of the inputs at positions `wanted`: each tile is run again and differentiated.
+
+        `over` is the answer of the method, or a part of it: such gradients are written there if `in_place`,
+        and otherwise in a place of their own by the same steps, which show what the others take.
+        """
         incoming = dict(zip(self.segment.outputs, gradients, strict=True))
         given = self._given(inputs, statistics)
         names = [self.segment.inputs[position] for position in wanted]
-        sums = Sums(given, (*names, *self.statistics))
+        taken = {
+            name: self.segment.outputs[place] for name, place in zip(names, over, strict=False) if place >= 0
+        }
+        places = {n: incoming[y] if in_place else torch.empty_like(given[n]) for n, y in taken.items()}
+        sums = Sums(given, (*names, *self.statistics), places)
         with differentiating():
             for tile in self._last.tiles:
                 parts = tile.run(sums.leaves(tile.reads))
-                differentiate(parts, [incoming[name][index] for name, index in tile.writes.items()])
+                differentiate(parts, _seeds(tile, incoming, taken, sums))
             self._hand_on(given, sums)
         return sums.totals(names)
+
+    def over(self, wanted: Sequence[int]) -> list[int]:
+        """For each input wanted, the position of the gradient that its own may be written over, or -1."""
+        outputs = self.segment.outputs
+        taken = (self._successors.get(self.segment.inputs[position]) for position in wanted)
+        return [-1 if output is None else outputs.index(output) for output in taken]
 
     def loss(
         self, inputs: Sequence[Tensor], wanted: Sequence[int], statistics: Sequence[Tensor] = ()
@@ -196,6 +215,19 @@ class Sweep:
         assert self.segment.loss is not None
         first = self.segment.graph.tensors[self.segment.loss.inputs[0].tensor]
         return max(1, Rect.of_shape(shape_of(first)).volume) if self._loss.divides else 1
+
+
+def _seeds(
+    tile: LocalStep, incoming: Mapping[str, Tensor], taken: Mapping[str, str], sums: Sums
+) -> list[Tensor]:
+    """The gradients of what a tile writes: copies where sums take their place, which begin there."""
+    copied = set(taken.values())
+    parts = {name: incoming[name][index] for name, index in tile.writes.items()}
+    seeds = [part.clone() if name in copied else part for name, part in parts.items()]
+    for name in taken:
+        if name in tile.reads:
+            sums.clear(name, tile.reads[name])
+    return seeds
 
 
 def empty_like_described(tensor: Described, device: torch.device) -> Tensor:
