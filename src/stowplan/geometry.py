@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
+from operator import le
 from typing import TypeAlias
 
 Point: TypeAlias = tuple[int, ...]
@@ -35,7 +36,7 @@ class Rect:
 
     @property
     def shape(self) -> Point:
-        return tuple(max(0, high - low) for low, high in zip(self.lo, self.hi, strict=True))
+        return tuple([max(0, high - low) for low, high in zip(self.lo, self.hi, strict=True)])
 
     @property
     def volume(self) -> int:
@@ -44,7 +45,7 @@ class Rect:
 
     @property
     def is_empty(self) -> bool:
-        return any(high <= low for low, high in zip(self.lo, self.hi, strict=True))
+        return any(map(le, self.hi, self.lo))
 
     def intersect(self, other: "Rect") -> "Rect":
         """The points in both."""
@@ -69,7 +70,9 @@ class Rect:
 
     def clip(self, shape: Sequence[int]) -> "Rect":
         """The part inside a tensor of this shape."""
-        return self.intersect(Rect.of_shape(shape))
+        if len(shape) != self.ndim:
+            raise ValueError(f"a rect of {self.ndim} dims is not part of a tensor of {len(shape)}")
+        return Rect(tuple([max(0, low) for low in self.lo]), tuple(map(min, self.hi, shape)))
 
     def overhang(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """How many of its points lie before and after a tensor of this shape, per dim: its padding."""

@@ -1,6 +1,7 @@
 """Stages joined, and skips made again for late readers: the same gradients, and less that must be there."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.ir import Phase
+from stowplan.ops.macs import macs_of
+from stowplan.ops.table import site_of
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiling, stages_of
-from stowplan.plan.tiles.joins import divided_tilings, joined_tilings
+from stowplan.plan.tiles.collapse import extra_macs_of
+from stowplan.plan.tiles.joins import divided_tilings
 from stowplan.plan.tiles.needs import Needs
 from stowplan.plan.tiles.skips import Skip, cheap_skips
 from stowplan.plan.tiles.ways import PlainStep
@@ -60,24 +64,49 @@ def error_of_step(captured: Captured, model: nn.Module, args: Args) -> float:
 def test_joined_stages_compute_what_eager_does() -> None:
     model, args = vgg()
     captured = capture(model, args)
-    tilings = list(joined_tilings(early(captured).graph))
+    tilings = list(divided_tilings(early(captured).graph))
     assert tilings
     assert error_of(captured, model, args, tilings[-1]) < 1e-12
 
 
 def test_what_joined_stages_hand_to_each_other_is_never_whole() -> None:
-    captured = early(capture(*vgg()))
-    graph = captured.graph
+    graph = in_tiling_order(capture(*vgg()).graph)
     borders = {stage[-1] for stage in stages_of(graph)}
-    for tiling in joined_tilings(graph):
-        inside = {op.id for tiled in tiling for op in tiled.segment.ops[:-1]}
-        assert inside & borders
+    *_, least = divided_tilings(graph)
+    inside = {op.id for tiled in least for op in tiled.segment.ops[:-1]}
+    assert inside & borders
+
+
+def test_more_memory_is_offered_for_clearly_less_work_alone() -> None:
+    graph = in_tiling_order(capture(*vgg()).graph)
+    tilings = list(divided_tilings(graph))
+    extra = [sum(extra_macs_of(tiled.segment, tiled.costs) for tiled in tiling) for tiling in tilings]
+    step = sum(macs_of(site_of(graph, op)) for op in graph.ops)
+    assert len(extra) > 2
+    assert all(more - less > 0.01 * step for less, more in pairwise(extra))
+
+
+def test_borders_between_valleys_do_not_keep_stages_apart() -> None:
+    """Three blocks that widen first and end in a loss are in one sweep, though each narrows in two steps."""
+    net = nn.Sequential(*(layer for _ in range(3) for layer in narrowing()))
+    graph = in_tiling_order(capture(Summed(net), (torch.zeros(1, 1, 64, 64),)).graph)
+    sweeps = [{op.id for op in each.segment.ops} for tiling in divided_tilings(graph) for each in tiling]
+    most = {fall: max(len(reached(sweep, stages_of(graph, fall))) for sweep in sweeps) for fall in (0, 0.3)}
+    assert most[0] == 3 < most[0.3]
+
+
+def narrowing() -> tuple[nn.Module, ...]:
+    return nn.Conv2d(1, 32, 1), nn.ReLU(), nn.Conv2d(32, 4, 1), nn.Tanh(), nn.Conv2d(4, 1, 1)
+
+
+def reached(ops: set[str], stages: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    return [stage for stage in stages if not ops.isdisjoint(stage)]
 
 
 def test_parts_of_joined_stages_are_small_where_they_can_be() -> None:
     """Memory of large blocks is asked for anew every time: tiles of them would be slow."""
     graph = in_tiling_order(capture(*vgg(resolution=2048, width=32)).graph)
-    parts = [tiled.costs.part_bytes for tiling in joined_tilings(graph) for tiled in tiling]
+    parts = [tiled.costs.part_bytes for tiling in divided_tilings(graph) for tiled in tiling]
     assert 2**22 < max(parts) <= 2**25
 
 

@@ -76,6 +76,25 @@ def test_positions_of_the_part_alone_are_caught(monkeypatch: pytest.MonkeyPatch)
     assert error_in_tiles(captured, stretch(captured), (1, 1, 2, 2)) > 1e-4
 
 
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.MaxPool2d(2),
+        nn.MaxPool2d(3, 2, padding=1),
+        nn.MaxPool2d((2, 3), (3, 2), dilation=(2, 1)),
+        nn.MaxPool2d((2, 3), (3, 2), ceil_mode=True),
+        nn.MaxPool3d(3, 2),
+    ],
+)
+def test_max_pools(pool: nn.Module) -> None:
+    """Forward alone, the largest values are found without their places."""
+    ndim = 3 if isinstance(pool, nn.MaxPool3d) else 2
+    x = images(2, 2, *(13, 10, 9)[:ndim]).double().requires_grad_()
+    captured = capture(nn.Sequential(nn.Tanh(), pool, nn.Tanh()), (x,))
+    for parts in ((1, 1, 2, 3, 2), (2, 1, 4, 1, 1)):
+        assert error_in_tiles(captured, stretch(captured), parts[: 2 + ndim]) < EXACT
+
+
 @pytest.mark.parametrize("pad", [nn.ReflectionPad2d((3, 1, 0, 2)), nn.ReplicationPad2d((1, 4, 2, 0))])
 def test_padding_with_what_is_there(pad: nn.Module) -> None:
     captured = capture(nn.Sequential(pad, nn.Tanh()), (images(2, 2, 11, 9).double().requires_grad_(),))

@@ -58,7 +58,7 @@ class Need:
         if part.is_empty:
             return None
         spans = [dim_map.pull(part) for dim_map in self.dims]
-        rect = Rect(tuple(low for low, _ in spans), tuple(high for _, high in spans))
+        rect = Rect(tuple([low for low, _ in spans]), tuple([high for _, high in spans]))
         return None if rect.is_empty else rect
 
     def narrow(self, outputs: Rect, inputs: Rect | None) -> Rect:
@@ -141,7 +141,7 @@ class Relation:
         inside = outputs.clip(self.shape)
         if inside.is_empty:
             return (None,) * len(self.needs)
-        return tuple(None if need is None else need.pull(inside) for need in self.needs)
+        return tuple([None if need is None else need.pull(inside) for need in self.needs])
 
     def push(self, inputs: Sequence[Rect | None]) -> Rect | None:
         """Outputs that these parts of the inputs suffice to produce: a rect, though not always the largest.

@@ -63,26 +63,28 @@ def _kinds_of_stretches(graph: Graph) -> Iterator[list[tuple[str, ...]]]:
             yield between_narrow
 
 
-def stages_of(graph: Graph) -> list[tuple[str, ...]]:
-    """The forward half cut at barriers, and where the bytes that are handed on are fewest for a while."""
+def stages_of(graph: Graph, fall: float = _FALL) -> list[tuple[str, ...]]:
+    """The forward half cut at barriers, and where the bytes that are handed on are fewest for a while.
+
+    They are also cut where the bytes are below `fall` of the most inside, and not fewer right behind.
+    """
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
     crossing = _crossing_bytes(graph, forward)
     runs = runs_between_barriers(graph, forward)
-    return [
-        tuple(forward[place].id for place in stage) for run in runs for stage in _stages_of_run(crossing, run)
-    ]
+    stages = (stage for run in runs for stage in _stages_of_run(crossing, run, fall))
+    return [tuple(forward[place].id for place in stage) for stage in stages]
 
 
-def _stages_of_run(crossing: Sequence[int], run: range) -> Iterator[range]:
+def _stages_of_run(crossing: Sequence[int], run: range, fall: float) -> Iterator[range]:
     start = run.start
     for place in range(start + 1, run.stop - 1):
-        if _is_valley(crossing, start, place):
+        if _is_valley(crossing, start, place, fall):
             yield range(start, place + 1)
             start = place + 1
     yield range(start, run.stop)
 
 
-def _is_valley(crossing: Sequence[int], start: int, place: int) -> bool:
+def _is_valley(crossing: Sequence[int], start: int, place: int, fall: float) -> bool:
     """Whether the bytes are below the most of the stage, and rise again before they fall further.
 
     Where they are far below it, it is enough that they do not fall further at once.
@@ -90,7 +92,7 @@ def _is_valley(crossing: Sequence[int], start: int, place: int) -> bool:
     here, most = crossing[place], max(crossing[start:place], default=0)
     rises = next((c > here for c in crossing[place + 1 :] if not here <= c <= _RISE * here), False)
     is_low = here < _DIP * most and crossing[place + 1] > here and rises
-    return is_low or (here < _FALL * most and crossing[place + 1] >= here)
+    return is_low or (here < fall * most and crossing[place + 1] >= here)
 
 
 def _crossing_bytes(graph: Graph, forward: Sequence[Op]) -> list[int]:

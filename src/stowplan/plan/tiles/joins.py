@@ -2,7 +2,8 @@
 
 The forward half is divided into pieces, each of one or several stages on a grid, or a stage left as it is, so
 that no piece needs more than a limit while it is differentiated, at the least work. Lower and lower limits
-give a few such tilings, from the one that costs least to the one that needs least.
+give such tilings, from the one that costs least to the one that needs least; those are offered after which
+any that needs less costs clearly more.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from itertools import pairwise, takewhile
 from math import inf, prod
 
 from stowplan.ir import Graph
+from stowplan.ops.macs import macs_of
 from stowplan.ops.regions import Partial
 from stowplan.ops.statistics import statistic_of
 from stowplan.ops.table import site_of
@@ -19,9 +21,9 @@ from stowplan.plan.tiles.candidates import Tiled, Tiling, grids_tried, stages_of
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.needs import Needs
 
-_JOINED = 3  # stages in one segment at most
+_JOINED = 3  # stages between valleys in one segment at most
 _FINEST = 64  # tiles
-_TILINGS = 4
+_DEARER = 0.01  # of the step's work: a division that saves less is not worth the memory that it takes more
 _PART = 2**25  # bytes: memory of larger blocks is not used again but asked for anew, page by page
 _MANY = 16  # stages: in more of them none is large enough to be worth the time that all joins take
 _LOWER = 0.04  # of what the tiling before needs besides parameters and gradients: less is much the same
@@ -52,38 +54,28 @@ class Division:
     def tiling(self) -> Tiling:
         return tuple(piece.tiled for piece in self.pieces if piece.tiled)
 
-    @property
-    def joins(self) -> bool:
-        """Whether any stages are joined."""
-        return any(piece.stages > 1 for piece in self.pieces)
-
-
-def joined_tilings(graph: Graph) -> Iterator[Tiling]:
-    """Tilings in which stages are joined, by falling need of memory; none where that gains nothing."""
-    stages = stages_of(graph)
-    if any(_can_join(graph, (*one, *other)) for one, other in pairwise(stages)):
-        yield from _told([division for division in _all_divisions(graph, stages) if division.joins])
-
 
 def divided_tilings(graph: Graph) -> Iterator[Tiling]:
-    """Tilings by falling need of memory, whether stages are joined in them or not."""
-    divisions = list(_all_divisions(graph, stages_of(graph)))
-    yield from _told([division for division in divisions if division.tiling][len(divisions) // 2 :])
-
-
-def _all_divisions(graph: Graph, stages: Sequence[tuple[str, ...]]) -> Iterator[Division]:
+    """Tilings by falling need of memory, with stages joined where that gains; none where none can be."""
+    stages = stages_of(graph)
+    if not any(_can_join(graph, (*one, *other)) for one, other in pairwise(stages)):
+        return
     barriers = {op.id for op in graph.ops if is_barrier(graph, op)}
     if sum(barriers.isdisjoint(stage) for stage in stages) > _MANY:
-        return iter(())
+        return
     need = Needs(graph)
-    return _divisions(_pieces(graph, need, stages), need.standing_bytes)
+    divisions = list(_divisions(_pieces(graph, need, stages), need.standing_bytes))
+    step_macs = sum(macs_of(site_of(graph, op)) for op in graph.ops)
+    yield from (each.tiling for each in _told(divisions, _DEARER * step_macs) if each.tiling)
 
 
-def _told(divisions: Sequence[Division]) -> Iterator[Tiling]:
-    """A few of them: the first, the last, and evenly between."""
-    count = min(_TILINGS, len(divisions))
-    places = {(len(divisions) - 1) * n // max(1, count - 1) for n in range(count)}
-    return (divisions[place].tiling for place in sorted(places))
+def _told(divisions: Sequence[Division], dearer: float) -> list[Division]:
+    """Without those after which others need less and cost hardly more."""
+    told = list(divisions[-1:])
+    for division in reversed(divisions):
+        if division.extra_macs < told[-1].extra_macs - dearer:
+            told.append(division)
+    return told[::-1]
 
 
 def _divisions(pieces: Sequence[Sequence[Piece]], standing_bytes: int) -> Iterator[Division]:
@@ -114,12 +106,14 @@ def _cheapest(pieces: Sequence[Sequence[Piece]], limit: float) -> Division | Non
 
 def _pieces(graph: Graph, need: Needs, stages: Sequence[tuple[str, ...]]) -> list[list[Piece]]:
     """All pieces, by their last stage."""
+    valley = {op: number for number, ops in enumerate(stages_of(graph, fall=0)) for op in ops}
     found = list[list[Piece]]()
     for last in range(len(stages)):
-        firsts = range(max(0, last - _JOINED + 1), last + 1)
         found.append([_untiled(need, stages[last])])
-        for first in reversed(firsts):
+        for first in range(last, -1, -1):
             joined = tuple(op for stage in stages[first : last + 1] for op in stage)
+            if valley[joined[-1]] - valley[joined[0]] >= _JOINED:
+                break
             if first == last or _can_join(graph, joined):
                 found[-1] += _tiled(need, graph, joined, last - first + 1)
     return found

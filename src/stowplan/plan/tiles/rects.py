@@ -92,7 +92,8 @@ def tile_of(segment: Segment, owned: Mapping[str, Rect], regions: Mapping[str, t
             for use, need in zip(op.inputs, level.needs, strict=True):
                 if need is not None:
                     part = need.clip(shape_of(graph.tensors[use.tensor]))
-                    held[use.tensor] = part.hull(held.get(use.tensor, part))
+                    known = held.get(use.tensor)
+                    held[use.tensor] = part if known is None else part.hull(known)
     return Tile(tuple(reversed(levels)), held, owned)
 
 

@@ -18,6 +18,7 @@ from stowplan.run.tiles.attending import attended
 from stowplan.run.tiles.deferred import deferred
 from stowplan.run.tiles.normalise import normalised
 from stowplan.run.tiles.part import LocalCall, call_with, index_of
+from stowplan.run.tiles.pooling import are_slices_faster, max_of_slices
 from stowplan.run.tiles.resizing import padded, resized
 
 aten = torch.ops.aten
@@ -114,7 +115,10 @@ def _transposed(call: LocalCall, given: Given) -> Tensor:
 
 def _max_pool(call: LocalCall, given: Given) -> Tensor:
     kernel = given["kernel_size"]
-    frame = _frame(_spatial(call, len(kernel)), given["stride"] or kernel, [size // 2 for size in kernel])
+    stride = given["stride"] or kernel
+    if are_slices_faster(given):
+        return max_of_slices(given["self"], kernel, stride, given["dilation"])
+    frame = _frame(_spatial(call, len(kernel)), stride, [size // 2 for size in kernel])
     image = frame.padded(given["self"], float("-inf"))
     framed = {**given, "self": image, "padding": frame.both, "ceil_mode": False}
     return frame.cut(_as_is(call, framed), call.shape)

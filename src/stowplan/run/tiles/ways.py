@@ -19,7 +19,7 @@ from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiled, Tiling, stage_tilings, whole_tilings
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.costs import SweepCosts
-from stowplan.plan.tiles.joins import divided_tilings, joined_tilings
+from stowplan.plan.tiles.joins import divided_tilings
 from stowplan.plan.tiles.mapping import tile_map_of
 from stowplan.plan.tiles.maps import TileMap, tiled_inside
 from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way, search_moves
@@ -216,7 +216,7 @@ def ways_of(subject: Subject, pricing: Pricing | None, step: PlainStep, search: 
 
 def _tilings(graph: Graph) -> Iterator[Tiling]:
     yield from stage_tilings(graph)
-    yield from joined_tilings(graph)
+    yield from divided_tilings(graph)
     yield from ((tiled,) for tiled in whole_tilings(graph))
 
 
