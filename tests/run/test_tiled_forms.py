@@ -14,6 +14,7 @@ from stowplan.capture import Captured, capture
 from stowplan.plan.tiles.idle import idle_ops
 from stowplan.plan.tiles.rounds import refusal
 from stowplan.run.tiles import attending, resizing
+from stowplan.run.tiles.pooling import max_of_slices
 
 pytestmark = pytest.mark.torch
 EXACT = 1e-12
@@ -87,12 +88,27 @@ def test_positions_of_the_part_alone_are_caught(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_max_pools(pool: nn.Module) -> None:
-    """Forward alone, the largest values are found without their places."""
+    """With windows side by side or not, and over the border."""
     ndim = 3 if isinstance(pool, nn.MaxPool3d) else 2
     x = images(2, 2, *(13, 10, 9)[:ndim]).double().requires_grad_()
     captured = capture(nn.Sequential(nn.Tanh(), pool, nn.Tanh()), (x,))
     for parts in ((1, 1, 2, 3, 2), (2, 1, 4, 1, 1)):
         assert error_in_tiles(captured, stretch(captured), parts[: 2 + ndim]) < EXACT
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [(2, 2), (3, 2), (1, 3)])
+def test_of_equals_the_first_has_the_gradient_of_a_max_pool(
+    size: tuple[int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    image = torch.randint(0, 3, (2, 3, 13, 12)).to(dtype).requires_grad_()
+    expected, found = F.max_pool2d(image, size), max_of_slices(image, size, size, (1, 1))
+    incoming = torch.randn_like(expected)
+    incoming[0, 0, 0, 0] = torch.inf
+    gradients = [torch.autograd.grad(made, image, incoming)[0] for made in (expected, found)]
+    assert torch.equal(found, expected)
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("pad", [nn.ReflectionPad2d((3, 1, 0, 2)), nn.ReplicationPad2d((1, 4, 2, 0))])

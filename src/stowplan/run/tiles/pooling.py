@@ -1,6 +1,7 @@
-"""Max pools of parts that nobody differentiates, as maxima of slices: on a CPU a tenth of the kernel's time.
+"""Max pools of parts as maxima of slices: PyTorch's kernel for the CPU looks at one value after the other.
 
-The kernel also finds where each largest value is, one value after the other; only backward asks for that.
+Forward alone, where each largest value is does not matter. To be differentiated, windows must lie side by
+side; a gradient then goes where the kernel would send it, to the first of equals, row by row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 def are_slices_faster(given: Mapping[str, Any]) -> bool:
@@ -17,7 +21,13 @@ def are_slices_faster(given: Mapping[str, Any]) -> bool:
     Padding would be a copy, which tiles at the border alone would have.
     """
     reaches_out = any(given["padding"]) or given["ceil_mode"]
-    return given["self"].device.type == "cpu" and not reaches_out and not torch.is_grad_enabled()
+    fits = not torch.is_grad_enabled() or _lie_side_by_side(given)
+    return given["self"].device.type == "cpu" and not reaches_out and fits
+
+
+def _lie_side_by_side(given: Mapping[str, Any]) -> bool:
+    kernel = list(given["kernel_size"])
+    return list(given["stride"] or kernel) == kernel and set(given["dilation"]) == {1}
 
 
 def max_of_slices(
@@ -25,14 +35,49 @@ def max_of_slices(
 ) -> Tensor:
     """The largest value of each window, one spatial dim after the other."""
     first = image.dim() - len(kernel)
-    for dim, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), first):
-        image = _max_along(image, dim, [place * gap for place in range(size)], step)
+    dims = list(enumerate(zip(kernel, stride, dilation, strict=True), first))
+    if torch.is_grad_enabled():
+        for dim, (size, _, _) in reversed(dims):
+            image = _MaxAlong.apply(image, dim, size)  # type: ignore[no-untyped-call]
+        return image
+    for dim, (size, step, gap) in dims:
+        image = reduce(torch.maximum, _slices(image, dim, range(0, size * gap, gap), step))
     return image
 
 
-def _max_along(image: Tensor, dim: int, places: Sequence[int], step: int) -> Tensor:
-    """Of windows that begin every `step` and look at these places from there."""
-    windows = (image.shape[dim] - places[-1] - 1) // step + 1
+def _slices(image: Tensor, dim: int, places: Sequence[int], step: int) -> list[Tensor]:
+    """By place in a window, what all windows have there, which begin every `step`."""
+    span = (image.shape[dim] - places[-1] - 1) // step * step + 1
     whole = (slice(None),) * dim
-    slices = (image[*whole, slice(at, at + (windows - 1) * step + 1, step)] for at in places)
-    return reduce(torch.maximum, slices)
+    return [image[*whole, slice(place, place + span, step)] for place in places]
+
+
+class _MaxAlong(torch.autograd.Function):
+    """The largest of each `size` values along one dim."""
+
+    @staticmethod
+    def forward(ctx: Any, image: Tensor, dim: int, size: int) -> Tensor:
+        ctx.shape, ctx.dim, ctx.size = image.shape, dim, size
+        largest, *others = _slices(image, dim, range(size), size)
+        is_larger = []
+        for other in others:
+            is_larger.append(other > largest)
+            largest = torch.maximum(largest, other)
+        ctx.save_for_backward(*is_larger)
+        return largest if others else largest.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
+        """By bits: exact whatever comes in, and many times faster than `where`."""
+        bits = _BITS[incoming.element_size()]
+        covered = ctx.shape[ctx.dim] % ctx.size == 0
+        gradient = (incoming.new_empty if covered else incoming.new_zeros)(ctx.shape)
+        first, *others = _slices(gradient.view(bits), ctx.dim, range(ctx.size), ctx.size)
+        left = incoming.view(bits)
+        for other, is_larger in zip(reversed(others), reversed(ctx.saved_tensors), strict=True):
+            torch.bitwise_and(left, is_larger.to(bits).neg_(), out=other)
+            left = torch.bitwise_xor(left, other, out=first if other is others[0] else None)
+        if not others:
+            first.copy_(left)
+        return gradient, None, None
