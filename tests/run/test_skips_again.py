@@ -172,7 +172,7 @@ def test_a_plan_with_a_skip_made_again_comes_back() -> None:
     sweeping = Sweeping(graph, remade.program.calls, pricing)
     tiling = list(divided_tilings(graph))[-1]
     search = Search(frozenset({"recompute", "tile"}), moves=20)
-    way = SweptWay(replace(subject, captured=remade), tiling, sweeping, PlainStep(1.0, 2**30), search)
+    way = SweptWay(replace(subject, captured=remade), tiling, {}, sweeping, PlainStep(1.0, 2**30), search)
     plan = way.plan(2**30)
     assert plan.tile_maps
     assert saved_step(plan, subject, 2**30).captured.graph == way.captured.graph

@@ -136,7 +136,7 @@ def test_a_halo_forbids_it(kernel: int, over: list[int]) -> None:
 
     captured = capture(Skip(), (torch.randn(1, 2, 8, 8),))
     sweep = Sweep(stretch(captured, "convolution_1", "add"), captured.program.calls, (1, 1, 2, 2))
-    assert sweep.over(range(3)) == over
+    assert sweep.over_gradients(range(3)) == over
 
 
 def test_tokens_of_a_feed_forward() -> None:

@@ -85,9 +85,9 @@ def overwrites_first_if_alike(site: Site) -> Aliasing:
     return Aliasing(in_place_of={0: (0,)} if _may_overwrite(site, 0) else {})
 
 
-@aliasing_of.entry("stowplan.sweep_backward.default")
+@aliasing_of.entry("stowplan.sweep.default", "stowplan.sweep_backward.default")
 def overwrites_as_told(site: Site) -> Aliasing:
-    """`over` has for each output the gradient that it may take the place of, or -1."""
+    """`over` has for each output the input or gradient that it may take the place of, or -1."""
     over = site.attributes.get("over")
     if not isinstance(over, tuple) or len(over) != len(site.outputs):
         return Aliasing()  # some outputs are of no use, and it is not told which

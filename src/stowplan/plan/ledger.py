@@ -373,7 +373,7 @@ class Ledger:
             level += change[index]
             here = level + problem.temporary_bytes[running]
             for target, victims in problem.in_place[running]:
-                if any(victim in dying and last[victim] == index for victim in victims):
+                if target in made and any(victim in dying and last[victim] == index for victim in victims):
                     here -= problem.nbytes[target]
             if here > peak:
                 peak = here

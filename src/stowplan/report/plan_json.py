@@ -59,6 +59,8 @@ def tiles_json(told: TileMap) -> Json:
         "extra_macs": told.extra_macs,
         "backward_peak_bytes": told.backward_peak_bytes,
         "again": told.again,
+        "made_of": told.made_of,
+        "made_whole": told.made_whole,
         "within": [tiles_json(inner) for inner in told.within],
     }
 

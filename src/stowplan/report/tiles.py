@@ -43,6 +43,11 @@ def show_tiled_tensor(found: TiledTensor, console: Console) -> None:
 
 def _facts(told: TileMap) -> str:
     again = f", {len(told.again)} tensors made again in each" if told.again else ""
+    again += (
+        f"; to differentiate it, what it reads is made again of {', '.join(told.made_of)}"
+        if told.made_of
+        else ""
+    )
     return (
         f"grid {_by(told.parts)}, halo {told.halo_share:.1%} of the forward work, "
         f"{format_count(told.extra_macs)} multiply-accumulates more than whole, "

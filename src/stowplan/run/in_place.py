@@ -12,14 +12,14 @@ from stowplan.capture.pure_forms import IRREGULAR
 from stowplan.capture.schema import overloads_of, signature_of
 from stowplan.errors import MissingRule
 
-_SWEEP_IN_PLACE = "stowplan.sweep_backward_.default"
+_SWEEPS_IN_PLACE = ("stowplan.sweep_.default", "stowplan.sweep_backward_.default")
 _IRREGULAR = {pure: writing for writing, pure in IRREGULAR.items()}
 
 
 def overwriting(call: Call, overwrites: Mapping[str, str]) -> Call:
     """`call` with outputs written over arguments, as `overwrites` pairs them."""
     target = in_place_target(call.target)
-    if target is not None and str(target) == _SWEEP_IN_PLACE:
+    if target is not None and str(target) in _SWEEPS_IN_PLACE:
         return _overwriting_some(call, target, overwrites)
     (victim,) = overwrites.values()
     if target is not None and call.args[:1] == (Ref(victim),):
@@ -31,7 +31,7 @@ def overwriting(call: Call, overwrites: Mapping[str, str]) -> Call:
 
 
 def _overwriting_some(call: Call, target: OpOverload, outputs: Container[str]) -> Call:
-    """A sweep is told for each output whether it is written over the gradient that it may be."""
+    """A sweep is told for each output whether it is written over what it may be."""
     *given, over, name = call.args
     assert isinstance(over, tuple)
     chosen = (place if output in outputs else -1 for output, place in zip(call.outputs, over, strict=True))

@@ -5,7 +5,7 @@ cutting between samples costs nothing. The stages that hold most are tiled first
 can be cut up to its loss, running sample by sample is one more way, and needs no recomputation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -50,6 +50,15 @@ def stage_tilings(graph: Graph) -> Iterator[Tiling]:
             sizes = sorted({_size(stage) for stage in tiled}, reverse=True)
             for size in sizes[:_STAGES]:
                 yield tuple(stage for stage in tiled if _size(stage) >= size)
+
+
+def evenly_tiled(graph: Graph, stretches: Iterable[tuple[str, ...]]) -> list[Tiled]:
+    """The stretches that can be cut, each no finer than the tiles of the largest have to be."""
+    tried = [list(_until_small(grids_tried(graph, stretch))) for stretch in stretches]
+    fine = [found for grids in tried if (found := _first_small(grids, max(_SMALL)))]
+    most = max((tiled.costs.backward_peak_bytes for tiled in fine), default=0)
+    fitting = ((t for t in grids[1:] if t.costs.backward_peak_bytes <= most) for grids in tried)
+    return [first for grids in fitting if (first := next(grids, None))]
 
 
 def _kinds_of_stretches(graph: Graph) -> Iterator[list[tuple[str, ...]]]:

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from stowplan.errors import BadUse
+from stowplan.ir import Op
 from stowplan.ops.regions import Partial
+from stowplan.ops.statistics import GROUP_NORM
 from stowplan.ops.table import shape_of, site_of
 from stowplan.ops.tiling import Part, Refusal, refusal_of
 from stowplan.plan.tiles.rects import Tile, cut_tensors, tiles_of
@@ -15,12 +17,21 @@ def fitting_tiles(segment: Segment, parts: Sequence[int]) -> tuple[Tile, ...]:
     if refusal := _of_the_whole(segment, parts):
         raise BadUse(refusal)
     tiles = tuple(tiles_of(segment, parts))
-    open_ops = (op for op in segment.ops if op.id not in segment.known)
-    rules = {op.id: refusal_of(site_of(segment.graph, op)) for op in open_ops}
+    rules = _rules(segment)
     for tile in tiles:
         if refusal := _of_a_tile(segment, tile, rules):
             raise BadUse(f"not tiled: {refusal}")
     return tiles
+
+
+def refusal_of_tile(segment: Segment, tile: Tile) -> str:
+    """Why a tile cannot be computed on its own; "" if it can."""
+    return _of_a_tile(segment, tile, _rules(segment))
+
+
+def _rules(segment: Segment) -> dict[str, Refusal]:
+    open_ops = (op for op in segment.ops if op.id not in segment.known)
+    return {op.id: refusal_of(site_of(segment.graph, op)) for op in open_ops}
 
 
 def _of_the_whole(segment: Segment, parts: Sequence[int]) -> str:
@@ -43,11 +54,27 @@ def _of_the_whole(segment: Segment, parts: Sequence[int]) -> str:
     return ""
 
 
+def cuts_channels(segment: Segment, op: Op, tile: Tile) -> bool:
+    """Whether an op takes statistics over channels of which the tile has some."""
+    source = op.inputs[0].tensor
+    if op.type != GROUP_NORM or source not in tile.held:
+        return False
+    return tile.held[source].shape[1] != shape_of(segment.graph.tensors[source])[1]
+
+
+def channels_are_cut(op: Op) -> str:
+    """That, in words."""
+    return f"{op.id} takes its statistics over channels, of which a tile has some"
+
+
 def _of_a_tile(segment: Segment, tile: Tile, rules: Mapping[str, Refusal]) -> str:
     for level in tile.levels:
         rule = rules.get(level.op.id)
         if rule and (reason := rule(Part(level.output, level.made, level.needs))):
             return reason
+    known = (op for op in segment.ops if op.id in segment.known)
+    if cut := next((op for op in known if cuts_channels(segment, op, tile)), None):
+        return channels_are_cut(cut)
     made = {level.op.outputs[level.output].tensor for level in tile.levels}.union(segment.inputs)
     missing = [name for name in tile.owned if segment.loss is None and name not in made]
     return f"{missing[0]} is an output that no tile makes" if missing else ""

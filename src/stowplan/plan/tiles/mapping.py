@@ -9,10 +9,17 @@ from stowplan.plan.tiles.cutout import segment_text
 from stowplan.plan.tiles.maps import Shape, TileLevel, TileMap
 from stowplan.plan.tiles.rounds import Round, rounds_of
 from stowplan.plan.tiles.segment import Segment
+from stowplan.plan.tiles.streams import Stream
 
 
 def tile_map_of(
-    segment: Segment, parts: Sequence[int], costs: SweepCosts, *, sweep: str, extra_macs: int
+    segment: Segment,
+    parts: Sequence[int],
+    costs: SweepCosts,
+    *,
+    sweep: str,
+    extra_macs: int,
+    stream: Stream | None = None,
 ) -> TileMap:
     """The map of a segment on a grid that fits it; `sweep` is the op that runs it."""
     return TileMap(
@@ -23,6 +30,8 @@ def tile_map_of(
         halo_share=costs.halo_share,
         extra_macs=extra_macs,
         backward_peak_bytes=costs.backward_peak_bytes,
+        made_of=stream.kept if stream else (),
+        made_whole=stream.at_once.outputs if stream and stream.at_once else (),
         text=segment_text(segment),
     )
 

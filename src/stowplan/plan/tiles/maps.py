@@ -29,7 +29,8 @@ class TileMap:
 
     Peaks are what the largest tile takes besides the segment's inputs, outputs and their gradients. Where a
     tile is planned in its own right, `again` are the tensors that it makes a second time, and `within` are
-    the segments that are tiled inside of it.
+    the segments that are tiled inside of it. Where inputs are made again to differentiate it, `made_of` is
+    what is kept for that, and `made_whole` are those that are made at once and not part by part.
     """
 
     sweep: str  # the op that runs it
@@ -41,6 +42,8 @@ class TileMap:
     backward_peak_bytes: int
     again: tuple[str, ...] = ()
     within: tuple["TileMap", ...] = ()
+    made_of: tuple[str, ...] = ()
+    made_whole: tuple[str, ...] = ()
     text: str = ""  # the segment's ops, in the text form of graphs
 
     def find(self, tensor: str) -> "tuple[TileMap, TileLevel] | None":

@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from stowplan.errors import BadUse
 from stowplan.ir import Op
 from stowplan.ops.regions import Partial
-from stowplan.ops.statistics import GROUP_NORM
 from stowplan.ops.table import shape_of
-from stowplan.plan.tiles.fitness import fitting_tiles
+from stowplan.plan.tiles.fitness import channels_are_cut, cuts_channels, fitting_tiles
 from stowplan.plan.tiles.rects import Tile, cut_tensors, tiles_of
 from stowplan.plan.tiles.segment import Segment
 
@@ -37,9 +36,9 @@ def rounds_of(segment: Segment, parts: Sequence[int]) -> tuple[Round, ...]:
     rounds, known = list[Round](), list[Op]()
     for grid, ops in _by_depth(segment, gathered, parts):
         sources = tuple(dict.fromkeys(op.inputs[0].tensor for op in ops))
-        rounds.append(_round(_towards(segment, known, sources), grid, ops))
+        rounds.append(_round(towards(segment, known, sources), grid, ops))
         known += ops
-    last = replace(_towards(segment, known, segment.outputs), loss=segment.loss)
+    last = replace(towards(segment, known, segment.outputs), loss=segment.loss)
     return (*rounds, _round(last, _last_grid(segment, last, parts), ()))
 
 
@@ -54,15 +53,10 @@ def refusal(segment: Segment, parts: Sequence[int]) -> str:
 
 def _round(segment: Segment, parts: Sequence[int], statistics: tuple[Op, ...]) -> Round:
     tiles = fitting_tiles(segment, parts)
-    for op in (*statistics, *(op for op in segment.ops if op.id in segment.known)):
-        if op.type == GROUP_NORM and any(_cuts_channels(segment, op, tile) for tile in tiles):
-            raise BadUse(f"not tiled: {op.id} takes its statistics over channels, of which a tile has some")
+    for op in statistics:
+        if any(cuts_channels(segment, op, tile) for tile in tiles):
+            raise BadUse(f"not tiled: {channels_are_cut(op)}")
     return Round(segment, tiles, statistics)
-
-
-def _cuts_channels(segment: Segment, op: Op, tile: Tile) -> bool:
-    source = op.inputs[0].tensor
-    return source in tile.held and tile.held[source].shape[1] != shape_of(segment.graph.tensors[source])[1]
 
 
 def _last_grid(segment: Segment, last: Segment, parts: Sequence[int]) -> Sequence[int]:
@@ -74,10 +68,11 @@ def _last_grid(segment: Segment, last: Segment, parts: Sequence[int]) -> Sequenc
 
 def _gathered(segment: Segment, parts: Sequence[int]) -> list[Op]:
     """The ops whose statistics a tile cannot take of what it holds anyway."""
-    takers = [op for op in segment.ops if op is not segment.loss and segment.statistic(op)]
+    open_ops = (op for op in segment.ops if op is not segment.loss and op.id not in segment.known)
+    takers = [op for op in open_ops if segment.statistic(op)]
     if not takers:
         return []
-    opened = replace(_towards(segment, takers, segment.outputs), loss=segment.loss)
+    opened = replace(towards(segment, takers, segment.outputs), loss=segment.loss)
     first = next(tiles_of(opened, _last_grid(segment, opened, parts)))
     return [op for op in takers if _is_cut(segment, op, first)]
 
@@ -117,7 +112,7 @@ def _depths(segment: Segment, gathered: set[str]) -> dict[str, int]:
     return depths
 
 
-def _towards(segment: Segment, known: Sequence[Op], outputs: tuple[str, ...]) -> Segment:
+def towards(segment: Segment, known: Sequence[Op], outputs: tuple[str, ...]) -> Segment:
     """The part of a segment that makes `outputs`, given the statistics of `known`."""
     totals = {op.id for op in known if (found := segment.statistic(op)) and found.is_output}
     given = [op.outputs[0].tensor for op in known if op.id in totals]
@@ -132,5 +127,5 @@ def _towards(segment: Segment, known: Sequence[Op], outputs: tuple[str, ...]) ->
         inputs=tuple(name for name in (*segment.inputs, *given) if name in wanted),
         outputs=outputs,
         loss=None,
-        known=frozenset(op.id for op in known) - totals,
+        known=segment.known.union(op.id for op in known) - totals,
     )

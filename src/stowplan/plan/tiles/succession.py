@@ -1,8 +1,7 @@
-"""Succession: which gradients of a segment's inputs may be written over gradients of its outputs.
+"""Succession: which outputs of a segment may be written over inputs, and which gradients over gradients.
 
-Where each tile reads of an input just what it writes of an output, as on the skip of a residual block, it
-also reads of the one's gradient just what it writes of the other's, and no other tile reads there: one block
-is enough for both.
+Where each tile reads of an input just what it writes of an output, as on the skip of a residual block, no
+other tile reads there. One block is enough for both; and so it is, on the way back, for their gradients.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ _SUMMED_AS_THEY_ARE = (DType.FLOAT32, DType.FLOAT64)  # gradients of narrower on
 
 
 def successors(last: Round) -> Mapping[str, str]:
-    """By input, the output whose gradient its own may take the place of; each at most once.
+    """By input, the output that may take its place, and whose gradient its own may; each at most once.
 
     `last` is the round that makes the outputs. Others differentiate after it, and only add.
     """

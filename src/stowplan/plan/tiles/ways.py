@@ -17,7 +17,7 @@ from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import Problem, problem_of
 from stowplan.plan.tiles.maps import TileMap
 
-_FEWEST, _MOST, _BY_OP = 12_000, 40_000, 50  # moves of a search, and how many an op is worth
+_FEWEST, _MOST, _BY_OP = 12_000, 80_000, 100  # moves of a search, and how many an op is worth
 
 
 def search_moves(graph: Graph) -> int:

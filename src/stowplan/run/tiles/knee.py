@@ -15,6 +15,7 @@ from stowplan.errors import BadUse
 from stowplan.ir import DType, Graph, Kind, Phase, Tensor
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.candidates import Tiled
+from stowplan.plan.tiles.streams import Stream
 from stowplan.run.machine import device_of
 from stowplan.run.probe import Progress, costs_of_calls
 from stowplan.run.signature import Signature, call_signature
@@ -55,6 +56,10 @@ class Sweeping:
         again = 1 if tiled.segment.loss is None else 0
         return _HOPE * ((1 + again) * times * forward + backward) - forward - backward
 
+    def hoped_seconds(self, stream: Stream) -> float:
+        """What making the inputs of a sweep once more takes at least, as far as that is known."""
+        return _HOPE * sum(self._pricing.seconds[op.id] for segment in stream.segments for op in segment.ops)
+
     def _seconds_in_tiles(self, sweep: Sweep) -> float:
         make_known(sweep)
         costs = costs_of_calls(signatures_of(sweep), device_of(self._graph), progress=self._progress)
@@ -81,10 +86,10 @@ def signatures_of(sweep: Sweep) -> list[Signature]:
     if segment.loss is not None:
         return [*gather, _signature(sweep, _OPS.sweep_loss.default, inputs, statistics, wanted)]
     incoming = _refs(gradients.get(name, name) for name in segment.outputs)
-    over = tuple(sweep.over(wanted))
+    over = tuple(sweep.over_gradients(wanted))
     return [
         *gather,
-        _signature(sweep, _OPS.sweep.default, inputs, statistics),
+        _signature(sweep, _OPS.sweep.default, inputs, statistics, tuple(sweep.over_inputs())),
         _signature(sweep, _OPS.sweep_backward.default, incoming, inputs, statistics, wanted, over),
     ]
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from stowplan.capture import Call
@@ -26,6 +27,14 @@ class LocalStep:
     writes: Mapping[str, Index]  # outputs, or the operands of the loss: where in the whole they lie
     owned: Mapping[str, Index]  # where in what the tile holds of them, which may be more
     rects: Mapping[str, Rect]  # what `writes` are indices of
+    before: "LocalStep | None" = None  # makes parts that are read of nothing whole
+
+    def made_before(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parts that are made of others just before they are read."""
+        if self.before is None:
+            return {}
+        with torch.no_grad():
+            return self.before.run({name: given[name][index] for name, index in self.before.reads.items()})
 
     def run(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The parts that the tile writes, from the parts it reads; `values` is emptied on the way."""

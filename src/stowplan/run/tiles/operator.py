@@ -26,7 +26,7 @@ def call_sweep(sweep: Sweep, inputs: list[Tensor]) -> tuple[list[Tensor], dict[s
     make_known(sweep)
     statistics = _gathered(sweep, dict(zip(sweep.segment.inputs, inputs, strict=True)))
     if sweep.segment.loss is None:
-        made = torch.ops.stowplan.sweep(inputs, statistics, sweep.name)
+        made = torch.ops.stowplan.sweep(inputs, statistics, sweep.over_inputs(), sweep.name)
     else:
         wanted = [position for position, tensor in enumerate(inputs) if tensor.requires_grad]
         made = torch.ops.stowplan.sweep_loss(inputs, statistics, wanted, sweep.name)
@@ -70,7 +70,8 @@ def _gather(inputs: list[Tensor], name: str) -> list[Tensor]:
 
 
 @torch.library.custom_op("stowplan::sweep", mutates_args=())
-def _forward(inputs: list[Tensor], statistics: list[Tensor], name: str) -> list[Tensor]:
+def _forward(inputs: list[Tensor], statistics: list[Tensor], over: list[int], name: str) -> list[Tensor]:
+    del over
     return sweep_named(name).forward(inputs, statistics)
 
 
@@ -86,12 +87,24 @@ def _backward(
     return sweep_named(name).backward(gradients, inputs, wanted, statistics, over)
 
 
-# Not a custom op, for these may not return what they were given.
+# Not custom ops, for these may not return what they were given.
+torch.library.define(
+    "stowplan::sweep_",
+    "(Tensor(a!)[] inputs, Tensor[] statistics, SymInt[] over, str name) -> Tensor(a!)[]",
+)
 torch.library.define(
     "stowplan::sweep_backward_",
     "(Tensor(a!)[] gradients, Tensor[] inputs, Tensor[] statistics, SymInt[] wanted, SymInt[] over, str name)"
     " -> Tensor(a!)[]",
 )
+
+
+@torch.library.impl("stowplan::sweep_", "default")
+def _forward_in_place(
+    inputs: list[Tensor], statistics: list[Tensor], over: list[int], name: str
+) -> list[Tensor]:
+    """Written over the inputs that `over` tells, except where that is -1."""
+    return sweep_named(name).forward(inputs, statistics, over)
 
 
 @torch.library.impl("stowplan::sweep_backward_", "default")
@@ -113,7 +126,7 @@ def _loss(inputs: list[Tensor], statistics: list[Tensor], wanted: list[int], nam
 
 
 @_forward.register_fake
-def _like_outputs(inputs: list[Tensor], _: list[Tensor], name: str) -> list[Tensor]:
+def _like_outputs(inputs: list[Tensor], _: list[Tensor], __: list[int], name: str) -> list[Tensor]:
     return [empty_like_described(tensor, inputs[0].device) for tensor in sweep_named(name).outputs]
 
 
@@ -144,14 +157,16 @@ def _like_loss(inputs: list[Tensor], _: list[Tensor], wanted: list[int], name: s
     return [loss, *(torch.empty_like(inputs[position]) for position in wanted)]
 
 
-def _keep_inputs(ctx: Any, inputs: tuple[list[Tensor], list[Tensor], str], output: object) -> None:
+def _keep_inputs(ctx: Any, inputs: tuple[list[Tensor], list[Tensor], list[int], str], output: object) -> None:
     del output
-    tensors, statistics, ctx.name = inputs
+    tensors, statistics, _, ctx.name = inputs
     ctx.wanted = [position for position, tensor in enumerate(tensors) if tensor.requires_grad]
     ctx.save_for_backward(*tensors, *statistics)
 
 
-def _sweep_again(ctx: Any, incoming: list[Tensor | None]) -> tuple[list[Tensor | None], list[None], None]:
+def _sweep_again(
+    ctx: Any, incoming: list[Tensor | None]
+) -> tuple[list[Tensor | None], list[None], None, None]:
     sweep = sweep_named(ctx.name)
     given = [
         torch.zeros(
@@ -163,9 +178,9 @@ def _sweep_again(ctx: Any, incoming: list[Tensor | None]) -> tuple[list[Tensor |
     ]
     count = len(sweep.segment.inputs)
     inputs, statistics = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
-    over = sweep.over(ctx.wanted)
+    over = sweep.over_gradients(ctx.wanted)
     found = torch.ops.stowplan.sweep_backward(given, inputs, statistics, ctx.wanted, over, ctx.name)
-    return _placed(found, ctx.wanted, count), [None] * len(statistics), None
+    return _placed(found, ctx.wanted, count), [None] * len(statistics), None, None
 
 
 def _keep_gradients(

@@ -1,6 +1,6 @@
 """A plan with tiles that comes back: its sweeps are built again from the segments and grids it tells of."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from stowplan.capture import Captured
@@ -14,7 +14,9 @@ from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.cutout import segment_text
 from stowplan.plan.tiles.maps import TileMap
 from stowplan.plan.tiles.segment import Segment, segment_of
+from stowplan.plan.tiles.streams import Stream, Swept, stream_from
 from stowplan.run.tiles.remade import with_skips_again
+from stowplan.run.tiles.streamed import streamed_sweeps, with_streams
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.ways import Subject, refuse_untileable
 
@@ -52,7 +54,19 @@ def _swept(plan: Plan, subject: Subject) -> Captured:
     sweeps = [
         Sweep(segment, calls, told.parts) for told, segment in zip(plan.tile_maps, segments, strict=True)
     ]
-    return subject.as_run(graph, sweeps)
+    streams = dict(_streams(plan.tile_maps, sweeps))
+    return with_streams(subject.as_run(graph, sweeps), sweeps, streamed_sweeps(sweeps, streams, calls))
+
+
+def _streams(maps: Sequence[TileMap], sweeps: Sequence[Sweep]) -> Iterator[tuple[str, Stream]]:
+    """By the names of sweeps, the streams that the plan tells of."""
+    known = [Swept(sweep.segment, sweep.rounds) for sweep in sweeps]
+    for place, (told, sweep) in enumerate(zip(maps, sweeps, strict=True)):
+        if told.made_of:
+            stream = stream_from(known[:place], known[place], told.made_of, told.made_whole)
+            if stream is None:
+                raise BadUse(f"nothing makes what {told.sweep!r} reads of {', '.join(told.made_of)}")
+            yield sweep.name, stream
 
 
 def _segment(told: TileMap, graph: Graph) -> Segment:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from stowplan.run.tiles.local import LocalStep
 from stowplan.run.tiles.part import Index
 
 
@@ -13,26 +14,37 @@ class Sums:
     """What a segment reads as leaves of one tile after another, and the sums of the gradients wanted."""
 
     def __init__(
-        self, given: Mapping[str, Tensor], wanted: Iterable[str], places: Mapping[str, Tensor] | None = None
+        self,
+        given: Mapping[str, Tensor],
+        wanted: Mapping[str, Tensor],
+        places: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`places` are for sums that tiles clear part by part, each before anything is added to it."""
-        self._given = given
+        """Gradients are `wanted` of what looks like this, with contents or without.
+
+        `places` are for sums that tiles clear part by part, each before anything is added to it.
+        """
+        self._given, self._wanted = given, wanted
+        device = next(iter(given.values())).device
         own = (name for name in wanted if name not in (places or {}))
-        self._sums = {**(places or {}), **{name: _zeros_like(given[name]) for name in own}}
+        self._sums = {**(places or {}), **{name: _zeros_like(wanted[name], device) for name in own}}
 
     def clear(self, name: str, index: Index) -> None:
         """Begin a part of a sum."""
         self._sums[name][index].zero_()
 
-    def leaves(self, reads: Mapping[str, Index]) -> dict[str, Tensor]:
+    def leaves(self, tile: LocalStep) -> dict[str, Tensor]:
         """The parts that a tile reads. What arrives as gradient of one is added to its sum and let go of."""
-        return {name: self._leaf(name, index) for name, index in reads.items()}
+        made = tile.made_before(self._given)
+        return {
+            name: self._leaf(name, index, made.pop(name) if name in made else self._given[name][index])
+            for name, index in tile.reads.items()
+        }
 
-    def _leaf(self, name: str, index: Index) -> Tensor:
-        leaf = self._given[name].detach()[index]
+    def _leaf(self, name: str, index: Index, part_read: Tensor) -> Tensor:
+        leaf = part_read.detach()
         if name not in self._sums:
             return leaf
-        leaf = leaf.detach().requires_grad_()
+        leaf.requires_grad_()
         part = self._sums[name][index]
 
         def add(arrived: Tensor) -> None:
@@ -52,7 +64,7 @@ class Sums:
         for total in wanted.values():
             if scale != 1.0:
                 total.mul_(scale)
-        return [total.to(self._given[name].dtype) for name, total in wanted.items()]
+        return [total.to(self._wanted[name].dtype) for name, total in wanted.items()]
 
 
 def differentiate(ends: dict[str, Tensor], incoming: Sequence[Tensor]) -> None:
@@ -78,5 +90,5 @@ def differentiating() -> Iterator[None]:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, was_off)
 
 
-def _zeros_like(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+def _zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32), device=device)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from stowplan.capture import Call
 from stowplan.geometry import Rect
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
+from stowplan.plan.tiles.rects import Tile
 from stowplan.plan.tiles.rounds import Round, rounds_of
 from stowplan.plan.tiles.segment import Segment
+from stowplan.plan.tiles.streams import Stream
 from stowplan.plan.tiles.succession import successors
 from stowplan.run.tiles.gathering import Gathering, gathering_of
 from stowplan.run.tiles.local import LocalStep, local_step
@@ -56,7 +59,7 @@ class LocalRound:
             self._hand_on(tile, given, sums)
 
     def _hand_on(self, tile: LocalStep, given: Mapping[str, Tensor], sums: Sums) -> None:
-        parts = tile.run(sums.leaves(tile.reads))
+        parts = tile.run(sums.leaves(tile))
         ends, seeds = {}, []
         for gathering in (each for each in self.gatherings if each.source in parts):
             part = parts[gathering.source]
@@ -67,32 +70,41 @@ class LocalRound:
         parts.clear()
         differentiate(ends, seeds)
 
+    def behind(self, before: Sequence[LocalStep | None]) -> "LocalRound":
+        """The same with something that makes what a tile reads before each."""
+        pairs = zip(self.tiles, before, strict=True)
+        return replace(self, tiles=tuple(replace(tile, before=step) for tile, step in pairs))
+
     def only(self, tiles: Sequence[int]) -> "LocalRound":
         """Some of its tiles, by number."""
         return replace(self, tiles=tuple(self.tiles[number] for number in tiles))
 
 
 class Sweep:
-    """A segment on a grid, with the calls that compute it. Inputs and outputs are in the segment's order."""
+    """A segment on a grid, with the calls that compute it. Inputs and outputs are in the segment's order.
 
-    def __init__(self, segment: Segment, calls: Mapping[str, Call], parts: Sequence[int]) -> None:
+    What others have gathered of ops that are known in the segment is `given`. `reads` and `known` are what is
+    read and what statistics there have to be when it is run.
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        calls: Mapping[str, Call],
+        parts: Sequence[int],
+        given: Mapping[str, Gathering] = MappingProxyType({}),
+    ) -> None:
         self.segment, self.parts = segment, tuple(parts)
         self.rounds = rounds_of(segment, parts)
         self.gatherings = {
             op.id: gathering_of(segment, op) for of_round in self.rounds for op in of_round.statistics
         }
-        *self._rounds, self._last = (self._local(of_round, calls) for of_round in self.rounds)
+        known = {**given, **self.gatherings}
+        *self._rounds, self._last = (_local_round(of_round, calls, known) for of_round in self.rounds)
         self._successors = successors(self.rounds[-1])
         self._loss: TiledLoss | None = None if segment.loss is None else tiled_loss(calls[segment.loss.id])
         self.name = _name_of(segment, self.parts)
-
-    def _local(self, of_round: Round, calls: Mapping[str, Call]) -> LocalRound:
-        last = not of_round.statistics
-        steps = (
-            local_step(of_round.segment, calls, tile, self.gatherings, ends_are_outputs=last)
-            for tile in of_round.tiles
-        )
-        return LocalRound(tuple(steps), tuple(self.gatherings[op.id] for op in of_round.statistics))
+        self.reads, self.known = segment.inputs, (*self.statistics, *_known_in(segment, given))
 
     def only(self, tiles: Sequence[Sequence[int]]) -> "Sweep":
         """The same over some tiles, by number for each round: it shows what they take, and makes nothing."""
@@ -100,6 +112,20 @@ class Sweep:
         rounds = zip((*self._rounds, self._last), tiles, strict=True)
         *some._rounds, some._last = (of_round.only(numbers) for of_round, numbers in rounds)
         some.name = f"{self.name}, of which {[list(numbers) for numbers in tiles]}"
+        return some
+
+    def streaming(self, stream: Stream, calls: Mapping[str, Call], given: Mapping[str, Gathering]) -> "Sweep":
+        """The same, but differentiated with inputs made in parts, given what others have gathered."""
+        assert stream.in_parts is not None, "nothing is made in parts"
+        some = copy(self)
+        some.reads = stream.read
+        some.known = tuple(dict.fromkeys((*self.known, *_known_in(stream.in_parts, given))))
+        some.name = f"{self.name}, of {', '.join(stream.kept)} ({_digest(stream.in_parts)})"
+        rounds = zip((*self._rounds, self._last), self.rounds, strict=True)
+        *some._rounds, some._last = (
+            local.behind([_before(stream, calls, tile, given) for tile in stream.tiles(of_round)])
+            for local, of_round in rounds
+        )
         return some
 
     @property
@@ -126,17 +152,21 @@ class Sweep:
                 given |= of_round.gather(given, inputs[0].device)
         return [given[name] for name in self.statistics]
 
-    def forward(self, inputs: Sequence[Tensor], statistics: Sequence[Tensor] = ()) -> list[Tensor]:
-        """The outputs, written tile by tile."""
+    def forward(
+        self, inputs: Sequence[Tensor], statistics: Sequence[Tensor] = (), over: Sequence[int] = ()
+    ) -> list[Tensor]:
+        """The outputs, written tile by tile, in the place of inputs where `over` says so."""
         given = self._given(inputs, statistics)
-        made = {tensor.id: empty_like_described(tensor, inputs[0].device) for tensor in self.outputs}
+        places = {out.id: inputs[place] for out, place in zip(self.outputs, over, strict=False) if place >= 0}
+        own = (tensor for tensor in self.outputs if tensor.id not in places)
+        places |= {tensor.id: empty_like_described(tensor, inputs[0].device) for tensor in own}
         with torch.no_grad():
             for tile in self._last.tiles:
                 parts = tile.run({name: given[name][index] for name, index in tile.reads.items()})
                 for name, index in tile.writes.items():
-                    made[name][index].copy_(parts[name])
+                    places[name][index].copy_(parts[name])
                 parts.clear()  # before the next tile makes its own
-        return list(made.values())
+        return [places[tensor.id] for tensor in self.outputs]
 
     def backward(
         self,
@@ -159,16 +189,22 @@ class Sweep:
         taken = {
             name: self.segment.outputs[place] for name, place in zip(names, over, strict=False) if place >= 0
         }
-        places = {n: incoming[y] if in_place else torch.empty_like(given[n]) for n, y in taken.items()}
-        sums = Sums(given, (*names, *self.statistics), places)
+        likes = self._likes(names, given)
+        places = {n: incoming[y] if in_place else torch.empty_like(incoming[y]) for n, y in taken.items()}
+        sums = Sums(given, likes, places)
         with differentiating():
             for tile in self._last.tiles:
-                parts = tile.run(sums.leaves(tile.reads))
+                parts = tile.run(sums.leaves(tile))
                 differentiate(parts, _seeds(tile, incoming, taken, sums))
             self._hand_on(given, sums)
         return sums.totals(names)
 
-    def over(self, wanted: Sequence[int]) -> list[int]:
+    def over_inputs(self) -> list[int]:
+        """For each output, the position of the input that it may be written over, or -1."""
+        given = {output: name for name, output in self._successors.items()}
+        return [self.segment.inputs.index(given[o]) if o in given else -1 for o in self.segment.outputs]
+
+    def over_gradients(self, wanted: Sequence[int]) -> list[int]:
         """For each input wanted, the position of the gradient that its own may be written over, or -1."""
         outputs = self.segment.outputs
         taken = (self._successors.get(self.segment.inputs[position]) for position in wanted)
@@ -182,14 +218,14 @@ class Sweep:
         assert self.segment.loss is not None
         given = self._given(inputs, statistics)
         names = [self.segment.inputs[position] for position in wanted]
-        sums = Sums(given, (*names, *self.statistics))
+        sums = Sums(given, self._likes(names, given))
         operands = [use.tensor for use in self.segment.loss.inputs]
         total = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         weight = torch.zeros_like(total)
         cells = self._cells()
         with differentiating():
             for tile in self._last.tiles:
-                parts = tile.run(sums.leaves(tile.reads))
+                parts = tile.run(sums.leaves(tile))
                 part, share = self._loss.of([parts[name] for name in operands])
                 parts.clear()
                 total += part.detach()
@@ -202,8 +238,14 @@ class Sweep:
         return [result, *sums.totals(names, float(scale * cells))]
 
     def _given(self, inputs: Sequence[Tensor], statistics: Sequence[Tensor]) -> dict[str, Tensor]:
-        names = (*self.segment.inputs, *self.statistics)
+        names = (*self.reads, *self.known)
         return dict(zip(names, (*inputs, *statistics), strict=True))
+
+    def _likes(self, names: Sequence[str], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What gradients look like that are summed up: as what they are of, which may not be there."""
+        tensors, nowhere = self.segment.graph.tensors, torch.device("meta")
+        wanted = (*names, *self.statistics)
+        return {n: given[n] if n in given else empty_like_described(tensors[n], nowhere) for n in wanted}
 
     def _hand_on(self, given: Mapping[str, Tensor], sums: Sums) -> None:
         for of_round in reversed(self._rounds):
@@ -243,14 +285,38 @@ def empty_like_described(tensor: Described, device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def _local_round(of_round: Round, calls: Mapping[str, Call], known: Mapping[str, Gathering]) -> LocalRound:
+    last = not of_round.statistics
+    steps = (
+        local_step(of_round.segment, calls, tile, known, ends_are_outputs=last) for tile in of_round.tiles
+    )
+    return LocalRound(tuple(steps), tuple(known[op.id] for op in of_round.statistics))
+
+
+def _before(
+    stream: Stream, calls: Mapping[str, Call], tile: Tile | None, known: Mapping[str, Gathering]
+) -> LocalStep | None:
+    if stream.in_parts is None or tile is None:
+        return None
+    return local_step(stream.in_parts, calls, tile, known, ends_are_outputs=True)
+
+
+def _known_in(segment: Segment, gatherings: Mapping[str, Gathering]) -> tuple[str, ...]:
+    """The names of statistics that a segment has to be given."""
+    return tuple(name for op in segment.ops if op.id in segment.known for name in gatherings[op.id].names)
+
+
 def _name_of(segment: Segment, parts: tuple[int, ...]) -> str:
     """What is computed and how, and a digest, so that no two sweeps that differ have one name."""
+    grid = "x".join(map(str, parts))
+    return f"{segment.ops[0].id} to {segment.ops[-1].id} in {grid} tiles ({_digest(segment)})"
+
+
+def _digest(segment: Segment) -> str:
     tensors = segment.graph.tensors
     text = [
         f"{op.type} {dict(op.attributes)} {[(use.tensor, tensors[use.tensor].shape) for use in op.inputs]}"
         for op in segment.ops
     ]
     text.append(f"makes {segment.outputs}")
-    digest = sha256("\n".join(text).encode()).hexdigest()[:6]
-    grid = "x".join(map(str, parts))
-    return f"{segment.ops[0].id} to {segment.ops[-1].id} in {grid} tiles ({digest})"
+    return sha256("\n".join(text).encode()).hexdigest()[:6]

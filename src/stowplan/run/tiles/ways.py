@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from math import inf
 from typing import Protocol
 
@@ -22,11 +23,14 @@ from stowplan.plan.tiles.costs import SweepCosts
 from stowplan.plan.tiles.joins import divided_tilings
 from stowplan.plan.tiles.mapping import tile_map_of
 from stowplan.plan.tiles.maps import TileMap, tiled_inside
+from stowplan.plan.tiles.streaming import Streams, streamed_tilings
+from stowplan.plan.tiles.streams import Stream
 from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way, search_moves
 from stowplan.run.planning import plan_within, price_captured
 from stowplan.run.probe import Progress
 from stowplan.run.tiles.knee import Sweeping
 from stowplan.run.tiles.remade import with_skips_again
+from stowplan.run.tiles.streamed import Streamed, streamed_sweeps, with_streams
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import Otherwise, capture_swept, check_differentiable
 
@@ -92,21 +96,29 @@ class SweptWay:
     """Some stretches in sweeps. It is captured for its memory, and tried for its time and its plans."""
 
     def __init__(
-        self, subject: Subject, tiling: Tiling, sweeping: Sweeping, step: PlainStep, search: Search
+        self,
+        subject: Subject,
+        tiling: Tiling,
+        streams: Streams,
+        sweeping: Sweeping,
+        step: PlainStep,
+        search: Search,
     ) -> None:
         self._subject, self._tiling, self._step, self._search = subject, tiling, step, search
-        self._sweeping = sweeping
+        self._streams, self._sweeping = streams, sweeping
 
     def bounds(self, allowed_bytes: int) -> Iterator[float]:
         """By the work of its sweeps; by their trials, if memory can do; as captured with them."""
         if self._surely_there_bytes > allowed_bytes:
             yield inf
             return
-        yield self._step.seconds + sum(map(self._sweeping.hoped_extra_seconds, self._tiling))
+        streamed = sum(map(self._sweeping.hoped_seconds, self._streams.values()))
+        hoped = sum(map(self._sweeping.hoped_extra_seconds, self._tiling))
+        yield self._step.seconds + hoped + streamed
         if self.floor_bytes > allowed_bytes:
             yield inf
             return
-        yield self._step.seconds + sum(map(self._sweeping.extra_seconds, self._tiling))
+        yield self._step.seconds + sum(map(self._sweeping.extra_seconds, self._tiling)) + streamed
         yield self._tried.least_seconds(allowed_bytes)
 
     @cached_property
@@ -114,12 +126,13 @@ class SweptWay:
         """While a tile is differentiated: parameters, what the sweep reads, sums of gradients, the tile."""
         tensors = self._subject.captured.graph.tensors
         parameters = _bytes_of(tensors.values(), Kind.PARAMETER)
-        return parameters + max(_beside_parameters(tiled) for tiled in self._tiling)
+        return parameters + max(_beside_parameters(t, self._streams.get(t)) for t in self._tiling)
 
     @cached_property
     def floor_bytes(self) -> int:
         """What the graph needs if tiles take little more than they hold."""
         costs = {s.name: t.costs for s, t in zip(self._sweeps, self._tiling, strict=True)}
+        costs |= {streamed.sweep.name: costs[name] for name, streamed in self._streamed.items()}
         ops = self.captured.graph.ops
         swept = {op.id: costs.get(str(op.attributes.get("name"))) for op in ops}
         workspace = {op.id: _workspace(op, found) for op in ops if (found := swept[op.id])}
@@ -137,8 +150,16 @@ class SweptWay:
         return tuple(map(self._sweeping.sweep, self._tiling))
 
     @cached_property
+    def _streamed(self) -> dict[str, Streamed]:
+        """By the names of sweeps, how those with a stream are differentiated."""
+        pairs = zip(self._tiling, self._sweeps, strict=True)
+        streams = {sweep.name: self._streams[tiled] for tiled, sweep in pairs if tiled in self._streams}
+        return streamed_sweeps(self._sweeps, streams, self._subject.captured.program.calls)
+
+    @cached_property
     def captured(self) -> Captured:
-        return self._subject.as_run(self._subject.captured.graph, self._sweeps)
+        swept = self._subject.as_run(self._subject.captured.graph, self._sweeps)
+        return with_streams(swept, self._sweeps, self._streamed)
 
     @cached_property
     def _tried(self) -> CapturedWay:
@@ -150,7 +171,7 @@ class SweptWay:
         decisions: dict[str, Decision] = {}
         for sweep, tiled in zip(self._ops(), self._tiling, strict=True):
             decisions |= tiled_inside(sweep, tiled.parts, tiled.segment.inside)
-        extra = sum(extra_macs_of(tiled.segment, tiled.costs) for tiled in self._tiling)
+        extra = sum(map(self._extra_macs, self._tiling))
         macs = {op: t.costs.again_macs for op, t in zip(self._ops(), self._tiling, strict=True)}
         return Sweeps(decisions, extra, macs, self._maps)
 
@@ -161,10 +182,15 @@ class SweptWay:
                 tiled.parts,
                 tiled.costs,
                 sweep=sweep,
-                extra_macs=extra_macs_of(tiled.segment, tiled.costs),
+                extra_macs=self._extra_macs(tiled),
+                stream=self._streams.get(tiled),
             )
             for sweep, tiled in zip(self._ops(), self._tiling, strict=True)
         )
+
+    def _extra_macs(self, tiled: Tiled) -> int:
+        stream = self._streams.get(tiled)
+        return extra_macs_of(tiled.segment, tiled.costs) + (stream.macs if stream else 0)
 
     def _ops(self) -> list[str]:
         """The ops that the sweeps have become."""
@@ -183,12 +209,13 @@ def _differentiated_bytes(costs: SweepCosts) -> int:
     return max(costs.forward_peak_bytes, round(_SURE * costs.backward_peak_bytes))
 
 
-def _beside_parameters(tiled: Tiled) -> int:
+def _beside_parameters(tiled: Tiled, stream: Stream | None) -> int:
     """Bytes of what a sweep reads, of the gradients that it makes, and of a tile."""
-    tensors = tiled.segment.graph.tensors
-    read = [tensors[name] for name in tiled.segment.inputs]
+    segment = tiled.segment
+    tensors = segment.graph.tensors
+    read = [tensors[name] for name in (stream.read if stream else segment.inputs)]
     differentiated = {t.gradient_of for t in tensors.values()}
-    sums = [tensor for tensor in read if tensor.id in differentiated]
+    sums = [tensors[name] for name in segment.inputs if name in differentiated]
     return _bytes_of(read, Kind.ACTIVATION) + _bytes_of(sums, *Kind) + _differentiated_bytes(tiled.costs)
 
 
@@ -211,13 +238,18 @@ def ways_of(subject: Subject, pricing: Pricing | None, step: PlainStep, search: 
     yield from _swept_ways(subject, pricing, step, search, _tilings)
     for captured in with_skips_again(subject.captured, subject.model, subject.args, subject.kwargs):
         pricing = price_captured(captured, search.progress, search.allow)
-        yield from _swept_ways(replace(subject, captured=captured), pricing, step, search, divided_tilings)
+        yield from _swept_ways(replace(subject, captured=captured), pricing, step, search, _divided)
 
 
-def _tilings(graph: Graph) -> Iterator[Tiling]:
-    yield from stage_tilings(graph)
-    yield from divided_tilings(graph)
-    yield from ((tiled,) for tiled in whole_tilings(graph))
+def _tilings(graph: Graph) -> Iterator[tuple[Tiling, Streams]]:
+    whole = ((tiled,) for tiled in whole_tilings(graph))
+    for tiling in chain(stage_tilings(graph), divided_tilings(graph), whole):
+        yield tiling, {}
+    yield from streamed_tilings(graph)
+
+
+def _divided(graph: Graph) -> Iterator[tuple[Tiling, Streams]]:
+    return ((tiling, {}) for tiling in divided_tilings(graph))
 
 
 def _swept_ways(
@@ -225,13 +257,13 @@ def _swept_ways(
     pricing: Pricing,
     step: PlainStep,
     search: Search,
-    tilings_of: Callable[[Graph], Iterable[Tiling]],
+    tilings_of: Callable[[Graph], Iterable[tuple[Tiling, Streams]]],
 ) -> Iterator[StepWay]:
     """A way for each tiling of the step, brought into the order that suits tiles."""
     early = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
     sweeping = Sweeping(early.graph, early.program.calls, pricing, search.progress)
-    for tiling in tilings_of(early.graph):
-        yield SweptWay(replace(subject, captured=early), tiling, sweeping, step, search)
+    for tiling, streams in tilings_of(early.graph):
+        yield SweptWay(replace(subject, captured=early), tiling, streams, sweeping, step, search)
 
 
 def refuse_untileable(subject: Subject) -> None:

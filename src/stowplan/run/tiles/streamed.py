@@ -1,0 +1,139 @@
+"""A step in which sweeps are differentiated with streams: their inputs are made again of what is kept."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from stowplan.capture import Argument, Call, Captured, Ref
+from stowplan.capture.attributes import attributes_of, inputs_of
+from stowplan.capture.schema import leaves
+from stowplan.ir import Op, Phase, Role, Use
+from stowplan.ops.table import shape_of
+from stowplan.plan.tiles.segment import Segment
+from stowplan.plan.tiles.streams import Stream
+from stowplan.run.tiles.operator import make_known
+from stowplan.run.tiles.sweep import Sweep
+
+_GATHER, _BACKWARD = "stowplan.gather.default", "stowplan.sweep_backward.default"
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """How a sweep is differentiated: as `sweep`, behind one that makes what it reads whole, if any."""
+
+    sweep: Sweep
+    before: Sweep | None
+
+
+def streamed_sweeps(
+    sweeps: Sequence[Sweep], streams: Mapping[str, Stream], calls: Mapping[str, Call]
+) -> dict[str, Streamed]:
+    """By the names of sweeps, how those with streams are differentiated; others gather their statistics."""
+    gathered = {op: gathering for sweep in sweeps for op, gathering in sweep.gatherings.items()}
+    found: dict[str, Streamed] = {}
+    for sweep in (sweep for sweep in sweeps if sweep.name in streams):
+        stream = streams[sweep.name]
+        whole, parts = stream.at_once, stream.in_parts
+        found[sweep.name] = Streamed(
+            sweep if parts is None else sweep.streaming(stream, calls, gathered),
+            None if whole is None else Sweep(whole, calls, _grid(whole, sweeps), gathered),
+        )
+    return found
+
+
+def _grid(segment: Segment, sweeps: Sequence[Sweep]) -> tuple[int, ...]:
+    """As fine as those of the sweeps that it repeats, as far as its outputs can be cut so."""
+    inside = {op.id for op in segment.ops}
+    grids = [sweep.parts for sweep in sweeps if not inside.isdisjoint(op.id for op in sweep.segment.ops)]
+    shapes = [shape_of(segment.graph.tensors[name]) for name in segment.outputs]
+    finest = (max(of_dim) for of_dim in zip(*grids, strict=False))
+    return tuple(min(of_dim) for of_dim in zip(finest, *shapes, strict=False))
+
+
+def with_streams(captured: Captured, sweeps: Sequence[Sweep], streamed: Mapping[str, Streamed]) -> Captured:
+    """The step, captured with `sweeps`, in which those that `streamed` has by name are differentiated so."""
+    rewriting = _Rewriting(captured, _names_in(captured, sweeps))
+    for op in captured.graph.ops:
+        found = streamed.get(str(op.attributes.get("name")))
+        if found is not None and op.type == _BACKWARD:
+            rewriting.add(op, found)
+        else:
+            rewriting.ops.append(op)
+    return rewriting.done()
+
+
+class _Rewriting:
+    """The ops, tensors and calls of a step so far."""
+
+    def __init__(self, captured: Captured, names: Mapping[str, str]) -> None:
+        self._captured, self._names = captured, names
+        self._calls, self._tensors = dict(captured.program.calls), dict(captured.graph.tensors)
+        self._ahead = {n for op in captured.graph.ops if op.phase is Phase.FORWARD for n in op.writes()}
+        self.ops: list[Op] = []
+
+    def add(self, op: Op, found: Streamed) -> None:
+        """A backward sweep, behind what makes some of its inputs."""
+        names = dict(self._names)
+        make_known(found.sweep)
+        if found.before is not None:
+            make_known(found.before)
+            made = self._remake(op, found.before)
+            names |= made
+        gradients, _, _, *rest, _ = self._calls[op.id].args
+        args = (gradients, *_operands(found.sweep, names), *rest, found.sweep.name)
+        self._put(op, replace(self._calls[op.id], args=args))
+
+    def _remake(self, reader: Op, sweep: Sweep) -> dict[str, str]:
+        """An op that makes inputs of the reader; what they are called in the step, by their names before."""
+        outputs = sweep.segment.outputs
+        made = {name: f"{self._names[name]}_for_{reader.id}" for name in outputs}
+        for name, again in made.items():
+            self._tensors[again] = replace(self._tensors[self._names[name]], id=again)
+        args: tuple[Argument, ...] = (*_operands(sweep, self._names), (-1,) * len(outputs), sweep.name)
+        call = Call(torch.ops.stowplan.sweep.default, args, {}, tuple(made.values()), single=False)
+        outputs_made = tuple(Use(again) for again in made.values())
+        op = replace(reader, id=f"again_for_{reader.id}", type=str(call.target), outputs=outputs_made)
+        self._put(replace(op, adjoint_of=None), call)
+        return made
+
+    def _put(self, op: Op, call: Call) -> None:
+        self._calls[op.id] = call
+        uses = (Use(n, Role.SAVED if n in self._ahead else Role.DATA) for n in inputs_of(call))
+        self.ops.append(replace(op, inputs=tuple(uses), attributes=attributes_of(call)))
+
+    def done(self) -> Captured:
+        """The step as it is now."""
+        graph = replace(self._captured.graph, ops=tuple(self.ops), tensors=self._tensors)
+        return replace(
+            self._captured, graph=graph, program=replace(self._captured.program, calls=self._calls)
+        )
+
+
+def _operands(sweep: Sweep, names: Mapping[str, str]) -> tuple[tuple[Ref, ...], ...]:
+    """What a sweep reads, and the statistics that it knows."""
+    return tuple(tuple(Ref(names[name]) for name in of) for of in (sweep.reads, sweep.known))
+
+
+def _names_in(captured: Captured, sweeps: Sequence[Sweep]) -> dict[str, str]:
+    """What sweeps read, make and gather, by its name in the step that they were cut out of."""
+    by_name = {sweep.name: sweep for sweep in sweeps}
+    names: dict[str, str] = {}
+    for op in captured.graph.ops:
+        sweep, call = by_name.get(str(op.attributes.get("name"))), captured.program.calls.get(op.id)
+        if sweep is not None and call is not None:
+            names.update(_pairs(op, call, sweep))
+    return names
+
+
+def _pairs(op: Op, call: Call, sweep: Sweep) -> Iterator[tuple[str, str]]:
+    segment = sweep.segment
+    if op.phase is Phase.FORWARD:
+        names = sweep.statistics if op.type == _GATHER else segment.outputs
+        yield from ((name, made) for name, made in zip(names, call.outputs, strict=False) if made)
+    if op.phase is Phase.FORWARD and op.type != _GATHER:
+        yield from zip(segment.inputs, (ref.tensor for ref in _refs(call.args[0])), strict=True)
+
+
+def _refs(argument: Argument) -> Iterator[Ref]:
+    return (leaf for leaf in leaves(argument) if isinstance(leaf, Ref))

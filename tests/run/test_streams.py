@@ -1,0 +1,84 @@
+"""Inputs of sweeps that are made again of what is kept, to differentiate them: the gradients are eager's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from benchmarks.nets import NETS
+from sweeping import gradients_of, relative_error
+from torch import Tensor
+
+from stowplan.capture import capture
+from stowplan.ir import validate
+from stowplan.plan.tiles.borders import in_tiling_order
+from stowplan.plan.tiles.streaming import streamed_tilings
+from stowplan.plan.tiles.ways import PlainStep
+from stowplan.run.measure import measure
+from stowplan.run.plan_cache import saved_step
+from stowplan.run.planning import price_captured
+from stowplan.run.straight import StraightStep
+from stowplan.run.tiles.knee import Sweeping
+from stowplan.run.tiles.plan import PlannedStep
+from stowplan.run.tiles.ways import Search, Subject, SweptWay
+
+pytestmark = pytest.mark.torch
+BACKWARD = "stowplan.sweep_backward.default"
+SEARCH = Search(frozenset({"recompute", "tile"}), moves=300)
+
+
+NETWORKS: dict[str, dict[str, object]] = {
+    "resnet50": {"resolution": 64, "batch": 1, "layers": (3, 2)},  # bottlenecks, batch norm
+    "unet3d": {"resolution": 16},  # skips, norms of every sample
+}
+
+
+def built(name: str) -> Subject:
+    model, args = NETS[name].build("tiny", device="cpu", dtype=torch.float64, seed=0, **NETWORKS[name])
+    return Subject(capture(model, args), model, args, {})
+
+
+def streamed_ways(subject: Subject) -> list[SweptWay]:
+    early = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
+    sweeping = Sweeping(early.graph, early.program.calls, price_captured(early))
+    ordered, step = replace(subject, captured=early), PlainStep(1.0, 2**30)
+    return [
+        SweptWay(ordered, tiling, streams, sweeping, step, SEARCH)
+        for tiling, streams in streamed_tilings(early.graph)
+        if streams
+    ]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_are_the_same(name: str) -> None:
+    subject = built(name)
+    loss, gradients = gradients_of(subject.model, subject.model, subject.args)
+    ways = streamed_ways(subject)
+    assert len(ways) > 1
+    for way in ways:
+        graph = validate(way.captured.graph)
+        assert any(
+            op.id.startswith("again_for_") or ", of " in str(op.attributes.get("name")) for op in graph.ops
+        )
+        made, swept = gradients_of(StraightStep(way.captured, subject.model), subject.model, subject.args)
+        assert relative_error([made, *swept], [loss, *gradients]) < 1e-12
+
+
+def test_a_plan_with_streams_keeps_its_budget_and_comes_back() -> None:
+    """The smallest that the ways with streams have: as projected, and the same step from the plan alone."""
+    subject = built("resnet50")
+    model, args = subject.model, subject.args
+    way = min(streamed_ways(subject), key=lambda way: way.floor_bytes)
+    allowed = min(offer.peak_bytes for offer in way.offers())
+    plan = way.plan(allowed)
+    assert any(told.made_of for told in plan.tile_maps)
+    assert saved_step(plan, subject, allowed).captured.graph == way.captured.graph
+    step = PlannedStep(plan, way.captured).bound_to(model)
+
+    def once() -> None:
+        loss = step(*args)
+        assert isinstance(loss, Tensor)
+        torch.autograd.backward(loss)
+
+    model.zero_grad(set_to_none=True)
+    standing = [*model.parameters(), *model.buffers(), *(arg for arg in args if isinstance(arg, Tensor))]
+    assert measure(once, before=standing).measured_peak_bytes <= allowed
