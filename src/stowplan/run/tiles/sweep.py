@@ -201,8 +201,9 @@ class Sweep:
 
     def over_inputs(self) -> list[int]:
         """For each output, the position of the input that it may be written over, or -1."""
-        given = {output: name for name, output in self._successors.items()}
-        return [self.segment.inputs.index(given[o]) if o in given else -1 for o in self.segment.outputs]
+        inputs = self.segment.inputs  # a total that was gathered is none of them
+        taken = {output: inputs.index(name) for name, output in self._successors.items() if name in inputs}
+        return [taken.get(output, -1) for output in self.segment.outputs]
 
     def over_gradients(self, wanted: Sequence[int]) -> list[int]:
         """For each input wanted, the position of the gradient that its own may be written over, or -1."""
