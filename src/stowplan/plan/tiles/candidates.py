@@ -20,6 +20,7 @@ from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import Segment, segment_of
 
 _SMALL = (4, 16)  # a tile that takes this much less than its stage is small enough
+_EVEN = (1.0, 0.4)  # of the largest tile that is small enough, where all are about as large
 _GAIN = 0.9  # of the peak before: a grid that is finer for less is not worth it
 _HALO = 0.35  # a stage whose tiles do so much twice is cut no finer
 _DIP = 0.95  # bytes handed on at the end of a stage, against the most inside it, at most
@@ -52,13 +53,18 @@ def stage_tilings(graph: Graph) -> Iterator[Tiling]:
                 yield tuple(stage for stage in tiled if _size(stage) >= size)
 
 
-def evenly_tiled(graph: Graph, stretches: Iterable[tuple[str, ...]]) -> list[Tiled]:
-    """The stretches that can be cut, each no finer than the tiles of the largest have to be."""
+def evenly_tiled(graph: Graph, stretches: Iterable[tuple[str, ...]]) -> Iterator[Tiling]:
+    """The stretches that can be cut, in tiles as large as those of the largest have to be, and in smaller."""
     tried = [list(_until_small(grids_tried(graph, stretch))) for stretch in stretches]
     fine = [found for grids in tried if (found := _first_small(grids, max(_SMALL)))]
-    most = max((tiled.costs.backward_peak_bytes for tiled in fine), default=0)
-    fitting = ((t for t in grids[1:] if t.costs.backward_peak_bytes <= most) for grids in tried)
-    return [first for grids in fitting if (first := next(grids, None))]
+    largest = max((tiled.costs.backward_peak_bytes for tiled in fine), default=0)
+    for times in _EVEN:
+        yield tuple(_first_within(grids, times * largest) for grids in tried if len(grids) > 1)
+
+
+def _first_within(grids: Sequence[Tiled], limit: float) -> Tiled:
+    """The coarsest grid whose tiles take no more, or the finest."""
+    return next((tiled for tiled in grids[1:] if tiled.costs.backward_peak_bytes <= limit), grids[-1])
 
 
 def _kinds_of_stretches(graph: Graph) -> Iterator[list[tuple[str, ...]]]:

@@ -14,7 +14,7 @@ from stowplan.plan.tiles.succession import successors
 
 _NARROW = 2  # times smaller than a sweep's largest input: what is so small may be whole
 _LIMITS = (0.7, 0.35, 0.1)  # of the way from the least that the sweeps can need to what they need as they are
-_SHARES = (0.75, 1.0)  # of what the stages hold inside
+_MOST = 0.75  # of what all stages hold inside
 
 Streams = Mapping[Tiled, Stream]
 
@@ -36,16 +36,16 @@ def streamed_tilings(graph: Graph) -> Iterator[tuple[Tiling, Streams]]:
     stretches = stretches_between_narrow_norms(graph)
     if len(stretches) > 1:
         streaming = Streaming()
-        for tiling in _prefixes(evenly_tiled(graph, stretches)):
+        coarse, fine = evenly_tiled(graph, stretches)
+        for tiling in filter(None, (_first_stages(coarse), coarse, fine)):
             yield tiling, {}
             yield from ((tiling, streams) for streams in streaming.choices(tiling))
 
 
-def _prefixes(tiled: Sequence[Tiled]) -> Iterator[Tiling]:
-    """The first stages that hold a share of what all hold inside."""
-    held = list(accumulate(_bytes_of(each.segment, each.segment.inside) for each in tiled))
-    counts = {sum(so_far < share * held[-1] for so_far in held) + 1 for share in _SHARES if held}
-    return (tuple(tiled[:count]) for count in sorted(counts))
+def _first_stages(tiling: Tiling) -> Tiling:
+    """Those that hold most of what all hold inside."""
+    held = list(accumulate(_bytes_of(each.segment, each.segment.inside) for each in tiling))
+    return tiling[: sum(so_far < _MOST * held[-1] for so_far in held) + 1]
 
 
 class Streaming:
