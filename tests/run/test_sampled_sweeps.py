@@ -44,7 +44,7 @@ def calls_of(net: str, settings: dict[str, Any], cut: Cut) -> tuple[Sweep, list[
 def test_the_largest_tiles_take_as_much_memory_as_all(net: str, settings: dict[str, Any], cut: Cut) -> None:
     sweep, signatures = calls_of(net, settings, cut)
     assert sum(len(each.tiles) for each in sweep.rounds) > 2 * len(sweep.rounds)
-    assert all(len(sample_of(each).tiles) <= 2 for each in sweep.rounds)
+    assert all(len(sample_of(each).tiles) <= 4 for each in sweep.rounds)
     assert len(signatures) == (1 if sweep.segment.loss else 2) + bool(sweep.statistics)
     for signature in signatures:
         some, whole = cost_of_call(signature, CPU, repeats=1), cost_of(signature, CPU, repeats=1)

@@ -1,18 +1,21 @@
 """Sampling: a few tiles tell what a sweep takes, for the others differ from them in halos and borders only.
 
-The largest tile is one of them, so that none takes more memory. What a sweep does once, such as making room
-for sums of gradients, is found out by running it over no tile at all.
+Those that take most are among them, so that none takes more memory. What a sweep does once, such as making
+room for sums of gradients, is found out by running it over no tile at all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
+from stowplan.ir import Graph
 from stowplan.ops.macs import macs_of
-from stowplan.ops.table import elements_of, site_of
-from stowplan.plan.tiles.rects import Tile
+from stowplan.ops.table import elements_of, shape_of, site_of
+from stowplan.plan.tiles.rects import Level, Tile
 from stowplan.plan.tiles.rounds import Round
+from stowplan.plan.tiles.segment import Segment
 from stowplan.run.machine import free_bytes
 from stowplan.run.probe_cache import Cost
 from stowplan.run.signature import Signature
@@ -48,7 +51,10 @@ def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) ->
     sweep = sweep_named(str(signature.call.args[-1]))
     if signature.operand_bytes > free_bytes(device):
         return None
-    samples = [sample_of(of_round) for of_round in sweep.rounds]
+    samples = [
+        sample_of(of_round, sweep.stream, before)
+        for of_round, before in zip(sweep.rounds, sweep.before, strict=True)
+    ]
     seen = samples[rounds_run]
     once = _tried(sweep, [()] * len(samples), signature, device)
     some = _tried(sweep, [sample.tiles for sample in samples], signature, device)
@@ -58,30 +64,46 @@ def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) ->
     return Cost(once.seconds + max(0.0, some.seconds - once.seconds) * times, some.rise_bytes)
 
 
-def sample_of(of_round: Round) -> Sample:
-    """The largest tile, and the largest that is unlike it; another one if all are alike."""
-    sizes = [sum(level.made.volume for level in tile.levels) for tile in of_round.tiles]
-    by_size = sorted(range(len(sizes)), key=lambda number: -sizes[number])
-    shapes = {number: _shapes(of_round.tiles[number]) for number in by_size}
-    unlike = next((n for n in by_size if shapes[n] != shapes[by_size[0]]), by_size[-1])
-    tiles = tuple(dict.fromkeys((by_size[0], unlike)))
-    work = work_of(of_round)
-    return Sample(tiles, sum(work[number] for number in tiles), sum(work))
+def sample_of(of_round: Round, stream: Segment | None = None, before: Sequence[Tile | None] = ()) -> Sample:
+    """The tile that makes most, the one with the largest op, the largest one, and the largest unlike it.
+
+    With a stream, a tile is as large as itself and the one of `before` that makes what it reads.
+    """
+    pairs = list(zip(of_round.tiles, before or (None,) * len(of_round.tiles), strict=True))
+    price = _prices(of_round.segment) | (_prices(stream) if stream else {})
+    levels = [[level for tile in pair if tile for level in tile.levels] for pair in pairs]
+    sizes = [sum(level.made.volume for level in of_tile) for of_tile in levels]
+    by_size = sorted(range(len(pairs)), key=lambda number: -sizes[number])
+    unlike = next((n for n in by_size if _shapes(levels[n]) != _shapes(levels[by_size[0]])), by_size[-1])
+    graph = of_round.segment.graph
+    made = [[(price[level.op.id], _made_in_all(graph, level)) for level in of_tile] for of_tile in levels]
+    in_all = max(by_size, key=lambda number: sum(size for _, size in made[number]))
+    by_op = max(by_size, key=lambda number: max((each * size for each, size in made[number]), default=0))
+    chosen = tuple(dict.fromkeys((in_all, by_op, by_size[0], unlike)))
+    work = [1.0 + sum(price[level.op.id] * level.made.volume for level in of_tile) for of_tile in levels]
+    return Sample(chosen, sum(work[number] for number in chosen), sum(work))
 
 
-def work_of(of_round: Round) -> list[float]:
-    """How much each tile of a round has to do: a little even where a loss is all there is."""
-    graph, price = of_round.segment.graph, dict[str, float]()
-    for op in of_round.segment.ops:
-        site = site_of(graph, op)
-        price[op.id] = _MOVED + macs_of(site) / max(1, elements_of(site.outputs[0]))
-    return [
-        1.0 + sum(price[level.op.id] * level.made.volume for level in tile.levels) for tile in of_round.tiles
-    ]
+def _prices(segment: Segment) -> dict[str, float]:
+    """By op, the work for an element that it makes: a little even where a loss is all there is."""
+    sites = {op.id: site_of(segment.graph, op) for op in segment.ops}
+    return {op: _MOVED + macs_of(site) / max(1, elements_of(site.outputs[0])) for op, site in sites.items()}
 
 
-def _shapes(tile: Tile) -> tuple[tuple[int, ...], ...]:
-    return tuple(level.made.shape for level in tile.levels)
+def _made_in_all(graph: Graph, level: Level) -> float:
+    """With what comes too much: windows at one border are padded on both sides, and the result is cut."""
+    need, made = level.needs[0] if level.needs else None, level.made.shape
+    if need is None or len(need.shape) != len(made):
+        return level.made.volume
+    overhang = need.overhang(shape_of(graph.tensors[level.op.inputs[0].tensor]))
+    return prod(
+        size * (1 + abs(before - after) / max(1, length))
+        for size, length, (before, after) in zip(made, need.shape, overhang, strict=True)
+    )
+
+
+def _shapes(levels: Iterable[Level]) -> tuple[tuple[int, ...], ...]:
+    return tuple(level.made.shape for level in levels)
 
 
 def _tried(

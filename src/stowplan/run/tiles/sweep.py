@@ -84,7 +84,8 @@ class Sweep:
     """A segment on a grid, with the calls that compute it. Inputs and outputs are in the segment's order.
 
     What others have gathered of ops that are known in the segment is `given`. `reads` and `known` are what is
-    read and what statistics there have to be when it is run.
+    read and what statistics there have to be when it is run. `before` are by round the tiles of the `stream`
+    that make what each tile reads, if there is one.
     """
 
     def __init__(
@@ -105,6 +106,8 @@ class Sweep:
         self._loss: TiledLoss | None = None if segment.loss is None else tiled_loss(calls[segment.loss.id])
         self.name = _name_of(segment, self.parts)
         self.reads, self.known = segment.inputs, (*self.statistics, *_known_in(segment, given))
+        self.stream: Segment | None = None
+        self.before: tuple[tuple[Tile | None, ...], ...] = ((),) * len(self.rounds)
 
     def only(self, tiles: Sequence[Sequence[int]]) -> "Sweep":
         """The same over some tiles, by number for each round: it shows what they take, and makes nothing."""
@@ -121,10 +124,10 @@ class Sweep:
         some.reads = stream.read
         some.known = tuple(dict.fromkeys((*self.known, *_known_in(stream.in_parts, given))))
         some.name = f"{self.name}, of {', '.join(stream.kept)} ({_digest(stream.in_parts)})"
-        rounds = zip((*self._rounds, self._last), self.rounds, strict=True)
+        some.stream, some.before = stream.in_parts, tuple(map(stream.tiles, self.rounds))
         *some._rounds, some._last = (
-            local.behind([_before(stream, calls, tile, given) for tile in stream.tiles(of_round)])
-            for local, of_round in rounds
+            local.behind([_before(stream, calls, tile, given) for tile in tiles])
+            for local, tiles in zip((*self._rounds, self._last), some.before, strict=True)
         )
         return some
 
