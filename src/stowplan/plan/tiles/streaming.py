@@ -84,10 +84,14 @@ class Streaming:
                         yield Option(beside + need, stream)
 
     def _need_bytes(self, before: Tiling, reader: Tiled, read: Iterable[str], kept: Iterable[str]) -> int:
-        """While the sweep is differentiated, or before that, while what is kept for it is made again."""
+        """While the sweep is differentiated, or before that, while what is kept for it is made again.
+
+        What is kept stays, for others that are differentiated later are made of it as well.
+        """
         segment, names = reader.segment, frozenset(kept)
         incoming = _bytes_of(segment, segment.outputs)
-        ends = _bytes_of(segment, (*read, *segment.inputs)) + incoming - self._shared_bytes(reader)
+        there = (*names.union(read), *segment.inputs)
+        ends = _bytes_of(segment, there) + incoming - self._shared_bytes(reader)
         makers = [tiled for tiled in before if not names.isdisjoint(tiled.segment.outputs)]
         again = max(map(self._made_bytes, makers), default=0)
         return max(ends + reader.costs.backward_peak_bytes, again + incoming)
