@@ -93,7 +93,9 @@ def test_every_network_at_every_budget(name: str) -> None:
         assert different(expected, trained(step, twin, args, steps=STEPS)) == []
         measured = peak_bytes(step, twin, args)
         assert measured <= allowed
-        assert plan.projected_peak_bytes + replayed_bytes(plan) == pytest.approx(measured, rel=0.01)
+        projected = plan.projected_peak_bytes + replayed_bytes(plan)
+        # the state to return to is there only while draws are replayed, which need not be at the peak
+        assert projected == pytest.approx(measured, rel=0.01, abs=torch.get_rng_state().nbytes)
     assert_monotone(planner)
 
 
