@@ -59,10 +59,9 @@ class Streaming:
         options = {tiled: list(self._options(tiling, place)) for place, tiled in enumerate(tiling)}
         most = max(tried[0].need_bytes for tried in options.values())
         least = max(min(option.need_bytes for option in tried) for tried in options.values())
-        limits = (least + share * (most - least) for share in _LIMITS)
-        chosen = [_cheapest_within(options, limit) for limit in limits]
         told = list[Streams]()
-        for choice in chosen:
+        for share in _LIMITS:
+            choice = _cheapest_within(options, least + share * (most - least))
             if choice and choice not in told:
                 told.append(choice)
                 yield choice

@@ -76,21 +76,20 @@ class Stream:
         names = dict.fromkeys((*(name for name in self.reader.inputs if name not in remade), *sources))
         return tuple(name for name in names if tensors[name].kind is Kind.ACTIVATION)
 
-    def tiles(self, of_round: Round) -> tuple[Tile | None, ...]:
-        """For each tile of a round, the one that makes parts for it; BadUse if that cannot be made apart."""
-        if self.in_parts is None:
-            return (None,) * len(of_round.tiles)
-        regions = regions_by_op(self.in_parts)
-        tiles = tuple(_tile_for(reader, self.in_parts, regions) for reader in of_round.tiles)
-        for tile in filter(None, tiles):
-            if refusal := refusal_of_tile(self.in_parts, tile):
-                raise BadUse(f"not streamed: {refusal}")
-        return tiles
+
+def tiles_before(of_round: Round, stream: Segment) -> tuple[Tile | None, ...]:
+    """For each tile of a round, the one that makes parts for it; BadUse if that cannot be made apart."""
+    regions = regions_by_op(stream)
+    tiles = tuple(_tile_for(reader, stream, regions) for reader in of_round.tiles)
+    for tile in filter(None, tiles):
+        if refusal := refusal_of_tile(stream, tile):
+            raise BadUse(f"not streamed: {refusal}")
+    return tiles
 
 
-def _tile_for(reader: Tile, segment: Segment, regions: Mapping[str, tuple[Relation, ...]]) -> Tile | None:
-    read = {name: reader.held[name] for name in segment.outputs if name in reader.held}
-    return tile_of(segment, read, regions) if read else None
+def _tile_for(reader: Tile, stream: Segment, regions: Mapping[str, tuple[Relation, ...]]) -> Tile | None:
+    read = {name: reader.held[name] for name in stream.outputs if name in reader.held}
+    return tile_of(stream, read, regions) if read else None
 
 
 def stream_from(

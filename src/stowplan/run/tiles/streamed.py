@@ -78,8 +78,7 @@ class _Rewriting:
         make_known(found.sweep)
         if found.before is not None:
             make_known(found.before)
-            made = self._remake(op, found.before)
-            names |= made
+            names |= self._remake(op, found.before)
         gradients, _, _, *rest, _ = self._calls[op.id].args
         args = (gradients, *_operands(found.sweep, names), *rest, found.sweep.name)
         self._put(op, replace(self._calls[op.id], args=args))
@@ -92,9 +91,8 @@ class _Rewriting:
             self._tensors[again] = replace(self._tensors[self._names[name]], id=again)
         args: tuple[Argument, ...] = (*_operands(sweep, self._names), (-1,) * len(outputs), sweep.name)
         call = Call(torch.ops.stowplan.sweep.default, args, {}, tuple(made.values()), single=False)
-        outputs_made = tuple(Use(again) for again in made.values())
-        op = replace(reader, id=f"again_for_{reader.id}", type=str(call.target), outputs=outputs_made)
-        self._put(replace(op, adjoint_of=None), call)
+        op = replace(reader, id=f"again_for_{reader.id}", type=str(call.target), adjoint_of=None)
+        self._put(replace(op, outputs=tuple(map(Use, made.values()))), call)
         return made
 
     def _put(self, op: Op, call: Call) -> None:
@@ -127,12 +125,12 @@ def _names_in(captured: Captured, sweeps: Sequence[Sweep]) -> dict[str, str]:
 
 
 def _pairs(op: Op, call: Call, sweep: Sweep) -> Iterator[tuple[str, str]]:
-    segment = sweep.segment
-    if op.phase is Phase.FORWARD:
-        names = sweep.statistics if op.type == _GATHER else segment.outputs
-        yield from ((name, made) for name, made in zip(names, call.outputs, strict=False) if made)
-    if op.phase is Phase.FORWARD and op.type != _GATHER:
-        yield from zip(segment.inputs, (ref.tensor for ref in _refs(call.args[0])), strict=True)
+    if op.phase is not Phase.FORWARD:
+        return
+    made = sweep.statistics if op.type == _GATHER else sweep.segment.outputs
+    yield from ((name, output) for name, output in zip(made, call.outputs, strict=False) if output)
+    if op.type != _GATHER:
+        yield from zip(sweep.segment.inputs, (ref.tensor for ref in _refs(call.args[0])), strict=True)
 
 
 def _refs(argument: Argument) -> Iterator[Ref]:

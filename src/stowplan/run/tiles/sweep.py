@@ -23,7 +23,7 @@ from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.rects import Tile
 from stowplan.plan.tiles.rounds import Round, rounds_of
 from stowplan.plan.tiles.segment import Segment
-from stowplan.plan.tiles.streams import Stream
+from stowplan.plan.tiles.streams import Stream, tiles_before
 from stowplan.plan.tiles.succession import successors
 from stowplan.run.tiles.gathering import Gathering, gathering_of
 from stowplan.run.tiles.local import LocalStep, local_step
@@ -119,14 +119,15 @@ class Sweep:
 
     def streaming(self, stream: Stream, calls: Mapping[str, Call], given: Mapping[str, Gathering]) -> "Sweep":
         """The same, but differentiated with inputs made in parts, given what others have gathered."""
-        assert stream.in_parts is not None, "nothing is made in parts"
+        made = stream.in_parts
+        assert made is not None, "nothing is made in parts"
         some = copy(self)
         some.reads = stream.read
-        some.known = tuple(dict.fromkeys((*self.known, *_known_in(stream.in_parts, given))))
-        some.name = f"{self.name}, of {', '.join(stream.kept)} ({_digest(stream.in_parts)})"
-        some.stream, some.before = stream.in_parts, tuple(map(stream.tiles, self.rounds))
+        some.known = tuple(dict.fromkeys((*self.known, *_known_in(made, given))))
+        some.name = f"{self.name}, of {', '.join(stream.kept)} ({_digest(made)})"
+        some.stream, some.before = made, tuple(tiles_before(of_round, made) for of_round in self.rounds)
         *some._rounds, some._last = (
-            local.behind([_before(stream, calls, tile, given) for tile in tiles])
+            local.behind([_before(tile, made, calls, given) for tile in tiles])
             for local, tiles in zip((*self._rounds, self._last), some.before, strict=True)
         )
         return some
@@ -298,11 +299,9 @@ def _local_round(of_round: Round, calls: Mapping[str, Call], known: Mapping[str,
 
 
 def _before(
-    stream: Stream, calls: Mapping[str, Call], tile: Tile | None, known: Mapping[str, Gathering]
+    tile: Tile | None, stream: Segment, calls: Mapping[str, Call], known: Mapping[str, Gathering]
 ) -> LocalStep | None:
-    if stream.in_parts is None or tile is None:
-        return None
-    return local_step(stream.in_parts, calls, tile, known, ends_are_outputs=True)
+    return None if tile is None else local_step(stream, calls, tile, known, ends_are_outputs=True)
 
 
 def _known_in(segment: Segment, gatherings: Mapping[str, Gathering]) -> tuple[str, ...]:
