@@ -30,6 +30,7 @@ SUITES = {
         "tiles unet",
         "tiles gpt",
         "tiles vgg16",
+        "tiles resnet50-2048",
         "tiles unet3d-large",
         "planning",
         "offload time",
