@@ -18,7 +18,7 @@ import msgspec
 
 from stowplan.plan.pricing import Machine
 
-VERSION = 2
+VERSION = 3
 Rates: TypeAlias = tuple[float, float, float]  # of a tier: bytes per second out and back, latency in seconds
 
 

@@ -151,6 +151,8 @@ def _priced(
     ahead = sum(pricing.seconds[op.id] * costs.work[op.id] for op in segment.ops)
     back = sum(pricing.seconds[op.id] * costs.work[op.adjoint_of or ""] for op in adjoints)
     again = ahead - sum(pricing.seconds[op] * share for op, share in costs.idle.items())
+    covariances = sum(pricing.seconds[op] * share for op, share in costs.gathered.items())
+    ahead, back = ahead + covariances, back + covariances
     seconds, workspace = dict(pricing.seconds), dict(pricing.workspace_bytes)
     fused = segment.loss is not None
     seconds |= {op.id: ahead + back if fused else ahead for op in forward}
@@ -171,4 +173,5 @@ def extra_macs_of(segment: Segment, costs: SweepCosts) -> int:
     back = sum(macs[op.id] * costs.work[op.adjoint_of or ""] for op in adjoints)
     idle = sum(macs[op] * share for op, share in costs.idle.items())
     again = 0.0 if segment.loss is not None else ahead - idle
-    return round(ahead + again + back - sum(macs.values()))
+    covariances = 2 * sum(macs[op] * share for op, share in costs.gathered.items())
+    return round(ahead + again + back + covariances - sum(macs.values()))

@@ -19,7 +19,8 @@ from stowplan.plan.tiles.segment import Segment
 class SweepCosts:
     """`work` is by op how much of its output all tiles together make, 1.0 if nothing is made twice.
 
-    `idle` is how much of that differentiating does not run again, for nobody looks at it. Peaks are what the
+    `idle` is how much of that differentiating does not run again, for nobody looks at it; `gathered`, by
+    product, the work of gathering covariances of what it reads, against its own. Peaks are what the
     largest tile takes besides the segment's inputs, outputs and their gradients: gathering statistics,
     running forward only, and running forward and backward. `part_bytes` are those of the largest single part
     that a tile makes; `again_macs` are for a second run forward, when statistics are known.
@@ -28,6 +29,7 @@ class SweepCosts:
     tiles: int
     work: Mapping[str, float]
     idle: Mapping[str, float]
+    gathered: Mapping[str, float]
     forward_macs: int
     again_macs: int
     untiled_macs: int
@@ -49,13 +51,15 @@ def costs_of_sweep(segment: Segment, rounds: Sequence[Round]) -> SweepCosts:
     for each in rounds:
         for op, share in _work(each.segment, each.tiles).items():
             work[op] += share
+    gathered = {product.op.id: product.work for each in rounds for product in each.products.values()}
     *gathering, last = rounds
     last_work = _work(last.segment, last.tiles)
     return SweepCosts(
         tiles=max(len(each.tiles) for each in rounds),
         work=work,
         idle={op: last_work[op] for op in idle_ops(last.segment)},
-        forward_macs=round(sum(macs[op] * share for op, share in work.items())),
+        gathered=gathered,
+        forward_macs=round(sum(macs[op] * share for op, share in (*work.items(), *gathered.items()))),
         again_macs=round(sum(macs[op] * share for op, share in last_work.items())),
         untiled_macs=sum(macs.values()),
         gathering_peak_bytes=max(map(_forward_peak_of, gathering), default=0),

@@ -6,14 +6,15 @@ and the last round makes the outputs. What stands before a statistic is computed
 a statistic of a segment's own input costs no more than reading it, and one deep inside doubles the work.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from stowplan.errors import BadUse
 from stowplan.ir import Op
 from stowplan.ops.regions import Partial
 from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.fitness import channels_are_cut, cuts_channels, fitting_tiles
+from stowplan.plan.tiles.products import Product, product_before
 from stowplan.plan.tiles.rects import Tile, cut_tensors, tiles_of
 from stowplan.plan.tiles.segment import Segment
 
@@ -22,21 +23,28 @@ from stowplan.plan.tiles.segment import Segment
 class Round:
     """One sweep: tiles of a part of the segment, whose outputs are what `statistics` are gathered of.
 
-    The last round has none, and makes the segment's own outputs.
+    The last round has none, and makes the segment's own outputs. Those of norms behind `products`, which are
+    by norm, are gathered of what the product reads.
     """
 
     segment: Segment
     tiles: tuple[Tile, ...]
     statistics: tuple[Op, ...] = ()
+    products: Mapping[str, Product] = field(default_factory=dict)
 
 
 def rounds_of(segment: Segment, parts: Sequence[int]) -> tuple[Round, ...]:
     """The sweeps that compute a segment on a grid; BadUse says why, if there are none."""
     gathered = _gathered(segment, parts)
+    products = _products(segment, gathered, parts)
     rounds, known = list[Round](), list[Op]()
-    for grid, ops in _by_depth(segment, gathered, parts):
-        sources = tuple(dict.fromkeys(op.inputs[0].tensor for op in ops))
-        rounds.append(_round(towards(segment, known, sources), grid, ops))
+    for grid, ops in _by_depth(segment, gathered, products, parts):
+        sources = tuple(dict.fromkeys(_source(op, products) for op in ops))
+        behind = {op.id: products[op.id] for op in ops if op.id in products}
+        factors = [name for product in behind.values() for name in product.factors]
+        before = towards(segment, known, sources)
+        read = tuple(dict.fromkeys((*before.inputs, *factors)))
+        rounds.append(replace(_round(replace(before, inputs=read), grid, ops), products=behind))
         known += ops
     last = replace(towards(segment, known, segment.outputs), loss=segment.loss)
     return (*rounds, _round(last, _last_grid(segment, last, parts), ()))
@@ -88,14 +96,25 @@ def _is_cut(segment: Segment, op: Op, tile: Tile) -> bool:
     return crossed or (statistic.partial is Partial.MOMENTS and 0 in statistic.dims)
 
 
+def _products(segment: Segment, gathered: Sequence[Op], parts: Sequence[int]) -> dict[str, Product]:
+    """By norm the product that it stands behind; channels that are cut do not meet all others in a tile."""
+    if len(parts) > 1 and parts[1] > 1:
+        return {}
+    return {op.id: product for op in gathered if (product := product_before(segment, op))}
+
+
+def _source(op: Op, products: Mapping[str, Product]) -> str:
+    return products[op.id].source if op.id in products else op.inputs[0].tensor
+
+
 def _by_depth(
-    segment: Segment, gathered: Sequence[Op], parts: Sequence[int]
+    segment: Segment, gathered: Sequence[Op], products: Mapping[str, Product], parts: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[Op, ...]]]:
     """Grids and the ops whose statistics are gathered together on one, first those with none before them."""
     depths = _depths(segment, {op.id for op in gathered})
     groups: dict[tuple[int, tuple[int, ...]], list[Op]] = {}
     for op in gathered:
-        shape = shape_of(segment.graph.tensors[op.inputs[0].tensor])
+        shape = shape_of(segment.graph.tensors[_source(op, products)])
         grid = tuple(map(min, parts, shape)) if len(parts) == len(shape) else (1,) * len(shape)
         groups.setdefault((depths[op.id], grid), []).append(op)
     for (_, grid), ops in sorted(groups.items(), key=lambda item: item[0]):

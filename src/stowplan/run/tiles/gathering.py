@@ -4,9 +4,10 @@ Means and squared deviations are merged pairwise, each part weighted by its coun
 parts' means, or the statistics of a single part, would be something else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,14 +17,16 @@ from stowplan.ir import Op, Shape
 from stowplan.ops.regions import Partial
 from stowplan.ops.statistics import GROUP_NORM
 from stowplan.ops.table import shape_of
+from stowplan.plan.tiles.products import Product
 from stowplan.plan.tiles.segment import Segment
+from stowplan.run.tiles.covariances import OfProduct
 from stowplan.run.tiles.part import Index
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
+class OfInput:
     """What is left of the tensor `source`, folded so that a group of channels is one dim, without `dims`.
 
     `names` are what the statistics are called among the values of a tile, `shapes` and `dtype` how they look:
@@ -48,6 +51,15 @@ class Gathering:
         """How many elements one number stands for."""
         return prod(self.folded[dim] for dim in self.dims)
 
+    @property
+    def read(self) -> tuple[str, ...]:
+        """What the op itself reads."""
+        return self.names
+
+    def seen_by(self, made: Rect) -> Index:
+        """Where in what is read a part of the op's output looks."""
+        return self.place(made)
+
     def place(self, part: Rect) -> Index:
         """Where in the statistics a part of the source contributes."""
         spans = [slice(low, high) for low, high in zip(part.lo, part.hi, strict=True)]
@@ -63,6 +75,10 @@ class Gathering:
         """Nothing gathered yet."""
         kind = Moments if self.partial is Partial.MOMENTS else Totals
         return kind(self, torch.zeros((3, *self.kept), dtype=torch.float64, device=device))
+
+    def handed_back(self, _: Mapping[str, Tensor], __: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Nothing: the statistics were gathered as they are."""
+        return {}
 
     def gradient(
         self, part: Tensor, place: Index, known: Sequence[Tensor], incoming: Sequence[Tensor]
@@ -87,7 +103,7 @@ class Gathering:
 class Totals:
     """A sum or mean of which some parts are added."""
 
-    gathering: Gathering
+    gathering: OfInput
     sums: Tensor
 
     def add(self, part: Tensor, place: Index) -> None:
@@ -95,7 +111,7 @@ class Totals:
         dims = list(self.gathering.dims)
         self.sums[0][place] += part.sum(dims) if dims else part
 
-    def statistics(self) -> list[Tensor]:
+    def statistics(self, _: Mapping[str, Tensor]) -> list[Tensor]:
         """What was gathered."""
         how = self.gathering
         total = self.sums[0] / (how.count if how.partial is Partial.MEAN else 1)
@@ -106,7 +122,7 @@ class Totals:
 class Moments:
     """Count, mean and sum of squared deviations of the parts so far."""
 
-    gathering: Gathering
+    gathering: OfInput
     sums: Tensor
 
     def add(self, part: Tensor, place: Index) -> None:
@@ -122,7 +138,7 @@ class Moments:
         self.sums[1][place] += away * share
         self.sums[0][place] += count
 
-    def statistics(self) -> list[Tensor]:
+    def statistics(self, _: Mapping[str, Tensor]) -> list[Tensor]:
         """Mean and variance, the latter of the elements themselves, not of what they are drawn from."""
         _, mean, squares = self.sums
         dtype = self.gathering.dtype
@@ -130,8 +146,12 @@ class Moments:
         return [alone, (squares / self.gathering.count).to(dtype)]
 
 
-def gathering_of(segment: Segment, op: Op) -> Gathering:
-    """How the statistics of an op of the segment are gathered."""
+Gathering: TypeAlias = OfInput | OfProduct
+"""How the statistics of an op are gathered."""
+
+
+def gathering_of(segment: Segment, op: Op, product: Product | None) -> Gathering:
+    """How the statistics of an op of the segment are gathered, which may stand behind a product."""
     statistic = segment.statistic(op)
     assert statistic is not None, f"{op.id} takes no statistic"
     tensors = segment.graph.tensors
@@ -146,6 +166,10 @@ def gathering_of(segment: Segment, op: Op) -> Gathering:
     names: tuple[str, ...] = tuple(f"{which} of {source.id} for {op.id}" for which in ("mean", "variance"))
     shapes: tuple[Shape, ...] = (kept, kept)
     dtype = torch.promote_types(getattr(torch, str(source.dtype)), torch.float32)
+    if product is not None:
+        before, channels = product.source, shape_of(tensors[product.source])[1:2]
+        names += tuple(f"{which} of {before} for {op.id}" for which in ("mean", "covariances"))
+        return OfProduct(product, prod(shape) // shape[1], names, (*shapes, channels, channels * 2), dtype)
     if statistic.is_output:
         names, shapes, dtype = (output.id,), (shape_of(output),), getattr(torch, str(output.dtype))
-    return Gathering(source.id, statistic.partial, groups, dims, folded, names, shapes, dtype)
+    return OfInput(source.id, statistic.partial, groups, dims, folded, names, shapes, dtype)

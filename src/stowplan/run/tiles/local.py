@@ -85,8 +85,8 @@ def _local(
     if level.op.id not in segment.known:
         return call
     gathering = gatherings[level.op.id]
-    place = gathering.place(level.made)
-    return replace(call, statistics=tuple(Source(name, place, (), ()) for name in gathering.names))
+    place = gathering.seen_by(level.made)
+    return replace(call, statistics=tuple(Source(name, place, (), ()) for name in gathering.read))
 
 
 def _inside(part: Rect, held: Rect) -> Index:

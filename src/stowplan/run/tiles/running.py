@@ -30,7 +30,7 @@ def _updated(
     given = bound_arguments(call.target, call.args, call.kwargs)
     momentum, count = given["momentum"], gathering.count
     assert isinstance(momentum, float)
-    mean, variance = (statistics[name] for name in gathering.names)
+    mean, variance = (statistics[name] for name in gathering.read)
     fresh = (mean, variance * (count / max(1, count - 1)))
     pairs = zip(call.outputs[-2:], ("running_mean", "running_var"), fresh, strict=True)
     updated = {}

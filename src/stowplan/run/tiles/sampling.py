@@ -4,7 +4,7 @@ Those that take most are among them, so that none takes more memory. What a swee
 room for sums of gradients, is found out by running it over no tile at all.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -72,15 +72,27 @@ def sample_of(of_round: Round, stream: Segment | None = None, before: Sequence[T
     pairs = list(zip(of_round.tiles, before or (None,) * len(of_round.tiles), strict=True))
     price = _prices(of_round.segment) | (_prices(stream) if stream else {})
     levels = [[level for tile in pair if tile for level in tile.levels] for pair in pairs]
-    sizes = [sum(level.made.volume for level in of_tile) for of_tile in levels]
+    looked_at = [list(_looked_at(of_round, tile)) for tile, _ in pairs]
+    sizes = [
+        sum(level.made.volume for level in of_tile) + sum(size for _, size in seen)
+        for of_tile, seen in zip(levels, looked_at, strict=True)
+    ]
     by_size = sorted(range(len(pairs)), key=lambda number: -sizes[number])
     unlike = next((n for n in by_size if _shapes(levels[n]) != _shapes(levels[by_size[0]])), by_size[-1])
     graph = of_round.segment.graph
-    made = [[(price[level.op.id], _made_in_all(graph, level)) for level in of_tile] for of_tile in levels]
+    made = [
+        [*((price[level.op.id], _made_in_all(graph, level)) for level in of_tile), *seen]
+        for of_tile, seen in zip(levels, looked_at, strict=True)
+    ]
     in_all = max(by_size, key=lambda number: sum(size for _, size in made[number]))
     by_op = max(by_size, key=lambda number: max((each * size for each, size in made[number]), default=0))
     chosen = tuple(dict.fromkeys((in_all, by_op, by_size[0], unlike)))
-    work = [1.0 + sum(price[level.op.id] * level.made.volume for level in of_tile) for of_tile in levels]
+    work = [
+        1.0
+        + sum(price[level.op.id] * level.made.volume for level in of_tile)
+        + sum(each * size for each, size in seen)
+        for of_tile, seen in zip(levels, looked_at, strict=True)
+    ]
     return Sample(chosen, sum(work[number] for number in chosen), sum(work))
 
 
@@ -88,6 +100,15 @@ def _prices(segment: Segment) -> dict[str, float]:
     """By op, the work for an element that it makes: a little even where a loss is all there is."""
     sites = {op.id: site_of(segment.graph, op) for op in segment.ops}
     return {op: _MOVED + macs_of(site) / max(1, elements_of(site.outputs[0])) for op, site in sites.items()}
+
+
+def _looked_at(of_round: Round, tile: Tile) -> Iterator[tuple[float, int]]:
+    """Of what a tile gathers statistics of, the work for an element and how many there are."""
+    for op in of_round.statistics:
+        product = of_round.products.get(op.id)
+        part = tile.owned.get(product.source if product else op.inputs[0].tensor)
+        if part is not None:
+            yield _MOVED + (part.shape[1] if product else 0), part.volume
 
 
 def _made_in_all(graph: Graph, level: Level) -> float:

@@ -54,6 +54,11 @@ class Sums:
         leaf.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
         return leaf
 
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add to a sum, if it is wanted."""
+        if name in self._sums:
+            self._sums[name].add_(gradient)
+
     def of(self, names: Iterable[str]) -> list[Tensor]:
         """The sums so far."""
         return [self._sums[name] for name in names]

@@ -50,11 +50,15 @@ class LocalRound:
         return {
             name: statistic
             for gathering, gathered in zip(self.gatherings, begun, strict=True)
-            for name, statistic in zip(gathering.names, gathered.statistics(), strict=True)
+            for name, statistic in zip(gathering.names, gathered.statistics(given), strict=True)
         }
 
     def hand_on(self, given: Mapping[str, Tensor], sums: Sums) -> None:
         """Differentiate what the statistics were gathered of."""
+        with torch.no_grad():
+            for gathering in self.gatherings:
+                for name, gradient in gathering.handed_back(given, sums.of(gathering.names)).items():
+                    sums.add(name, gradient)
         for tile in self.tiles:
             self._hand_on(tile, given, sums)
 
@@ -98,7 +102,9 @@ class Sweep:
         self.segment, self.parts = segment, tuple(parts)
         self.rounds = rounds_of(segment, parts)
         self.gatherings = {
-            op.id: gathering_of(segment, op) for of_round in self.rounds for op in of_round.statistics
+            op.id: gathering_of(segment, op, of_round.products.get(op.id))
+            for of_round in self.rounds
+            for op in of_round.statistics
         }
         known = {**given, **self.gatherings}
         *self._rounds, self._last = (_local_round(of_round, calls, known) for of_round in self.rounds)
@@ -306,7 +312,7 @@ def _before(
 
 def _known_in(segment: Segment, gatherings: Mapping[str, Gathering]) -> tuple[str, ...]:
     """The names of statistics that a segment has to be given."""
-    return tuple(name for op in segment.ops if op.id in segment.known for name in gatherings[op.id].names)
+    return tuple(name for op in segment.ops if op.id in segment.known for name in gatherings[op.id].read)
 
 
 def _name_of(segment: Segment, parts: tuple[int, ...]) -> str:
