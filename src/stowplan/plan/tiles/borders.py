@@ -19,6 +19,7 @@ from stowplan.ops.table import site_of
 from stowplan.ops.tiling import RESHAPES
 from stowplan.plan.tiles.barriers import marks_early, runs_between_barriers
 from stowplan.plan.tiles.crops import crops_early
+from stowplan.plan.tiles.products import is_product
 
 _WIDE = 2  # times the bytes at the borders before and behind: what is handed on there is better not whole
 
@@ -59,7 +60,8 @@ def stretches_between_narrow_norms(graph: Graph) -> list[tuple[str, ...]]:
     handed = [0, *(_bytes_at_start(graph, stretch) for stretch in others), 0]
     merged = [first]
     for place, stretch in enumerate(others, start=1):
-        if 0 < handed[place] >= _WIDE * max(handed[place - 1], handed[place + 1]):
+        is_wide = 0 < handed[place] >= _WIDE * max(handed[place - 1], handed[place + 1])
+        if is_wide and _are_behind_products(graph, stretch):
             merged[-1] += stretch
         else:
             merged.append(stretch)
@@ -68,10 +70,20 @@ def stretches_between_narrow_norms(graph: Graph) -> list[tuple[str, ...]]:
 
 def _bytes_at_start(graph: Graph, stretch: Sequence[str]) -> int:
     """Bytes of what the norms that a stretch begins with are taken of."""
+    return sum(graph.tensors[op.inputs[0].tensor].nbytes or 0 for op in _norms_at_start(graph, stretch))
+
+
+def _are_behind_products(graph: Graph, stretch: Sequence[str]) -> bool:
+    """Whether their statistics can be known without what they are taken of."""
+    read = {op.inputs[0].tensor for op in _norms_at_start(graph, stretch)}
+    makers = [op for op in graph.ops if not read.isdisjoint(op.writes())]
+    return all(is_product(graph, op) for op in makers)
+
+
+def _norms_at_start(graph: Graph, stretch: Sequence[str]) -> Iterator[Op]:
     ops = {op.id: op for op in graph.ops}
     behind = dropwhile(lambda op: not _is_norm(graph, op), (ops[name] for name in stretch))
-    norms = takewhile(lambda op: _is_norm(graph, op), behind)
-    return sum(graph.tensors[op.inputs[0].tensor].nbytes or 0 for op in norms)
+    return takewhile(lambda op: _is_norm(graph, op), behind)
 
 
 def _norms(graph: Graph, forward: list[Op]) -> Iterator[int]:

@@ -20,7 +20,8 @@ from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import Segment, segment_of
 
 _SMALL = (4, 16)  # a tile that takes this much less than its stage is small enough
-_EVEN = (1.0, 0.4)  # of the largest tile that is small enough, where all are about as large
+_EVEN = ((1.0, 8 << 20), (0.4, 4 << 20))  # of the largest tile that is small enough, where all are about as
+# large; and bytes of a part, which caches should hold: what is larger is read from memory by each op
 _GAIN = 0.9  # of the peak before: a grid that is finer for less is not worth it
 _HALO = 0.35  # a stage whose tiles do so much twice is cut no finer
 _DIP = 0.95  # bytes handed on at the end of a stage, against the most inside it, at most
@@ -58,13 +59,14 @@ def evenly_tiled(graph: Graph, stretches: Iterable[tuple[str, ...]]) -> Iterator
     tried = [list(_until_small(grids_tried(graph, stretch))) for stretch in stretches]
     fine = [found for grids in tried if (found := _first_small(grids, max(_SMALL)))]
     largest = max((tiled.costs.backward_peak_bytes for tiled in fine), default=0)
-    for times in _EVEN:
-        yield tuple(_first_within(grids, times * largest) for grids in tried if len(grids) > 1)
+    for times, part in _EVEN:
+        yield tuple(_first_within(grids, times * largest, part) for grids in tried if len(grids) > 1)
 
 
-def _first_within(grids: Sequence[Tiled], limit: float) -> Tiled:
-    """The coarsest grid whose tiles take no more, or the finest."""
-    return next((tiled for tiled in grids[1:] if tiled.costs.backward_peak_bytes <= limit), grids[-1])
+def _first_within(grids: Sequence[Tiled], limit: float, part: int) -> Tiled:
+    """The coarsest grid whose tiles take no more, with parts no larger, or the finest."""
+    fitting = (tiled for tiled in grids[1:] if tiled.costs.backward_peak_bytes <= limit)
+    return next((tiled for tiled in fitting if tiled.costs.part_bytes <= part), grids[-1])
 
 
 def _kinds_of_stretches(graph: Graph) -> Iterator[list[tuple[str, ...]]]:
@@ -155,7 +157,8 @@ def _until_small(tried: Iterator[Tiled]) -> Iterator[Tiled]:
     for tiled in tried:
         yield tiled
         peaks.append(tiled.costs.backward_peak_bytes)
-        if len(peaks) > 1 and peaks[-1] * max(_SMALL) <= peaks[0]:
+        is_small = len(peaks) > 1 and peaks[-1] * max(_SMALL) <= peaks[0]
+        if is_small and tiled.costs.part_bytes <= min(part for _, part in _EVEN):
             return
         if len(peaks) > 2 and peaks[-1] > _GAIN * peaks[-2]:
             return

@@ -7,7 +7,7 @@ covariances are less work to gather than y is to make, and their gradients reach
 
 from dataclasses import dataclass
 
-from stowplan.ir import DType, Op
+from stowplan.ir import DType, Graph, Op
 from stowplan.ops.macs import macs_of
 from stowplan.ops.statistics import BATCH_NORMS
 from stowplan.ops.table import elements_of, shape_of, site_of
@@ -40,16 +40,21 @@ def product_before(segment: Segment, norm: Op) -> Product | None:
     """The product that makes a norm's input, if covariances of what it reads are the easier way."""
     read = norm.inputs[0].tensor
     op = next((op for op in segment.ops if read in op.writes()), None)
-    if op is None or norm.type not in BATCH_NORMS or op.type != _CONVOLUTION:
+    if op is None or norm.type not in BATCH_NORMS or not is_product(segment.graph, op):
         return None
     site = site_of(segment.graph, op)
-    windows = windows_of(site)
-    if op.attributes["groups"] != 1 or any(w.kernel > 1 or w.before or w.transposed for w in windows):
-        return None
     given = {use.tensor for use in op.inputs[1:]} <= set(segment.inputs)
     if not given or site.inputs[0].dtype not in _EXACT:
         return None
     made, read_channels = shape_of(site.outputs[0])[1], shape_of(site.inputs[0])[1]
     places = elements_of(site.outputs[0]) // made
     work = read_channels**2 * (places + made) / macs_of(site)
-    return Product(op, tuple(window.stride for window in windows), work) if work <= 1 else None
+    strides = tuple(window.stride for window in windows_of(site))
+    return Product(op, strides, work) if work <= 1 else None
+
+
+def is_product(graph: Graph, op: Op) -> bool:
+    """Whether an op multiplies the channels of single places, all by the same weight."""
+    if op.type != _CONVOLUTION or op.attributes["groups"] != 1:
+        return False
+    return not any(w.kernel > 1 or w.before or w.transposed for w in windows_of(site_of(graph, op)))

@@ -1,10 +1,18 @@
-"""Which sweeps of a tiling are worth a stream: those that need most, as cheaply as a limit allows."""
+"""What sweeps keep for each other, and which of them make what they read again, as streams.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+At first all that a sweep reads is kept. Where most is needed, while some sweep is run or differentiated,
+other things wait as well: of these one after the other is made again by whoever reads it, always the one that
+frees most for the least work. So less and less is needed, for more and more work.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, product
 
 from stowplan.ir import Graph, Kind
+from stowplan.ops.macs import macs_of
+from stowplan.ops.table import site_of
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms
 from stowplan.plan.tiles.candidates import Tiled, Tiling, evenly_tiled
 from stowplan.plan.tiles.rounds import rounds_of
@@ -12,34 +20,22 @@ from stowplan.plan.tiles.segment import Segment
 from stowplan.plan.tiles.streams import Stream, Swept, stream_from
 from stowplan.plan.tiles.succession import successors
 
-_NARROW = 2  # times smaller than a sweep's largest input: what is so small may be whole
-_LIMITS = (0.7, 0.35, 0.1)  # of the way from the least that the sweeps can need to what they need as they are
+_LIMITS = (2.0, 1.6, 1.35, 1.15, 1.0)  # of the least that sweeps can do with if all that is kept waits
+_ALONE = (1.1, 1.0)  # of the least that each can do with by itself
 _MOST = 0.75  # of what all stages hold inside
 
+Names = frozenset[str]
 Streams = Mapping[Tiled, Stream]
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A stream or none, and what is needed with it while the sweep is differentiated."""
-
-    need_bytes: int
-    stream: Stream | None = None
-
-    @property
-    def macs(self) -> int:
-        return self.stream.macs if self.stream else 0
 
 
 def streamed_tilings(graph: Graph) -> Iterator[tuple[Tiling, Streams]]:
     """Tilings between narrow norms, of most of the network and of all, without and with streams."""
     stretches = stretches_between_narrow_norms(graph)
     if len(stretches) > 1:
-        streaming = Streaming()
         coarse, fine = evenly_tiled(graph, stretches)
         for tiling in filter(None, (_first_stages(coarse), coarse, fine)):
             yield tiling, {}
-            yield from ((tiling, streams) for streams in streaming.choices(tiling))
+            yield from ((tiling, streams) for streams in Chain(tiling).choices())
 
 
 def _first_stages(tiling: Tiling) -> Tiling:
@@ -48,91 +44,191 @@ def _first_stages(tiling: Tiling) -> Tiling:
     return tiling[: sum(so_far < _MOST * held[-1] for so_far in held) + 1]
 
 
-class Streaming:
-    """The streams of the tilings of one graph, which have sweeps in common."""
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What a sweep makes again of its `sources`: in parts, or whole where several rounds read it."""
 
-    def __init__(self) -> None:
-        self._known: dict[Tiled, Swept] = {}
+    sources: Names
+    in_parts_macs: int
+    whole_macs: int
+    whole: Names
 
-    def choices(self, tiling: Tiling) -> Iterator[Streams]:
-        """Under lower and lower limits of what any sweep needs, the cheapest streams that keep to them."""
-        options = {tiled: list(self._options(tiling, place)) for place, tiled in enumerate(tiling)}
-        most = max(tried[0].need_bytes for tried in options.values())
-        least = max(min(option.need_bytes for option in tried) for tried in options.values())
-        told = list[Streams]()
-        for share in _LIMITS:
-            choice = _cheapest_within(options, least + share * (most - least))
-            if choice and choice not in told:
-                told.append(choice)
-                yield choice
 
-    def _options(self, tiling: Tiling, place: int) -> Iterator[Option]:
-        """The sweep as it is, then with its inputs made of what is further and further back."""
-        before, reader = tiling[:place], self._swept(tiling[place])
-        segment = reader.segment
-        beside = _bytes_of(segment, _passing(tiling, place))
-        yield Option(beside + self._need_bytes(before, tiling[place], segment.inputs, segment.inputs))
-        known = [self._swept(tiled) for tiled in before]
-        largest = max((_bytes_of(segment, [name]) for name in segment.inputs), default=0)
-        for least in (largest // _NARROW + 1, 1):
-            for kept in _cuts(known, segment.inputs, least):
-                for whole in ((), reader.read_early):
-                    stream = stream_from(known, reader, kept, whole)
-                    if stream is not None:
-                        need = self._need_bytes(before, tiling[place], stream.read, stream.kept)
-                        yield Option(beside + need, stream)
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is kept for all sweeps, the work that this costs, and where most is needed: what waits there."""
 
-    def _need_bytes(self, before: Tiling, reader: Tiled, read: Iterable[str], kept: Iterable[str]) -> int:
-        """While the sweep is differentiated, or before that, while what is kept for it is made again.
+    kept: Names
+    macs: int
+    needs: tuple[int, ...]  # of each sweep, backward and forward
+    waiting: tuple[Names, ...]
 
-        What is kept stays, for others that are differentiated later are made of it as well.
+    @property
+    def worst(self) -> int:
+        return max(range(len(self.needs)), key=self.needs.__getitem__)
+
+
+class Chain:
+    """The sweeps of a tiling, one after the other, and what they hand on."""
+
+    def __init__(self, tiling: Tiling) -> None:
+        self._tiling = tiling
+        self._swept = [Swept(t.segment, rounds_of(t.segment, t.parts)) for t in tiling]
+        segments = [swept.segment for swept in self._swept]
+        self._tensors = segments[0].graph.tensors
+        self._read = [self._activations(segment.inputs) for segment in segments]
+        self._made = [self._activations(segment.outputs) for segment in segments]
+        self._before = _unions([frozenset(), *self._made])
+        self._ops = {name: op for segment in segments for op in segment.ops for name in op.writes()}
+        self._macs = {op.id: macs_of(site_of(segments[0].graph, op)) for op in self._ops.values()}
+        self._norms = {op.id for swept in self._swept for op in swept.statistics}
+        self._bare = self._of_nothing()
+        self._shared = [self._bytes(successors(swept.rounds[-1])) for swept in self._swept]
+        self._beside = [self._beside_bytes(place) for place in range(len(tiling))]
+        self._known: dict[tuple[int, Names], Again] = {}
+
+    def choices(self) -> Iterator[Streams]:
+        """With less and less kept for all, streams with which no sweep needs more than the least by itself.
+
+        What others keep may still be dropped meanwhile, and made again by running sweeps once more: that is
+        for whoever plans the step.
         """
-        segment, names = reader.segment, frozenset(kept)
-        incoming = _bytes_of(segment, segment.outputs)
-        there = (*names.union(read), *segment.inputs)
-        ends = _bytes_of(segment, there) + incoming - self._shared_bytes(reader)
-        makers = [tiled for tiled in before if not names.isdisjoint(tiled.segment.outputs)]
-        again = max(map(self._made_bytes, makers), default=0)
-        return max(ends + reader.costs.backward_peak_bytes, again + incoming)
+        states = list(self._states())
+        least = min(max(state.needs) for state in states)
+        alone = max(self._alone(place, self._within(place, states[-1].kept, 0)) for place in self._places)
+        told = list[Streams]()
+        for limit, times in product(_LIMITS, _ALONE):
+            state = next(state for state in states if max(state.needs) <= limit * least)
+            streams = self._streams(state, round(times * alone))
+            if streams and streams not in told:
+                told.append(streams)
+                yield streams
 
-    def _made_bytes(self, tiled: Tiled) -> int:
-        segment = tiled.segment
-        ends = _bytes_of(segment, (*segment.inputs, *segment.outputs)) - self._shared_bytes(tiled)
-        return ends + tiled.costs.forward_peak_bytes
+    @property
+    def _places(self) -> range:
+        return range(len(self._tiling))
 
-    def _shared_bytes(self, tiled: Tiled) -> int:
-        """Of outputs that take the place of an input, as their gradients do the other way."""
-        return _bytes_of(tiled.segment, successors(self._swept(tiled).rounds[-1]))
+    def _states(self) -> Iterator[State]:
+        """From all kept that is read to where nothing more can be spared."""
+        state = self._state(frozenset[str]().union(*self._read))
+        while True:
+            yield state
+            worst = state.worst
+            tried = [self._state(state.kept - {name}) for name in sorted(state.waiting[worst] & state.kept)]
+            better = [other for other in tried if other.needs[worst] < state.needs[worst]]
+            if not better:
+                return
+            state = min(better, key=partial(_price, state))
 
-    def _swept(self, tiled: Tiled) -> Swept:
-        if tiled not in self._known:
-            self._known[tiled] = Swept(tiled.segment, rounds_of(tiled.segment, tiled.parts))
-        return self._known[tiled]
+    def _state(self, kept: Names) -> State:
+        again = [self._again(place, kept & self._before[place]) for place in self._places]
+        waiting = _unions(each.sources - self._bare for each in again)
+        needs, held = list[int](), list[Names]()
+        for place, each in enumerate(again):
+            before = waiting[-1] & self._before[place]
+            run = self._bytes(before | self._read[place] | self._made[place]) - self._shared[place]
+            needs.append(self._bytes(waiting[place] | each.sources) + self._beside[place])
+            needs.append(run + self._tiling[place].costs.forward_peak_bytes)
+            held += [waiting[place], before]
+        return State(kept, sum(each.whole_macs for each in again), tuple(needs), tuple(held))
+
+    def _alone(self, place: int, again: Again) -> int:
+        """Bytes while a sweep is differentiated, if nothing waits for others."""
+        return self._bytes(again.sources) + self._beside[place]
+
+    def _within(self, place: int, kept: Names, limit: int) -> Again:
+        """What a sweep makes again if that is kept for all, and less for itself where it needs more alone."""
+        again = self._again(place, kept & self._before[place])
+        while (need := self._alone(place, again)) > limit:
+            prices = dict[float, Names]()
+            for left in (kept - {name} for name in sorted(again.sources & kept)):
+                other = self._again(place, left & self._before[place])
+                freed = need - self._alone(place, other)
+                if freed > 0 and other.sources <= left:
+                    prices.setdefault((other.in_parts_macs - again.in_parts_macs) / freed, left)
+            if not prices:
+                break
+            kept = prices[min(prices)]
+            again = self._again(place, kept & self._before[place])
+        return again
+
+    def _again(self, place: int, kept: Names) -> Again:
+        if (place, kept) not in self._known:
+            self._known[place, kept] = self._made_again(place, kept)
+        return self._known[place, kept]
+
+    def _made_again(self, place: int, kept: Names) -> Again:
+        """By all norms between, whose statistics are known; without norms stages are better joined."""
+        missing = {name: self._makers(name, kept) for name in self._read[place] - kept}
+        made = {name: found for name, found in missing.items() if not self._norms.isdisjoint(found[0])}
+        made = {name: found for name, found in made.items() if self._bare.isdisjoint(found[1])}
+        early = self._swept[place].read_early.intersection(made)
+        late = made.keys() - early
+        return Again(
+            self._read[place].difference(made).union(*(read for _, read in made.values())),
+            in_parts_macs=self._rounds(place, made) * self._macs_of(made, made),
+            whole_macs=self._macs_of(made, early) + self._rounds(place, late) * self._macs_of(made, late),
+            whole=early,
+        )
+
+    def _makers(self, wanted: str, kept: Names) -> tuple[Names, Names]:
+        """The ops that make something of what is kept, and what they read of that."""
+        ops, read, open_names = set[str](), set[str](), [wanted]
+        while open_names:
+            name = open_names.pop()
+            op = self._ops.get(name)
+            if op is None or (name in kept and name != wanted):
+                read.add(name)
+            elif op.id not in ops:
+                ops.add(op.id)
+                open_names += self._activations(op.reads())
+        return frozenset(ops), frozenset(read)
+
+    def _macs_of(self, made: Mapping[str, tuple[Names, Names]], names: Iterable[str]) -> int:
+        return sum(self._macs[op] for op in frozenset().union(*(made[name][0] for name in names)))
+
+    def _rounds(self, place: int, names: Iterable[str]) -> int:
+        """That read any of these."""
+        rounds = self._swept[place].rounds
+        return sum(not set(names).isdisjoint(each.segment.inputs) for each in rounds)
+
+    def _streams(self, state: State, limit: int) -> Streams:
+        streams = dict[Tiled, Stream]()
+        for place, reader in enumerate(self._swept):
+            again = self._within(place, state.kept, limit)
+            has_room = state.needs[2 * place] + self._bytes(again.whole) <= limit
+            whole = again.whole if has_room else frozenset[str]()
+            stream = stream_from(self._swept[:place], reader, again.sources, whole)
+            if stream is not None:
+                streams[self._tiling[place]] = stream
+        return streams
+
+    def _beside_bytes(self, place: int) -> int:
+        """Of gradients on both sides of a sweep and of what passes by, and of a tile."""
+        passing = _passing(self._tiling, place)
+        gradients = self._bytes(self._read[place]) + self._bytes(self._made[place] | passing)
+        return gradients - self._shared[place] + self._tiling[place].costs.backward_peak_bytes
+
+    def _of_nothing(self) -> Names:
+        """What is made of no activation, without norms: it need not wait, and can be made again any time."""
+        made = zip(self._swept, self._read, self._made, strict=True)
+        return frozenset(n for swept, read, of in made if not read and not swept.statistics for n in of)
+
+    def _activations(self, names: Iterable[str]) -> Names:
+        return frozenset(name for name in names if self._tensors[name].kind is Kind.ACTIVATION)
+
+    def _bytes(self, names: Iterable[str]) -> int:
+        return sum(self._tensors[name].nbytes or 0 for name in names)
 
 
-def _cheapest_within(options: dict[Tiled, list[Option]], limit: float) -> Streams:
-    """From the last sweep to the first, as they are differentiated; none keeps more than those before it did.
-
-    What only a later one needs would have to wait while they run.
-    """
-    streams, kept = dict[Tiled, Stream](), frozenset[str]()
-    for tiled, tried in reversed(options.items()):
-        fitting = [option for option in tried if option.need_bytes <= limit]
-        nested = [o for o in fitting if not kept or o.stream is None or kept.issuperset(o.stream.kept)]
-        cheapest = min(nested or fitting, key=lambda option: option.macs)
-        if cheapest.stream is not None:
-            streams[tiled], kept = cheapest.stream, frozenset(cheapest.stream.kept)
-    return streams
+def _price(state: State, other: State) -> float:
+    """The work for a byte less, where most is needed, in the other state."""
+    return (other.macs - state.macs) / (state.needs[state.worst] - other.needs[state.worst])
 
 
-def _cuts(before: Sequence[Swept], read: Iterable[str], least: int) -> Iterator[frozenset[str]]:
-    """What is kept when sweeps, from the last to the second, make what has so many bytes again."""
-    kept = frozenset(read)
-    for segment in (swept.segment for swept in reversed(before[1:])):
-        made = {name for name in kept.intersection(segment.outputs) if _bytes_of(segment, [name]) >= least}
-        if made:
-            kept = kept - made | frozenset(segment.inputs)
-            yield kept
+def _unions(names: Iterable[Names]) -> list[Names]:
+    """Of the first, of the first two, and so on."""
+    return list(accumulate(names, lambda so_far, more: so_far | more))
 
 
 def _passing(tiling: Tiling, place: int) -> set[str]:

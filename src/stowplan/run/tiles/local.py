@@ -1,6 +1,6 @@
 """LocalStep: one tile made ready to run, where its inputs lie, its calls, and what it writes where."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,18 +12,27 @@ from stowplan.plan.tiles.idle import idle_ops
 from stowplan.plan.tiles.rects import Level, Tile
 from stowplan.plan.tiles.segment import Segment
 from stowplan.run.last_uses import let_go_after
+from stowplan.run.tiles.folding import folded, read_by
 from stowplan.run.tiles.forms import run_local
 from stowplan.run.tiles.gathering import Gathering
 from stowplan.run.tiles.part import Index, LocalCall, Source, index_of, local_call
 
 
 @dataclass(frozen=True, slots=True)
-class LocalStep:
-    """The calls of a tile in order; `frees[i]` are the names that no call after number i reads."""
+class Calls:
+    """Calls in order; `frees[i]` are the names that none after number i reads."""
 
-    reads: Mapping[str, Index]
     calls: tuple[LocalCall, ...]
     frees: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """The calls of a tile, in order: those to differentiate, and fewer to run it only."""
+
+    reads: Mapping[str, Index]
+    calls: "Calls"
+    only_run: "Calls"
     writes: Mapping[str, Index]  # outputs, or the operands of the loss: where in the whole they lie
     owned: Mapping[str, Index]  # where in what the tile holds of them, which may be more
     rects: Mapping[str, Rect]  # what `writes` are indices of
@@ -38,7 +47,8 @@ class LocalStep:
 
     def run(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """The parts that the tile writes, from the parts it reads; `values` is emptied on the way."""
-        for call, gone in zip(self.calls, self.frees, strict=True):
+        calls = self.calls if torch.is_grad_enabled() else self.only_run
+        for call, gone in zip(calls.calls, calls.frees, strict=True):
             values[call.name] = run_local(call, values)
             for name in gone:
                 del values[name]
@@ -66,8 +76,8 @@ def local_step(
     reads |= {source.tensor: () for call in made for source in call.statistics}
     return LocalStep(
         reads=reads,
-        calls=tuple(made),
-        frees=let_go_after([tuple(_read_by(call)) for call in made], tile.owned),
+        calls=_in_order(made, tile.owned),
+        only_run=_in_order(folded(segment.graph, made, tile.owned), tile.owned),
         writes={name: index_of(rect) for name, rect in tile.owned.items()},
         owned={name: _inside(rect, tile.held[name]) for name, rect in tile.owned.items()},
         rects=tile.owned,
@@ -93,5 +103,5 @@ def _inside(part: Rect, held: Rect) -> Index:
     return index_of(part.shift([-low for low in held.lo]))
 
 
-def _read_by(call: LocalCall) -> Iterator[str]:
-    return (source.tensor for source in (*call.sources, *call.statistics) if source is not None)
+def _in_order(calls: Sequence[LocalCall], kept: Container[str]) -> Calls:
+    return Calls(tuple(calls), let_go_after([tuple(read_by(call)) for call in calls], kept))

@@ -45,7 +45,8 @@ class LocalCall:
 
     `arguments` are by the schema's names, with a Slot for each tensor; `sources` are by position, None for an
     input that this part needs nothing of. `statistics` are mean and variance of an op that normalises. The
-    value of an `idle` call is not needed when the tile is differentiated.
+    value of an `idle` call is not needed when the tile is differentiated. Where it is only run, what it makes
+    may be normalised by `norm` on the way, or written `over` one of its inputs.
     """
 
     target: OpOverload
@@ -56,6 +57,8 @@ class LocalCall:
     made: Rect
     statistics: tuple[Source, ...] = ()
     idle: bool = False
+    norm: "LocalCall | None" = None
+    over: int | None = None
 
     @property
     def shape(self) -> Shape:

@@ -327,5 +327,5 @@ def _digest(segment: Segment) -> str:
         f"{op.type} {dict(op.attributes)} {[(use.tensor, tensors[use.tensor].shape) for use in op.inputs]}"
         for op in segment.ops
     ]
-    text.append(f"makes {segment.outputs}")
+    text.append(f"makes {segment.outputs}, knows {sorted(segment.known)}")
     return sha256("\n".join(text).encode()).hexdigest()[:6]
