@@ -7,21 +7,24 @@ frees most for the least work. So less and less is needed, for more and more wor
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, product
+from itertools import accumulate
+from math import inf
 
 from stowplan.ir import Graph, Kind
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import site_of
+from stowplan.ops.windows import windows_of
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms
 from stowplan.plan.tiles.candidates import Tiled, Tiling, evenly_tiled
+from stowplan.plan.tiles.products import is_product
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import Segment
 from stowplan.plan.tiles.streams import Stream, Swept, stream_from
 from stowplan.plan.tiles.succession import successors
 
-_LIMITS = (2.0, 1.6, 1.35, 1.15, 1.0)  # of the least that sweeps can do with if all that is kept waits
-_ALONE = (1.1, 1.0)  # of the least that each can do with by itself
+_LIMITS = (1.6, 1.35, 1.15, 1.05, 1.0)  # of the least that sweeps can do with
+_NEAR = 10  # sweeps, about a stage
+_HALO = 2.0  # times the price of what is made with a halo: others will have to make it as well
 _MOST = 0.75  # of what all stages hold inside
 
 Names = frozenset[str]
@@ -29,13 +32,14 @@ Streams = Mapping[Tiled, Stream]
 
 
 def streamed_tilings(graph: Graph) -> Iterator[tuple[Tiling, Streams]]:
-    """Tilings between narrow norms, of most of the network and of all, without and with streams."""
+    """Tilings between narrow norms, of most of the network and of all, the finest also with streams."""
     stretches = stretches_between_narrow_norms(graph)
     if len(stretches) > 1:
         coarse, fine = evenly_tiled(graph, stretches)
         for tiling in filter(None, (_first_stages(coarse), coarse, fine)):
             yield tiling, {}
-            yield from ((tiling, streams) for streams in Chain(tiling).choices())
+        if fine:
+            yield from ((fine, streams) for streams in Chain(fine).choices())
 
 
 def _first_stages(tiling: Tiling) -> Tiling:
@@ -75,82 +79,75 @@ class Chain:
         self._tiling = tiling
         self._swept = [Swept(t.segment, rounds_of(t.segment, t.parts)) for t in tiling]
         segments = [swept.segment for swept in self._swept]
-        self._tensors = segments[0].graph.tensors
+        self._graph = segments[0].graph
+        self._tensors = self._graph.tensors
         self._read = [self._activations(segment.inputs) for segment in segments]
         self._made = [self._activations(segment.outputs) for segment in segments]
         self._before = _unions([frozenset(), *self._made])
         self._ops = {name: op for segment in segments for op in segment.ops for name in op.writes()}
-        self._macs = {op.id: macs_of(site_of(segments[0].graph, op)) for op in self._ops.values()}
-        self._norms = {op.id for swept in self._swept for op in swept.statistics}
+        self._macs = {op.id: macs_of(site_of(self._graph, op)) for op in self._ops.values()}
         self._bare = self._of_nothing()
         self._shared = [self._bytes(successors(swept.rounds[-1])) for swept in self._swept]
         self._beside = [self._beside_bytes(place) for place in range(len(tiling))]
         self._known: dict[tuple[int, Names], Again] = {}
 
     def choices(self) -> Iterator[Streams]:
-        """With less and less kept for all, streams with which no sweep needs more than the least by itself.
+        """With less and less kept, first if all of it waits, then if only what is for sweeps that are near.
 
-        What others keep may still be dropped meanwhile, and made again by running sweeps once more: that is
+        What is kept for others may be dropped meanwhile, and made again by running sweeps once more: that is
         for whoever plans the step.
         """
-        states = list(self._states())
-        least = min(max(state.needs) for state in states)
-        alone = max(self._alone(place, self._within(place, states[-1].kept, 0)) for place in self._places)
         told = list[Streams]()
-        for limit, times in product(_LIMITS, _ALONE):
-            state = next(state for state in states if max(state.needs) <= limit * least)
-            streams = self._streams(state, round(times * alone))
-            if streams and streams not in told:
-                told.append(streams)
-                yield streams
+        for near in (len(self._tiling), _NEAR):
+            states = list(self._states(near))
+            least = min(max(state.needs) for state in states)
+            for limit in _LIMITS:
+                state = next(state for state in states if max(state.needs) <= limit * least)
+                streams = self._streams(state, round(limit * least))
+                if streams and streams not in told:
+                    told.append(streams)
+                    yield streams
 
     @property
     def _places(self) -> range:
         return range(len(self._tiling))
 
-    def _states(self) -> Iterator[State]:
-        """From all kept that is read to where nothing more can be spared."""
-        state = self._state(frozenset[str]().union(*self._read))
+    def _states(self, near: int) -> Iterator[State]:
+        """From all kept that is read to where no more can be spared, rather what is made without a halo."""
+        state = self._state(frozenset[str]().union(*self._read), near)
+        light = frozenset(name for name in state.kept if self._is_light(name, state.kept))
         while True:
             yield state
-            worst = state.worst
-            tried = [self._state(state.kept - {name}) for name in sorted(state.waiting[worst] & state.kept)]
-            better = [other for other in tried if other.needs[worst] < state.needs[worst]]
-            if not better:
+            spared = state.waiting[state.worst] & state.kept
+            tried = [self._state(state.kept - {name}, near) for name in sorted(spared)]
+            prices = {other.kept: _price(state, other) for other in tried}
+            heavy = (other.kept for other in tried if light.isdisjoint(state.kept - other.kept))
+            prices |= {kept: _HALO * prices[kept] for kept in heavy}
+            state = min(tried, key=lambda other: prices[other.kept], default=state)
+            if prices.get(state.kept, inf) == inf:
                 return
-            state = min(better, key=partial(_price, state))
 
-    def _state(self, kept: Names) -> State:
+    def _is_light(self, name: str, kept: Names) -> bool:
+        """Whether something is made again of what is kept place by place."""
+        made = self._makers(name, kept)[0]
+        ops = [op for op in self._ops.values() if op.id in made]
+        windowed = [op for op in ops if op.type in windows_of]
+        return all(is_product(self._graph, op) for op in windowed)
+
+    def _state(self, kept: Names, near: int) -> State:
+        """`near` is how many sweeps before one things wait for while it is differentiated."""
         again = [self._again(place, kept & self._before[place]) for place in self._places]
-        waiting = _unions(each.sources - self._bare for each in again)
+        lasting = [each.sources - self._bare for each in again]
+        ahead = frozenset[str]().union(*lasting) if near >= len(again) else frozenset[str]()
         needs, held = list[int](), list[Names]()
         for place, each in enumerate(again):
-            before = waiting[-1] & self._before[place]
+            waiting = frozenset[str]().union(*lasting[max(0, place + 1 - near) : place + 1])
+            before = ahead & self._before[place]
             run = self._bytes(before | self._read[place] | self._made[place]) - self._shared[place]
-            needs.append(self._bytes(waiting[place] | each.sources) + self._beside[place])
+            needs.append(self._bytes(waiting | each.sources) + self._beside[place])
             needs.append(run + self._tiling[place].costs.forward_peak_bytes)
-            held += [waiting[place], before]
+            held += [waiting, before]
         return State(kept, sum(each.whole_macs for each in again), tuple(needs), tuple(held))
-
-    def _alone(self, place: int, again: Again) -> int:
-        """Bytes while a sweep is differentiated, if nothing waits for others."""
-        return self._bytes(again.sources) + self._beside[place]
-
-    def _within(self, place: int, kept: Names, limit: int) -> Again:
-        """What a sweep makes again if that is kept for all, and less for itself where it needs more alone."""
-        again = self._again(place, kept & self._before[place])
-        while (need := self._alone(place, again)) > limit:
-            prices = dict[float, Names]()
-            for left in (kept - {name} for name in sorted(again.sources & kept)):
-                other = self._again(place, left & self._before[place])
-                freed = need - self._alone(place, other)
-                if freed > 0 and other.sources <= left:
-                    prices.setdefault((other.in_parts_macs - again.in_parts_macs) / freed, left)
-            if not prices:
-                break
-            kept = prices[min(prices)]
-            again = self._again(place, kept & self._before[place])
-        return again
 
     def _again(self, place: int, kept: Names) -> Again:
         if (place, kept) not in self._known:
@@ -158,10 +155,8 @@ class Chain:
         return self._known[place, kept]
 
     def _made_again(self, place: int, kept: Names) -> Again:
-        """By all norms between, whose statistics are known; without norms stages are better joined."""
         missing = {name: self._makers(name, kept) for name in self._read[place] - kept}
-        made = {name: found for name, found in missing.items() if not self._norms.isdisjoint(found[0])}
-        made = {name: found for name, found in made.items() if self._bare.isdisjoint(found[1])}
+        made = {name: found for name, found in missing.items() if self._bare.isdisjoint(found[1])}
         early = self._swept[place].read_early.intersection(made)
         late = made.keys() - early
         return Again(
@@ -195,7 +190,7 @@ class Chain:
     def _streams(self, state: State, limit: int) -> Streams:
         streams = dict[Tiled, Stream]()
         for place, reader in enumerate(self._swept):
-            again = self._within(place, state.kept, limit)
+            again = self._again(place, state.kept & self._before[place])
             has_room = state.needs[2 * place] + self._bytes(again.whole) <= limit
             whole = again.whole if has_room else frozenset[str]()
             stream = stream_from(self._swept[:place], reader, again.sources, whole)
@@ -222,8 +217,9 @@ class Chain:
 
 
 def _price(state: State, other: State) -> float:
-    """The work for a byte less, where most is needed, in the other state."""
-    return (other.macs - state.macs) / (state.needs[state.worst] - other.needs[state.worst])
+    """The work for a byte less, where most is needed, in another state that keeps less."""
+    freed = state.needs[state.worst] - other.needs[state.worst]
+    return (other.macs - state.macs) / freed if freed > 0 else inf
 
 
 def _unions(names: Iterable[Names]) -> list[Names]:

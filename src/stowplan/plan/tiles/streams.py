@@ -97,13 +97,13 @@ def stream_from(
 ) -> Stream | None:
     """What makes the inputs of a sweep of what is `kept`, by the sweeps before it; None if nothing does.
 
-    Those in `whole` are made at once. Without norms in between there is no stream: such stages are better
-    joined.
+    Those in `whole` are made at once.
     """
     stop = frozenset(kept)
     ops = [op for swept in before for op in swept.segment.ops if stop.isdisjoint(op.writes())]
     made = {name for op in ops for name in op.writes()}
-    inputs = dict.fromkeys(name for swept in before for name in swept.segment.inputs if name not in made)
+    outside = (name for swept in before for name in swept.segment.inputs if name not in made)
+    inputs = dict.fromkeys((*outside, *sorted(stop)))
     merged = replace(reader.segment, ops=tuple(ops), apart=(), inputs=tuple(inputs), loss=None)
     chosen = {op.id for op in ops}
     known = [op for swept in before for op in swept.statistics if op.id in chosen]
@@ -116,7 +116,7 @@ def stream_from(
         towards(merged, known, at_once) if at_once else None,
         sum(not set(in_parts).isdisjoint(each.segment.inputs) for each in reader.rounds),
     )
-    return stream if any(segment.known for segment in stream.segments) else None
+    return stream if stream.segments else None
 
 
 def _macs(segment: Segment) -> int:

@@ -128,10 +128,12 @@ def _transposed(call: LocalCall, given: Given) -> Tensor:
 
 def _max_pool(call: LocalCall, given: Given) -> Tensor:
     kernel = given["kernel_size"]
-    stride = given["stride"] or kernel
+    stride, overhang = given["stride"] or kernel, _spatial(call, len(kernel))
     if are_slices_faster(given):
-        return max_of_slices(given["self"], kernel, stride, given["dilation"])
-    frame = _frame(_spatial(call, len(kernel)), stride, [size // 2 for size in kernel])
+        flat = [side for pair in reversed(overhang) for side in pair]
+        image = F.pad(given["self"], flat, value=float("-inf")) if any(flat) else given["self"]
+        return max_of_slices(image, kernel, stride, given["dilation"])
+    frame = _frame(overhang, stride, [size // 2 for size in kernel])
     image = frame.padded(given["self"], float("-inf"))
     framed = {**given, "self": image, "padding": frame.both, "ceil_mode": False}
     return frame.cut(_as_is(call, framed), call.shape)

@@ -18,14 +18,14 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an eleme
 def are_slices_faster(given: Mapping[str, Any]) -> bool:
     """Whether a max pool with these arguments, by name, is better made of slices, in all tiles alike.
 
-    Padding would be a copy, which tiles at the border alone would have. A stand-in is there to be captured,
-    with gradients as autograd itself makes them.
+    Where it is differentiated, windows that reach out of the image are left to the kernel, as are stand-ins,
+    which are there to be captured, with gradients as autograd itself makes them.
     """
-    if type(given["self"]) is not Tensor:
+    image = given["self"]
+    if type(image) is not Tensor or image.device.type != "cpu" or not image.is_floating_point():
         return False
     reaches_out = any(given["padding"]) or given["ceil_mode"]
-    fits = not torch.is_grad_enabled() or _lie_side_by_side(given)
-    return given["self"].device.type == "cpu" and not reaches_out and fits
+    return not torch.is_grad_enabled() or (_lie_side_by_side(given) and not reaches_out)
 
 
 def _lie_side_by_side(given: Mapping[str, Any]) -> bool:
