@@ -147,6 +147,25 @@ def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float
     )
 
 
+def errors_in_float32(
+    captured: Captured, segment: Segment, parts: Sequence[int], offset: float = 0.0
+) -> tuple[float, float]:
+    """Of tiles and of eager against float64, summed over some draws; images are moved by the offset."""
+    erred = eagers = 0.0
+    for seed in range(6):
+        drawn = zip(segment.inputs, random_inputs(segment, torch.float32, seed), strict=True)
+        moved = {name for name in segment.inputs if offset and segment.graph.tensors[name].kind is Kind.INPUT}
+        inputs = [tensor + offset if name in moved else tensor for name, tensor in drawn]
+        exact = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
+        truth = whole(captured, segment, exact, torch.float64)
+        eager = whole(captured, segment, inputs, torch.float32)
+        found = in_tiles(Sweep(segment, captured.program.calls, parts), inputs, torch.float32)
+        true = [*truth.outputs, *truth.gradients]
+        eagers += relative_error([*eager.outputs, *eager.gradients], true)
+        erred += relative_error([*found.outputs, *found.gradients], true)
+    return erred, eagers
+
+
 def error_in_tiles(captured: Captured, segment: Segment, parts: Sequence[int]) -> float:
     """How far a sweep is from the whole, in float64: outputs and gradients."""
     inputs = random_inputs(segment, torch.float64)

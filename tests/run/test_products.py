@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from sweeping import error_in_tiles, in_tiles, random_inputs, relative_error, stretch, whole
+from sweeping import error_in_tiles, errors_in_float32, stretch
 from torch import Tensor, nn
 
 from little_models import images
@@ -12,7 +12,6 @@ from stowplan.capture import Captured, capture
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.run.tiles.covariances import Covariances, OfProduct
 from stowplan.run.tiles.part import Index
-from stowplan.run.tiles.sweep import Sweep
 
 pytestmark = pytest.mark.torch
 EXACT = 1e-12
@@ -89,20 +88,8 @@ def test_rounded_products_and_cut_channels_are_not_either() -> None:
 def test_float32_is_within_twice_eagers_own_error(offset: float) -> None:
     """Also where the mean is large against the deviations."""
     found = capture(Widened(), (images(2, 2, 40, 40).requires_grad_(),))
-    segment = stretch(found)
-    allowed = erred = 0.0
-    for seed in range(6):
-        inputs = random_inputs(segment, torch.float32, seed)
-        inputs = [
-            tensor + offset if tensor.dim() == 4 and tensor.shape[2] == 40 else tensor for tensor in inputs
-        ]
-        truth = whole(found, segment, [tensor.double() for tensor in inputs], torch.float64)
-        eager = whole(found, segment, inputs, torch.float32)
-        swept = in_tiles(Sweep(segment, found.program.calls, (1, 1, 3, 3)), inputs, torch.float32)
-        true = [*truth.outputs, *truth.gradients]
-        allowed += 2 * relative_error([*eager.outputs, *eager.gradients], true)
-        erred += relative_error([*swept.outputs, *swept.gradients], true)
-    assert erred <= allowed
+    erred, eagers = errors_in_float32(found, stretch(found), (1, 1, 3, 3), offset)
+    assert erred <= 2 * eagers
 
 
 def test_covariances_of_one_tile_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

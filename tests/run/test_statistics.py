@@ -9,13 +9,11 @@ import torch
 from benchmarks.nets import NETS
 from sweeping import (
     error_in_tiles,
+    errors_in_float32,
     gradients_of,
-    in_tiles,
-    random_inputs,
     relative_error,
     step_in_tiles,
     stretch,
-    whole,
 )
 from torch import Tensor, nn
 
@@ -24,7 +22,6 @@ from stowplan.capture import Captured, capture
 from stowplan.plan.tiles.rounds import refusal, rounds_of
 from stowplan.run.tiles.gathering import Moments, Totals
 from stowplan.run.tiles.part import Index
-from stowplan.run.tiles.sweep import Sweep
 
 pytestmark = pytest.mark.torch
 EXACT = 1e-12
@@ -139,17 +136,8 @@ def test_a_step_of_resnet_has_eagers_gradients_and_buffers() -> None:
 def test_float32_is_within_twice_eagers_own_error(name: str) -> None:
     layers = (nn.Conv2d(2, 4, 3, padding=1, bias=False), NORMS[name](), nn.Tanh(), nn.Conv2d(4, 3, 3))
     captured = capture(nn.Sequential(*layers), (images(2, 2, 40, 40).requires_grad_(),))
-    segment = stretch(captured)
-    allowed = erred = 0.0
-    for seed in range(6):
-        inputs = random_inputs(segment, torch.float32, seed)
-        truth = whole(captured, segment, [tensor.double() for tensor in inputs], torch.float64)
-        eager = whole(captured, segment, inputs, torch.float32)
-        found = in_tiles(Sweep(segment, captured.program.calls, (1, 1, 3, 3)), inputs, torch.float32)
-        true = [*truth.outputs, *truth.gradients]
-        allowed += 2 * relative_error([*eager.outputs, *eager.gradients], true)
-        erred += relative_error([*found.outputs, *found.gradients], true)
-    assert erred <= allowed
+    erred, eagers = errors_in_float32(captured, stretch(captured), (1, 1, 3, 3))
+    assert erred <= 2 * eagers
 
 
 def test_statistics_of_one_tile_alone_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,15 @@ import torch
 from benchmarks.nets import NETS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sweeping import error_in_tiles, in_tiles, random_inputs, relative_error, stretch, whole
+from sweeping import (
+    error_in_tiles,
+    errors_in_float32,
+    in_tiles,
+    random_inputs,
+    relative_error,
+    stretch,
+    whole,
+)
 from torch import Tensor, nn
 
 from little_models import images
@@ -127,18 +135,8 @@ def test_random_networks_on_random_grids(makers: list[Callable[[int], nn.Module]
 def test_float32_is_within_twice_eagers_own_error(net: str, last: str | None, parts: tuple[int, ...]) -> None:
     """Over a few draws: the error of one is as much chance as rounding."""
     captured = capture(*NETS[net].build("tiny"))
-    segment = stretch(captured, "convolution", last)
-    allowed = erred = 0.0
-    for seed in range(6):
-        inputs = random_inputs(segment, torch.float32, seed)
-        exact = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
-        truth = whole(captured, segment, exact, torch.float64)
-        eager = whole(captured, segment, inputs, torch.float32)
-        found = in_tiles(Sweep(segment, captured.program.calls, parts), inputs, torch.float32)
-        true = [*truth.outputs, *truth.gradients]
-        allowed += 2 * relative_error([*eager.outputs, *eager.gradients], true)
-        erred += relative_error([*found.outputs, *found.gradients], true)
-    assert erred <= allowed
+    erred, eagers = errors_in_float32(captured, stretch(captured, "convolution", last), parts)
+    assert erred <= 2 * eagers
 
 
 def test_a_halo_one_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

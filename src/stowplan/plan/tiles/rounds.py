@@ -7,7 +7,7 @@ a statistic of a segment's own input costs no more than reading it, and one deep
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from stowplan.errors import BadUse
 from stowplan.ir import Op
@@ -29,8 +29,8 @@ class Round:
 
     segment: Segment
     tiles: tuple[Tile, ...]
-    statistics: tuple[Op, ...] = ()
-    products: Mapping[str, Product] = field(default_factory=dict)
+    statistics: tuple[Op, ...]
+    products: Mapping[str, Product]
 
 
 def rounds_of(segment: Segment, parts: Sequence[int]) -> tuple[Round, ...]:
@@ -39,15 +39,15 @@ def rounds_of(segment: Segment, parts: Sequence[int]) -> tuple[Round, ...]:
     products = _products(segment, gathered, parts)
     rounds, known = list[Round](), list[Op]()
     for grid, ops in _by_depth(segment, gathered, products, parts):
-        sources = tuple(dict.fromkeys(_source(op, products) for op in ops))
+        sources = tuple(dict.fromkeys(source_of(op, products) for op in ops))
         behind = {op.id: products[op.id] for op in ops if op.id in products}
         factors = [name for product in behind.values() for name in product.factors]
         before = towards(segment, known, sources)
         read = tuple(dict.fromkeys((*before.inputs, *factors)))
-        rounds.append(replace(_round(replace(before, inputs=read), grid, ops), products=behind))
+        rounds.append(_round(replace(before, inputs=read), grid, ops, behind))
         known += ops
     last = replace(towards(segment, known, segment.outputs), loss=segment.loss)
-    return (*rounds, _round(last, _last_grid(segment, last, parts), ()))
+    return (*rounds, _round(last, _last_grid(segment, last, parts), (), {}))
 
 
 def refusal(segment: Segment, parts: Sequence[int]) -> str:
@@ -59,12 +59,14 @@ def refusal(segment: Segment, parts: Sequence[int]) -> str:
     return ""
 
 
-def _round(segment: Segment, parts: Sequence[int], statistics: tuple[Op, ...]) -> Round:
+def _round(
+    segment: Segment, parts: Sequence[int], statistics: tuple[Op, ...], products: Mapping[str, Product]
+) -> Round:
     tiles = fitting_tiles(segment, parts)
     for op in statistics:
         if any(cuts_channels(segment, op, tile) for tile in tiles):
             raise BadUse(f"not tiled: {channels_are_cut(op)}")
-    return Round(segment, tiles, statistics)
+    return Round(segment, tiles, statistics, products)
 
 
 def _last_grid(segment: Segment, last: Segment, parts: Sequence[int]) -> Sequence[int]:
@@ -103,7 +105,8 @@ def _products(segment: Segment, gathered: Sequence[Op], parts: Sequence[int]) ->
     return {op.id: product for op in gathered if (product := product_before(segment, op))}
 
 
-def _source(op: Op, products: Mapping[str, Product]) -> str:
+def source_of(op: Op, products: Mapping[str, Product]) -> str:
+    """What the statistics of an op are gathered of."""
     return products[op.id].source if op.id in products else op.inputs[0].tensor
 
 
@@ -114,7 +117,7 @@ def _by_depth(
     depths = _depths(segment, {op.id for op in gathered})
     groups: dict[tuple[int, tuple[int, ...]], list[Op]] = {}
     for op in gathered:
-        shape = shape_of(segment.graph.tensors[_source(op, products)])
+        shape = shape_of(segment.graph.tensors[source_of(op, products)])
         grid = tuple(map(min, parts, shape)) if len(parts) == len(shape) else (1,) * len(shape)
         groups.setdefault((depths[op.id], grid), []).append(op)
     for (_, grid), ops in sorted(groups.items(), key=lambda item: item[0]):

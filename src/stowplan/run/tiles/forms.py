@@ -130,8 +130,7 @@ def _max_pool(call: LocalCall, given: Given) -> Tensor:
     kernel = given["kernel_size"]
     stride, overhang = given["stride"] or kernel, _spatial(call, len(kernel))
     if are_slices_faster(given):
-        flat = [side for pair in reversed(overhang) for side in pair]
-        image = F.pad(given["self"], flat, value=float("-inf")) if any(flat) else given["self"]
+        image = Frame([], list(overhang), []).padded(given["self"], float("-inf"))
         return max_of_slices(image, kernel, stride, given["dilation"])
     frame = _frame(overhang, stride, [size // 2 for size in kernel])
     image = frame.padded(given["self"], float("-inf"))

@@ -31,8 +31,8 @@ class LocalStep:
     """The calls of a tile, in order: those to differentiate, and fewer to run it only."""
 
     reads: Mapping[str, Index]
-    calls: "Calls"
-    only_run: "Calls"
+    calls: Calls
+    only_run: Calls
     writes: Mapping[str, Index]  # outputs, or the operands of the loss: where in the whole they lie
     owned: Mapping[str, Index]  # where in what the tile holds of them, which may be more
     rects: Mapping[str, Rect]  # what `writes` are indices of

@@ -14,7 +14,7 @@ from stowplan.ir import Graph
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import elements_of, shape_of, site_of
 from stowplan.plan.tiles.rects import Level, Tile
-from stowplan.plan.tiles.rounds import Round
+from stowplan.plan.tiles.rounds import Round, source_of
 from stowplan.plan.tiles.segment import Segment
 from stowplan.run.machine import free_bytes
 from stowplan.run.probe_cache import Cost
@@ -105,10 +105,9 @@ def _prices(segment: Segment) -> dict[str, float]:
 def _looked_at(of_round: Round, tile: Tile) -> Iterator[tuple[float, int]]:
     """Of what a tile gathers statistics of, the work for an element and how many there are."""
     for op in of_round.statistics:
-        product = of_round.products.get(op.id)
-        part = tile.owned.get(product.source if product else op.inputs[0].tensor)
+        part = tile.owned.get(source_of(op, of_round.products))
         if part is not None:
-            yield _MOVED + (part.shape[1] if product else 0), part.volume
+            yield _MOVED + (part.shape[1] if op.id in of_round.products else 0), part.volume
 
 
 def _made_in_all(graph: Graph, level: Level) -> float:
