@@ -18,7 +18,6 @@ from stowplan.plan.tiles.borders import stretches_between_narrow_norms
 from stowplan.plan.tiles.candidates import Tiled, Tiling, evenly_tiled
 from stowplan.plan.tiles.products import is_product
 from stowplan.plan.tiles.rounds import rounds_of
-from stowplan.plan.tiles.segment import Segment
 from stowplan.plan.tiles.streams import Stream, Swept, stream_from
 from stowplan.plan.tiles.succession import successors
 
@@ -44,7 +43,7 @@ def streamed_tilings(graph: Graph) -> Iterator[tuple[Tiling, Streams]]:
 
 def _first_stages(tiling: Tiling) -> Tiling:
     """Those that hold most of what all hold inside."""
-    held = list(accumulate(_bytes_of(each.segment, each.segment.inside) for each in tiling))
+    held = list(accumulate(_bytes_of(each.segment.graph, each.segment.inside) for each in tiling))
     return tiling[: sum(so_far < _MOST * held[-1] for so_far in held) + 1]
 
 
@@ -213,7 +212,7 @@ class Chain:
         return frozenset(name for name in names if self._tensors[name].kind is Kind.ACTIVATION)
 
     def _bytes(self, names: Iterable[str]) -> int:
-        return sum(self._tensors[name].nbytes or 0 for name in names)
+        return _bytes_of(self._graph, names)
 
 
 def _price(state: State, other: State) -> float:
@@ -234,7 +233,7 @@ def _passing(tiling: Tiling, place: int) -> set[str]:
     return (made & read).difference(tiling[place].segment.inputs)
 
 
-def _bytes_of(segment: Segment, names: Iterable[str]) -> int:
+def _bytes_of(graph: Graph, names: Iterable[str]) -> int:
     """Of activations: all else is there anyway."""
-    tensors = (segment.graph.tensors[name] for name in names)
+    tensors = (graph.tensors[name] for name in names)
     return sum(tensor.nbytes or 0 for tensor in tensors if tensor.kind is Kind.ACTIVATION)
