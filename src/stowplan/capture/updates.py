@@ -1,9 +1,12 @@
 """Buffers that a step changes: their new contents are written once, as early as can be.
 
 Whoever reads the new contents afterwards reads them in the buffer, so that they are not kept a second time.
+Views of the new contents are then views of the buffer.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 import torch
 
@@ -24,11 +27,21 @@ def with_updates(pure: Pure) -> Pure:
         if position >= 0:
             call = pure.calls[position]
             calls.append(replace(call, call=_renamed(call.call, renamed)))
+            for view, read in _views(pure, call.call):
+                values[view] = replace(values[view], root=values[renamed.get(read, read)].root)
         for buffer in due.get(position, ()):
             calls.append(_update(pure, buffer, calls[-1].event if calls else 0))
             values[_updated(buffer)] = replace(pure.values[buffer], id=_updated(buffer), root=buffer)
             renamed[pure.updates[buffer]] = _updated(buffer)
     return replace(pure, values=values, calls=tuple(calls))
+
+
+def _views(pure: Pure, call: Call) -> Iterator[tuple[str, str]]:
+    """The views that a call makes, each with what it is a view of."""
+    for made in filter(None, call.outputs):
+        root = pure.values[made].root
+        viewed = (read for read in inputs_of(call) if pure.values[read].root == root != made)
+        yield from ((made, read) for read in islice(viewed, 1))
 
 
 def is_update(call: PureCall) -> bool:

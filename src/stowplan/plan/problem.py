@@ -45,8 +45,8 @@ def problem_of(
     """Number the values and ops of `graph`; `workspace_bytes` is what kernels take besides, by op id."""
     values = _Values(graph)
     turn = next((i for i, op in enumerate(graph.ops) if op.phase is Phase.BACKWARD), len(graph.ops))
-    updated = updated_buffers(graph)
-    again = [can_run_again(graph, op, updated) for op in graph.ops]
+    outdated = outdated_tensors(graph)
+    again = [can_run_again(graph, op, outdated) for op in graph.ops]
     booked = {values.number_of(name) for op in graph.ops if op.phase is Phase.UPDATE for name in op.reads()}
     producer = tuple(values.maker.get(owner, -1) for owner in values.owners)
     held = {values.number_of(name) for name in graph.held}
@@ -110,16 +110,25 @@ def updated_buffers(graph: Graph) -> frozenset[str]:
     )
 
 
-def can_run_again(graph: Graph, op: Op, updated: frozenset[str]) -> bool:
-    """Whether a second run makes the same: a forward op or a view, no effect that happens once, no buffer
-    changed meanwhile."""
+def outdated_tensors(graph: Graph) -> frozenset[str]:
+    """The buffers that the step changes and the views of their old contents: a second read finds the new."""
+    outdated, number_of = set(updated_buffers(graph)), storages_of(graph).number_of
+    for op in graph.ops if outdated else ():
+        changed = {number_of[name] for name in op.reads() if name in outdated}
+        outdated.update(name for name in op.writes() if number_of[name] in changed)
+    return frozenset(outdated)
+
+
+def can_run_again(graph: Graph, op: Op, outdated: frozenset[str]) -> bool:
+    """Whether a second run makes the same: a forward op or a view, no effect that happens once, nothing read
+    that was changed meanwhile."""
     site = site_of(graph, op)
     only_views = all(tensor.alias_of is not None for tensor in site.outputs)
     if op.phase is not Phase.FORWARD and not (op.phase is Phase.BACKWARD and only_views):
         return False
     if effect_of(site) & ONCE:
         return False
-    return updated.isdisjoint(op.reads()) or only_updates_statistics(site)
+    return outdated.isdisjoint(op.reads()) or only_updates_statistics(site)
 
 
 class _Values:

@@ -12,7 +12,7 @@ from stowplan.ir import Graph, Kind, Op, Phase, Role
 from stowplan.ops.table import site_of
 from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
 from stowplan.plan.plan import Plan
-from stowplan.plan.problem import can_run_again, overwritable, updated_buffers
+from stowplan.plan.problem import can_run_again, outdated_tensors, overwritable
 from stowplan.plan.simulate import simulate
 from stowplan.units import format_bytes
 
@@ -43,7 +43,7 @@ class _Check:
     _ops: Mapping[str, Op] = field(init=False)
     _sound: set[str] = field(init=False)  # tensors that hold their value
     _done: set[str] = field(default_factory=set)
-    _updated: frozenset[str] = field(init=False)  # buffers that the step changes
+    _outdated: frozenset[str] = field(init=False)  # tensors that a second read finds changed
     _booked: frozenset[str] = field(init=False)  # tensors that are written into them
     _stored: set[tuple[str, ...]] = field(default_factory=set)  # storages that the tier has, by their names
 
@@ -51,7 +51,7 @@ class _Check:
         self._made = frozenset(name for op in self.graph.ops for name in op.writes())
         self._ops = {op.id: op for op in self.graph.ops}
         self._sound = {name for name in self.graph.tensors if name not in self._made}
-        self._updated = updated_buffers(self.graph)
+        self._outdated = outdated_tensors(self.graph)
         updates = (op for op in self.graph.ops if op.phase is Phase.UPDATE)
         self._booked = frozenset(name for op in updates for name in op.reads())
 
@@ -91,7 +91,7 @@ class _Check:
     ) -> None:
         if op.id not in self._done:
             raise IllegalPlan(f"step {number} repeats {op.id!r}, which has not run yet")
-        if _accumulates(op) or not can_run_again(self.graph, op, self._updated):
+        if _accumulates(op) or not can_run_again(self.graph, op, self._outdated):
             raise IllegalPlan(
                 f"step {number} repeats {op.id!r}, which must run once or would not make the same"
             )
