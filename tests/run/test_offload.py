@@ -110,6 +110,6 @@ def test_the_source_tells_what_is_moved_and_where_it_waits() -> None:
     captured = capture(model, (torch.randn(2, 3, 8, 8),))
     lines = StraightStep(captured, model, steps=everything_moved(captured)).source.splitlines()
     stored = next(number for number, line in enumerate(lines) if "tier.store(" in line)
-    assert lines[stored].strip().startswith("away_0 = tier.store(")
-    assert lines[stored + 1].strip() == "away_0.wait()"
+    assert lines[stored].strip().startswith("away0 = tier.store(")
+    assert lines[stored + 1].strip() == "away0.wait()"
     assert lines[stored + 2].strip().startswith("del ")

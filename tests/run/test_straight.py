@@ -179,6 +179,7 @@ def test_the_source_can_be_read() -> None:
     model = Normed()
     text = StraightStep(capture(model, (images(2, 3, 8, 8),)), model).source
     assert "# conv  little_models.py:" in text
-    assert "convolution = aten.convolution.default(x, conv_weight, conv_bias" in text
-    assert "relu = aten.relu_.default(" in text
+    assert "convolution_0 = aten.convolution.default(x0, p0, p1" in text
+    assert "# p0: conv.weight\n" in text
+    assert "relu_0 = aten.relu_.default(" in text
     assert "\n    del " in text

@@ -1,7 +1,15 @@
-"""Halves: generated source as two functions, ready to be called."""
+"""Halves: generated source as two functions, ready to be called.
 
-from collections.abc import Callable, Sequence
+A traceback shows the generated line that an error came from, and a note on the error the module.
+"""
+
+import linecache
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
+from types import TracebackType
 from typing import TypeAlias, cast
 
 import torch
@@ -13,8 +21,10 @@ from stowplan.run.tiers.live import LiveTier
 Forward: TypeAlias = Callable[[Sequence[Tensor]], tuple[tuple[Tensor, ...], list[Tensor]]]
 Backward: TypeAlias = Callable[[Sequence[Tensor], list[Tensor], list[Tensor]], tuple[Tensor, ...]]
 
+_numbers = count()  # of the steps compiled in this process
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Halves:
     """The functions that `source` defines."""
 
@@ -26,17 +36,50 @@ class Halves:
 def compiled(source: Source, tier: LiveTier | None = None) -> Halves:
     """Run the text that defines the two functions. It is generated here, from ops of PyTorch and a tier."""
     scope: dict[str, object] = {"torch": torch, "ops": torch.ops, "aten": torch.ops.aten, "tier": tier}
-    code = compile(source.text, "<stowplan>", "exec")
-    exec(code, scope)  # noqa: S102 -- the text is stowplan's own, made from op names, literals and checked identifiers
+    file = f"<stowplan step {next(_numbers)}>"
+    code = compile(source.text, file, "exec")
+    exec(code, scope)  # noqa: S102 -- the text is stowplan's own, made from op names, literals and its own counters
     forward, backward = cast(Forward, scope["forward"]), cast(Backward, scope["backward"])
-    return Halves(source, _below_autograd(forward), backward)
+    places = _Places(file, source)
 
-
-def _below_autograd(forward: Forward) -> Forward:
-    """As kernels run in eager: some ask whether gradients are enabled, but none records anything."""
-
-    def run(primals: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+    def run_forward(primals: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """As kernels run in eager: some ask whether gradients are enabled, but none records anything."""
+        with places.noted(), torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
             return forward(primals)
 
-    return run
+    def run_backward(
+        primals: Sequence[Tensor], saved: list[Tensor], tangents: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        with places.noted():
+            return backward(primals, saved, tangents)
+
+    halves = Halves(source, run_forward, run_backward)
+    weakref.finalize(halves, linecache.cache.pop, file, None).atexit = False
+    return halves
+
+
+class _Places:
+    """Where the lines of a compiled text came from."""
+
+    def __init__(self, file: str, source: Source) -> None:
+        self._file, self._places = file, source.places
+        linecache.cache[file] = len(source.text), None, source.text.splitlines(keepends=True), file
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """An error that comes from the text says which module's op was running."""
+        try:
+            yield
+        except BaseException as fault:
+            place = self._places.get(self._line(fault.__traceback__), "")
+            if place:
+                fault.add_note(f"In the planned step: {ascii(place)[1:-1]}")
+            raise
+
+    def _line(self, trace: TracebackType | None) -> int:
+        found = 0
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == self._file:
+                found = trace.tb_lineno
+            trace = trace.tb_next
+        return found

@@ -7,7 +7,7 @@ import torch
 
 from stowplan.capture import Argument, Call, Ref
 from stowplan.run.in_place import overwriting
-from stowplan.run.literals import literal
+from stowplan.run.literals import keyword_argument, literal, spelled
 
 aten = torch.ops.aten
 
@@ -25,13 +25,8 @@ def call_lines(call: Call, overwrites: Mapping[str, str], names: Mapping[str, st
 
 def _expression(call: Call, names: Mapping[str, str]) -> str:
     given = [literal(value, names) for value in call.args]
-    given += (f"{name}={literal(value, names)}" for name, value in call.kwargs.items())
-    return f"{_spelled(call)}({', '.join(given)})"
-
-
-def _spelled(call: Call) -> str:
-    namespace, _, _ = call.target._schema.name.partition("::")
-    return str(call.target) if namespace == "aten" else f"ops.{call.target}"
+    given += (keyword_argument(name, literal(value, names)) for name, value in call.kwargs.items())
+    return f"{spelled(call.target)}({', '.join(given)})"
 
 
 def _assigned(outputs: tuple[str | None, ...], single: bool, names: Mapping[str, str]) -> str:

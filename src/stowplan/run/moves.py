@@ -19,7 +19,7 @@ class Moves:
 
     def store(self, tensors: tuple[str, ...]) -> str:
         """The line that begins to write a storage."""
-        handle = f"away_{len(self.handles)}"
+        handle = f"away{len(self.handles)}"
         self.handles.append(handle)
         self._stored[tensors] = handle
         self._begin(handle, tensors)

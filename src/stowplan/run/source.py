@@ -1,9 +1,14 @@
-"""The steps of a plan as Python that a person can read: one line per op, every free explicit."""
+"""The steps of a plan as Python that a person can read: one line per op, every free explicit.
+
+The text holds no word of the user's. What the user calls a tensor, and the module and file that an op came
+from, stand in tables beside it.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from textwrap import TextWrapper
+from typing import NamedTuple
 
 from stowplan.capture import Call, Program, Ref
 from stowplan.capture.attributes import inputs_of
@@ -29,6 +34,8 @@ class Source:
     """
 
     text: str
+    names: Mapping[str, str]  # by variable of the text: the parameter, buffer, argument or tensor it holds
+    places: Mapping[int, str]  # by line of the text, from 1: the module and the user's line that it came from
     forward_primals: tuple[str, ...]
     backward_primals: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -38,12 +45,24 @@ class Source:
     stored_bytes: tuple[int, ...]
     updated: tuple[str, ...]  # the buffers that the step changes
 
+    def annotated(self) -> str:
+        """The text with its tables as comments, for people. It is never compiled."""
+        lines, before = [], ""
+        for number, line in enumerate(self.text.splitlines(), start=1):
+            place = self.places.get(number, "")
+            if place and place != before:
+                lines.append(f"    # {_harmless(place)}")
+            before = place or before
+            lines.append(line)
+        told = (f"# {variable}: {_harmless(name)}" for variable, name in self.names.items())
+        return "\n".join((*lines, "", *told, ""))
+
 
 def source_of(graph: Graph, program: Program, steps: Sequence[Step]) -> Source:
     """The forward half of the steps and the backward half, which begins with the first backward op."""
     ops = {op.id: op for op in graph.ops}
     turn = _turn(ops, steps)
-    names = identifiers_of(graph.tensors)
+    names = identifiers_of(graph, program.calls)
     outputs = tuple(dict.fromkeys(leaf.tensor for leaf in program.outputs if isinstance(leaf, Ref)))
     tangents = tuple(name for name in program.tangents if name is not None)
     gradients = tuple(dict.fromkeys(program.gradients.values()))
@@ -53,25 +72,24 @@ def source_of(graph: Graph, program: Program, steps: Sequence[Step]) -> Source:
     backward = _Half(ops, program.calls, names, steps[turn:], returned=gradients, draws=draws, moves=moves)
     saved = tuple(name for name in backward.needed if name in forward.made and name not in outputs)
     primals = tuple(name for name in backward.needed if name not in {*saved, *tangents})
-    text = "\n".join(
-        (
-            "def forward(primals):",
-            *_unpacking(names, forward.needed, "primals", clear=False),
-            *forward.lines,
-            f"    return {_tuple(names, outputs)}, [{_list(names, saved, kept)}]",
-            "",
-            "",
-            "def backward(primals, saved, tangents):",
-            *_unpacking(names, primals, "primals", clear=False),
-            *_unpacking(names, saved, "saved", clear=True, further=kept),
-            *_unpacking(names, tangents, "tangents", clear=True),
-            *backward.lines,
-            f"    return {_tuple(names, gradients)}",
-            "",
-        )
+    lines = (
+        _Line("def forward(primals):"),
+        *_unpacking(names, forward.needed, "primals", clear=False),
+        *forward.lines,
+        _Line(f"    return {_tuple(names, outputs)}, [{_list(names, saved, kept)}]"),
+        _Line(""),
+        _Line(""),
+        _Line("def backward(primals, saved, tangents):"),
+        *_unpacking(names, primals, "primals", clear=False),
+        *_unpacking(names, saved, "saved", clear=True, further=kept),
+        *_unpacking(names, tangents, "tangents", clear=True),
+        *backward.lines,
+        _Line(f"    return {_tuple(names, gradients)}"),
     )
     return Source(
-        text,
+        "".join(f"{line.text}\n" for line in lines),
+        {names[tensor]: _called(program, tensor) for tensor in graph.tensors},
+        {number: line.place for number, line in enumerate(lines, start=1) if line.place},
         tuple(forward.needed),
         primals,
         outputs,
@@ -81,6 +99,24 @@ def source_of(graph: Graph, program: Program, steps: Sequence[Step]) -> Source:
         stored_bytes=tuple(moves.stored_bytes),
         updated=tuple(sorted(updated_buffers(graph))),
     )
+
+
+class _Line(NamedTuple):
+    """A line of the text and, beside it, where it came from."""
+
+    text: str
+    place: str = ""
+
+
+def _called(program: Program, tensor: str) -> str:
+    """What the user calls a tensor."""
+    known = program.parameters.get(tensor) or program.buffers.get(tensor) or (tensor,)
+    return ", ".join(known)
+
+
+def _harmless(text: str) -> str:
+    """On one line, in characters that steer no terminal and end no comment."""
+    return ascii(text)[1:-1]
 
 
 def _turn(ops: Mapping[str, Op], steps: Sequence[Step]) -> int:
@@ -98,7 +134,7 @@ def _replayed_draws(graph: Graph, steps: Sequence[Step]) -> dict[str, str]:
     """A variable for the generator's state before each random op that runs again, by op."""
     again = {step.op for step in steps if isinstance(step, Again)}
     random = [op.id for op in graph.ops if op.id in again and effect_of(site_of(graph, op)) & Effect.RANDOM]
-    return {op: f"draws_{number}" for number, op in enumerate(random)}
+    return {op: f"draws{number}" for number, op in enumerate(random)}
 
 
 class _Half:
@@ -114,12 +150,12 @@ class _Half:
         draws: Mapping[str, str],
         moves: Moves,
     ) -> None:
-        self.lines: list[str] = []
+        self.lines: list[_Line] = []
         self.needed: dict[str, None] = {}
         self.bound: set[str] = set()
         self._ops, self._calls, self._names, self._draws = ops, calls, names, draws
         self._moves = moves
-        self._told = ""
+        self._place = ""
         for step in steps:
             self._take(step)
         self._need(returned)
@@ -142,7 +178,7 @@ class _Half:
                 self.bound.update(tensors)
 
     def _write(self, lines: Iterable[str]) -> None:
-        self.lines += (f"    {line}" for line in lines)
+        self.lines += (_Line(f"    {line}", self._place) for line in lines)
 
     def _need(self, tensors: Iterable[str]) -> None:
         for name in tensors:
@@ -159,13 +195,13 @@ class _Half:
         gone = [name for name in tensors if name in self.bound]
         self.bound.difference_update(gone)
         if gone:
-            self.lines.append(f"    del {_list(self._names, gone)}")
+            self._write([f"del {_list(self._names, gone)}"])
 
     def _run(
         self, op: Op, overwrites: Mapping[str, str], wanted: tuple[str, ...], *, again: bool = False
     ) -> None:
         call = self._calls[op.id]
-        self._tell(op, again)
+        self._place = _place_of(op, again)
         self._need(inputs_of(call))
         self._write(self._moves.wait_for(inputs_of(call)))
         dropped = set(op.writes()).difference(wanted)
@@ -176,27 +212,32 @@ class _Half:
         self.bound.update(wanted)
 
     def _drawing_the_same(self, op: Op, lines: list[str], again: bool) -> list[str]:
-        """Around an op that draws random numbers and runs again: the draws of the first time."""
+        """Around an op that draws random numbers and runs again: the draws of the first time.
+
+        However it ends, the generator goes on where it was. On the CPU its state is set by a method of
+        PyTorch's own, at whose beginning no interrupt is handled.
+        """
         if op.id not in self._draws:
             return lines
-        module = "torch" if op.device == "cpu" else f"torch.get_device_module({op.device!r})"
+        generator, state = "torch.default_generator", "state"
+        if op.device != "cpu":
+            generator, state = f"torch.get_device_module({op.device!a})", "rng_state"
         if not again:
-            return [f"{self._draws[op.id]} = {module}.get_rng_state()", *lines]
+            return [f"{self._draws[op.id]} = {generator}.get_{state}()", *lines]
         return [
-            f"now = {module}.get_rng_state()",
-            f"{module}.set_rng_state({self._draws[op.id]})",
-            *lines,
-            f"{module}.set_rng_state(now)",
+            f"now = {generator}.get_{state}()",
+            "try:",
+            f"    {generator}.set_{state}({self._draws[op.id]})",
+            *(f"    {line}" for line in lines),
+            "finally:",
+            f"    {generator}.set_{state}(now)",
             "del now",
         ]
 
-    def _tell(self, op: Op, again: bool) -> None:
-        """A comment wherever the code comes to another module or line of the user's."""
-        prefix = "again: " if again else "backward of " if op.phase is Phase.BACKWARD and op.scope else ""
-        where = f"{prefix}{op.scope}  {PurePath(op.source).name}".strip()
-        if where and where != self._told:
-            self.lines.append(f"    # {where}")
-            self._told = where
+
+def _place_of(op: Op, again: bool) -> str:
+    prefix = "again: " if again else "backward of " if op.phase is Phase.BACKWARD and op.scope else ""
+    return f"{prefix}{op.scope}  {PurePath(op.source).name}".strip()
 
 
 def _unpacking(
@@ -206,14 +247,16 @@ def _unpacking(
     *,
     clear: bool,
     further: Iterable[str] = (),
-) -> list[str]:
+) -> list[_Line]:
     listed = _list(names, tensors, further)
     if not listed:
         return []
     wrapper = TextWrapper(100, initial_indent="    ", subsequent_indent="     ", break_long_words=False)
     lines = wrapper.wrap(f"[{listed}]")
     lines[-1] += f" = {source}"
-    return [*lines, f"    {source}.clear()"] if clear else lines
+    if clear:
+        lines.append(f"    {source}.clear()")
+    return [_Line(line) for line in lines]
 
 
 def _list(names: Mapping[str, str], tensors: Iterable[str], further: Iterable[str] = ()) -> str:

@@ -41,7 +41,7 @@ class StraightStep:
             tier.reserve(source.stored_bytes)
         self._halves = compiled(source, tier)
         self._binding = Binding(captured, model, loss)
-        self.source = source.text
+        self.source = source.annotated()
         updated = source.updated if source.stored_bytes else ()
         outside = (
             *source.forward_primals,
