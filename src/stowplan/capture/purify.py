@@ -6,7 +6,7 @@ tensor that is read later is looked up anew in the value of that time.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -59,7 +59,10 @@ class _Purifier:
         self._replaced: dict[str, str] = {}
         self._incoming: dict[int, tuple[str | None, ...]] = {}
         for cell, name in outsiders.items():
-            self._enter(cell, name)
+            if (place := self._places.get(cell.storage)) is None:
+                self._enter(cell, name)
+            else:  # a second tensor of the user's in one storage
+                self._look(place, cell, name)
 
     def add(self, position: int) -> None:
         """Take in the next event."""
@@ -94,9 +97,21 @@ class _Purifier:
             self._outsiders[wanted]: self._read(gradient)
             for wanted, gradient in self._recording.gradients.items()
         }
-        contents = {name: self._places[cell.storage].value for cell, name in self._outsiders.items()}
-        updates = {name: value for name, value in contents.items() if value != name} | self._replaced
+        updates = dict(self._contents()) | self._replaced
         return Pure(self._values, tuple(self._calls), self._outputs, gradients, self._incoming, updates)
+
+    def _contents(self) -> Iterator[tuple[str, str]]:
+        """What was there before and has been written to, with its new contents."""
+        for cell, name in self._outsiders.items():
+            place = self._places[cell.storage]
+            first = self._outsiders[place.base]  # in this storage
+            if place.value != first and name != first:
+                raise CaptureError(
+                    f"the step writes into {first}, which shares memory with {name}",
+                    advice=f"pass a copy of one of them: {name}.clone()",
+                )
+            if place.value != first:
+                yield name, place.value
 
     def _adopt(self, event: Event) -> None:
         """`lift_fresh` hands a constant to the step: its contents under another storage."""
@@ -229,11 +244,26 @@ class _Purifier:
             (whole,) = self._emit(aten.view.default, (Ref(name), base.shape), {}, (base,))
             root = name
         else:
-            args = (Ref(place.value), Ref(name), cell.shape, cell.stride, cell.offset)
+            args = (Ref(self._as_captured(place)), Ref(name), cell.shape, cell.stride, cell.offset)
             (whole,) = self._emit(aten.as_strided_scatter.default, args, {}, (base,))
             root = str(whole)
         self._values[str(whole)] = Value(str(whole), base, root, base.extent_bytes())
         return str(whole)
+
+    def _as_captured(self, place: Place) -> str:
+        """The contents of a storage where capture saw them: what comes from outside may begin elsewhere in
+        its storage at the next call, so that it is copied before a part of it is written by its offset."""
+        if place.value != self._outsiders.get(place.base):
+            return place.value
+        if not place.base.is_dense():
+            raise CaptureError(
+                f"the step writes into a part of {place.value}, whose elements do not lie side by side",
+                where=self._recording.events[self._position].origin.source,
+                advice=f"pass {place.value}.contiguous()",
+            )
+        (name,) = self._emit(aten.clone.default, (Ref(place.value),), {}, (place.base,))
+        self._values[str(name)] = Value(str(name), place.base, str(name), place.base.extent_bytes())
+        return str(name)
 
 
 def _without_ignored(event: Event) -> Event:

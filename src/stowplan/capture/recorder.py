@@ -33,12 +33,14 @@ class _Recorder:
 
     def __init__(self, step: Step, *, knowing: bool) -> None:
         self._step = step
-        self._stand_ins = StandIns(step.device)
+        flat, self._input_spec = pytree.tree_flatten((step.args, dict(step.kwargs)))
+        held = (named_tensors(step, "parameters"), named_tensors(step, "buffers"))
+        given = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        self._stand_ins = StandIns(step.device, (*given, *(t for table in held for t in table.values())))
         self._origins = Origins(module_paths(step))
         self._watch = Watch(Rehearsal(self._stand_ins.fakes, knowing=knowing), self._origins)
         self._outsiders: dict[Cell, Outsider] = {}
         self._wanted: list[Tensor] = []  # the leaves that gradients are for
-        flat, self._input_spec = pytree.tree_flatten((step.args, dict(step.kwargs)))
         self._inputs = [self._stand_ins.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat]
 
     def record(self) -> Recording:

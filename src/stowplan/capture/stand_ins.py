@@ -1,9 +1,10 @@
 """Stand-ins: tensors with a shape, strides and a device but no data, in place of a model's own.
 
-A parameter that a model holds under two names has one stand-in, so that tied weights stay tied.
+A parameter that a model holds under two names has one stand-in, so that tied weights stay tied. Tensors that
+share a storage have stand-ins that share one of its size, for a slice holds all of what it is a slice of.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import cast
 
@@ -15,14 +16,19 @@ from stowplan.errors import CaptureError
 
 
 class StandIns:
-    """Makes stand-ins, one per tensor, and remembers whose they are."""
+    """Makes stand-ins for `tensors`, one for each, and remembers whose they are."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tensors: Iterable[Tensor] = ()) -> None:
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self._made: dict[
             int, tuple[Tensor, Tensor]
         ] = {}  # holds the original too, so that its id stays its own
+        self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # likewise
+        self._begins: dict[int, int] = {}  # by storage, the first byte that is looked at
+        for tensor in filter(_is_plain, tensors):
+            storage = tensor.untyped_storage()._cdata
+            self._begins[storage] = min(self._begins.get(storage, _first_byte(tensor)), _first_byte(tensor))
 
     def of(self, tensor: Tensor) -> Tensor:
         """The stand-in of `tensor`; one on the meta device stands on the device the step is meant for."""
@@ -31,18 +37,36 @@ class StandIns:
         return self._made[id(tensor)][1]
 
     def _make(self, tensor: Tensor) -> Tensor:
-        if type(tensor) not in (Tensor, nn.Parameter):
+        if not _is_plain(tensor):
             raise CaptureError(f"{type(tensor).__name__} is not a plain tensor, and cannot be stood in for")
-        with self.fakes:
-            made = torch.empty_strided(
-                tensor.shape,
-                tensor.stride(),
-                dtype=tensor.dtype,
-                device=self._device if tensor.is_meta else tensor.device,
-            )
+        device = self._device if tensor.is_meta else tensor.device
+        storage, offset = self._storage_of(tensor, device), self._offset_of(tensor)
+        with self.fakes, torch.no_grad():
+            empty = torch.empty(0, dtype=tensor.dtype, device=device)
+            made = empty.set_(storage, offset, tensor.shape, tensor.stride())
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, requires_grad=tensor.requires_grad)
         return made.requires_grad_(tensor.requires_grad)
+
+    def _storage_of(self, tensor: Tensor, device: torch.device) -> torch.UntypedStorage:
+        original = tensor.untyped_storage()
+        if original._cdata not in self._storages:
+            with self.fakes:
+                made = torch.empty(original.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+            self._storages[original._cdata] = original, made
+        return self._storages[original._cdata][1]
+
+    def _offset_of(self, tensor: Tensor) -> int:
+        """Counted from the first tensor in the storage: the next batch may lie elsewhere in a larger one."""
+        first = _first_byte(tensor)
+        begin = self._begins.get(tensor.untyped_storage()._cdata, first)
+        offset, odd = divmod(first - begin, tensor.element_size())
+        if odd:
+            raise CaptureError(
+                f"a tensor of {tensor.dtype} shares memory with others and begins between their elements",
+                advice="pass a copy of it",
+            )
+        return offset
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
@@ -61,3 +85,11 @@ class StandIns:
             for table, original in zip(tables, originals, strict=True):
                 table.clear()
                 table.update(original)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+def _first_byte(tensor: Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.element_size()

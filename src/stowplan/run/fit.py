@@ -23,6 +23,7 @@ from stowplan.plan.tiles.master import Prefer, preference
 from stowplan.run.auto_budget import automatic_budget
 from stowplan.run.plan_cache import USER_PLANS, PlanCache, saved_step
 from stowplan.run.probe import Progress
+from stowplan.run.sharing import sharing_of
 from stowplan.run.stand_in import seen_as, with_forward
 from stowplan.run.straight import StraightStep
 from stowplan.run.tiles.plan import PlannedStep, plan_step
@@ -225,8 +226,10 @@ def kind_of_call(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str
     devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
     casts = tuple((d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d))
     modes = tuple(module.training for module in model.modules())
-    held = tuple(map(_look_of, (*model.parameters(), *model.buffers())))
-    return tuple(map(_look_of, leaves)), str(spec), casts, modes, held
+    held = (*model.parameters(), *model.buffers())
+    shared = sharing_of((*held, *(leaf for leaf in leaves if isinstance(leaf, Tensor))))
+    looks = tuple(map(_look_of, leaves)), tuple(map(_look_of, held))
+    return *looks, str(spec), casts, modes, shared
 
 
 def _look_of(leaf: object) -> object:
