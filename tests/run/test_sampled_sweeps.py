@@ -10,7 +10,6 @@ from sweeping import stretch
 from stowplan.capture import capture
 from stowplan.run.signature import Signature
 from stowplan.run.tiles.knee import signatures_of
-from stowplan.run.tiles.operator import make_known
 from stowplan.run.tiles.sampling import cost_of_call, sample_of
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.trial import cost_of
@@ -24,7 +23,6 @@ def calls_of(net: str, settings: dict[str, Any], cut: Cut) -> tuple[Sweep, list[
     captured = capture(*NETS[net].build("tiny", **settings))
     first, last, parts = cut
     sweep = Sweep(stretch(captured, first, last), captured.program.calls, parts)
-    make_known(sweep)
     return sweep, signatures_of(sweep)
 
 

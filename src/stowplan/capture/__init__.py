@@ -1,6 +1,7 @@
 """A living PyTorch training step becomes a Graph, without being allocated."""
 
 from stowplan.capture.capture import Captured, capture
+from stowplan.capture.handles import Handle
 from stowplan.capture.program import Argument, Call, Program, Ref
 
-__all__ = ["Argument", "Call", "Captured", "Program", "Ref", "capture"]
+__all__ = ["Argument", "Call", "Captured", "Handle", "Program", "Ref", "capture"]

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
+from stowplan.capture.handles import Handle
 from stowplan.capture.program import Call, Ref
 from stowplan.capture.schema import bound_arguments, leaves, tensor_names
 from stowplan.ir import Attribute
@@ -43,4 +44,6 @@ def _attribute(value: object) -> Attribute:
         return tuple(_attribute(item) for item in value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, Handle):
+        return value.name
     return "generator" if isinstance(value, torch.Generator) else str(value)

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import TreeSpec
 
+from stowplan.capture.handles import Handle
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -18,7 +20,7 @@ class Ref:
 
 
 Argument: TypeAlias = (
-    "Ref | tuple[Argument, ...] | bool | int | float | complex | str"
+    "Ref | Handle | tuple[Argument, ...] | bool | int | float | complex | str"
     " | torch.dtype | torch.device | torch.layout | torch.memory_format | torch.Generator | None"
 )
 

@@ -14,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from stowplan.capture.cells import Cell
+from stowplan.capture.handles import handle_or_text
 from stowplan.capture.program import Argument, Call, Ref
 from stowplan.capture.pure import Place, Pure, PureCall, Value
 from stowplan.capture.pure_forms import pure_form, result_stride
@@ -191,6 +192,8 @@ class _Purifier:
             return Ref(self._read(value))
         if isinstance(value, tuple):
             return tuple(self._argument(item) for item in value)
+        if isinstance(value, str):
+            return handle_or_text(value)
         return value  # type: ignore[return-value]  # what a dispatcher hands over is an Argument
 
     def _new_name(self, target: OpOverload) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch._ops import OpOverload
 
-from stowplan.capture import Argument, Call, Ref
+from stowplan.capture import Argument, Call, Handle, Ref
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Kind
 
@@ -79,6 +79,8 @@ def literal(value: Argument, names: Mapping[str, str]) -> str:
     match value:
         case Ref(tensor):
             return names[tensor]
+        case Handle():
+            return ascii(value.key)
         case tuple():
             return "[" + ", ".join(literal(item, names) for item in value) + "]"
         case None | True | False:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stowplan.capture import Argument, Ref
+from stowplan.capture import Argument, Handle, Ref
 from stowplan.run.signature import Operand, Signature
 
 LARGE_BYTES = 2**28
@@ -39,6 +39,8 @@ def _filled(value: Argument, named: Mapping[str, Tensor]) -> object:
     match value:
         case Ref(name):
             return named[name]
+        case Handle():
+            return value.key
         case tuple():
             return [_filled(item, named) for item in value]
         case _:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from stowplan.capture import Argument, Call, Ref
+from stowplan.capture import Argument, Call, Handle, Ref
 from stowplan.capture.attributes import inputs_of
 from stowplan.capture.cells import contiguous_stride
 from stowplan.ir import DType, Graph, Tensor
@@ -93,6 +93,8 @@ def _spelled(value: Argument) -> str:
             return name
         case tuple():
             return f"[{', '.join(map(_spelled, value))}]"
+        case Handle():
+            return repr(value.name)
         case _:
             return repr(value)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from stowplan.ir import Shape
 from stowplan.run.shards.attention import causal_part, is_causal_part
 from stowplan.run.shards.functions import Bucketed
-from stowplan.run.shards.operator import bring, exchange, norm, quotient, total
+from stowplan.run.shards.operator import Collective, bring, exchange, norm, quotient, total
 from stowplan.run.shards.take import Blank, Take
 from stowplan.run.tiles.forms import run_local
 from stowplan.run.tiles.losses import TiledLoss
@@ -37,23 +37,25 @@ class Bring:
     """The parameters of the next bucket, before the first is used: backward has all their gradients here."""
 
     parameters: tuple[str, ...]
-    talk: str
+    collective: Collective
 
     def touches(self) -> Iterable[str]:
         return self.parameters
 
     def run(self, values: Values) -> None:
         if not values.stands:
-            values.token = bring(values.token, self.talk)
+            values.token = bring(values.token, self.collective.key)
             return
         given = [values.parts[name] for name in self.parameters]
-        values.token, *brought = brought_in(self.talk, values.stands.pop(0), values.token, given)
+        values.token, *brought = brought_in(self.collective, values.stands.pop(0), values.token, given)
         values.parts.update(zip(self.parameters, brought, strict=True))
 
 
-def brought_in(talk: str, stand: Tensor, token: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def brought_in(
+    collective: Collective, stand: Tensor, token: Tensor, parameters: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
     """The next token, and the parameters of a bucket, whose gradients are summed over the workers."""
-    found: tuple[Tensor, ...] = _bucketed(stand, token, talk, *(p.detach() for p in parameters))
+    found: tuple[Tensor, ...] = _bucketed(stand, token, collective, *(p.detach() for p in parameters))
     return found
 
 
@@ -103,7 +105,7 @@ class Swap:
     """The exchange of one tensor; a worker that has nothing of it brings an empty part."""
 
     tensor: str
-    talk: str
+    collective: Collective
     nothing: Blank
 
     def touches(self) -> Iterable[str]:
@@ -112,7 +114,7 @@ class Swap:
     def run(self, values: Values) -> None:
         share = values.parts.get(self.tensor)
         share = self.nothing.zeros() if share is None else share
-        values.parts[self.tensor], values.token = exchange(share, values.token, self.talk)
+        values.parts[self.tensor], values.token = exchange(share, values.token, self.collective.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class Sum:
     dims: tuple[int, ...]
     shape: Shape
     divisor: int
-    talk: str
+    collective: Collective
     nothing: Blank
 
     def touches(self) -> Iterable[str]:
@@ -134,7 +136,7 @@ class Sum:
         part = self.nothing.zeros()
         if self.take is not None:
             part = self.take.of(values.parts).sum(self.dims, dtype=part.dtype).reshape(self.shape)
-        summed, values.token = total(part, values.token, self.talk)
+        summed, values.token = total(part, values.token, self.collective.key)
         values.parts[self.tensor] = summed if self.divisor == 1 else summed / self.divisor
 
 
@@ -145,7 +147,7 @@ class Loss:
     names: tuple[str | None, ...]
     takes: tuple[Take, ...] | None
     loss: TiledLoss
-    talk: str
+    collective: Collective
     nothing: Blank
 
     def touches(self) -> Iterable[str]:
@@ -158,7 +160,7 @@ class Loss:
             operands = [take.of(values.parts) for take in self.takes]
             found = self.loss.summed(operands), self.loss.weight(operands)
             part = torch.stack([number.to(torch.float64) for number in found])
-        summed, values.token = total(part, values.token, self.talk)
+        summed, values.token = total(part, values.token, self.collective.key)
         loss = quotient(summed) if self.loss.divides else summed[0]
         for name, value in zip(self.names, (loss, summed[1]), strict=False):
             if name is not None:
@@ -178,7 +180,7 @@ class Normalise:
     momentum: float
     unbiased: float
     eps: float
-    talk: str
+    collective: Collective
 
     def touches(self) -> Iterable[str]:
         image = (self.image.tensor,) if isinstance(self.image, Take) else ()
@@ -188,7 +190,7 @@ class Normalise:
         given = {name: take.of(values.parts) for name, take in self.vectors.items()}
         image, weight, bias = self.image.of(values.parts), given.get("weight"), given.get("bias")
         if self.groups is None:
-            made, mean, variance, values.token = norm(image, weight, bias, values.token, self.talk)
+            made, mean, variance, values.token = norm(image, weight, bias, values.token, self.collective.key)
         else:
             made, mean, variance = self._grouped(image, weight, bias, values)
         made = made if self.made is None else made[self.made]
@@ -206,7 +208,7 @@ class Normalise:
         assert self.groups is not None
         samples, channels, *space = image.shape
         grouped = image.reshape(1, samples * self.groups, channels // self.groups, *space)
-        made, mean, variance, values.token = norm(grouped, None, None, values.token, self.talk)
+        made, mean, variance, values.token = norm(grouped, None, None, values.token, self.collective.key)
         made = made.reshape(image.shape)
         by_channel = [1, channels, *(1 for _ in space)]
         made = made if weight is None else made * weight.view(by_channel)

@@ -7,47 +7,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stowplan.run.shards.bucket import Bucket
+from stowplan.run.shards.exchange import Exchange
 from stowplan.run.shards.operator import (
+    Collective,
+    Total,
     bring,
-    bucket_named,
+    collective_of,
     exchange,
-    exchange_named,
     fence,
     first_token,
     norm,
     quotient,
     total,
-    total_named,
 )
 
 
 def _keep_exchange(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:
-    share, _, ctx.name = inputs
+    share, _, name = inputs
+    ctx.collective = collective_of(name)  # held until backward
     ctx.options = {"dtype": share.dtype, "device": share.device}
     ctx.set_materialize_grads(False)
-    if not exchange_named(ctx.name).differentiated:
+    if not ctx.collective.of_kind(Exchange).differentiated:
         ctx.mark_non_differentiable(output[0])
 
 
 def _send_back(ctx: Any, gradient: Tensor | None, token: Tensor) -> tuple[Tensor | None, Tensor, None]:
-    talk = exchange_named(ctx.name)
+    talk = ctx.collective.of_kind(Exchange)
     if not talk.differentiated:
         return None, token, None
     if gradient is None:
         gradient = torch.zeros(talk.held.shape, **ctx.options)
-    return *torch.ops.stowplan.exchange_back(gradient, token, ctx.name), None
+    return *torch.ops.stowplan.exchange_back(gradient, token, ctx.collective.key), None
 
 
 def _keep_total(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:
-    ctx.name = inputs[2]
-    if not total_named(ctx.name).differentiated:
+    ctx.collective = collective_of(inputs[2])
+    if not ctx.collective.of_kind(Total).differentiated:
         ctx.mark_non_differentiable(output[0])
 
 
 def _total_back(ctx: Any, gradient: Tensor, token: Tensor) -> tuple[Tensor | None, Tensor, None]:
-    if not total_named(ctx.name).differentiated:
+    if not ctx.collective.of_kind(Total).differentiated:
         return None, token, None
-    return *torch.ops.stowplan.total(gradient, token, ctx.name), None
+    return *torch.ops.stowplan.total(gradient, token, ctx.collective.key), None
 
 
 def _keep_norm(
@@ -55,7 +58,8 @@ def _keep_norm(
     inputs: tuple[Tensor, Tensor | None, Tensor | None, Tensor, str],
     output: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    image, weight, bias, _, ctx.name = inputs
+    image, weight, bias, _, name = inputs
+    ctx.collective = collective_of(name)
     ctx.has_bias = bias is not None
     ctx.save_for_backward(image, weight, *output[1:3])
     ctx.mark_non_differentiable(*output[1:3])
@@ -64,7 +68,7 @@ def _keep_norm(
 def _norm_back(ctx: Any, gradient: Tensor, _: Tensor, __: Tensor, token: Tensor) -> tuple[Tensor | None, ...]:
     image, weight, mean, variance = ctx.saved_tensors
     found, by_weight, by_bias, token = torch.ops.stowplan.norm_back(
-        gradient, image, weight, mean, variance, token, ctx.name
+        gradient, image, weight, mean, variance, token, ctx.collective.key
     )
     return found, None if weight is None else by_weight, by_bias if ctx.has_bias else None, token, None
 
@@ -105,19 +109,22 @@ class Trained(torch.autograd.Function):
     """Parameters in buckets become the first token and a stand-in per bucket; backward ends the sums."""
 
     @staticmethod
-    def forward(ctx: Any, names: Sequence[str], *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.names = names
+    def forward(ctx: Any, collectives: Sequence[Collective], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.collectives = collectives
         ctx.set_materialize_grads(False)
-        firsts = accumulate((len(bucket_named(name).shapes) for name in names[:-1]), initial=0)
-        pairs = zip(names, firsts, strict=True)
-        stands = (parameters[at].new_empty(()).expand(bucket_named(name).size) for name, at in pairs)
+        buckets = [collective.of_kind(Bucket) for collective in collectives]
+        firsts = accumulate((len(bucket.shapes) for bucket in buckets[:-1]), initial=0)
+        pairs = zip(buckets, firsts, strict=True)
+        stands = (parameters[at].new_empty(()).expand(bucket.size) for bucket, at in pairs)
         return parameters[0].new_zeros((), dtype=torch.float32), *stands
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *flats: Tensor) -> tuple[Tensor | None, ...]:
         found: list[Tensor] = []
-        for name, flat in reversed(list(zip(ctx.names, flats, strict=True))):  # as they were begun
-            found = [*torch.ops.stowplan.end_sums(flat, token, name), *found]
+        for collective, flat in reversed(
+            list(zip(ctx.collectives, flats, strict=True))
+        ):  # as they were begun
+            found = [*torch.ops.stowplan.end_sums(flat, token, collective.key), *found]
         return None, *found
 
 
@@ -125,12 +132,14 @@ class Bucketed(torch.autograd.Function):
     """A bucket's stand-in becomes its parameters, which all workers have; backward begins to sum."""
 
     @staticmethod
-    def forward(ctx: Any, stand: Tensor, token: Tensor, name: str, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, stand: Tensor, token: Tensor, collective: Collective, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
         del stand
-        ctx.name = name
+        ctx.collective = collective
         return token.view_as(token), *(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        flat, token = torch.ops.stowplan.begin_sums(gradients, token, ctx.name)
+        flat, token = torch.ops.stowplan.begin_sums(gradients, token, ctx.collective.key)
         return flat, token, None, *(None for _ in gradients)

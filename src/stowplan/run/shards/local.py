@@ -21,7 +21,7 @@ from stowplan.run.shards.actions import Action, Bring, Draw, Loss, Make, Normali
 from stowplan.run.shards.draws import is_drawn_in_pieces
 from stowplan.run.shards.exchange import exchange_of
 from stowplan.run.shards.norm import Norm
-from stowplan.run.shards.operator import Total, enter
+from stowplan.run.shards.operator import Collective, Total
 from stowplan.run.shards.take import Blank, Take, take, within
 from stowplan.run.shards.workers import Workers
 from stowplan.run.tiles.losses import tiled_loss
@@ -29,19 +29,14 @@ from stowplan.run.tiles.part import Index, LocalCall, local_call
 
 
 class LocalStep:
-    """Builds the actions of this process's worker. `title` keeps apart what several steps do together."""
+    """Builds the actions of this process's worker."""
 
     def __init__(
-        self,
-        captured: Captured,
-        plan: ShardPlan,
-        workers: Workers,
-        title: str,
-        buckets: Sequence[Bring],
+        self, captured: Captured, plan: ShardPlan, workers: Workers, buckets: Sequence[Bring]
     ) -> None:
         self._buckets = list(buckets)  # that no op has read from
         self._calls, self._graph = captured.program.calls, captured.graph
-        self._plan, self._workers, self._title = plan, workers, title
+        self._plan, self._workers = plan, workers
         self._shard = plan.shards[workers.rank]
         self._exchanged = frozenset(plan.exchanged)
         self._rects: dict[str, Rect] = {}  # what is there of each tensor by now
@@ -97,15 +92,12 @@ class LocalStep:
     def _take(self, name: str, wanted: Rect, flat: Rect | None = None) -> Take:
         return take(name, self._cells(name), self._rects[name], wanted, flat)
 
-    def _talk(self, name: str) -> str:
-        return f"{self._title}: {name}"
-
     def _swap(self, name: str) -> Swap:
         exchange = exchange_of(self._plan, self._workers, name)
-        talk = enter(f"{self._talk(name)} {exchange.share} to {exchange.held}", exchange)
+        collective = Collective(f"{name} {exchange.share} to {exchange.held}", exchange)
         held = self._shard.held.get(name)
         self._rects[name] = Rect(self._rects[name].lo, self._rects[name].lo) if held is None else held
-        return Swap(name, talk, self._blank(name))
+        return Swap(name, collective, self._blank(name))
 
     def _make(self, level: Level) -> Make | Draw:
         op = level.spread.op
@@ -154,11 +146,11 @@ class LocalStep:
         self._rects[level.name] = held
         return within(held, level.made)
 
-    def _total(self, level: Level) -> str:
+    def _total(self, level: Level) -> Collective:
         """The sum over workers that a level takes part in."""
         axes = level.spread.summed_axes
         differentiated = level.spread.op.inputs[0].tensor in self._plan.differentiated
-        return enter(self._talk(level.name), Total(self._workers, axes, differentiated))
+        return Collective(level.name, Total(self._workers, axes, differentiated))
 
     def _sum(self, level: Level) -> Sum:
         source, reduction = level.spread.op.inputs[0].tensor, level.spread.rules[0].relation.reduction
@@ -209,7 +201,7 @@ class LocalStep:
             momentum=momentum if isinstance(momentum, float) else 0.0,
             unbiased=count / max(1, count - 1),
             eps=eps,
-            talk=enter(self._talk(level.name), norm),
+            collective=Collective(level.name, norm),
         )
 
     def _count(self, level: Level, groups: object) -> int:

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 
 from stowplan.capture import Call, Ref, capture
 from stowplan.run.shards.actions import brought_in
+from stowplan.run.shards.operator import Collective
 from stowplan.run.shards.step import ShardedStep
 from stowplan.run.stand_in import with_forward
 from stowplan.run.tiles.swept import Otherwise
@@ -32,19 +33,23 @@ def marked_subject(step: ShardedStep, model: nn.Module) -> Subject:
 
 
 def _what_marks_stand_for(step: ShardedStep) -> dict[OpOverload, Otherwise]:
-    buckets = {bucket.talk: bucket.parameters for bucket in step.buckets}
+    buckets = {bucket.collective: bucket.parameters for bucket in step.buckets}
 
     def begin(call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         token, *stands = step.begun(values)
-        return {_made_by(call): token, **dict(zip(buckets, stands, strict=True))}
+        return {
+            _made_by(call): token,
+            **{each.key: stand for each, stand in zip(buckets, stands, strict=True)},
+        }
 
     def bring(call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        token, talk = call.args
+        token, collective = call.args
         assert isinstance(token, Ref)
-        assert isinstance(talk, str)
-        parameters = [values[name] for name in buckets[talk]]
-        following, *brought = brought_in(talk, values[talk], values[token.tensor], parameters)
-        return {_made_by(call): following, **dict(zip(buckets[talk], brought, strict=True))}
+        assert isinstance(collective, Collective)
+        names = buckets[collective]
+        parameters = [values[name] for name in names]
+        following, *brought = brought_in(collective, values[collective.key], values[token.tensor], parameters)
+        return {_made_by(call): following, **dict(zip(names, brought, strict=True))}
 
     return {torch.ops.stowplan.first_token.default: begin, torch.ops.stowplan.bring.default: bring}
 

@@ -1,15 +1,18 @@
 """What workers say to each other as ops of PyTorch, so that a worker's step is captured and planned like any.
 
 A token goes through all of them, forward and backward: it puts every worker's messages in the same order, and
-makes sure that a worker whose results nobody uses still takes part in what comes back.
+makes sure that a worker whose results nobody uses still takes part in what comes back. An op is given the key
+of a collective, which the step that it belongs to holds.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from stowplan.capture import Handle
+from stowplan.capture.handles import handle_of
 from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.exchange import Exchange
 from stowplan.run.shards.norm import Norm
@@ -26,40 +29,27 @@ class Total:
 
 
 Talk: TypeAlias = Exchange | Norm | Total | Bucket
-_TALKS: dict[str, Talk] = {}
+AnyTalk = TypeVar("AnyTalk", Exchange, Norm, Total, Bucket)
 
 
-def enter(name: str, talk: Talk) -> str:
-    """Make something that workers do together known by a name, which ops carry."""
-    _TALKS[name] = talk
-    return name
+class Collective(Handle):
+    """What workers do together at one place of one step."""
+
+    def __init__(self, name: str, talk: Talk) -> None:
+        super().__init__(name)
+        self.talk = talk
+
+    def of_kind(self, kind: type[AnyTalk]) -> AnyTalk:
+        """What is done, which is of this kind."""
+        assert isinstance(self.talk, kind), f"{self.name} is no {kind.__name__}"
+        return self.talk
 
 
-def exchange_named(name: str) -> Exchange:
-    """The exchange that was entered by this name."""
-    talk = _TALKS[name]
-    assert isinstance(talk, Exchange)
-    return talk
-
-
-def _norm_named(name: str) -> Norm:
-    talk = _TALKS[name]
-    assert isinstance(talk, Norm)
-    return talk
-
-
-def total_named(name: str) -> Total:
-    """The sum that was entered by this name."""
-    talk = _TALKS[name]
-    assert isinstance(talk, Total)
-    return talk
-
-
-def bucket_named(name: str) -> Bucket:
-    """The bucket that was entered by this name."""
-    talk = _TALKS[name]
-    assert isinstance(talk, Bucket)
-    return talk
+def collective_of(key: str) -> Collective:
+    """The collective that an op was given by its key."""
+    found = handle_of(key)
+    assert isinstance(found, Collective), f"{key} is no collective"
+    return found
 
 
 @torch.library.custom_op("stowplan::first_token", mutates_args=())
@@ -78,18 +68,18 @@ def bring(token: Tensor, name: str) -> Tensor:
 @torch.library.custom_op("stowplan::exchange", mutates_args=())
 def exchange(share: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """A share becomes what is held."""
-    return exchange_named(name).forward(share), token.clone()
+    return collective_of(name).of_kind(Exchange).forward(share), token.clone()
 
 
 @torch.library.custom_op("stowplan::exchange_back", mutates_args=())
 def _exchange_back(gradient: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    return exchange_named(name).backward(gradient), token.clone()
+    return collective_of(name).of_kind(Exchange).backward(gradient), token.clone()
 
 
 @torch.library.custom_op("stowplan::total", mutates_args=())
 def total(part: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """A part of a sum becomes the sum."""
-    talk = total_named(name)
+    talk = collective_of(name).of_kind(Total)
     return talk.workers.add_up(part, talk.axes), token.clone()
 
 
@@ -98,7 +88,7 @@ def norm(
     image: Tensor, weight: Tensor | None, bias: Tensor | None, token: Tensor, name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The normalised image, mean and variance."""
-    return *_norm_named(name).forward(image, weight, bias), token.clone()
+    return *collective_of(name).of_kind(Norm).forward(image, weight, bias), token.clone()
 
 
 @torch.library.custom_op("stowplan::norm_back", mutates_args=())
@@ -111,18 +101,18 @@ def _norm_back(
     token: Tensor,
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return *_norm_named(name).backward(gradient, image, weight, mean, variance), token.clone()
+    return *collective_of(name).of_kind(Norm).backward(gradient, image, weight, mean, variance), token.clone()
 
 
 @torch.library.custom_op("stowplan::begin_sums", mutates_args=())
 def _begin_sums(gradients: list[Tensor], token: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    return bucket_named(name).begin(gradients), token.clone()
+    return collective_of(name).of_kind(Bucket).begin(gradients), token.clone()
 
 
 @torch.library.custom_op("stowplan::end_sums", mutates_args=())
 def _end_sums(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
     del token  # all sums have been begun
-    return bucket_named(name).end(flat)
+    return collective_of(name).of_kind(Bucket).end(flat)
 
 
 @torch.library.custom_op("stowplan::quotient", mutates_args=())
@@ -151,12 +141,12 @@ def _(token: Tensor, name: str) -> Tensor:
 
 @exchange.register_fake
 def _(share: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    return share.new_empty(exchange_named(name).held.shape), torch.empty_like(token)
+    return share.new_empty(collective_of(name).of_kind(Exchange).held.shape), torch.empty_like(token)
 
 
 @_exchange_back.register_fake
 def _(gradient: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    return gradient.new_empty(exchange_named(name).share.shape), torch.empty_like(token)
+    return gradient.new_empty(collective_of(name).of_kind(Exchange).share.shape), torch.empty_like(token)
 
 
 @total.register_fake
@@ -195,13 +185,13 @@ def _(
 
 @_begin_sums.register_fake
 def _(gradients: list[Tensor], token: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    return gradients[0].new_empty(bucket_named(name).size), torch.empty_like(token)
+    return gradients[0].new_empty(collective_of(name).of_kind(Bucket).size), torch.empty_like(token)
 
 
 @_end_sums.register_fake
 def _(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
     del token
-    return [flat.new_empty(shape) for shape in bucket_named(name).shapes]
+    return [flat.new_empty(shape) for shape in collective_of(name).of_kind(Bucket).shapes]
 
 
 @quotient.register_fake

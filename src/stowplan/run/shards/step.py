@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -25,13 +24,12 @@ from stowplan.run.shards.actions import Bring, Values
 from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.functions import Trained
 from stowplan.run.shards.local import LocalStep
-from stowplan.run.shards.operator import enter, fence, first_token
+from stowplan.run.shards.operator import Collective, fence, first_token
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.workers import Workers
 from stowplan.run.tiles.part import index_of
 from stowplan.run.tiles.swept import check_differentiable
 
-_numbers = count()  # steps of a process, alike on all workers: they make them in the same order
 _trained: Any = Trained.apply
 
 
@@ -56,9 +54,8 @@ class ShardedStep:
         self.captured, self.workers = captured, mesh if isinstance(mesh, Workers) else Workers(mesh)
         self.plan = plan_sharded(captured, self.workers.mesh, dims, chosen)
         self.workers.join(spread.summed_axes for spread in self.plan.spreads if spread.summed_axes)
-        self._title = f"step {next(_numbers)}"
         self.buckets = tuple(self._brought(captured))
-        local = LocalStep(captured, self.plan, self.workers, self._title, self.buckets)
+        local = LocalStep(captured, self.plan, self.workers, self.buckets)
         self._actions = tuple(local.actions())
         self._frees = let_go_after([action.touches() for action in self._actions], ends_of(captured))
         self._local = _local(captured, self.plan, self.workers.rank)
@@ -70,7 +67,7 @@ class ShardedStep:
         for number, names in enumerate(buckets_of(captured.graph, trained)):
             shapes = tuple(shape_of(captured.graph.tensors[name]) for name in names)
             bucket = Bucket(self.workers, self.workers.everyone, shapes)
-            yield Bring(names, enter(f"{self._title}: bucket {number}", bucket))
+            yield Bring(names, Collective(f"bucket {number}", bucket))
 
     def bound_to(self, model: nn.Module) -> Binding:
         """This worker's step on the parameters and buffers of a model."""
@@ -108,7 +105,7 @@ class ShardedStep:
     def begun(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The first token, and a stand-in for each bucket."""
         trained = (parameters[name] for bucket in self.buckets for name in bucket.parameters)
-        found: tuple[Tensor, ...] = _trained([bucket.talk for bucket in self.buckets], *trained)
+        found: tuple[Tensor, ...] = _trained([bucket.collective for bucket in self.buckets], *trained)
         return found
 
     def changed_in(self, model: nn.Module) -> list[Tensor]:

@@ -19,7 +19,6 @@ from stowplan.plan.tiles.streams import Stream
 from stowplan.run.machine import device_of
 from stowplan.run.probe import Progress, costs_of_calls
 from stowplan.run.signature import Signature, call_signature
-from stowplan.run.tiles.operator import make_known
 from stowplan.run.tiles.sweep import Sweep
 
 _OPS = torch.ops.stowplan
@@ -61,7 +60,6 @@ class Sweeping:
         return _HOPE * sum(self._pricing.seconds[op.id] for segment in stream.segments for op in segment.ops)
 
     def _seconds_in_tiles(self, sweep: Sweep) -> float:
-        make_known(sweep)
         costs = costs_of_calls(signatures_of(sweep), device_of(self._graph), progress=self._progress)
         if None in costs.values():
             raise BadUse(f"not tiled: {sweep.name} could not be tried here")
@@ -101,7 +99,7 @@ def _refs(names: Iterable[str]) -> tuple[Ref, ...]:
 def _signature(sweep: Sweep, target: OpOverload, *args: Argument) -> Signature:
     graph = sweep.segment.graph
     tensors = {**graph.tensors, **{t.id: t for t in _statistics(sweep)}}
-    return call_signature(replace(graph, tensors=tensors), Call(target, (*args, sweep.name), {}, (), False))
+    return call_signature(replace(graph, tensors=tensors), Call(target, (*args, sweep), {}, (), False))
 
 
 def _statistics(sweep: Sweep) -> Iterator[Tensor]:

@@ -1,21 +1,18 @@
 """Sweeps as ops of PyTorch, so that a step with sweeps is captured, priced, planned and run like any other.
 
-A sweep is called by its name, which determines what it computes: the same name in another process, or in the
-cache of prices, means the same work.
+An op is given the key of its sweep, which the step that runs it holds: no step sees a sweep of another. In
+graphs its place is taken by the name.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stowplan.errors import BadUse
+from stowplan.capture.handles import handle_of
 from stowplan.ops.table import shape_of
 from stowplan.run.tiles.sweep import Sweep, empty_like_described
-
-_SWEEPS: dict[str, Sweep] = {}
 
 
 def call_sweep(sweep: Sweep, inputs: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -23,13 +20,12 @@ def call_sweep(sweep: Sweep, inputs: list[Tensor]) -> tuple[list[Tensor], dict[s
 
     The gradients of a loss are made with it.
     """
-    make_known(sweep)
     statistics = _gathered(sweep, dict(zip(sweep.segment.inputs, inputs, strict=True)))
     if sweep.segment.loss is None:
-        made = torch.ops.stowplan.sweep(inputs, statistics, sweep.over_inputs(), sweep.name)
+        made = torch.ops.stowplan.sweep(inputs, statistics, sweep.over_inputs(), sweep.key)
     else:
         wanted = [position for position, tensor in enumerate(inputs) if tensor.requires_grad]
-        made = torch.ops.stowplan.sweep_loss(inputs, statistics, wanted, sweep.name)
+        made = torch.ops.stowplan.sweep_loss(inputs, statistics, wanted, sweep.key)
     return made[: len(sweep.outputs)], dict(zip(sweep.statistics, statistics, strict=True))
 
 
@@ -38,41 +34,25 @@ def _gathered(sweep: Sweep, given: Mapping[str, Tensor]) -> list[Tensor]:
     if not sweep.statistics:
         return []
     with torch.no_grad():  # the sweep itself differentiates them
-        found: list[Tensor] = torch.ops.stowplan.gather([given[name] for name in sweep.looks_at], sweep.name)
+        found: list[Tensor] = torch.ops.stowplan.gather([given[name] for name in sweep.looks_at], sweep.key)
     return found
 
 
-def make_known(sweep: Sweep) -> None:
-    """Let a sweep be called by its name."""
-    _SWEEPS[sweep.name] = sweep
-
-
-@contextmanager
-def known_for_now(sweep: Sweep) -> Iterator[str]:
-    """Let a sweep be called by its name, which is returned, and then no more."""
-    _SWEEPS[sweep.name] = sweep
-    try:
-        yield sweep.name
-    finally:
-        del _SWEEPS[sweep.name]
-
-
-def sweep_named(name: str) -> Sweep:
-    """The sweep that was called by this name before."""
-    if name not in _SWEEPS:
-        raise BadUse(f"no segment {name!r} has been made in this process")
-    return _SWEEPS[name]
+def _sweep(key: str) -> Sweep:
+    found = handle_of(key)
+    assert isinstance(found, Sweep), f"{key} is no sweep"
+    return found
 
 
 @torch.library.custom_op("stowplan::gather", mutates_args=())
 def _gather(inputs: list[Tensor], name: str) -> list[Tensor]:
-    return sweep_named(name).gather(inputs)
+    return _sweep(name).gather(inputs)
 
 
 @torch.library.custom_op("stowplan::sweep", mutates_args=())
 def _forward(inputs: list[Tensor], statistics: list[Tensor], over: list[int], name: str) -> list[Tensor]:
     del over
-    return sweep_named(name).forward(inputs, statistics)
+    return _sweep(name).forward(inputs, statistics)
 
 
 @torch.library.custom_op("stowplan::sweep_backward", mutates_args=())
@@ -84,7 +64,7 @@ def _backward(
     over: list[int],
     name: str,
 ) -> list[Tensor]:
-    return sweep_named(name).backward(gradients, inputs, wanted, statistics, over)
+    return _sweep(name).backward(gradients, inputs, wanted, statistics, over)
 
 
 # Not custom ops, for these may not return what they were given.
@@ -104,7 +84,7 @@ def _forward_in_place(
     inputs: list[Tensor], statistics: list[Tensor], over: list[int], name: str
 ) -> list[Tensor]:
     """Written over the inputs that `over` tells, except where that is -1."""
-    return sweep_named(name).forward(inputs, statistics, over)
+    return _sweep(name).forward(inputs, statistics, over)
 
 
 @torch.library.impl("stowplan::sweep_backward_", "default")
@@ -117,24 +97,24 @@ def _backward_in_place(
     name: str,
 ) -> list[Tensor]:
     """Written over the gradients that `over` tells, except where that is -1."""
-    return sweep_named(name).backward(gradients, inputs, wanted, statistics, over, in_place=True)
+    return _sweep(name).backward(gradients, inputs, wanted, statistics, over, in_place=True)
 
 
 @torch.library.custom_op("stowplan::sweep_loss", mutates_args=())
 def _loss(inputs: list[Tensor], statistics: list[Tensor], wanted: list[int], name: str) -> list[Tensor]:
-    return sweep_named(name).loss(inputs, wanted, statistics)
+    return _sweep(name).loss(inputs, wanted, statistics)
 
 
 @_forward.register_fake
 def _like_outputs(inputs: list[Tensor], _: list[Tensor], __: list[int], name: str) -> list[Tensor]:
-    return [empty_like_described(tensor, inputs[0].device) for tensor in sweep_named(name).outputs]
+    return [empty_like_described(tensor, inputs[0].device) for tensor in _sweep(name).outputs]
 
 
 @_gather.register_fake
 def _like_statistics(inputs: list[Tensor], name: str) -> list[Tensor]:
     return [
         torch.empty(shape, dtype=gathering.dtype, device=inputs[0].device)
-        for gathering in sweep_named(name).gatherings.values()
+        for gathering in _sweep(name).gatherings.values()
         for shape in gathering.shapes
     ]
 
@@ -153,13 +133,14 @@ def _like_wanted(
 
 @_loss.register_fake
 def _like_loss(inputs: list[Tensor], _: list[Tensor], wanted: list[int], name: str) -> list[Tensor]:
-    loss = empty_like_described(sweep_named(name).outputs[0], inputs[0].device)
+    loss = empty_like_described(_sweep(name).outputs[0], inputs[0].device)
     return [loss, *(torch.empty_like(inputs[position]) for position in wanted)]
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[list[Tensor], list[Tensor], list[int], str], output: object) -> None:
     del output
-    tensors, statistics, _, ctx.name = inputs
+    tensors, statistics, _, name = inputs
+    ctx.sweep = _sweep(name)  # held until backward
     ctx.wanted = [position for position, tensor in enumerate(tensors) if tensor.requires_grad]
     ctx.save_for_backward(*tensors, *statistics)
 
@@ -167,7 +148,7 @@ def _keep_inputs(ctx: Any, inputs: tuple[list[Tensor], list[Tensor], list[int], 
 def _sweep_again(
     ctx: Any, incoming: list[Tensor | None]
 ) -> tuple[list[Tensor | None], list[None], None, None]:
-    sweep = sweep_named(ctx.name)
+    sweep = ctx.sweep
     given = [
         torch.zeros(
             shape_of(tensor), dtype=getattr(torch, str(tensor.dtype)), device=ctx.saved_tensors[0].device
@@ -179,7 +160,7 @@ def _sweep_again(
     count = len(sweep.segment.inputs)
     inputs, statistics = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
     over = sweep.over_gradients(ctx.wanted)
-    found = torch.ops.stowplan.sweep_backward(given, inputs, statistics, ctx.wanted, over, ctx.name)
+    found = torch.ops.stowplan.sweep_backward(given, inputs, statistics, ctx.wanted, over, ctx.sweep.key)
     return _placed(found, ctx.wanted, count), [None] * len(statistics), None, None
 
 

@@ -19,7 +19,6 @@ from stowplan.plan.tiles.segment import Segment
 from stowplan.run.machine import free_bytes
 from stowplan.run.probe_cache import Cost
 from stowplan.run.signature import Signature
-from stowplan.run.tiles.operator import known_for_now, sweep_named
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.trial import cost_of, tried
 
@@ -48,7 +47,8 @@ def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) ->
     rounds_run = SWEEPS.get(str(signature.call.target))
     if rounds_run is None:
         return cost_of(signature, device, repeats=repeats)
-    sweep = sweep_named(str(signature.call.args[-1]))
+    sweep = signature.call.args[-1]
+    assert isinstance(sweep, Sweep), "an op that runs a sweep has it as its last argument"
     if signature.operand_bytes > free_bytes(device):
         return None
     samples = [
@@ -130,6 +130,5 @@ def _tried(
     sweep: Sweep, tiles: Sequence[Sequence[int]], signature: Signature, device: torch.device
 ) -> Cost | None:
     call = signature.call
-    with known_for_now(sweep.only(tiles)) as name:
-        some = replace(signature, call=replace(call, args=(*call.args[:-1], name)))
-        return tried(some, device, repeats=1)
+    some = replace(signature, call=replace(call, args=(*call.args[:-1], sweep.only(tiles))))
+    return tried(some, device, repeats=1)

@@ -12,7 +12,6 @@ from stowplan.ir import Op, Phase, Role, Use
 from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.segment import Segment
 from stowplan.plan.tiles.streams import Stream
-from stowplan.run.tiles.operator import make_known
 from stowplan.run.tiles.sweep import Sweep
 
 _GATHER, _BACKWARD = "stowplan.gather.default", "stowplan.sweep_backward.default"
@@ -75,12 +74,10 @@ class _Rewriting:
     def add(self, op: Op, found: Streamed) -> None:
         """A backward sweep, behind what makes some of its inputs."""
         names = dict(self._names)
-        make_known(found.sweep)
         if found.before is not None:
-            make_known(found.before)
             names |= self._remake(op, found.before)
         gradients, _, _, *rest, _ = self._calls[op.id].args
-        args = (gradients, *_operands(found.sweep, names), *rest, found.sweep.name)
+        args = (gradients, *_operands(found.sweep, names), *rest, found.sweep)
         self._put(op, replace(self._calls[op.id], args=args))
 
     def _remake(self, reader: Op, sweep: Sweep) -> dict[str, str]:
@@ -89,7 +86,7 @@ class _Rewriting:
         made = {name: f"{self._names[name]}_for_{reader.id}" for name in outputs}
         for name, again in made.items():
             self._tensors[again] = replace(self._tensors[self._names[name]], id=again)
-        args: tuple[Argument, ...] = (*_operands(sweep, self._names), (-1,) * len(outputs), sweep.name)
+        args: tuple[Argument, ...] = (*_operands(sweep, self._names), (-1,) * len(outputs), sweep)
         call = Call(torch.ops.stowplan.sweep.default, args, {}, tuple(made.values()), single=False)
         op = replace(reader, id=f"again_for_{reader.id}", type=str(call.target), adjoint_of=None)
         self._put(replace(op, outputs=tuple(map(Use, made.values()))), call)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from stowplan.capture import Call
+from stowplan.capture import Call, Handle
 from stowplan.geometry import Rect
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
@@ -84,7 +84,7 @@ class LocalRound:
         return replace(self, tiles=tuple(self.tiles[number] for number in tiles))
 
 
-class Sweep:
+class Sweep(Handle):
     """A segment on a grid, with the calls that compute it. Inputs and outputs are in the segment's order.
 
     What others have gathered of ops that are known in the segment is `given`. `reads` and `known` are what is
@@ -110,7 +110,7 @@ class Sweep:
         *self._rounds, self._last = (_local_round(of_round, calls, known) for of_round in self.rounds)
         self._successors = successors(self.rounds[-1])
         self._loss: TiledLoss | None = None if segment.loss is None else tiled_loss(calls[segment.loss.id])
-        self.name = _name_of(segment, self.parts)
+        super().__init__(_name_of(segment, self.parts))
         self.reads, self.known = segment.inputs, (*self.statistics, *_known_in(segment, given))
         self.stream: Segment | None = None
         self.before: tuple[tuple[Tile | None, ...], ...] = ((),) * len(self.rounds)
@@ -120,7 +120,7 @@ class Sweep:
         some = copy(self)
         rounds = zip((*self._rounds, self._last), tiles, strict=True)
         *some._rounds, some._last = (of_round.only(numbers) for of_round, numbers in rounds)
-        some.name = f"{self.name}, of which {[list(numbers) for numbers in tiles]}"
+        some.identify(f"{self.name}, of which {[list(numbers) for numbers in tiles]}")
         return some
 
     def streaming(self, stream: Stream, calls: Mapping[str, Call], given: Mapping[str, Gathering]) -> "Sweep":
@@ -130,7 +130,7 @@ class Sweep:
         some = copy(self)
         some.reads = stream.read
         some.known = tuple(dict.fromkeys((*self.known, *_known_in(made, given))))
-        some.name = f"{self.name}, of {', '.join(stream.kept)} ({_digest(made)})"
+        some.identify(f"{self.name}, of {', '.join(stream.kept)} ({_digest(made)})")
         some.stream, some.before = made, tuple(tiles_before(of_round, made) for of_round in self.rounds)
         *some._rounds, some._last = (
             local.behind([_before(tile, made, calls, given) for tile in tiles])
@@ -316,7 +316,10 @@ def _known_in(segment: Segment, gatherings: Mapping[str, Gathering]) -> tuple[st
 
 
 def _name_of(segment: Segment, parts: tuple[int, ...]) -> str:
-    """What is computed and how, and a digest, so that no two sweeps that differ have one name."""
+    """What is computed and how, and a digest, so that no two sweeps that differ have one name.
+
+    It is the same in every process: plans on disk and the cache of prices know a sweep by it.
+    """
     grid = "x".join(map(str, parts))
     return f"{segment.ops[0].id} to {segment.ops[-1].id} in {grid} tiles ({_digest(segment)})"
 
@@ -324,8 +327,13 @@ def _name_of(segment: Segment, parts: tuple[int, ...]) -> str:
 def _digest(segment: Segment) -> str:
     tensors = segment.graph.tensors
     text = [
-        f"{op.type} {dict(op.attributes)} {[(use.tensor, tensors[use.tensor].shape) for use in op.inputs]}"
+        f"{op.type} {dict(op.attributes)} {[_look(tensors[use.tensor]) for use in (*op.inputs, *op.outputs)]}"
         for op in segment.ops
     ]
     text.append(f"makes {segment.outputs}, knows {sorted(segment.known)}")
-    return sha256("\n".join(text).encode()).hexdigest()[:6]
+    return sha256("\n".join(text).encode()).hexdigest()[:12]
+
+
+def _look(tensor: Described) -> str:
+    """All that a sweep is built for: one for another dtype, layout or device computes something else."""
+    return f"{tensor.id} {tensor.dtype}{tensor.shape} by {tensor.layout or 'rows'} on {tensor.device}"

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from stowplan.capture import Argument, Call, Captured, Ref, capture
+from stowplan.capture import Argument, Call, Captured, Handle, Ref, capture
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ops.regions import regions_of
@@ -33,6 +33,11 @@ Otherwise: TypeAlias = Callable[[Call, Mapping[str, Tensor]], Mapping[str, Tenso
 """Does what a call stands for: from all values so far, by name, those that it makes or changes."""
 
 _PURE_BATCH_NORM = aten._native_batch_norm_legit_functional.default
+_WITHOUT_DERIVATIVE = {  # PyTorch differentiates the form that writes in place alone
+    aten.copy.default: aten.copy_.default,
+    aten.bernoulli.p: aten.bernoulli_.float,
+    aten.normal_functional.default: aten.normal_.default,
+}
 
 
 def capture_swept(
@@ -173,14 +178,18 @@ def _in_order(graph: Graph, sweeps: Sequence[Sweep], skips: Sequence[Skip]) -> I
 
 def _called(graph: Graph, op: Op, call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     given = _without_shape_givers(graph, op, values)
-    args = [_filled(value, given) for value in call.args]
+    args: list[Any] = [_filled(value, given) for value in call.args]
     kwargs = {name: _filled(value, given) for name, value in call.kwargs.items()}
     written = _copied(call, args, kwargs)
     if call.target is _PURE_BATCH_NORM:  # its own form updates the buffers where they are, as eager does
         return _named(call, (*aten.native_batch_norm.default(*args), args[3], args[4]))
-    made = call.target(*args, **kwargs)
+    target = call.target
+    if target in _WITHOUT_DERIVATIVE:
+        args[0], target = args[0].clone(), _WITHOUT_DERIVATIVE[target]
+    made = target(*args, **kwargs)
     results = [made] if call.single else [*made] if isinstance(made, (tuple, list)) else []
-    return _named(call, (*results, *written))
+    # An op that overwrites arguments may return them as well: they come once, among those written.
+    return _named(call, (*results[: len(call.outputs) - len(written)], *written))
 
 
 def _named(call: Call, results: Sequence[object]) -> dict[str, Tensor]:
@@ -220,6 +229,8 @@ def _copied(call: Call, args: list[object], kwargs: dict[str, object]) -> list[T
 def _filled(value: Argument, values: Mapping[str, Tensor]) -> object:
     if isinstance(value, Ref):
         return values[value.tensor]
+    if isinstance(value, Handle):
+        return value.key
     if isinstance(value, tuple):
         return [_filled(item, values) for item in value]
     return value
