@@ -1,5 +1,7 @@
 """One error tree. Every message says what is wrong, where, how large, and what to try."""
 
+_MOST_TOLD = 5  # stretches of a step that a refusal tells of
+
 
 class StowplanError(Exception):
     """Anything stowplan refuses. `exit_code` is what the command line returns for it."""
@@ -9,6 +11,17 @@ class StowplanError(Exception):
 
 class BadUse(StowplanError):
     """The call itself cannot be answered: an option, a unit, a combination."""
+
+
+class NotTileable(StowplanError):
+    """A stretch of a step cannot be computed in tiles; `reason` says why. The step can, or other stretches.
+
+    Raised where a candidate is made, caught where candidates are gathered: anything else is a fault.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"not tiled: {reason}")
 
 
 class TooManyWorkers(BadUse):
@@ -50,15 +63,35 @@ class IllegalPlan(StowplanError):
 
 
 class BudgetTooSmall(StowplanError):
-    """No plan was found within the budget; tells the smallest that was, and what binds there."""
+    """No plan was found within the budget; tells the smallest that was, and what binds there.
+
+    Where tiles were tried, `untiled` has a line for each stretch of the step that they did not help with.
+    """
 
     exit_code = 1
 
     def __init__(
-        self, what: str, *, allowed_bytes: int, minimum_bytes: int, binding: tuple[str, ...]
+        self,
+        what: str,
+        *,
+        allowed_bytes: int,
+        minimum_bytes: int,
+        binding: tuple[str, ...],
+        untiled: tuple[str, ...] = (),
     ) -> None:
         self.allowed_bytes, self.minimum_bytes, self.binding = allowed_bytes, minimum_bytes, binding
-        super().__init__(what)
+        self.what, self.untiled = what, untiled
+        super().__init__(what + _tiles_tried(untiled))
+
+    def with_untiled(self, untiled: tuple[str, ...]) -> "BudgetTooSmall":
+        """The same refusal, with why tiles did not help."""
+        return BudgetTooSmall(
+            self.what,
+            allowed_bytes=self.allowed_bytes,
+            minimum_bytes=self.minimum_bytes,
+            binding=self.binding,
+            untiled=untiled,
+        )
 
     def beside(self, nbytes: int, what: str) -> "BudgetTooSmall":
         """The refusal of a budget that has to leave so many bytes for something else."""
@@ -66,11 +99,21 @@ class BudgetTooSmall(StowplanError):
             return self
         minimum = self.minimum_bytes + nbytes
         return BudgetTooSmall(
-            f"{self}; with {nbytes:,} bytes beside it for {what}, {minimum:,} bytes in all",
+            f"{self.what}; with {nbytes:,} bytes beside it for {what}, {minimum:,} bytes in all",
             allowed_bytes=self.allowed_bytes + nbytes,
             minimum_bytes=minimum,
             binding=self.binding,
+            untiled=self.untiled,
         )
+
+
+def _tiles_tried(untiled: tuple[str, ...]) -> str:
+    """A few lines on what became of tiles."""
+    if not untiled:
+        return ""
+    rest = len(untiled) - _MOST_TOLD
+    lines = (*untiled[:_MOST_TOLD], *((f"and {rest} more",) if rest > 0 else ()))
+    return "\nTiles were tried:" + "".join(f"\n  {line}" for line in lines)
 
 
 class TierFailed(StowplanError):

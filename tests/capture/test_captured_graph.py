@@ -1,18 +1,24 @@
 """A captured graph says what the step does: its ops, names, phases, aliases and buffers."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.nets import NETS
 from torch import Tensor, nn
+from torch._ops import OpOverloadPacket
 
 from little_models import Normed, Rewriting, Tied, images
 from stowplan.capture import Captured, capture
+from stowplan.capture.schema import overloads_of
 from stowplan.ir import Graph, Kind, Op, Phase, Role, validate
+from stowplan.ops.aten import RANDOM
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
 
 pytestmark = pytest.mark.torch
+IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 def op_of_type(graph: Graph, op_type: str) -> Op:
@@ -160,6 +166,20 @@ def test_every_op_that_pytorch_calls_random_has_an_effect() -> None:
         model = _Noisy(name)
         graph = capture(model, ()).graph
         assert any(effect_of(site_of(graph, op)) & Effect.RANDOM for op in graph.ops), name
+
+
+def test_every_op_that_pytorch_tags_as_random_is_known_as_such() -> None:
+    """Not those with an `out` or made of others, which are never captured, nor RNNs and attention."""
+    names = {name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    packets = (getattr(torch.ops.aten, name, None) for name in sorted(names))
+    ops = [op for packet in packets if isinstance(packet, OpOverloadPacket) for op in overloads_of(packet)]
+    seeded = (op for op in ops if torch.Tag.nondeterministic_seeded in op.tags)
+    captured = (op for op in seeded if torch.Tag.out not in op.tags)
+    drawn = {str(op) for op in captured if not op.has_kernel_for_dispatch_key(IMPLICIT)}
+    argued = {
+        name for name in drawn if re.search(r"attention|rnn|lstm|_cudnn|_mem_eff_|_sdp_|_nested_", name)
+    }
+    assert drawn - argued - set(RANDOM) == set()
 
 
 class _Noisy(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Argument, Captured, Ref, capture
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.ir import Kind, Phase, validate
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
@@ -42,7 +42,7 @@ def sweeps_of(captured: Captured, stretches: Iterable[tuple[str, ...]], most: in
             shape = shape_of(captured.graph.tensors[cut_tensors(segment)[0]])
             parts = (1, 1, *(min(most, size) for size in shape[2:]))
             found.append(Sweep(segment, captured.program.calls, parts))
-        except BadUse:
+        except NotTileable:
             continue
     return found
 

@@ -11,7 +11,7 @@ from sweeping import gradients_of, in_order, relative_error, sweeps_of
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.ir import Phase
 from stowplan.plan.decision import Again
 from stowplan.plan.pricing import price_by_macs
@@ -89,7 +89,7 @@ def test_a_graph_with_norms_collapsed_updates_every_buffer_once() -> None:
     buffers = Counter(name for op in graph.ops if op.phase is Phase.UPDATE for name in op.writes())
     for stretch in stretches_between_norms(graph)[1:8]:
         segment = segment_of(graph, stretch)
-        with suppress(BadUse):  # the ends of blocks, whose sums of gradients the step writes out
+        with suppress(NotTileable):  # the ends of blocks, whose sums of gradients the step writes out
             collapsed = collapse(segment, costs_of_sweep(segment, rounds_of(segment, (1, 1, 2, 1))), pricing)
             graph, pricing = collapsed.graph, collapsed.pricing
     assert Counter(name for op in graph.ops if op.phase is Phase.UPDATE for name in op.writes()) == buffers

@@ -8,7 +8,7 @@ from benchmarks.nets import NETS
 from sweeping import error_in_tiles, stretch
 
 from stowplan.capture import Captured, capture
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.ir import DType, Phase
 from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.rects import cut_tensors
@@ -56,7 +56,7 @@ def test_random_segments_are_exact_or_refused(name: str) -> None:
         if segment.loss is not None:
             try:
                 tiled_loss(captured.program.calls[segment.loss.id])
-            except BadUse:
+            except NotTileable:
                 continue
         assert error_in_tiles(captured, segment, parts) < 1e-12, (
             segment.ops[0].id,

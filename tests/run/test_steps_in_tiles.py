@@ -7,7 +7,7 @@ from sweeping import gradients_of, relative_error, step_in_tiles
 from torch import Tensor, nn
 
 from stowplan.capture import capture
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.run.measure import measure
 from stowplan.run.tiles.swept import check_differentiable
 
@@ -99,5 +99,5 @@ class Rounded(nn.Module):
 
 def test_a_step_with_a_gradient_of_its_own_is_refused() -> None:
     model, args = Rounded(), (torch.randn(2, 3),)
-    with pytest.raises(BadUse, match="differentiates in its own way"):
+    with pytest.raises(NotTileable, match="differentiates in its own way"):
         check_differentiable(capture(model, args), model, args)

@@ -12,6 +12,7 @@ from stowplan.capture import capture
 from stowplan.ir import validate
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.streaming import streamed_tilings
+from stowplan.plan.tiles.untiled import Untiled
 from stowplan.plan.tiles.ways import PlainStep
 from stowplan.run.measure import measure
 from stowplan.run.plan_cache import saved_step
@@ -43,7 +44,7 @@ def streamed_ways(subject: Subject) -> list[SweptWay]:
     ordered, step = replace(subject, captured=early), PlainStep(1.0, 2**30)
     return [
         SweptWay(ordered, tiling, streams, sweeping, step, SEARCH)
-        for tiling, streams in streamed_tilings(early.graph)
+        for tiling, streams in streamed_tilings(early.graph, Untiled())
         if streams
     ]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from little_models import images
 from stowplan.capture import Captured, capture
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.geometry import Rect
 from stowplan.plan.tiles.rounds import refusal
 from stowplan.plan.tiles.segment import Segment
@@ -202,7 +202,7 @@ def test_a_mean_of_means_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_must_be_whole_is_not_cut() -> None:
     gpt = captured_net("gpt")
     assert "no rect of what it reshapes" in refusal(stretch(gpt, "view_6", "view_9"), (1, 4, 1))
-    with pytest.raises(BadUse, match="not tiled"):
+    with pytest.raises(NotTileable, match="not tiled"):
         Sweep(stretch(gpt, "view_6", "view_9"), gpt.program.calls, (1, 4, 1))
 
 

@@ -7,6 +7,7 @@ import torch
 from stowplan.capture.attributes import inputs_of
 from stowplan.capture.program import Ref
 from stowplan.capture.pure import Pure, PureCall
+from stowplan.ops.aten import RANDOM
 
 
 def pruned(pure: Pure) -> Pure:
@@ -22,5 +23,6 @@ def pruned(pure: Pure) -> Pure:
 
 
 def is_random(call: PureCall) -> bool:
-    """Whether the call may draw random numbers, by what PyTorch says of its op."""
-    return torch.Tag.nondeterministic_seeded in call.call.target.tags
+    """Whether the call may draw random numbers, by what PyTorch says of its op, which forgets a few."""
+    target = call.call.target
+    return torch.Tag.nondeterministic_seeded in target.tags or str(target) in RANDOM

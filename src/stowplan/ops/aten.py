@@ -102,7 +102,18 @@ RANDOM = _aten(
         "exponential",
     ),
     *("poisson", "rrelu_with_noise_functional", "random", "random.from", "random.to", "geometric", "cauchy"),
-    *("log_normal", "binomial", "_standard_gamma", "_sample_dirichlet"),
+    *("log_normal", "binomial", "_standard_gamma", "_sample_dirichlet", "_fused_dropout"),
+    # Forms that write in place stand in graphs where the pure form would change the layout.
+    *("bernoulli_.float", "bernoulli_.Tensor", "uniform_", "normal_", "exponential_", "geometric_"),
+    *("cauchy_", "log_normal_", "random_", "random_.from", "random_.to"),
+    *("rrelu_with_noise", "rrelu_with_noise_", "normal.float_float", "randint_like.Tensor"),
+    *(
+        f"{name}.{kind}generator"
+        for name, kinds in (("rand", ("",)), ("randn", ("",)), ("randperm", ("",)), ("randint", ("", "low_")))
+        for kind in kinds
+    ),
+    *("rand_like.generator", "randn_like.generator", "randint_like.generator"),
+    *("randint_like.Tensor_generator", "randint_like.low_generator_dtype"),
 )
 """A second run draws other numbers."""
 

@@ -12,7 +12,7 @@ import torch
 
 from stowplan.analyse.workspaces import estimated_workspaces
 from stowplan.capture import Call, Captured
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Interval, Op, Phase, Profile
 from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.run.machine import USER_CACHE, device_of, measure_machine, platform_of
@@ -129,7 +129,7 @@ def _refuse_untried_sweeps(graph: Graph, estimated: frozenset[str]) -> None:
     """No table tells the memory of a sweep: one that there was no room or time to try cannot be planned."""
     for op in graph.ops:
         if op.id in estimated and op.type in SWEEPS:
-            raise BadUse(f"not tiled: {op.id} could not be tried here")
+            raise NotTileable(f"{op.id} could not be tried here")
 
 
 def _result_bytes(graph: Graph, call: Call) -> int:

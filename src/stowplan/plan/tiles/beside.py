@@ -3,7 +3,7 @@
 from itertools import product
 from math import prod
 
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.ir import Document, Graph, TileSchedule, TileStep
 from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.candidates import Tiled
@@ -56,6 +56,6 @@ def _tried(segment: Segment, schedule: TileSchedule) -> list[Tiled]:
         try:
             parts = (*leading, *grid)
             found.append(Tiled(segment, parts, costs_of_sweep(segment, rounds_of(segment, parts))))
-        except BadUse:
+        except NotTileable:
             continue
     return found

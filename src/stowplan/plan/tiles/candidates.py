@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.barriers import runs_between_barriers
@@ -18,6 +18,7 @@ from stowplan.plan.tiles.costs import SweepCosts, costs_of_sweep
 from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import Segment, segment_of
+from stowplan.plan.tiles.untiled import WHOLE_STEP, Untiled, stretch_of
 
 _SMALL = (4, 16)  # a tile that takes this much less than its stage is small enough
 _EVEN = ((1.0, 8 << 20), (0.4, 4 << 20))  # of the largest tile that is small enough, where all are about as
@@ -43,10 +44,10 @@ class Tiled:
 Tiling = tuple[Tiled, ...]
 
 
-def stage_tilings(graph: Graph) -> Iterator[Tiling]:
+def stage_tilings(graph: Graph, untiled: Untiled) -> Iterator[Tiling]:
     """Ways to tile some stages, from the one that holds most to all that can be, coarsely and finely."""
     for stretches in _kinds_of_stretches(graph):
-        stages = [list(_until_small(grids_tried(graph, stretch))) for stretch in stretches]
+        stages = [list(_until_small(grids_tried(graph, stretch, untiled))) for stretch in stretches]
         for small in _SMALL:
             tiled = [found for tried in stages if (found := _first_small(tried, small))]
             sizes = sorted({_size(stage) for stage in tiled}, reverse=True)
@@ -54,9 +55,9 @@ def stage_tilings(graph: Graph) -> Iterator[Tiling]:
                 yield tuple(stage for stage in tiled if _size(stage) >= size)
 
 
-def evenly_tiled(graph: Graph, stretches: Iterable[tuple[str, ...]]) -> Iterator[Tiling]:
+def evenly_tiled(graph: Graph, stretches: Iterable[tuple[str, ...]], untiled: Untiled) -> Iterator[Tiling]:
     """The stretches that can be cut, in tiles as large as those of the largest have to be, and in smaller."""
-    tried = [list(_until_small(grids_tried(graph, stretch))) for stretch in stretches]
+    tried = [list(_until_small(grids_tried(graph, stretch, untiled))) for stretch in stretches]
     fine = [found for grids in tried if (found := _first_small(grids, max(_SMALL)))]
     largest = max((tiled.costs.backward_peak_bytes for tiled in fine), default=0)
     for times, part in _EVEN:
@@ -136,19 +137,25 @@ def _size(tiled: Tiled) -> int:
     return sum(tensor.nbytes or 0 for tensor in inside if tensor.alias_of is None) >> 20
 
 
-def grids_tried(graph: Graph, stage: tuple[str, ...]) -> Iterator[Tiled]:
-    """One tile, then finer and finer grids, until tiles do too much twice or no longer get smaller."""
-    coarser: Tiled | None = None
+def grids_tried(graph: Graph, stage: tuple[str, ...], untiled: Untiled) -> Iterator[Tiled]:
+    """One tile, then finer and finer grids, until tiles do too much twice or no longer get smaller.
+
+    Why there is none but the first is written down.
+    """
+    found = list[Tiled]()
     try:
         segment = segment_of(graph, stage)
         for parts in _grids(segment):
             tiled = Tiled(segment, parts, costs_of_sweep(segment, rounds_of(segment, parts)))
-            if coarser and _is_worse(tiled, coarser):
-                return
-            coarser = coarser or tiled
+            if found and _is_worse(tiled, found[0]):
+                raise NotTileable("its tiles would overlap so much that they do most of the work twice")
+            found.append(tiled)
             yield tiled
-    except BadUse:
-        return
+        if len(found) == 1:
+            raise NotTileable("nothing that it makes is large enough to be cut")
+    except NotTileable as refusal:
+        if len(found) < 2:
+            untiled.add(stretch_of(graph, stage), refusal)
 
 
 def _until_small(tried: Iterator[Tiled]) -> Iterator[Tiled]:
@@ -185,7 +192,7 @@ def _grids(segment: Segment) -> Iterator[tuple[int, ...]]:
     """One tile, then one per sample, then finer along the largest other dim."""
     cut = cut_tensors(segment)
     if not cut:
-        raise BadUse("not tiled: nothing comes out")
+        raise NotTileable("nothing comes out")
     shape = shape_of(segment.graph.tensors[cut[0]])
     parts = [1] * len(shape)
     yield tuple(parts)
@@ -210,7 +217,7 @@ def _next_dim(shape: tuple[int, ...], parts: Sequence[int]) -> int | None:
     return max(rest, key=lambda dim: shape[dim] / parts[dim], default=None)
 
 
-def whole_tilings(graph: Graph) -> Iterator[Tiled]:
+def whole_tilings(graph: Graph, untiled: Untiled) -> Iterator[Tiled]:
     """The forward half in one sweep, on finer and finer grids."""
     try:
         segment = segment_of(graph, [op.id for op in graph.ops if op.phase is Phase.FORWARD])
@@ -222,5 +229,5 @@ def whole_tilings(graph: Graph) -> Iterator[Tiled]:
                 return
             if prod(parts) > 1:
                 yield tiled
-    except BadUse:
-        return
+    except NotTileable as refusal:
+        untiled.add(WHOLE_STEP, refusal)

@@ -8,7 +8,7 @@ backward only scales them.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use, validate
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import site_of
@@ -62,7 +62,7 @@ def _refuse_readers_of_what_is_gone(graph: Graph, ops: list[Op]) -> None:
     before, after = ({name for op in side for name in op.writes()} for side in (graph.ops, ops))
     for op in ops:
         if missing := sorted((before - after).intersection(op.reads())):
-            raise BadUse(f"not tiled: {op.id} reads {missing[0]}, which would be inside")
+            raise NotTileable(f"{op.id} reads {missing[0]}, which would be inside")
 
 
 def name_of_sweep(segment: Segment) -> str:
@@ -73,7 +73,7 @@ def name_of_sweep(segment: Segment) -> str:
 def _gradients_made(segment: Segment, adjoints: list[Op]) -> list[Tensor]:
     tensors = segment.graph.tensors
     if not adjoints:
-        raise BadUse("not tiled: nothing differentiates the segment")
+        raise NotTileable("nothing differentiates the segment")
     made = dict.fromkeys(name for op in adjoints for name in op.writes())
     return [tensors[name] for name in made if tensors[name].gradient_of in segment.inputs]
 

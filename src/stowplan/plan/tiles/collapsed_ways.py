@@ -1,10 +1,9 @@
 """Ways to tile a graph that cannot be run: segments collapsed into sweeps, priced by the region algebra."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.ir import Graph
 from stowplan.plan.decision import Decision
 from stowplan.plan.pricing import Pricing
@@ -13,25 +12,46 @@ from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep
 from stowplan.plan.tiles.mapping import tile_map_of
 from stowplan.plan.tiles.maps import TileMap, tiled_inside
 from stowplan.plan.tiles.segment import segment_of
+from stowplan.plan.tiles.untiled import WHOLE_STEP, Untiled, stretch_named
 from stowplan.plan.tiles.ways import GraphWay, PlainStep, Sweeps, Way, search_moves
 
 
 def stage_ways(
-    graph: Graph, pricing: Pricing, step: PlainStep, *, allow: Iterable[str], moves: int | None
+    graph: Graph,
+    pricing: Pricing,
+    step: PlainStep,
+    untiled: Untiled,
+    *,
+    allow: Iterable[str],
+    moves: int | None,
 ) -> Iterator[Way]:
     """Some stages of the forward half in tiles, from the one that holds most to all."""
-    for tiling in stage_tilings(graph):
-        with suppress(BadUse):  # something outside reads what would be inside
+    for tiling in stage_tilings(graph, untiled):
+        try:
             yield _way(graph, pricing, step, tiling, allow=allow, moves=moves)
+        except NotTileable as refusal:  # something outside reads what would be inside
+            untiled.add(_stretches(tiling)[0], refusal)
 
 
 def whole_ways(
-    graph: Graph, pricing: Pricing, step: PlainStep, *, allow: Iterable[str], moves: int | None
+    graph: Graph,
+    pricing: Pricing,
+    step: PlainStep,
+    untiled: Untiled,
+    *,
+    allow: Iterable[str],
+    moves: int | None,
 ) -> Iterator[Way]:
     """All of the forward half in one sweep up to its loss, on some grids."""
-    for tiled in whole_tilings(graph):
-        with suppress(BadUse):
+    for tiled in whole_tilings(graph, untiled):
+        try:
             yield _way(graph, pricing, step, (tiled,), allow=allow, moves=moves)
+        except NotTileable as refusal:
+            untiled.add(WHOLE_STEP, refusal)
+
+
+def _stretches(tiling: Tiling) -> tuple[str, ...]:
+    return tuple(stretch_named(tiled.segment.ops) for tiled in tiling)
 
 
 def _way(
@@ -57,6 +77,6 @@ def _way(
         macs[sweep] = tiled.costs.forward_macs
         draw = partial(tile_map_of, segment, tiled.parts, tiled.costs)
         drawn.append(partial(draw, sweep=sweep, extra_macs=collapsed.extra_macs))
-    sweeps = Sweeps(decisions, extra, macs, lambda: tuple(draw() for draw in drawn))
+    sweeps = Sweeps(decisions, extra, macs, lambda: tuple(draw() for draw in drawn), _stretches(tiling))
     moves = search_moves(collapsed.graph) if moves is None else moves
     return GraphWay(collapsed.graph, collapsed.pricing, step, allow=allow, sweeps=sweeps, moves=moves)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.ir import Op
 from stowplan.ops.regions import Partial
 from stowplan.ops.statistics import GROUP_NORM
@@ -13,14 +13,14 @@ from stowplan.plan.tiles.segment import Segment, reduction_of
 
 
 def fitting_tiles(segment: Segment, parts: Sequence[int]) -> tuple[Tile, ...]:
-    """All tiles of the grid; BadUse says why, if one cannot be computed on its own."""
+    """All tiles of the grid; NotTileable says why, if one cannot be computed on its own."""
     if refusal := _of_the_whole(segment, parts):
-        raise BadUse(refusal)
+        raise NotTileable(refusal)
     tiles = tuple(tiles_of(segment, parts))
     rules = _rules(segment)
     for tile in tiles:
         if refusal := _of_a_tile(segment, tile, rules):
-            raise BadUse(f"not tiled: {refusal}")
+            raise NotTileable(refusal)
     return tiles
 
 
@@ -37,20 +37,20 @@ def _rules(segment: Segment) -> dict[str, Refusal]:
 def _of_the_whole(segment: Segment, parts: Sequence[int]) -> str:
     graph = segment.graph
     if not segment.outputs:
-        return "not tiled: nothing outside reads what the segment makes"
+        return "nothing outside reads what the segment makes"
     shapes = {name: shape_of(graph.tensors[name]) for name in cut_tensors(segment)}
     for name, shape in shapes.items():
         if len(shape) != len(parts):
             cut = "x".join(map(str, parts))
-            return f"not tiled: {name} of shape {shape} and the other outputs cannot be cut alike, as {cut}"
+            return f"{name} of shape {shape} and the other outputs cannot be cut alike, as {cut}"
     if segment.loss is None:
         return ""
     reduction = reduction_of(graph, segment.loss)
     reduced = reduction.dims[0] if reduction else ()
     if reduction is None or reduction.partial not in (Partial.SUM, Partial.MEAN):
-        return f"not tiled: {segment.loss.id} is neither a sum nor a mean over its tiles"
+        return f"{segment.loss.id} is neither a sum nor a mean over its tiles"
     if any(n > 1 and dim not in reduced for dim, n in enumerate(parts)):
-        return f"not tiled: {segment.loss.id} runs over dims {reduced} alone"
+        return f"{segment.loss.id} runs over dims {reduced} alone"
     return ""
 
 

@@ -20,6 +20,7 @@ from stowplan.plan.tiles.barriers import is_barrier
 from stowplan.plan.tiles.candidates import Tiled, Tiling, grids_tried, stages_of
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.needs import Needs
+from stowplan.plan.tiles.untiled import Untiled
 
 _JOINED = 3  # stages between valleys in one segment at most
 _FINEST = 64  # tiles
@@ -55,7 +56,7 @@ class Division:
         return tuple(piece.tiled for piece in self.pieces if piece.tiled)
 
 
-def divided_tilings(graph: Graph) -> Iterator[Tiling]:
+def divided_tilings(graph: Graph, untiled: Untiled) -> Iterator[Tiling]:
     """Tilings by falling need of memory, with stages joined where that gains; none where none can be."""
     stages = stages_of(graph)
     if not any(_can_join(graph, (*one, *other)) for one, other in pairwise(stages)):
@@ -64,7 +65,7 @@ def divided_tilings(graph: Graph) -> Iterator[Tiling]:
     if sum(barriers.isdisjoint(stage) for stage in stages) > _MANY:
         return
     need = Needs(graph)
-    divisions = list(_divisions(_pieces(graph, need, stages), need.standing_bytes))
+    divisions = list(_divisions(_pieces(graph, need, stages, untiled), need.standing_bytes))
     step_macs = sum(macs_of(site_of(graph, op)) for op in graph.ops)
     yield from (each.tiling for each in _told(divisions, _DEARER * step_macs) if each.tiling)
 
@@ -104,7 +105,9 @@ def _cheapest(pieces: Sequence[Sequence[Piece]], limit: float) -> Division | Non
     return best[-1]
 
 
-def _pieces(graph: Graph, need: Needs, stages: Sequence[tuple[str, ...]]) -> list[list[Piece]]:
+def _pieces(
+    graph: Graph, need: Needs, stages: Sequence[tuple[str, ...]], untiled: Untiled
+) -> list[list[Piece]]:
     """All pieces, by their last stage."""
     valley = {op: number for number, ops in enumerate(stages_of(graph, fall=0)) for op in ops}
     found = list[list[Piece]]()
@@ -115,7 +118,8 @@ def _pieces(graph: Graph, need: Needs, stages: Sequence[tuple[str, ...]]) -> lis
             if valley[joined[-1]] - valley[joined[0]] >= _JOINED:
                 break
             if first == last or _can_join(graph, joined):
-                found[-1] += _tiled(need, graph, joined, last - first + 1)
+                grids = _of_small_parts(graph, joined, untiled)
+                found[-1] += _tiled(need, joined, grids, last - first + 1)
     return found
 
 
@@ -134,16 +138,16 @@ def _untiled(need: Needs, stage: Sequence[str]) -> Piece:
     return Piece(1, None, max(need.beside([op]) + need.kernels([op]) for op in stage), 0)
 
 
-def _tiled(need: Needs, graph: Graph, ops: tuple[str, ...], stages: int) -> Iterator[Piece]:
+def _tiled(need: Needs, ops: tuple[str, ...], grids: Sequence[Tiled], stages: int) -> Iterator[Piece]:
     beside = need.beside(ops)
-    for tiled in _of_small_parts(graph, ops):
+    for tiled in grids:
         inside = tiled.costs.backward_peak_bytes + need.kernels(ops, tiled.costs.tiles)
         peak = beside + inside
         yield Piece(stages, tiled, peak, extra_macs_of(tiled.segment, tiled.costs))
 
 
-def _of_small_parts(graph: Graph, ops: tuple[str, ...]) -> list[Tiled]:
+def _of_small_parts(graph: Graph, ops: tuple[str, ...], untiled: Untiled) -> list[Tiled]:
     """The grids that are worth a look, without those of slow large parts if there are any finer."""
-    tried = takewhile(lambda tiled: prod(tiled.parts) <= _FINEST, grids_tried(graph, ops))
+    tried = takewhile(lambda tiled: prod(tiled.parts) <= _FINEST, grids_tried(graph, ops, untiled))
     cut = [tiled for tiled in tried if prod(tiled.parts) > 1]
     return [tiled for tiled in cut if tiled.costs.part_bytes <= _PART] or cut[-1:]

@@ -9,6 +9,7 @@ from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.collapsed_ways import stage_ways, whole_ways
 from stowplan.plan.tiles.master import MasterPlanner, Prefer
 from stowplan.plan.tiles.sample_way import sample_ways
+from stowplan.plan.tiles.untiled import Untiled
 from stowplan.plan.tiles.ways import GraphWay, PlainStep, Way
 
 
@@ -25,11 +26,11 @@ def planner_of(
     step = PlainStep(sum(pricing.seconds[op.id] for op in graph.ops), plain_peak_of(graph, pricing))
     plain: Way = GraphWay(graph, pricing, step, allow=allowed, moves=moves)
 
-    def find_ways() -> Iterator[Way]:
+    def find_ways(untiled: Untiled) -> Iterator[Way]:
         if "tile" in allowed:
             early = in_tiling_order(graph)
-            yield from whole_ways(early, pricing, step, allow=allowed, moves=moves)
-            by_sample = tuple(sample_ways(early, pricing, step, allow=allowed, moves=moves))
-            yield from by_sample or stage_ways(early, pricing, step, allow=allowed, moves=moves)
+            yield from whole_ways(early, pricing, step, untiled, allow=allowed, moves=moves)
+            by_sample = tuple(sample_ways(early, pricing, step, untiled, allow=allowed, moves=moves))
+            yield from by_sample or stage_ways(early, pricing, step, untiled, allow=allowed, moves=moves)
 
     return MasterPlanner(plain, step, find_ways, prefer)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Op
 from stowplan.ops.regions import Relation
@@ -62,7 +62,9 @@ def tiles_of(segment: Segment, parts: Sequence[int]) -> Iterator[Tile]:
     for name in cut:
         shape = shape_of(graph.tensors[name])
         if len(shape) != len(parts) or any(n > size for n, size in zip(parts, shape, strict=True)):
-            raise BadUse(f"{name!r} of shape {shape} cannot be cut into {'x'.join(map(str, parts))} parts")
+            raise NotTileable(
+                f"{name!r} of shape {shape} cannot be cut into {'x'.join(map(str, parts))} parts"
+            )
     regions = regions_by_op(segment)
     grids = aligned_grids(segment, cut, parts, lambda owned: tile_of(segment, owned, regions).held)
     for cells in zip(*grids, strict=True):

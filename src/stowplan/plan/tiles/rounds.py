@@ -9,7 +9,7 @@ a statistic of a segment's own input costs no more than reading it, and one deep
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.ir import Op
 from stowplan.ops.regions import Partial
 from stowplan.ops.table import shape_of
@@ -34,7 +34,7 @@ class Round:
 
 
 def rounds_of(segment: Segment, parts: Sequence[int]) -> tuple[Round, ...]:
-    """The sweeps that compute a segment on a grid; BadUse says why, if there are none."""
+    """The sweeps that compute a segment on a grid; NotTileable says why, if there are none."""
     gathered = _gathered(segment, parts)
     products = _products(segment, gathered, parts)
     rounds, known = list[Round](), list[Op]()
@@ -54,8 +54,8 @@ def refusal(segment: Segment, parts: Sequence[int]) -> str:
     """Why the segment cannot be computed on this grid; "" if it can."""
     try:
         rounds_of(segment, parts)
-    except BadUse as reason:
-        return str(reason)
+    except NotTileable as reason:
+        return reason.reason
     return ""
 
 
@@ -65,7 +65,7 @@ def _round(
     tiles = fitting_tiles(segment, parts)
     for op in statistics:
         if any(cuts_channels(segment, op, tile) for tile in tiles):
-            raise BadUse(f"not tiled: {channels_are_cut(op)}")
+            raise NotTileable(channels_are_cut(op))
     return Round(segment, tiles, statistics, products)
 
 

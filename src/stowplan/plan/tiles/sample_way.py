@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 
-from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.errors import BudgetTooSmall, NotTileable
 from stowplan.ir import Graph, Phase
 from stowplan.ops.table import shape_of
 from stowplan.plan.decision import Recompute, Tile
@@ -26,6 +26,7 @@ from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.samples import sample_step
 from stowplan.plan.tiles.segment import Segment, segment_of
+from stowplan.plan.tiles.untiled import WHOLE_STEP, Untiled
 from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way, problem_in_order, search_moves
 from stowplan.units import format_bytes
 
@@ -33,7 +34,13 @@ _MUCH = 2**50  # bytes: so much that it decides where the peak is
 
 
 def sample_ways(
-    graph: Graph, pricing: Pricing, step: PlainStep, *, allow: Iterable[str], moves: int | None
+    graph: Graph,
+    pricing: Pricing,
+    step: PlainStep,
+    untiled: Untiled,
+    *,
+    allow: Iterable[str],
+    moves: int | None,
 ) -> Iterator[Way]:
     """The one way to go sample by sample, if the step has several and ends in a loss that adds up."""
     try:
@@ -42,8 +49,8 @@ def sample_ways(
         if len(cut) > 1 and cut[0] > 1:
             parts = (cut[0], *(1 for _ in cut[1:]))
             yield SampleWay(segment, parts, pricing, step, allow=allow, moves=moves)
-    except BadUse:
-        return
+    except NotTileable as refusal:
+        untiled.add(f"{WHOLE_STEP}, sample by sample", refusal)
 
 
 class SampleWay:
@@ -63,10 +70,11 @@ class SampleWay:
         self._allow, self._moves = tuple(allow), moves
         rounds = rounds_of(segment, parts)
         if len(rounds) > 1:
-            raise BadUse(f"not sample by sample: {rounds[0].statistics[0].id} looks at all samples")
+            raise NotTileable(f"{rounds[0].statistics[0].id} looks at all samples")
         self._costs = replace(costs_of_sweep(segment, rounds), backward_peak_bytes=0)
         self._sample = sample_step(segment, rounds[0].tiles[0], pricing)
         self._name = name_of_sweep(segment)
+        self.stretches = (f"{WHOLE_STEP}, sample by sample",)
 
     @cached_property
     def floor_bytes(self) -> int:

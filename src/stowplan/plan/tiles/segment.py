@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from stowplan.errors import BadUse
+from stowplan.errors import BadUse, NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.regions import Reduction, Relation, regions_of
 from stowplan.ops.statistics import Statistic, statistic_of
@@ -63,7 +63,7 @@ def segment_of(graph: Graph, ops: Iterable[str]) -> Segment:
         raise BadUse("a segment is a stretch of forward ops without gaps")
     stretch = forward[places[0] : places[-1] + 1]
     if talk := next((op.id for op in stretch if is_barrier(graph, op)), None):
-        raise BadUse(f"not tiled: other workers take part in {talk}, once")
+        raise NotTileable(f"other workers take part in {talk}, once")
     apart = _made_of_nothing(graph, stretch)
     tiled = tuple(op for op in stretch if op not in apart)
     made = {name for op in tiled for name in op.writes()}

@@ -20,6 +20,7 @@ from stowplan.plan.tiles.products import is_product
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.streams import Stream, Swept, stream_from
 from stowplan.plan.tiles.succession import successors
+from stowplan.plan.tiles.untiled import Untiled
 
 _LIMITS = (1.6, 1.35, 1.15, 1.05, 1.0)  # of the least that sweeps can do with
 _NEAR = 10  # sweeps, about a stage
@@ -30,11 +31,11 @@ Names = frozenset[str]
 Streams = Mapping[Tiled, Stream]
 
 
-def streamed_tilings(graph: Graph) -> Iterator[tuple[Tiling, Streams]]:
+def streamed_tilings(graph: Graph, untiled: Untiled) -> Iterator[tuple[Tiling, Streams]]:
     """Tilings between narrow norms, of most of the network and of all, the finest also with streams."""
     stretches = stretches_between_narrow_norms(graph)
     if len(stretches) > 1:
-        coarse, fine = evenly_tiled(graph, stretches)
+        coarse, fine = evenly_tiled(graph, stretches, untiled)
         for tiling in filter(None, (_first_stages(coarse), coarse, fine)):
             yield tiling, {}
         if fine:

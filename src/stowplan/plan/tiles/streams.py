@@ -9,7 +9,7 @@ how far back to begin: fewer bytes wait, and more is computed twice.
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.ir import Kind, Op
 from stowplan.ops.macs import macs_of
 from stowplan.ops.regions import Relation
@@ -78,12 +78,12 @@ class Stream:
 
 
 def tiles_before(of_round: Round, stream: Segment) -> tuple[Tile | None, ...]:
-    """For each tile of a round, the one that makes parts for it; BadUse if that cannot be made apart."""
+    """For each tile of a round, the one that makes parts for it; NotTileable if that cannot be made apart."""
     regions = regions_by_op(stream)
     tiles = tuple(_tile_for(reader, stream, regions) for reader in of_round.tiles)
     for tile in filter(None, tiles):
         if refusal := refusal_of_tile(stream, tile):
-            raise BadUse(f"not streamed: {refusal}")
+            raise NotTileable(refusal)
     return tiles
 
 

@@ -43,11 +43,18 @@ class PlainStep:
 
 
 class Way(Protocol):
-    """A source of plans, of which some things can be known before plans are searched for."""
+    """A source of plans, of which some things can be known before plans are searched for.
+
+    What is asked of it may raise NotTileable, if it turns out to be no way at all.
+    """
+
+    @property
+    def stretches(self) -> tuple[str, ...]:
+        """What it has in tiles, as a user knows that."""
 
     @property
     def floor_bytes(self) -> int:
-        """No plan of it needs less."""
+        """No plan of it is expected to need less."""
 
     def bounds(self, allowed_bytes: int) -> Iterator[float]:
         """Seconds that no plan of it within so many bytes is expected to be below; infinite if there is none.
@@ -56,20 +63,21 @@ class Way(Protocol):
         """
 
     def plan(self, allowed_bytes: int) -> Plan:
-        """The fastest plan found; raises BudgetTooSmall, or BadUse if it turns out to be no way at all."""
+        """The fastest plan found; raises BudgetTooSmall."""
 
     def offers(self) -> Iterable[Offer]:
-        """All that it can answer with; raises BadUse likewise."""
+        """All that it can answer with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweeps:
-    """The sweeps of a graph: what they decide, the work they add, and how to draw their maps."""
+    """The sweeps of a graph: what they decide, the work they add, how to draw their maps, their stretches."""
 
     decisions: Mapping[str, Decision] = field(default_factory=dict)
     extra_macs: int = 0
     macs: Mapping[str, int] = field(default_factory=dict)  # by sweep: of running it once more
     maps: Callable[[], tuple[TileMap, ...]] = tuple
+    stretches: tuple[str, ...] = ()
 
     def told(self, plan: Plan, plain: PlainStep) -> Plan:
         """A plan for the graph with the sweeps, told against the plain step."""
@@ -114,6 +122,10 @@ class GraphWay:
     ) -> None:
         self.graph, self.pricing = graph, pricing
         self._plain, self._allow, self._sweeps, self._moves = plain, tuple(allow), sweeps or Sweeps(), moves
+
+    @property
+    def stretches(self) -> tuple[str, ...]:
+        return self._sweeps.stretches
 
     @cached_property
     def floor_bytes(self) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stowplan.capture import Captured, Ref, capture
-from stowplan.errors import BadUse
+from stowplan.errors import BadUse, NotTileable
 from stowplan.ir import Graph, Kind
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
@@ -154,7 +154,10 @@ def step_to_shard(
 ) -> Captured:
     """The whole step, captured; BadUse if it is none, or hides from autograd what it does."""
     captured = capture(model, args, kwargs)
-    check_differentiable(captured, model, args, kwargs)
+    try:
+        check_differentiable(captured, model, args, kwargs)
+    except NotTileable as refusal:
+        raise BadUse(f"not sharded: {refusal.reason}") from refusal
     if not any(name in captured.program.parameters for name in captured.program.gradients):
         raise BadUse("no parameter of the model has a gradient: there is no training step to shard")
     return captured

@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from stowplan.capture import Argument, Call, Ref
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.ir import DType, Graph, Kind, Phase, Tensor
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.candidates import Tiled
@@ -62,7 +62,7 @@ class Sweeping:
     def _seconds_in_tiles(self, sweep: Sweep) -> float:
         costs = costs_of_calls(signatures_of(sweep), device_of(self._graph), progress=self._progress)
         if None in costs.values():
-            raise BadUse(f"not tiled: {sweep.name} could not be tried here")
+            raise NotTileable(f"{sweep.name} could not be tried here")
         return sum(cost.seconds for cost in costs.values() if cost)
 
     def _seconds_whole(self, tiled: Tiled) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stowplan.capture import Call
 from stowplan.capture.schema import bound_arguments
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.run.tiles.part import call_with, filled_in, slotted
 
 aten = torch.ops.aten
@@ -65,7 +65,7 @@ class TiledLoss:
 def tiled_loss(call: Call) -> TiledLoss:
     """How to take this loss over tiles."""
     if call.target not in (*_BY_CLASS, *_BY_ELEMENT, *_PLAIN):
-        raise BadUse(f"not tiled: {call.target} has no form for a part of what it is taken of")
+        raise NotTileable(f"{call.target} has no form for a part of what it is taken of")
     bound = bound_arguments(call.target, call.args, call.kwargs)
     slots = iter(range(len(bound)))
     arguments = {name: slotted(value, slots) for name, value in bound.items()}

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from stowplan.capture import Captured
-from stowplan.errors import BadUse, IllegalPlan
+from stowplan.errors import IllegalPlan, NotTileable
 from stowplan.ir import Graph, Phase
 from stowplan.ir.text import parse_graph
 from stowplan.plan.order import slices_last
@@ -27,14 +27,14 @@ def resumed(plan: Plan, subject: Subject) -> Captured:
         return subject.captured
     try:
         refuse_untileable(subject)
-    except BadUse as refusal:
+    except NotTileable as refusal:
         raise IllegalPlan(f"the plan is for another step: {refusal}") from refusal
     refusals = list[str]()
     for captured in _bases(subject):  # which of them a plan is for it does not tell
         try:
             found = _swept(plan, replace(subject, captured=captured))
             difference = first_difference(plan.graph, slices_last(found.graph))
-        except BadUse as refusal:
+        except (IllegalPlan, NotTileable) as refusal:
             difference = str(refusal)
         if difference is None:
             return found
@@ -65,21 +65,23 @@ def _streams(maps: Sequence[TileMap], sweeps: Sequence[Sweep]) -> Iterator[tuple
         if told.made_of:
             stream = stream_from(known[:place], known[place], told.made_of, told.made_whole)
             if stream is None:
-                raise BadUse(f"nothing makes what {told.sweep!r} reads of {', '.join(told.made_of)}")
+                raise IllegalPlan(f"nothing makes what {told.sweep!r} reads of {', '.join(told.made_of)}")
             yield sweep.name, stream
 
 
 def _segment(told: TileMap, graph: Graph) -> Segment:
-    """The same stretch of this step; BadUse if it has none, or another one."""
+    """The same stretch of this step; IllegalPlan if it has none, or another one."""
     planned = parse_graph(told.text)
     places = {op.id: place for place, op in enumerate(graph.ops) if op.phase is Phase.FORWARD}
     for op in planned.ops:
         if op.id not in places:
-            raise BadUse(f"{op.id!r} ({op.type}) of {told.sweep!r} is in the plan alone")
+            raise IllegalPlan(f"{op.id!r} ({op.type}) of {told.sweep!r} is in the plan alone")
+    if not planned.ops:
+        raise IllegalPlan(f"{told.sweep!r} has no ops")
     inside = [places[op.id] for op in planned.ops]
     stretch = (op for op, place in places.items() if min(inside) <= place <= max(inside))
-    segment = segment_of(graph, stretch if inside else ())
+    segment = segment_of(graph, stretch)
     difference = first_difference(planned, parse_graph(segment_text(segment)))
     if difference is not None:
-        raise BadUse(f"in {told.sweep!r}, {difference}")
+        raise IllegalPlan(f"in {told.sweep!r}, {difference}")
     return segment

@@ -4,6 +4,7 @@ What comes out is the graph of a step like any other: it is priced, planned and 
 the sweeps.
 """
 
+from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,10 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from stowplan.capture import Argument, Call, Captured, Handle, Ref, capture
-from stowplan.errors import BadUse
+from stowplan.capture.cells import contiguous_stride
+from stowplan.errors import CaptureError, NotTileable
 from stowplan.ir import Graph, Op, Phase
+from stowplan.ir import Tensor as Described
 from stowplan.ops.regions import regions_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.tiles.skips import Skip
@@ -62,16 +65,21 @@ def capture_swept(
 def check_differentiable(
     captured: Captured, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
 ) -> None:
-    """BadUse if autograd, given the calls of the forward half alone, would not do what the step does.
+    """NotTileable if autograd, given the calls of the forward half alone, would not do what the step does.
 
     Tiles are differentiated by autograd. A step that hides something from it, or tells it a gradient of its
     own, has another backward half than its calls would have.
     """
-    again = capture_swept(captured, model, args, kwargs, sweeps=())
+    try:
+        again = capture_swept(captured, model, args, kwargs, sweeps=())
+    except CaptureError as fault:
+        if isinstance(fault.__cause__, RuntimeError):  # of PyTorch: one of the calls has no derivative
+            raise NotTileable(f"autograd cannot differentiate what the step calls: {fault.what}") from fault
+        raise
     expected, found = _backward_types(captured.graph), _backward_types(again.graph)
     if expected != found:
         first = next(iter((expected - found) | (found - expected)))
-        raise BadUse(f"not tiled: the step differentiates in its own way, as {first} shows")
+        raise NotTileable(f"the step differentiates in its own way, as {first} shows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +212,17 @@ def _without_shape_givers(graph: Graph, op: Op, values: Mapping[str, Tensor]) ->
         return values
     relations = regions_of(site_of(graph, op)).outputs
     for position, use in enumerate(op.inputs):
-        if use.tensor in missing and any(relation.needs[position] for relation in relations):
-            raise BadUse(f"{op.id} reads {use.tensor!r}, which is inside a segment")
+        is_read = use.tensor in missing and any(relation.needs[position] for relation in relations)
+        assert not is_read, f"{op.id} reads {use.tensor!r}, which is inside a segment"
     like = (graph.tensors[name] for name in missing)
-    return {**values, **{t.id: torch.empty(shape_of(t), dtype=getattr(torch, str(t.dtype))) for t in like}}
+    return {**values, **{tensor.id: _shape_giver(tensor) for tensor in like}}
+
+
+def _shape_giver(tensor: Described) -> Tensor:
+    """Laid out as what it stands for: random numbers are drawn in the order of a tensor's memory."""
+    shape, dtype = shape_of(tensor), getattr(torch, str(tensor.dtype))
+    stride = literal_eval(tensor.layout) if tensor.layout else contiguous_stride(shape)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device)
 
 
 def _copied(call: Call, args: list[object], kwargs: dict[str, object]) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from math import inf
 from typing import Protocol
@@ -11,7 +11,7 @@ from torch import nn
 from torch._ops import OpOverload
 
 from stowplan.capture import Captured
-from stowplan.errors import BadUse
+from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor
 from stowplan.plan.decision import Decision
 from stowplan.plan.plan import Plan
@@ -25,6 +25,7 @@ from stowplan.plan.tiles.mapping import tile_map_of
 from stowplan.plan.tiles.maps import TileMap, tiled_inside
 from stowplan.plan.tiles.streaming import Streams, streamed_tilings
 from stowplan.plan.tiles.streams import Stream
+from stowplan.plan.tiles.untiled import WHOLE_STEP, Untiled, stretch_named
 from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way, search_moves
 from stowplan.run.planning import plan_within, price_captured
 from stowplan.run.probe import Progress
@@ -106,6 +107,10 @@ class SweptWay:
     ) -> None:
         self._subject, self._tiling, self._step, self._search = subject, tiling, step, search
         self._streams, self._sweeping = streams, sweeping
+
+    @property
+    def stretches(self) -> tuple[str, ...]:
+        return tuple(stretch_named(tiled.segment.ops) for tiled in self._tiling)
 
     def bounds(self, allowed_bytes: int) -> Iterator[float]:
         """By the work of its sweeps; by their trials, if memory can do; as captured with them."""
@@ -223,7 +228,9 @@ def _bytes_of(tensors: Iterable[Tensor], *kinds: Kind) -> int:
     return sum(t.nbytes or 0 for t in tensors if t.kind in kinds and t.alias_of is None)
 
 
-def ways_of(subject: Subject, pricing: Pricing | None, step: PlainStep, search: Search) -> Iterator[StepWay]:
+def ways_of(
+    subject: Subject, pricing: Pricing | None, step: PlainStep, search: Search, untiled: Untiled
+) -> Iterator[StepWay]:
     """All ways to tile a step; none if autograd would not do what the step does.
 
     `pricing` is that of its ops, which are tried first if there is none.
@@ -232,24 +239,26 @@ def ways_of(subject: Subject, pricing: Pricing | None, step: PlainStep, search: 
         return
     try:
         refuse_untileable(subject)
-    except BadUse:
+    except NotTileable as refusal:
+        untiled.add(WHOLE_STEP, refusal)
         return
     pricing = pricing or price_captured(subject.captured, search.progress, search.allow)
-    yield from _swept_ways(subject, pricing, step, search, _tilings)
+    yield from _swept_ways(subject, pricing, step, search, partial(_tilings, untiled=untiled))
     for captured in with_skips_again(subject.captured, subject.model, subject.args, subject.kwargs):
         pricing = price_captured(captured, search.progress, search.allow)
-        yield from _swept_ways(replace(subject, captured=captured), pricing, step, search, _divided)
+        again, divided = replace(subject, captured=captured), partial(_divided, untiled=untiled)
+        yield from _swept_ways(again, pricing, step, search, divided)
 
 
-def _tilings(graph: Graph) -> Iterator[tuple[Tiling, Streams]]:
-    whole = ((tiled,) for tiled in whole_tilings(graph))
-    for tiling in chain(stage_tilings(graph), divided_tilings(graph), whole):
+def _tilings(graph: Graph, untiled: Untiled) -> Iterator[tuple[Tiling, Streams]]:
+    whole = ((tiled,) for tiled in whole_tilings(graph, untiled))
+    for tiling in chain(stage_tilings(graph, untiled), divided_tilings(graph, untiled), whole):
         yield tiling, {}
-    yield from streamed_tilings(graph)
+    yield from streamed_tilings(graph, untiled)
 
 
-def _divided(graph: Graph) -> Iterator[tuple[Tiling, Streams]]:
-    return ((tiling, {}) for tiling in divided_tilings(graph))
+def _divided(graph: Graph, untiled: Untiled) -> Iterator[tuple[Tiling, Streams]]:
+    return ((tiling, {}) for tiling in divided_tilings(graph, untiled))
 
 
 def _swept_ways(
@@ -267,9 +276,9 @@ def _swept_ways(
 
 
 def refuse_untileable(subject: Subject) -> None:
-    """BadUse says why, if no part of the step can be computed in tiles."""
+    """NotTileable says why, if no part of the step can be computed in tiles."""
     if _has_foreign_parameters(subject):
-        raise BadUse("not tiled: the loss has parameters of its own")
+        raise NotTileable("the loss has parameters of its own")
     check_differentiable(subject.captured, subject.model, subject.args, subject.kwargs)
 
 

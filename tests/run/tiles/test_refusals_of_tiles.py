@@ -1,0 +1,165 @@
+"""Trying tiles never breaks a step: what cannot be tiled is told, what is a fault surfaces."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stowplan.errors import BudgetTooSmall
+from stowplan.run.fit import fit, plans_of
+from stowplan.run.tiles.ways import SweptWay
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread", "fresh_cache")]
+SHAPE = (2, 6, 12, 12)
+
+
+@pytest.fixture
+def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+class Net(nn.Module):
+    """A convolution, something, and a convolution."""
+
+    def __init__(self, between: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+        self._between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self._between(self.first(x).tanh(), x)).square().sum()  # type: ignore[no-any-return]
+
+
+def dropped(a: Tensor, _: Tensor) -> Tensor:
+    return F.dropout(a, 0.5)
+
+
+def copied(a: Tensor, _: Tensor) -> Tensor:
+    return torch.empty_like(a).copy_(a)
+
+
+def shifted(a: Tensor, x: Tensor) -> Tensor:
+    moved = torch.zeros_like(a)
+    moved[..., 1:] = a[..., :-1]
+    moved[..., :1].copy_(x[..., :1])
+    return moved
+
+
+def drawn_over(a: Tensor, _: Tensor) -> Tensor:
+    return a + (2 * a).bernoulli_(0.5) + a.clone().normal_()
+
+
+def smoothed(a: Tensor, x: Tensor) -> Tensor:
+    return F.avg_pool2d(F.dropout(a, 0.3) + x, 3, 1, 1, count_include_pad=False)
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(5)
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def refusal_of(model: nn.Module, x: Tensor, allow: tuple[str, ...] = ("recompute", "tile")) -> BudgetTooSmall:
+    with pytest.raises(BudgetTooSmall) as refusal:
+        fit(model, (x,), budget=1, allow=allow, moves=50)
+    return refusal.value
+
+
+@pytest.mark.parametrize("between", [dropped, copied, shifted, drawn_over, smoothed])
+@pytest.mark.parametrize("layout", ["rows", "channels last", "transposed"])
+def test_a_step_runs_at_the_smallest_budget_that_tiles_are_said_to_have(
+    between: Callable[[Tensor, Tensor], Tensor], layout: str
+) -> None:
+    x = torch.randn(SHAPE)
+    if layout == "channels last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    if layout == "transposed":
+        x = torch.randn(2, 12, 6, 12).transpose(1, 2)
+    model = Net(between)
+    fitted = fit(model, (x,), budget=refusal_of(model, x).minimum_bytes, moves=50)
+    torch.testing.assert_close(step(fitted, x), step(model, x), rtol=1e-4, atol=1e-4)
+
+
+class Masked(nn.Module):
+    """Dropout of what comes in as it lies in memory: its mask is drawn over a tensor that is not dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.dropout = nn.Parameter(torch.rand(6, 1, 1)), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.tanh(self.dropout(x)) * self.weight).sum()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_mask_in_another_layout_is_planned_with_tiles_allowed(seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(2, 12, 6, 12).transpose(1, 2) if seed else torch.randn(SHAPE).mT
+    model = Masked()
+    budget = refusal_of(model, x, ("recompute",)).minimum_bytes - 1
+    least = refusal_of(model, x).minimum_bytes
+    assert least <= budget + 1
+    fitted = fit(model, (x,), budget=least, moves=50)
+    torch.testing.assert_close(step(fitted, x), step(model, x))
+
+
+def test_a_refusal_tells_by_stretch_why_tiles_did_not_help() -> None:
+    x = torch.randn(SHAPE)
+    refusal = refusal_of(Net(lambda a, _: a.sort(-1).values), x)
+    assert refusal.untiled == ("first to sum: aten.sort.default has no region rule",)
+    assert str(refusal).endswith("\nTiles were tried:\n  first to sum: aten.sort.default has no region rule")
+
+
+def test_a_refusal_tells_what_the_step_needs_in_tiles() -> None:
+    refusal = refusal_of(Net(dropped), torch.randn(SHAPE))
+    assert any("in tiles the step still needs at least about" in line for line in refusal.untiled)
+
+
+def test_a_refusal_is_silent_on_tiles_where_they_are_not_allowed() -> None:
+    refusal = refusal_of(Net(dropped), torch.randn(SHAPE), ("recompute",))
+    assert refusal.untiled == ()
+    assert "Tiles" not in str(refusal)
+
+
+def test_a_refusal_tells_of_a_handful_of_stretches() -> None:
+    lines = tuple(f"block {number}: too large" for number in range(8))
+    refusal = BudgetTooSmall("no", allowed_bytes=1, minimum_bytes=2, binding=(), untiled=lines)
+    assert str(refusal).endswith("block 4: too large\n  and 3 more")
+    with_reserve = refusal.beside(10, "the reserve")
+    assert with_reserve.untiled == lines
+    assert str(with_reserve).startswith("no; with 10 bytes")
+
+
+def test_a_fault_in_a_candidate_is_no_reason_to_go_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(_: SweptWay) -> int:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(SweptWay, "floor_bytes", property(faulty))
+    with pytest.raises(KeyError, match="a fault"):
+        fit(Net(dropped), (torch.randn(SHAPE),), budget=1, moves=50)
+
+
+class Halved(torch.autograd.Function):
+    """An op whose gradient is not that of what it computes."""
+
+    @staticmethod
+    def forward(_: object, x: Tensor) -> Tensor:
+        return torch.frexp(x).mantissa * x
+
+    @staticmethod
+    def backward(_: object, *gradients: Tensor) -> Tensor:
+        return gradients[0] / 2
+
+
+def test_a_step_with_a_gradient_of_its_own_is_planned_without_tiles() -> None:
+    x, model = torch.randn(SHAPE), Net(lambda a, _: Halved.apply(a))  # type: ignore[no-untyped-call]
+    refusal = refusal_of(model, x)
+    assert any("the whole step" in line and "in its own way" in line for line in refusal.untiled)
+    fitted = fit(model, (x,), budget=refusal.minimum_bytes, moves=50)
+    assert not plans_of(fitted)[0].tile_maps
+    torch.testing.assert_close(step(fitted, x), step(model, x))
