@@ -13,17 +13,21 @@ _numbers = count(1)
 
 
 class Handle:
-    """`name` tells what is computed; `key`, which ops are given, is of no other handle of this process."""
+    """`name` tells what is computed; `key`, which ops are given, is of no other handle of this process.
+
+    The key is part of generated code: it begins with a `title` in which no name of the user's may occur.
+    """
 
     name: str
     key: str
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, title: str) -> None:
+        self._title = title
         self.identify(name)
 
     def identify(self, name: str) -> None:
         """Take a name, and with it a new key: a copy that computes something else is another handle."""
-        self.name, self.key = name, f"{type(self).__name__} {next(_numbers)}"
+        self.name, self.key = name, f"{self._title} #{next(_numbers)}"
         _living[self.key] = self
 
 

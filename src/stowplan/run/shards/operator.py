@@ -36,7 +36,7 @@ class Collective(Handle):
     """What workers do together at one place of one step."""
 
     def __init__(self, name: str, talk: Talk) -> None:
-        super().__init__(name)
+        super().__init__(name, title=type(talk).__name__.lower())
         self.talk = talk
 
     def of_kind(self, kind: type[AnyTalk]) -> AnyTalk:

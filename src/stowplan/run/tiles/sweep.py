@@ -110,7 +110,8 @@ class Sweep(Handle):
         *self._rounds, self._last = (_local_round(of_round, calls, known) for of_round in self.rounds)
         self._successors = successors(self.rounds[-1])
         self._loss: TiledLoss | None = None if segment.loss is None else tiled_loss(calls[segment.loss.id])
-        super().__init__(_name_of(segment, self.parts))
+        name = _name_of(segment, self.parts)
+        super().__init__(name, title=name)
         self.reads, self.known = segment.inputs, (*self.statistics, *_known_in(segment, given))
         self.stream: Segment | None = None
         self.before: tuple[tuple[Tile | None, ...], ...] = ((),) * len(self.rounds)
