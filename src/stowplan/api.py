@@ -133,11 +133,14 @@ def planner_for(
     the fastest. `training` completes a forward graph as in `inspect`.
     """
     if names_a_function(target):
+        from stowplan.run.agreement import compared
         from stowplan.run.target import load_target, subject_of
         from stowplan.run.tiles.plan import step_planner
 
-        subject = subject_of(load_target(str(target)))
-        return step_planner(subject, allow=allow, prefer=preference(prefer), progress=progress)
+        living = load_target(str(target))
+        subject = subject_of(living)
+        planner = step_planner(subject, allow=allow, prefer=preference(prefer), progress=progress)
+        return replace(planner, compare=partial(compared, subject=subject, loss=living.loss))
     from stowplan.plan.tiles.planner import planner_of
 
     document = _document(target, saved, training=training)

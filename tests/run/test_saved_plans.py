@@ -67,7 +67,7 @@ def test_a_damaged_plan_is_made_again(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     (again,) = stowplan.plans_of(fitted())
     assert again.steps == first.steps
-    assert plan_file.read(path.read_text()) == again
+    assert plan_file.read(path.read_text()).steps == again.steps
 
 
 def test_a_saved_plan_runs(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from stowplan.capture.purify import purify
 from stowplan.capture.recorder import record
 from stowplan.capture.recording import Loss, Recording, Step
 from stowplan.capture.updates import with_updates
+from stowplan.capture.watching import Event
 from stowplan.ir import Graph
 
 
@@ -24,13 +25,15 @@ class Captured:
     """A training step: a Graph to plan on, the Program that runs it, and what eager keeps meanwhile.
 
     `gradients` has the gradient of every tensor that has one. Two may share it, such as a sum and what it
-    adds up; the graph's `gradient_of` then names the one differentiated first.
+    adds up; the graph's `gradient_of` then names the one differentiated first. `forward` are the ops of the
+    forward half as they were dispatched.
     """
 
     graph: Graph
     program: Program
     eager: EagerMemory
     gradients: Mapping[str, str]
+    forward: tuple[Event, ...] = ()
 
 
 def capture(
@@ -54,7 +57,8 @@ def capture(
     whole = purify(recording, ids)
     lowering = Lowering(recording, with_updates(pruned(whole)), ids)
     eager = eager_memory(recording, whole)
-    return Captured(lowering.graph(type(model).__name__), lowering.program(), eager, lowering.gradients)
+    graph, forward = lowering.graph(type(model).__name__), recording.events[: recording.turn]
+    return Captured(graph, lowering.program(), eager, lowering.gradients, forward)
 
 
 def _outsider_ids(recording: Recording) -> dict[Cell, str]:

@@ -94,6 +94,10 @@ class StorageBook:
             (tensor.is_conj(), tensor.is_neg()),
         )
 
+    def living_bytes(self) -> int:
+        """Bytes of the storages that are there now."""
+        return sum(self.lifetimes[number].nbytes for number, _ in self._open.values())
+
     def _number_of(self, storage: torch.UntypedStorage, born: int) -> int:
         address = storage._cdata
         if address in self._open:

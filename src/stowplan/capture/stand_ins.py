@@ -4,8 +4,8 @@ A parameter that a model holds under two names has one stand-in, so that tied we
 share a storage have stand-ins that share one of its size, for a slice holds all of what it is a slice of.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import cast
 
 import torch
@@ -68,23 +68,28 @@ class StandIns:
             )
         return offset
 
-    @contextmanager
-    def inside(self, model: nn.Module) -> Iterator[None]:
+    def inside(self, model: nn.Module) -> AbstractContextManager[None]:
         """Within, the parameters and buffers of `model` are stand-ins; afterwards they are its own again."""
-        tables = [
-            cast(dict[str, Tensor | None], table)
-            for module in model.modules()
-            for table in (module._parameters, module._buffers)
-        ]
-        originals = [dict(table) for table in tables]
-        try:
-            for table in tables:
-                table.update({name: self.of(held) for name, held in table.items() if held is not None})
-            yield
-        finally:
-            for table, original in zip(tables, originals, strict=True):
-                table.clear()
-                table.update(original)
+        return with_tensors(model, self.of)
+
+
+@contextmanager
+def with_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Within, the parameters and buffers of `model` are those that `other` has for them."""
+    tables = [
+        cast(dict[str, Tensor | None], table)
+        for module in model.modules()
+        for table in (module._parameters, module._buffers)
+    ]
+    originals = [dict(table) for table in tables]
+    try:
+        for table in tables:
+            table.update({name: other(held) for name, held in table.items() if held is not None})
+        yield
+    finally:
+        for table, original in zip(tables, originals, strict=True):
+            table.clear()
+            table.update(original)
 
 
 def _is_plain(tensor: Tensor) -> bool:

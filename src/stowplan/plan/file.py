@@ -21,7 +21,7 @@ from stowplan.plan.decision import (
     Store,
     Tile,
 )
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import AgainstEager, Plan
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.sealed import Seal
 from stowplan.plan.tiles.maps import TileMap
@@ -59,6 +59,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extra_macs: int
     graph: str
     tile_maps: tuple[TileMap, ...] = ()
+    against_eager: AgainstEager | None = None
 
 
 def recognise(text: str) -> bool:

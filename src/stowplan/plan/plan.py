@@ -14,7 +14,24 @@ class Exactness(StrEnum):
     """How near the gradients of a planned step are to those of the plain one."""
 
     BITWISE = "bitwise"
-    ROUNDING = "within rounding"  # tiles add up the same numbers in another order
+    ROUNDING = "within rounding"  # sums in another order: by tiles, or because eager runs other ops
+    UNCHECKED = "not checked against eager"
+
+
+class Verdict(StrEnum):
+    """What became of comparing the captured forward with one in eager, op by op."""
+
+    SAME = "same ops"
+    DIFFERS = "other ops"
+    UNCHECKED = "not checked"
+
+
+@dataclass(frozen=True, slots=True)
+class AgainstEager:
+    """The verdict, with the first op that differs or the reason why nothing was compared."""
+
+    verdict: Verdict
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +57,20 @@ class Plan:
     bound_seconds: float  # no schedule in this order is faster within the budget
     extra_macs: int
     tile_maps: tuple[TileMap, ...] = ()
+    against_eager: AgainstEager | None = None  # None: the plan is of a graph, which no model stands behind
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether it computes anything tile by tile."""
+        return any(isinstance(decision, Tile) for decision in self.decisions.values())
 
     @property
     def exactness(self) -> Exactness:
-        """What its decisions leave of the plain step's bits."""
-        tiled = any(isinstance(decision, Tile) for decision in self.decisions.values())
-        return Exactness.ROUNDING if tiled else Exactness.BITWISE
+        """What its decisions, and the ops that were captured, leave of the plain step's bits."""
+        verdict = self.against_eager.verdict if self.against_eager else Verdict.SAME
+        if self.is_tiled or verdict is Verdict.DIFFERS:
+            return Exactness.ROUNDING
+        return Exactness.UNCHECKED if verdict is Verdict.UNCHECKED else Exactness.BITWISE
 
     @property
     def projected_peak_bytes(self) -> int:

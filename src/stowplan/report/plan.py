@@ -123,9 +123,15 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
 
 
 def _exactness(plan: Plan) -> str:
-    if plan.exactness is Exactness.BITWISE:
-        return "those of the plain step, bit for bit"
-    return "those of the plain step within rounding: tiles add up in another order"
+    note = plan.against_eager.note if plan.against_eager else ""
+    match plan.exactness:
+        case Exactness.BITWISE:
+            return "those of the plain step, bit for bit"
+        case Exactness.UNCHECKED:
+            return f"those of the captured step, bit for bit; not checked against eager: {note}"
+        case Exactness.ROUNDING:
+            why = "tiles add up in another order" if plan.is_tiled else f"eager runs other ops: {note}"
+            return f"those of the plain step within rounding: {why}"
 
 
 def _made_again(plan: Plan) -> Table | None:

@@ -21,6 +21,7 @@ def plan_json(plan: Plan, solve_seconds: float | None = None) -> Json:
         "plain_peak_bytes": plan.plain_peak_bytes,
         "time_ratio": plan.time_ratio,
         "exactness": plan.exactness,
+        "against_eager": plan.against_eager.note if plan.against_eager else None,
         "extra_macs": plan.extra_macs,
         "bound": plan.bound,
         "gap": plan.gap,

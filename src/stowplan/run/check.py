@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from stowplan.errors import BadUse
 from stowplan.plan.plan import Exactness
 from stowplan.plan.record import Difference, Record
+from stowplan.run.agreement import compared
 from stowplan.run.measure import Measurement, measure
 from stowplan.run.target import Target, subject_of
 from stowplan.run.tiles.plan import PlannedStep
@@ -60,17 +61,19 @@ def check(
 
     `planning` makes the plan of the captured step. Times are medians of `rounds` interleaved rounds.
     """
-    planned_step = planning(subject_of(target))
+    subject = subject_of(target)
+    planned_step = planning(subject)
+    plan = compared(planned_step.plan, subject, target.loss)
     eager = _eager_side(copy.deepcopy(target.model), target)
     straight = planned_step.bound_to(target.model, loss=target.loss)
     planned = _Side(target.model, lambda: _loss_in(straight(*target.args)))
-    exact = planned_step.plan.exactness is Exactness.BITWISE
-    differences = _differences(eager, planned, steps, roundings=0 if exact else _ROUNDINGS)
+    rounded = plan.exactness is Exactness.ROUNDING
+    differences = _differences(eager, planned, steps, roundings=_ROUNDINGS if rounded else 0)
     plain = _measured(eager, target)
     measured = _measured(planned, target)
     plain_seconds, seconds = _times(eager, planned, rounds)
     return Record(
-        plan=planned_step.plan,
+        plan=plan,
         device=next((str(parameter.device) for parameter in target.model.parameters()), "cpu"),
         measured_curve_bytes=measured.measured_curve_bytes,
         measured_curve_seconds=measured.measured_curve_seconds,

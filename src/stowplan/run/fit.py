@@ -20,6 +20,7 @@ from stowplan.errors import BadUse, BudgetTooSmall, StowplanError
 from stowplan.plan.make import ON_REQUEST, TECHNIQUES, known_techniques
 from stowplan.plan.plan import Plan
 from stowplan.plan.tiles.master import Prefer, preference
+from stowplan.run.agreement import compared
 from stowplan.run.auto_budget import automatic_budget
 from stowplan.run.plan_cache import USER_PLANS, PlanCache, saved_step
 from stowplan.run.probe import Progress
@@ -159,6 +160,10 @@ class Fitting:
         refuse_shards(model)
         plain = with_forward(model, self.plain_forward)
         subject = Subject(capture(plain, args, kwargs), plain, args, kwargs)
+        planned = self._planned(subject)
+        return replace(planned, plan=compared(planned.plan, subject))
+
+    def _planned(self, subject: Subject) -> PlannedStep:
         if self.given is not None and not self.planned:
             return saved_step(self.given, subject, self.allowed_bytes)
         settings = (sorted(self.allow), self.prefer, self.moves)

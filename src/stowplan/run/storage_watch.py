@@ -32,7 +32,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
 
     def living_bytes(self) -> int:
         """Bytes of the storages that are there now."""
-        return sum(life.nbytes for life in self._book.lifetimes if life.died is None)
+        return self._book.living_bytes()
 
     def peak_bytes(self) -> int:
         """The most that was there during an op, its operands and results included."""

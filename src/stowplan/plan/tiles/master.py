@@ -47,12 +47,13 @@ class MasterPlanner(Generic[W]):
     step: PlainStep
     find_ways: Callable[[Untiled], Iterable[W]]
     prefer: Prefer = Prefer.EXACTNESS
+    compare: Callable[[Plan], Plan] = lambda plan: plan  # with eager, where there is a model
     _ways: tuple[W, ...] | None = field(default=None, repr=False)
     _untiled: Untiled = field(default_factory=Untiled, repr=False)
 
     def plan(self, allowed_bytes: int) -> Plan:
         """The best plan within `allowed_bytes`; raises BudgetTooSmall with the smallest that was found."""
-        return self.answer(allowed_bytes)[0]
+        return self.compare(self.answer(allowed_bytes)[0])
 
     def answer(self, allowed_bytes: int) -> tuple[Plan, W]:
         """The best plan and the way it is for."""

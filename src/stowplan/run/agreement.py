@@ -1,0 +1,257 @@
+"""Agreement: the claim "bitwise" is made only if eager dispatches the ops that were captured.
+
+Capture runs a model on tensors without data, and code can see that: it may skip in eager, after a look at
+values, what it computes then. So forward runs once more, in eager, on the user's own tensors, and
+
+1. each op, before it runs, must be the captured one: target, other arguments, and of each tensor the shape,
+   strides, offset, dtype, device and which storage it is in (`_Comparison._expect`);
+2. each result must look as captured (`_Comparison._meet`).
+
+At the first difference the run ends. So nothing runs but captured ops, and all that these write to is known:
+
+3. parameters, buffers and arguments in storages that the captured step writes to are replaced by copies
+   (`_Copies`), and draws come from copies of the generators (`_leaving_no_trace`);
+4. gradients are enabled, as in training, but autograd keeps nothing (`_keeping_nothing`), so that activations
+   end as they do in inference;
+5. before an op that would take memory above the budget the run ends, without a verdict (`_Comparison._room`).
+
+`detach` is left out of both: autograd runs it for what it keeps, and it changes no number. Backward is not
+compared: its ops follow from autograd's formulas for those of forward.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stowplan.capture import Captured, Program
+from stowplan.capture.cells import Cell, StorageBook
+from stowplan.capture.schema import returns_tensors, written_names
+from stowplan.capture.stand_ins import with_tensors
+from stowplan.capture.watching import Event
+from stowplan.plan.plan import AgainstEager, Plan, Verdict
+from stowplan.run.tiles.ways import Subject
+from stowplan.units import format_bytes
+
+_DETACH = torch.ops.aten.detach.default
+
+
+def compared(plan: Plan, subject: Subject, loss: Callable[..., object] | None = None) -> Plan:
+    """The plan with what one eager forward of its step shows; `loss` is captured after the model."""
+    return replace(plan, against_eager=against_eager(plan, subject, loss))
+
+
+def against_eager(plan: Plan, subject: Subject, loss: Callable[..., object] | None = None) -> AgainstEager:
+    """Compare the captured forward with one in eager, within the plan's budget."""
+    captured, given, spec = subject.captured, *pytree.tree_flatten((subject.args, dict(subject.kwargs)))
+    roots = [subject.model, *((loss,) if isinstance(loss, nn.Module) else ())]
+    tensors = [*_held_by(roots), *(leaf for leaf in given if isinstance(leaf, Tensor))]
+    if any(tensor.is_meta for tensor in tensors):
+        return AgainstEager(Verdict.UNCHECKED, "the model or its arguments are on the meta device")
+    copies = _Copies(_written(captured.program, roots, given))
+    args, kwargs = pytree.tree_unflatten([copies.of(leaf) for leaf in given], spec)
+    allowed_bytes = plan.allowed_bytes - torch.get_rng_state().nbytes  # to return to
+    comparison = _Comparison(captured.forward, _workspaces(plan, captured), allowed_bytes)
+    try:
+        with ExitStack() as stack:
+            for root in roots:
+                stack.enter_context(with_tensors(root, copies.of))
+            comparison.enter((*tensors, *map(copies.of, tensors)))
+            stack.enter_context(_leaving_no_trace({tensor.device for tensor in tensors}))
+            stack.enter_context(_keeping_nothing())
+            with comparison:
+                output = subject.model(*args, **kwargs)
+                if loss is not None:
+                    loss(output)
+        return comparison.verdict()
+    except _Ended as end:
+        return end.found
+    except Exception as error:
+        return AgainstEager(Verdict.UNCHECKED, f"eager raises {type(error).__name__}: {error}")
+
+
+def _held_by(roots: Iterable[nn.Module]) -> Iterator[Tensor]:
+    for root in roots:
+        yield from (*root.parameters(), *root.buffers())
+
+
+def _written(program: Program, roots: Sequence[nn.Module], given: Sequence[object]) -> Iterator[Tensor]:
+    """The tensors that the captured step writes to."""
+    known = {**program.parameters, **program.buffers}
+    names = {name for updated in program.updates for name in known.get(updated, ())}
+    for prefix, root in zip(("", "loss."), roots, strict=False):
+        held = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
+        yield from (tensor for name, tensor in held if f"{prefix}{name}" in names)
+    for name, leaf in zip(program.inputs, given, strict=True):
+        if name in program.updates and isinstance(leaf, Tensor):
+            yield leaf
+
+
+def _workspaces(plan: Plan, captured: Captured) -> tuple[int, ...]:
+    """What kernels take besides their results, by captured op, as far as the plan's prices tell."""
+    known = plan.pricing.workspace_bytes
+    return tuple(max((known.get(op, 0) for op in ops), default=0) for ops in captured.eager.ops)
+
+
+class _Copies:
+    """Storages are copied whole, so that tensors that share one still do."""
+
+    def __init__(self, written: Iterable[Tensor]) -> None:
+        self._copies = {tensor.untyped_storage()._cdata: _storage_copy(tensor) for tensor in written}
+        self._made: dict[int, Tensor] = {}
+
+    def of(self, leaf: Any) -> Any:
+        """A tensor in a copied storage as one in the copy; anything else as it is."""
+        if not isinstance(leaf, Tensor) or leaf.untyped_storage()._cdata not in self._copies:
+            return leaf
+        return self._made.setdefault(id(leaf), self._copy_of(leaf))
+
+    def _copy_of(self, tensor: Tensor) -> Tensor:
+        storage = self._copies[tensor.untyped_storage()._cdata]
+        look = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        with torch.no_grad():
+            made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *look)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
+
+
+def _storage_copy(tensor: Tensor) -> torch.UntypedStorage:
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    with torch.no_grad():
+        return flat.set_(tensor.untyped_storage()).clone().untyped_storage()
+
+
+@contextmanager
+def _leaving_no_trace(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Draws come from copies of the generators; casts that autocast remembers are forgotten."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(()))
+        for device in {device for device in devices if device.type != "cpu"}:
+            stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
+        torch.clear_autocast_cache()
+        stack.callback(torch.clear_autocast_cache)
+        yield
+
+
+@contextmanager
+def _keeping_nothing() -> Iterator[None]:
+    """Autograd records what it would in training, without the tensors that backward would need."""
+
+    def unpack(_: object) -> Tensor:
+        raise AssertionError("nothing is differentiated here")
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack):
+        yield
+
+
+class _Ended(BaseException):
+    """The run is over before its end. No Exception, which the user's code might take for its own."""
+
+    def __init__(self, verdict: Verdict, note: str) -> None:
+        super().__init__(note)
+        self.found = AgainstEager(verdict, note)
+
+
+class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
+    """Runs ops as eager does, as long as they are those that were captured."""
+
+    supports_higher_order_operators = True  # so that they come here: none was captured
+
+    def __init__(self, captured: Sequence[Event], workspace_bytes: Sequence[int], allowed_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # so is this
+        pairs = zip(captured, workspace_bytes[: len(captured)], strict=True)
+        self._captured = [(event, nbytes) for event, nbytes in pairs if event.target is not _DETACH]
+        self._allowed = allowed_bytes
+        self._position = 0
+        self._book = StorageBook(lambda: self._position)
+        self._storages: dict[int, tuple[int, int]] = {}  # by captured number: eager's, and its extra offset
+
+    def enter(self, tensors: Iterable[Tensor]) -> None:
+        """Count what is there before."""
+        for tensor in tensors:
+            self._book.cell_of(tensor)
+
+    def verdict(self) -> AgainstEager:
+        """When eager has ended."""
+        for event, _ in self._captured[self._position :]:
+            return AgainstEager(Verdict.DIFFERS, f"eager ends before {_place(event)}")
+        return AgainstEager(Verdict.SAME)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        given = dict(kwargs or {})
+        if isinstance(func, OpOverload) and _changes_nothing(func):
+            return func(*args, **given)
+        event, workspace_bytes = self._expect(func, args, given)
+        self._room(event, workspace_bytes)
+        result = func(*args, **given)
+        self._meet(event, result)
+        self._position += 1
+        return result
+
+    def _expect(
+        self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[Event, int]:
+        if self._position == len(self._captured):
+            raise _Ended(Verdict.DIFFERS, f"eager goes on with {func}, where the captured forward ends")
+        event, workspace_bytes = self._captured[self._position]
+        if func is not event.target:
+            raise _Ended(Verdict.DIFFERS, f"eager runs {func} in place of {_place(event)}")
+        if not self._alike((event.args, *sorted(event.kwargs.items())), (args, *sorted(kwargs.items()))):
+            raise _Ended(Verdict.DIFFERS, f"eager has other operands for {_place(event)}")
+        return event, workspace_bytes
+
+    def _room(self, event: Event, workspace_bytes: int) -> None:
+        new = {cell.storage: cell.extent_bytes() for cell in event.results if cell is not None}
+        fresh = sum(nbytes for storage, nbytes in new.items() if storage not in self._storages)
+        needed = self._book.living_bytes() + fresh + workspace_bytes
+        if needed > self._allowed:
+            raise _Ended(
+                Verdict.UNCHECKED,
+                f"an eager forward takes {format_bytes(needed)} at {_place(event)}, above the budget",
+            )
+
+    def _meet(self, event: Event, result: object) -> None:
+        returned = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        made = tuple(value if isinstance(value, Tensor) else None for value in returned)
+        if not self._alike(event.results, made):
+            raise _Ended(Verdict.DIFFERS, f"eager makes another result by {_place(event)}")
+
+    def _alike(self, captured: object, eager: object) -> bool:
+        """Whether a nest of captured values is the same as one of eager's, tensors by how they look."""
+        if isinstance(captured, tuple):
+            same_length = isinstance(eager, (tuple, list)) and len(eager) == len(captured)
+            return same_length and all(map(self._alike, captured, cast(Sequence[object], eager)))
+        if isinstance(captured, Cell):
+            return isinstance(eager, Tensor) and self._same_cell(captured, self._book.cell_of(eager))
+        both_nan = captured != captured and eager != eager
+        return type(captured) is type(eager) and (captured == eager or both_nan)
+
+    def _same_cell(self, captured: Cell, eager: Cell) -> bool:
+        """What comes from outside may begin elsewhere in its storage than its stand-in does."""
+        pair = eager.storage, eager.offset - captured.offset
+        storage, further = self._storages.setdefault(captured.storage, pair)
+        return replace(captured, storage=storage, offset=captured.offset + further) == eager
+
+
+def _changes_nothing(target: OpOverload) -> bool:
+    looks = not returns_tensors(target) and not written_names(target)
+    return looks or target is _DETACH
+
+
+def _place(event: Event) -> str:
+    """An op with its module and the user's line, where these are known."""
+    where = ", ".join(filter(None, (event.origin.scope, event.origin.source)))
+    return f"{event.target} ({where})" if where else str(event.target)

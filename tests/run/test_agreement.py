@@ -1,0 +1,180 @@
+"""A plan claims the bits of eager only if eager dispatches what was captured, and looking leaves no trace."""
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from both_ends import AMPLE
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from little_models import Normed, Rewriting, images
+from stowplan.capture import capture
+from stowplan.plan import file as plan_file
+from stowplan.plan.plan import Exactness, Plan, Verdict
+from stowplan.run.agreement import against_eager, compared
+from stowplan.run.fit import fit, plans_of
+from stowplan.run.measure import measure
+from stowplan.run.tiles.plan import plan_step
+from stowplan.run.tiles.ways import Subject
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
+
+
+class Scores(nn.Module):
+    """A linear layer, and something that is done otherwise where tensors have no data."""
+
+    def __init__(self, otherwise: Callable[[Tensor, bool], Tensor]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.otherwise = otherwise
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.otherwise(self.fc(x), isinstance(x, FakeTensor)).sum()
+
+
+def plan_of(model: nn.Module, *args: Tensor) -> Plan:
+    fitted = fit(model, args, budget=AMPLE, allow=["recompute"], moves=10)
+    return plans_of(fitted)[0]
+
+
+def test_the_same_ops_are_bitwise() -> None:
+    plan = plan_of(Normed(), images(2, 3, 8, 8))
+    assert plan.against_eager is not None
+    assert plan.against_eager.verdict is Verdict.SAME
+    assert plan.exactness is Exactness.BITWISE
+
+
+@pytest.mark.parametrize(
+    ("otherwise", "words"),
+    [
+        (lambda h, fake: h + 0 if fake else h, r"eager runs aten.sum.default in place of aten.add.Tensor"),
+        (lambda h, fake: h if fake else h + 0, r"eager runs aten.add.Tensor in place of aten.sum.default"),
+        (lambda h, fake: h * (2.0 if fake else 3.0), r"eager has other operands for aten.mul.Tensor"),
+        (lambda h, fake: h * (1 if fake else True), r"eager has other operands for aten.mul.Tensor"),
+        (
+            lambda h, fake: h.t().relu() if fake else h.relu(),
+            r"eager runs aten.relu.default in place of aten.t",
+        ),
+        (lambda h, fake: h.mul(h.exp() if fake else h), r"eager runs aten.mul.Tensor in place of aten.exp"),
+        (
+            lambda h, fake: torch.cat([h, h.abs()][:: 1 if fake else -1]),
+            r"other operands for aten.cat.default",
+        ),
+        (lambda h, fake: h.sum() if fake else h, r"eager ends before aten.sum.default"),
+    ],
+)
+def test_other_ops_are_named_and_claimed_within_rounding(
+    otherwise: Callable[[Tensor, bool], Tensor], words: str
+) -> None:
+    plan = plan_of(Scores(otherwise), images(4, 4))
+    assert plan.exactness is Exactness.ROUNDING
+    assert plan.against_eager is not None
+    assert plan.against_eager.verdict is Verdict.DIFFERS
+    assert words.replace("eager ", "") in plan.against_eager.note
+    assert "test_agreement.py:" in plan.against_eager.note
+
+
+def test_what_the_plan_says_is_in_its_file() -> None:
+    plan = plan_of(Scores(lambda h, fake: h + 0 if fake else h), images(4, 4))
+    read = plan_file.read(plan_file.write(plan))
+    assert read.against_eager == plan.against_eager
+    assert read.exactness is Exactness.ROUNDING
+
+
+def test_a_model_on_meta_is_not_checked() -> None:
+    with torch.device("meta"):
+        model, x = Scores(lambda h, _: h), torch.empty(4, 4)
+    subject = Subject(capture(model, (x,)), model, (x,), {})
+    plan = compared(plan_step(subject, AMPLE, allow=["recompute"], moves=10).plan, subject)
+    assert plan.exactness is Exactness.UNCHECKED
+    assert plan.against_eager is not None
+    assert "meta" in plan.against_eager.note
+
+
+def test_a_forward_that_raises_in_eager_is_not_checked() -> None:
+    def careful(h: Tensor, fake: bool) -> Tensor:
+        if not fake:
+            raise ValueError("no such data")
+        return h
+
+    plan = plan_of(Scores(careful), images(4, 4))
+    assert plan.exactness is Exactness.UNCHECKED
+    assert plan.against_eager is not None
+    assert "ValueError: no such data" in plan.against_eager.note
+
+
+@pytest.mark.parametrize("model", [Normed(), Rewriting()], ids=["batch norm and dropout", "buffers"])
+def test_looking_leaves_no_trace(model: nn.Module) -> None:
+    x = images(2, 3, 8, 8) if isinstance(model, Normed) else images(3, 4)
+    held = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    versions = {name: tensor._version for name, (tensor, _) in held.items()}
+    state, python = torch.get_rng_state(), random.getstate()
+    plan_of(model, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == python
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert tensor is held[name][0]
+        assert torch.equal(tensor, held[name][1])
+        assert tensor._version == versions[name]
+        assert tensor.grad is None
+
+
+def test_an_argument_that_is_written_to_is_left_alone() -> None:
+    class Doubling(Scores):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2))
+
+    x = images(8, 4)[2:6]
+    before = x.clone()
+    plan = plan_of(Doubling(lambda h, _: h), x)
+    assert plan.exactness is Exactness.BITWISE
+    assert torch.equal(x, before)
+    assert x._version == 0
+
+
+class Deep(nn.Module):
+    """Activations that backward keeps, each as large as the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.w
+        for _ in range(8):
+            x = x.sigmoid()
+        return x.sum()
+
+
+def test_looking_keeps_no_activations_and_stays_within_the_budget() -> None:
+    model, x = Deep(), images(1024, 4)
+    subject = Subject(capture(model, (x,)), model, (x,), {})
+    plan = plan_step(subject, AMPLE, allow=["recompute"], moves=10).plan
+    measured = measure(lambda: against_eager(plan, subject), before=[x, model.w])
+    assert measured.result.verdict is Verdict.SAME
+    assert 2 * x.nbytes <= measured.measured_rise_bytes < 3 * x.nbytes
+    tight = replace(plan, allowed_bytes=measured.measured_peak_bytes - x.nbytes // 2)
+    refused = measure(lambda: against_eager(tight, subject), before=[x, model.w])
+    assert refused.result.verdict is Verdict.UNCHECKED
+    assert "above the budget" in refused.result.note
+    assert refused.measured_peak_bytes <= tight.allowed_bytes
+
+
+def test_attention_masks_of_transformers_are_not_claimed_bitwise() -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **heads))
+    ids = torch.arange(8).reshape(2, 4)
+    plain = {"input_ids": ids, "labels": ids, "use_cache": False}
+    for call, exactness in (
+        (plain, Exactness.BITWISE),
+        ({**plain, "attention_mask": torch.ones_like(ids)}, Exactness.ROUNDING),
+    ):
+        fitted = fit(copy.deepcopy(model), (), call, budget=AMPLE, allow=["recompute"], moves=10)
+        (plan,) = plans_of(fitted)
+        assert plan.exactness is exactness
