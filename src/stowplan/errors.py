@@ -48,6 +48,10 @@ class MissingRule(StowplanError):
     """A table of `ops/` was asked about an op it has no entry for, and has no default."""
 
 
+class MalformedOp(MissingRule):
+    """An op lacks an operand, a dim or an attribute that the rule of its type reads."""
+
+
 class CaptureError(StowplanError):
     """A training step cannot be captured: what happened, where in the user's code, and what to try."""
 

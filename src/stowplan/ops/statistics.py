@@ -18,6 +18,7 @@ BATCH_NORMS = frozenset(
 )
 GROUP_NORM = "aten.native_group_norm.default"
 _TOTALS = frozenset({"aten.mean.dim", "aten.sum.dim_IntList", "aten.mean.default", "aten.sum.default"})
+_TAKERS = BATCH_NORMS | _TOTALS | {GROUP_NORM}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,10 @@ class Statistic:
 def statistic_of(site: Site) -> Statistic | None:
     """The statistic that an op takes; None if it takes none, or none that can be merged of parts."""
     kind = site.op.type
+    if kind not in _TAKERS or not site.inputs or not site.outputs:
+        return None
     reduction = regions_of(site).outputs[0].reduction
-    if reduction is None or kind not in BATCH_NORMS | _TOTALS | {GROUP_NORM}:
+    if reduction is None:
         return None
     dims = tuple(dim for dim in reduction.dims[0] if dim is not None)
     if kind == GROUP_NORM:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Generic, TypeVar
 
-from stowplan.errors import MissingRule
+from stowplan.errors import MalformedOp, MissingRule
 from stowplan.ir import Attributes, Graph, Op, Shape, Tensor
 
 Answer = TypeVar("Answer")
@@ -72,4 +72,12 @@ class Table(Generic[Answer]):
         rule = self._rules.get(site.op.type, self._default)
         if rule is None:
             raise MissingRule(f"{self._question}: no rule for op type {site.op.type!r} ({site.op.id!r})")
-        return rule(site)
+        try:
+            return rule(site)
+        except (LookupError, ValueError, TypeError, ArithmeticError) as fault:
+            # Rules read the operands that a framework gives the type; a file may name the type alone.
+            raise MalformedOp(
+                f"{self._question}: op {site.op.id!r} has not what a {site.op.type!r} has ({fault}), with"
+                f" {len(site.inputs)} inputs, {len(site.outputs)} outputs and attributes"
+                f" {', '.join(site.attributes) or 'none'}; mend the file, or give the op another type"
+            ) from fault

@@ -25,6 +25,7 @@ from stowplan.units import format_bytes
 TECHNIQUES = ("recompute", "tile")  # what may cost time; what is free is always on
 ON_REQUEST = ("offload", "offload-gradients")  # what also takes something outside: room in a tier
 _ADVICE = "`stowplan plan TARGET --frontier` shows what every budget costs"
+_NO_BACKWARD = "the graph has no backward half, so there is nothing to recompute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Planner:
         plan, where that is known better than from the graph.
         """
         allowed = known_techniques(allow)
+        refuse_without_ops(graph)
         ordered = slices_last(graph)
         seconds = [pricing.seconds[op.id] for op in ordered.ops]
         problem = problem_of(ordered, seconds, pricing.workspace_bytes)
@@ -105,11 +107,15 @@ class Planner:
         return BudgetTooSmall(
             f"{format_bytes(allowed_bytes)} allowed, but the smallest plan found needs "
             f"{format_bytes(self.minimum_bytes)} ({self.minimum_bytes} bytes) at {self._place(steps[peak])}; "
-            f"it binds through {named}; {_ADVICE}",
+            f"it binds through {named}; {_ADVICE if self._can_recompute else _NO_BACKWARD}",
             allowed_bytes=allowed_bytes,
             minimum_bytes=self.minimum_bytes,
             binding=alive,
         )
+
+    @property
+    def _can_recompute(self) -> bool:
+        return self.problem.turn < len(self.problem.reads)
 
     def _place(self, step: Step) -> str:
         """The op, its line in the user's code, and what its kernel takes for itself."""
@@ -121,6 +127,12 @@ class Planner:
         workspace = self.pricing.workspace_bytes.get(op.id, 0)
         inside = f", {format_bytes(workspace)} of it inside the kernel" if workspace else ""
         return f"{op.id}{f' ({source})' if source else ''}{inside}"
+
+
+def refuse_without_ops(graph: Graph) -> None:
+    """A step that runs nothing has no peak to lower."""
+    if not graph.ops:
+        raise BadUse("the graph has no ops, so there is nothing to plan; `stowplan inspect` says what it has")
 
 
 def known_techniques(allow: Iterable[str]) -> frozenset[str]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from stowplan.ir import Graph
+from stowplan.ir import Graph, Phase
 from stowplan.plan.decision import Decision, Step, Tile
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.maps import TileMap
@@ -71,6 +71,11 @@ class Plan:
         if self.is_tiled or verdict is Verdict.DIFFERS:
             return Exactness.ROUNDING
         return Exactness.UNCHECKED if verdict is Verdict.UNCHECKED else Exactness.BITWISE
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether there is a backward half, for which values can be kept or recomputed."""
+        return any(op.phase is Phase.BACKWARD for op in self.graph.ops)
 
     @property
     def projected_peak_bytes(self) -> int:

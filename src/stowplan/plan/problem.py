@@ -1,7 +1,8 @@
 """Problem: a graph as a planner sees it. Values are storages; views cost nothing and are folded away.
 
 Ops are positions in the graph's order. Everything before `turn` is the forward half; a value made there may
-be dropped and made again for the ops after it, which are the only ones with a choice.
+be dropped and made again for the ops after it, which are the only ones with a choice. Without a backward half
+there is no such op, and nothing to drop.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -57,7 +58,7 @@ def problem_of(
         producer=producer,
         held=tuple(value in held for value in range(len(producer))),
         droppable=tuple(
-            0 <= op < turn and again[op] and value not in held and value not in booked
+            0 <= op < turn < len(graph.ops) and again[op] and value not in held and value not in booked
             for value, op in enumerate(producer)
         ),
         reads=tuple(values.read_by(op) for op in graph.ops),

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.analyse.alignment import curve_onto
+from stowplan.analyse.arena import packed_arena
 from stowplan.analyse.timeline import Doing, Run, Stay, Timeline, timeline_of
 from stowplan.ir import Graph, Kind, Op, Role
 from stowplan.plan.decision import Again, Compute, Free, Load, Store
@@ -40,6 +41,11 @@ def timeline_of_plan(plan: Plan) -> Timeline:
     beside = transfer_bytes(plan.graph, plan.steps, plan.pricing.tier)
     runs = (Run(r.op, r.doing, r.aside_bytes + workspace.get(r.op, 0) + beside) for r in walk.runs)
     return Timeline(graph, tuple(runs), walk.stays(), walk.away())
+
+
+def packed_bytes_of(plan: Plan) -> int:
+    """The bytes of one arena that holds all that the plan holds, each tensor at one address."""
+    return packed_arena(timeline_of_plan(plan)).nbytes
 
 
 def plain_timeline_of(plan: Plan) -> Timeline:

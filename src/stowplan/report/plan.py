@@ -1,6 +1,6 @@
 """A plan for people: does it fit, what does it cost, what was decided, how far from the best it may be."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -13,6 +13,7 @@ from stowplan.plan.explain import Explanation
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import Basis
 from stowplan.plan.tiles.ways import Offer
+from stowplan.plan.timeline import packed_bytes_of
 from stowplan.report.curve import memory_curve_drawing
 from stowplan.report.terminal import bar, blocks_of, print_trimmed
 from stowplan.report.tiles import show_tile_map
@@ -112,7 +113,8 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
                 f" plain {format_bytes(plan.plain_peak_bytes)}",
             ),
             ("time", f"{plan.time_ratio:.4f} of the plain step, in {unit}"),
-            ("gradients", _exactness(plan)),
+            *_without_backward(plan),
+            *((("gradients", _exactness(plan)),) if plan.has_backward else ()),
             ("no plan in this order below", f"{plan.bound:.4f}, so at most {plan.gap:.2%} is left to gain"),
             ("extra work", f"{format_count(plan.extra_macs)} multiply-accumulates"),
             ("decided", f"{kept} kept, {remade} made again, {tiled} never whole"),
@@ -120,6 +122,13 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
             *((("planned in", f"{solve_seconds:.1f} s"),) if solve_seconds is not None else ()),
         )
     )
+
+
+def _without_backward(plan: Plan) -> Iterator[tuple[str, str]]:
+    """For a graph that only runs forward: why nothing is decided, and what its tensors take in one arena."""
+    if not plan.has_backward:
+        yield "recompute", "nothing: the graph has no backward half"
+        yield "packed", f"{format_bytes(packed_bytes_of(plan))} in one arena"
 
 
 def _exactness(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from stowplan.plan.explain import Explanation, TiledTensor
 from stowplan.plan.plan import Plan
 from stowplan.plan.tiles.maps import TileMap
 from stowplan.plan.tiles.ways import Offer
+from stowplan.plan.timeline import packed_bytes_of
 
 Json = dict[str, object]
 
@@ -22,6 +23,8 @@ def plan_json(plan: Plan, solve_seconds: float | None = None) -> Json:
         "time_ratio": plan.time_ratio,
         "exactness": plan.exactness,
         "against_eager": plan.against_eager.note if plan.against_eager else None,
+        "has_backward": plan.has_backward,
+        "packed_bytes": None if plan.has_backward else packed_bytes_of(plan),
         "extra_macs": plan.extra_macs,
         "bound": plan.bound,
         "gap": plan.gap,

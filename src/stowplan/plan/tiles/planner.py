@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 
 from stowplan.ir import Graph
-from stowplan.plan.make import TECHNIQUES, known_techniques, plain_peak_of
+from stowplan.plan.make import TECHNIQUES, known_techniques, plain_peak_of, refuse_without_ops
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.collapsed_ways import stage_ways, whole_ways
@@ -23,6 +23,7 @@ def planner_of(
 ) -> MasterPlanner[Way]:
     """The master problem of a graph; frontiers are searched when a budget first asks for them."""
     allowed = known_techniques(allow)
+    refuse_without_ops(graph)
     step = PlainStep(sum(pricing.seconds[op.id] for op in graph.ops), plain_peak_of(graph, pricing))
     plain: Way = GraphWay(graph, pricing, step, allow=allowed, moves=moves)
 

@@ -1,0 +1,77 @@
+"""`stowplan plan` on documents that are no training step of the usual kind: it answers, or says why not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stowplan.cli.main import main
+
+_FORWARD_ONLY = ("001", "004")
+
+
+@pytest.mark.parametrize("number", [*_FORWARD_ONLY, "002"])
+@pytest.mark.parametrize("budget", ["1", "60MiB", "2.44GiB"])
+def test_every_budget_of_a_document_is_answered(
+    number: str, budget: str, seeds: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(seeds(number)), "--budget", budget]
+    code = main([*words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (0 if found["feasible"] else 1)
+    assert found["minimum_bytes"] > 1
+    if found["feasible"]:
+        assert found["has_backward"] is (number not in _FORWARD_ONLY)
+    assert main(words) == code
+
+
+@pytest.mark.parametrize("number", [*_FORWARD_ONLY, "002"])
+def test_a_document_has_a_frontier(
+    number: str, seeds: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(seeds(number)), "--frontier", "--json"]) == 0
+    points = json.loads(capsys.readouterr().out)["frontier"]
+    assert main(["plan", str(seeds(number)), "--budget", str(points[0]["budget_bytes"])]) == 0
+
+
+def test_a_graph_without_a_backward_half_says_that_nothing_is_recomputed(
+    seeds: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = str(seeds("001"))
+    assert main(["plan", document, "--budget", "1GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["projected_peak_bytes"] == found["packed_bytes"] < found["plain_peak_bytes"]
+    assert main(["plan", document, "--budget", "1GiB"]) == 0
+    assert "nothing: the graph has no backward half" in capsys.readouterr().out
+    assert main(["plan", document, "--budget", "1"]) == 1
+    assert "no backward half, so there is nothing to recompute" in capsys.readouterr().err
+
+
+def test_a_view_of_saved_tensors_is_refused_for_other_documents(
+    seeds: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(seeds("001")), "--budget", "1GiB", "--saved", "retain"]) == 2
+    assert "chainer files only" in capsys.readouterr().err
+
+
+def test_a_graph_without_ops_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.stow.txt"
+    path.write_text("stowplan graph 1\n")
+    for asked in (["--budget", "1GiB"], ["--frontier"]):
+        assert main(["plan", str(path), *asked]) == 2
+        assert "has no ops" in capsys.readouterr().err
+
+
+def test_an_op_without_its_operands_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lacking.stow.txt"
+    path.write_text(
+        "stowplan graph 1\ninput x: float32[1,2,4,4] bytes=128\n"
+        "held activation y: float32[1,2,4,4] bytes=128\n"
+        "forward lacking: conv2d(x) -> (y)\n"
+    )
+    for words in (["inspect", str(path)], ["plan", str(path), "--budget", "1GiB"]):
+        assert main(words) == 2
+        assert "op 'lacking' has not what a 'conv2d' has" in capsys.readouterr().err
