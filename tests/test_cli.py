@@ -290,3 +290,39 @@ def test_a_digest_that_does_not_fit_is_told(small: Path, tmp_path: Path) -> None
     done = stowplan("inspect", target)
     assert (done.returncode, done.stdout) == (2, "")
     assert "changed or damaged" in done.stderr
+
+
+def test_an_internal_error_asks_for_a_report(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> int:
+        raise KeyError("lost")
+
+    monkeypatch.setattr("stowplan.cli.inspect.run", broken)
+    monkeypatch.delenv("STOWPLAN_TRACEBACK", raising=False)
+    assert main(["inspect", str(small)]) == 3
+    said = capsys.readouterr().err
+    assert f"stowplan inspect {small}" in said
+    assert "KeyError: 'lost'" in said
+    assert "Traceback" not in said
+    monkeypatch.setenv("STOWPLAN_TRACEBACK", "1")
+    assert main(["inspect", str(small)]) == 3
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_names_of_files_do_not_steer_the_terminal(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (
+        ["convert", str(small), str(tmp_path / "x\x1b[2J.stow.json")],
+        ["report", str(small), "-o", str(tmp_path / "x\x1b[2J.csv")],
+    ):
+        assert main(words) == 0
+        assert "\x1b" not in capsys.readouterr().out
+
+
+def test_cells_of_a_table_are_never_formulas(tmp_path: Path) -> None:
+    path = tmp_path / "formula.stow.txt"
+    path.write_text('stowplan graph 1\nheld input "=cmd|calc": float32[1] bytes=4 name="@SUM(1)"\n')
+    assert main(["report", str(path), "-o", str(tmp_path / "x.csv")]) == 0
+    assert (tmp_path / "x.csv").read_text().splitlines()[1].startswith('"\'=cmd|calc","\'@SUM(1)"')

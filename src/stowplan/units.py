@@ -1,4 +1,4 @@
-"""Bytes and seconds: reading "6GiB", writing figures people can compare."""
+"""Bytes and seconds: reading "6GiB", writing figures people can compare, and names without escapes."""
 
 import re
 from fractions import Fraction
@@ -30,6 +30,13 @@ def parse_bytes(text: str | int) -> int:
     if match is None or match[2].upper() not in _BYTES:
         raise BadUse(f"{text!r} is not a size; write it like 6GiB, 512MB or 1000")
     return round(Fraction(match[1]) * _BYTES[match[2].upper()])
+
+
+def printable(text: str) -> str:
+    """`text` as it may go to a terminal: what would steer it is a dot, line ends stay."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else "." for char in text)
 
 
 def format_bytes(count: int) -> str:

@@ -122,8 +122,20 @@ def test_faults_are_placed(change: dict[str, Any], where: str) -> None:
 
 
 def test_busiest_device_is_shown_and_others_told() -> None:
-    trace = [event("alloc", 0, 10, 0, [])]
-    document = read(pickle.dumps({"segments": [], "device_traces": [trace, trace + trace]}))
+    one, two, three = (event("alloc", 0, 10, 0, []) for _ in range(3))
+    document = read(pickle.dumps({"segments": [], "device_traces": [[one], [two, three]]}))
     assert {op.device for op in document.graph.ops} == {"cuda:1"}
     assert any(note.where == "device_traces[0]" for note in document.notes)
     assert any("taken twice" in note.what for note in document.notes)
+
+
+def test_a_small_file_cannot_stand_for_a_large_one() -> None:
+    """Call stacks are shared among events; events and segments are not."""
+    frame = {"filename": "x.py", "line": 1, "name": "f"}
+    event = {"action": "alloc", "addr": 1, "size": 4, "frames": [frame]}
+    for snapshot, told in (
+        ({"segments": [], "device_traces": [[event] * 1000]}, "several times"),
+        ({"segments": [], "device_traces": [[{**event, "frames": [frame] * 10_001}]]}, "10,001 calls"),
+    ):
+        with pytest.raises(BadInput, match=told):
+            read(pickle.dumps(snapshot, protocol=4))

@@ -26,6 +26,12 @@ BROKEN = {
         "input negative: ? bytes=-1",
         "input negative: ?[2,-1]",
         "input vast: ?[2147483648,2147483648]",
+        f"input long: ?[{','.join('1' * 65)}]",
+        "input one: ? bytes=4611686018427387903\ninput more: ? bytes=1",
+    ],
+    "attributes_are_modest": [
+        f'forward f: F() -> () {{"a": {"[" * 34 + "]" * 34}}}',
+        f'forward f: F() -> () {{"a": [{2**129}]}}',
     ],
     "uses_name_tensors": [
         "forward f: F(nothing) -> ()",
@@ -38,6 +44,7 @@ BROKEN = {
         "activation v: ? alias_of=nothing",
         "activation v: ? alias_of=w\nactivation w: ? alias_of=v",
         "activation v: ? alias_of=v",
+        "\n".join(f"activation v{i}: ? alias_of={f'v{i + 1}' if i < 300 else 'x'}" for i in range(301)),
         "backward b: F() -> () adjoint_of=nothing",
         "backward a: F() -> ()\nbackward b: F() -> () adjoint_of=a",
     ],

@@ -1,5 +1,6 @@
 """The cache of probes survives damage, company and read-only disks: at worst it knows nothing."""
 
+from hashlib import sha256
 from pathlib import Path
 from threading import Thread
 
@@ -7,7 +8,7 @@ import msgspec
 import pytest
 
 from stowplan.plan.pricing import Machine
-from stowplan.run.probe_cache import Cost, Platform, ProbeCache
+from stowplan.run.probe_cache import VERSION, Cost, Platform, ProbeCache
 
 HERE = Platform("a cpu", "cpu", "2.13.0", 1, "AVX2, mkldnn")
 
@@ -78,3 +79,37 @@ def test_the_users_cache_folder_is_the_default(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ProbeCache().add(HERE, {"mm": Cost(0.5, 64)})
     assert len(list((tmp_path / "stowplan" / "probes").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "findings",
+    [
+        '{"costs":' + "[" * 100_000 + "]" * 100_000 + "}",
+        '{"platform":PLATFORM,"costs":{"mm":{"seconds":-1.0,"rise_bytes":0}}}',
+        '{"platform":PLATFORM,"costs":{"mm":{"seconds":1e999,"rise_bytes":0}}}',
+        '{"platform":PLATFORM,"costs":{"mm":{"seconds":1.0,"rise_bytes":1000000000000000000000}}}',
+        '{"platform":PLATFORM,"tiers":{"disk":[0.0,1.0,1.0]}}',
+        '{"platform":PLATFORM,"machine":{"macs_per_second":0.0}}',
+    ],
+)
+def test_figures_that_no_machine_has_are_forgotten(tmp_path: Path, findings: str) -> None:
+    """Under a digest that fits: whoever wrote them, nothing may be computed with them."""
+    cache = ProbeCache(tmp_path)
+    cache.add(HERE, {})
+    (file,) = tmp_path.iterdir()
+    content = findings.replace("PLATFORM", msgspec.json.encode(HERE).decode())
+    digest = f"sha256:{sha256(content.encode()).hexdigest()}"
+    file.write_text(f'{{"version":{VERSION},"digest":"{digest}","findings":{content}}}')
+    found = cache.read(HERE)
+    assert (found.costs, found.machine, found.tiers) == ({}, None, {})
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    cache = ProbeCache()
+    cache.add(HERE, {"mm": Cost(0.5, 64)})
+    assert not cache.read(HERE).costs

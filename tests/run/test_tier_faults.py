@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from errno import EOPNOTSUPP
 from functools import partial
 from pathlib import Path
 
@@ -200,3 +201,33 @@ def test_the_host_tier_is_refused_where_host_and_device_are_one() -> None:
         pytest.skip("here is an accelerator")
     with pytest.raises(BadUse, match="disk tier"):
         HostTier()
+
+
+def test_where_every_file_has_a_name_the_users_own_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "spill-of-the-user"
+    own.write_text("precious")
+    opened = os.open
+
+    def without_nameless(path: Path, flags: int, *rest: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(EOPNOTSUPP, "files have names here")
+        return opened(path, flags, *rest)
+
+    monkeypatch.setattr(os, "open", without_nameless)
+    tier = DiskTier(tmp_path)
+    tier.close()
+    assert [path.name for path in tmp_path.iterdir()] == [own.name]
+    assert own.read_text() == "precious"
+
+
+def test_a_user_without_a_home_is_asked_for_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("STOWPLAN_SPILL", raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(BadUse, match="STOWPLAN_SPILL"):
+        DiskTier()

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from stowplan import api
 from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.formats.writers import WRITERS
+from stowplan.units import printable
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -38,5 +39,5 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps({"file": arguments.target, "from": document.format, "ops": ops, "tensors": tensors}))
     else:
-        print(f"{arguments.target}: {ops:,} ops, {tensors:,} tensors from {document.format}")
+        print(printable(f"{arguments.target}: {ops:,} ops, {tensors:,} tensors from {document.format}"))
     return 0

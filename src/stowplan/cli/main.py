@@ -1,6 +1,7 @@
 """The command `stowplan`: finds the verb, runs it, and turns refusals into exit codes.
 
-0 done, 1 the answer is no, 2 bad use or bad input. A verb's module is imported only when it is called.
+0 done, 1 the answer is no, 2 bad use or bad input, 3 an internal error: a fault of stowplan itself, with the
+command to report. A verb's module is imported only when it is called.
 """
 
 import json
@@ -12,7 +13,11 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from stowplan import __version__
-from stowplan.errors import BudgetTooSmall, StowplanError
+from stowplan.errors import BadUse, BudgetTooSmall, StowplanError
+
+INTERNAL_ERROR = 3
+TRACEBACK = "STOWPLAN_TRACEBACK"
+_SHOWN = 300  # characters of an internal error's own message
 
 # Each verb is a module of this package with `add_arguments(parser)` and `run(arguments) -> exit code`.
 VERBS = {
@@ -40,14 +45,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StowplanError as error:
         if isinstance(error, BudgetTooSmall) and getattr(arguments, "json", False):
             _print_refusal(error)
-        print(f"stowplan: {_harmless(str(error))}", file=sys.stderr)
+        _complain(f"stowplan: {error}")
         return error.exit_code
+    except MemoryError:
+        _complain("stowplan: this machine has not enough memory to answer that")
+        return BadUse.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the flush at exit complain
         return 0
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        _report_internal_error(error, words)
+        return INTERNAL_ERROR
     return code
+
+
+def _report_internal_error(error: Exception, words: Sequence[str]) -> None:
+    """What went wrong and where, and the command that repeats it: all that a report needs but the files."""
+    import shlex
+    from platform import python_version
+    from traceback import extract_tb, format_exception
+
+    if os.environ.get(TRACEBACK):
+        _complain("".join(format_exception(error)))
+    frame = extract_tb(error.__traceback__)[-1]
+    told = f"{type(error).__name__}: {error}"
+    told = told if len(told) <= _SHOWN else f"{told[:_SHOWN]}..."
+    message = (
+        f"stowplan: internal error at {frame.filename}:{frame.lineno}: {told}\n"
+        "This is a fault of stowplan, not of your input. Please report it with the files that are read and\n"
+        f"  {shlex.join(['stowplan', *words])}\n"
+        f"stowplan {__version__}, Python {python_version()}; {TRACEBACK}=1 before it shows the traceback."
+    )
+    _complain(message)
+
+
+def _complain(message: str) -> None:
+    """To standard error. A message may quote a file: nothing in it shall steer the terminal."""
+    from stowplan.units import printable
+
+    print(printable(message), file=sys.stderr)
 
 
 def _print_refusal(refusal: BudgetTooSmall) -> None:
@@ -55,11 +93,6 @@ def _print_refusal(refusal: BudgetTooSmall) -> None:
     from stowplan.report.plan_json import refusal_json
 
     print(json.dumps(refusal_json(refusal), indent=2))
-
-
-def _harmless(message: str) -> str:
-    """A message may quote a file: nothing in it shall steer the terminal."""
-    return "".join(char if char.isprintable() or char == "\n" else "." for char in message)
 
 
 def _print_any_character() -> None:
@@ -74,7 +107,7 @@ def _parser(words: Sequence[str]) -> ArgumentParser:
     parser = ArgumentParser(
         prog="stowplan",
         description="Decide where, when and for how long every tensor of a training step lives.",
-        epilog="Exit codes: 0 done, 1 the answer is no, 2 bad use or bad input.",
+        epilog="Exit codes: 0 done, 1 the answer is no, 2 bad use or bad input, 3 internal error.",
     )
     parser.add_argument("--version", action="version", version=f"stowplan {__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)

@@ -13,7 +13,7 @@ from time import monotonic
 from typing import TextIO
 
 from stowplan.plan.watch import Searching, watched_by
-from stowplan.units import format_bytes
+from stowplan.units import format_bytes, printable
 
 _SILENT = 2.0  # seconds
 _EVERY = 0.25  # seconds from one look to the next
@@ -24,7 +24,7 @@ class Waiting:
     """What is being done, and how far it is. Told by whoever works, shown by a thread of its own."""
 
     def __init__(self, doing: str, allowed_bytes: int | None = None) -> None:
-        self._doing = "".join(char if char.isprintable() else "." for char in doing)
+        self._doing = printable(doing).replace("\n", " ")
         self._allowed_bytes = allowed_bytes
         self._begun = self._stage_begun = monotonic()
         self._stage, self._share, self._far, self._found = "", 0.0, "", ""

@@ -16,6 +16,7 @@ from stowplan.plan.record import Record
 from stowplan.report.opening import opened
 from stowplan.report.page import Subject, Thing, subject_of
 from stowplan.report.write import write_report
+from stowplan.units import printable
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -47,7 +48,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps({"file": arguments.output, "bytes": size, "subjects": [s.name for s in subjects]}))
     else:
-        print(f"{arguments.output}: {size:,} B")
+        print(printable(f"{arguments.output}: {size:,} B"))
     return 0
 
 

@@ -1,15 +1,19 @@
 """What a legal graph is, rule by rule. `validate` names the first broken rule and shows its neighbourhood."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from stowplan.errors import InvalidGraph
-from stowplan.ir.graph import Graph, Kind, Phase, Role, Tensor
+from stowplan.ir.graph import Attribute, Graph, Kind, Phase, Role, Tensor
 
 _RESIDENT = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT, Kind.CONSTANT)
 _INPUT_ROLES = (Role.DATA, Role.SAVED, Role.SHAPE, Role.CONTROL)
 _OUTPUT_ROLES = (Role.DATA, Role.ACCUMULATE)
+_MOST_DIMS = 64
+_DEEPEST_ATTRIBUTE = 32
+_LONGEST_ALIAS = 256
+_LARGEST_INTEGER = 2**128
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +60,40 @@ def ids_match_keys(graph: Graph) -> Iterator[Fault]:
 
 
 def sizes_are_possible(graph: Graph) -> Iterator[Fault]:
-    """Shapes and bytes are not negative, and elements and bytes fit 62 bits."""
+    """Shapes are short, shapes and bytes are not negative, and elements and all bytes fit 62 bits."""
+    total = 0
     for tensor in graph.tensors.values():
+        if tensor.shape and len(tensor.shape) > _MOST_DIMS:
+            yield Fault(f"tensor {tensor.id!r} has {len(tensor.shape)} dims, more than {_MOST_DIMS}")
+            return  # what follows would multiply and print them all
         if tensor.shape and min(tensor.shape) < 0:
             yield Fault(f"tensor {tensor.id!r} has a negative size in {tensor.shape}")
         if tensor.shape and prod(tensor.shape) >= 2**62:
             yield Fault(f"tensor {tensor.id!r} cannot have the elements of {tensor.shape}")
         if tensor.nbytes is not None and not 0 <= tensor.nbytes < 2**62:
             yield Fault(f"tensor {tensor.id!r} has {tensor.nbytes} bytes")
+        total += (tensor.nbytes or 0) if tensor.alias_of is None else 0
+    if total >= 2**62:
+        yield Fault(f"its tensors have {total} bytes together, more than any machine has")
+
+
+def attributes_are_modest(graph: Graph) -> Iterator[Fault]:
+    """Attributes nest a few levels deep, and their integers have no thousands of digits."""
+    for position, op in enumerate(graph.ops):
+        level, depth = list(op.attributes.values()), 0
+        while level:
+            if any(isinstance(value, int) and abs(value) > _LARGEST_INTEGER for value in level):
+                yield Fault(f"op {op.id!r} has an attribute with an integer of more than 128 bits", position)
+            if depth > _DEEPEST_ATTRIBUTE:
+                yield Fault(
+                    f"op {op.id!r} has an attribute nested deeper than {_DEEPEST_ATTRIBUTE}", position
+                )
+                break
+            level, depth = [inner for value in level for inner in _inside(value)], depth + 1
+
+
+def _inside(value: Attribute) -> Iterable[Attribute]:
+    return value if isinstance(value, tuple) else value.values() if isinstance(value, Mapping) else ()
 
 
 def uses_name_tensors(graph: Graph) -> Iterator[Fault]:
@@ -127,22 +157,26 @@ def links_name_things(graph: Graph) -> Iterator[Fault]:
 
 
 def _alias_cycles(tensors: Mapping[str, Tensor]) -> Iterator[Fault]:
-    settled: set[str] = set()
+    links: dict[str, int] = {}  # how far each tensor is from its storage
     for start in tensors:
-        path: set[str] = set()
+        path: dict[str, None] = {}
         name: str | None = start
-        while name is not None and name not in settled:
+        while name is not None and name not in links:
             if name in path:
                 yield Fault(f"alias_of of {start!r} runs in a circle")
                 break
-            path.add(name)
+            path[name] = None
             name = tensors[name].alias_of if name in tensors else None
-        settled |= path
+        for passed in reversed(path):
+            links[passed] = links.get(tensors[passed].alias_of or "", 0) + 1 if passed in tensors else 0
+        if links[start] > _LONGEST_ALIAS:
+            yield Fault(f"{start!r} is more than {_LONGEST_ALIAS} views away from its storage")
 
 
 RULES: tuple[Callable[[Graph], Iterator[Fault]], ...] = (
     ids_match_keys,
     sizes_are_possible,
+    attributes_are_modest,
     uses_name_tensors,
     links_name_things,
     makers_fit_kinds,

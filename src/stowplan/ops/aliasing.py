@@ -38,15 +38,20 @@ def pointwise(site: Site) -> Aliasing:
 
 @aliasing_of.entry("onnx.Reshape", "onnx.Flatten", "onnx.Squeeze", "onnx.Unsqueeze", "onnx.Identity")
 @aliasing_of.entry("Reshape")
-def reshape(_: Site) -> Aliasing:
+def reshape(site: Site) -> Aliasing:
     """The same elements under another shape."""
-    return Aliasing(view_of={0: 0})
+    return _first_of_first(site)
 
 
 @aliasing_of.entry("Identity")
-def identity(_: Site) -> Aliasing:
+def identity(site: Site) -> Aliasing:
     """TensorFlow's read of a variable is the variable."""
-    return Aliasing(view_of={0: 0})
+    return _first_of_first(site)
+
+
+def _first_of_first(site: Site) -> Aliasing:
+    """The first output looks at the first input, if a file has given the op both."""
+    return Aliasing(view_of={0: 0} if site.inputs and site.outputs else {})
 
 
 @aliasing_of.entry("ReLU", "Dropout")
@@ -56,7 +61,7 @@ def identity(_: Site) -> Aliasing:
 @aliasing_of.entry("ReluGrad")
 def overwrites_first(site: Site) -> Aliasing:
     """Elementwise in its first input: the value itself forward, the gradient backward (if one is wanted)."""
-    return Aliasing(in_place_of={0: (0,)} if site.outputs else {})
+    return Aliasing(in_place_of={0: (0,)} if site.inputs and site.outputs else {})
 
 
 @aliasing_of.entry("GetItem.backward")
@@ -68,7 +73,7 @@ def adds_into_a_slice(_: Site) -> Aliasing:
 @aliasing_of.entry(*aten.VIEWS)
 def view_of_first(site: Site) -> Aliasing:
     """Every output looks at the memory of the first input."""
-    return Aliasing(view_of=dict.fromkeys(range(len(site.outputs)), 0))
+    return Aliasing(view_of=dict.fromkeys(range(len(site.outputs)), 0) if site.inputs else {})
 
 
 @aliasing_of.entry(*aten.POINTWISE)

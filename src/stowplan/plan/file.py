@@ -1,5 +1,6 @@
 """The file form of a plan: JSON with a version and a digest, the graph inside it in its own file form."""
 
+import reprlib
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from stowplan.plan.decision import (
     Store,
     Tile,
 )
+from stowplan.plan.file_rules import checked_plan
 from stowplan.plan.plan import AgainstEager, Plan
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.sealed import Seal
@@ -82,16 +84,17 @@ _SPELLED = ("decisions", "steps", "graph")
 
 
 def read(text: str) -> Plan:
-    """The plan in a file; BadInput if it is damaged or not one."""
+    """The plan in a file; BadInput if it is damaged, not one, or one that is not legal for its own graph."""
     if not recognise(text):
         raise BadInput("this is not a plan; `stowplan plan TARGET --budget BYTES -o PLAN` writes one")
     record = _SEAL.open(text, _Record)
-    return Plan(
+    plan = Plan(
         **{name: getattr(record, name) for name in _Record.__struct_fields__ if name not in _SPELLED},
         decisions={owner: _read(words, _DECISIONS) for owner, words in record.decisions.items()},
         steps=tuple(_read(words, _STEPS) for words in record.steps),
         graph=stow.read(record.graph).graph,
     )
+    return checked_plan(plan)
 
 
 def _spelled(value: Any, words: dict[str, Any]) -> list[Any]:
@@ -100,11 +103,11 @@ def _spelled(value: Any, words: dict[str, Any]) -> list[Any]:
 
 
 def _read(words: list[Any], kinds: dict[str, Any]) -> Any:
-    kind = kinds.get(str(words[0]) if words else "")
+    kind = kinds.get(words[0]) if words and isinstance(words[0], str) else None
     if kind is None or len(words) != 1 + len(kind.__dataclass_fields__):
-        raise BadInput(f"{words!r} is none of {', '.join(kinds)}", where="$.content")
+        raise BadInput(f"{reprlib.repr(words)} is none of {', '.join(kinds)}", where="$.content")
     fields = dict(zip(kind.__dataclass_fields__, words[1:], strict=True))
     try:
         return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as fault:
+    except (msgspec.ValidationError, RecursionError) as fault:
         raise bad_input_of(fault) from fault

@@ -23,5 +23,5 @@ def read_peers(text: str) -> tuple[Peer, ...]:
     """The peers of a benchmark file; BadInput if it lists none."""
     try:
         return msgspec.json.decode(text, type=_File).peers
-    except (msgspec.DecodeError, UnicodeEncodeError) as fault:
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as fault:
         raise bad_input_of(fault) from fault

@@ -65,5 +65,7 @@ def price_by_profile(graph: Graph, profile: Profile, workspace_bytes: Mapping[st
     if missing:
         raise BadUse(f"the profile has no time for {len(missing)} ops, the first is {missing[0]!r}")
     seconds = {op.id: clock[op.id].end_seconds - clock[op.id].kernel_seconds for op in graph.ops}
+    if reversed_ops := [name for name, took in seconds.items() if took < 0]:
+        raise BadUse(f"the profile lets op {reversed_ops[0]!r} end before its kernel begins")
     basis = Basis.ROOFLINE if profile.estimated else Basis.MEASURED
     return Pricing(seconds, basis, workspace_bytes)

@@ -4,6 +4,7 @@ import msgspec
 
 from stowplan.errors import BadInput
 from stowplan.plan import file as plan_file
+from stowplan.plan.file_rules import check_bytes, check_numbers
 from stowplan.plan.record import Difference, Record
 from stowplan.plan.sealed import Seal
 
@@ -39,5 +40,11 @@ def read(text: str) -> Record:
     body = _SEAL.open(text, _Body)
     if len(body.measured_curve_bytes) != len(body.measured_curve_seconds):
         raise BadInput("the measured curve has not one time for each value", where="$.content")
+    check_bytes("$.content.measured_curve_bytes", body.measured_curve_bytes)
+    check_bytes("$.content.plain_measured_peak_bytes", [body.plain_measured_peak_bytes or 0])
+    seconds = (body.measured_seconds, body.plain_measured_seconds or 0.0, *body.measured_curve_seconds)
+    check_numbers("$.content.measured_seconds", seconds)
+    for difference in body.differences:
+        check_numbers("$.content.differences", (difference.largest, difference.scale, difference.allowed))
     fields = {name: getattr(body, name) for name in _Body.__struct_fields__ if name != "plan"}
     return Record(**fields, plan=plan_file.read(body.plan))

@@ -44,7 +44,7 @@ class Seal:
             frame = msgspec.json.decode(text, type=_Frame)
             self._check(frame)
             return msgspec.json.decode(frame.content, type=kind)
-        except (msgspec.DecodeError, UnicodeEncodeError) as fault:
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as fault:
             raise bad_input_of(fault) from fault
 
     def _check(self, frame: _Frame) -> None:

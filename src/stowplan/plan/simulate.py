@@ -181,7 +181,7 @@ class _Memory:
                 aside += 0 if aliasing_of(site_of(self._graph, op)).adds_in_place else size
             elif self._graph.tensors[use.tensor].alias_of is not None:
                 if use.tensor in wanted:
-                    self._join(use.tensor, self._storage_of[self._viewed(op, use.tensor)])
+                    self._join(use.tensor, self._storage_viewed(number, op, use.tensor))
             elif use.tensor in overwrites:
                 self._join(use.tensor, self._storage_of[overwrites[use.tensor]])
             elif use.tensor in wanted:
@@ -196,10 +196,14 @@ class _Memory:
         storage = self._storage_of.get(name)
         return self._size[storage] if storage is not None and self._bound[storage] == 1 else 0
 
-    def _viewed(self, op: Op, view: str) -> str:
-        """What `view` is a view of, as far as it is bound: an operand in the same storage, or its owner."""
+    def _storage_viewed(self, number: int, op: Op, view: str) -> int:
+        """The storage that `view` looks at: that of an operand in it, or of its owner."""
         root = self._root(view)
-        return next((name for name in op.reads() if self._root(name) == root), root)
+        viewed = next((name for name in op.reads() if self._root(name) == root), root)
+        if viewed not in self._storage_of:
+            what = f"makes {view!r}, a view of {viewed!r}, which is not in memory then"
+            raise IllegalPlan(f"step {number}: {op.id} {what}")
+        return self._storage_of[viewed]
 
     def _root(self, name: str) -> str:
         while (base := self._graph.tensors[name].alias_of) is not None:
@@ -230,6 +234,8 @@ class _Memory:
         """Bind the names to a storage of their own, which is new."""
         if bound := [name for name in tensors if name in self._storage_of]:
             raise IllegalPlan(f"step {number} loads {bound[0]!r}, which is in memory")
+        if not tensors:
+            raise IllegalPlan(f"step {number} loads nothing")
         self._allocate(tensors[0], self._graph.tensors[self._root(tensors[0])].nbytes or 0)
         for name in tensors[1:]:
             self._join(name, self._storage_of[tensors[0]])

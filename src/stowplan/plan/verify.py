@@ -102,6 +102,8 @@ class _Check:
         self._run(number, op, outputs, overwrites)
 
     def _store(self, number: int, tensors: tuple[str, ...]) -> None:
+        if not tensors:
+            raise IllegalPlan(f"step {number} stores nothing")
         for name in tensors:
             if name not in self._sound or name not in self._made:
                 raise IllegalPlan(f"step {number} stores {name!r}, which does not hold a value made before")
@@ -130,7 +132,7 @@ class _Check:
                 )
         allowed = dict(overwritable(self.graph, site_of(self.graph, op), self._made))
         for output, victim in overwrites:
-            if output not in outputs or victim not in allowed.get(output, ()):
+            if output not in outputs or victim not in allowed.get(output, ()) or victim not in self._sound:
                 raise IllegalPlan(f"step {number}: {op.id!r} may not write {output!r} over {victim!r}")
             self._spoil(victim)
         for name in _accumulates(op):  # what the tier has is only a part of the sum from now on

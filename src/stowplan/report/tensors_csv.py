@@ -8,6 +8,7 @@ from stowplan.analyse.timeline import Stay
 from stowplan.plan.reasons import decisions_of
 from stowplan.report.page.subject import Subject
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how cells begin that spreadsheets compute
 COLUMNS = (
     "id",
     "name",
@@ -30,8 +31,13 @@ def tensors_csv(subject: Subject) -> str:
     text = io.StringIO(newline="")
     writer = csv.writer(text, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")  # names may hold line ends
     writer.writerow(COLUMNS)
-    writer.writerows(_rows(subject))
+    writer.writerows(tuple(map(_cell, row)) for row in _rows(subject))
     return text.getvalue()
+
+
+def _cell(value: object) -> object:
+    """A name that a spreadsheet would compute, after the apostrophe that makes it take all as text."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def _rows(subject: Subject) -> Iterator[tuple[object, ...]]:

@@ -8,6 +8,8 @@ from textwrap import fill
 from rich.console import Console, Group, RenderableType
 from rich.segment import Segment, Segments
 
+from stowplan.units import printable
+
 WIDTH = 100
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PLAIN_BLOCKS = " ...:::##"
@@ -31,17 +33,13 @@ def print_trimmed(console: Console, *parts: RenderableType) -> None:
 
 
 def _trimmed(line: list[Segment], width: int) -> list[Segment]:
-    shown = [Segment(_harmless(text), style) for text, style, _ in line]
+    shown = [Segment(printable(text), style) for text, style, _ in line]
     kept = Segment.adjust_line_length(shown, width, pad=False)  # a dot may be wider than what it stands for
     while kept and not kept[-1].text.strip():
         kept.pop()
     if kept:
         kept[-1] = Segment(kept[-1].text.rstrip(), kept[-1].style)
     return kept
-
-
-def _harmless(text: str) -> str:
-    return text if text.isprintable() else "".join(char if char.isprintable() else "." for char in text)
 
 
 def wrapped(items: Iterable[str], width: int) -> str:

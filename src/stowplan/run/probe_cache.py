@@ -8,25 +8,29 @@ of what another writes.
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from errno import ENOENT
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
 from stowplan.plan.pricing import Machine
 
 VERSION = 3
-Rates: TypeAlias = tuple[float, float, float]  # of a tier: bytes per second out and back, latency in seconds
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+Rate: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
+Rates: TypeAlias = tuple[Rate, Rate, Seconds]  # of a tier: bytes per second out and back, latency in seconds
 
 
 class Cost(msgspec.Struct, frozen=True):
     """What one run takes: seconds, and how far memory rises above what was there before."""
 
-    seconds: float
-    rise_bytes: int
+    seconds: Seconds
+    rise_bytes: Bytes
 
 
 class Platform(msgspec.Struct, frozen=True):
@@ -64,7 +68,7 @@ class ProbeCache:
         """What is known of `platform`, which may be nothing."""
         try:
             findings = _unpacked(self._path(platform).read_bytes())
-        except (OSError, ValueError, msgspec.MsgspecError):
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
             return Findings(platform)
         return findings if findings.platform == platform else Findings(platform)
 
@@ -91,8 +95,11 @@ class ProbeCache:
 
 
 def user_folder(part: str) -> Path:
-    """Where the user keeps what can be made again."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Where the user keeps what can be made again; OSError for a user without a home."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as fault:
+        raise FileNotFoundError(ENOENT, "this user has no home folder; set XDG_CACHE_HOME") from fault
     return Path(base) / "stowplan" / part
 
 
@@ -105,7 +112,10 @@ def _unpacked(data: bytes) -> Findings:
     frame = msgspec.json.decode(data, type=_Frame)
     if frame.version != VERSION or frame.digest != _digest(bytes(frame.findings)):
         raise ValueError("another version, or damaged")
-    return msgspec.json.decode(frame.findings, type=Findings)
+    findings = msgspec.json.decode(frame.findings, type=Findings)
+    if findings.machine is not None:
+        msgspec.convert(astuple(findings.machine), type=Rates)
+    return findings
 
 
 def _digest(content: bytes) -> str:

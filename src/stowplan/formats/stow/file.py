@@ -53,10 +53,8 @@ def read(text: str) -> Document:
     try:
         with _collector_paused():
             document = _document_in(text.encode())
-    except (msgspec.DecodeError, UnicodeEncodeError) as fault:
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as fault:
         raise bad_input_of(fault) from fault
-    except RecursionError as fault:
-        raise BadInput("nested too deeply to be a document", where="$") from fault
     checked(document.graph, {}, "$.ops")
     return document
 

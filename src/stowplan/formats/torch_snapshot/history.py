@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stowplan.formats.allocations import AllocationHistory, Work
-from stowplan.formats.torch_snapshot.records import Event, Frame, Segment, Snapshot, Traced, frames_in
+from stowplan.formats.torch_snapshot.records import Event, Frame, Once, Segment, Snapshot, Traced, frames_in
 from stowplan.ir import Interval, Note, NoteKind, Phase
 
 _ATEN_CALL = re.compile(r"at::_ops::(\w+)::")
@@ -69,12 +69,13 @@ class _Stacks:
     """Call stacks, of which many events share one: each is read once."""
 
     _seen: dict[int, tuple[str, Phase, str]] = field(default_factory=dict)
+    _frame_of: Once[Frame] = field(default_factory=lambda: Once(Frame))
 
     def work_of(self, frames: object, seconds: float) -> Work:
         """What the innermost calls say was going on."""
         known = self._seen.get(id(frames))
         if known is None:
-            known = self._seen[id(frames)] = _described(frames_in(frames))
+            known = self._seen[id(frames)] = _described(frames_in(frames, self._frame_of))
         kind, phase, source = known
         return Work(kind, phase, source=source, interval=Interval(seconds, seconds, seconds))
 

@@ -5,7 +5,7 @@ A value may be shared by many records, as the call stacks are: each is looked at
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Generic, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -13,6 +13,7 @@ from msgspec import Meta, Struct
 from stowplan.errors import BadInput
 
 MOST_EVENTS = 1_000_000
+MOST_FRAMES = 10_000  # of one call stack
 
 Name: TypeAlias = Annotated[str, Meta(max_length=10_000, pattern=r"^[^\x00-\x1f\ud800-\udfff]*$")]
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -81,10 +82,18 @@ def parse(value: object) -> Snapshot:
     blocks = sum(len(_listed(_field(segment, "blocks"), "segments")) for segment in segments)
     if blocks + sum(map(len, traces)) > MOST_EVENTS:
         raise BadInput(f"more than {MOST_EVENTS:,} events and blocks", where="device_traces")
+    _refuse_repeats(segments, "segments")
+    _refuse_repeats([event for trace in traces for event in trace], "device_traces")
     return Snapshot(
         tuple(_typed(segment, Segment, f"segments[{at}]") for at, segment in enumerate(segments)),
         tuple(_trace(trace, f"device_traces[{device}]") for device, trace in enumerate(traces)),
     )
+
+
+def _refuse_repeats(records: Sequence[object], where: str) -> None:
+    """Call stacks are shared, events and segments are not: a file is never much smaller than what it says."""
+    if len({id(record) for record in records}) < len(records):
+        raise BadInput("one record stands here several times", where=where)
 
 
 def _trace(entries: Sequence[object], where: str) -> tuple[Traced, ...]:
@@ -94,9 +103,12 @@ def _trace(entries: Sequence[object], where: str) -> tuple[Traced, ...]:
     )
 
 
-def frames_in(value: object) -> tuple[Frame, ...]:
+def frames_in(value: object, frame_of: "Once[Frame]") -> tuple[Frame, ...]:
     """A call stack, the innermost call first."""
-    return tuple(_typed(frame, Frame, "frames") for frame in _listed(value, "frames"))
+    stack = _listed(value, "frames")
+    if len(stack) > MOST_FRAMES:
+        raise BadInput(f"a call stack of {len(stack):,} calls, more than {MOST_FRAMES:,}", where="frames")
+    return tuple(frame_of(frame, "frames") for frame in stack)
 
 
 def _listed(value: object, where: str) -> Sequence[object]:
@@ -113,9 +125,28 @@ def _field(record: object, key: str) -> object:
 Record = TypeVar("Record")
 
 
+class Once(Generic[Record]):
+    """Makes records of one kind; a value that the file refers to many times is looked at once.
+
+    The values live as long as the decoded file does, so that each is known by its identity.
+    """
+
+    def __init__(self, kind: type[Record]) -> None:
+        self._kind = kind
+        self._made: dict[int, Record] = {}
+
+    def __call__(self, value: object, where: str) -> Record:
+        made = self._made.get(id(value))
+        if made is None:
+            made = self._made[id(value)] = _typed(value, self._kind, where)
+        return made
+
+
 def _typed(value: object, kind: type[Record], where: str) -> Record:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         what, _, path = str(error).partition(" - at `$")
         raise BadInput(what, where=f"{where}{path.rstrip('`')}") from None
+    except RecursionError:
+        raise BadInput("nested deeper than any snapshot", where=where) from None

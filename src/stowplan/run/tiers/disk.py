@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, UntypedStorage
 
+from stowplan.errors import BadUse
 from stowplan.plan.tier import Tier
+from stowplan.run import probe_cache
 from stowplan.run.tiers.calls import SystemCalls
 from stowplan.run.tiers.copying import Staging, read_back, write_out
 from stowplan.run.tiers.live import Look, bytes_of
@@ -115,5 +117,7 @@ def user_folder() -> Path:
     """
     if told := os.environ.get("STOWPLAN_SPILL"):
         return Path(told)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "stowplan" / "spill"
+    try:
+        return probe_cache.user_folder("spill")
+    except OSError as fault:
+        raise BadUse("this user has no home folder: set STOWPLAN_SPILL to a folder on disk") from fault

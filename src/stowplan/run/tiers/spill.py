@@ -22,7 +22,7 @@ from stowplan.run.tiers.calls import SystemCalls
 from stowplan.units import format_bytes
 
 BLOCK = 4096  # what direct transfers are multiples of, in length, place and address
-_PREFIX = "spill-"
+_PREFIX = "stowplan-spill-"
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -139,8 +139,6 @@ def _nameless(folder: Path, flags: int) -> int:
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
     except OSError:  # a file system that gives every file a name, if only for a moment
-        for left_by_a_crash in folder.glob(f"{_PREFIX}*"):
-            left_by_a_crash.unlink(missing_ok=True)
         file, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
         Path(name).unlink(missing_ok=True)
         try:
