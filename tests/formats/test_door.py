@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from examination import AUDIT
 
+from hunt.audit import AUDIT
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats import door
 from stowplan.formats.door import READERS, read_document

@@ -7,10 +7,10 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
-from examination import AUDIT
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 
+from hunt.audit import AUDIT
 from stowplan import api
 from stowplan.errors import BadInput, BadUse, MissingRule
 from stowplan.formats.door import read_document

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
 
 from stowplan import api
 from stowplan.cli.patience import a_word_after_two_seconds
@@ -26,6 +28,37 @@ _KEYS = (
     "[compute] macs_per_second, bytes_per_second, launch_seconds;"
     " [network] latency_seconds, bytes_per_second, jitter_seconds, workers_per_core"
 )
+
+Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
+NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+_USUAL, _NEAR = Machine(), Network()
+
+
+class _Compute(msgspec.Struct, forbid_unknown_fields=True):
+    """`Machine` as a file may tell it."""
+
+    macs_per_second: Positive = _USUAL.macs_per_second
+    bytes_per_second: Positive = _USUAL.bytes_per_second
+    launch_seconds: NotNegative = _USUAL.launch_seconds
+
+
+class _Network(msgspec.Struct, forbid_unknown_fields=True):
+    """`Network` as a file may tell it."""
+
+    latency_seconds: NotNegative = _NEAR.latency_seconds
+    bytes_per_second: Positive = _NEAR.bytes_per_second
+    jitter_seconds: NotNegative = _NEAR.jitter_seconds
+    workers_per_core: Positive = _NEAR.workers_per_core
+
+
+class _MachineFile(msgspec.Struct, forbid_unknown_fields=True):
+    """The tables of the file."""
+
+    compute: _Compute = msgspec.field(default_factory=_Compute)
+    network: _Network = msgspec.field(default_factory=_Network)
+
 
 Graphs: TypeAlias = Callable[[int], Graph]
 """The step on so many times its batch."""
@@ -106,11 +139,12 @@ def read_machine(path: str | None) -> tuple[Machine, Network]:
     """`[compute]` and `[network]` of a TOML file; what it leaves out is as on a machine like any other."""
     try:
         told = tomllib.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-        return Machine(**told.pop("compute", {})), Network(**told.pop("network", {}))
+        found = msgspec.convert(told, _MachineFile)
     except OSError as fault:
         raise BadUse(f"cannot read the machine {path!r}: {fault.strerror}") from None
-    except (tomllib.TOMLDecodeError, TypeError) as fault:
+    except (ValueError, RecursionError, msgspec.ValidationError) as fault:
         raise BadUse(f"{path} is no machine: {fault}; it may have {_KEYS}") from None
+    return Machine(**msgspec.structs.asdict(found.compute)), Network(**msgspec.structs.asdict(found.network))
 
 
 def _graphs(target: str) -> Graphs:

@@ -80,7 +80,7 @@ def read_document(path: str | Path, *, saved: str | None = None) -> Document:
 def _read_data(data: bytes, saved: str | None) -> Document:
     reader = next((reader for reader in BINARY_READERS if reader.recognise(data)), None)
     if reader is None:
-        return read_text(_decoded(data), saved=saved)
+        return read_text(decoded(data), saved=saved)
     _refuse_view(saved, reader.FORMAT)
     return reader.read(data)
 
@@ -132,7 +132,7 @@ def _data_in(path: Path) -> bytes:
     return data
 
 
-def _decoded(data: bytes) -> str:
+def decoded(data: bytes) -> str:
     """The text of a file, its line ends made one kind."""
     if b"\0" in data:
         raise BadInput("holds a NUL byte, so it is no text", where=f"byte {data.index(0)}")

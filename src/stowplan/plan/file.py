@@ -86,7 +86,8 @@ _SPELLED = ("decisions", "steps", "graph")
 def read(text: str) -> Plan:
     """The plan in a file; BadInput if it is damaged, not one, or one that is not legal for its own graph."""
     if not recognise(text):
-        raise BadInput("this is not a plan; `stowplan plan TARGET --budget BYTES -o PLAN` writes one")
+        what = "this is not a plan; `stowplan plan TARGET --budget BYTES -o PLAN` writes one"
+        raise BadInput(what, where="line 1")
     record = _SEAL.open(text, _Record)
     plan = Plan(
         **{name: getattr(record, name) for name in _Record.__struct_fields__ if name not in _SPELLED},

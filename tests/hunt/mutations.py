@@ -1,6 +1,6 @@
 """Damaged copies of a text: cut, flipped, spliced, repeated, nested, with numbers no one would write.
 
-Every mutant is a function of its texts and a number, so that one that breaks a reader can be made again.
+Every mutant is a function of its texts and of a source of random numbers, so that it can be made again.
 """
 
 import re
@@ -51,10 +51,8 @@ _PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
 Mutation = Callable[[str, Sequence[str], Random], str]
 
 
-def mutant(texts: Sequence[str], others: Sequence[str], number: int) -> str:
-    """The mutant of this number: one of `texts`, damaged up to three times; `others` lend foreign pieces."""
-    random = Random(number)
-    text = texts[number % len(texts)]
+def mutant(text: str, others: Sequence[str], random: Random) -> str:
+    """`text`, damaged up to three times; `others` lend foreign pieces."""
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         text = random.choice(MUTATIONS)(text, others, random)
     return text
