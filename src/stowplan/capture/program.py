@@ -31,7 +31,8 @@ class Call:
 
     `outputs` are tensor ids, None where the op makes no tensor there; `single` ops return the tensor itself,
     the others a tuple. `fresh` names arguments that the target overwrites, and which must therefore be
-    copies: for ops that exist in PyTorch only as such.
+    copies: for ops that exist in PyTorch only as such. The result of a `copied` op is copied at once, for the
+    op leaves it in a larger storage.
     """
 
     target: OpOverload
@@ -40,6 +41,7 @@ class Call:
     outputs: tuple[str | None, ...]
     single: bool
     fresh: tuple[str, ...] = ()
+    copied: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 
 from stowplan.capture.cells import Cell
 from stowplan.capture.handles import handle_or_text
+from stowplan.capture.larger_storages import is_copied_out
 from stowplan.capture.program import Argument, Call, Ref
 from stowplan.capture.pure import Place, Pure, PureCall, Value
 from stowplan.capture.pure_forms import pure_form, result_stride
@@ -183,9 +184,15 @@ class _Purifier:
             None if cell is None else name if single and len(cells) == 1 else f"{name}.{index}"
             for index, cell in enumerate(cells)
         )
-        call = Call(target, given, named, outputs, single, fresh)
+        copied = single and self._is_copied_out(target, cells[0])
+        call = Call(target, given, named, outputs, single, fresh, copied)
         self._calls.append(PureCall(name, call, self._position))
         return outputs
+
+    def _is_copied_out(self, target: OpOverload, result: Cell | None) -> bool:
+        return result is not None and is_copied_out(
+            target, result, self._recording.lifetimes[result.storage].nbytes
+        )
 
     def _argument(self, value: object) -> Argument:
         if isinstance(value, Cell):
@@ -222,7 +229,9 @@ class _Purifier:
         place = self._places.get(cell.storage)
         if place is None:
             self._places[cell.storage] = Place(cell, name, {cell: name})
-            self._values[name] = Value(name, cell, name, self._recording.lifetimes[cell.storage].nbytes)
+            copied = bool(self._calls) and self._calls[-1].call.copied
+            nbytes = cell.extent_bytes() if copied else self._recording.lifetimes[cell.storage].nbytes
+            self._values[name] = Value(name, cell, name, nbytes)
         else:
             self._look(place, cell, name)
             if cell != place.base:

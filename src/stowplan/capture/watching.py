@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stowplan.capture.cells import Cell, StorageBook
+from stowplan.capture.larger_storages import extra_bytes
 from stowplan.capture.origins import Origin, Origins
 from stowplan.capture.rehearsal import Rehearsal
 from stowplan.capture.schema import returns_tensors, written_names
@@ -105,6 +106,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             _running_node(),
             self.between_nodes,
         )
+        for cell, nbytes in extra_bytes(target, args, kwargs, event.results):
+            self.book.lifetimes[cell.storage].nbytes += nbytes
         self._nodes_made = event.nodes.stop
         self.events.append(event)
 

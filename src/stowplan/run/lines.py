@@ -26,7 +26,7 @@ def call_lines(call: Call, overwrites: Mapping[str, str], names: Mapping[str, st
 def _expression(call: Call, names: Mapping[str, str]) -> str:
     given = [literal(value, names) for value in call.args]
     given += (keyword_argument(name, literal(value, names)) for name, value in call.kwargs.items())
-    return f"{spelled(call.target)}({', '.join(given)})"
+    return f"{spelled(call.target)}({', '.join(given)}){'.clone()' if call.copied else ''}"
 
 
 def _assigned(outputs: tuple[str | None, ...], single: bool, names: Mapping[str, str]) -> str:

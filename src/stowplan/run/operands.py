@@ -32,6 +32,8 @@ def call_on(signature: Signature, operands: Sequence[Tensor]) -> Callable[[], ob
     call = signature.call
     args = [_filled(value, named) for value in call.args]
     kwargs = {name: _filled(value, named) for name, value in call.kwargs.items()}
+    if call.copied:
+        return lambda: call.target(*args, **kwargs).clone()
     return lambda: call.target(*args, **kwargs)
 
 

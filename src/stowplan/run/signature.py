@@ -59,7 +59,8 @@ def call_signature(graph: Graph, call: Call) -> Signature:
     kwargs = {name: _anonymous(value, numbers) for name, value in sorted(call.kwargs.items())}
     operands = tuple(_operand(graph.tensors[name]) for name in names)
     given = [*map(_spelled, args), *(f"{name}={_spelled(value)}" for name, value in kwargs.items())]
-    text = f"{call.target}({', '.join(given)}) of {'; '.join(map(str, operands))}"
+    copied = ".clone()" if call.copied else ""
+    text = f"{call.target}({', '.join(given)}){copied} of {'; '.join(map(str, operands))}"
     return Signature(replace(call, args=args, kwargs=kwargs, outputs=()), operands, text)
 
 
