@@ -60,6 +60,12 @@ class CaptureError(StowplanError):
         super().__init__(f"{where + ': ' if where else ''}{what}{'; ' + advice if advice else ''}")
 
 
+class TensorChanged(StowplanError, RuntimeError):
+    """A tensor that backward needs was changed in place after forward; autograd raises a RuntimeError too."""
+
+    exit_code = 1
+
+
 class IllegalPlan(StowplanError):
     """A plan does not compute its graph: it reads what is not there, or leaves out what must run."""
 
@@ -121,7 +127,7 @@ def _tiles_tried(untiled: tuple[str, ...]) -> str:
 
 
 class TierFailed(StowplanError):
-    """A tensor could not be moved away or back; the step it was for has left no trace."""
+    """A tensor could not be moved away or back; of its step, final gradients at most have left a trace."""
 
     exit_code = 1
 

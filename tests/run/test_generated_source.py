@@ -3,22 +3,21 @@
 import gc
 import linecache
 import traceback
-from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
 import pytest
 import torch
+from failing import Failing
+from lowest import lowest
 from side_by_side import different, trained
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from little_models import Normed, images
 from stowplan.capture import Call, Ref, capture
-from stowplan.errors import BudgetTooSmall
 from stowplan.plan.decision import Again
-from stowplan.run.fit import fit, plans_of
+from stowplan.run.fit import plans_of
 from stowplan.run.lines import call_lines
 from stowplan.run.literals import literal
 from stowplan.run.plain import plain_steps
@@ -44,14 +43,6 @@ class Named(nn.Module):
         for name in self.used:
             x = nn.functional.dropout(torch.tanh(x @ getattr(self, name)), 0.5)
         return x.masked_fill(x > 1.5, float("inf")).clamp(max=10).sum()
-
-
-def lowest(model: nn.Module, args: tuple[object, ...]) -> nn.Module:
-    """The model at its smallest budget, where it recomputes."""
-    with pytest.raises(BudgetTooSmall) as refusal:
-        fit(model, args, budget=1, allow=("recompute",), moves=50)
-    assert refusal.value.minimum_bytes is not None
-    return fit(model, args, budget=refusal.value.minimum_bytes, allow=("recompute",), moves=50)
 
 
 def source_for(model: nn.Module, *args: Tensor) -> Source:
@@ -154,23 +145,9 @@ def test_ops_and_arguments_whose_names_python_does_not_take() -> None:
         assert torch.equal(scope["y_0"], torch.full((2,), 3.0))
 
 
-class Failing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
-    """Raises in the place of every op that draws."""
-
-    def __init__(self, fault: BaseException) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # so is this
-        self.fault = fault
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise self.fault
-        return func(*args, **(kwargs or {}))
+def draws(op: OpOverload) -> bool:
+    """Whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("no kernel"), KeyboardInterrupt()])
@@ -187,7 +164,7 @@ def test_a_replayed_draw_that_fails_leaves_the_generator_where_it_was(fault: Bas
     fitted = lowest(Drawing(), (images(256, 8),))
     loss = fitted(images(256, 8))
     before = torch.get_rng_state()
-    with pytest.raises(type(fault)) as raised, Failing(fault):
+    with pytest.raises(type(fault)) as raised, Failing(fault, draws):
         loss.backward()
     assert torch.equal(torch.get_rng_state(), before)
     assert any("again" in note for note in raised.value.__notes__)
@@ -196,7 +173,7 @@ def test_a_replayed_draw_that_fails_leaves_the_generator_where_it_was(fault: Bas
 def test_a_traceback_shows_the_generated_line_and_the_module() -> None:
     model, x = Normed(), images(2, 3, 8, 8)
     straight = StraightStep(capture(model, (x,)), model)
-    with pytest.raises(RuntimeError) as raised, Failing(RuntimeError("no kernel")):
+    with pytest.raises(RuntimeError) as raised, Failing(RuntimeError("no kernel"), draws):
         straight(x)
     text = "".join(traceback.format_exception(raised.value))
     assert "aten.bernoulli" in text

@@ -5,7 +5,7 @@ A traceback shows the generated line that an error came from, and a note on the 
 
 import linecache
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -19,7 +19,9 @@ from stowplan.run.source import Source
 from stowplan.run.tiers.live import LiveTier
 
 Forward: TypeAlias = Callable[[Sequence[Tensor]], tuple[tuple[Tensor, ...], list[Tensor]]]
-Backward: TypeAlias = Callable[[Sequence[Tensor], list[Tensor], list[Tensor]], tuple[Tensor, ...]]
+Backward: TypeAlias = Callable[
+    [Sequence[Tensor], list[Tensor], list[Tensor], list[Tensor]], Generator[None, None, None]
+]
 
 _numbers = count()  # of the steps compiled in this process
 
@@ -48,10 +50,14 @@ def compiled(source: Source, tier: LiveTier | None = None) -> Halves:
             return forward(primals)
 
     def run_backward(
-        primals: Sequence[Tensor], saved: list[Tensor], tangents: list[Tensor]
-    ) -> tuple[Tensor, ...]:
-        with places.noted():
-            return backward(primals, saved, tangents)
+        primals: Sequence[Tensor], saved: list[Tensor], tangents: list[Tensor], handed: list[Tensor]
+    ) -> Generator[None, None, None]:
+        pieces = backward(primals, saved, tangents, handed)
+        del primals, saved, tangents
+        for _ in source.pieces:
+            with places.noted():
+                next(pieces)
+            yield
 
     halves = Halves(source, run_forward, run_backward)
     weakref.finalize(halves, linecache.cache.pop, file, None).atexit = False

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.fx import GraphModule
 from torch.fx import Node as GraphNode
 
 from stowplan.errors import BadUse
 from stowplan.run.captured_graph import CapturedGraph
 from stowplan.run.fit import kind_of_call
+from stowplan.run.function import ends_of_chain
 from stowplan.run.shared_budget import SharedBudget
 from stowplan.run.visit import Run
 
@@ -85,12 +85,12 @@ class PlannedGraph:
     def _follow(self, kind: object, captured: CapturedGraph, run: Run, outputs: Sequence[object]) -> None:
         """Tell the budget when the backward of this run is done, and learn from it what is differentiated."""
         tensors = [output for output in outputs if isinstance(output, Tensor)]
-        node, account = _node_below(tensors), self._settings.budget.opened(run, tensors)
+        (first, last), account = ends_of_chain(tensors), self._settings.budget.opened(run, tensors)
         if self._loss is not None:
-            node.register_prehook(partial(self._learn, kind, captured, self._loss))
-        node.register_prehook(lambda _: account.turned())
-        node.register_hook(lambda *_: account.closed(run))
-        weakref.finalize(node, account.dropped, run).atexit = False
+            first.register_prehook(partial(self._learn, kind, captured, self._loss))
+        first.register_prehook(lambda _: account.turned())
+        last.register_hook(lambda *_: account.closed(run))
+        weakref.finalize(last, account.dropped, run).atexit = False
 
     def _learn(
         self, kind: object, captured: CapturedGraph, loss: int, gradients: Sequence[Tensor | None]
@@ -113,11 +113,3 @@ def _lone_scalar(results: Sequence[Result]) -> int | None:
     attached = {position: result for position, result in enumerate(results) if result.is_attached}
     scalars = [position for position, result in attached.items() if result.is_scalar]
     return scalars[0] if len(attached) > 1 and len(scalars) == 1 else None
-
-
-def _node_below(outputs: Sequence[Tensor]) -> Node:
-    """The autograd node of the step itself, below those that follow it."""
-    node = next(output.grad_fn for output in outputs if output.grad_fn is not None)
-    while node.name() != "StepFunctionBackward":
-        node = next(below for below, _ in node.next_functions if below is not None)
-    return node

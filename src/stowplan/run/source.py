@@ -20,6 +20,7 @@ from stowplan.plan.problem import updated_buffers
 from stowplan.run.lines import call_lines
 from stowplan.run.literals import identifiers_of
 from stowplan.run.moves import Moves
+from stowplan.run.pieces import Outside, Piece, ends_of_pieces
 
 _DROPPED = "_"  # takes the outputs of a second run that nobody misses
 
@@ -28,9 +29,10 @@ _DROPPED = "_"  # takes the outputs of a second run that nobody misses
 class Source:
     """Two functions as text, and the tensors, by id, that their arguments and results stand for.
 
-    `forward(primals) -> (outputs, saved)`, `backward(primals, saved, tangents) -> gradients`. The lists
-    `saved` and `tangents` are emptied, so that backward alone decides how long their tensors live. With
-    transfers, the code calls on a `tier`: `stored_bytes` are the sizes that it asks room for.
+    `forward(primals) -> (outputs, saved)`. `backward(primals, saved, tangents, handed)` is a generator: it
+    runs one piece each time it is resumed, and leaves the piece's gradients in the list `handed` alone. The
+    lists `saved` and `tangents` are emptied, so that backward alone decides how long their tensors live.
+    With transfers, the code calls on a `tier`: `stored_bytes` are the sizes that it asks room for.
     """
 
     text: str
@@ -41,7 +43,7 @@ class Source:
     outputs: tuple[str, ...]
     saved: tuple[str, ...]
     tangents: tuple[str, ...]
-    gradients: tuple[str, ...]
+    pieces: tuple[Piece, ...]
     stored_bytes: tuple[int, ...]
     updated: tuple[str, ...]  # the buffers that the step changes
 
@@ -65,11 +67,12 @@ def source_of(graph: Graph, program: Program, steps: Sequence[Step]) -> Source:
     names = identifiers_of(graph, program.calls)
     outputs = tuple(dict.fromkeys(leaf.tensor for leaf in program.outputs if isinstance(leaf, Ref)))
     tangents = tuple(name for name in program.tangents if name is not None)
-    gradients = tuple(dict.fromkeys(program.gradients.values()))
     draws, moves = _replayed_draws(graph, steps), Moves(names, graph)
-    forward = _Half(ops, program.calls, names, steps[:turn], returned=outputs, draws=draws, moves=moves)
+    writer = _Writer(ops, program.calls, names, draws, moves, Outside(graph, program, outputs))
+    forward = _Half(writer, steps[:turn])
+    forward.give(outputs)
     kept = (*draws.values(), *moves.handles)
-    backward = _Half(ops, program.calls, names, steps[turn:], returned=gradients, draws=draws, moves=moves)
+    backward = _Half(writer, steps[turn:], ends_of_pieces(graph, program, steps[turn:]))
     saved = tuple(name for name in backward.needed if name in forward.made and name not in outputs)
     primals = tuple(name for name in backward.needed if name not in {*saved, *tangents})
     lines = (
@@ -79,23 +82,22 @@ def source_of(graph: Graph, program: Program, steps: Sequence[Step]) -> Source:
         _Line(f"    return {_tuple(names, outputs)}, [{_list(names, saved, kept)}]"),
         _Line(""),
         _Line(""),
-        _Line("def backward(primals, saved, tangents):"),
+        _Line("def backward(primals, saved, tangents, handed):"),
         *_unpacking(names, primals, "primals", clear=False),
         *_unpacking(names, saved, "saved", clear=True, further=kept),
         *_unpacking(names, tangents, "tangents", clear=True),
         *backward.lines,
-        _Line(f"    return {_tuple(names, gradients)}"),
     )
     return Source(
         "".join(f"{line.text}\n" for line in lines),
-        {names[tensor]: _called(program, tensor) for tensor in graph.tensors},
+        {names[tensor]: called(program, tensor) for tensor in graph.tensors},
         {number: line.place for number, line in enumerate(lines, start=1) if line.place},
         tuple(forward.needed),
         primals,
         outputs,
         saved,
         tangents,
-        gradients,
+        tuple(backward.pieces),
         stored_bytes=tuple(moves.stored_bytes),
         updated=tuple(sorted(updated_buffers(graph))),
     )
@@ -108,7 +110,7 @@ class _Line(NamedTuple):
     place: str = ""
 
 
-def _called(program: Program, tensor: str) -> str:
+def called(program: Program, tensor: str) -> str:
     """What the user calls a tensor."""
     known = program.parameters.get(tensor) or program.buffers.get(tensor) or (tensor,)
     return ", ".join(known)
@@ -137,30 +139,63 @@ def _replayed_draws(graph: Graph, steps: Sequence[Step]) -> dict[str, str]:
     return {op: f"draws{number}" for number, op in enumerate(random)}
 
 
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """What both halves are written with."""
+
+    ops: Mapping[str, Op]
+    calls: Mapping[str, Call]
+    names: Mapping[str, str]
+    draws: Mapping[str, str]
+    moves: Moves
+    outside: Outside
+
+
 class _Half:
     """The lines of one half; what it needs from outside, by first use; what it made and still has."""
 
     def __init__(
-        self,
-        ops: Mapping[str, Op],
-        calls: Mapping[str, Call],
-        names: Mapping[str, str],
-        steps: Sequence[Step],
-        returned: Sequence[str],
-        draws: Mapping[str, str],
-        moves: Moves,
+        self, writer: _Writer, steps: Sequence[Step], ends: Iterable[tuple[int, tuple[str, ...]]] = ()
     ) -> None:
+        """`ends` says after which steps which tensors are handed on; what is freed there is freed before."""
         self.lines: list[_Line] = []
         self.needed: dict[str, None] = {}
         self.bound: set[str] = set()
-        self._ops, self._calls, self._names, self._draws = ops, calls, names, draws
-        self._moves = moves
+        self.pieces: list[Piece] = []
+        self._ops, self._calls, self._names = writer.ops, writer.calls, writer.names
+        self._draws, self._moves, self._outside = writer.draws, writer.moves, writer.outside
         self._place = ""
-        for step in steps:
+        self._read: dict[str, bool] = {}
+        waiting = list(ends)
+        for number, step in enumerate(steps):
+            while waiting and waiting[0][0] < number and not isinstance(step, Free):
+                self._hand_on(waiting.pop(0)[1])
             self._take(step)
-        self._need(returned)
-        self._write(moves.wait_for(returned))
-        self.made = self.bound - self.needed.keys()
+        for _, tensors in waiting:
+            self._hand_on(tensors)
+
+    @property
+    def made(self) -> set[str]:
+        """What the half has made and not let go of."""
+        return self.bound - self.needed.keys()
+
+    def give(self, tensors: Iterable[str]) -> None:
+        """The tensors must be there now."""
+        tensors = tuple(tensors)
+        self._need(tensors)
+        self._write(self._moves.wait_for(tensors))
+
+    def _hand_on(self, gradients: tuple[str, ...]) -> None:
+        """Nothing of their storages stays here: whoever takes a gradient may be the only one to hold it."""
+        self.give(gradients)
+        self._place = ""
+        gone = [*gradients, *self._outside.sharing(gradients, self.bound.difference(gradients))]
+        if gradients:
+            self._write([f"handed += [{_list(self._names, gradients)}]", f"del {_list(self._names, gone)}"])
+        self._write(["yield"])
+        self.bound.difference_update(gone)
+        self.pieces.append(Piece(gradients, self._read))
+        self._read = {}
 
     def _take(self, step: Step) -> None:
         match step:
@@ -202,6 +237,8 @@ class _Half:
     ) -> None:
         call = self._calls[op.id]
         self._place = _place_of(op, again)
+        for name in self._outside.read_by(op):
+            self._read[name] = self._read.get(name, False) or again
         self._need(inputs_of(call))
         self._write(self._moves.wait_for(inputs_of(call)))
         dropped = set(op.writes()).difference(wanted)

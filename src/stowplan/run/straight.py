@@ -1,6 +1,6 @@
 """The captured step as straight-line code: called like the model, differentiable like it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -10,15 +10,14 @@ from torch.utils import _pytree as pytree
 from stowplan.capture import Captured, Ref
 from stowplan.plan.decision import Step
 from stowplan.run.binding import Binding
-from stowplan.run.function import Run, StepFunction, latch
+from stowplan.run.function import Run, latch, run_step
 from stowplan.run.halves import compiled
 from stowplan.run.machine import device_of
 from stowplan.run.plain import plain_steps
 from stowplan.run.source import source_of
 from stowplan.run.tiers.choice import tier_for
 from stowplan.run.tiers.live import LiveTier
-
-_call_step: Callable[..., tuple[Tensor, ...]] = StepFunction.apply
+from stowplan.run.waiting import Waiting
 
 
 class StraightStep:
@@ -32,24 +31,27 @@ class StraightStep:
         loss: object = None,
         steps: Sequence[Step] | None = None,
         tier: LiveTier | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
-        """`tier` is where steps that store do so; if none is given, the one for the step's device."""
-        self._program = captured.program
+        """`tier` is where steps that store do so; if none is given, the one for the step's device.
+
+        `waiting` is told of each forward.
+        """
+        self._waiting = waiting
+        self._program, self._device = captured.program, device_of(captured.graph)
         source = source_of(captured.graph, captured.program, steps or plain_steps(captured.graph))
         if source.stored_bytes:
-            tier = tier or tier_for(device_of(captured.graph))
+            tier = tier or tier_for(self._device)
             tier.reserve(source.stored_bytes)
         self._halves = compiled(source, tier)
         self._binding = Binding(captured, model, loss)
         self.source = source.annotated()
-        updated = source.updated if source.stored_bytes else ()
-        outside = (
-            *source.forward_primals,
-            *source.backward_primals,
-            *captured.program.gradients,
-            *updated,
+        self._primals = tuple(
+            tuple(
+                name for name, gradient in captured.program.gradients.items() if gradient in piece.gradients
+            )
+            for piece in source.pieces
         )
-        self._primals = tuple(dict.fromkeys(name for name in outside if self._binding.has(name)))
         leaves = zip(captured.program.outputs, captured.program.tangents, strict=True)
         expected = {leaf for leaf, tangent in leaves if isinstance(leaf, Ref) and tangent is not None}
         self._differentiated = tuple(Ref(name) in expected for name in source.outputs)
@@ -58,8 +60,11 @@ class StraightStep:
         """What the model returns for these arguments, which must look like those it was captured with."""
         found = self._binding.tensors(args, kwargs)
         run = Run(self._halves, self._program, self._primals, self._differentiated)
-        with torch.autocast(found[self._primals[0]].device.type, enabled=False):
-            made = _call_step(run, *(found[name] for name in self._primals))
+        if self._waiting:
+            self._waiting.begins()
+            self._waiting.add(run)
+        with torch.autocast(self._device.type, enabled=False):
+            made = run_step(run, found)
         for position, output in enumerate(made):
             if output.requires_grad and output.dim():
                 output.register_hook(partial(latch, run, position))  # type: ignore[no-untyped-call]

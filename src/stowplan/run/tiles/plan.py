@@ -15,6 +15,7 @@ from stowplan.run.planning import price_captured
 from stowplan.run.probe import Progress
 from stowplan.run.straight import StraightStep
 from stowplan.run.tiles.ways import CapturedWay, Search, StepWay, Subject, ways_of
+from stowplan.run.waiting import waiting_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class PlannedStep:
 
     def bound_to(self, model: nn.Module, *, loss: object = None) -> StraightStep:
         """The step, ready to be called like the model."""
-        return StraightStep(self.captured, model, loss=loss, steps=self.plan.steps)
+        waiting = waiting_of(model)
+        return StraightStep(self.captured, model, loss=loss, steps=self.plan.steps, waiting=waiting)
 
 
 def step_planner(

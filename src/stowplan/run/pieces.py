@@ -1,0 +1,108 @@
+"""Pieces: the stretches of a backward half, each of which ends where gradients leave it.
+
+A gradient is final when no later step reads or writes its storage, nor reads the parameter it is of: from
+then on hooks and optimizers may change both. Gradients leave in the order in which they are final, and those
+that are final at once, or share a storage, together in the order of the step's parameters. Small ones wait
+until there is enough to be worth an autograd node.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stowplan.analyse.storages import Storages, storages_of
+from stowplan.capture import Program
+from stowplan.capture.attributes import inputs_of
+from stowplan.ir import Graph, Op
+from stowplan.ops.effects import only_updates_statistics
+from stowplan.ops.table import site_of
+from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
+from stowplan.plan.problem import outdated_tensors
+
+_SHARE = 64  # no piece but the last hands on less than this part of the bytes of all gradients
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`read` are the tensors from outside the step whose contents the piece relies on.
+
+    They are paired with whether something is recomputed from them that eager would have kept.
+    """
+
+    gradients: tuple[str, ...]
+    read: Mapping[str, bool]
+
+
+def ends_of_pieces(
+    graph: Graph, program: Program, steps: Sequence[Step]
+) -> list[tuple[int, tuple[str, ...]]]:
+    """After which of the `steps` of the backward half which gradients leave; the last is the last step."""
+    storages = storages_of(graph)
+    final = _last_touches(graph, program, steps, storages)
+    wanted: dict[int, list[str]] = {}  # by storage
+    for gradient in dict.fromkeys(program.gradients.values()):
+        wanted.setdefault(storages.number_of[gradient], []).append(gradient)
+    last: dict[int, int] = {}
+    for name, gradient in program.gradients.items():
+        number = storages.number_of[gradient]
+        ends = (final.get(storages.number_of[name], -1), final.get(number, -1))
+        last[number] = max(last.get(number, -1), *ends)
+    nbytes = {number: int(storages.nbytes[number]) for number in wanted}
+    pieces: list[tuple[int, tuple[str, ...]]] = []
+    group: list[str] = []
+    enough, gathered = sum(nbytes.values()) / _SHARE, 0
+    order = sorted(wanted, key=lambda number: last[number])
+    for number, following in zip(order, [*order[1:], None], strict=True):
+        group += wanted[number]
+        gathered += nbytes[number]
+        if following is not None and gathered >= enough and last[following] > last[number]:
+            pieces.append((last[number], tuple(group)))
+            group, gathered = [], 0
+    return [*pieces, (len(steps) - 1, tuple(group))]
+
+
+def _last_touches(
+    graph: Graph, program: Program, steps: Sequence[Step], storages: Storages
+) -> dict[int, int]:
+    """The last of the steps that reads, writes or moves each storage."""
+    ops = {op.id: op for op in graph.ops}
+    return {
+        storages.number_of[name]: position
+        for position, step in enumerate(steps)
+        for name in _touched(ops, program, step)
+    }
+
+
+def _touched(ops: Mapping[str, Op], program: Program, step: Step) -> Iterable[str]:
+    match step:
+        case Compute(op) | Again(op):
+            return *inputs_of(program.calls[op]), *ops[op].writes()
+        case Store(tensors) | Load(tensors):
+            return tensors
+        case Free():
+            return ()
+
+
+class Outside:
+    """Which tensors that others can change an op relies on."""
+
+    def __init__(self, graph: Graph, program: Program, outputs: Iterable[str]) -> None:
+        self._graph, self._calls, self._outdated = graph, program.calls, outdated_tensors(graph)
+        self._storages = storages_of(graph)
+        made = {name for op in graph.ops for name in op.writes()}
+        own = {name for name in program.tangents if name is not None}
+        names = [*(name for name in graph.tensors if name not in made | own), *outputs]
+        self._seen_as: dict[int, str] = {}  # by storage: the name under which others hold it
+        for name in names:
+            self._seen_as.setdefault(self._storages.number_of[name], name)
+
+    def read_by(self, op: Op) -> Iterator[str]:
+        """Not the running statistics of a norm that does not normalise by them."""
+        ignored = self._outdated if only_updates_statistics(site_of(self._graph, op)) else ()
+        reads = (name for name in inputs_of(self._calls[op.id]) if name not in ignored)
+        numbers = (self._storages.number_of[name] for name in reads)
+        return (self._seen_as[number] for number in numbers if number in self._seen_as)
+
+    def sharing(self, tensors: Iterable[str], among: Iterable[str]) -> Iterator[str]:
+        """Those that share a storage with one of `tensors`."""
+        numbers = {self._storages.number_of[name] for name in tensors}
+        return (name for name in sorted(among) if self._storages.number_of[name] in numbers)
