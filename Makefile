@@ -53,6 +53,14 @@ wheel-test: ## the built wheel in clean environments: without torch on files, be
 mutants: ## plant faults in verify, simulate and regions, and count those that their tests see
 	$(PYTHON) -m benchmarks.mutate
 
+MINUTES ?= 60
+FROM ?= 0
+
+.PHONY: hunt
+hunt: ## look for faults by chance for MINUTES: random training loops against eager, then damaged files
+	$(PYTHON) -m tests.hunt --minutes $$(( $(MINUTES) / 2 )) --from $(FROM)
+	$(PYTHON) -m tests.hunt.files --seconds $$(( $(MINUTES) * 30 )) --seed $(FROM)
+
 .PHONY: release
 release: ## check everything, set VERSION, date the changelog, commit and tag; pushes nothing
 	$(MAKE) check wheel-test

@@ -1,0 +1,121 @@
+"""Case: everything that one integer stands for."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+
+from .actions import ACTIONS
+from .batches import Feed, draw_feed
+from .networks import Network, draw_network
+
+CASES_PER_NETWORK = 4  # consecutive seeds share a network: its ops have been probed then
+_WITH_PROGRAM = 0.5
+_ROWS_TO_MOVE = 8
+
+_TRANSFERS: tuple[tuple[str, ...], ...] = (
+    ("recompute", "offload"),
+    ("offload",),
+    ("recompute", "offload", "offload-gradients"),
+    ("recompute", "tile", "offload", "offload-gradients"),
+)
+_ANY = (*[("recompute",)] * 10, ("recompute", "tile"), ("tile",), *_TRANSFERS)
+_FOR_TILES = (*[("recompute",)] * 3, *[("recompute", "tile")] * 3, *[("tile",)] * 4, *_TRANSFERS)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One action of a loop program, with the source of its choices."""
+
+    action: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.action}({self.seed})"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`share` places the budget: 0 is what stands before the step and its gradients, 1 is eager's peak."""
+
+    seed: int
+    network: Network
+    feed: Feed
+    techniques: tuple[str, ...]
+    share: float
+    prefer: str
+    moves: int
+    before: tuple[Turn, ...] = ()  # actions before `fit`
+    after: tuple[Turn, ...] = ()
+
+    @property
+    def has_tiles(self) -> bool:
+        return "tile" in self.techniques
+
+    @property
+    def has_program(self) -> bool:
+        return bool(self.before or self.after)
+
+    def smaller(self) -> Iterator["Case"]:
+        """Cases with a little less, the largest savings first."""
+        for turns in _fewer(self.before):
+            yield replace(self, before=turns)
+        for turns in _fewer(self.after):
+            yield replace(self, after=turns)
+        for position in reversed(range(len(self.network.calls))):
+            yield replace(self, network=self.network.without(position))
+        if self.feed != (plain := Feed("contiguous", "own", wants_gradient=False)):
+            yield replace(self, feed=plain)
+        if self.network.reads_all:
+            yield replace(self, network=replace(self.network, reads_all=False))
+        if self.network.output != "square":
+            yield replace(self, network=replace(self.network, output="square"))
+        if self.network.signature != "tensors":
+            yield replace(self, network=replace(self.network, signature="tensors"))
+
+    def __str__(self) -> str:
+        program = [*map(str, self.before), "fit", "step", *map(str, self.after)]
+        return (
+            f"{self.network.source()}\n"
+            f"# seed {self.seed}: {self.network.sizes}, {self.network.dtype}, {self.feed}\n"
+            f"# allow {', '.join(self.techniques)}; prefer {self.prefer}; moves {self.moves};"
+            f" share of the budget {self.share:.3f}\n"
+            f"# program: {'; '.join(program)}\n"
+        )
+
+
+def draw_case(seed: int) -> Case:
+    """The case of a seed, whatever was drawn before."""
+    random = Random(f"case {seed}")
+    network = draw_network(Random(f"network {seed // CASES_PER_NETWORK}"))
+    techniques = random.choice(_FOR_TILES if network.is_spatial() else _ANY)
+    if "offload" in techniques:  # a tier takes room for its staging buffers, which tiny tensors do not repay
+        network = replace(network, sizes=replace(network.sizes, batch=_ROWS_TO_MOVE))
+    case = Case(
+        seed,
+        network,
+        draw_feed(random),
+        techniques,
+        share=random.choice((0.0, random.random(), random.random() ** 2)),
+        prefer=random.choice(("exactness", "exactness", "time")),
+        moves=random.choice((3, 3, 20)),
+    )
+    if random.random() > _WITH_PROGRAM:
+        return case
+    suited = [name for name, action in ACTIONS.items() if action.suits(network, has_tiles=case.has_tiles)]
+    early = [name for name in suited if ACTIONS[name].comes_before_fit]
+    draw = partial(_turns, random)
+    return replace(
+        case, before=draw(early, random.choice((0, 0, 1, 2))), after=draw(suited, random.randint(2, 6))
+    )
+
+
+def _fewer(turns: tuple[Turn, ...]) -> Iterator[tuple[Turn, ...]]:
+    if turns:
+        yield ()
+    if len(turns) > 1:
+        yield from ((*turns[:place], *turns[place + 1 :]) for place in range(len(turns)))
+
+
+def _turns(random: Random, names: list[str], count: int) -> tuple[Turn, ...]:
+    return tuple(Turn(random.choice(names), random.randrange(1000)) for _ in range(count))

@@ -1,0 +1,66 @@
+"""What two records of the same loop differ in: nothing for a bitwise plan, rounding for tiles."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .sides import Note
+
+# Of the largest number of the tensor, and of the largest of all: sums that cancel leave rounding alone.
+_OWN = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-4, torch.complex64: 2e-4}
+_ALL = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 2e-6, torch.complex64: 2e-6}
+
+
+def differences(expected: Sequence[Note], found: Sequence[Note], *, exact: bool) -> Iterator[str]:
+    """One line for each thing that a loop would see otherwise."""
+    names, others = [name for name, _ in expected], [name for name, _ in found]
+    if names != others:
+        yield _first_unlike(names, others)
+        return
+    scale = max((_largest(value) for _, value in expected if isinstance(value, Tensor)), default=1.0)
+    for (name, value), (_, other) in zip(expected, found, strict=True):
+        if unlike := _unlike(value, other, None if exact else scale):
+            yield f"{name}: {unlike}"
+
+
+def _first_unlike(names: list[str], others: list[str]) -> str:
+    """Where two loops stop seeing the same things."""
+    for position, (name, other) in enumerate(zip(names, others, strict=False)):
+        if name != other:
+            return f"events: eager saw {name!r}, the fitted model {other!r} (event {position})"
+    longer = names[len(others) :] or others[len(names) :]
+    return f"events: eager saw {len(names)}, the fitted model {len(others)}; the first other is {longer[0]!r}"
+
+
+def _unlike(value: object, other: object, scale: float | None) -> str:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return _unlike_tensors(value, other, scale)
+    same = type(value) is type(other) and value == other
+    return "" if same else f"{_shown(value)} in eager, {_shown(other)} fitted"
+
+
+def _unlike_tensors(value: Tensor, other: Tensor, scale: float | None) -> str:
+    if (value.shape, value.dtype) != (other.shape, other.dtype):
+        return f"{_shown(value)} in eager, {_shown(other)} fitted"
+    if value.stride() != other.stride() and value.numel() > 1:
+        return f"strides {value.stride()} in eager, {other.stride()} fitted"
+    if not value.is_floating_point() and not value.is_complex():
+        return "" if torch.equal(value, other) else "other numbers"
+    bound = 0.0 if scale is None else _OWN[value.dtype] * _largest(value) + _ALL[value.dtype] * scale
+    if torch.allclose(value, other, rtol=0.0, atol=bound, equal_nan=True):
+        return ""
+    off = float((value - other).abs().nan_to_num(nan=float("inf")).max())
+    return f"off by {off:.3g} where {bound:.3g} is allowed; the largest number is {_largest(value):.3g}"
+
+
+def _largest(value: Tensor) -> float:
+    if not value.numel() or not (value.is_floating_point() or value.is_complex()):
+        return 0.0
+    return float(value.abs().nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {value.dtype} {tuple(value.shape)}"
+    return repr(value)
