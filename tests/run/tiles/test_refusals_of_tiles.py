@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stowplan.errors import BudgetTooSmall
 from stowplan.run.fit import fit, plans_of
+from stowplan.run.measure import measure
 from stowplan.run.tiles.ways import SweptWay
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread", "fresh_cache")]
@@ -163,3 +164,27 @@ def test_a_step_with_a_gradient_of_its_own_is_planned_without_tiles() -> None:
     fitted = fit(model, (x,), budget=refusal.minimum_bytes, moves=50)
     assert not plans_of(fitted)[0].tile_maps
     torch.testing.assert_close(step(fitted, x), step(model, x))
+
+
+class Pooled(nn.Module):
+    """Pools, made large again, and a loss: small tiles, of which each leaves little behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6, 1, 1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = F.interpolate(F.max_pool2d(x, 2), scale_factor=2.0, mode="nearest")
+        twice = F.interpolate(F.max_pool2d(once, 2), scale_factor=2.0, mode="nearest")
+        small = F.avg_pool2d(twice, 2)
+        large = F.interpolate(small, size=(8, 8), mode="bilinear", align_corners=True)
+        return (large * self.weight + (once.mean() + twice.mean()) * 0.01).square().mean()
+
+
+def test_a_tile_leaves_nothing_behind_for_the_next() -> None:
+    model, x = Pooled(), torch.randn(1, 6, 8, 8, dtype=torch.float64)
+    budget = refusal_of(model, x, ("tile",)).minimum_bytes
+    fitted = fit(model, (x,), budget=budget, allow=("tile",), moves=50)
+    assert plans_of(fitted)[0].tile_maps
+    measured = measure(lambda: fitted(x).backward(), before=[*model.parameters(), x])
+    assert measured.measured_peak_bytes <= budget

@@ -243,6 +243,7 @@ class Sweep(Handle):
                 total += part.detach()
                 weight += share
                 differentiate({"loss": part}, [torch.full_like(part, 1 / cells)])
+                del part, share  # before the next tile makes its own
             self._hand_on(given, sums)
         scale = 1 / weight if self._loss.divides else torch.ones_like(weight)
         described = self.outputs[0]
