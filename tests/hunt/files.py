@@ -33,7 +33,7 @@ from stowplan.analyse.training import training_step_of
 from stowplan.cli.main import INTERNAL_ERROR, main
 from stowplan.cli.simulate import read_machine
 from stowplan.errors import BadInput, StowplanError
-from stowplan.formats import stow
+from stowplan.formats import chainer, graphtext, stow
 from stowplan.formats.door import BINARY_READERS, READERS, BinaryReader, Reader, decoded
 from stowplan.ir import Document
 from stowplan.plan import file as plan_file
@@ -47,6 +47,7 @@ from stowplan.run.probe_cache import Cost, Platform, ProbeCache
 from .audit import AUDIT
 from .mutations import mutant
 from .structured import (
+    damaged_graph,
     damaged_json,
     damaged_lines,
     damaged_pickle,
@@ -60,10 +61,10 @@ MOST_SECONDS = 2.0  # of the processor, for reading or for one thing that is don
 MOST_BYTES = 2**30  # above what the process has when it begins
 GOOD = ("refused", "accepted")
 BAD = ("untyped", "slow", "large", "unplaced", "touched")
-_BATCH = 500
+_BATCH = 1000
 _STRUCTURED = 0.5  # share of cases whose damage knows the structure, where a kind has such
 _BOTH = 0.1  # share of these that are damaged as text besides
-_DONE = 0.02  # share of files that something is done with; reading takes a fraction of its time
+_DONE = 0.2  # share of files that something is done with; reading takes a fraction of its time
 _MOST_OPS = 40  # of graphs that are planned
 _MOVES = 40
 _SHRINKING_SECONDS = 20.0
@@ -286,10 +287,17 @@ def _text_kind(reader: Reader) -> Kind:
     def read(data: bytes, _: Path) -> object:
         return reader.read(decoded(data))
 
-    damage = {"stow": damaged_stow, "chainer": damaged_lines}.get(reader.FORMAT)
-    if damage is None and reader.FORMAT in ("megengine", "torch_trace"):
-        damage = damaged_json
+    damage = _BY_STRUCTURE.get(reader.FORMAT)
     return Kind(reader.FORMAT, _samples(reader.FORMAT), read, damage and _on_text(damage), _OF_DOCUMENTS)
+
+
+_BY_STRUCTURE: Mapping[str, Callable[[str, Random], str]] = {
+    "stow": damaged_stow,
+    "text": damaged_graph,
+    "chainer": damaged_lines,
+    "megengine": damaged_json,
+    "torch_trace": damaged_json,
+}
 
 
 def _binary_kind(reader: BinaryReader) -> Kind:
@@ -301,7 +309,11 @@ def _binary_kind(reader: BinaryReader) -> Kind:
 
 
 def _samples(name: str) -> tuple[bytes, ...]:
-    return tuple(path.read_bytes() for path in sorted(SAMPLES.glob(f"{name}*")))
+    found = [path.read_bytes() for path in sorted(SAMPLES.glob(f"{name}*"))]
+    if name == graphtext.FORMAT:  # a whole training step besides, on which plans have something to decide
+        (step,) = _samples(chainer.FORMAT)
+        found.append(graphtext.write(chainer.read(step.decode())).encode())
+    return tuple(found)
 
 
 def _on_text(damage: Callable[[str, Random], str]) -> Damage:

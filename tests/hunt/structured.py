@@ -7,8 +7,10 @@ import json
 import pickle
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from hashlib import sha256
+from math import prod
 from random import Random
 from typing import Any, TypeAlias
 
@@ -18,81 +20,42 @@ from stowplan.errors import BadInput
 from stowplan.formats.onnx.wire import fields_of
 from stowplan.formats.stow.records import DocumentRecord
 from stowplan.formats.torch_snapshot.plain_pickle import decode
+from stowplan.ir import Kind, Op, Phase, Role, Tensor, Use
+from stowplan.ir.text import format_graph, parse_graph
+from stowplan.ops.adjoints import adjoint_of
+from stowplan.ops.aliasing import aliasing_of
+from stowplan.ops.effects import effect_of
+from stowplan.ops.macs import macs_of
+from stowplan.ops.onnx_shapes import onnx_shapes_of
+from stowplan.ops.regions.rules import rules
+from stowplan.ops.shapes import output_shapes_of
 
 Json: TypeAlias = Any  # whatever json.loads gives: mutations look at nothing else
+_NUMBERS = (0, -1, 1, 2, 2**31, 2**53, 2**62, 2**63, -(2**63), 2**64, 10**30, -(10**30), 10**400, 1.5, -0.5)
 _VALUES: tuple[Json, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        2,
-        2**31,
-        2**53,
-        2**62,
-        2**63,
-        -(2**63),
-        2**64,
-        10**30,
-        -(10**30),
-        10**400,
-    ),
-    *(
-        1.5,
-        -0.5,
-        1e308,
-        1e-300,
-        "",
-        "x",
-        "0",
-        "-1",
-        "\u2028",
-        "\x00",
-        "\x1b[31m",
-        "=1+1",
-        "</script>",
-        "a" * 2000,
-    ),
-    *([], {}, [[]], [0], {"": 0}, [1] * 17, [1] * 70, list(range(100))),
+    *(None, True, False, *_NUMBERS, 1e308, 1e-300, "", "x", "0", "-1", "\u2028", "\x00", "\x1b[31m", "=1+1"),
+    *("</script>", "a" * 2000, [], {}, [[]], [0], {"": 0}, [1] * 17, [1] * 70, list(range(100))),
 )
 _OPCODES = (
-    *(b"(", b"0", b"1", b"2", b"c", b"i", b"o", b"R", b"b", b"\x81", b"\x93", b"N", b"}", b"]", b")", b"t"),
+    *(bytes([code]) for code in b"(012ciobRN}])taesu.\x81\x85\x86\x87\x93\x94"),
     *(
-        b"\x85",
-        b"\x86",
-        b"\x87",
-        b"a",
-        b"e",
-        b"s",
-        b"u",
-        b"\x94",
         b"q\x00",
         b"h\x00",
         b"h\x01",
         b"h\x05",
-        b".",
+        b"K\x00",
+        b"\x8a\x00",
+        b"X\xff\xff\xff\xff",
+        b"J\xff\xff\xff\xff",
     ),
-    *(b"j\xff\xff\xff\xff", b"r\xff\xff\xff\x7f", b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x8a\x00"),
-    *(b"K\x00", b"X\xff\xff\xff\xff", b"\x8d" + b"\xff" * 8, b"J\xff\xff\xff\xff", b"\x95" + b"\xff" * 8),
+    *(b"j\xff\xff\xff\xff", b"r\xff\xff\xff\x7f", b"\x8d" + b"\xff" * 8, b"\x95" + b"\xff" * 8),
+    *(b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f", b"X\xff\xff\xff\xff"),
 )
-_OP_TYPES = (
-    *(b"Conv", b"Reshape", b"Loop", b"Gemm", b"MatMul", b"Concat", b"Slice", b"Split", b"Pad", b"Resize"),
-    *(
-        b"Expand",
-        b"Tile",
-        b"Transpose",
-        b"Squeeze",
-        b"Unsqueeze",
-        b"Flatten",
-        b"Gather",
-        b"Constant",
-        b"Shape",
-    ),
-    *(b"MaxPool", b"BatchNormalization", b"Softmax", b"Einsum", b"ReduceMean", b"Range", b"Where", b"Cast"),
-    *(b"LayerNormalization", b"ConvTranspose", b"GlobalAveragePool", b"Dropout", b"Identity", b"Add", b"Pow"),
+_OP_TYPES = [name.removeprefix("onnx.").encode() for name in onnx_shapes_of]
+_TYPES = sorted(
+    {*macs_of, *aliasing_of, *adjoint_of, *effect_of, *rules, *output_shapes_of, "stowplan.sweep"}
 )
+_ATTRIBUTES = ("axis", "dim", "transposed", "stride", "padding", "slices", "over", "groups", "arg1", "reduce")
 
 
 def damaged_value(value: Json, random: Random) -> Json:
@@ -160,6 +123,54 @@ def damaged_lines(text: str, random: Random) -> str:
         at = random.choice(objects)
         lines[at] = damaged_json(lines[at], random)
     return "\n".join(lines)
+
+
+def damaged_graph(text: str, random: Random) -> str:
+    """A graph in the text form with other types, operands, roles, shapes or links: mostly still legal."""
+    graph = parse_graph(text)
+    ops, tensors = list(graph.ops), dict(graph.tensors)
+    for _ in range(random.choice((1, 1, 2, 4))):
+        at, name = random.randrange(len(ops)), random.choice(sorted(tensors))
+        if random.random() < 0.7:
+            ops[at] = _another_op(ops[at], sorted(tensors), random)
+        else:
+            tensors[name] = _another_tensor(tensors[name], sorted(tensors), random)
+    held = graph.held if random.random() < 0.8 else frozenset(random.sample(sorted(tensors), 2))
+    return format_graph(replace(graph, ops=tuple(ops), tensors=tensors, held=held))
+
+
+def _another_op(op: Op, names: list[str], random: Random) -> Op:
+    inputs, outputs = list(op.inputs), list(op.outputs)
+    match random.randrange(7):
+        case 0 | 1:
+            return replace(op, type=random.choice(_TYPES))
+        case 2 if inputs:
+            del inputs[random.randrange(len(inputs))]
+        case 3:
+            use = Use(random.choice(names), random.choice((Role.DATA, Role.SAVED, Role.SHAPE)))
+            inputs.insert(random.randrange(len(inputs) + 1), use)
+        case 4 if outputs:
+            del outputs[random.randrange(len(outputs))]
+        case 5:
+            return replace(op, phase=random.choice(tuple(Phase)))
+        case _:
+            key, value = (
+                random.choice(_ATTRIBUTES),
+                random.choice((*_VALUES[:15], (1,), (0, -1), (2, 2), "x")),
+            )
+            return replace(op, attributes={**op.attributes, key: value})
+    return replace(op, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def _another_tensor(tensor: Tensor, names: list[str], random: Random) -> Tensor:
+    match random.randrange(4):
+        case 0 | 1:
+            shape = tuple(random.choice((0, 1, 2, 3, 4, 7, 64)) for _ in range(random.randrange(6)))
+            return replace(tensor, shape=shape, nbytes=4 * prod(shape))
+        case 2:
+            return replace(tensor, kind=random.choice(tuple(Kind)))
+        case _:
+            return replace(tensor, alias_of=random.choice((None, *names)))
 
 
 def damaged_stow(text: str, random: Random) -> str:

@@ -183,7 +183,7 @@ def _as_json(found: Simulation) -> Mapping[str, Any]:
         "gathered": dict(found.wanted.gathered),
         "stages": dict(found.stages),
         "strong": [_figures(p, p.efficiency(alone)) for p in found.strong],
-        "weak": [_figures(p, found.weak[0].step_seconds / p.step_seconds) for p in found.weak],
+        "weak": [_figures(p, found.weak[0].step_seconds / (p.step_seconds or 1.0)) for p in found.weak],
     }
 
 

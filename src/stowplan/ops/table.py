@@ -1,6 +1,6 @@
 """Table: answers to one question about ops, by op type. A second entry for a type raises."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Generic, TypeVar
@@ -64,6 +64,10 @@ class Table(Generic[Answer]):
             return rule
 
         return register
+
+    def __iter__(self) -> Iterator[str]:
+        """The op types that have a rule."""
+        return iter(self._rules)
 
     def __contains__(self, op_type: str) -> bool:
         return op_type in self._rules

@@ -27,11 +27,36 @@ rules: Table[Regions] = Table("regions", default=barrier)
 
 
 def regions_of(site: Site) -> Regions:
-    """The regions of an op. A rule that lacks something it must know is no rule: the op is a barrier."""
+    """The regions of an op. A rule that lacks something it must know, or is about other operands than the op
+    has, is no rule: the op is a barrier."""
     try:
-        return rules(site)
+        found = rules(site)
     except MissingRule as missing:
         return barrier(site, str(missing))
+    return found if _fits(site, found) else barrier(site, f"{site.op.id!r} is no usual {site.op.type!r}")
+
+
+def _fits(site: Site, regions: Regions) -> bool:
+    """Whether regions are about all operands and results of the op, with as many dims as these have."""
+    if len(regions.outputs) != len(site.outputs):
+        return False
+    ranks = [len(shape_of(tensor)) for tensor in site.inputs]
+    for relation, made in zip(regions.outputs, site.outputs, strict=True):
+        if len(relation.shape) != len(shape_of(made)) or len(relation.needs) != len(ranks):
+            return False
+        needed = zip(relation.needs, ranks, strict=True)
+        if any(need is not None and len(need.dims) != rank for need, rank in needed):
+            return False
+        reduced = relation.reduction.dims if relation.reduction else {}
+        if len({len(dims) for dims in reduced.values()}) > 1:
+            return False
+        if any(at >= len(ranks) or _beyond(dims, ranks[at]) for at, dims in reduced.items()):
+            return False
+    return True
+
+
+def _beyond(dims: Iterable[int | None], rank: int) -> bool:
+    return any(dim is not None and dim >= rank for dim in dims)
 
 
 def whole(shape: Iterable[int]) -> tuple[DimMap, ...]:

@@ -59,7 +59,9 @@ class Projection:
         return self.compute_seconds + self.network_seconds + self.waiting_seconds
 
     def efficiency(self, alone_seconds: float) -> float:
-        """How much of the workers' time the work of one is."""
+        """How much of the workers' time the work of one is; all of it where nothing takes time."""
+        if not self.step_seconds:
+            return 1.0
         return alone_seconds / (self.mesh.size * self.step_seconds)
 
 

@@ -76,6 +76,8 @@ class Spreading:
             self._take(op)
 
     def _take(self, op: Op) -> None:
+        if not op.outputs:
+            raise BadUse(f"not sharded: op {op.id!r} makes nothing that could be cut")
         site = site_of(self.graph, op)
         regions = regions_of(site)
         inputs = [self.layouts[use.tensor] for use in op.inputs]

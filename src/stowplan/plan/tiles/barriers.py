@@ -67,7 +67,8 @@ def _sums_up(graph: Graph, op: Op) -> bool:
 
 def marks_early(graph: Graph) -> Graph:
     """The same graph with marks of where parameters come in right behind the talk before."""
-    marks = {op.inputs[0].tensor: op for op in graph.ops if op.type == _MARK and op.phase is Phase.FORWARD}
+    forward = (op for op in graph.ops if op.phase is Phase.FORWARD)
+    marks = {op.inputs[0].tensor: op for op in forward if op.type == _MARK and op.inputs}
     ops: list[Op] = []
     for op in graph.ops:
         if op.type != _MARK:

@@ -9,7 +9,7 @@ _CROPS = frozenset({"aten.slice.Tensor", "aten.select.int", "GetItem"})
 
 def crops_early(graph: Graph) -> Graph:
     """The same graph with every forward crop run as soon as it can be."""
-    crops = [op for op in graph.ops if op.phase is Phase.FORWARD and op.type in _CROPS]
+    crops = [op for op in graph.ops if op.phase is Phase.FORWARD and op.type in _CROPS and op.inputs]
     followers: dict[str, list[Op]] = {}
     for op in crops:
         followers.setdefault(op.inputs[0].tensor, []).append(op)
@@ -23,7 +23,9 @@ def crops_early(graph: Graph) -> Graph:
 
 
 def _append(ops: list[Op], op: Op, followers: dict[str, list[Op]]) -> None:
-    ops.append(op)
-    for name in op.writes():
-        for crop in followers.get(name, ()):
-            _append(ops, crop, followers)
+    """An op, the crops of what it makes, and the crops of those, each right behind its own."""
+    waiting = [op]
+    while waiting:
+        ops.append(waiting.pop())
+        crops = [crop for name in ops[-1].writes() for crop in followers.get(name, ())]
+        waiting += reversed(crops)

@@ -64,6 +64,8 @@ def segment_of(graph: Graph, ops: Iterable[str]) -> Segment:
     stretch = forward[places[0] : places[-1] + 1]
     if talk := next((op.id for op in stretch if is_barrier(graph, op)), None):
         raise NotTileable(f"other workers take part in {talk}, once")
+    if idle := next((op.id for op in stretch if not op.outputs), None):
+        raise NotTileable(f"{idle} makes nothing that could be cut")
     apart = _made_of_nothing(graph, stretch)
     tiled = tuple(op for op in stretch if op not in apart)
     made = {name for op in tiled for name in op.writes()}
