@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from stowplan.ir import Graph
+from stowplan.ir import Graph, Phase
 from stowplan.plan.make import TECHNIQUES, known_techniques, plain_peak_of, refuse_without_ops
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.borders import in_tiling_order
@@ -28,7 +28,7 @@ def planner_of(
     plain: Way = GraphWay(graph, pricing, step, allow=allowed, moves=moves)
 
     def find_ways(untiled: Untiled) -> Iterator[Way]:
-        if "tile" in allowed:
+        if "tile" in allowed and any(op.phase is Phase.BACKWARD for op in graph.ops):
             early = in_tiling_order(graph)
             yield from whole_ways(early, pricing, step, untiled, allow=allowed, moves=moves)
             by_sample = tuple(sample_ways(early, pricing, step, untiled, allow=allowed, moves=moves))
