@@ -46,6 +46,8 @@ class Lowering:
             parameters=self._names_of(Kind.PARAMETER),
             buffers=self._names_of(Kind.BUFFER),
             constants={self._ids[cell]: tensor for cell, tensor in recording.constants.items()},
+            literals=frozenset(self._ids[cell] for cell in recording.literals),
+            looks_at_values=recording.looks_at_values,
             inputs=tuple(None if cell is None else self._ids[cell] for cell in recording.inputs),
             input_spec=recording.input_spec,
             outputs=self._pure.outputs,

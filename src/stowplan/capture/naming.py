@@ -4,8 +4,8 @@ import inspect
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from stowplan.capture.arguments import leaf_names
 from stowplan.capture.recording import Step
 
 
@@ -29,13 +29,7 @@ def named_tensors(step: Step, what: Literal["parameters", "buffers"]) -> dict[st
 
 def argument_names(step: Step) -> list[str]:
     """A name per leaf of the arguments: the parameter of `forward` it is passed as, and the way inside it."""
-    positional = _positional_names(step.model, len(step.args))
-    leaves, _ = pytree.tree_flatten_with_path((step.args, dict(step.kwargs)))
-    names = []
-    for path, _ in leaves:
-        side, key, *inner = (str(key).strip("[].'") for key in path)
-        names.append(".".join([positional[int(key)] if side == "0" else key, *inner]))
-    return names
+    return leaf_names(step.args, step.kwargs, _positional_names(step.model, len(step.args)))
 
 
 def _positional_names(model: nn.Module, count: int) -> list[str]:

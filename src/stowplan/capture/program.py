@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import TreeSpec
 
+from stowplan.capture.arguments import Spec
 from stowplan.capture.handles import Handle
 
 
@@ -52,7 +53,9 @@ class Program:
     for a tensor, `inputs` and `tangents` are by position among the leaves of the arguments and of the outputs
     (None: not a tensor, or no gradient comes in there). `outputs` are the leaves of what the step returns: a
     Ref, or a value that is always the same; those that are `attached` take part in autograd. `gradients` maps
-    what was differentiated to its gradient, `updates` what was there before to its new contents.
+    what was differentiated to its gradient, `updates` what was there before to its new contents. Constants
+    are tensors that the step's code found somewhere, or, if they are `literals`, wrote out as numbers. A
+    program that `looks_at_values` of known integers has decided by them what it does.
     """
 
     calls: Mapping[str, Call]
@@ -60,10 +63,12 @@ class Program:
     buffers: Mapping[str, tuple[str, ...]]
     constants: Mapping[str, Tensor]
     inputs: tuple[str | None, ...]
-    input_spec: TreeSpec
+    input_spec: Spec
     outputs: tuple[object, ...]
     attached: tuple[bool, ...]
     output_spec: TreeSpec
     tangents: tuple[str | None, ...]
     gradients: Mapping[str, str]
     updates: Mapping[str, str] = field(default_factory=dict)
+    literals: frozenset[str] = frozenset()
+    looks_at_values: bool = False

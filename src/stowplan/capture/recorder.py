@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from stowplan.capture.arguments import flatten, refuse_opaque
 from stowplan.capture.cells import Cell
 from stowplan.capture.engine import followed
 from stowplan.capture.naming import argument_names, module_paths, named_tensors
@@ -33,7 +34,8 @@ class _Recorder:
 
     def __init__(self, step: Step, *, knowing: bool) -> None:
         self._step = step
-        flat, self._input_spec = pytree.tree_flatten((step.args, dict(step.kwargs)))
+        flat, self._input_spec = flatten(step.args, step.kwargs)
+        refuse_opaque(flat, argument_names(step))
         held = (named_tensors(step, "parameters"), named_tensors(step, "buffers"))
         given = [leaf for leaf in flat if isinstance(leaf, Tensor)]
         self._stand_ins = StandIns(step.device, (*given, *(t for table in held for t in table.values())))
@@ -53,17 +55,16 @@ class _Recorder:
         outputs, output_spec = pytree.tree_flatten(self._forward())
         replaced, turn = self._replaced(buffers), len(self._watch.events)
         tangents = self._backward(outputs)
-        constants = self._watch.constants.values()
-        self._enter(
-            Kind.CONSTANT, [(f"constants.{number}", tensor) for number, tensor in enumerate(constants)]
-        )
+        constants = self._watch.constants
+        named = [(f"constants.{number}", tensor) for number, tensor in enumerate(constants.values())]
+        self._enter(Kind.CONSTANT, named)
         return Recording(
             events=tuple(self._watch.events),
             turn=turn,
             incoming=tuple(self._watch.incoming),
             lifetimes=tuple(self._watch.book.lifetimes),
             outsiders=tuple(self._outsiders.values()),
-            constants={self._cell(tensor): tensor for tensor in constants},
+            constants={self._cell(tensor): tensor for tensor in constants.values()},
             inputs=tuple(self._cell(leaf) if isinstance(leaf, Tensor) else None for leaf in self._inputs),
             input_spec=self._input_spec,
             outputs=tuple(self._cell(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs),
@@ -74,6 +75,8 @@ class _Recorder:
                 self._cell(leaf): self._cell(leaf.grad) for leaf in self._wanted if leaf.grad is not None
             },
             replaced=replaced,
+            literals=frozenset(self._cell(constants[number]) for number in self._watch.literals),
+            looks_at_values=self._watch.looks_at_values,
         )
 
     def _cell(self, tensor: Tensor) -> Cell:
@@ -103,7 +106,7 @@ class _Recorder:
                 self._wanted.append(tensor)
 
     def _forward(self) -> object:
-        args, kwargs = pytree.tree_unflatten(self._inputs, self._input_spec)
+        args, kwargs = self._input_spec.unflatten(self._inputs)
         with self._origins.following(), self._watch:
             if self._step.loss is None:
                 return self._step.model(*args, **kwargs)

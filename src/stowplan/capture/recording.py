@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from stowplan.capture.arguments import Spec
 from stowplan.capture.cells import Cell, Lifetime
 from stowplan.capture.watching import Event, Incoming
 from stowplan.ir import Kind
@@ -47,7 +48,8 @@ class Recording:
     `inputs` and `outputs` are the leaves of the arguments and of what the step returns, tensors as cells;
     `attached` outputs are part of autograd's graph, `tangents` are the gradients of those differentiated.
     `constants` are tensors of the user's code that are none of these. `replaced` are buffers that the model
-    bound to a new tensor.
+    bound to a new tensor. `literals` are constants that code wrote out, as in `torch.tensor([1, 2])`. A step
+    that `looks_at_values` of integers that are known has decided by them what it does.
     """
 
     events: tuple[Event, ...]
@@ -57,10 +59,12 @@ class Recording:
     outsiders: tuple[Outsider, ...]
     constants: Mapping[Cell, Tensor]
     inputs: tuple[Cell | None, ...]
-    input_spec: pytree.TreeSpec
+    input_spec: Spec
     outputs: tuple[object, ...]
     attached: tuple[bool, ...]
     output_spec: pytree.TreeSpec
     tangents: tuple[Cell | None, ...]
     gradients: Mapping[Cell, Cell]
     replaced: Mapping[Cell, Cell]
+    literals: frozenset[Cell]
+    looks_at_values: bool

@@ -58,6 +58,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self.events: list[Event] = []
         self.book = StorageBook(lambda: len(self.events))
         self.constants: dict[int, Tensor] = {}  # by storage number
+        self.literals: set[int] = set()  # constants that code wrote out
+        self.looks_at_values = False  # of integers that are known
         self.incoming: list[Incoming] = []
         self.between_nodes = False  # then the ops are the engine's own sums of gradients
         self._rehearsal, self._origins = rehearsal, origins
@@ -77,7 +79,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             )
         given = dict(kwargs or {})
         if not returns_tensors(func) and not written_names(func):
+            self.looks_at_values |= func.namespace == "aten"  # prim.device and its like read no values
             return self._rehearsal.run(func, args, given)
+        if func is torch.ops.aten.lift_fresh.default:
+            self._enter_literal(args[0])
         placed = tuple(self._placed(value) for value in args)  # before it runs: it may change their shapes
         placed_by_name = {name: self._placed(value) for name, value in given.items()}
         result = self._rehearsal.run(func, args, given)
@@ -119,6 +124,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         if not self.book.knows(value):
             self._enter_constant(value)
         return self.book.cell_of(value)
+
+    def _enter_literal(self, value: object) -> None:
+        if isinstance(value, Tensor) and not self.book.knows(value):
+            self._enter_constant(value)
+            self.literals.add(self.book.cell_of(value).storage)
 
     def _enter_constant(self, tensor: Tensor) -> None:
         if tensor.requires_grad:

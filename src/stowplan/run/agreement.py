@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stowplan.capture import Captured, Program
+from stowplan.capture.arguments import flatten
 from stowplan.capture.cells import Cell, StorageBook
 from stowplan.capture.schema import returns_tensors, written_names
 from stowplan.capture.stand_ins import with_tensors
@@ -49,13 +50,13 @@ def compared(plan: Plan, subject: Subject, loss: Callable[..., object] | None = 
 
 def against_eager(plan: Plan, subject: Subject, loss: Callable[..., object] | None = None) -> AgainstEager:
     """Compare the captured forward with one in eager, within the plan's budget."""
-    captured, given, spec = subject.captured, *pytree.tree_flatten((subject.args, dict(subject.kwargs)))
+    captured, given, spec = subject.captured, *flatten(subject.args, subject.kwargs)
     roots = [subject.model, *((loss,) if isinstance(loss, nn.Module) else ())]
     tensors = [*_held_by(roots), *(leaf for leaf in given if isinstance(leaf, Tensor))]
     if any(tensor.is_meta for tensor in tensors):
         return AgainstEager(Verdict.UNCHECKED, "the model or its arguments are on the meta device")
     copies = _Copies(_written(captured.program, roots, given))
-    args, kwargs = pytree.tree_unflatten([copies.of(leaf) for leaf in given], spec)
+    args, kwargs = spec.unflatten([copies.of(leaf) for leaf in given])
     allowed_bytes = plan.allowed_bytes - torch.get_rng_state().nbytes  # to return to
     comparison = _Comparison(captured.forward, _workspaces(plan, captured), allowed_bytes)
     try:

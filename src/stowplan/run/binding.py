@@ -1,19 +1,31 @@
 """Binding: which living tensor each parameter, buffer, input and constant of a program is."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stowplan.capture import Captured
+from stowplan.capture.arguments import flatten
 from stowplan.errors import BadUse
 
 
 class Binding:
     """Looks tensors up in the modules they live in, at each call, for modules may be given new ones."""
 
-    def __init__(self, captured: Captured, model: nn.Module, loss: object = None) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        model: nn.Module,
+        loss: object = None,
+        places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
+    ) -> None:
+        """`places` has where constants are found that are attributes or globals, by identity."""
         self._graph, self._program = captured.graph, captured.program
+        constants = self._program.constants
+        self._found = {name: places[id(held)] for name, held in constants.items() if id(held) in places}
+        self._constants = {name: held for name, held in constants.items() if name not in self._found}
         self._homes: dict[str, tuple[nn.Module, str]] = {}
         for tensor, names in (*self._program.parameters.items(), *self._program.buffers.items()):
             self._homes[tensor] = _home(names[0], model, loss)
@@ -26,10 +38,11 @@ class Binding:
     def tensors(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
         """All of them by id, for a call with these arguments."""
         found = {name: getattr(module, attribute) for name, (module, attribute) in self._homes.items()}
-        return {**found, **self._program.constants, **self._inputs(args, kwargs)}
+        found.update((name, owner[key]) for name, (owner, key) in self._found.items())
+        return {**found, **self._constants, **self._inputs(args, kwargs)}
 
     def _inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        leaves, spec = flatten(args, kwargs)
         if spec != self._program.input_spec:
             raise BadUse(f"captured for arguments {self._program.input_spec}, called with {spec}")
         found: dict[str, Tensor] = {}

@@ -2,26 +2,33 @@
 
 The returned object is a shallow copy of the model under a subclass of its class: it has the same parameters,
 buffers, submodules and state_dict, and differs in `forward` alone. For every new kind of call (shapes,
-dtypes, modes) the step is captured, priced and planned once; after that the plan's own code runs.
+dtypes) and for every change of the program (an attribute, a module, a mode) the step is captured, priced and
+planned once; after that the plan's own code runs, as long as its guard holds.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
+from itertools import chain
+from threading import RLock
+from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stowplan.capture import capture
+from stowplan.capture.arguments import Spec, flatten, look_of
 from stowplan.errors import BadUse, BudgetTooSmall, StowplanError
 from stowplan.plan.make import ON_REQUEST, TECHNIQUES, known_techniques
 from stowplan.plan.plan import Plan
 from stowplan.plan.tiles.master import Prefer, preference
 from stowplan.run.agreement import compared
 from stowplan.run.auto_budget import automatic_budget
+from stowplan.run.border.dependencies import Dependencies, Observation
+from stowplan.run.border.guard import Guard
 from stowplan.run.plan_cache import USER_PLANS, PlanCache, saved_step
 from stowplan.run.probe import Progress
 from stowplan.run.sharing import sharing_of
@@ -36,6 +43,9 @@ if TYPE_CHECKING:
     from stowplan.run.shards.processes import MeshLike
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_LOGGER = logging.getLogger("stowplan")
+_MOST_PLANS = 64  # of one module; the oldest makes room
 
 
 def fit(
@@ -95,12 +105,17 @@ def fit(
         raise BadUse("dims and layouts are of a step on a mesh, and there is no mesh; give mesh= as well")
     whole = automatic_budget(model, (args, dict(kwargs or {}))) if budget == "auto" else parse_bytes(budget)
     beside = parse_bytes(reserve)
-    fitting = Fitting(type(model).forward, whole - beside, tuple(allow), preference(prefer), progress, moves)
+    fitting = Fitting(_own_forward(model), whole - beside, tuple(allow), preference(prefer), progress, moves)
     fitting.given, fitting.reserve_bytes = plan, beside
-    fitted: Model = seen_as(type(f"Fitted{type(model).__name__}", (_Fitted, type(model)), {}), model)
+    fitted: Model = seen_as(_fitted_class(_model_class(model)), model)
+    fitted.__dict__.pop("forward", None)
     fitted.__dict__["_fitting"] = fitting
     with torch.enable_grad():
-        fitting.step_for(fitted, args, dict(kwargs or {}))
+        if fitting.step_for(fitted, tuple(args), dict(kwargs or {})) is None:
+            raise BadUse(
+                "nothing wants a gradient: no parameter and no argument has requires_grad, so there is no"
+                " training step to plan"
+            )
     return fitted
 
 
@@ -111,7 +126,7 @@ def plans_of(fitted: nn.Module) -> tuple[Plan, ...]:
         raise BadUse(
             f"{type(fitted).__name__} has no plans: they are of what fit returns, not of what it takes"
         )
-    return tuple(planned.plan for planned in fitting.planned.values())
+    return tuple(planned.step.plan for planned in fitting.planned)
 
 
 class _Fitted(nn.Module):
@@ -119,51 +134,143 @@ class _Fitted(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         fitting: Fitting = self.__dict__["_fitting"]
-        if not torch.is_grad_enabled():
-            return fitting.plain_forward(self, *args, **kwargs)
-        return fitting.step_for(self, args, kwargs)(*args, **kwargs)
+        return fitting.run(self, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Its class is made here, so it is found again by the class that it was made of."""
+        return _blank, (_model_class(self),), vars(self)
+
+
+@cache
+def _fitted_class(kind: type) -> type:
+    return type(f"Fitted{kind.__name__}", (_Fitted, kind), {"__module__": kind.__module__})
+
+
+def _blank(kind: type) -> object:
+    """A fitted module of this class, to be filled with what a copy or a file holds."""
+    made: object = object.__new__(_fitted_class(kind))
+    return made
+
+
+def _model_class(model: nn.Module) -> type:
+    """The class of the model itself, fitted or not."""
+    return next(kind for kind in type(model).__mro__ if not issubclass(kind, _Fitted))
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A planned step, the kind of call it is for, and what it depends on besides."""
+
+    kind: object
+    step: PlannedStep
+    dependencies: Dependencies
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A planned step on the parameters of one model, and the guard that says whether it applies."""
+
+    planned: Planned
+    guard: Guard
+    step: StraightStep
 
 
 @dataclass(slots=True)
 class Fitting:
-    """The plans of one fitted module, by kind of call."""
+    """The plans of one fitted module: by kind of call, and for the program as it was when each was made."""
 
-    plain_forward: Callable[..., Any]
+    own_forward: Callable[..., Any] | None  # what stands for the class's, if it was set on the model itself
     allowed_bytes: int
     allow: tuple[str, ...]
     prefer: Prefer
     progress: Progress | None = None
     moves: int | None = None
-    planned: dict[object, PlannedStep] = field(default_factory=dict)
-    steps: dict[object, StraightStep] = field(default_factory=dict)  # bound to the model
+    planned: list[Planned] = field(default_factory=list)
+    bound: list[_Bound] = field(default_factory=list)  # the latest last
     given: Plan | None = None  # a saved plan, for the first kind of call
     reserve_bytes: int = 0  # of the budget, beside what is allowed
     cache: PlanCache = USER_PLANS
+    said: set[str] = field(default_factory=set)
+    lock: AbstractContextManager[object] = field(default_factory=RLock)
 
     def __deepcopy__(self, _: dict[int, Any]) -> "Fitting":
         """For a copy of the model: the same plans, bound to it when it is called."""
-        return replace(self, steps={})
+        return replace(self, planned=list(self.planned), bound=[], said=set(), lock=RLock())
+
+    def __reduce__(self) -> Any:
+        """For a file or another process: how to plan. What was planned is planned there when it is called."""
+        return Fitting, (self.own_forward, self.allowed_bytes, self.allow, self.prefer, None, self.moves)
+
+    def run(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        """Call the model: by a plan if a gradient is wanted, and as it is if not."""
+        if not torch.is_grad_enabled():
+            return self.eager_forward(model)(*args, **kwargs)
+        step = self.step_for(model, args, kwargs)
+        if step is None:
+            self._say_once("nothing wants a gradient: the model is run as it is, without a plan")
+            return self.eager_forward(model)(*args, **kwargs)
+        return step(*args, **kwargs)
+
+    def eager_forward(self, model: nn.Module) -> Callable[..., Any]:
+        """The model's own forward, bound to it."""
+        return partial(self.own_forward or _model_class(model).forward, model)  # type: ignore[attr-defined]
 
     def step_for(
         self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> StraightStep:
-        """The step for calls like this one, planned if there was none like it before."""
-        key = kind_of_call(model, args, kwargs)
-        if key not in self.planned:
-            with _told_as_new(args, kwargs, is_new=bool(self.planned)), _beside(self.reserve_bytes):
-                self.planned[key] = self._plan(model, args, kwargs)
-        if key not in self.steps:
-            self.steps[key] = self.planned[key].bound_to(model)
-        return self.steps[key]
+    ) -> StraightStep | None:
+        """The step for this call, planned if none applies to it; None if nothing wants a gradient."""
+        with self.lock:
+            leaves, spec = flatten(args, kwargs)
+            kind = kind_of_call(leaves, spec)
+            for place in range(len(self.bound) - 1, -1, -1):
+                bound = self.bound[place]
+                if bound.planned.kind == kind and bound.guard.is_untouched(leaves):
+                    return bound.step
+            if not _wants_gradient(model, leaves):
+                return None
+            change = None
+            for planned in reversed(self.planned):
+                if planned.kind == kind:
+                    guard = Guard(planned.dependencies, model)
+                    found = guard.change(leaves)
+                    if found is None:
+                        return self._bind(planned, guard, model)
+                    change = change or found
+            if change is not None:
+                _LOGGER.warning("planning %s again: %s", _model_class(model).__name__, change)
+            with _told_as_new(leaves, change, is_new=bool(self.planned)), _beside(self.reserve_bytes):
+                planned = self._plan(kind, model, args, kwargs)
+            self.planned = [*self.planned, planned][-_MOST_PLANS:]
+            guard = Guard(planned.dependencies, model)
+            change = guard.change(leaves)
+            assert change is None, change
+            return self._bind(planned, guard, model)
 
-    def _plan(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> PlannedStep:
+    def _bind(self, planned: Planned, guard: Guard, model: nn.Module) -> StraightStep:
+        known = next((bound for bound in self.bound if bound.planned is planned), None)
+        if known is not None:  # equal in all that the plan depends on, and perhaps made of other objects
+            step = known.step
+            step.bind(model, guard.tensors())
+        else:
+            step = planned.step.bound_to(model, places=guard.tensors())
+        others = [b for b in self.bound if b is not known and any(b.planned is p for p in self.planned)]
+        self.bound = [*others, _Bound(planned, guard, step)]
+        return step
+
+    def _plan(
+        self, kind: object, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Planned:
         refuse_shards(model)
-        plain = with_forward(model, self.plain_forward)
-        subject = Subject(capture(plain, args, kwargs), plain, args, kwargs)
-        planned = self._planned(subject)
-        return replace(planned, plan=compared(planned.plan, subject))
+        plain = with_forward(model, self.own_forward or _model_class(model).forward)  # type: ignore[attr-defined]
+        observation = Observation(plain)
+        with observation.watching():
+            captured = capture(plain, args, kwargs)
+        dependencies = observation.dependencies(captured.program, flatten(args, kwargs)[0])
+        subject = Subject(captured, plain, args, kwargs)
+        found = self._planned_step(subject)
+        return Planned(kind, replace(found, plan=compared(found.plan, subject)), dependencies)
 
-    def _planned(self, subject: Subject) -> PlannedStep:
+    def _planned_step(self, subject: Subject) -> PlannedStep:
         if self.given is not None and not self.planned:
             return saved_step(self.given, subject, self.allowed_bytes)
         settings = (sorted(self.allow), self.prefer, self.moves)
@@ -178,6 +285,25 @@ class Fitting:
             progress=self.progress,
             moves=self.moves,
         )
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self.said:
+            self.said.add(sentence)
+            _LOGGER.warning(sentence)
+
+
+def _own_forward(model: nn.Module) -> Callable[..., Any] | None:
+    """The forward that was set on the model itself, as a function of the module."""
+    own = vars(model).get("forward")
+    if own is None:
+        return None
+    if isinstance(own, MethodType) and own.__self__ is model:
+        return own.__func__
+    raise BadUse(
+        f"forward was set on the model itself, as a {type(own).__name__} that is not bound to it: a plan made"
+        " of it would run another object's step. Fit the model before it is wrapped, or put the step into the"
+        " class's forward"
+    )
 
 
 def _refuse_misuse(model: object, args: object) -> None:
@@ -210,14 +336,16 @@ def _beside(reserve_bytes: int) -> Iterator[None]:
 
 
 @contextmanager
-def _told_as_new(args: object, kwargs: object, *, is_new: bool) -> Iterator[None]:
-    """A refusal in the middle of training says which call was unlike those before."""
+def _told_as_new(leaves: Sequence[object], change: str | None, *, is_new: bool) -> Iterator[None]:
+    """A refusal in the middle of training says what was unlike before: the call, or the program."""
     try:
         yield
     except StowplanError as refusal:
-        if is_new:
-            leaves = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            shapes = ", ".join("x".join(map(str, leaf.shape)) or "scalar" for leaf in leaves)
+        if change is not None:
+            refusal.add_note(f"The step was planned again because {change}.")
+        elif is_new:
+            tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+            shapes = ", ".join("x".join(map(str, leaf.shape)) or "scalar" for leaf in tensors)
             refusal.add_note(
                 f"No call like this was planned before: tensors of {shapes}. A new shape, dtype or mode is"
                 " planned when it comes; pad to shapes that fit, or call fit with the largest first."
@@ -225,19 +353,14 @@ def _told_as_new(args: object, kwargs: object, *, is_new: bool) -> Iterator[None
         raise
 
 
-def kind_of_call(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-    """Equal for calls that one captured step serves."""
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)}
+def kind_of_call(leaves: list[object], spec: Spec) -> object:
+    """Equal for calls that one captured step can serve, as far as the call itself tells."""
+    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)} | {"cpu"}
     casts = tuple((d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d))
-    modes = tuple(module.training for module in model.modules())
-    held = (*model.parameters(), *model.buffers())
-    shared = sharing_of((*held, *(leaf for leaf in leaves if isinstance(leaf, Tensor))))
-    looks = tuple(map(_look_of, leaves)), tuple(map(_look_of, held))
-    return *looks, str(spec), casts, modes, shared
+    shared = sharing_of(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return tuple(map(look_of, leaves)), str(spec), shared, casts
 
 
-def _look_of(leaf: object) -> object:
-    if isinstance(leaf, Tensor):
-        return type(leaf), tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    return leaf
+def _wants_gradient(model: nn.Module, leaves: Sequence[object]) -> bool:
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return any(tensor.requires_grad for tensor in chain(model.parameters(), tensors))

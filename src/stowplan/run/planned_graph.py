@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx import Node as GraphNode
 
+from stowplan.capture.arguments import flatten
 from stowplan.errors import BadUse
 from stowplan.run.captured_graph import CapturedGraph
 from stowplan.run.fit import kind_of_call
@@ -61,7 +62,7 @@ class PlannedGraph:
         self._only_loss: set[object] = set()  # kinds of call in which nothing else is differentiated
 
     def __call__(self, *inputs: object) -> Sequence[object]:
-        kind = kind_of_call(self._graph, inputs, {})
+        kind = kind_of_call(*flatten(inputs, {}))
         captured = self._captured_for(kind, inputs)
         there = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
         run = self._settings.budget.begin(captured.member, there, captured.wanted(inputs))

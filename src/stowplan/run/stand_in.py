@@ -8,7 +8,8 @@ from torch import nn
 
 def with_forward(model: nn.Module, forward: Callable[..., object]) -> nn.Module:
     """The model with another forward, to be captured. Its hooks run around a step, not in it: it has none."""
-    kind = type(type(model).__name__, (type(model),), {"forward": forward})
+    own = {"forward": forward, "__module__": type(model).__module__}
+    kind = type(type(model).__name__, (type(model),), own)
     found: nn.Module = seen_as(kind, model)
     for name, value in vars(found).items():
         if name.endswith("_hooks") and "forward" in name:

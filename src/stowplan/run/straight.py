@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ class StraightStep:
         steps: Sequence[Step] | None = None,
         tier: LiveTier | None = None,
         waiting: Waiting | None = None,
+        places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
     ) -> None:
         """`tier` is where steps that store do so; if none is given, the one for the step's device.
 
@@ -44,7 +47,8 @@ class StraightStep:
             tier = tier or tier_for(self._device)
             tier.reserve(source.stored_bytes)
         self._halves = compiled(source, tier)
-        self._binding = Binding(captured, model, loss)
+        self._captured, self._loss = captured, loss
+        self.bind(model, places)
         self.source = source.annotated()
         self._primals = tuple(
             tuple(
@@ -55,6 +59,10 @@ class StraightStep:
         leaves = zip(captured.program.outputs, captured.program.tangents, strict=True)
         expected = {leaf for leaf, tangent in leaves if isinstance(leaf, Ref) and tangent is not None}
         self._differentiated = tuple(Ref(name) in expected for name in source.outputs)
+
+    def bind(self, model: nn.Module, places: Mapping[int, tuple[Any, Any]] = MappingProxyType({})) -> None:
+        """Run from now on with the parameters and buffers of this model, which is like the one captured."""
+        self._binding = Binding(self._captured, model, self._loss, places)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """What the model returns for these arguments, which must look like those it was captured with."""

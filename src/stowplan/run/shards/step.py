@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stowplan.capture import Captured, Ref, capture
+from stowplan.capture.arguments import flatten
 from stowplan.errors import BadUse, NotTileable
 from stowplan.ir import Graph, Kind
 from stowplan.ir import Tensor as Described
@@ -77,18 +78,18 @@ class ShardedStep:
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments like those that this worker is called with, without contents."""
         tensors, program = self._local.graph.tensors, self.captured.program
-        leaves = [None if name is None else _like(tensors[name]) for name in program.inputs]
-        like: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, program.input_spec)
+        leaves: list[object] = [None if name is None else _like(tensors[name]) for name in program.inputs]
+        like: tuple[tuple[Any, ...], dict[str, Any]] = program.input_spec.unflatten(leaves)
         return like
 
     def share(self, *args: object, **kwargs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """This worker's part of arguments that are whole."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flatten(args, kwargs)
         names = self.captured.program.inputs
-        found = [
+        found: list[object] = [
             leaf if name is None else self._own(name, leaf) for name, leaf in zip(names, leaves, strict=True)
         ]
-        own: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(found, spec)
+        own: tuple[tuple[Any, ...], dict[str, Any]] = spec.unflatten(found)
         return own
 
     def _own(self, name: str, whole: object) -> Tensor:

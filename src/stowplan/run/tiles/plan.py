@@ -1,8 +1,10 @@
 """The master problem of a captured step: what `fit`, `check` and the command line plan living models by."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 
@@ -25,10 +27,22 @@ class PlannedStep:
     plan: Plan
     captured: Captured
 
-    def bound_to(self, model: nn.Module, *, loss: object = None) -> StraightStep:
-        """The step, ready to be called like the model."""
-        waiting = waiting_of(model)
-        return StraightStep(self.captured, model, loss=loss, steps=self.plan.steps, waiting=waiting)
+    def bound_to(
+        self,
+        model: nn.Module,
+        *,
+        loss: object = None,
+        places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
+    ) -> StraightStep:
+        """The step, ready to be called like the model; `places` has where some of its constants are found."""
+        return StraightStep(
+            self.captured,
+            model,
+            loss=loss,
+            steps=self.plan.steps,
+            waiting=waiting_of(model),
+            places=places,
+        )
 
 
 def step_planner(

@@ -1,0 +1,245 @@
+"""Frozen: a picture of a Python value to compare with later, and the places to look whether it still holds.
+
+Containers and plain objects are opened to the end. Tensors are pictured by their look, for their contents are
+read anew at each call. Functions, classes, modules and what Python cannot open are pictured by identity.
+"""
+
+import random
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from hashlib import sha256
+from itertools import chain
+from operator import is_
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from torch import Tensor, nn
+
+from stowplan.capture.arguments import look_of
+
+Frozen: TypeAlias = Hashable
+
+_MOST_PARTS = 20_000  # of one value; a larger one is pictured by identity
+_CLOSED_PACKAGES = frozenset(
+    (
+        "torch",
+        "numpy",
+        "logging",
+        "threading",
+        "re",
+        "weakref",
+        "io",
+        "concurrent",
+        "multiprocessing",
+        "_thread",
+    )
+)
+
+
+class Owner(Protocol):
+    """Holds values by key or number: a mapping or a sequence."""
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Stands for one object: equal to nothing but itself."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+@dataclass(slots=True)
+class Picture:
+    """Facts by label, and where each was seen: `owners[i][keys[i]]` was `values[i]`.
+
+    While all of these are the same objects, and the containers in `sized` as long as they were, the facts
+    hold. `tensors` are the places of tensors that are neither parameters nor buffers. `states` are values
+    that change without any place changing: random generators, arrays and sets.
+    """
+
+    facts: dict[str, Frozen] = field(default_factory=dict)
+    owners: list[Owner] = field(default_factory=list)
+    keys: list[object] = field(default_factory=list)
+    values: list[object] = field(default_factory=list)
+    sized: list[Any] = field(default_factory=list)
+    tensors: dict[str, tuple[Owner, object]] = field(default_factory=dict)
+    states: list[tuple[object, Frozen]] = field(default_factory=list)
+    contents: list[tuple[Any, Any]] = field(default_factory=list)  # mutable containers, and copies of them
+    absent: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)  # names that are the class's
+    _seen: dict[int, tuple[object, Frozen]] = field(default_factory=dict)
+    _parts: int = 0
+
+    def add(self, label: str, owner: Owner, key: object) -> None:
+        """Picture what stands in one place."""
+        value = owner[key]
+        self._parts = 0
+        frozen = self._frozen(value, label, owner, key)
+        if not isinstance(value, Tensor):
+            self._watch(owner, key, value)
+        self.facts[label] = frozen
+
+    def _watch(self, owner: Owner, key: object, value: object) -> None:
+        self.owners.append(owner)
+        self.keys.append(key)
+        self.values.append(value)
+
+    def _frozen(self, value: object, label: str, owner: Owner, key: object) -> Frozen:
+        if isinstance(value, Tensor):
+            self.tensors[label] = owner, key
+            return look_of(value)
+        if isinstance(value, (bool, int, float, complex, str, bytes, type(None), Enum, np.generic)):
+            return look_of(value)
+        if isinstance(value, (nn.Module, type, FunctionType, ModuleType)) or self._parts > _MOST_PARTS:
+            return Same(value)
+        if id(value) in self._seen:  # shared, or inside itself
+            return self._seen[id(value)][1]
+        self._seen[id(value)] = value, Same(value)
+        frozen = type(value), self._opened(value, label)
+        self._seen[id(value)] = value, frozen
+        return frozen
+
+    def _opened(self, value: object, label: str) -> Frozen:
+        if isinstance(value, MethodType):
+            return Same(value.__func__), Same(value.__self__)
+        if isinstance(value, partial):
+            return self._items(
+                None, label, (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+            )
+        if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState, np.ndarray)):
+            self.states.append((value, state_of(value)))
+            return self.states[-1][1]
+        if isinstance(value, (tuple, frozenset, set)):
+            if isinstance(value, set):
+                self.contents.append((value, set(value)))
+                self.states.append((value, state_of(value)))
+            listed = value if isinstance(value, tuple) else sorted(value, key=repr)
+            return self._items(None, label, enumerate(listed))
+        if isinstance(value, (list, deque)):
+            self._keep(value, list(value))
+            return self._items(value, label, enumerate(value))
+        if isinstance(value, dict):
+            self._keep(value, dict(value))
+            return self._items(value, label, value.items())
+        attributes = _attributes(value)
+        if attributes is None:
+            return Same(value)
+        self._keep(attributes, dict(attributes))
+        return self._items(attributes, label, attributes.items())
+
+    def _keep(self, container: Any, copied: Any) -> None:
+        self.sized.append(container)
+        self.contents.append((container, copied))
+
+    def _items(self, owner: Owner | None, label: str, items: Iterable[tuple[Any, Any]]) -> Frozen:
+        """Picture the items of a container; those of one that cannot change (no owner) need no watching."""
+        found = list[Frozen]()
+        for key, value in items:
+            self._parts += 1
+            inner = f"{label}.{key}" if isinstance(key, str) else f"{label}[{key!r}]"
+            frozen = self._frozen(value, inner, owner if owner is not None else (), key)
+            found.append((key if isinstance(key, (str, int)) else repr(key), frozen))
+            if owner is not None and not isinstance(value, Tensor):
+                self._watch(owner, key, value)
+        return tuple(found)
+
+
+def state_of(value: object) -> str:
+    """What a generator will draw next, what an array or a set holds: one digest, to be compared."""
+    match value:
+        case random.Random():
+            state: object = value.getstate()
+        case np.random.Generator():
+            state = value.bit_generator.state
+        case np.random.RandomState():
+            state = value.get_state(legacy=False)
+        case Tensor():
+            return state_of(value.detach().numpy())
+        case np.ndarray():
+            state = value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
+        case set():
+            state = sorted(map(repr, value))
+        case _:
+            raise AssertionError(value)
+    return sha256(repr(state).encode()).hexdigest()
+
+
+def restore(contents: Iterable[tuple[Any, Any]]) -> None:
+    """Put back what containers held."""
+    for container, held in contents:
+        if len(container) == len(held) and all(map(is_, _listed(container), _listed(held))):
+            continue
+        container.clear()
+        (container.update if isinstance(container, (dict, set)) else container.extend)(held)
+
+
+def _listed(container: Any) -> Iterable[object]:
+    return chain(container, container.values()) if isinstance(container, dict) else container
+
+
+def first_change(before: Mapping[str, Frozen], after: Mapping[str, Frozen]) -> str | None:
+    """A sentence about the first fact that is not what it was; None if all are."""
+    if before == after:
+        return None
+    for label in (*before, *after):
+        if label not in after:
+            return f"{label} is gone"
+        if label not in before:
+            return f"{label} is new"
+        if before[label] != after[label]:
+            return _told(label, before[label], after[label])
+    return None
+
+
+def _told(label: str, before: Frozen, after: Frozen) -> str:
+    """Which part of a picture is not the same."""
+    match before, after:
+        case (type() as kind, tuple() as items), (type() as other, tuple() as others) if kind is other:
+            for (key, was), (now_key, now) in zip(items, others, strict=False):
+                if key != now_key:
+                    break
+                if was != now:
+                    return _told(f"{label}.{key}" if isinstance(key, str) else f"{label}[{key}]", was, now)
+            return f"{label} has other items"
+        case (type(), was), (type(), now) if not isinstance(was, tuple) and not isinstance(now, tuple):
+            return f"{label} changed from {_short(before)} to {_short(after)}"
+    return f"{label} changed from {_short(before)} to {_short(after)}"
+
+
+def _short(frozen: Frozen) -> str:
+    match frozen:
+        case Same(value):
+            name = getattr(value, "__qualname__", None) or type(value).__qualname__
+            return f"one {name}"
+        case (type() as kind, str(value)) if kind is float:
+            return repr(float.fromhex(value))
+        case (type() as kind, shape, _, dtype, *_) if issubclass(kind, Tensor):
+            return f"{dtype} of shape {shape}"
+        case (type(), value):
+            return _cut(repr(value))
+        case _:
+            return _cut(repr(frozen))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def is_closed(value: object) -> bool:
+    """Whether an object is a library's affair, such as a logger or a lock, and not opened."""
+    return type(value).__module__.partition(".")[0] in _CLOSED_PACKAGES
+
+
+def _attributes(value: object) -> dict[str, Any] | None:
+    """The attributes of a plain object; None where Python cannot list them."""
+    return None if is_closed(value) else getattr(value, "__dict__", None)
