@@ -41,8 +41,7 @@ HELD_ARGUMENTS = "arguments that lie in the memory of parameters or buffers"
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 
-_TENSOR_HELD_ARGUMENTS = "arguments that lie in the memory of parameters or buffers"
-HOOKS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook)
+_TENSOR_HOOKS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook)
 
 # What changes kernels or the types of what is made, and no argument tells.
 SWITCHES: Mapping[str, Callable[[], object]] = {
