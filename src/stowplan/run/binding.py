@@ -12,7 +12,7 @@ from stowplan.errors import BadUse
 
 
 class Binding:
-    """Looks tensors up in the modules they live in, at each call, for modules may be given new ones."""
+    """Looks tensors up in the tables of the modules they live in, at each call: there may be new ones."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Binding:
         constants = self._program.constants
         self._found = {name: places[id(held)] for name, held in constants.items() if id(held) in places}
         self._constants = {name: held for name, held in constants.items() if name not in self._found}
-        self._homes: dict[str, tuple[nn.Module, str]] = {}
+        self._homes: dict[str, tuple[Mapping[str, Any], str]] = {}
         for tensor, names in (*self._program.parameters.items(), *self._program.buffers.items()):
             self._homes[tensor] = _home(names[0], model, loss)
 
@@ -37,7 +37,7 @@ class Binding:
 
     def tensors(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
         """All of them by id, for a call with these arguments."""
-        found = {name: getattr(module, attribute) for name, (module, attribute) in self._homes.items()}
+        found = {name: table[attribute] for name, (table, attribute) in self._homes.items()}
         found.update((name, owner[key]) for name, (owner, key) in self._found.items())
         return {**found, **self._constants, **self._inputs(args, kwargs)}
 
@@ -63,10 +63,11 @@ class Binding:
         return leaf
 
 
-def _home(name: str, model: nn.Module, loss: object) -> tuple[nn.Module, str]:
-    """The module that holds the tensor of this name, and the attribute it is there."""
+def _home(name: str, model: nn.Module, loss: object) -> tuple[Mapping[str, Any], str]:
+    """The table of the module that holds the tensor of this name, and its name there."""
     root = model
     if isinstance(loss, nn.Module) and name.startswith("loss.") and not hasattr(model, "loss"):
         root, name = loss, name.removeprefix("loss.")
     path, _, attribute = name.rpartition(".")
-    return root.get_submodule(path), attribute
+    module = root.get_submodule(path)
+    return module._parameters if attribute in module._parameters else module._buffers, attribute

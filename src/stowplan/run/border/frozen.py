@@ -78,6 +78,7 @@ class Picture:
     contents: list[tuple[Any, Any]] = field(default_factory=list)  # mutable containers, and copies of them
     absent: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)  # names that are the class's
     _seen: dict[int, tuple[object, Frozen]] = field(default_factory=dict)
+    _watched: set[tuple[int, object]] = field(default_factory=set)
     _parts: int = 0
 
     def add(self, label: str, owner: Owner, key: object) -> None:
@@ -90,6 +91,9 @@ class Picture:
         self.facts[label] = frozen
 
     def _watch(self, owner: Owner, key: object, value: object) -> None:
+        if (id(owner), key) in self._watched:  # what a class has for all its modules is watched once
+            return
+        self._watched.add((id(owner), key))
         self.owners.append(owner)
         self.keys.append(key)
         self.values.append(value)

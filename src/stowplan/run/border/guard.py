@@ -7,9 +7,11 @@ the model anew and compares what it means: an equal value in a new object is no 
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, contains, getitem, is_
+from operator import contains, getitem, is_
+from typing import Any
 
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
 
 from stowplan.run.border.dependencies import (
     HELD_ARGUMENTS,
@@ -21,14 +23,25 @@ from stowplan.run.border.dependencies import (
 )
 from stowplan.run.border.frozen import Owner, Picture, first_change, state_of
 
-_LOOKS = (
-    attrgetter("requires_grad"),
-    attrgetter("dtype"),
-    attrgetter("shape"),
-    Tensor.stride,
-    attrgetter("device"),
-    type,
-)
+_TABLES = ("_modules", "_parameters", "_buffers")
+
+
+class TensorLooks:
+    """The types, shapes, strides, dtypes, devices and `requires_grad` of tensors, compared in C++.
+
+    This is the check that Dynamo's guards make of tensors; in Python it would take five times as long.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        exact: Any = {  # which the stubs of torch call lists of numbers; they are lists of shapes
+            "dynamic_dims_sizes": [list(tensor.shape) for tensor in tensors],
+            "dynamic_dims_strides": [list(tensor.stride()) for tensor in tensors],
+        }
+        self._guards = TensorGuards(*tensors, **exact)
+
+    def holds(self, tensors: list[Tensor]) -> bool:
+        """Whether these, in the same order, look as the tensors did."""
+        return bool(self._guards.check(*tensors))
 
 
 class Guard:
@@ -70,9 +83,9 @@ class Guard:
         self._children = [module._modules for module in modules if module._modules]
         self._child_copies = [dict(table) for table in self._children]
         self._hooks = [getattr(module, kind) for module in modules[1:] for kind in HOOKS]
-        self._own = [vars(module) for module in modules for _ in _TABLES]
-        self._table_names = [name for _ in modules for name in _TABLES]
-        self._tables = list(map(getitem, self._own, self._table_names))
+        tables = [(vars(m), name, vars(m)[name]) for m in modules for name in _TABLES if vars(m)[name]]
+        self._own, self._table_names = [own for own, _, _ in tables], [name for _, name, _ in tables]
+        self._tables = [table for _, _, table in tables]
         self._kinds, self._modules = list(map(type, modules[1:])), modules[1:]
 
     def _set_tensors(self, picture: Picture) -> None:
@@ -80,14 +93,17 @@ class Guard:
         places = [(table, name) for table in tables for name in table]
         self._held_in = [table for table, _ in places], [name for _, name in places]
         self._held = list(map(getitem, *self._held_in))
-        self._tensors = [tensor for tensor in self._held if tensor is not None]
         self._attributes = list(picture.tensors.values())
-        self._looks = self._looks_now()
+        self._unique = self._tensors()
+        self._look = TensorLooks(self._unique)
         self._storages = storages_of(self._model)
 
-    def _looks_now(self) -> list[list[object]]:
-        others: list[Tensor] = [owner[key] for owner, key in self._attributes]
-        return [list(map(look, chain(self._tensors, others))) for look in _LOOKS]
+    def _tensors(self) -> list[Tensor]:
+        """Parameters, buffers and tensors that are plain attributes, each once."""
+        others = (owner[key] for owner, key in self._attributes)
+        return list(
+            {id(tensor): tensor for tensor in chain(self._held, others) if tensor is not None}.values()
+        )
 
     def is_untouched(self, leaves: Sequence[object]) -> bool:
         """Whether all that the step depends on is in its place, the same objects as at the last full look."""
@@ -112,7 +128,5 @@ class Guard:
             return False
 
     def _are_tensors_alike(self) -> bool:
-        return all(map(is_, map(getitem, *self._held_in), self._held)) and self._looks_now() == self._looks
-
-
-_TABLES = ("_modules", "_parameters", "_buffers")
+        same = all(map(is_, map(getitem, *self._held_in), self._held))
+        return same and self._look.holds(self._tensors() if self._attributes else self._unique)
