@@ -27,7 +27,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stowplan.capture import Captured, Program
