@@ -39,7 +39,7 @@ from stowplan.run.sharing import sharing_of
 
 HELD_ARGUMENTS = "arguments that lie in the memory of parameters or buffers"
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+GLOBAL_HOOKS: tuple[Mapping[int, object], ...] = tuple(getattr(torch_modules, f"_global{n}") for n in HOOKS)
 
 _TENSOR_HOOKS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook)
 
@@ -155,10 +155,10 @@ class _RefusingTensorHooks(TorchFunctionMode):
 
 def refuse_hooks(model: nn.Module) -> None:
     """A planned step calls no inner module, so hooks there would not run."""
-    for name in _GLOBAL_HOOKS:
-        if hooks := getattr(torch_modules, name, None):
+    for registered in GLOBAL_HOOKS:
+        if registered:
             raise CaptureError(
-                f"a hook for all modules is registered ({_hook_name(hooks)})",
+                f"a hook for all modules is registered ({_hook_name(registered)})",
                 advice="a planned step calls no inner module, so it would not run there: remove it",
             )
     for path, module in model.named_modules():
@@ -202,6 +202,9 @@ def _picture(
     for label, (owner, name) in variables.items():
         if name in owner:
             found.add(label, owner, name)
+    found.facts["hooks for all modules"] = tuple(
+        Same(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()
+    )
     found.facts["memory that parameters and buffers share"] = sharing_of(
         chain(model.parameters(), model.buffers())
     )

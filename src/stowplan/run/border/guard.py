@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
 
 from stowplan.run.border.dependencies import (
+    GLOBAL_HOOKS,
     HELD_ARGUMENTS,
     HOOKS,
     SWITCHES,
@@ -82,7 +83,7 @@ class Guard:
         modules = list(self._model.modules())
         self._children = [module._modules for module in modules if module._modules]
         self._child_copies = [dict(table) for table in self._children]
-        self._hooks = [getattr(module, kind) for module in modules[1:] for kind in HOOKS]
+        self._hooks = [*GLOBAL_HOOKS, *(getattr(module, kind) for module in modules[1:] for kind in HOOKS)]
         tables = [(vars(m), name, vars(m)[name]) for m in modules for name in _TABLES if vars(m)[name]]
         self._own, self._table_names = [own for own, _, _ in tables], [name for _, name, _ in tables]
         self._tables = [table for _, _, table in tables]

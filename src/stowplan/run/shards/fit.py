@@ -6,17 +6,20 @@ worker may keep, recompute and place whatever else it likes.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
 
+from stowplan.capture import capture
 from stowplan.errors import BadUse
+from stowplan.run.border.dependencies import Dependencies, Observation
+from stowplan.run.border.guard import Guard
 from stowplan.run.shards.choosing import Tried
 from stowplan.run.shards.hand_out import HandingOut, Wish
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep
-from stowplan.run.stand_in import seen_as
+from stowplan.run.stand_in import seen_as, with_forward
 from stowplan.run.straight import StraightStep
 from stowplan.run.tiles.plan import PlannedStep
 from stowplan.run.wrappers import refuse_shards
@@ -35,9 +38,10 @@ def fit_on_mesh(
     """`model`, planned for this process's part in its step over `mesh`, within a budget of its own."""
     kind = type(f"Fitted{type(model).__name__}", (_FittedOnMesh, type(model)), {})
     fitted: Model = seen_as(kind, model)
+    dependencies = _dependencies(model, args, kwargs)
     found, tried = HandingOut(model, args, kwargs, wish).on(mesh)
     planned: dict[object, PlannedStep] = {found.sharded: found.planned}
-    fitted.__dict__["_fitting"] = FittingOnMesh(found.sharded, planned, setting_of(model), tried)
+    fitted.__dict__["_fitting"] = FittingOnMesh(found.sharded, planned, dependencies, _autocast(model), tried)
     return fitted
 
 
@@ -70,9 +74,10 @@ class FittingOnMesh:
 
     sharded: ShardedStep
     planned: Mapping[object, PlannedStep]
-    setting: Mapping[str, object]
+    dependencies: Dependencies
+    autocast: object
     tried: tuple[Tried, ...] = ()
-    bound: StraightStep | None = None
+    bound: tuple[Guard, StraightStep] | None = None
 
     def __deepcopy__(self, _: dict[int, Any]) -> "FittingOnMesh":
         """For a copy of the model: the same plan, bound to it when it is called."""
@@ -81,25 +86,36 @@ class FittingOnMesh:
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """This worker's part of the results, for its part of the arguments."""
         refuse_shards(model)
-        setting = setting_of(model)
-        if changed := [name for name, now in setting.items() if now != self.setting[name]]:
-            raise BadUse(
-                f"{' and '.join(changed)} changed since fit was called with a mesh: a share does not tell the"
-                " whole that it is of, so nothing new is planned. Call fit again; for evaluation, call the"
-                " model that it was given"
-            )
-        if self.bound is None:
-            (planned,) = self.planned.values()
-            self.bound = planned.bound_to(model)
+        if _autocast(model) != self.autocast:
+            self._refuse("autocast was switched")
+        if self.bound is None or not self.bound[0].is_untouched(()):
+            self.bound = self._bound_to(model)
         self.sharded.workers.begin(self.sharded.changed_in(model))
-        return self.bound(*args, **kwargs)
+        return self.bound[1](*args, **kwargs)
+
+    def _bound_to(self, model: nn.Module) -> tuple[Guard, StraightStep]:
+        guard = Guard(self.dependencies, model)
+        if (change := guard.change(())) is not None:
+            self._refuse(change)
+        (planned,) = self.planned.values()
+        return guard, planned.bound_to(model, places=guard.tensors())
+
+    def _refuse(self, change: str) -> NoReturn:
+        raise BadUse(
+            f"{change} since fit was called with a mesh: a share does not tell the whole that it is of, so"
+            " nothing new is planned. Call fit again; for evaluation, call the model that it was given"
+        )
 
 
-def setting_of(model: nn.Module) -> dict[str, object]:
-    """What a captured step takes for granted, by name."""
+def _dependencies(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Dependencies:
+    """What the whole step depends on, whatever is handed out of it."""
+    plain = with_forward(model, type(model).forward)
+    observation = Observation(plain)
+    with observation.watching():
+        captured = capture(plain, args, kwargs)
+    return observation.dependencies(captured.program, ())
+
+
+def _autocast(model: nn.Module) -> object:
     device = next((parameter.device.type for parameter in model.parameters()), "cpu")
-    return {
-        "the mode (train or eval)": tuple(module.training for module in model.modules()),
-        "autocast": torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-        "what is trained": tuple(parameter.requires_grad for parameter in model.parameters()),
-    }
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
