@@ -178,6 +178,9 @@ SECTIONS: Mapping[str, Callable[[Sequence[Result]], Section]] = {
     "shards": _plainly(
         "Several workers", "Processes on this machine, over gloo; peaks are above parameters and gradients."
     ),
+    "guards": _plainly(
+        "Whether a plan still applies", "What is asked before each step, by processor time of one thread."
+    ),
     "planning": _planning,
     "projection": _projection,
     "optimizers": _plainly(

@@ -33,6 +33,7 @@ SUITES = {
         "tiles resnet50-2048",
         "tiles unet3d-large",
         "planning",
+        "guards",
         "offload time",
         "offload joint",
         "shards memory",

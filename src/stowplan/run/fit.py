@@ -138,6 +138,8 @@ class _Fitted(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Its class is made here, so it is found again by the class that it was made of."""
+        if type(self) is not _fitted_class(_model_class(self)):
+            return super().__reduce_ex__(protocol)
         return _blank, (_model_class(self),), vars(self)
 
 
@@ -153,8 +155,9 @@ def _blank(kind: type) -> object:
 
 
 def _model_class(model: nn.Module) -> type:
-    """The class of the model itself, fitted or not."""
-    return next(kind for kind in type(model).__mro__ if not issubclass(kind, _Fitted))
+    """The class of the model itself, fitted or not, also under a wrapper's class such as FSDP's."""
+    fitted = (kind.__bases__[1] for kind in type(model).__mro__ if _Fitted in kind.__bases__)
+    return next(fitted, type(model))
 
 
 @dataclass(frozen=True, slots=True)
