@@ -50,13 +50,13 @@ class Guard:
 
     def __init__(self, dependencies: Dependencies, model: nn.Module) -> None:
         self._dependencies, self._model = dependencies, model
-        self._is_set = False
+        self.is_set = False
 
     def change(self, leaves: Sequence[object]) -> str | None:
         """What is not as it was when the step was captured; None if all is. `leaves` are of the arguments."""
         picture = self._dependencies.picture(self._model, leaves)
         change = first_change(self._dependencies.facts, picture.facts)
-        self._is_set = change is None
+        self.is_set = change is None
         if change is None:
             self._set(picture)
         return change
@@ -108,7 +108,7 @@ class Guard:
 
     def is_untouched(self, leaves: Sequence[object]) -> bool:
         """Whether all that the step depends on is in its place, the same objects as at the last full look."""
-        if not self._is_set:
+        if not self.is_set:
             return False
         try:
             return (
