@@ -9,6 +9,7 @@ from torch import nn
 from stowplan.capture.cells import Cell
 from stowplan.capture.eager import EagerMemory, eager_memory
 from stowplan.capture.failures import explained
+from stowplan.capture.incoming_layouts import with_swayed_ops_marked
 from stowplan.capture.lower import Lowering
 from stowplan.capture.program import Program
 from stowplan.capture.prune import pruned
@@ -57,8 +58,9 @@ def capture(
     whole = purify(recording, ids)
     lowering = Lowering(recording, with_updates(pruned(whole)), ids)
     eager = eager_memory(recording, whole)
-    graph, forward = lowering.graph(type(model).__name__), recording.events[: recording.turn]
-    return Captured(graph, lowering.program(), eager, lowering.gradients, forward)
+    program, forward = lowering.program(), recording.events[: recording.turn]
+    graph = with_swayed_ops_marked(lowering.graph(type(model).__name__), program)
+    return Captured(graph, program, eager, lowering.gradients, forward)
 
 
 def _outsider_ids(recording: Recording) -> dict[Cell, str]:

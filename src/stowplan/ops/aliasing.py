@@ -94,7 +94,7 @@ def overwrites_first_if_alike(site: Site) -> Aliasing:
 def overwrites_as_told(site: Site) -> Aliasing:
     """`over` has for each output the input or gradient that it may take the place of, or -1."""
     over = site.attributes.get("over")
-    if not isinstance(over, tuple) or len(over) != len(site.outputs):
+    if site.attributes.get("swayed") or not isinstance(over, tuple) or len(over) != len(site.outputs):
         return Aliasing()  # some outputs are of no use, and it is not told which
     places = {output: place for output, place in enumerate(over) if isinstance(place, int) and place >= 0}
     return Aliasing(
@@ -110,6 +110,8 @@ def _is_given_once(site: Site, position: int) -> bool:
 
 
 def _may_overwrite(site: Site, position: int) -> bool:
+    if site.attributes.get("swayed"):  # a gradient may come in that leaves the result with another layout
+        return False
     victim = site.inputs[position]
     storage = victim.alias_of or victim.id
     others = (other for other in site.inputs if other.id != victim.id)

@@ -1,6 +1,5 @@
 """Signature: what makes two calls cost the same, whichever tensors they are about."""
 
-import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -9,7 +8,8 @@ import torch
 from stowplan.capture import Argument, Call, Handle, Ref
 from stowplan.capture.attributes import inputs_of
 from stowplan.capture.cells import contiguous_stride
-from stowplan.ir import DType, Graph, Tensor
+from stowplan.capture.looks import stride_of, torch_dtype
+from stowplan.ir import Graph, Tensor
 from stowplan.ops.table import shape_of
 
 
@@ -77,15 +77,8 @@ def _anonymous(value: Argument, numbers: Mapping[str, str]) -> Argument:
 
 
 def _operand(tensor: Tensor) -> Operand:
-    shape = shape_of(tensor)
-    stride = ast.literal_eval(tensor.layout) if tensor.layout else contiguous_stride(shape)
-    return Operand(shape, stride, _torch_dtype(tensor.dtype), torch.device(tensor.device))
-
-
-def _torch_dtype(dtype: DType | None) -> torch.dtype:
-    name = "float8_e4m3fn" if dtype is DType.FLOAT8 else str(dtype)
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype, device = torch_dtype(tensor.dtype), torch.device(tensor.device)
+    return Operand(shape_of(tensor), stride_of(tensor), dtype, device)
 
 
 def _spelled(value: Argument) -> str:
