@@ -33,7 +33,7 @@ def with_swayed_ops_marked(graph: Graph, program: Program) -> Graph:
 
 
 def swayed_ops(graph: Graph, program: Program, strides: Strides) -> frozenset[str] | None:
-    """The ops whose result is laid out like an operand as captured, and is not if gradients with these strides
+    """The ops whose result is laid out like an operand as captured, but not if gradients with these strides
     come in; None if the captured calls cannot run on such gradients."""
     layouts = _Layouts(graph, strides)
     try:

@@ -19,6 +19,7 @@ from stowplan.capture import Program
 from stowplan.errors import BadUse, TensorChanged
 from stowplan.run.before import Before
 from stowplan.run.halves import Halves
+from stowplan.run.incoming import IncomingGradients
 from stowplan.run.source import called
 
 Zeros: TypeAlias = Callable[[], Tensor]
@@ -39,6 +40,7 @@ class Run:
     program: Program
     primals: tuple[tuple[str, ...], ...]
     differentiated: tuple[bool, ...]  # by output of the source
+    incoming: IncomingGradients
     latched: dict[int, Tensor] = field(default_factory=dict)  # incoming gradients by output
     saved: list[Tensor] | None = None  # between the halves
     _given: list[Tensor] = field(default_factory=list)
@@ -218,7 +220,7 @@ def _tangents(run: Run, incoming: tuple[Tensor | None, ...], zeros: tuple[Zeros,
             )
         if gradient is not None:
             tangents.append(run.latched.pop(position, gradient))
-    return tangents
+    return run.incoming.suited(tangents)
 
 
 def latch(run: Run, position: int, gradient: Tensor | None) -> Tensor | None:

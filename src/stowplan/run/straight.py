@@ -14,6 +14,7 @@ from stowplan.plan.decision import Step
 from stowplan.run.binding import Binding
 from stowplan.run.function import Run, latch, run_step
 from stowplan.run.halves import compiled
+from stowplan.run.incoming import IncomingGradients
 from stowplan.run.machine import device_of
 from stowplan.run.plain import plain_steps
 from stowplan.run.source import source_of
@@ -42,7 +43,9 @@ class StraightStep:
         """
         self._waiting = waiting
         self._program, self._device = captured.program, device_of(captured.graph)
-        source = source_of(captured.graph, captured.program, steps or plain_steps(captured.graph))
+        steps = steps or plain_steps(captured.graph)
+        source = source_of(captured.graph, captured.program, steps)
+        self._incoming = IncomingGradients(captured, steps)
         if source.stored_bytes:
             tier = tier or tier_for(self._device)
             tier.reserve(source.stored_bytes)
@@ -67,7 +70,7 @@ class StraightStep:
     def __call__(self, *args: object, **kwargs: object) -> object:
         """What the model returns for these arguments, which must look like those it was captured with."""
         found = self._binding.tensors(args, kwargs)
-        run = Run(self._halves, self._program, self._primals, self._differentiated)
+        run = Run(self._halves, self._program, self._primals, self._differentiated, self._incoming)
         if self._waiting:
             self._waiting.begins()
             self._waiting.add(run)
