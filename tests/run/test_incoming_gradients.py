@@ -9,6 +9,8 @@ import torch
 from both_ends import AMPLE, fitted_at_both_ends
 from torch import Tensor, nn
 
+from stowplan.capture import capture
+from stowplan.capture.incoming_layouts import SWAYED
 from stowplan.run.fit import fit
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
@@ -109,3 +111,11 @@ def test_what_is_copied_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
             gradients_of(fitted, fitted, x, channels_last())
     assert len(caplog.records) == 1
     assert "strides (2048, 1, 128, 8)" in caplog.records[0].message
+
+
+@pytest.mark.parametrize(("given", "is_swayed"), [(by_rows, False), (channels_last, True)])
+def test_overwriting_is_given_up_only_where_usual_gradients_sway_a_layout(
+    given: Callable[[], Tensor], is_swayed: bool
+) -> None:
+    graph = capture(Gates(), (given(),)).graph
+    assert any(SWAYED in op.attributes for op in graph.ops) is is_swayed

@@ -60,6 +60,7 @@ class _Layouts:
 
     def __init__(self, graph: Graph, strides: Strides) -> None:
         self._graph, self._fakes = graph, FakeTensorMode()
+        self._made = {name for op in graph.ops for name in op.writes()}
         self._other = {
             name: stride for name, stride in strides.items() if not self._is_captured(name, stride)
         }
@@ -72,8 +73,9 @@ class _Layouts:
         if call.target in _AS_STRIDED:
             raise _Unknown
         self._run(call)
-        made = [name for name in op.writes() if self._graph.tensors[name].alias_of is None]
-        return any(self._parted(result, read) for result in made for read in reads)
+        results = [name for name in op.writes() if self._graph.tensors[name].alias_of is None]
+        victims = [name for name in reads if name in self._made]  # what comes from outside is not overwritten
+        return any(self._parted(result, victim) for result in results for victim in victims)
 
     def _run(self, call: Call) -> None:
         with self._fakes, torch.no_grad():
@@ -87,13 +89,13 @@ class _Layouts:
             ):
                 self._other[name] = result.stride()
 
-    def _parted(self, result: str, read: str) -> bool:
-        one, other = self._graph.tensors[result], self._graph.tensors[read]
+    def _parted(self, result: str, victim: str) -> bool:
+        one, other = self._graph.tensors[result], self._graph.tensors[victim]
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             return False
         shape = one.shape or ()
         alike = same_strides(shape, stride_of(one), stride_of(other))
-        return alike and not same_strides(shape, self._stride(result), self._stride(read))
+        return alike and not same_strides(shape, self._stride(result), self._stride(victim))
 
     def _stride(self, name: str) -> tuple[int, ...]:
         return self._other.get(name) or stride_of(self._graph.tensors[name])
