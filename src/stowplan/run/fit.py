@@ -121,12 +121,13 @@ def fit(
 
 def plans_of(fitted: nn.Module) -> tuple[Plan, ...]:
     """The plans that a fitted module has made so far, the first call's first."""
-    fitting: Fitting | None = fitted.__dict__.get("_fitting")
+    fitting = fitted.__dict__.get("_fitting")
     if fitting is None:
         raise BadUse(
             f"{type(fitted).__name__} has no plans: they are of what fit returns, not of what it takes"
         )
-    return tuple(planned.step.plan for planned in fitting.planned)
+    plans: tuple[Plan, ...] = fitting.plans
+    return plans
 
 
 class _Fitted(nn.Module):
@@ -195,6 +196,11 @@ class Fitting:
     cache: PlanCache = USER_PLANS
     said: set[str] = field(default_factory=set)
     lock: AbstractContextManager[object] = field(default_factory=RLock)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans made so far."""
+        return tuple(planned.step.plan for planned in self.planned)
 
     def __deepcopy__(self, _: dict[int, Any]) -> "Fitting":
         """For a copy of the model: the same plans, bound to it when it is called."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from stowplan.capture import capture
 from stowplan.errors import BadUse
+from stowplan.plan.plan import Plan
 from stowplan.run.border.dependencies import Dependencies, Observation
 from stowplan.run.border.guard import Guard
 from stowplan.run.shards.choosing import Tried
@@ -40,8 +41,9 @@ def fit_on_mesh(
     fitted: Model = seen_as(kind, model)
     dependencies = _dependencies(model, args, kwargs)
     found, tried = HandingOut(model, args, kwargs, wish).on(mesh)
-    planned: dict[object, PlannedStep] = {found.sharded: found.planned}
-    fitted.__dict__["_fitting"] = FittingOnMesh(found.sharded, planned, dependencies, _autocast(model), tried)
+    fitted.__dict__["_fitting"] = FittingOnMesh(
+        found.sharded, found.planned, dependencies, _autocast(model), tried
+    )
     return fitted
 
 
@@ -73,11 +75,16 @@ class FittingOnMesh:
     """The one plan of a module fitted with a mesh, which holds in the setting it was made for."""
 
     sharded: ShardedStep
-    planned: Mapping[object, PlannedStep]
+    planned: PlannedStep
     dependencies: Dependencies
     autocast: object
     tried: tuple[Tried, ...] = ()
     bound: tuple[Guard, StraightStep] | None = None
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The one plan."""
+        return (self.planned.plan,)
 
     def __deepcopy__(self, _: dict[int, Any]) -> "FittingOnMesh":
         """For a copy of the model: the same plan, bound to it when it is called."""
@@ -97,8 +104,7 @@ class FittingOnMesh:
         guard = Guard(self.dependencies, model)
         if (change := guard.change(())) is not None:
             self._refuse(change)
-        (planned,) = self.planned.values()
-        return guard, planned.bound_to(model, places=guard.tensors())
+        return guard, self.planned.bound_to(model, places=guard.tensors())
 
     def _refuse(self, change: str) -> NoReturn:
         raise BadUse(
