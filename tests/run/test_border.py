@@ -489,3 +489,30 @@ def test_refusals_are_typed_and_say_what_to_do() -> None:
     for kind in (Counting, Drawing, Keeping):
         with pytest.raises(StowplanError, match=";"):
             fitted(kind())
+
+
+class Scoring(Step):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        scores = self.net(x)
+        return F.cross_entropy(scores, y), scores
+
+
+def test_a_gradient_that_was_not_planned_for_is_refused_with_the_remedy() -> None:
+    def both(model: Any) -> list[Tensor | None]:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        loss, scores = model(X, Y)
+        (loss + scores.logsumexp(-1).pow(2).mean()).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    planned = fitted(Scoring())
+    with pytest.raises(BadUse, match='outputs="all"'):
+        both(planned)
+    assert all(parameter.grad is None for parameter in planned.parameters())
+    expected = both(Scoring())
+    found = both(fitted(Scoring(), outputs="all"))
+    assert all(
+        a is not None and b is not None and torch.equal(a, b) for a, b in zip(expected, found, strict=True)
+    )
+    with pytest.raises(BadUse, match="outputs is"):
+        fitted(Scoring(), outputs="some")

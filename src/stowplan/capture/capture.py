@@ -10,6 +10,7 @@ from stowplan.capture.cells import Cell
 from stowplan.capture.eager import EagerMemory, eager_memory
 from stowplan.capture.failures import explained
 from stowplan.capture.incoming_layouts import with_swayed_ops_marked
+from stowplan.capture.layouts import learn_from_kernels
 from stowplan.capture.lower import Lowering
 from stowplan.capture.program import Program
 from stowplan.capture.prune import pruned
@@ -19,6 +20,9 @@ from stowplan.capture.recording import Loss, Recording, Step
 from stowplan.capture.updates import with_updates
 from stowplan.capture.watching import Event
 from stowplan.ir import Graph
+
+_BY_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
+_MOST_LAYOUTS = 64  # that one step may have wrong at first, one after the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +48,24 @@ def capture(
     *,
     loss: Loss | None = None,
     device: torch.device | str = "cpu",
+    all_outputs: bool = False,
 ) -> Captured:
     """The training step of `model(*args, **kwargs)`: forward, loss and backward.
 
     Without `loss`, gradients come in from outside: for the one scalar among the outputs, which is then taken
-    for the loss, or else for every output that has a gradient. `loss(output)` is captured with the model.
+    for the loss unless `all_outputs` are meant, or else for every output that has a gradient. `loss(output)`
+    is captured with the model.
     Tensors on the meta device are taken to live on `device`. A step that looks at data is a CaptureError.
     """
-    step = Step(model, tuple(args), dict(kwargs or {}), loss, torch.device(device))
-    with explained():
-        recording = record(step)
-    ids = _outsider_ids(recording)
-    whole = purify(recording, ids)
+    step = Step(model, tuple(args), dict(kwargs or {}), loss, torch.device(device), all_outputs)
+    for _ in range(_MOST_LAYOUTS):
+        with explained():
+            recording = record(step)
+        ids = _outsider_ids(recording)
+        whole = purify(recording, ids)
+        by_strides = any(call.call.target in _BY_STRIDES for call in whole.calls)
+        if not by_strides or not learn_from_kernels(recording.events):
+            break
     lowering = Lowering(recording, with_updates(pruned(whole)), ids)
     eager = eager_memory(recording, whole)
     program, forward = lowering.program(), recording.events[: recording.turn]

@@ -172,4 +172,4 @@ class _Recorder:
                 advice="check requires_grad, torch.no_grad and what the model returns",
             )
         losses = {position: leaf for position, leaf in able.values() if leaf.dim() == 0}
-        return losses if len(losses) == 1 else dict(able.values())
+        return losses if len(losses) == 1 and not self._step.all_outputs else dict(able.values())

@@ -18,13 +18,17 @@ Loss: TypeAlias = Callable[..., object]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step as its user gives it: `model(*args, **kwargs)`, then `loss` of that if there is one."""
+    """A training step as its user gives it: `model(*args, **kwargs)`, then `loss` of that if there is one.
+
+    With `all_outputs`, gradients come in for every output that can have one, beside a scalar loss too.
+    """
 
     model: nn.Module
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
     loss: Loss | None
     device: torch.device
+    all_outputs: bool = False
 
     def modules(self) -> dict[str, nn.Module]:
         """The modules that hold parameters, by the prefix of their names."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from stowplan.capture.layouts import as_made
 from stowplan.capture.schema import leaves, returns_tensors, written_arguments
 from stowplan.errors import CaptureError
 
@@ -32,7 +33,7 @@ class Rehearsal:
             return target(*args, **kwargs)
         self._refuse_writing_data(target, args, kwargs)
         with self._fakes:
-            return target(*args, **kwargs)
+            return as_made(target, args, kwargs, target(*args, **kwargs))
 
     def _is_known(self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         if not self._knowing or torch.Tag.nondeterministic_seeded in target.tags:

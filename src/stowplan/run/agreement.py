@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stowplan.capture import Captured, Program
 from stowplan.capture.arguments import flatten
 from stowplan.capture.cells import Cell, StorageBook
+from stowplan.capture.layouts import learn
 from stowplan.capture.schema import returns_tensors, written_names
 from stowplan.capture.stand_ins import with_tensors
 from stowplan.capture.watching import Event
@@ -48,7 +49,10 @@ def compared(plan: Plan, subject: Subject, loss: Callable[..., object] | None = 
 
 
 def against_eager(plan: Plan, subject: Subject, loss: Callable[..., object] | None = None) -> AgainstEager:
-    """Compare the captured forward with one in eager, within the plan's budget."""
+    """Compare the captured forward with one in eager, within the plan's budget.
+
+    Raises Relaid where a kernel lays out its result otherwise than was captured: the plan would be wrong.
+    """
     captured, given, spec = subject.captured, *flatten(subject.args, subject.kwargs)
     roots = [subject.model, *((loss,) if isinstance(loss, nn.Module) else ())]
     tensors = [*_held_by(roots), *(leaf for leaf in given if isinstance(leaf, Tensor))]
@@ -72,6 +76,8 @@ def against_eager(plan: Plan, subject: Subject, loss: Callable[..., object] | No
         return comparison.verdict()
     except _Ended as end:
         return end.found
+    except _Relaid as found:
+        raise Relaid(str(found)) from None
     except Exception as error:
         return AgainstEager(Verdict.UNCHECKED, f"eager raises {type(error).__name__}: {error}")
 
@@ -159,6 +165,14 @@ class _Ended(BaseException):
         self.found = AgainstEager(verdict, note)
 
 
+class Relaid(Exception):
+    """A kernel lays its result out otherwise than was captured. It is known now: capture the step again."""
+
+
+class _Relaid(BaseException):
+    """The same, on its way through the user's code."""
+
+
 class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
     """Runs ops as eager does, as long as they are those that were captured."""
 
@@ -197,7 +211,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         event, workspace_bytes = self._expect(func, args, given)
         self._room(event, workspace_bytes)
         result = func(*args, **given)
-        self._meet(event, result)
+        self._meet(event, args, given, result)
         self._position += 1
         return result
 
@@ -223,11 +237,18 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
                 f"an eager forward takes {format_bytes(needed)} at {_place(event)}, above the budget",
             )
 
-    def _meet(self, event: Event, result: object) -> None:
+    def _meet(
+        self, event: Event, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
+    ) -> None:
         returned = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         made = tuple(value if isinstance(value, Tensor) else None for value in returned)
-        if not self._alike(event.results, made):
-            raise _Ended(Verdict.DIFFERS, f"eager makes another result by {_place(event)}")
+        if self._alike(event.results, made):
+            return
+        looks = zip(event.results, made, strict=False)
+        if any(c is not None and t is not None and c.stride != t.stride() for c, t in looks):
+            learn(event.target, args, kwargs, made)
+            raise _Relaid(f"{_place(event)} gives its result another layout than was captured")
+        raise _Ended(Verdict.DIFFERS, f"eager makes another result by {_place(event)}")
 
     def _alike(self, captured: object, eager: object) -> bool:
         """Whether a nest of captured values is the same as one of eager's, tensors by how they look."""

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from stowplan.capture import capture
 from stowplan.capture.arguments import Spec, flatten, look_of
-from stowplan.errors import BadUse, BudgetTooSmall, StowplanError
+from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.plan.make import ON_REQUEST, TECHNIQUES, known_techniques
 from stowplan.plan.plan import Plan
 from stowplan.plan.tiles.master import Prefer, preference
-from stowplan.run.agreement import compared
+from stowplan.run.agreement import Relaid, compared
 from stowplan.run.auto_budget import automatic_budget
 from stowplan.run.border.dependencies import Dependencies, Observation
 from stowplan.run.border.guard import Guard
@@ -46,6 +46,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _LOGGER = logging.getLogger("stowplan")
 _MOST_PLANS = 64  # of one module; the oldest makes room
+_MOST_LAYOUTS = 64  # that one step has wrong at first
 
 
 def fit(
@@ -61,6 +62,7 @@ def fit(
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
     plan: Plan | None = None,
+    outputs: str = "loss",
     progress: Progress | None = None,
     moves: int | None = None,
 ) -> Model:
@@ -77,6 +79,10 @@ def fit(
     used where nothing else is within the budget, and with `prefer="time"` wherever they are faster;
     `plans_of(fitted)[0].exactness` tells. `moves` bounds the search for a plan. Raises BudgetTooSmall, with
     the smallest budget, before anything runs.
+
+    If the model returns one scalar, that is taken for the loss, and gradients are planned for it alone; a
+    gradient that comes in for another output is refused then. `outputs="all"` plans for gradients of all
+    outputs, which count in the budget.
 
     A plan that moves nothing away is kept in the user's cache folder, and found there by the same step,
     budget and machine. A `plan` that was saved is used instead of making one; it is refused if it is for
@@ -101,12 +107,14 @@ def fit(
         bytes_ = parse_bytes(budget), parse_bytes(reserve)
         wish = Wish(*bytes_, search, preference(prefer), dims, layouts)
         return fit_on_mesh(model, tuple(args), dict(kwargs or {}), mesh=mesh, wish=wish)
+    if outputs not in ("loss", "all"):
+        raise BadUse(f"outputs is {outputs!r}; it is 'loss' for the loss alone, or 'all'")
     if dims is not None or layouts != "follow":
         raise BadUse("dims and layouts are of a step on a mesh, and there is no mesh; give mesh= as well")
     whole = automatic_budget(model, (args, dict(kwargs or {}))) if budget == "auto" else parse_bytes(budget)
     beside = parse_bytes(reserve)
     fitting = Fitting(_own_forward(model), whole - beside, tuple(allow), preference(prefer), progress, moves)
-    fitting.given, fitting.reserve_bytes = plan, beside
+    fitting.given, fitting.reserve_bytes, fitting.all_outputs = plan, beside, outputs == "all"
     fitted: Model = seen_as(_fitted_class(_model_class(model)), model)
     fitted.__dict__.pop("forward", None)
     fitted.__dict__["_fitting"] = fitting
@@ -193,6 +201,7 @@ class Fitting:
     bound: list[_Bound] = field(default_factory=list)  # the latest last
     given: Plan | None = None  # a saved plan, for the first kind of call
     reserve_bytes: int = 0  # of the budget, beside what is allowed
+    all_outputs: bool = False  # gradients may come in for all, not for the loss alone
     cache: PlanCache = USER_PLANS
     said: set[str] = field(default_factory=set)
     lock: AbstractContextManager[object] = field(default_factory=RLock)
@@ -208,7 +217,8 @@ class Fitting:
 
     def __reduce__(self) -> Any:
         """For a file or another process: how to plan. What was planned is planned there when it is called."""
-        return Fitting, (self.own_forward, self.allowed_bytes, self.allow, self.prefer, None, self.moves)
+        how = (self.own_forward, self.allowed_bytes, self.allow, self.prefer, None, self.moves)
+        return Fitting, how, (None, {"reserve_bytes": self.reserve_bytes, "all_outputs": self.all_outputs})
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Call the model: by a plan if a gradient is wanted, and as it is if not."""
@@ -269,11 +279,22 @@ class Fitting:
     def _plan(
         self, kind: object, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Planned:
+        """Capture and plan, again for each kernel that turns out to lay out its result otherwise."""
+        for _ in range(_MOST_LAYOUTS):
+            try:
+                return self._plan_once(kind, model, args, kwargs)
+            except Relaid as found:
+                reason = found
+        raise CaptureError(f"{reason}, and so do many others", advice="call contiguous() on its operands")
+
+    def _plan_once(
+        self, kind: object, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Planned:
         refuse_shards(model)
         plain = with_forward(model, self.own_forward or _model_class(model).forward)  # type: ignore[attr-defined]
         observation = Observation(plain)
         with observation.watching():
-            captured = capture(plain, args, kwargs)
+            captured = capture(plain, args, kwargs, all_outputs=self.all_outputs)
         dependencies = observation.dependencies(captured.program, flatten(args, kwargs)[0])
         subject = Subject(captured, plain, args, kwargs)
         found = self._planned_step(subject)

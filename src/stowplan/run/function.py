@@ -216,7 +216,7 @@ def _tangents(run: Run, incoming: tuple[Tensor | None, ...], zeros: tuple[Zeros,
         if gradient is not None and not expected:
             raise BadUse(
                 f"a gradient came in for output {position}, but the step was captured as one in which only"
-                " its scalar loss is differentiated; capture it with loss= to say otherwise"
+                ' its scalar loss is differentiated; fit(..., outputs="all") plans for all of them'
             )
         if gradient is not None:
             tangents.append(run.latched.pop(position, gradient))

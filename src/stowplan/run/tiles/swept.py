@@ -58,7 +58,8 @@ def capture_swept(
     Calls of the targets in `otherwise` are done as it says.
     """
     order = tuple(_in_order(captured.graph, sweeps, skips))
-    found = capture(_swept(captured, model, order, otherwise), args, kwargs)
+    several = sum(tangent is not None for tangent in captured.program.tangents) > 1
+    found = capture(_swept(captured, model, order, otherwise), args, kwargs, all_outputs=several)
     return replace(found, graph=_with_origins(found.graph, order))
 
 
