@@ -34,7 +34,9 @@ def normalised(
 def _made(
     rows: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    made: Tensor = _Normalise.apply(rows, mean, variance, weight, bias, eps)  # type: ignore[no-untyped-call]
+    # The kernels read some vectors as if they lay in one piece, and past the end of one that is expanded.
+    vectors = [None if v is None else v.contiguous() for v in (mean, variance, weight, bias)]
+    made: Tensor = _Normalise.apply(rows, *vectors, eps)  # type: ignore[no-untyped-call]
     return made
 
 
