@@ -121,6 +121,40 @@ def test_a_refusal_tells_what_the_step_needs_in_tiles() -> None:
     assert any("in tiles the step still needs at least about" in line for line in refusal.untiled)
 
 
+class Watched(nn.Module):
+    """A norm beside the step, called for its running statistics alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = Net(lambda a, _: a.sigmoid()), nn.BatchNorm2d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm(self.net.first(x).tanh())
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+def test_a_norm_whose_output_nobody_reads_is_not_tiled() -> None:
+    model, plain, x = Watched(), Watched(), torch.randn(SHAPE)
+    plain.load_state_dict(model.state_dict())
+    refusal = refusal_of(model, x, ("tile",))
+    assert any("nobody reads" in line for line in refusal.untiled)
+    fitted = fit(model, (x,), budget=refusal.minimum_bytes, allow=("tile",), moves=50)
+    torch.testing.assert_close(step(fitted, x), step(plain, x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.norm.running_var, plain.norm.running_var)
+
+
+def with_nothing(a: Tensor, x: Tensor) -> Tensor:
+    return torch.cat([a, a[:, :0]], 1) + x[:0].sum()
+
+
+def test_a_stretch_with_a_tensor_of_no_elements_is_not_tiled() -> None:
+    model, x = Net(with_nothing), torch.randn(SHAPE)
+    refusal = refusal_of(model, x)
+    assert any("has no elements to cut" in line for line in refusal.untiled)
+    fitted = fit(model, (x,), budget=refusal.minimum_bytes, moves=50)
+    torch.testing.assert_close(step(fitted, x), step(model, x), rtol=1e-4, atol=1e-4)
+
+
 def test_a_refusal_is_silent_on_tiles_where_they_are_not_allowed() -> None:
     refusal = refusal_of(Net(dropped), torch.randn(SHAPE), ("recompute",))
     assert refusal.untiled == ()

@@ -71,6 +71,10 @@ def segment_of(graph: Graph, ops: Iterable[str]) -> Segment:
     made = {name for op in tiled for name in op.writes()}
     read = {name for op in tiled for name in _values_read(graph, op)}
     outputs = _seen_outside(graph, tiled)
+    if empty := next((t for n, t in graph.tensors.items() if n in read | made and 0 in shape_of(t)), None):
+        raise NotTileable(f"{empty.id} of shape {shape_of(empty)} has no elements to cut")
+    if outputs and _are_dead(graph, tiled, outputs):
+        raise NotTileable(f"nobody reads {outputs[0]}, which a sweep would make: it would not be run")
     return Segment(
         graph,
         tiled,
@@ -134,6 +138,17 @@ def _seen_outside(graph: Graph, tiled: tuple[Op, ...]) -> tuple[str, ...]:
     anywhere = outside.union(*read_by.values())
     ends = {op.outputs[0].tensor for op in tiled} - anywhere
     return tuple(name for op in tiled for name in _made(graph, op) if name in outside or name in ends)
+
+
+def _are_dead(graph: Graph, tiled: tuple[Op, ...], outputs: Iterable[str]) -> bool:
+    """Whether all outputs are of norms that were called for their running statistics alone.
+
+    Nobody holds or reads them. A loss may be like that too in a graph that does not tell what is held.
+    """
+    seen = graph.held.union(*(op.reads() for op in graph.ops))
+    updated = {name for op in graph.ops if op.phase is Phase.UPDATE for name in op.reads()}
+    norms = {name for op in tiled if not updated.isdisjoint(op.writes()) for name in op.writes()}
+    return (norms - seen).issuperset(outputs)
 
 
 def _made(graph: Graph, op: Op) -> Iterable[str]:
