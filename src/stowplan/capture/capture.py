@@ -21,7 +21,6 @@ from stowplan.capture.updates import with_updates
 from stowplan.capture.watching import Event
 from stowplan.ir import Graph
 
-_BY_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
 _MOST_LAYOUTS = 64  # that one step may have wrong at first, one after the other
 
 
@@ -63,8 +62,7 @@ def capture(
             recording = record(step)
         ids = _outsider_ids(recording)
         whole = purify(recording, ids)
-        by_strides = any(call.call.target in _BY_STRIDES for call in whole.calls)
-        if not by_strides or not learn_from_kernels(recording.events):
+        if not learn_from_kernels(recording.events):
             break
     lowering = Lowering(recording, with_updates(pruned(whole)), ids)
     eager = eager_memory(recording, whole)

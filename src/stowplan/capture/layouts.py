@@ -1,8 +1,9 @@
 """Layouts: the strides that kernels give their results, where PyTorch's shape functions say otherwise.
 
-A captured step may read and write parts of tensors by their strides, and wrong ones are wrong results. So the
-kernels of such a step are run once, on operands without contents, and an eager forward is compared as well
-(`run/agreement.py`). What is otherwise is noted here, and the step is captured once more.
+A captured step takes views and writes into parts of tensors by their strides, so that wrong ones are wrong
+results. They were seen where operands do not lie by rows. Such a kernel is run once, on operands without
+contents, and an eager forward is compared as well (`run/agreement.py`). What is otherwise is noted here, and
+the step is captured once more.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table, meta_table
 from torch._ops import OpOverload
 
 from stowplan.capture.cells import Cell
@@ -18,7 +20,15 @@ from stowplan.capture.schema import leaves, returns_tensors, written_names
 if TYPE_CHECKING:
     from stowplan.capture.watching import Event
 
+aten = torch.ops.aten
 _MOST_BYTES = 1 << 30  # of the operands of a kernel that is run for its layout
+_PRODUCTS = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+)  # lie by rows always
+_seen: set[object] = set()  # kernels that were run
 
 _LEARNED: dict[
     object, tuple[tuple[int, ...] | None, ...]
@@ -48,7 +58,11 @@ def learn_from_kernels(events: "Iterable[Event]") -> bool:
     """Run each kernel that makes new tensors once; whether a result is laid out otherwise than captured."""
     found = False
     state = torch.get_rng_state()
-    for event in {_call_like(event.target, event.args, event.kwargs): event for event in events}.values():
+    suspects = {_call_like(e.target, e.args, e.kwargs): e for e in events if _may_differ(e)}
+    for call, event in suspects.items():
+        if call in _seen:
+            continue
+        _seen.add(call)
         made = _made(event)
         looks = zip(event.results, made, strict=False)
         if any(c is not None and t is not None and c.stride != t.stride() for c, t in looks):
@@ -56,6 +70,14 @@ def learn_from_kernels(events: "Iterable[Event]") -> bool:
             found = True
     torch.set_rng_state(state)
     return found
+
+
+def _may_differ(event: "Event") -> bool:
+    """Whether an operand does not lie by rows, and a shape function is not the kernel's own."""
+    if event.target in _PRODUCTS or not (event.target in decomposition_table or event.target in meta_table):
+        return False
+    given = (leaf for leaf in leaves((event.args, tuple(event.kwargs.values()))) if isinstance(leaf, Cell))
+    return any(not cell.is_contiguous() for cell in given)
 
 
 def _made(event: "Event") -> tuple[Tensor | None, ...]:

@@ -42,6 +42,7 @@ class _Recorder:
         self._origins = Origins(module_paths(step))
         self._watch = Watch(Rehearsal(self._stand_ins.fakes, knowing=knowing), self._origins)
         self._outsiders: dict[Cell, Outsider] = {}
+        self._entered: dict[Cell, Tensor] = {}  # their stand-ins
         self._wanted: list[Tensor] = []  # the leaves that gradients are for
         self._inputs = [self._stand_ins.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat]
 
@@ -99,11 +100,20 @@ class _Recorder:
             cell = self._cell(tensor)
             if cell in self._outsiders:
                 known = self._outsiders[cell]
+                self._refuse_twin(known.names[0], self._entered[cell], name, tensor)
                 self._outsiders[cell] = replace(known, names=(*known.names, name))
                 continue
-            self._outsiders[cell] = Outsider(kind, (name,), cell)
+            self._outsiders[cell], self._entered[cell] = Outsider(kind, (name,), cell), tensor
             if tensor.requires_grad:
                 self._wanted.append(tensor)
+
+    def _refuse_twin(self, known: str, tensor: Tensor, name: str, other: Tensor) -> None:
+        """Two tensors that look at the same memory alike are one value, but have two gradients."""
+        if tensor is not other and (tensor.requires_grad or other.requires_grad):
+            raise CaptureError(
+                f"{known} and {name} are two tensors that look at the same memory, and one wants a gradient",
+                advice=f"pass one tensor for both, or {name}.clone()",
+            )
 
     def _forward(self) -> object:
         args, kwargs = self._input_spec.unflatten(self._inputs)

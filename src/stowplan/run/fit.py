@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from threading import RLock
 from types import MethodType
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from stowplan.capture import capture
+from stowplan.capture import Program, capture
 from stowplan.capture.arguments import Spec, flatten, look_of
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.plan.make import ON_REQUEST, TECHNIQUES, known_techniques
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 
 _LOGGER = logging.getLogger("stowplan")
+_FITTED_CLASSES: dict[type, type] = {}
 _MOST_PLANS = 64  # of one module; the oldest makes room
 _MOST_LAYOUTS = 64  # that one step has wrong at first
 
@@ -152,18 +153,21 @@ class _Fitted(nn.Module):
         return _blank, (_model_class(self),), vars(self)
 
 
-@cache
-def _fitted_class(kind: type) -> type:
-    return type(f"Fitted{kind.__name__}", (_Fitted, kind), {"__module__": kind.__module__})
+def _fitted_class(kind: type[nn.Module]) -> type:
+    """One class for each class of model."""
+    if kind not in _FITTED_CLASSES:
+        own = {"__module__": kind.__module__}
+        _FITTED_CLASSES[kind] = type(f"Fitted{kind.__name__}", (_Fitted, kind), own)
+    return _FITTED_CLASSES[kind]
 
 
-def _blank(kind: type) -> object:
+def _blank(kind: type[nn.Module]) -> object:
     """A fitted module of this class, to be filled with what a copy or a file holds."""
     made: object = object.__new__(_fitted_class(kind))
     return made
 
 
-def _model_class(model: nn.Module) -> type:
+def _model_class(model: nn.Module) -> type[nn.Module]:
     """The class of the model itself, fitted or not, also under a wrapper's class such as FSDP's."""
     fitted = (kind.__bases__[1] for kind in type(model).__mro__ if _Fitted in kind.__bases__)
     return next(fitted, type(model))
@@ -232,7 +236,7 @@ class Fitting:
 
     def eager_forward(self, model: nn.Module) -> Callable[..., Any]:
         """The model's own forward, bound to it."""
-        return partial(self.own_forward or _model_class(model).forward, model)  # type: ignore[attr-defined]
+        return partial(self.own_forward or _model_class(model).forward, model)
 
     def step_for(
         self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -257,7 +261,10 @@ class Fitting:
                     change = change or found
             if change is not None:
                 _LOGGER.warning("planning %s again: %s", _model_class(model).__name__, change)
-            with _told_as_new(leaves, change, is_new=bool(self.planned)), _beside(self.reserve_bytes):
+            with (
+                _told_as_new(leaves, change, is_new=bool(self.planned)),
+                _beside(self.reserve_bytes, "the reserve"),
+            ):
                 planned = self._plan(kind, model, args, kwargs)
             self.planned = [*self.planned, planned][-_MOST_PLANS:]
             guard = Guard(planned.dependencies, model)
@@ -291,25 +298,28 @@ class Fitting:
         self, kind: object, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Planned:
         refuse_shards(model)
-        plain = with_forward(model, self.own_forward or _model_class(model).forward)  # type: ignore[attr-defined]
+        plain = with_forward(model, self.own_forward or _model_class(model).forward)
         observation = Observation(plain)
         with observation.watching():
             captured = capture(plain, args, kwargs, all_outputs=self.all_outputs)
         dependencies = observation.dependencies(captured.program, flatten(args, kwargs)[0])
         subject = Subject(captured, plain, args, kwargs)
-        found = self._planned_step(subject)
+        beside = _constant_bytes(captured.program)
+        with _beside(beside, "tensors that are attributes, globals or written out"):
+            found = self._planned_step(subject, self.allowed_bytes - beside)
         return Planned(kind, replace(found, plan=compared(found.plan, subject)), dependencies)
 
-    def _planned_step(self, subject: Subject) -> PlannedStep:
+    def _planned_step(self, subject: Subject, allowed_bytes: int) -> PlannedStep:
         if self.given is not None and not self.planned:
-            return saved_step(self.given, subject, self.allowed_bytes)
+            return saved_step(self.given, subject, allowed_bytes)
         settings = (sorted(self.allow), self.prefer, self.moves)
-        return self.cache.step_for(subject, self.allowed_bytes, settings, partial(self._search, subject))
+        search = partial(self._search, subject, allowed_bytes)
+        return self.cache.step_for(subject, allowed_bytes, settings, search)
 
-    def _search(self, subject: Subject) -> PlannedStep:
+    def _search(self, subject: Subject, allowed_bytes: int) -> PlannedStep:
         return plan_step(
             subject,
-            self.allowed_bytes,
+            allowed_bytes,
             allow=self.allow,
             prefer=self.prefer,
             progress=self.progress,
@@ -357,12 +367,18 @@ def _refuse_on_mesh(budget: int | str, plan: Plan | None, allow: Iterable[str]) 
 
 
 @contextmanager
-def _beside(reserve_bytes: int) -> Iterator[None]:
+def _beside(nbytes: int, what: str) -> Iterator[None]:
     """A refusal tells of the whole budget."""
     try:
         yield
     except BudgetTooSmall as refusal:
-        raise refusal.beside(reserve_bytes, "the reserve") from None
+        raise refusal.beside(nbytes, what) from None
+
+
+def _constant_bytes(program: Program) -> int:
+    """What tensors take that a plan does not count: plain attributes, globals, numbers in the code."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in program.constants.values()}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @contextmanager
