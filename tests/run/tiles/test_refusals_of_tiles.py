@@ -143,6 +143,37 @@ def test_a_norm_whose_output_nobody_reads_is_not_tiled() -> None:
     torch.testing.assert_close(model.norm.running_var, plain.norm.running_var)
 
 
+class Centred(nn.Module):
+    """Reads a buffer, or what came in, after it was updated in place."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.net, self._name = Net(self._between), name
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(6))
+
+    def _between(self, a: Tensor, _: Tensor) -> Tensor:
+        if self._name == "x":
+            return a
+        self.mean.mul_(0.9).add_(a.detach().mean((0, 2, 3)), alpha=0.1)
+        return a - self.mean[:, None, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.mul_(0.5) if self._name == "x" else x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["mean", "x"])
+def test_a_step_that_reads_what_it_updated_is_planned_without_tiles(name: str) -> None:
+    model, plain, x = Centred(name), Centred(name), torch.randn(SHAPE)
+    plain.load_state_dict(model.state_dict())
+    refusal = refusal_of(model, x)
+    assert any(f"{name}.updated: what the step overwrites" in line for line in refusal.untiled)
+    fitted = fit(model, (x,), budget=refusal.minimum_bytes, moves=50)
+    same = x.clone()
+    torch.testing.assert_close(step(fitted, x), step(plain, same), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close((x, model.mean), (same, plain.mean))
+
+
 def with_nothing(a: Tensor, x: Tensor) -> Tensor:
     return torch.cat([a, a[:, :0]], 1) + x[:0].sum()
 

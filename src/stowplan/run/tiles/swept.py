@@ -6,7 +6,7 @@ the sweeps.
 
 from ast import literal_eval
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from types import MappingProxyType
@@ -69,8 +69,12 @@ def check_differentiable(
     """NotTileable if autograd, given the calls of the forward half alone, would not do what the step does.
 
     Tiles are differentiated by autograd. A step that hides something from it, or tells it a gradient of its
-    own, has another backward half than its calls would have.
+    own, has another backward half than its calls would have. A step that reads what it wrote into a buffer
+    or an argument is refused as well: its calls are made in their pure form, which writes at the end alone.
     """
+    if reader := _reader_of_updates(captured.graph):
+        op, name = reader
+        raise NotTileable(f"{op.id} reads {name}: what the step overwrites on its way")
     try:
         again = capture_swept(captured, model, args, kwargs, sweeps=())
     except CaptureError as fault:
@@ -211,12 +215,25 @@ def _without_shape_givers(graph: Graph, op: Op, values: Mapping[str, Tensor]) ->
     missing = [use.tensor for use in op.inputs if use.tensor not in values]
     if not missing:
         return values
-    relations = regions_of(site_of(graph, op)).outputs
-    for position, use in enumerate(op.inputs):
-        is_read = use.tensor in missing and any(relation.needs[position] for relation in relations)
-        assert not is_read, f"{op.id} reads {use.tensor!r}, which is inside a segment"
+    read = next(_contents_read(graph, op, missing), None)
+    assert read is None, f"{op.id} reads {read!r}, which is inside a segment"
     like = (graph.tensors[name] for name in missing)
     return {**values, **{tensor.id: _shape_giver(tensor) for tensor in like}}
+
+
+def _contents_read(graph: Graph, op: Op, names: Container[str]) -> Iterator[str]:
+    """Those of the names of which the op reads more than the shape."""
+    relations = regions_of(site_of(graph, op)).outputs
+    for position, use in enumerate(op.inputs):
+        if use.tensor in names and any(relation.needs[position] for relation in relations):
+            yield use.tensor
+
+
+def _reader_of_updates(graph: Graph) -> tuple[Op, str] | None:
+    """The first forward op that reads the new contents of what the step overwrites, and their name."""
+    updated = {name for op in graph.ops if op.phase is Phase.UPDATE for name in op.writes()}
+    forward = (op for op in graph.ops if op.phase is Phase.FORWARD and not updated.isdisjoint(op.reads()))
+    return next(((op, name) for op in forward for name in _contents_read(graph, op, updated)), None)
 
 
 def _shape_giver(tensor: Described) -> Tensor:
