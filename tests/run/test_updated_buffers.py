@@ -7,6 +7,8 @@ import torch
 from both_ends import differences_at_both_ends
 from torch import Tensor, nn
 
+import stowplan
+
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 
@@ -73,3 +75,23 @@ class Buffered(nn.Module):
 def test_readers_see_what_eager_sees(apply: Callable[[Buffered, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     assert differences_at_both_ends(Buffered(apply), (torch.randn(32, 32),), steps=3) == []
+
+
+class DrawingIntoAPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x.clone()
+        mask[:, ::2].transpose(0, 1).bernoulli_(0.5)  # numbers are drawn in the order in which elements lie
+        return (mask[:, ::2].transpose(0, 1) * self.weight).sum()
+
+
+def test_numbers_drawn_into_a_part_are_eagers() -> None:
+    model, x = DrawingIntoAPart(), torch.zeros(6, 8)
+    fitted = stowplan.fit(model, (x,), budget="1GiB", allow=("recompute",), moves=10)
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    assert torch.equal(fitted(x), expected)

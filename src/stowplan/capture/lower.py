@@ -8,7 +8,7 @@ from stowplan.capture.attributes import attributes_of, inputs_of
 from stowplan.capture.cells import Cell, contiguous_stride
 from stowplan.capture.origins import Origin
 from stowplan.capture.program import Program, Ref
-from stowplan.capture.prune import is_random
+from stowplan.capture.prune import draws
 from stowplan.capture.pure import Pure, PureCall, Value
 from stowplan.capture.recording import Recording
 from stowplan.capture.updates import is_update
@@ -70,7 +70,7 @@ class Lowering:
         if is_update(call):
             return self._update(call)
         phase, event = self._phase(call), self._recording.events[call.event]
-        if phase is Phase.BACKWARD and is_random(call):
+        if phase is Phase.BACKWARD and draws(call.call.target):
             raise CaptureError(
                 f"{call.call.target} draws random numbers during backward",
                 where=event.origin.source,

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import torch
+from torch._ops import OpOverload
 
 from stowplan.capture.attributes import inputs_of
 from stowplan.capture.program import Ref
-from stowplan.capture.pure import Pure, PureCall
+from stowplan.capture.pure import Pure
 from stowplan.ops.aten import RANDOM
 
 
@@ -16,13 +17,12 @@ def pruned(pure: Pure) -> Pure:
     needed |= {*pure.gradients.values(), *pure.updates.values()}
     kept = []
     for call in reversed(pure.calls):
-        if is_random(call) or any(output in needed for output in call.call.outputs):
+        if draws(call.call.target) or any(output in needed for output in call.call.outputs):
             needed.update(inputs_of(call.call))
             kept.append(call)
     return replace(pure, calls=tuple(reversed(kept)))
 
 
-def is_random(call: PureCall) -> bool:
-    """Whether the call may draw random numbers, by what PyTorch says of its op, which forgets a few."""
-    target = call.call.target
+def draws(target: OpOverload) -> bool:
+    """Whether an op may draw random numbers, by what PyTorch says of it, which forgets a few."""
     return torch.Tag.nondeterministic_seeded in target.tags or str(target) in RANDOM

@@ -17,6 +17,7 @@ from stowplan.capture.cells import Cell
 from stowplan.capture.handles import handle_or_text
 from stowplan.capture.larger_storages import is_copied_out
 from stowplan.capture.program import Argument, Call, Ref
+from stowplan.capture.prune import draws
 from stowplan.capture.pure import Place, Pure, PureCall, Value
 from stowplan.capture.pure_forms import pure_form, result_stride
 from stowplan.capture.recording import Recording
@@ -145,9 +146,12 @@ class _Purifier:
             self._make(target, full, cells, single=True)
 
     def _keeps_layout(self, target: OpOverload, event: Event, cell: Cell) -> bool:
-        """Whether a new value may take the storage's place; one that goes into part of it always may."""
-        is_part = self._places[cell.storage].base != cell
-        return is_part or result_stride(target, event.args, event.kwargs) == cell.stride
+        """Whether a new value may take the storage's place; one that goes into part of it may, unless it is
+        drawn: numbers are drawn in the order in which elements lie."""
+        if self._places[cell.storage].base == cell:
+            return result_stride(target, event.args, event.kwargs) == cell.stride
+        lying = result_stride(aten.clone.default, (cell,), {})
+        return not draws(target) or result_stride(target, event.args, event.kwargs) == lying
 
     def _make(
         self,
