@@ -7,6 +7,7 @@ python -m tests.hunt --cases 200 --plant wrong-gradient with a fault planted in 
 
 import argparse
 import itertools
+import logging
 import sys
 import time
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from .cases import Case, draw_case
+from .children import Child
 from .counting import Tally, as_line
 from .lockstep import Result, judge
 from .machine import same_everywhere
@@ -25,6 +27,7 @@ def main() -> int:
     """The exit code is 1 if anything was found."""
     arguments = _parser().parse_args()
     plant = PLANTS[arguments.plant]() if arguments.plant else nullcontext()
+    logging.getLogger("stowplan").setLevel(logging.ERROR)  # that a loop's changes ask for plans is no news
     with same_everywhere(), plant:
         if arguments.seed is not None:
             return _one(draw_case(arguments.seed))
@@ -63,18 +66,17 @@ def _one(case: Case) -> int:
 
 def _many(seeds: Iterable[int], deadline: float | None, out: Path | None) -> int:
     tally = Tally()
-    with out.open("a") if out else nullcontext() as lines:
+    with out.open("a") if out else nullcontext() as lines, Child() as child:
         for seed in seeds:
             if deadline is not None and time.monotonic() > deadline:
                 break
-            case = draw_case(seed)
-            result = judge(case)
+            case, result = draw_case(seed), child.judge(seed)
             if lines:
                 lines.write(as_line(case, result) + "\n")
                 lines.flush()
             if tally.add(case, result):
                 print(f"a new kind of failure at seed {seed}, shrunk:")
-                _show(*shrunk(case, result))
+                _show(*child.shrunk(case, result))
     print(tally.table())
     return int(bool(tally.failures))
 

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from re import sub
 
 from .cases import Case
 from .lockstep import Result, Verdict
@@ -32,7 +33,8 @@ class Tally:
             }
             self.traits.update({name: int(count) for name, count in seen.items()})
         if result.verdict is Verdict.REFUSED:
-            self.refusals[f"{result.stage.partition(' (')[0]}: {result.message[:60]}"] += 1
+            message = sub(r"\S*hunted_\w+\.py:\d+|[\d.]+", "_", result.message)
+            self.refusals[f"{result.stage.partition(' (')[0]}: {message[:90]}"] += 1
         if not result.is_finding:
             return False
         seeds = self.failures.setdefault(result.likeness, [])

@@ -46,6 +46,7 @@ class Verdict(StrEnum):
     UNRAISED = "unraised"  # no error where eager raises one
     LATE = "late"  # refused in the very step that was planned, or at the budget that the refusal named
     SLOW = "slow"  # not decided within `LIMIT_SECONDS`
+    CRASHED = "crashed"  # the process is gone
 
 
 LIMIT_SECONDS = 60.0  # of the processor; a case takes a fraction of one

@@ -6,7 +6,7 @@ from .cases import Case
 from .lockstep import Result, judge
 
 
-def shrunk(case: Case, result: Result, *, limit_seconds: float = 20.0) -> tuple[Case, Result]:
+def shrunk(case: Case, result: Result, *, limit_seconds: float = 10.0) -> tuple[Case, Result]:
     """The smallest case found that has the same kind of failure, and its result."""
     deadline = time.monotonic() + limit_seconds
     while time.monotonic() < deadline:

@@ -1,5 +1,6 @@
 """A short hunt: cases of every kind against eager, and planted faults that must be found."""
 
+import os
 from collections.abc import Iterator
 from random import Random
 
@@ -8,6 +9,7 @@ import torch
 
 from .batches import Feed
 from .cases import draw_case
+from .children import Child
 from .counting import Tally
 from .lockstep import Verdict, judge
 from .machine import same_everywhere
@@ -49,6 +51,12 @@ def test_nothing_is_found_in_cases_of_every_kind() -> None:
         tally.add(case, judge(case))
     assert not tally.failures, tally.table()
     assert all(tally.traits[trait] >= least for trait, least in LEAST.items()), tally.table()
+
+
+def test_a_crash_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{Child.__module__}.judge", lambda _: os._exit(3))
+    with Child() as child:
+        assert [child.judge(seed).message for seed in (0, 1)] == ["exit code 3"] * 2
 
 
 def test_every_op_runs_in_eager() -> None:
