@@ -43,7 +43,7 @@ def _unlike(value: object, other: object, scale: float | None) -> str:
 def _unlike_tensors(value: Tensor, other: Tensor, scale: float | None) -> str:
     if (value.shape, value.dtype) != (other.shape, other.dtype):
         return f"{_shown(value)} in eager, {_shown(other)} fitted"
-    if value.stride() != other.stride() and value.numel() > 1:
+    if _layout(value) != _layout(other):
         return f"strides {value.stride()} in eager, {other.stride()} fitted"
     if not value.is_floating_point() and not value.is_complex():
         return "" if torch.equal(value, other) else "other numbers"
@@ -52,6 +52,13 @@ def _unlike_tensors(value: Tensor, other: Tensor, scale: float | None) -> str:
         return ""
     off = float((value - other).abs().nan_to_num(nan=float("inf")).max())
     return f"off by {off:.3g} where {bound:.3g} is allowed; the largest number is {_largest(value):.3g}"
+
+
+def _layout(value: Tensor) -> list[int]:
+    """Strides, where there is more than one element to stride over."""
+    return [
+        step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1 and value.numel()
+    ]
 
 
 def _largest(value: Tensor) -> float:

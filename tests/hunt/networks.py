@@ -171,7 +171,7 @@ def own_name(position: int) -> str:
 def draw_network(random: Random) -> Network:
     """Of ops that tiles are made for, of ops that draw numbers and are cheap to recompute, or of any."""
     sizes = Sizes(random.choice((1, 2, 2, 8)), random.choice((4, 4, 8)), random.choice((6, 8)))
-    flavour = random.choice((Trait.SPATIAL,) * 4 + (Trait.RANDOM,) + (Trait.NONE,) * 5)
+    flavour = random.choice((Trait.SPATIAL,) * 4 + (Trait.RANDOM,) * 2 + (Trait.NONE,) * 4)
     if flavour is Trait.RANDOM:  # to replay draws takes room for states of the generator: 5 KB each
         sizes = Sizes(8, 8, 8)
     calls: list[Call] = []

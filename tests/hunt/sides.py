@@ -80,11 +80,9 @@ class Side:
         self.note("Python's generator", random.random())
 
     def standing(self) -> Iterator[Tensor]:
-        """The tensors that are there before a step: parameters, buffers and plain tensor attributes."""
+        """The tensors that count before a step. Plain tensor attributes are constants, which do not."""
         yield from self.model.parameters()
         yield from self.model.buffers()
-        for module in self.model.modules():
-            yield from (value for value in vars(module).values() if isinstance(value, Tensor))
 
     def modules(self) -> list[nn.Module]:
         """The inner modules."""
