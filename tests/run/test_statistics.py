@@ -21,6 +21,7 @@ from little_models import images
 from stowplan.capture import Captured, capture
 from stowplan.plan.tiles.rounds import refusal, rounds_of
 from stowplan.run.tiles.gathering import Moments, Totals
+from stowplan.run.tiles.normalise import normalised
 from stowplan.run.tiles.part import Index
 
 pytestmark = pytest.mark.torch
@@ -170,3 +171,18 @@ def test_a_mean_of_means_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Moments, "add", alike)
     monkeypatch.setattr(Totals, "add", average)
     assert error_in_tiles(captured, stretch(captured), (1, 1, 2, 1)) > 1e-4
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_one_pixel_of_a_group_norm_has_the_gradients_of_its_formula(groups: int) -> None:
+    torch.manual_seed(0)
+    pixel, incoming = torch.randn(2, 1, 8, 1, 1, dtype=torch.float64)
+    mean, variance = torch.rand(2, 1, groups, dtype=torch.float64)
+    weight, bias = (torch.randn(8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    spread = (variance + 1e-5).rsqrt()
+    shift, scale = (s.repeat_interleave(8 // groups, 1)[..., None, None] for s in (mean, spread))
+    formula = (pixel - shift) * scale * weight[:, None, None] + bias[:, None, None]
+    made = normalised(pixel, mean, variance, weight, bias, 1e-5)
+    expected, found = (torch.autograd.grad(y, (weight, bias), incoming) for y in (formula, made))
+    for one, other in zip(expected, found, strict=True):
+        assert torch.allclose(one, other, rtol=EXACT)

@@ -26,7 +26,9 @@ def normalised(
     samples, groups = mean.shape
     share = part.shape[1] // groups
     rows = part.reshape(1, -1, *part.shape[2:])
-    mean, variance = (s.unsqueeze(-1).expand(*s.shape, share).reshape(-1) for s in (mean, variance))
+    mean, variance = (
+        s.flatten().repeat_interleave(share) for s in (mean, variance)
+    )  # kernels want them dense
     weight, bias = (None if vector is None else vector.repeat(samples) for vector in (weight, bias))
     return _made(rows, mean, variance, weight, bias, eps).reshape(part.shape)
 
