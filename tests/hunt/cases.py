@@ -11,16 +11,16 @@ from .networks import Network, draw_network
 
 CASES_PER_NETWORK = 4  # consecutive seeds share a network: its ops have been probed then
 _WITH_PROGRAM = 0.5
-_ROWS_TO_MOVE = 8
+_ROWS_TO_MOVE, _ROWS_TO_TILE, _OPS_TO_TILE = 8, 2, 5
 
 _TRANSFERS: tuple[tuple[str, ...], ...] = (
     ("recompute", "offload"),
     ("offload",),
     ("recompute", "offload", "offload-gradients"),
-    ("recompute", "tile", "offload", "offload-gradients"),
 )
-_ANY = (*[("recompute",)] * 10, ("recompute", "tile"), ("tile",), *_TRANSFERS)
-_FOR_TILES = (*[("recompute",)] * 3, *[("recompute", "tile")] * 3, *[("tile",)] * 4, *_TRANSFERS)
+_ALL = ("recompute", "tile", "offload", "offload-gradients")
+_ANY = (*[("recompute",)] * 10, ("recompute", "tile"), ("tile",), _ALL, *_TRANSFERS)
+_FOR_TILES = (*[("recompute",)] * 3, *[("recompute", "tile")] * 3, *[("tile",)] * 4, _ALL, *_TRANSFERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +91,16 @@ def draw_case(seed: int) -> Case:
     techniques = random.choice(_FOR_TILES if network.is_spatial() else _ANY)
     if "offload" in techniques:  # a tier takes room for its staging buffers, which tiny tensors do not repay
         network = replace(network, sizes=replace(network.sizes, batch=_ROWS_TO_MOVE))
+    if "tile" in techniques:  # grids over many rows and ops take seconds to look through
+        rows = min(network.sizes.batch, _ROWS_TO_TILE)
+        sizes = replace(network.sizes, batch=rows)
+        network = replace(network, sizes=sizes, calls=network.calls[:_OPS_TO_TILE])
     case = Case(
         seed,
         network,
         draw_feed(random),
         techniques,
-        share=random.choice((0.0, random.random(), random.random() ** 2)),
+        share=random.choice((0.0, random.random(), random.random(), random.random() ** 2)),
         prefer=random.choice(("exactness", "exactness", "time")),
         moves=random.choice((3, 3, 20)),
     )

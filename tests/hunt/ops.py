@@ -20,7 +20,7 @@ class Trait(Flag):
     NONE = 0
     RANDOM = auto()  # draws from torch's generator
     UPDATES = auto()  # writes a buffer
-    UNREPLAYABLE = auto()  # changes Python state in forward: `fit` has to refuse, or run it in eager
+    UNREPLAYABLE = auto()  # changes Python state, or looks at values: `fit` has to refuse, or run it in eager
     SPATIAL = auto()  # the kind of op that tiles are made for
 
 
@@ -256,7 +256,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("argmax", "{y} = {a} * {b}.argmax(1, keepdim=True)"),
     # looking up
     Kind("embedding", "{y} = {a} + self.{m}(idx)[:, None, None, :]", "self.{m} = nn.Embedding(7, {H})"),
-    Kind("one_hot", "{y} = {a} + F.one_hot(idx, {H})[:, None, None, :]"),
+    Kind("one_hot", "{y} = {a} + F.one_hot(idx, {H})[:, None, None, :]", trait=Trait.UNREPLAYABLE),
     Kind("index", "{y} = {a}[:, [{C} - 1, 1, 1, *range(3, {C})]]"),
     Kind("gather", "{y} = {a}.gather(3, (idx[:, None, None, None] % {H}).expand_as({a}))"),
     Kind("index_select", "{y} = {a}.index_select(2, torch.arange({H} - 1, -1, -1))"),
