@@ -53,6 +53,7 @@ class Action:
     kinds: tuple[str, ...] = ()
     needs: Needs = Needs.NOTHING
     rounds: bool = False  # eager itself adds up in another order than step after step
+    weight: int = 3  # 1 for what is mostly refused, which ends a program
 
     def suits(self, network: Network, *, has_tiles: bool) -> bool:
         if self.kinds and not network.owners(*self.kinds):
@@ -72,12 +73,15 @@ def _entered(perform: Perform, **traits: Any) -> Perform:
     return perform
 
 
-def change(*kinds: str) -> Callable[[Perform], Perform]:
-    return partial(_entered, comes_before_fit=True, kinds=kinds)
+def change(*kinds: str, weight: int = 3) -> Callable[[Perform], Perform]:
+    return partial(_entered, comes_before_fit=True, kinds=kinds, weight=weight)
 
 
-def drive(*kinds: str, needs: Needs = Needs.NOTHING, rounds: bool = False) -> Callable[[Perform], Perform]:
-    return partial(_entered, comes_before_fit=False, kinds=kinds, needs=needs, rounds=rounds)
+def drive(
+    *kinds: str, needs: Needs = Needs.NOTHING, rounds: bool = False, weight: int = 3
+) -> Callable[[Perform], Perform]:
+    traits = {"kinds": kinds, "needs": needs, "rounds": rounds, "weight": weight}
+    return partial(_entered, comes_before_fit=False, **traits)
 
 
 # ---- attributes and modules ----
@@ -166,7 +170,7 @@ def replace_a_buffer(side: Side, random: Random) -> None:
     setattr(module, name, getattr(module, name) * 0.5 + 0.1)
 
 
-@change()
+@change(weight=1)
 def set_forward(side: Side, random: Random) -> None:
     """`forward` on the instance, as accelerate's hooks set it."""
     before, factor = side.model.forward, random.choice((1.0, 2.0))
@@ -213,7 +217,7 @@ def _halved(value: Any) -> Any:
     return value * 0.5 if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-@change()
+@change(weight=1)
 def forward_hook(side: Side, random: Random) -> None:
     """A hook that looks, or one that changes what a module returns."""
     changes = random.random() < 0.5
@@ -225,7 +229,7 @@ def forward_hook(side: Side, random: Random) -> None:
     _any_module(side, random).register_forward_hook(hook)
 
 
-@change()
+@change(weight=1)
 def forward_pre_hook(side: Side, random: Random) -> None:
     def hook(_module: nn.Module, args: tuple[Any, ...]) -> Any:
         side.note("forward pre-hook", len(args))
@@ -234,7 +238,7 @@ def forward_pre_hook(side: Side, random: Random) -> None:
     _any_module(side, random).register_forward_pre_hook(hook)
 
 
-@change()
+@change(weight=1)
 def backward_hook(side: Side, random: Random) -> None:
     """A full backward hook on an inner module that halves gradients."""
     modules = side.modules()
@@ -390,7 +394,7 @@ def weights_changed_between(side: Side, random: Random) -> None:
     torch.autograd.backward(loss)
 
 
-@drive()
+@drive(weight=1)
 def retain_graph(side: Side, random: Random) -> None:
     loss = side.loss(side.batch(_seed(random)))
     for _ in range(2):
@@ -547,7 +551,7 @@ def load_by_assignment(side: Side, random: Random) -> None:  # noqa: ARG001 -- a
     side.model.load_state_dict(state, assign=True)
 
 
-@drive()
+@drive(weight=1)
 def save_whole(side: Side, random: Random) -> None:  # noqa: ARG001 -- actions are called alike
     """The model itself goes through a file."""
     file = io.BytesIO()

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
-from .actions import ACTIONS
+from .actions import ACTIONS, Action
 from .batches import Feed, draw_feed
 from .networks import Network, draw_network
 
 CASES_PER_NETWORK = 4  # consecutive seeds share a network: its ops have been probed then
-_WITH_PROGRAM = 0.5
+_WITH_PROGRAM, _TILES_WITH_PROGRAM = 0.5, 0.25  # with tiles each new plan takes a second
 _ROWS_TO_MOVE, _ROWS_TO_TILE, _OPS_TO_TILE = 8, 2, 5
 
 _TRANSFERS: tuple[tuple[str, ...], ...] = (
@@ -20,7 +20,7 @@ _TRANSFERS: tuple[tuple[str, ...], ...] = (
 )
 _ALL = ("recompute", "tile", "offload", "offload-gradients")
 _ANY = (*[("recompute",)] * 10, ("recompute", "tile"), ("tile",), _ALL, *_TRANSFERS)
-_FOR_TILES = (*[("recompute",)] * 3, *[("recompute", "tile")] * 3, *[("tile",)] * 4, _ALL, *_TRANSFERS)
+_FOR_TILES = (*[("recompute",)] * 5, *[("recompute", "tile")] * 2, *[("tile",)] * 4, _ALL, *_TRANSFERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,12 @@ def draw_case(seed: int) -> Case:
         prefer=random.choice(("exactness", "exactness", "time")),
         moves=random.choice((3, 3, 20)),
     )
-    if random.random() > _WITH_PROGRAM:
+    if random.random() > (_TILES_WITH_PROGRAM if case.has_tiles else _WITH_PROGRAM):
         return case
-    suited = [name for name, action in ACTIONS.items() if action.suits(network, has_tiles=case.has_tiles)]
-    early = [name for name in suited if ACTIONS[name].comes_before_fit]
+    suited = [
+        a for a in ACTIONS.values() if a.suits(network, has_tiles=case.has_tiles) for _ in range(a.weight)
+    ]
+    early = [action for action in suited if action.comes_before_fit]
     draw = partial(_turns, random)
     return replace(
         case, before=draw(early, random.choice((0, 0, 1, 2))), after=draw(suited, random.randint(2, 6))
@@ -121,5 +123,5 @@ def _fewer(turns: tuple[Turn, ...]) -> Iterator[tuple[Turn, ...]]:
         yield from ((*turns[:place], *turns[place + 1 :]) for place in range(len(turns)))
 
 
-def _turns(random: Random, names: list[str], count: int) -> tuple[Turn, ...]:
-    return tuple(Turn(random.choice(names), random.randrange(1000)) for _ in range(count))
+def _turns(random: Random, actions: list[Action], count: int) -> tuple[Turn, ...]:
+    return tuple(Turn(random.choice(actions).name, random.randrange(1000)) for _ in range(count))

@@ -54,7 +54,7 @@ _ACTIVATIONS = {
 }
 
 _DIM: Options = {"dim": (1, 2, 3)}
-_MOMENTUM: Options = {"momentum": (0.1, 0.1, 0.5, None), "affine": (True, True, False)}
+_MOMENTUM: Options = {"momentum": (0.1, 0.1, 0.1, 0.1, 0.5, 0.5, 0.5, None), "affine": (True, True, False)}
 
 
 def _activations() -> tuple[Kind, ...]:
