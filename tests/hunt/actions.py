@@ -80,7 +80,7 @@ def change(*kinds: str, weight: int = 3) -> Callable[[Perform], Perform]:
 def drive(
     *kinds: str, needs: Needs = Needs.NOTHING, rounds: bool = False, weight: int = 3
 ) -> Callable[[Perform], Perform]:
-    traits = {"kinds": kinds, "needs": needs, "rounds": rounds, "weight": weight}
+    traits: dict[str, Any] = {"kinds": kinds, "needs": needs, "rounds": rounds, "weight": weight}
     return partial(_entered, comes_before_fit=False, **traits)
 
 
