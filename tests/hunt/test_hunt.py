@@ -22,19 +22,24 @@ pytestmark = pytest.mark.torch
 
 # fmt: off
 SEEDS = (
-    9, 12, 13, 17, 18, 19, 20, 22, 23, 24, 25, 26, 27, 29, 30, 34, 35, 37, 38, 39, 40, 41, 43, 48,
-    50, 51, 52, 53, 63, 64, 65, 66, 67, 68, 71, 72, 74, 77, 78, 81, 83, 86, 87, 88, 89, 90, 96,
-    100, 101, 102, 103, 112, 115, 116, 118, 119, 120, 122, 124, 125, 126, 127,
+    1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 17, 18, 19, 21, 22, 23, 24, 25, 26, 27, 29, 30,
+    31, 32, 33, 34, 35, 36, 37, 39, 40, 41, 42, 43, 44, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 59,
+    60, 61, 62, 64, 65, 66, 67, 68, 69, 70, 71, 72, 75, 77, 78, 80, 81, 82, 83, 87, 88, 89, 90, 91, 92,
+    93, 94, 95, 96, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111, 112, 115, 116,
+    117, 118, 119, 120, 121, 122, 123, 124, 125, 126, 127, 128, 129, 130, 131, 134, 137, 139, 141, 142,
+    143, 145, 146, 147, 148, 149, 150, 152, 153, 154, 155, 156, 157, 159,
 )
 # fmt: on
-LEAST = {"recomputed": 20, "tiles": 5, "transfers": 5, "loop programs": 10}
+LEAST = {"recomputed": 5, "tiles": 2, "transfers": 2, "loop programs": 6}  # of each quarter
 
 # By plant, a case that is without fault and shows it; `python -m tests.hunt --cases 200 --plant NAME` hunts.
 PLANTED = {
-    "wrong-gradient": (18, Verdict.WRONG),
-    "buffer-updated-twice": (72, Verdict.WRONG),
+    "wrong-gradient": (9, Verdict.WRONG),
+    "buffer-updated-twice": (57, Verdict.WRONG),
+    "redrawn-number": (134, Verdict.WRONG),
     "budget-exceeded": (19, Verdict.OVER),
-    "untyped-error": (29, Verdict.UNTYPED),
+    "stale-attribute": (46, Verdict.WRONG),
+    "untyped-error": (37, Verdict.UNTYPED),
 }
 
 
@@ -44,9 +49,10 @@ def _same_everywhere() -> Iterator[None]:
         yield
 
 
-def test_nothing_is_found_in_cases_of_every_kind() -> None:
+@pytest.mark.parametrize("quarter", range(4))
+def test_nothing_is_found_in_cases_of_every_kind(quarter: int) -> None:
     tally = Tally()
-    for seed in SEEDS:
+    for seed in SEEDS[quarter::4]:
         case = draw_case(seed)
         tally.add(case, judge(case))
     assert not tally.failures, tally.table()
@@ -74,7 +80,7 @@ def _loss_with(kind: Kind) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("plant", PLANTED)
+@pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_found_and_shrinks(plant: str) -> None:
     seed, verdict = PLANTED[plant]
     case = draw_case(seed)
