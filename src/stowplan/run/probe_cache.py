@@ -19,7 +19,7 @@ import msgspec
 
 from stowplan.plan.pricing import Machine
 
-VERSION = 3
+VERSION = 4
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Rate: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e30)]

@@ -253,3 +253,26 @@ def test_a_tile_leaves_nothing_behind_for_the_next() -> None:
     assert plans_of(fitted)[0].tile_maps
     measured = measure(lambda: fitted(x).backward(), before=[*model.parameters(), x])
     assert measured.measured_peak_bytes <= budget
+
+
+class Grouped(nn.Module):
+    """A kernel that copies the part it reads: tiles in the middle take more than those at borders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return F.mse_loss(self.first(x).square(), z)
+
+
+def test_the_tile_that_reads_most_keeps_to_the_budget() -> None:
+    model, z = Grouped().double(), torch.randn(2, 8, 8, 8, dtype=torch.float64)
+    x = torch.randn_like(z).contiguous(memory_format=torch.channels_last).requires_grad_()
+    with pytest.raises(BudgetTooSmall) as refusal:
+        fit(model, (x, z), budget=1, allow=("tile",), moves=50)
+    budget = refusal.value.minimum_bytes
+    fitted = fit(model, (x, z), budget=budget, allow=("tile",), moves=50)
+    assert plans_of(fitted)[0].tile_maps
+    measured = measure(lambda: fitted(x, z).backward(), before=[*model.parameters(), x, z])
+    assert measured.measured_peak_bytes <= budget

@@ -67,19 +67,21 @@ def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) ->
 def sample_of(of_round: Round, stream: Segment | None = None, before: Sequence[Tile | None] = ()) -> Sample:
     """The tile that makes most, the one with the largest op, the largest one, and the largest unlike it.
 
-    With a stream, a tile is as large as itself and the one of `before` that makes what it reads.
+    A tile is as large as what its ops make and read: of two that make as much, one at a border reads less
+    than one in the middle, where kernels copy larger parts and make larger gradients. With a stream, the one
+    of `before` that makes what a tile reads counts with it.
     """
     pairs = list(zip(of_round.tiles, before or (None,) * len(of_round.tiles), strict=True))
     price = _prices(of_round.segment) | (_prices(stream) if stream else {})
     levels = [[level for tile in pair if tile for level in tile.levels] for pair in pairs]
     looked_at = [list(_looked_at(of_round, tile)) for tile, _ in pairs]
+    graph = of_round.segment.graph
     sizes = [
-        sum(level.made.volume for level in of_tile) + sum(size for _, size in seen)
+        sum(level.made.volume + _read(graph, level) for level in of_tile) + sum(size for _, size in seen)
         for of_tile, seen in zip(levels, looked_at, strict=True)
     ]
     by_size = sorted(range(len(pairs)), key=lambda number: -sizes[number])
     unlike = next((n for n in by_size if _shapes(levels[n]) != _shapes(levels[by_size[0]])), by_size[-1])
-    graph = of_round.segment.graph
     made = [
         [*((price[level.op.id], _made_in_all(graph, level)) for level in of_tile), *seen]
         for of_tile, seen in zip(levels, looked_at, strict=True)
@@ -108,6 +110,12 @@ def _looked_at(of_round: Round, tile: Tile) -> Iterator[tuple[float, int]]:
         part = tile.owned.get(source_of(op, of_round.products))
         if part is not None:
             yield _MOVED + (part.shape[1] if op.id in of_round.products else 0), part.volume
+
+
+def _read(graph: Graph, level: Level) -> int:
+    """Elements that an op reads: padding is none."""
+    pairs = zip(level.op.inputs, level.needs, strict=True)
+    return sum(need.clip(shape_of(graph.tensors[use.tensor])).volume for use, need in pairs if need)
 
 
 def _made_in_all(graph: Graph, level: Level) -> float:
