@@ -30,7 +30,7 @@ SEEDS = (
     143, 145, 146, 147, 148, 149, 150, 152, 153, 154, 155, 156, 157, 159,
 )
 # fmt: on
-LEAST = {"recomputed": 5, "tiles": 2, "transfers": 2, "loop programs": 6}  # of each quarter
+LEAST = {"recomputed": 10, "tiles": 4, "transfers": 2, "loop programs": 12}  # of each half
 
 # By plant, a case that is without fault and shows it; `python -m tests.hunt --cases 200 --plant NAME` hunts.
 PLANTED = {
@@ -49,10 +49,10 @@ def _same_everywhere() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("quarter", range(4))
-def test_nothing_is_found_in_cases_of_every_kind(quarter: int) -> None:
+@pytest.mark.parametrize("half", range(2))
+def test_nothing_is_found_in_cases_of_every_kind(half: int) -> None:
     tally = Tally()
-    for seed in SEEDS[quarter::4]:
+    for seed in SEEDS[half::2]:
         case = draw_case(seed)
         tally.add(case, judge(case))
     assert not tally.failures, tally.table()
