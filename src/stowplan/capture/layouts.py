@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from stowplan.capture.watching import Event
 
 aten = torch.ops.aten
-_MOST_BYTES = 1 << 30  # of the operands of a kernel that is run for its layout
+_MOST_BYTES = 1 << 28  # of the operands of a kernel that is run for its layout
 _PRODUCTS = (
     aten.mm.default,
     aten.addmm.default,
@@ -73,11 +73,16 @@ def learn_from_kernels(events: "Iterable[Event]") -> bool:
 
 
 def _may_differ(event: "Event") -> bool:
-    """Whether an operand does not lie by rows, and a shape function is not the kernel's own."""
+    """Whether an operand does not lie by rows, gaps aside, and a shape function is not the kernel's own."""
     if event.target in _PRODUCTS or not (event.target in decomposition_table or event.target in meta_table):
         return False
     given = (leaf for leaf in leaves((event.args, tuple(event.kwargs.values()))) if isinstance(leaf, Cell))
-    return any(not cell.is_contiguous() for cell in given)
+    return any(map(_is_permuted, given))
+
+
+def _is_permuted(cell: Cell) -> bool:
+    strides = [stride for stride, size in zip(cell.stride, cell.shape, strict=True) if size > 1 and stride]
+    return strides != sorted(strides, reverse=True)
 
 
 def _made(event: "Event") -> tuple[Tensor | None, ...]:
