@@ -228,6 +228,7 @@ class _Run:
         with _ending_with(typed, Verdict.UNTYPED):
             _, peak_bytes = self._measured_step(self.fitted)
         self._compare()
+        self._align()
         if self.case.network.output in _LOSSES and not self.case.before and peak_bytes > self.result.budget:
             raise _Ended(Verdict.OVER, f"measured {peak_bytes} bytes, {self.result.budget} allowed")
 
