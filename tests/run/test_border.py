@@ -362,6 +362,19 @@ def test_a_forward_set_on_the_model_is_planned() -> None:
     assert "Step" in type(planned(X, Y).grad_fn).__name__
 
 
+def test_a_forward_that_wraps_the_planned_one_is_no_part_of_the_step() -> None:
+    eager: Any = Step()
+    planned = fitted(Step())
+    for model in (eager, planned):
+        own = model.forward
+        model.forward = lambda x, y, own=own: 2 * own(x, y)
+    assert same(eager, planned)
+    for model in (eager, planned):
+        model.net[3].weight.requires_grad_(False)
+    assert same(eager, planned)
+    assert len(stowplan.plans_of(planned)) == 2
+
+
 def test_a_forward_that_is_not_the_models_is_refused() -> None:
     model = Step()
     model.forward = Step().forward  # type: ignore[method-assign]

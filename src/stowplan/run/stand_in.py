@@ -11,6 +11,7 @@ def with_forward(model: nn.Module, forward: Callable[..., object]) -> nn.Module:
     own = {"forward": forward, "__module__": type(model).__module__}
     kind = type(type(model).__name__, (type(model),), own)
     found: nn.Module = seen_as(kind, model)
+    vars(found).pop("forward", None)  # one that wraps the planned step, and would be called in its place
     for name, value in vars(found).items():
         if name.endswith("_hooks") and "forward" in name:
             vars(found)[name] = type(value)()

@@ -246,8 +246,10 @@ def _add_module(
 
 
 def _add_attribute(found: Picture, label: str, module: nn.Module, name: str) -> None:
-    """An attribute that is the module's own, or that its class has for all."""
+    """An attribute that is the module's own or its class's; not the forward that `fit` itself replaces."""
     own = vars(module)
+    if label == "forward":
+        return
     if name in own:
         found.add(label, own, name)
         return
@@ -255,7 +257,7 @@ def _add_attribute(found: Picture, label: str, module: nn.Module, name: str) -> 
         return
     for kind in type(module).__mro__:
         if name in vars(kind):
-            if kind is not nn.Module and not (name == "forward" and "." not in label):
+            if kind is not nn.Module:
                 found.absent.append((own, name))
                 found.add(label, vars(kind), name)
             return
