@@ -58,8 +58,10 @@ FROM ?= 0
 
 .PHONY: hunt
 hunt: ## look for faults by chance for MINUTES: random training loops against eager, then damaged files
-	$(PYTHON) -m tests.hunt --minutes $$(( $(MINUTES) / 2 )) --from $(FROM)
-	$(PYTHON) -m tests.hunt.files --seconds $$(( $(MINUTES) * 30 )) --seed $(FROM)
+	status=0; \
+	$(PYTHON) -m tests.hunt --minutes $$(( $(MINUTES) / 2 )).$$(( $(MINUTES) % 2 * 5 )) --from $(FROM) || status=1; \
+	$(PYTHON) -m tests.hunt.files --seconds $$(( $(MINUTES) * 30 )) --seed $(FROM) || status=1; \
+	exit $$status
 
 .PHONY: release
 release: ## check everything, set VERSION, date the changelog, commit and tag; pushes nothing
