@@ -1,9 +1,9 @@
 """Layouts: the strides that kernels give their results, where PyTorch's shape functions say otherwise.
 
 A captured step takes views and writes into parts of tensors by their strides, so that wrong ones are wrong
-results. They were seen where operands do not lie by rows. Such a kernel is run once, on operands without
-contents, and an eager forward is compared as well (`run/agreement.py`). What is otherwise is noted here, and
-the step is captured once more.
+results. They were seen where operands do not lie by rows. The kernels of a few suspects are run once for it,
+on operands without contents; in forward, all are compared with eager (`run/agreement.py`). What is otherwise
+is noted here, and the step is captured once more.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table, meta_table
 from torch._ops import OpOverload
 
 from stowplan.capture.cells import Cell
@@ -22,12 +21,16 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 _MOST_BYTES = 1 << 28  # of the operands of a kernel that is run for its layout
-_PRODUCTS = (
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-)  # lie by rows always
+# Ops seen to lay out results otherwise, whose kernels take any contents. Others may crash on those.
+_SUSPECTS = (
+    aten.roll.default,
+    aten.flip.default,
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.soft_margin_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+)
 _seen: set[object] = set()  # kernels that were run
 
 _LEARNED: dict[
@@ -73,8 +76,8 @@ def learn_from_kernels(events: "Iterable[Event]") -> bool:
 
 
 def _may_differ(event: "Event") -> bool:
-    """Whether an operand does not lie by rows, gaps aside, and a shape function is not the kernel's own."""
-    if event.target in _PRODUCTS or not (event.target in decomposition_table or event.target in meta_table):
+    """Whether the op is a suspect and an operand does not lie by rows, gaps aside."""
+    if event.target not in _SUSPECTS:
         return False
     given = (leaf for leaf in leaves((event.args, tuple(event.kwargs.values()))) if isinstance(leaf, Cell))
     return any(map(_is_permuted, given))
