@@ -63,14 +63,13 @@ class Guard:
 
     def tensors(self) -> Mapping[int, tuple[Owner, object]]:
         """Where plain attributes and globals that the program reads stand now, by identity at capture."""
-        picture = self._dependencies.picture(self._model, ())
-        return {number: picture.tensors[label] for number, label in self._dependencies.places.items()}
+        return {number: self._places[label] for number, label in self._dependencies.places.items()}
 
     def _set(self, picture: Picture) -> None:
         self._owners, self._keys, self._values = picture.owners, picture.keys, picture.values
         self._sized, self._sizes = picture.sized, list(map(len, picture.sized))
         self._absent = [owner for owner, _ in picture.absent], [name for _, name in picture.absent]
-        self._states = picture.states
+        self._states, self._places = picture.states, picture.tensors
         self._looked_at = [
             (picture.tensors[label], picture.facts[f"values of {label}"])
             for label in self._dependencies.looked_at
