@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .batches import Caller, Fields, loss_of
+from .comparing import ASKED, HOOKED
 from .networks import Network
 from .ops import Trait
 from .sides import Side
@@ -264,7 +265,7 @@ def parameter_hook(side: Side, random: Random) -> None:
     name, parameter = random.choice(list(side.model.named_parameters()))
 
     def hook(gradient: Tensor) -> Tensor:
-        side.note(f"hook of {name}", gradient)
+        side.note(f"{HOOKED} {name}", gradient)
         return gradient * 0.5
 
     if parameter.requires_grad:
@@ -416,7 +417,7 @@ def gradient_of_some(side: Side, random: Random) -> None:
     chosen = random.sample(parameters, min(len(parameters), 2))
     loss = side.loss(side.batch(_seed(random)))
     for position, gradient in enumerate(torch.autograd.grad(loss, chosen, allow_unused=True)):
-        side.note(f"asked gradient {position}", gradient)
+        side.note(f"{ASKED} {position}", gradient)
 
 
 @drive()

@@ -7,21 +7,40 @@ from torch import Tensor
 
 from .sides import Note
 
+ASKED, HOOKED = "asked gradient", "hook of"  # begin the notes of gradients that nobody has accumulated
 # Of the largest number of the tensor, and of the largest of all: sums that cancel leave rounding alone.
 _OWN = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-4, torch.complex64: 2e-4}
 _ALL = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 2e-6, torch.complex64: 2e-6}
 
 
-def differences(expected: Sequence[Note], found: Sequence[Note], *, exact: bool) -> Iterator[str]:
-    """One line for each thing that a loop would see otherwise."""
+def differences(
+    expected: Sequence[Note], found: Sequence[Note], *, exact: bool, in_order: bool = True
+) -> Iterator[str]:
+    """One line for each thing that a loop would see otherwise.
+
+    Unless `in_order`, what concerns one parameter may come before or after what concerns another.
+    """
+    if not in_order:
+        expected, found = sorted(expected, key=_concerned), sorted(found, key=_concerned)
     names, others = [name for name, _ in expected], [name for name, _ in found]
     if names != others:
         yield _first_unlike(names, others)
         return
     scale = max((_largest(value) for _, value in expected if isinstance(value, Tensor)), default=1.0)
     for (name, value), (_, other) in zip(expected, found, strict=True):
+        if not exact and name.startswith((ASKED, HOOKED)):  # tiles lay them out as their tensors
+            value, other = _by_rows(value), _by_rows(other)
         if unlike := _unlike(value, other, None if exact else scale):
             yield f"{name}: {unlike}"
+
+
+def _concerned(note: Note) -> str:
+    """The parameter, in notes of its hooks."""
+    return note[0].rpartition(" of ")[2]
+
+
+def _by_rows(value: object) -> object:
+    return value.contiguous() if isinstance(value, Tensor) else value
 
 
 def _first_unlike(names: list[str], others: list[str]) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from stowplan.ir import Graph, Phase
-from stowplan.plan.decision import Decision, Step, Tile
+from stowplan.plan.decision import Decision, Step
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.maps import TileMap
 
@@ -62,7 +62,7 @@ class Plan:
     @property
     def is_tiled(self) -> bool:
         """Whether it computes anything tile by tile."""
-        return any(isinstance(decision, Tile) for decision in self.decisions.values())
+        return bool(self.tile_maps)
 
     @property
     def exactness(self) -> Exactness:

@@ -77,6 +77,6 @@ def _way(
         macs[sweep] = tiled.costs.forward_macs
         draw = partial(tile_map_of, segment, tiled.parts, tiled.costs)
         drawn.append(partial(draw, sweep=sweep, extra_macs=collapsed.extra_macs))
-    sweeps = Sweeps(decisions, extra, macs, lambda: tuple(draw() for draw in drawn), _stretches(tiling))
+    sweeps = Sweeps(decisions, extra, lambda: tuple(draw() for draw in drawn), macs, _stretches(tiling))
     moves = search_moves(collapsed.graph) if moves is None else moves
     return GraphWay(collapsed.graph, collapsed.pricing, step, allow=allow, sweeps=sweeps, moves=moves)

@@ -85,7 +85,7 @@ def _divisions(pieces: Sequence[Sequence[Piece]], standing_bytes: int) -> Iterat
     while division is not None:
         yield division
         peak = division.peak_bytes
-        clearly_lower = peak - _LOWER * (peak - standing_bytes)
+        clearly_lower = peak - max(1, _LOWER * (peak - standing_bytes))  # a peak may be below what stands
         division = _cheapest(pieces, clearly_lower) or _cheapest(pieces, peak - 1)
 
 

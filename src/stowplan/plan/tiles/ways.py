@@ -71,18 +71,19 @@ class Way(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sweeps:
-    """The sweeps of a graph: what they decide, the work they add, how to draw their maps, their stretches."""
+    """The sweeps of a graph: what they decide, the work they add, how to draw their maps, their stretches.
 
-    decisions: Mapping[str, Decision] = field(default_factory=dict)
-    extra_macs: int = 0
+    There may be sweeps and no decisions: nothing is inside of one that has a loss alone.
+    """
+
+    decisions: Mapping[str, Decision]
+    extra_macs: int
+    maps: Callable[[], tuple[TileMap, ...]]
     macs: Mapping[str, int] = field(default_factory=dict)  # by sweep: of running it once more
-    maps: Callable[[], tuple[TileMap, ...]] = tuple
     stretches: tuple[str, ...] = ()
 
     def told(self, plan: Plan, plain: PlainStep) -> Plan:
         """A plan for the graph with the sweeps, told against the plain step."""
-        if not self.decisions:
-            return replace(plan, plain_peak_bytes=plain.peak_bytes)
         again = (self.macs.get(step.op, 0) for step in plan.steps if isinstance(step, Again))
         return replace(
             plan,
@@ -121,11 +122,11 @@ class GraphWay:
         moves: int | None = None,
     ) -> None:
         self.graph, self.pricing = graph, pricing
-        self._plain, self._allow, self._sweeps, self._moves = plain, tuple(allow), sweeps or Sweeps(), moves
+        self._plain, self._allow, self._sweeps, self._moves = plain, tuple(allow), sweeps, moves
 
     @property
     def stretches(self) -> tuple[str, ...]:
-        return self._sweeps.stretches
+        return self._sweeps.stretches if self._sweeps else ()
 
     @cached_property
     def floor_bytes(self) -> int:
@@ -160,8 +161,9 @@ class GraphWay:
 
     def told(self, plan: Plan) -> Plan:
         """A plan of its planner, told against the plain step."""
-        return self._sweeps.told(plan, self._plain)
+        if self._sweeps:
+            return self._sweeps.told(plan, self._plain)
+        return replace(plan, plain_peak_bytes=self._plain.peak_bytes)
 
     def offers(self) -> tuple[Offer, ...]:
-        tiled = Exactness.ROUNDING if self._sweeps.decisions else Exactness.BITWISE
-        return offers_of(self.planner, tiled)
+        return offers_of(self.planner, Exactness.ROUNDING if self._sweeps else Exactness.BITWISE)

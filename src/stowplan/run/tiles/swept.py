@@ -117,6 +117,8 @@ def _run(
     otherwise: Mapping[OpOverload, Otherwise],
 ) -> object:
     program = captured.program
+    for name in set(program.parameters) - set(program.gradients):  # a sweep would make them, as zeros
+        values[name] = values[name].detach()
     for item in order:
         if isinstance(item, Sweep):
             made, statistics = call_sweep(item, [values[name] for name in item.segment.inputs])

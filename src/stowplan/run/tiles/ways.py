@@ -178,7 +178,7 @@ class SweptWay:
             decisions |= tiled_inside(sweep, tiled.parts, tiled.segment.inside)
         extra = sum(map(self._extra_macs, self._tiling))
         macs = {op: t.costs.again_macs for op, t in zip(self._ops(), self._tiling, strict=True)}
-        return Sweeps(decisions, extra, macs, self._maps)
+        return Sweeps(decisions, extra, self._maps, macs)
 
     def _maps(self) -> tuple[TileMap, ...]:
         return tuple(
