@@ -1,6 +1,5 @@
 """Fixtures shared by all tests."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,20 +10,16 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 
-_DEFAULT_SEEDS = Path(__file__).resolve().parents[2] / "shared" / "seeds"
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="session")
-def seeds() -> Callable[[str], Path]:
-    """The path of one of the five documents by its number; without them, CI fails and others skip."""
+def dump() -> Callable[[str], Path]:
+    """The path of a file that another system wrote, by the name of its format."""
 
-    def find(number: str) -> Path:
-        folder = Path(os.environ.get("STOWPLAN_SEEDS", _DEFAULT_SEEDS))
-        found = sorted(folder.glob(f"{number}_*.txt"))
-        if not found:
-            missing = pytest.fail if os.environ.get("CI") else pytest.skip
-            missing(f"document {number} is not in {folder}; set STOWPLAN_SEEDS")
-        return found[0]
+    def find(name: str) -> Path:
+        is_example = name == "chainer"  # the commands of the README read it too
+        return _ROOT / "examples/data/unet_step.txt" if is_example else _ROOT / f"tests/data/{name}.txt"
 
     return find
 

@@ -16,10 +16,12 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
-def example(seeds: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The file that the README speaks of, in the current folder."""
+def example(dump: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The file that the README reads, in the current folder and where a clone has it."""
     monkeypatch.chdir(tmp_path)
-    shutil.copy(seeds("000"), "unet_step.txt")
+    Path("examples/data").mkdir(parents=True)
+    shutil.copy(dump("chainer"), "unet_step.txt")
+    shutil.copy(dump("chainer"), "examples/data/unet_step.txt")
     return "unet_step.txt"
 
 

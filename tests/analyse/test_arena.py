@@ -23,8 +23,8 @@ def test_no_two_stays_of_a_packed_arena_meet() -> None:
     assert arena.nbytes >= timeline.curve_bytes().max()
 
 
-def test_recorded_addresses_keep_their_distances_within_what_is_touched(seeds: Callable[[str], Path]) -> None:
-    document = read_document(seeds("001"))
+def test_recorded_addresses_keep_their_distances_within_what_is_touched(dump: Callable[[str], Path]) -> None:
+    document = read_document(dump("megengine"))
     assert document.allocation is not None
     timeline = timeline_of(document.graph)
     arena = recorded_arena(timeline, document.allocation)

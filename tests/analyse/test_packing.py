@@ -101,19 +101,19 @@ def test_offsets_must_be_complete() -> None:
 
 
 DOCUMENTS: dict[str, tuple[str, Callable[[str], Document]]] = {
-    "Chainer step, listed": ("000", chainer.read),
-    "Chainer step, retain": ("000", partial(chainer.read, saved=SavedView.RETAIN)),
-    "MegEngine run": ("001", megengine.read),
+    "Chainer step, listed": ("chainer", chainer.read),
+    "Chainer step, retain": ("chainer", partial(chainer.read, saved=SavedView.RETAIN)),
+    "MegEngine run": ("megengine", megengine.read),
 }
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_documents_are_packed_without_a_gap(
-    seeds: Callable[[str], Path], capsys: pytest.CaptureFixture[str], name: str, in_place: bool
+    dump: Callable[[str], Path], capsys: pytest.CaptureFixture[str], name: str, in_place: bool
 ) -> None:
-    number, read = DOCUMENTS[name]
-    graph = read(seeds(number).read_text()).graph
+    format_name, read = DOCUMENTS[name]
+    graph = read(dump(format_name).read_text()).graph
     peak, gap = packed(graph, in_place)
     with capsys.disabled():
         print(f"\n{name}{' in place' if in_place else ''}: {peak:,} B, gap {gap:.3%}", end=" ")

@@ -14,8 +14,8 @@ from stowplan.ir import Document, TileSchedule
 
 
 @pytest.fixture
-def document(seeds: Callable[[str], Path]) -> Document:
-    return read_document(seeds("004"))
+def document(dump: Callable[[str], Path]) -> Document:
+    return read_document(dump("tilelog"))
 
 
 def schedule_of(document: Document) -> TileSchedule:

@@ -21,9 +21,9 @@ def test_stays_add_up_to_the_memory_curve(graph: Graph) -> None:
     assert [run.op for run in timeline.runs] == [op.id for op in graph.ops]
 
 
-@pytest.mark.parametrize("number", ["000", "001", "002", "003", "004"])
-def test_of_the_documents_too(number: str, seeds: Callable[[str], Path]) -> None:
-    graph = read_document(seeds(number)).graph
+@pytest.mark.parametrize("name", ["chainer", "megengine", "regiongraph", "tensorflow", "tilelog"])
+def test_of_the_documents_too(name: str, dump: Callable[[str], Path]) -> None:
+    graph = read_document(dump(name)).graph
     timeline, facts = timeline_of(graph), facts_of(graph)
     assert timeline.curve_bytes().tolist() == facts.curve_bytes.tolist()
     assert sum(map(sum, timeline.bytes_by_kind().values())) == facts.curve_bytes.sum()

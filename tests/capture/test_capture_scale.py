@@ -36,8 +36,8 @@ def chainers_name(op: Op) -> str | None:
     return SAME_KIND.get(op.type)
 
 
-def test_the_unet_is_that_of_the_chainer_document(seeds: Callable[[str], Path]) -> None:
-    document = chainer.read(seeds("000").read_text(), chainer.SavedView.RETAIN).graph
+def test_the_unet_is_that_of_the_chainer_document(dump: Callable[[str], Path]) -> None:
+    document = chainer.read(dump("chainer").read_text(), chainer.SavedView.RETAIN).graph
     graph = capture(*NETS["unet"].build("real", device="meta", batch=8)).graph
     expected, found = facts_of(document), facts_of(graph)
     assert found.costs.forward_macs == expected.costs.forward_macs == 1_258_354_034_688

@@ -20,8 +20,8 @@ BOTH_VIEWS = pytest.mark.parametrize("view", list(SavedView))
 
 
 @pytest.fixture(scope="module")
-def text(seeds: Callable[[str], Path]) -> str:
-    return seeds("000").read_text()
+def text(dump: Callable[[str], Path]) -> str:
+    return dump("chainer").read_text()
 
 
 @pytest.fixture(scope="module")

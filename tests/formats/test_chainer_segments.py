@@ -62,8 +62,8 @@ def recomputed(ops: list[Op], backward: list[Op], again: dict[str, str]) -> Iter
 @pytest.mark.parametrize(
     ("view", "peak"), [(SavedView.LISTED, 4_405_615_888), (SavedView.RETAIN, 4_090_912_016)]
 )
-def test_eight_segments(seeds: Callable[[str], Path], view: SavedView, peak: int) -> None:
-    plain = chainer.read(seeds("000").read_text(), view).graph
+def test_eight_segments(dump: Callable[[str], Path], view: SavedView, peak: int) -> None:
+    plain = chainer.read(dump("chainer").read_text(), view).graph
     facts = facts_of(in_segments(plain, CUTS))
     assert facts.peak.bytes == peak
     forward_macs = facts_of(plain).costs.forward_macs

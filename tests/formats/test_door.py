@@ -15,18 +15,9 @@ SAMPLES = Path(__file__).parent / "samples"
 TEXTS = [path for path in sorted(SAMPLES.iterdir()) if b"\0" not in path.read_bytes()]
 
 
-@pytest.mark.parametrize(
-    ("number", "name"),
-    [
-        ("000", "chainer"),
-        ("001", "megengine"),
-        ("002", "regiongraph"),
-        ("003", "tensorflow"),
-        ("004", "tilelog"),
-    ],
-)
-def test_documents_are_recognised(seeds: Callable[[str], Path], number: str, name: str) -> None:
-    path = seeds(number)
+@pytest.mark.parametrize("name", ["chainer", "megengine", "regiongraph", "tensorflow", "tilelog"])
+def test_documents_are_recognised(dump: Callable[[str], Path], name: str) -> None:
+    path = dump(name)
     text = path.read_text(encoding="utf-8")
     assert [reader.FORMAT for reader in READERS if reader.recognise(text)] == [name]
     assert read_document(path).format == name

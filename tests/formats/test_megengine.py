@@ -19,8 +19,8 @@ CONSTANTS = 102_106_528
 
 
 @pytest.fixture(scope="module")
-def text(seeds: Callable[[str], Path]) -> str:
-    return seeds("001").read_text()
+def text(dump: Callable[[str], Path]) -> str:
+    return dump("megengine").read_text()
 
 
 @pytest.fixture(scope="module")

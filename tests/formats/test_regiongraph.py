@@ -26,8 +26,8 @@ DEEP = Net(batch=2, channels=1, size=30, layers=((4, 2),) * 12, classes=10)
 
 
 @pytest.fixture(scope="module")
-def text(seeds: Callable[[str], Path]) -> str:
-    return seeds("002").read_text(encoding="utf-8")
+def text(dump: Callable[[str], Path]) -> str:
+    return dump("regiongraph").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from stowplan.ir import Document, DType, Graph, Kind, NoteKind, Op, Phase, Role,
 
 
 @pytest.fixture(scope="module")
-def text(seeds: Callable[[str], Path]) -> str:
-    return seeds("003").read_text()
+def text(dump: Callable[[str], Path]) -> str:
+    return dump("tensorflow").read_text()
 
 
 @pytest.fixture(scope="module")

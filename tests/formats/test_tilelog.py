@@ -30,8 +30,8 @@ GRID = (4, 4)
 
 
 @pytest.fixture(scope="module")
-def text(seeds: Callable[[str], Path]) -> str:
-    return seeds("004").read_text()
+def text(dump: Callable[[str], Path]) -> str:
+    return dump("tilelog").read_text()
 
 
 @pytest.fixture(scope="module")

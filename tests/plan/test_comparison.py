@@ -17,8 +17,8 @@ from stowplan.plan.timeline import timeline_of_plan
 
 
 @pytest.fixture(scope="module")
-def planner(seeds: Callable[[str], Path]) -> Planner:
-    graph = chainer.read(seeds("000").read_text(), chainer.SavedView.RETAIN).graph
+def planner(dump: Callable[[str], Path]) -> Planner:
+    graph = chainer.read(dump("chainer").read_text(), chainer.SavedView.RETAIN).graph
     return Planner.of(graph, price_by_macs(graph), moves=400)
 
 

@@ -32,8 +32,8 @@ _REFERENCE = {  # budget -> extra share of the step's multiply-accumulates that 
 
 
 @pytest.fixture(scope="module")
-def unet(seeds: Callable[[str], Path]) -> Planner:
-    graph = chainer.read(seeds("000").read_text(), chainer.SavedView.RETAIN).graph
+def unet(dump: Callable[[str], Path]) -> Planner:
+    graph = chainer.read(dump("chainer").read_text(), chainer.SavedView.RETAIN).graph
     return Planner.of(graph, price_by_macs(graph))
 
 
@@ -79,11 +79,11 @@ print(file.write(Planner.of(graph, price_by_macs(graph), moves=500).plan(3 * 2**
 """
 
 
-def test_two_processes_make_the_same_plan(seeds: Callable[[str], Path]) -> None:
+def test_two_processes_make_the_same_plan(dump: Callable[[str], Path]) -> None:
     """To the byte, though sets and dictionaries of one are ordered by other hashes."""
     texts = {
         subprocess.run(
-            [sys.executable, "-c", _PLANNED, str(seeds("000"))],
+            [sys.executable, "-c", _PLANNED, str(dump("chainer"))],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,

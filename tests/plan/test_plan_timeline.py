@@ -73,8 +73,8 @@ def test_a_view_of_a_view_outlives_the_owner_it_names() -> None:
     assert timeline.runs[stay.uses[-1]].op == "back"
 
 
-def test_a_tensor_made_again_has_a_copy_for_each_time(seeds: Callable[[str], Path]) -> None:
-    graph = chainer.read(seeds("000").read_text(), chainer.SavedView.RETAIN).graph
+def test_a_tensor_made_again_has_a_copy_for_each_time(dump: Callable[[str], Path]) -> None:
+    graph = chainer.read(dump("chainer").read_text(), chainer.SavedView.RETAIN).graph
     planner = Planner.of(graph, price_by_macs(graph), moves=400)
     plan = planner.plan(planner.minimum_bytes)
     timeline = check(plan)
@@ -96,8 +96,8 @@ def test_the_plain_timeline_peaks_where_the_plan_says() -> None:
 
 
 @pytest.fixture
-def offloading(seeds: Callable[[str], Path]) -> Plan:
-    graph = chainer.read(seeds("000").read_text(), chainer.SavedView.RETAIN).graph
+def offloading(dump: Callable[[str], Path]) -> Plan:
+    graph = chainer.read(dump("chainer").read_text(), chainer.SavedView.RETAIN).graph
     planner = Planner.of(graph, price_by_macs(graph), moves=100)
     return moved(planner.plan(planner.plain_peak_bytes))
 

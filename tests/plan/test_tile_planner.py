@@ -34,9 +34,9 @@ MOVES = 400
 
 
 @pytest.fixture(scope="module")
-def graph(seeds: Callable[[str], Path]) -> Graph:
+def graph(dump: Callable[[str], Path]) -> Graph:
     """The document's U-Net."""
-    return read_document(seeds("000"), saved="retain").graph
+    return read_document(dump("chainer"), saved="retain").graph
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +156,9 @@ def test_explain_finds_what_is_never_whole(planner: MasterPlanner[Way]) -> None:
 
 
 def test_tiles_of_ours_do_less_than_those_of_a_file_in_no_more_memory(
-    seeds: Callable[[str], Path],
+    dump: Callable[[str], Path],
 ) -> None:
-    document = read_document(seeds("004"))
+    document = read_document(dump("tilelog"))
     ours = our_tiles(document)
     assert document.tiles is not None
     assert ours is not None

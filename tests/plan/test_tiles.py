@@ -19,7 +19,7 @@ from stowplan.plan.tiles.rects import regions_by_op, tile_of, tiles_of
 from stowplan.plan.tiles.rounds import refusal, rounds_of
 from stowplan.plan.tiles.segment import Segment, segment_of
 
-Seeds = Callable[[str], Path]
+Dump = Callable[[str], Path]
 MIB = 2**20
 
 
@@ -28,14 +28,14 @@ def forward_of(graph: Graph) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def unet(seeds: Seeds) -> Segment:
+def unet(dump: Dump) -> Segment:
     """All of the U-Net's forward half, its loss included."""
-    graph = read_document(seeds("000")).graph
+    graph = read_document(dump("chainer")).graph
     return segment_of(graph, forward_of(graph))
 
 
-def test_levels_are_those_of_the_document_for_its_tiles(seeds: Seeds) -> None:
-    document = read_document(seeds("004"))
+def test_levels_are_those_of_the_document_for_its_tiles(dump: Dump) -> None:
+    document = read_document(dump("tilelog"))
     schedule = document.tiles
     assert schedule is not None
     segment = segment_of(document.graph, forward_of(document.graph))
@@ -49,8 +49,8 @@ def test_levels_are_those_of_the_document_for_its_tiles(seeds: Seeds) -> None:
             assert (level.needs[0].lo[2:], level.needs[0].hi[2:]) == (step.wanted.lo, step.wanted.hi)
 
 
-def test_tiles_that_own_their_output_take_a_third_of_the_documents_work(seeds: Seeds) -> None:
-    document = read_document(seeds("004"))
+def test_tiles_that_own_their_output_take_a_third_of_the_documents_work(dump: Dump) -> None:
+    document = read_document(dump("tilelog"))
     assert document.tiles is not None
     theirs = tile_costs_of(document.graph, document.tiles)
     segment = segment_of(document.graph, forward_of(document.graph))

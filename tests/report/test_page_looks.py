@@ -15,44 +15,44 @@ PICTURES = Path(__file__).parents[2] / "build" / "pictures"
 SCREENS = {"1280": (1280, 800), "1920": (1920, 1080), "phone": (390, 844)}
 GIB = 1 << 30
 
-Seeds = Callable[[str], Path]
+Dump = Callable[[str], Path]
 
 
-def documents(number: str) -> Callable[[Seeds], Subject]:
-    return lambda seeds: subject_of(opened(seeds(number)), seeds(number).name)
+def documents(name: str) -> Callable[[Dump], Subject]:
+    return lambda dump: subject_of(opened(dump(name)), dump(name).name)
 
 
-def plain(seeds: Seeds) -> Subject:
-    planner = planner_of(seeds("000"))
+def plain(dump: Dump) -> Subject:
+    planner = planner_of(dump("chainer"))
     return subject_of(planner.plan(planner.plain_peak_bytes), "U-Net, plain")
 
 
-SHOWN: dict[str, Callable[[Seeds], Subject]] = {
-    **{number: documents(number) for number in ("000", "001", "002", "003", "004")},
+SHOWN: dict[str, Callable[[Dump], Subject]] = {
+    **{name: documents(name) for name in ("chainer", "megengine", "regiongraph", "tensorflow", "tilelog")},
     "unet-plain": plain,
-    "unet-recomputed": lambda seeds: subject_of(plan_of(seeds("000")), "U-Net, recomputed"),
-    "unet-fifth": lambda seeds: subject_of(
-        tiled_plan_of(seeds("000"), int(6.9 * GIB) // 5), "U-Net, a fifth"
+    "unet-recomputed": lambda dump: subject_of(plan_of(dump("chainer")), "U-Net, recomputed"),
+    "unet-fifth": lambda dump: subject_of(
+        tiled_plan_of(dump("chainer"), int(6.9 * GIB) // 5), "U-Net, a fifth"
     ),
-    "unet-tiles": lambda seeds: subject_of(tiled_plan_of(seeds("000"), 400 << 20), "U-Net, 400 MiB"),
+    "unet-tiles": lambda dump: subject_of(tiled_plan_of(dump("chainer"), 400 << 20), "U-Net, 400 MiB"),
     "gpt": lambda _: subject_of(gpt_plan(), "GPT"),
 }
 
 
 @cache
-def shown(name: str, seeds: Seeds) -> Path:
+def shown(name: str, dump: Dump) -> Path:
     """The page, made once for all screens."""
-    return written(SHOWN[name](seeds))
+    return written(SHOWN[name](dump))
 
 
 @pytest.mark.parametrize("screen", SCREENS)
 @pytest.mark.parametrize("name", SHOWN)
 def test_the_peak_is_explained_at_first_sight_and_nothing_collides(
-    name: str, screen: str, seeds: Seeds
+    name: str, screen: str, dump: Dump
 ) -> None:
     PICTURES.mkdir(parents=True, exist_ok=True)
     width, height = SCREENS[screen]
-    with browser().page(shown(name, seeds), width, height) as page:
+    with browser().page(shown(name, dump), width, height) as page:
         page.screenshot(PICTURES / f"{name}-{screen}.png")
         page.screenshot(PICTURES / f"{name}-{screen}-whole.png", whole=True)
         assert "the peak" in page.run("document.querySelector('.where').textContent")

@@ -13,10 +13,10 @@ from moved import moved
 from stowplan.report.opening import opened
 from stowplan.report.page import subject_of
 
-NUMBERS = ["000", "001", "002", "003", "004"]
+FORMATS = ["chainer", "megengine", "regiongraph", "tensorflow", "tilelog"]
 STRIPS = ["curve", "network", "lifetimes", "arena"]
 
-Seeds = Callable[[str], Path]
+Dump = Callable[[str], Path]
 
 _COLOURS = """(() => {
   const canvas = document.querySelector('#%s canvas:not(.overlay)');
@@ -48,27 +48,27 @@ def step_shown(page: Page) -> int:
     return int(page.run("document.querySelector('.where').textContent").split()[1].replace(",", ""))
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_every_view_of_every_document_is_drawn(number: str, seeds: Seeds) -> None:
-    path = written(subject_of(opened(seeds(number)), number))
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_view_of_every_document_is_drawn(name: str, dump: Dump) -> None:
+    path = written(subject_of(opened(dump(name)), name))
     with browser().page(path) as page:
         assert all(colours(page, view) > 3 for view in STRIPS)
         assert page.run("document.querySelectorAll('.alive .row').length") > 0
-        assert bool(page.run("document.querySelectorAll('#tiles canvas').length")) == (number == "004")
-        assert bool(page.run("document.querySelectorAll('#regions .dim').length")) == (number == "002")
+        assert bool(page.run("document.querySelectorAll('#tiles canvas').length")) == (name == "tilelog")
+        assert bool(page.run("document.querySelectorAll('#regions .dim').length")) == (name == "regiongraph")
         assert page.errors == []
         assert page.requests == [path.as_uri()]
 
 
 @pytest.mark.parametrize("size", [(1280, 800), (1920, 1080), (390, 844)])
-def test_headings_and_keys_of_a_comparison_do_not_collide(size: tuple[int, int], seeds: Seeds) -> None:
-    with browser().page(compared_page(seeds("000")), *size) as page:
+def test_headings_and_keys_of_a_comparison_do_not_collide(size: tuple[int, int], dump: Dump) -> None:
+    with browser().page(compared_page(dump("chainer")), *size) as page:
         assert collisions(page) == []
 
 
 @pytest.mark.parametrize("view", STRIPS)
-def test_the_cursor_of_one_view_moves_all(view: str, seeds: Seeds) -> None:
-    with browser().page(plan_page(seeds("000"))) as page:
+def test_the_cursor_of_one_view_moves_all(view: str, dump: Dump) -> None:
+    with browser().page(plan_page(dump("chainer"))) as page:
         steps = page.run("stow.shownState.model.steps")
         page.point(*middle_of(page, view, 0.25))
         page.settle()
@@ -88,8 +88,8 @@ def test_the_cursor_of_one_view_moves_all(view: str, seeds: Seeds) -> None:
         assert "the peak" in page.run("document.querySelector('.where').textContent")
 
 
-def test_a_click_stays_and_a_drag_comes_closer(seeds: Seeds) -> None:
-    with browser().page(plan_page(seeds("000"))) as page:
+def test_a_click_stays_and_a_drag_comes_closer(dump: Dump) -> None:
+    with browser().page(plan_page(dump("chainer"))) as page:
         x, y = middle_of(page, "curve", 0.7)
         page.click(x, y)
         page.point(5, 5)
@@ -103,8 +103,8 @@ def test_a_click_stays_and_a_drag_comes_closer(seeds: Seeds) -> None:
         assert page.run("stow.shownState.range") == [0, page.run("stow.shownState.model.steps")]
 
 
-def test_a_tensor_says_who_makes_keeps_remakes_and_reads_it(seeds: Seeds) -> None:
-    with browser().page(plan_page(seeds("000"))) as page:
+def test_a_tensor_says_who_makes_keeps_remakes_and_reads_it(dump: Dump) -> None:
+    with browser().page(plan_page(dump("chainer"))) as page:
         page.run(
             "(() => { const {model} = stow.shownState; const tensor = model.raw.rows.find(row =>"
             "model.staysOf[row].length > 1); stow.shownState.select({tensor}) })()"
@@ -116,8 +116,8 @@ def test_a_tensor_says_who_makes_keeps_remakes_and_reads_it(seeds: Seeds) -> Non
         assert "runs at" in page.run("document.querySelector('.card').innerText")
 
 
-def test_an_op_says_where_it_comes_from_and_what_it_takes(seeds: Seeds) -> None:
-    with browser().page(plan_page(seeds("000"))) as page:
+def test_an_op_says_where_it_comes_from_and_what_it_takes(dump: Dump) -> None:
+    with browser().page(plan_page(dump("chainer"))) as page:
         page.run(
             "(() => { const {macs} = stow.shownState.model.raw.ops;"
             "stow.shownState.select({op: macs.indexOf(Math.max(...macs))}) })()"
@@ -127,8 +127,8 @@ def test_an_op_says_where_it_comes_from_and_what_it_takes(seeds: Seeds) -> None:
             assert word in card
 
 
-def test_searching_leaves_the_rows_that_match(seeds: Seeds) -> None:
-    with browser().page(written(subject_of(opened(seeds("003")), "alexnet"))) as page:
+def test_searching_leaves_the_rows_that_match(dump: Dump) -> None:
+    with browser().page(written(subject_of(opened(dump("tensorflow")), "alexnet"))) as page:
         page.run("document.querySelector('.search').focus()")
         counts = []
         for more in ("conv1", " gradient", " nowhere"):
@@ -145,8 +145,8 @@ def test_searching_leaves_the_rows_that_match(seeds: Seeds) -> None:
         assert "gradient" in card
 
 
-def test_keys_move_the_cursor(seeds: Seeds) -> None:
-    with browser().page(plan_page(seeds("000"))) as page:
+def test_keys_move_the_cursor(dump: Dump) -> None:
+    with browser().page(plan_page(dump("chainer"))) as page:
         before = step_shown(page)
         for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "ArrowRight"):
             page.press(key)
@@ -155,8 +155,8 @@ def test_keys_move_the_cursor(seeds: Seeds) -> None:
         assert step_shown(page) == before
 
 
-def test_several_plans_are_compared(seeds: Seeds) -> None:
-    with browser().page(compared_page(seeds("000"))) as page:
+def test_several_plans_are_compared(dump: Dump) -> None:
+    with browser().page(compared_page(dump("chainer"))) as page:
         assert page.run("Array.from(document.querySelectorAll('nav .tab'), tab => tab.textContent)") == [
             "tight",
             "roomy",
@@ -171,8 +171,8 @@ def test_several_plans_are_compared(seeds: Seeds) -> None:
         assert page.errors == []
 
 
-def test_a_tile_is_shown_level_by_level(seeds: Seeds) -> None:
-    with browser().page(written(subject_of(opened(seeds("004")), "tiles"))) as page:
+def test_a_tile_is_shown_level_by_level(dump: Dump) -> None:
+    with browser().page(written(subject_of(opened(dump("tilelog")), "tiles"))) as page:
         assert page.run("document.querySelectorAll('#tiles .tile').length") == 16
         assert page.run("document.querySelectorAll('#tiles .level').length") == 4
         assert "24,336 against 2,880 untiled (8.45 x)" in page.run(
@@ -215,8 +215,8 @@ def test_a_plan_shows_what_each_of_its_tiles_needs() -> None:
         assert page.errors == []
 
 
-def test_what_is_offloaded_is_seen_to_leave_and_come_back(seeds: Seeds) -> None:
-    planner = planner_of(seeds("000"))
+def test_what_is_offloaded_is_seen_to_leave_and_come_back(dump: Dump) -> None:
+    planner = planner_of(dump("chainer"))
     plan = moved(planner.plan(planner.plain_peak_bytes))
     with browser().page(written(subject_of(plan, "moved"))) as page:
         for view, words in (

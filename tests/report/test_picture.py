@@ -18,7 +18,7 @@ from stowplan.report.picture.memory import drawing_of
 from stowplan.report.picture.png import png_of_drawing
 from stowplan.report.picture.shapes import Area, Drawing, Line, Shape, Text
 
-Seeds = Callable[[str], Path]
+Dump = Callable[[str], Path]
 Pixels = NDArray[np.uint8]
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
@@ -83,10 +83,10 @@ def test_text_stands_at_its_anchor(anchor: str, begin: float) -> None:
     assert columns[-1] - columns[0] == pytest.approx(width_of(words, 11), abs=1.5)
 
 
-def test_there_is_a_letter_for_all_that_pictures_say(seeds: Seeds) -> None:
+def test_there_is_a_letter_for_all_that_pictures_say(dump: Dump) -> None:
     said = [
         shape.words
-        for shape in drawing_of(subject_of(plan_of(seeds("000")), "plan")).shapes
+        for shape in drawing_of(subject_of(plan_of(dump("chainer")), "plan")).shapes
         if isinstance(shape, Text)
     ]
     assert said
@@ -95,9 +95,9 @@ def test_there_is_a_letter_for_all_that_pictures_say(seeds: Seeds) -> None:
         assert width_of(words, 11) > 0
 
 
-def test_a_browser_shows_the_pixels(seeds: Seeds, tmp_path: Path) -> None:
+def test_a_browser_shows_the_pixels(dump: Dump, tmp_path: Path) -> None:
     path = tmp_path / "curve.png"
-    path.write_bytes(png_of(subject_of(plan_of(seeds("000")), "plan")))
+    path.write_bytes(png_of(subject_of(plan_of(dump("chainer")), "plan")))
     with browser().page(path, until="document.images[0].complete") as page:
         assert page.run("[document.images[0].naturalWidth, document.images[0].naturalHeight]") == [2160, 1020]
 

@@ -26,7 +26,7 @@ from stowplan.report.tensors_csv import COLUMNS, tensors_csv
 from stowplan.report.trace import trace_of
 from stowplan.units import format_bytes
 
-Seeds = Callable[[str], Path]
+Dump = Callable[[str], Path]
 
 OPENING = {
     ".html": b"<!doctype html>",
@@ -38,8 +38,8 @@ OPENING = {
 
 
 @pytest.fixture
-def plan(seeds: Seeds) -> Plan:
-    return plan_of(seeds("000"))
+def plan(dump: Dump) -> Plan:
+    return plan_of(dump("chainer"))
 
 
 @pytest.fixture
@@ -99,9 +99,9 @@ def test_the_same_thing_is_written_the_same(plan_path: Path, tmp_path: Path) -> 
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_reason(
-    words: list[str], reason: str, seeds: Seeds, capsys: pytest.CaptureFixture[str]
+    words: list[str], reason: str, dump: Dump, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(seeds("004")), *words]) == 2
+    assert main(["report", str(dump("tilelog")), *words]) == 2
     assert reason in capsys.readouterr().err
 
 
@@ -144,9 +144,9 @@ def test_plans_and_runs_are_compared(
 
 
 def test_a_plan_is_compared_with_its_document(
-    seeds: Seeds, plan_path: Path, capsys: pytest.CaptureFixture[str]
+    dump: Dump, plan_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["compare", str(seeds("000")), str(plan_path), "--saved", "retain"]
+    words = ["compare", str(dump("chainer")), str(plan_path), "--saved", "retain"]
     assert main(words) == 0
     assert "no longer" in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
