@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from stowplan.analyse.inspection import Inspection, inspection_of
 from stowplan.analyse.training import training_step_of
 from stowplan.errors import BadInput, BadUse
-from stowplan.formats.door import read_document
-from stowplan.formats.writers import format_for, text_of
+from stowplan.formats.door import format_for, read_document, text_of
 from stowplan.ir import Document
 from stowplan.plan import file as plan_file
 from stowplan.plan.explain import Explanation, TiledTensor, explain, explain_tiled

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stowplan.errors import BadUse
 from stowplan.formats import chainer
 from stowplan.formats.chainer import SavedView
-from stowplan.formats.chainer.slices import format_slices, parse_slices
+from stowplan.formats.chainer.records import format_slices, parse_slices
 from stowplan.ir import Attribute, Document, Graph, Kind, Op, Phase, Tensor
 
 BOTH_VIEWS = pytest.mark.parametrize("view", list(SavedView))

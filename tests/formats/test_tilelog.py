@@ -10,11 +10,9 @@ import pytest
 from stowplan.analyse import facts_of
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats import tilelog
-from stowplan.formats.tilelog import Layer, network_graph, tile_schedule
+from stowplan.formats.tilelog import Layer, box_tables, network_graph, tile_schedule
 from stowplan.formats.tilelog.network import stages_of
-from stowplan.formats.tilelog.records import BoxRecord, parse_record
-from stowplan.formats.tilelog.streams import separate
-from stowplan.formats.tilelog.writer import box_tables
+from stowplan.formats.tilelog.records import BoxRecord, parse_record, separate
 from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.ir import Document, Kind, NoteKind
 from stowplan.ops.macs import macs_of

@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 
 from stowplan import api
 from stowplan.cli.patience import a_word_after_two_seconds
-from stowplan.formats.writers import WRITERS
+from stowplan.formats.door import WRITERS
 from stowplan.units import printable
 
 

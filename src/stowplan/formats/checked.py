@@ -1,6 +1,8 @@
-"""A reader's last step: a graph that breaks a rule is refused at the place in the file it came from."""
+"""Checks that readers share: an illegal graph and a JSON file that does not decode are BadInput."""
 
 from collections.abc import Mapping
+
+import msgspec
 
 from stowplan.errors import BadInput
 from stowplan.ir import Graph
@@ -14,3 +16,13 @@ def checked(graph: Graph, where: Mapping[str, str], otherwise: str) -> Graph:
             op = None if fault.op is None else graph.ops[fault.op].id
             raise BadInput(fault.what, where=where.get(op or "", otherwise))
     return graph
+
+
+def bad_input_of(fault: msgspec.DecodeError | UnicodeEncodeError | RecursionError) -> BadInput:
+    """The same fault, told by its path in the file. A decoder bounds depth by RecursionError."""
+    if isinstance(fault, RecursionError):
+        return BadInput("nested too deeply to be a file of this format", where="$")
+    if isinstance(fault, UnicodeEncodeError):
+        return BadInput("holds text that is not Unicode", where="$")
+    what, _, where = str(fault).partition(" - at `")
+    return BadInput(what, where=where.rstrip("`") or "$")

@@ -7,7 +7,7 @@ import msgspec
 
 from stowplan.errors import BadInput
 from stowplan.formats import stow
-from stowplan.formats.json_faults import bad_input_of
+from stowplan.formats.checked import bad_input_of
 from stowplan.ir import Document
 from stowplan.plan.decision import (
     Again,

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from stowplan.formats.json_faults import bad_input_of
+from stowplan.formats.checked import bad_input_of
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from stowplan.errors import BadInput
-from stowplan.formats.json_faults import bad_input_of
+from stowplan.formats.checked import bad_input_of
 
 Content = TypeVar("Content")
 

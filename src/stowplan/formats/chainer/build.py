@@ -1,17 +1,84 @@
-"""From the file's records to a graph: two tensors per variable, an executable order, what backward keeps.
+"""From a Chainer file's records to a graph: two tensors per variable, an executable order, saved tensors.
 
-The file's own order is not executable. `rank` is the longest path from the inputs, so ascending ranks order
-the forward half and descending ranks the backward half.
+The order of the file is not executable. `rank` is the longest path from the inputs: ascending ranks order the
+forward half, descending ranks the backward half.
+
+There are two views of what a backward op saves. `LISTED` believes the tags of the record, which are
+conservative: a convolution lists its bias, GetItem and Concat list inputs of which they need only the shapes,
+Dropout lists its input though it needs its mask. `RETAIN` believes the attributes `_input_indexes_to_retain`
+and `_output_indexes_to_retain`, which say what Chainer kept. Dropout's mask is in neither list; it has the
+bytes of the output.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import StrEnum
 
 from stowplan.errors import BadInput
-from stowplan.formats.chainer.records import Listing, Record, Tag, Variable
-from stowplan.formats.chainer.spelling import BACKWARD, gradient_id, link_of
-from stowplan.formats.chainer.views import SavedView, masks_of, saved_uses
+from stowplan.formats.chainer.records import (
+    BACKWARD,
+    Listing,
+    Record,
+    Tag,
+    Variable,
+    gradient_id,
+    link_of,
+    mask_id,
+)
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
+
+_RANDOM = frozenset({"Dropout"})
+
+
+class SavedView(StrEnum):
+    """Which account of the saved tensors to believe."""
+
+    LISTED = "listed"
+    RETAIN = "retain"
+
+
+def masks_of(forward: Record, view: SavedView) -> tuple[str, ...]:
+    """The masks a random op makes for its backward, one per output; the listed view shows none."""
+    if view is SavedView.LISTED or forward.type not in _RANDOM:
+        return ()
+    return tuple(mask_id(output) for output in forward.outputs)
+
+
+def saved_uses(forward: Record, backward: Record, view: SavedView) -> Iterator[Use]:
+    """What the backward keeps from the forward half, in the order of its record, then what that omits."""
+    listed = [(name, tag) for name, tag in backward.inputs if tag is not Tag.GRADIENT]
+    if view is SavedView.LISTED:
+        yield from (Use(name, Role.SAVED) for name, _ in listed)
+        return
+    retained = _retained(forward)
+    unlisted = retained.keys() - set(listed)
+    for name, tag in listed:
+        yield Use(name, Role.SAVED if (name, tag) in retained else Role.SHAPE)
+    yield from (Use(name, Role.SAVED) for name, tag in retained if (name, tag) in unlisted)
+    yield from (Use(mask, Role.SAVED) for mask in masks_of(forward, view))
+
+
+def _retained(forward: Record) -> dict[tuple[str, Tag], None]:
+    """The values Chainer held on to, in order and without repeats."""
+    inputs = [name for name, _ in forward.inputs]
+    return dict.fromkeys(
+        [(name, Tag.INPUT) for name in _chosen(forward, "_input_indexes_to_retain", inputs)]
+        + [(name, Tag.OUTPUT) for name in _chosen(forward, "_output_indexes_to_retain", forward.outputs)]
+    )
+
+
+def _chosen(record: Record, attribute: str, names: Sequence[str]) -> list[str]:
+    indexes = record.attributes.get(attribute)
+    if indexes is None:
+        return []
+    chosen = [index for index in indexes if isinstance(index, int)] if isinstance(indexes, tuple) else []
+    if tuple(chosen) != indexes or any(not 0 <= index < len(names) for index in chosen):
+        raise BadInput(
+            f"{attribute} of {record.type} is {indexes!r}, not a list of positions below {len(names)}",
+            where=f"line {record.line}",
+        )
+    return [names[index] for index in chosen]
+
 
 _MANY = 10**9
 _INPUTS = {

@@ -1,19 +1,74 @@
-"""Shapes from bytes. The file gives no shape, dtype or kernel size, yet they follow from what it gives.
+"""Shapes from bytes: a Chainer file has no shapes, dtypes or kernel sizes, but its byte counts imply them.
 
-A scalar loss tells the element size. A deconvolution, whose output size is an attribute and whose channels
-are its bias, tells the batch. The kernels follow in `filters.py`; everything else op by op from the rules of
-`ops/`. A shape that contradicts the file's bytes is reported and not used.
+A scalar loss gives the element size. A deconvolution gives the batch: its output size is an attribute, and
+its bias gives its channels. A weight of a x b x k x k elements has few factorings into channels and a square
+kernel; the sizes of its input, bias and output leave one. An input of unknown shape is taken as a square
+image. The rules of `ops/` give all other shapes, op by op. A shape that contradicts the file's bytes is
+reported and not used.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import isqrt, prod
+from typing import TypeAlias
 
 from stowplan.errors import BadUse, MissingRule
-from stowplan.formats.chainer.filters import DECONVOLUTION, Layer, layers_of
 from stowplan.ir import DType, Kind, Note, NoteKind, Op, Shape, Tensor, bytes_of_shape
 from stowplan.ops.shapes import output_shapes_of
 from stowplan.ops.table import Site
+
+DECONVOLUTION = "Deconvolution2DFunction"
+_LARGEST_KERNEL = 64
+
+Layer: TypeAlias = tuple[Shape, Shape, Shape]
+"""The shapes of a layer's input, weight and bias."""
+
+
+def layers_of(site: Site, elements: Callable[[Tensor], int], batch: int | None) -> Iterator[Layer]:
+    """Every layer with a square kernel that fits the elements of the op's inputs and output."""
+    groups = site.attributes.get("groups", 1)
+    if len(site.inputs) < 2 or not isinstance(groups, int) or groups < 1:
+        return
+    bias = elements(site.inputs[2]) if len(site.inputs) > 2 else None
+    weights = elements(site.inputs[1]) * groups
+    for kernel in range(1, min(_LARGEST_KERNEL, isqrt(weights)) + 1):
+        channels, rest = divmod(weights, kernel * kernel)
+        image = None if rest else _image_of(site.inputs[0], channels, bias, elements, batch)
+        layer = None if image is None else _layer(site, image, channels, groups, kernel)
+        if layer and bias in (None, *layer[2]) and _makes(site, layer) == elements(site.outputs[0]):
+            yield layer
+
+
+def _image_of(
+    tensor: Tensor, channels: int, bias: int | None, elements: Callable[[Tensor], int], batch: int | None
+) -> Shape | None:
+    """The input's shape: as known, or the square image with `channels` / `bias` channels."""
+    if tensor.shape is not None:
+        return tensor.shape if len(tensor.shape) == 4 and tensor.shape[1] else None
+    if not batch or not bias or channels % bias:
+        return None
+    pixels, rest = divmod(elements(tensor), batch * (channels // bias))
+    side = isqrt(pixels)
+    return (batch, channels // bias, side, side) if not rest and side * side == pixels else None
+
+
+def _layer(site: Site, image: Shape, channels: int, groups: int, kernel: int) -> Layer | None:
+    """The layer with this kernel, where `channels` is its input channels times its output channels."""
+    outputs, rest = divmod(channels, image[1])
+    first, second = (image[1], outputs) if site.op.type == DECONVOLUTION else (outputs, image[1])
+    if rest or second % groups:
+        return None
+    return image, (first, second // groups, kernel, kernel), (outputs,)
+
+
+def _makes(site: Site, layer: Layer) -> int | None:
+    """How many elements the output of this layer would have."""
+    inputs = tuple(replace(tensor, shape=shape) for tensor, shape in zip(site.inputs, layer, strict=False))
+    try:
+        return prod(output_shapes_of(replace(site, inputs=inputs))[0])
+    except (MissingRule, BadUse):
+        return None
+
 
 _LOSS = "SoftmaxCrossEntropy"
 _FLOATS = {2: DType.FLOAT16, 4: DType.FLOAT32, 8: DType.FLOAT64}

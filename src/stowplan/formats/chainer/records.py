@@ -1,4 +1,9 @@
-"""The file as it is written: variables and records, each with its line, before they mean a graph."""
+"""The variables and records of a Chainer file, each with its line number, before they become a graph.
+
+A GetItem's index is Python source in the file. It is parsed by its grammar and never evaluated. The attribute
+is a tuple with one entry per index: (start, stop, step) for a slice, an integer, None for a new dim, "..."
+for the ellipsis.
+"""
 
 import re
 from dataclasses import dataclass
@@ -7,11 +12,103 @@ from itertools import accumulate
 
 import msgspec
 
-from stowplan.formats.chainer.lines import Lines
-from stowplan.formats.chainer.slices import parse_slices
-from stowplan.formats.chainer.spelling import BACKWARD, GRADIENT, MASK
-from stowplan.ir import Attributes, Phase
+from stowplan.errors import BadInput
+from stowplan.ir import Attribute, Attributes, Phase
 from stowplan.ir.attributes import attribute_of
+
+GRADIENT = ".grad"
+MASK = ".mask"
+BACKWARD = ".backward"
+"""Ends the id and the type of an adjoint, so that one type has one meaning in every table."""
+
+
+def gradient_id(value: str) -> str:
+    """The tensor that is the gradient of `value`."""
+    return value + GRADIENT
+
+
+def mask_id(value: str) -> str:
+    """The tensor that says which elements of `value` a dropout kept."""
+    return value + MASK
+
+
+def link_of(parameter_name: str) -> str:
+    """The link a parameter belongs to: "block/conv" of "/block/conv/W"."""
+    return parameter_name.strip("/").rpartition("/")[0]
+
+
+_SHOWN = 60
+
+
+class Lines:
+    """A cursor over the lines of a text. `number` is that of the line last read, from 1."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.split("\n")
+        self.number = 0
+
+    def next(self, wanted: str) -> str:
+        """The next line; `wanted` describes it for the message if the file ends here."""
+        if self.number == len(self._lines) or self.is_at_end():
+            self.number = min(self.number + 1, len(self._lines))
+            raise self.fault(f"the file ends where {wanted} should be")
+        self.number += 1
+        return self._lines[self.number - 1].rstrip("\r")
+
+    def match(self, pattern: re.Pattern[str], wanted: str) -> re.Match[str]:
+        """The next line, which must be of this form."""
+        line = self.next(wanted)
+        found = pattern.fullmatch(line)
+        if found is None:
+            shown = line if len(line) <= _SHOWN else line[:_SHOWN] + "..."
+            raise self.fault(f"{shown!r} is not {wanted}")
+        return found
+
+    def is_at_end(self) -> bool:
+        """Whether only the file's last line break is left."""
+        return self.number == len(self._lines) - 1 and not self._lines[-1].strip()
+
+    def fault(self, what: str) -> BadInput:
+        """The error to raise about the line last read."""
+        return BadInput(what, where=f"line {self.number}")
+
+
+_NUMBER = r"-?[0-9]{1,18}"
+_BOUND = rf"(?:None|{_NUMBER})"
+_INDEX = rf"slice\({_BOUND}, {_BOUND}, {_BOUND}\)|Ellipsis|{_BOUND}"
+_INDICES = re.compile(rf"\((?:(?:{_INDEX})(?:, (?:{_INDEX}))*,?)?\)")
+
+
+def parse_slices(text: str) -> Attribute:
+    """The indices, or `text` itself where it is more than slices and integers (an index array, say)."""
+    if _INDICES.fullmatch(text) is None:
+        return text
+    return tuple(_parsed(index) for index in re.findall(_INDEX, text))
+
+
+def format_slices(indices: Attribute) -> Attribute:
+    """The inverse of `parse_slices`."""
+    if not isinstance(indices, tuple):
+        return indices
+    written = [_written(index) for index in indices]
+    return f"({written[0]},)" if len(written) == 1 else f"({', '.join(written)})"
+
+
+def _parsed(index: str) -> Attribute:
+    if index.startswith("slice"):
+        return tuple(_bound(bound) for bound in index[len("slice(") : -1].split(", "))
+    return "..." if index == "Ellipsis" else _bound(index)
+
+
+def _bound(text: str) -> int | None:
+    return None if text == "None" else int(text)
+
+
+def _written(index: Attribute) -> str:
+    if isinstance(index, tuple):
+        return f"slice({', '.join(map(str, index))})"
+    return "Ellipsis" if index == "..." else str(index)
+
 
 _COUNTS = re.compile(r"([0-9]{1,9}) ([0-9]{1,9})")
 _VARIABLE = re.compile(r"(\S+) ([0-9]{1,18}) (_|/\S+|[0-9]+)")

@@ -1,8 +1,7 @@
 """MegEngine's profile of one run, in JSON: ops, vars with their addresses, times on two clocks."""
 
 from stowplan.formats.checked import checked
-from stowplan.formats.megengine.facets import allocation_of, counts_of, profile_of
-from stowplan.formats.megengine.graph import graph_of
+from stowplan.formats.megengine.graph import allocation_of, counts_of, graph_of, profile_of
 from stowplan.formats.megengine.records import parse
 from stowplan.ir import Document
 

@@ -1,16 +1,19 @@
 """Edges from names and ports: the drawing's arrows carry no names, but the grammar says what each port holds.
 
-The chain of forward ops runs from the data through the layers in order to the loss; each takes the result of
-the one before. A backward op reads the gradient of its forward op's result and what that op saved, and adds
-to the gradients of what that op read.
+The forward ops form a chain from the data through the layers to the loss; each reads the result of the one
+before. A backward op reads the gradient of its forward op's result and the tensors which that op saved, and
+adds to the gradients of the tensors which that op read. The labels on the page check the rebuilt edges.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from stowplan.errors import BadInput
 from stowplan.formats.regiongraph.grammar import FORMS, Entry, Sort, gradient_of
 from stowplan.formats.regiongraph.names import Names
+from stowplan.formats.regiongraph.page import Label, Remarks, Words
+from stowplan.formats.regiongraph.spelling import Pattern, key_of, nearest
 from stowplan.ir import Role
 
 
@@ -102,3 +105,86 @@ def _check_origins(names: Names, edges: Mapping[str, Edges]) -> None:
         if sighting.entry.sort is Sort.GRADIENT and sighting.entry.stem not in names.found:
             what = f"{name} is the gradient of {sighting.entry.stem}, which is not on the page"
             raise BadInput(what, where=names.where(name))
+
+
+_WORST = 0.35  # edits per character beyond which a text is no port
+_SHORTEST = 5  # a text without an arrow that is shorter is debris
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How many labels the edges expect, and how many labels of the page are among them."""
+
+    expected: int
+    matched: int
+
+
+def compare_labels(
+    labels: Sequence[Label], left: Iterable[Words], edges: Iterable[Edges], remarks: Remarks
+) -> Agreement:
+    """The page's labels against the edges, with remarks on both kinds of difference."""
+    expected = Counter(edge.port for op in edges for edge in (*op.reads, *op.makes))
+    seen = list(_ports_read(labels, left, Ports.of(expected), remarks))
+    count = Counter(port for _, port in seen)
+    agreement = Agreement(expected.total(), (expected & count).total())
+    told = (
+        f"{agreement.expected} edges follow from names and ports; the page labels {agreement.matched} of them"
+    )
+    missing = ", ".join(f"{port} {number}" for port, number in sorted((expected - count).items()))
+    remarks.inferred(1, told + (f" (not readable: {missing})" if missing else ""))
+    for line, port in seen:
+        count[port] -= 1
+        if count[port] >= expected[port]:
+            remarks.odd(line, f"label {port!r}: there are only {expected[port]} such edges")
+    return agreement
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The ports that a label may name, ready to be compared with."""
+
+    by_key: dict[str, str]
+    patterns: tuple[Pattern, ...]
+
+    @staticmethod
+    def of(ports: Iterable[str]) -> "Ports":
+        by_key = {key_of(port): port for port in ports}
+        return Ports(by_key, tuple(map(Pattern.of, by_key)))
+
+    def meant_by(self, read: str) -> str | None:
+        """The port that `read` is, nearly is, or is the beginning of."""
+        key = key_of(read)
+        if key in self.by_key:
+            return self.by_key[key]
+        _, near = nearest(key, self.patterns, int(_WORST * len(key)))
+        keys = [pattern.key for pattern in near] or [whole for whole in self.by_key if whole.startswith(key)]
+        return self.by_key[keys[0]] if len(keys) == 1 else None
+
+
+def _ports_read(
+    labels: Sequence[Label], left: Iterable[Words], ports: Ports, remarks: Remarks
+) -> Iterator[tuple[int, str]]:
+    for label in labels:
+        port = ports.meant_by(label.port)
+        if port is None:
+            remarks.odd(label.line, f"label {label.port!r} names no port; left aside")
+        else:
+            yield label.line, port
+    yield from _without_arrow({label.line for label in labels}, left, ports, remarks)
+
+
+def _without_arrow(
+    lines: Set[int], left: Iterable[Words], ports: Ports, remarks: Remarks
+) -> Iterator[tuple[int, str]]:
+    """Labels whose arrow is lost, on lines with other labels; words that are no label either are told."""
+    debris: dict[int, list[str]] = defaultdict(list)
+    for rest in left:
+        read = " ".join(rest.words)
+        port = ports.meant_by(read) if rest.line in lines and len(key_of(read)) >= _SHORTEST else None
+        if port is not None:
+            yield rest.line, port
+        else:
+            debris[rest.line].append(read)
+    for line, words in debris.items():
+        if sum(char.isalnum() for word in words for char in word) >= _SHORTEST:
+            remarks.odd(line, f"{' '.join(words)!r} is left aside")

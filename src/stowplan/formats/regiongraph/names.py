@@ -1,6 +1,8 @@
-"""From words to names: those that are right up to confusable shapes and blanks, and those that must be there.
+"""From words to names: names that match up to confusable shapes and blanks, damaged names, implied names.
 
-Which layers the network has is read off the names themselves; the grammar then makes the lexicon.
+The names show which layers the network has; the grammar then makes the lexicon. A damaged name becomes the
+nearest name of the lexicon that the page does not show elsewhere: first its form without the layer, then the
+layer, by what is readable and by the distance to the name drawn next to it.
 """
 
 import re
@@ -8,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from stowplan.errors import BadInput
 from stowplan.formats.regiongraph.grammar import Entry, Sort, lexicon_of
-from stowplan.formats.regiongraph.page import Words
-from stowplan.formats.regiongraph.remarks import Remarks
-from stowplan.formats.regiongraph.spelling import as_digits, key_of, swaps_letters
+from stowplan.formats.regiongraph.page import Remarks, Words
+from stowplan.formats.regiongraph.spelling import ANY, Pattern, as_digits, key_of, nearest, swaps_letters
 
 LONGEST_RUN = 4  # words that one name was torn into
 NUMBER = r"([0-9OoQlI|!]{1,3})"
@@ -114,3 +116,75 @@ def _longest_name(keys: Sequence[str], by_key: dict[str, Entry]) -> tuple[int, E
         if entry is not None:
             return length, entry
     return 1, None
+
+
+_SHORTEST_KEY = 6  # shorter keys are too near to each other to be told apart once damaged
+_WORST = 0.35  # edits per readable character beyond which a word is debris
+_MOST_GUESSES = 250
+_READ_LAYER = re.compile(rf"(?:update_)?(L{NUMBER})\b")
+
+
+def claim_damaged(names: Names, rests: Sequence[Rest]) -> list[Words]:
+    """Claim the names that `rests` can be read as; returns the words that are none."""
+    if sum(len(key_of(word)) >= _SHORTEST_KEY for rest in rests for word in rest.words) > _MOST_GUESSES:
+        where = f"line {rests[0].line}"
+        raise BadInput(f"more than {_MOST_GUESSES} words from here on are unreadable", where=where)
+    if not rests:
+        return []
+    unseen: dict[str, list[Entry]] = defaultdict(list)
+    for entry in names.lexicon.values():
+        if entry.name not in names.found:
+            unseen[key_of(entry.form)].append(entry)
+    patterns = {key: Pattern.of(key) for key in unseen}
+    left = []
+    for rest in rests:
+        for start, words, keys in _guesses(rest.words, patterns):
+            if not keys:
+                left.append(Words(rest.line, words))
+                continue
+            entry = _meant(names, [entry for key in keys for entry in unseen[key]], words[0], rest.line)
+            names.claim(entry, " ".join(words), rest.line, (rest.at[0], rest.at[1] + start))
+            unseen[key_of(entry.form)].remove(entry)
+            if not unseen[key_of(entry.form)]:
+                del patterns[key_of(entry.form)]
+    return left
+
+
+def _guesses(
+    words: tuple[str, ...], patterns: dict[str, Pattern]
+) -> Iterator[tuple[int, tuple[str, ...], list[str]]]:
+    """`words` cut into runs, each with its start and the keys of the forms it is near to, if any."""
+    start = 0
+    while start < len(words):
+        length, keys = _nearest_run(words[start : start + LONGEST_RUN], patterns)
+        yield start, words[start : start + length], keys
+        start += length
+
+
+def _nearest_run(words: Sequence[str], patterns: dict[str, Pattern]) -> tuple[int, list[str]]:
+    """How many words to take as one name so that it is nearest to some form, and the keys of those forms."""
+    best, best_length, best_keys = _WORST, 1, list[str]()
+    for length in range(1, len(words) + 1):
+        key = key_of("".join(words[:length]))
+        readable = len(key) - key.count(ANY)
+        if readable >= _SHORTEST_KEY:
+            distance, near = nearest(key, patterns.values(), int(best * readable))
+            if near:
+                best, best_length = distance / readable, length
+                best_keys = [pattern.key for pattern in near]
+    return best_length, best_keys
+
+
+def _meant(names: Names, candidates: Sequence[Entry], read: str, line: int) -> Entry:
+    """The candidate of the most readable layer, then the one whose neighbour is drawn closest to `line`."""
+    readable = _READ_LAYER.match(read)
+    layer = None if readable is None else Pattern.of(key_of(readable[1]))
+
+    def strangeness(entry: Entry) -> tuple[float, float, tuple[int, ...]]:
+        misread = 0 if layer is None else layer.distance(key_of(entry.layer))
+        neighbour = names.found.get(entry.near)
+        if neighbour is None:
+            return misread, float("inf"), ()
+        return misread, abs(neighbour.line - line), neighbour.at
+
+    return min(candidates, key=strangeness)

@@ -1,14 +1,17 @@
-"""A page as tokens: the fields, edge labels and words of each line, from left to right.
+"""A page as tokens: the fields, edge labels and words of each line, from left to right; and remarks on it.
 
-One line of the page can cut through several boxes, so a line says nothing about which box a token belongs to.
+One line of the page can cut through several boxes, so a line does not tell which box a token belongs to.
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from stowplan.errors import BadInput
+from stowplan.formats.regiongraph.spelling import LARGEST, numbers_of
+from stowplan.geometry import Point, Rect
+from stowplan.ir import Note, NoteKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +94,73 @@ def _between(line: int, text: str) -> Iterator[Token]:
 def _words(line: int, run: list[str]) -> Iterator[Words]:
     if run:
         yield Words(line, tuple(run))
+
+
+_MOST_DIMS = 32  # of a numpy array
+
+
+def dims_text(sizes: Iterable[object]) -> str:
+    """`[1 64 32]`."""
+    return f"[{' '.join(map(str, sizes))}]"
+
+
+def rect_text(rect: Rect | None) -> str:
+    """`Rect(array([lo..], dtype=int32), array([hi..], dtype=int32))`, or `None`."""
+    if rect is None:
+        return "None"
+    lo, hi = (f"array([{', '.join(map(str, bounds))}], dtype=int32)" for bounds in (rect.lo, rect.hi))
+    return f"Rect({lo}, {hi})"
+
+
+def bounds_of(token: Field) -> tuple[Point, ...]:
+    """The lists of a field, as far as they can be read: low and high bounds of a rect, none for None."""
+    return tuple(_bounds(part, token.line) for part in token.parts)
+
+
+def rect_of(token: Field) -> Rect | None:
+    """The rect of a field that is whole."""
+    bounds = bounds_of(token)
+    if not bounds:
+        return None
+    lo, hi = bounds
+    if len(lo) != len(hi):
+        told = f"{token.key} has {len(lo)} low and {len(hi)} high bounds"
+        raise BadInput(told, where=f"line {token.line}")
+    return Rect(lo, hi)
+
+
+def _bounds(text: str, line: int) -> Point:
+    bounds = numbers_of(text)
+    if len(bounds) > _MOST_DIMS:
+        raise BadInput(f"{len(bounds)} dims, of at most {_MOST_DIMS}", where=f"line {line}")
+    for bound in bounds:
+        if abs(bound) > LARGEST:
+            raise BadInput(f"{bound:.3g} does not fit int32", where=f"line {line}")
+    return bounds
+
+
+@dataclass(slots=True)
+class Remarks:
+    """Notes in the making, by line."""
+
+    _notes: list[tuple[int, Note]] = field(default_factory=list)
+
+    def repaired(self, line: int, what: str, read: str, became: str, why: str = "") -> None:
+        """`what` was read as one thing and taken for another."""
+        told = f"{what}: read {read!r}, became {became!r}" + (f" {why}" if why else "")
+        self._add(NoteKind.REPAIRED, line, told)
+
+    def inferred(self, line: int, what: str) -> None:
+        """Not on the page, deduced."""
+        self._add(NoteKind.INFERRED, line, what)
+
+    def odd(self, line: int, what: str) -> None:
+        """Strange, and kept or left aside."""
+        self._add(NoteKind.ODD, line, what)
+
+    def in_order(self) -> tuple[Note, ...]:
+        """The notes from the top of the page to its end."""
+        return tuple(note for _, note in sorted(self._notes, key=lambda entry: entry[0]))
+
+    def _add(self, kind: NoteKind, line: int, what: str) -> None:
+        self._notes.append((line, Note(kind, f"line {line}", what)))

@@ -1,19 +1,21 @@
-"""The records of a `.stow.json` file, and how they become graph types and back.
+"""The records of a `.stow.json` file, and their conversion to graph types and back.
 
-Tensors and ops are the bulk of a file: what has its default value is left out, a use as data is a bare id.
-The smaller facets are spelled as their types are.
+Tensors and ops are the bulk of a file: defaults are omitted, and a use with role DATA is a bare id. The
+smaller facets are written as their types are. Strict JSON has no infinities: attributes write them as
+`{"$float": "inf"}`, and a mapping's own keys that begin with $ get a second $.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from math import isfinite
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from stowplan.errors import BadInput, BadUse
-from stowplan.formats.stow.attributes import from_json, to_json
 from stowplan.geometry import Point
 from stowplan.ir import (
     Allocation,
+    Attribute,
     Document,
     DType,
     Graph,
@@ -30,6 +32,48 @@ from stowplan.ir import (
     TileStep,
     Use,
 )
+
+_FLOAT = "$float"
+_NON_FINITE = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
+
+
+def to_json(attribute: Attribute) -> object:
+    """The JSON value of an attribute."""
+    if isinstance(attribute, tuple):
+        return [to_json(item) for item in attribute]
+    if isinstance(attribute, Mapping):
+        return {f"${key}" if key[:1] == "$" else key: to_json(item) for key, item in attribute.items()}
+    if isinstance(attribute, float) and not isfinite(attribute):
+        return {_FLOAT: str(attribute)}
+    return attribute
+
+
+def from_json(value: object) -> Attribute:
+    """The attribute of a JSON value."""
+    if isinstance(value, list):
+        return tuple(map(from_json, value))
+    if isinstance(value, dict):
+        return _non_finite(value[_FLOAT]) if value.keys() == {_FLOAT} else _mapping(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} does not come out of a JSON file")
+
+
+def _mapping(value: dict[str, object]) -> dict[str, Attribute]:
+    return {_own_key(key): from_json(item) for key, item in value.items()}
+
+
+def _own_key(key: str) -> str:
+    if key[:1] == "$" and key[:2] != "$$":
+        raise BadInput(f"an attribute's key {key!r} begins with one $", where="$.ops")
+    return key[1:] if key[:1] == "$" else key
+
+
+def _non_finite(name: object) -> float:
+    if not isinstance(name, str) or name not in _NON_FINITE:
+        raise BadInput(f"an attribute's {_FLOAT} is one of {', '.join(_NON_FINITE)}", where="$.ops")
+    return _NON_FINITE[name]
+
 
 UseRecord: TypeAlias = str | tuple[str, Role]
 TileRecord: TypeAlias = tuple[Point, tuple[TileStep, ...]]

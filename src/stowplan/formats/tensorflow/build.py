@@ -1,12 +1,61 @@
-"""From rows, edges and order to a graph: one tensor per output, one op per node, copy and read."""
+"""From rows and edges to a graph: one tensor per output, one op per node, copy and read.
 
-from collections.abc import Iterator
+The rows are sorted by name, so the order is rebuilt. The forward half follows its data. The backward half
+visits the forward ops from last to first, for each the gradients of its parameters before that of its data.
+Reads and transposes run just before their first reader. A transpose's name gives the layouts of images; other
+ops keep the layout of their input.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from stowplan.formats.tensorflow.forward import is_backward
-from stowplan.formats.tensorflow.order import execution_order
 from stowplan.formats.tensorflow.rows import Listing, Row, RowKind, Value, copied_by
-from stowplan.formats.tensorflow.wiring import Edge, Wiring
+from stowplan.formats.tensorflow.wiring import Edge, Wiring, layouts_of
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use
+
+
+def execution_order(listing: Listing, wiring: Wiring) -> list[str]:
+    """The names of ops, transposes and reads in the order they run."""
+    needs = {
+        name: [edge.source for edge in edges if edge.source in wiring.edges]
+        for name, edges in wiring.edges.items()
+    }
+    order: dict[str, None] = {}
+    ops = [row.name for row in listing.of_kind(RowKind.OP)]
+    _emit(listing, needs, (name for name in ops if not is_backward(name)), order)
+    _emit(listing, needs, _backward_targets(wiring, list(order)), order)
+    _emit(listing, needs, wiring.edges, order)
+    return list(order)
+
+
+def _backward_targets(wiring: Wiring, forward: list[str]) -> list[str]:
+    by_forward: defaultdict[str, list[str]] = defaultdict(list)
+    for adjoint in sorted(wiring.adjoints.values(), key=lambda adjoint: -adjoint.rule.makes):
+        by_forward[adjoint.forward].append(adjoint.name)
+    return [name for target in reversed(forward) for name in by_forward[target]]
+
+
+def _emit(
+    listing: Listing, needs: Mapping[str, list[str]], targets: Iterable[str], order: dict[str, None]
+) -> None:
+    """Append each target to `order`, after what it still needs."""
+    for target in targets:
+        waiting = [target]
+        open_: set[str] = set()
+        while waiting:
+            name = waiting[-1]
+            missing = [need for need in needs[name] if need not in order]
+            if not missing or name in order:
+                waiting.pop()
+                order.setdefault(name)
+            elif name in open_:
+                raise listing.rows[name].fault(f"{name!r} waits for its own output")
+            else:
+                open_.add(name)
+                waiting += reversed(missing)
+
 
 _PHASES = {RowKind.READ: Phase.FORWARD, RowKind.TRANSPOSE: Phase.LAYOUT}
 _CONSTANTS = (RowKind.SHAPE_CONSTANT, RowKind.PERMUTATION_CONSTANT)
@@ -158,3 +207,47 @@ def _held(listing: Listing, tensors: dict[str, Tensor]) -> Iterator[str]:
     for row in listing.of_kind(RowKind.RETVAL):
         if copied_by(row) in tensors:
             yield copied_by(row)
+
+
+_FILTER = "HWIO"
+
+
+def with_layouts(graph: Graph) -> Graph:
+    """`graph` with the layout of every 4-d tensor that can be told."""
+    layouts: dict[str, str] = {}
+    for op in graph.ops:
+        if op.phase is Phase.LAYOUT:
+            layouts.setdefault(_storage(graph, op.inputs[0].tensor), layouts_of(op.id)[0])
+    for tensor in graph.tensors.values():
+        if tensor.kind is Kind.PARAMETER:
+            layouts[tensor.id] = _FILTER
+    for op in graph.ops:
+        for name in op.writes():
+            layouts.setdefault(name, _layout_made(graph, op, graph.tensors[name], layouts))
+    return replace(
+        graph,
+        tensors={
+            name: replace(tensor, layout=layouts.get(_storage(graph, name), ""))
+            if _is_image(tensor)
+            else tensor
+            for name, tensor in graph.tensors.items()
+        },
+    )
+
+
+def _layout_made(graph: Graph, op: Op, made: Tensor, layouts: Mapping[str, str]) -> str:
+    target = graph.tensors.get(made.gradient_of or "")
+    if target is not None and target.kind is Kind.PARAMETER:
+        return _FILTER
+    if op.phase is Phase.LAYOUT:
+        return layouts_of(op.id)[1]
+    read = (layouts.get(_storage(graph, name), "") for name in op.reads() if _is_image(graph.tensors[name]))
+    return next((layout for layout in read if layout not in ("", _FILTER)), "")
+
+
+def _storage(graph: Graph, name: str) -> str:
+    return graph.tensors[name].alias_of or name
+
+
+def _is_image(tensor: Tensor) -> bool:
+    return tensor.shape is not None and len(tensor.shape) == 4

@@ -1,12 +1,31 @@
-"""The tiled network: a chain of convolutions and pools, described layer by layer, and as a Graph."""
+"""The tiled network, a chain of convolutions and pools, as a graph; and the regions that each tile needs.
 
-from collections.abc import Iterator, Sequence
+Backward starts at the disjoint part of the input that a tile owns, and follows its gradient op by op to the
+output. Forward starts at the output region where backward ended, and computes from the last op to the first
+the region each op reads.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TypeAlias
 
-from stowplan.ir import DType, Graph, Kind, Op, Phase, Shape, Tensor, Use, bytes_of_shape
+from stowplan.geometry import Point, Rect
+from stowplan.ir import (
+    DType,
+    Graph,
+    Kind,
+    Op,
+    Phase,
+    Shape,
+    Tensor,
+    TileSchedule,
+    TileStep,
+    Use,
+    bytes_of_shape,
+)
 from stowplan.ops.shapes import output_shapes_of
-from stowplan.ops.sliding import Window
+from stowplan.ops.sliding import Window, pull, reach
 from stowplan.ops.table import Site, shape_of, site_of
 from stowplan.ops.windows import windows_of
 
@@ -85,3 +104,34 @@ def stages_of(graph: Graph) -> tuple[Stage, ...]:
         Stage(site.op, windows_of(site), shape_of(site.inputs[0])[2:], shape_of(site.outputs[0])[2:])
         for site in sites
     )
+
+
+def tile_schedule(graph: Graph, grid: Point) -> TileSchedule:
+    """The steps of every tile when the chain's input is cut evenly into a grid of (rows, columns)."""
+    owned = Rect.of_shape(stages_of(graph)[0].inputs).split(grid)
+    coords = product(*map(range, grid))
+    return schedule_of(graph, grid, dict(zip(coords, owned, strict=True)))
+
+
+def schedule_of(graph: Graph, grid: Point, owned: Mapping[Point, Rect]) -> TileSchedule:
+    """The steps of every tile, given the part of the input it owns. Backward runs in reverse tile order."""
+    stages = stages_of(graph)
+    backward = {coord: tuple(_backward(stages, rect)) for coord, rect in owned.items()}
+    forward = {coord: tuple(_forward(stages, steps[-1].inside)) for coord, steps in backward.items()}
+    return TileSchedule(grid, forward, dict(reversed(backward.items())))
+
+
+def _backward(stages: Sequence[Stage], rect: Rect) -> Iterator[TileStep]:
+    for stage in stages:
+        wanted = reach(stage.windows, rect)
+        inside = wanted.clip(stage.outputs)
+        yield TileStep(stage.op.id, rect, wanted, inside)
+        rect = inside
+
+
+def _forward(stages: Sequence[Stage], rect: Rect) -> Iterator[TileStep]:
+    for stage in reversed(stages):
+        wanted = pull(stage.windows, rect)
+        inside = wanted.clip(stage.inputs)
+        yield TileStep(stage.op.id, rect, wanted, inside)
+        rect = inside

@@ -1,10 +1,23 @@
 """PyTorch's memory snapshots: what `torch.cuda.memory._dump_snapshot` pickles, read without unpickling."""
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from stowplan.formats.allocations import AllocationHistory, Work
 from stowplan.formats.checked import checked
-from stowplan.formats.torch_snapshot.history import history_of
 from stowplan.formats.torch_snapshot.plain_pickle import decode
-from stowplan.formats.torch_snapshot.records import parse
-from stowplan.ir import Document
+from stowplan.formats.torch_snapshot.records import (
+    Event,
+    Frame,
+    Once,
+    Segment,
+    Snapshot,
+    Traced,
+    frames_in,
+    parse,
+)
+from stowplan.ir import Document, Interval, Note, NoteKind, Phase
 
 FORMAT = "torch_snapshot"
 _PROTOCOLS = range(2, 6)
@@ -31,3 +44,99 @@ def read(data: bytes) -> Document:
             "events": sum(map(len, snapshot.traces)),
         },
     )
+
+
+_ATEN_CALL = re.compile(r"at::_ops::(\w+)::")
+_LIBRARY = "/torch/"
+_FREED = "free_completed"  # a requested free is completed at once, or when the streams that use it are done
+
+
+def history_of(snapshot: Snapshot) -> tuple[AllocationHistory, list[Note]]:
+    """What happened on the device with most events, and what is said of the others."""
+    traces = snapshot.traces or ((),)
+    device = max(range(len(traces)), key=lambda number: len(traces[number]))
+    history = AllocationHistory(f"cuda:{device}")
+    segments = [segment for segment in snapshot.segments if segment.device == device]
+    _place_what_was_there(history, segments, traces[device])
+    _replay(history, traces[device])
+    others = [number for number, trace in enumerate(traces) if trace and number != device]
+    return history, [_left_out(number, len(traces[number])) for number in others]
+
+
+def _left_out(device: int, events: int) -> Note:
+    return Note(NoteKind.ODD, f"device_traces[{device}]", f"{events} events of another device are not shown")
+
+
+def _place_what_was_there(
+    history: AllocationHistory, segments: Sequence[Segment], trace: Sequence[Traced]
+) -> None:
+    """The blocks in use at the end that no event of the trace took."""
+    history.enter(Work("snapshot", Phase.FORWARD))
+    taken = {traced.event.addr for traced in trace if traced.event.action == "alloc"}
+    for segment in segments:
+        address = segment.address
+        for block in segment.blocks:
+            address = address if block.address is None else block.address
+            if block.state.startswith("active") and address not in taken:
+                size = block.size if block.requested_size is None else block.requested_size
+                history.was_there(address, size)
+            address += block.size
+
+
+def _replay(history: AllocationHistory, trace: Sequence[Traced]) -> None:
+    stacks = _Stacks()
+    began = trace[0].event.time_us if trace else 0
+    for traced in trace:
+        event = traced.event
+        if event.addr is None:
+            continue
+        if event.action == "alloc":
+            history.enter(stacks.work_of(traced.frames, (event.time_us - began) / 1e6))
+            history.allocate(event.addr, event.size)
+        elif event.action == _FREED:
+            _free(history, event)
+
+
+def _free(history: AllocationHistory, event: Event) -> None:
+    assert event.addr is not None
+    history.free(event.addr, event.size)
+
+
+@dataclass(slots=True)
+class _Stacks:
+    """Call stacks, of which many events share one: each is read once."""
+
+    _seen: dict[int, tuple[str, Phase, str]] = field(default_factory=dict)
+    _frame_of: Once[Frame] = field(default_factory=lambda: Once(Frame))
+
+    def work_of(self, frames: object, seconds: float) -> Work:
+        """What the innermost calls say was going on."""
+        known = self._seen.get(id(frames))
+        if known is None:
+            known = self._seen[id(frames)] = _described(frames_in(frames, self._frame_of))
+        kind, phase, source = known
+        return Work(kind, phase, source=source, interval=Interval(seconds, seconds, seconds))
+
+
+def _described(frames: Sequence[Frame]) -> tuple[str, Phase, str]:
+    """The op's type, its phase, and the line of the user's code."""
+    python = [frame for frame in frames if frame.filename.endswith(".py")]
+    own = next((frame for frame in python if _LIBRARY not in frame.filename), python[0] if python else None)
+    source = f"{own.filename}:{own.line}" if own else ""
+    return _type_of(frames, python), _phase_of(frames), source
+
+
+def _type_of(frames: Sequence[Frame], python: Sequence[Frame]) -> str:
+    for frame in frames:
+        if call := _ATEN_CALL.match(frame.name):
+            return f"aten::{call[1]}"
+    return python[0].name if python and python[0].name else "allocate"
+
+
+def _phase_of(frames: Sequence[Frame]) -> Phase:
+    names = [frame.name for frame in frames]
+    if any(name == "backward" or name.startswith("torch::autograd::Engine") for name in names):
+        return Phase.BACKWARD
+    if any(frame.name == "step" and "optim" in frame.filename for frame in frames):
+        return Phase.UPDATE
+    return Phase.FORWARD

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stowplan.errors import BadInput, IllegalPlan
-from stowplan.formats.regiongraph.page import Field, Words, tokens_of
-from stowplan.formats.regiongraph.values import dims_text, rect_of, rect_text
+from stowplan.formats.regiongraph.page import Field, Words, dims_text, rect_of, rect_text, tokens_of
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Regions, TensorRegion
 from stowplan.plan.shards.mesh import Mesh, parse_mesh
