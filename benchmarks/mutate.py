@@ -35,10 +35,10 @@ class Subject:
 
 
 SUBJECTS = (
-    Subject("verify", ("plan/verify.py",), ("tests/plan/test_verify.py",)),
+    Subject("verify", ("plan/judge/verify.py",), ("tests/plan/test_verify.py",)),
     Subject(
         "simulate",
-        ("plan/simulate.py",),
+        ("plan/judge/simulate.py",),
         ("tests/plan/test_simulate.py", "tests/plan/test_verify.py", "tests/plan/test_ledger.py"),
     ),
     Subject(

@@ -29,17 +29,17 @@ from benchmarks.results import Study, ratio_of
 from benchmarks.spilling import Spilling, same, spilling
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall, TierDamaged
-from stowplan.plan.make import Planner
+from stowplan.plan.judge.simulate import simulate
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import Plan
-from stowplan.plan.simulate import simulate
-from stowplan.plan.tiles.master import Prefer
-from stowplan.plan.verify import verify
-from stowplan.run.measure import measure
+from stowplan.plan.planner import Planner
+from stowplan.plan.select import Prefer
+from stowplan.run.measure.measure import measure
 from stowplan.run.plain import plain_steps
-from stowplan.run.planning import price_captured
-from stowplan.run.straight import StraightStep
+from stowplan.run.planning.planner import step_planner
+from stowplan.run.planning.price import price_captured
+from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiers.disk import DiskTier
-from stowplan.run.tiles.plan import step_planner
 from stowplan.run.tiles.ways import Subject
 from stowplan.units import format_bytes
 

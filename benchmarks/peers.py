@@ -26,10 +26,10 @@ from benchmarks.nets import NETS, Example
 from benchmarks.results import Study, ratio_of
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.verify import verify
-from stowplan.run.measure import measure
-from stowplan.run.planning import planner_for_captured, replay_bytes
-from stowplan.run.straight import StraightStep
+from stowplan.plan.judge.verify import verify
+from stowplan.run.measure.measure import measure
+from stowplan.run.planning.price import planner_for_captured, replay_bytes
+from stowplan.run.step.straight import StraightStep
 
 BLOCKS = ("DoubleConvolution", "Bottleneck", "Block")  # what a practitioner would checkpoint
 RATIOS = (0.7, 0.5, 0.3, 0.1)

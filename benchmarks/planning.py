@@ -16,7 +16,7 @@ import torch
 from benchmarks.nets import NETS
 from benchmarks.results import Study
 from stowplan.capture import capture
-from stowplan.plan.make import Planner
+from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Machine, price_by_roofline
 
 DEPTHS = {"gpt": (6, 12, 19, 38), "llama": (12, 25, 50, 100)}

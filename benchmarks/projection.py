@@ -20,9 +20,9 @@ from benchmarks.nets import NETS, Example
 from benchmarks.results import Study, spread_of
 from stowplan.analyse.workspaces import estimated_workspaces
 from stowplan.capture import Captured, capture
-from stowplan.run.measure import measure
+from stowplan.run.cost.probe import CLOCK, Probed, probe
+from stowplan.run.measure.measure import measure
 from stowplan.run.optimizers import OPTIMIZERS, optimizer_share, training_peak_bytes
-from stowplan.run.probe import CLOCK, Probed, probe
 from stowplan.units import format_bytes, format_seconds
 
 _STEPS = 5

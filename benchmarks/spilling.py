@@ -17,7 +17,7 @@ from stowplan.plan.decision import Step
 from stowplan.plan.offload.stretches import stretches_of
 from stowplan.plan.offload.weave import Move, weave
 from stowplan.run.plain import plain_steps
-from stowplan.run.straight import StraightStep
+from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiers.calls import SystemCalls
 from stowplan.run.tiers.disk import DiskTier
 from stowplan.run.tiers.spill import BLOCK

@@ -25,10 +25,10 @@ from benchmarks.nets import NETS, Example
 from benchmarks.results import Study, ratio_of
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.tiles.master import MasterPlanner, preference
-from stowplan.run.machine import free_bytes
-from stowplan.run.measure import measure
-from stowplan.run.tiles.plan import PlannedStep, step_planner
+from stowplan.plan.select import MasterPlanner, preference
+from stowplan.run.cost.machine import free_bytes
+from stowplan.run.measure.measure import measure
+from stowplan.run.planning.planner import PlannedStep, step_planner
 from stowplan.run.tiles.ways import StepWay, Subject
 
 _ROOM = 0.8  # of the free memory: eager is run only within this

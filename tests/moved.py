@@ -5,11 +5,11 @@ from dataclasses import replace
 from stowplan.analyse.timeline import Doing
 from stowplan.ir import Kind, Phase
 from stowplan.plan.decision import Again, Compute, Free, Keep, Load, Offload, Step, Store
+from stowplan.plan.explain.timeline import timeline_of_plan
+from stowplan.plan.judge.simulate import simulate
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import Plan
-from stowplan.plan.simulate import simulate
 from stowplan.plan.tier import Tier
-from stowplan.plan.timeline import timeline_of_plan
-from stowplan.plan.verify import verify
 
 SLOW = 0.02  # of the plain step's bytes that the tier takes in a hundredth of the step's time
 

@@ -11,10 +11,10 @@ from moved import moved
 from stowplan.cli.main import main
 from stowplan.formats.door import read_document
 from stowplan.ir import Kind
-from stowplan.plan import file as plan_file
 from stowplan.plan.decision import Keep, Offload, Recompute
-from stowplan.plan.make import Planner
+from stowplan.plan.files import plan_file
 from stowplan.plan.plan import Plan
+from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.tiles.planner import planner_of
 from stowplan.report.plan import show_frontier

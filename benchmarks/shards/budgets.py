@@ -16,7 +16,7 @@ from benchmarks.shards.processes import on_workers
 from stowplan import fit, plans_of, shards_of
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.shards.traffic import traffic_of
-from stowplan.run.measure import measure
+from stowplan.run.measure.measure import measure
 
 MOVES = 200
 """Of the planner: enough to get well below the plain step."""

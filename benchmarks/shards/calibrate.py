@@ -27,7 +27,7 @@ from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.plan.shards.projection import Network, expected_most, project
 from stowplan.plan.shards.seeds import seeds_for
-from stowplan.run.machine import measure_machine
+from stowplan.run.cost.machine import measure_machine
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep, ends_of
 from stowplan.run.shards.workers import Workers

@@ -10,7 +10,7 @@ from benchmarks.nets import NETS
 from benchmarks.results import Study
 from benchmarks.shards.processes import on_workers
 from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.run.measure import measure
+from stowplan.run.measure.measure import measure
 from stowplan.run.shards.step import ShardedStep
 
 MEMORY = {

@@ -11,18 +11,18 @@ from stowplan.analyse.training import training_step_of
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats.door import format_for, read_document, text_of
 from stowplan.ir import Document
-from stowplan.plan import file as plan_file
-from stowplan.plan.explain import Explanation, TiledTensor, explain, explain_tiled
-from stowplan.plan.make import ON_REQUEST, TECHNIQUES
+from stowplan.plan.explain.explain import Explanation, TiledTensor, explain, explain_tiled
+from stowplan.plan.files import plan_file
 from stowplan.plan.plan import Plan
+from stowplan.plan.planner import ON_REQUEST, TECHNIQUES
 from stowplan.plan.pricing import price_by_macs, price_by_profile
 from stowplan.plan.record import Record
+from stowplan.plan.select import MasterPlanner, Prefer, preference
 from stowplan.plan.tiles.beside import our_tiles
-from stowplan.plan.tiles.master import MasterPlanner, Prefer, preference
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
-    from stowplan.run.inspect_step import StepInspection
+    from stowplan.run.measure.inspect_step import StepInspection
 
 __all__ = [
     "ON_REQUEST",
@@ -79,7 +79,7 @@ def inspect_step(
     progress: Progress | None = None,
 ) -> "StepInspection":
     """What the plain training step of MODULE:FUNCTION takes; `measured` runs it once besides."""
-    from stowplan.run.inspect_step import inspect_step as look
+    from stowplan.run.measure.inspect_step import inspect_step as look
     from stowplan.run.target import load_target
 
     step = load_target(target)
@@ -132,9 +132,9 @@ def planner_for(
     the fastest. `training` completes a forward graph as in `inspect`.
     """
     if names_a_function(target):
-        from stowplan.run.agreement import compared
+        from stowplan.run.measure.agreement import compared
+        from stowplan.run.planning.planner import step_planner
         from stowplan.run.target import load_target, subject_of
-        from stowplan.run.tiles.plan import step_planner
 
         living = load_target(str(target))
         subject = subject_of(living)
@@ -158,9 +158,9 @@ def check(
     progress: Progress | None = None,
 ) -> Record:
     """Run MODULE:FUNCTION eagerly and by a plan for `budget`, side by side, and compare all there is."""
-    from stowplan.run.check import check as run_check
+    from stowplan.run.measure.check import check as run_check
+    from stowplan.run.planning.planner import plan_step
     from stowplan.run.target import load_target
-    from stowplan.run.tiles.plan import plan_step
 
     planning = partial(
         plan_step,

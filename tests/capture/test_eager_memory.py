@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from little_models import Normed, Rewriting, Tied, images
 from stowplan.capture import capture
-from stowplan.run.measure import measure
+from stowplan.run.measure.measure import measure
 
 pytestmark = pytest.mark.torch
 

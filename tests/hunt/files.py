@@ -36,13 +36,12 @@ from stowplan.errors import BadInput, StowplanError
 from stowplan.formats import chainer, graphtext, stow
 from stowplan.formats.door import BINARY_READERS, READERS, BinaryReader, Reader, decoded
 from stowplan.ir import Document
-from stowplan.plan import file as plan_file
-from stowplan.plan import record_file
-from stowplan.plan.peers import read_peers
+from stowplan.plan.explain.peers import read_peers
+from stowplan.plan.files import plan_file, record_file
 from stowplan.plan.pricing import Machine, price_by_macs, price_by_profile
 from stowplan.plan.record import Difference, Record
 from stowplan.plan.tiles.planner import planner_of
-from stowplan.run.probe_cache import Cost, Platform, ProbeCache
+from stowplan.run.cost.probe_cache import Cost, Platform, ProbeCache
 
 from .audit import AUDIT
 from .mutations import mutant
@@ -402,7 +401,7 @@ def _plan_cache_kind() -> Kind:
     from torch import nn
 
     from stowplan.capture import capture
-    from stowplan.run.plan_cache import PlanCache
+    from stowplan.run.planning.plan_cache import PlanCache
     from stowplan.run.tiles.ways import Subject
 
     model, args = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), (torch.ones(2, 4),)

@@ -19,7 +19,7 @@ from stowplan.errors import BudgetTooSmall, StowplanError
 from stowplan.plan.decision import Again, Store
 from stowplan.plan.plan import Exactness
 from stowplan.run.fit import fit, plans_of
-from stowplan.run.measure import measure
+from stowplan.run.measure.measure import measure
 
 from .actions import ACTIONS, Halt, Interrupt
 from .batches import loss_of, tensors_of

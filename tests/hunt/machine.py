@@ -20,8 +20,8 @@ import torch
 
 from stowplan.plan.pricing import Machine
 from stowplan.plan.tier import Tier
-from stowplan.run.probe_cache import Cost, Findings, Platform, ProbeCache, Rates
-from stowplan.run.signature import Signature
+from stowplan.run.cost.probe_cache import Cost, Findings, Platform, ProbeCache, Rates
+from stowplan.run.cost.signature import Signature
 from stowplan.run.tiers.disk import DiskTier
 from stowplan.run.tiles.sampling import cost_of_call
 
@@ -70,13 +70,16 @@ def same_everywhere() -> Iterator[None]:
     remembered = _Remembered()
     with tempfile.TemporaryDirectory(prefix="stowplan-hunt-") as folder, ExitStack() as stack:
         for target, instead in (
-            ("stowplan.run.probe.cost_of_call", _drawn_cost),
-            ("stowplan.run.probe.measure_machine", lambda *_, **__: Machine()),
-            ("stowplan.run.planning.tier_for", _tier),
-            ("stowplan.run.straight.tier_for", _tier),
+            ("stowplan.run.cost.probe.cost_of_call", _drawn_cost),
+            ("stowplan.run.cost.probe.measure_machine", lambda *_, **__: Machine()),
+            ("stowplan.run.planning.price.tier_for", _tier),
+            ("stowplan.run.step.straight.tier_for", _tier),
             ("stowplan.plan.frontier._ANCHORS", _ANCHORS),
-            ("stowplan.run.probe_cache.ProbeCache.read", lambda *args: remembered.read(*args)),
-            ("stowplan.run.probe_cache.ProbeCache.add", lambda *args, **more: remembered.add(*args, **more)),
+            ("stowplan.run.cost.probe_cache.ProbeCache.read", lambda *args: remembered.read(*args)),
+            (
+                "stowplan.run.cost.probe_cache.ProbeCache.add",
+                lambda *args, **more: remembered.add(*args, **more),
+            ),
         ):
             stack.enter_context(patch(target, instead))
         stack.enter_context(patch.dict(os.environ, {"XDG_CACHE_HOME": folder}))

@@ -10,13 +10,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from stowplan.plan.make import Planner
 from stowplan.plan.plan import Plan
-from stowplan.run import fit, straight
+from stowplan.plan.planner import Planner
+from stowplan.run import fit
 from stowplan.run.border.guard import Guard
-from stowplan.run.halves import Halves, compiled
-from stowplan.run.planning import plan_within
-from stowplan.run.source import Source
+from stowplan.run.planning.price import plan_within
+from stowplan.run.step import straight
+from stowplan.run.step.halves import Halves, compiled
+from stowplan.run.step.source import Source
 
 Plant: TypeAlias = Callable[[], AbstractContextManager[None]]
 

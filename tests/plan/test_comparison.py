@@ -7,13 +7,13 @@ import pytest
 
 from stowplan.analyse.timeline import timeline_of
 from stowplan.formats import chainer
-from stowplan.plan.comparison import Side, comparison_of
 from stowplan.plan.decision import Keep, Recompute
-from stowplan.plan.make import Planner
+from stowplan.plan.explain.comparison import Side, comparison_of
+from stowplan.plan.explain.reasons import decisions_of, reasons_of
+from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.plan import Plan
+from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
-from stowplan.plan.reasons import decisions_of, reasons_of
-from stowplan.plan.timeline import timeline_of_plan
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from small_steps import training_step, uneven_prices
 
 from stowplan.errors import BadUse
 from stowplan.plan.decision import Again, Keep, Recompute
-from stowplan.plan.explain import explain
-from stowplan.plan.make import Planner
+from stowplan.plan.explain.explain import explain
+from stowplan.plan.judge.simulate import alive_at
 from stowplan.plan.plan import Plan
-from stowplan.plan.simulate import alive_at
+from stowplan.plan.planner import Planner
 
 
 @pytest.fixture(scope="module", params=[5, 6, 11])

@@ -13,9 +13,9 @@ from stowplan.errors import BudgetTooSmall
 from stowplan.formats import chainer
 from stowplan.plan.bound import bound_of
 from stowplan.plan.exact import least_extra_seconds
-from stowplan.plan.make import Planner
+from stowplan.plan.judge.verify import verify
+from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
-from stowplan.plan.verify import verify
 from stowplan.units import parse_bytes
 
 _STEP_MACS = 3_773_564_964_864
@@ -71,11 +71,11 @@ _PLANNED = """
 import sys
 from pathlib import Path
 from stowplan.formats import chainer
-from stowplan.plan import file
-from stowplan.plan.make import Planner
+from stowplan.plan.files import plan_file
+from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
 graph = chainer.read(Path(sys.argv[1]).read_text(), chainer.SavedView.RETAIN).graph
-print(file.write(Planner.of(graph, price_by_macs(graph), moves=500).plan(3 * 2**30)))
+print(plan_file.write(Planner.of(graph, price_by_macs(graph), moves=500).plan(3 * 2**30)))
 """
 
 

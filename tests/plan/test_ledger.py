@@ -5,10 +5,10 @@ from random import Random
 import pytest
 from small_steps import training_step, uneven_prices
 
+from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.ledger import Ledger, State
 from stowplan.plan.problem import Problem, problem_of
 from stowplan.plan.schedule import steps_of
-from stowplan.plan.simulate import simulate
 
 
 def _problem(seed: int) -> Problem:

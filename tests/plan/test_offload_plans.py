@@ -7,18 +7,18 @@ import pytest
 
 from stowplan.errors import BadUse, IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
-from stowplan.plan import file
 from stowplan.plan.decision import Compute, Free, Load, Offload, Step, Store
-from stowplan.plan.explain import explain
-from stowplan.plan.make import Planner
+from stowplan.plan.explain.explain import explain
+from stowplan.plan.files import plan_file
+from stowplan.plan.judge.simulate import bytes_beside, simulate
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.offload.course import Caps, Course
 from stowplan.plan.offload.stretches import stretches_of
 from stowplan.plan.offload.weave import weave
 from stowplan.plan.plan import Plan
+from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Basis, Pricing
-from stowplan.plan.simulate import bytes_beside, simulate
 from stowplan.plan.tier import Tier
-from stowplan.plan.verify import verify
 from stowplan.run.plain import plain_steps
 
 MB = 10**6
@@ -127,7 +127,7 @@ def test_a_budget_is_met_by_moving_and_more_of_it_never_costs_time() -> None:
     for allowed in range(planner.minimum_bytes, planner.plain_peak_bytes + MB, MB // 2):
         plan = verify(planner.plan(allowed))
         times.append(plan.projected_seconds)
-        assert file.read(file.write(plan)) == plan
+        assert plan_file.read(plan_file.write(plan)) == plan
     assert times == sorted(times, reverse=True)
     assert times[-1] == plan.plain_seconds
     assert planner.minimum_bytes <= planner.plain_peak_bytes // 2

@@ -11,9 +11,9 @@ import pytest
 from small_steps import training_step, uneven_prices
 
 from stowplan.errors import BadInput
-from stowplan.plan import file
-from stowplan.plan.make import Planner
+from stowplan.plan.files import plan_file
 from stowplan.plan.plan import Plan
+from stowplan.plan.planner import Planner
 
 
 def _plan(seed: int) -> Plan:
@@ -25,34 +25,34 @@ def _plan(seed: int) -> Plan:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_plan_survives_its_file(seed: int) -> None:
     plan = _plan(seed)
-    assert file.read(file.write(plan)) == plan
+    assert plan_file.read(plan_file.write(plan)) == plan
 
 
 def test_the_same_graph_gives_the_same_file() -> None:
-    assert file.write(_plan(3)) == file.write(_plan(3))
+    assert plan_file.write(_plan(3)) == plan_file.write(_plan(3))
 
 
 def test_a_flipped_byte_is_noticed() -> None:
-    text = file.write(_plan(1))
+    text = plan_file.write(_plan(1))
     random = Random(0)
     for _ in range(300):
         place = random.randrange(len(text))
         damaged = text[:place] + chr(ord(text[place]) ^ 1) + text[place + 1 :]
         with pytest.raises(BadInput):
-            file.read(damaged)
+            plan_file.read(damaged)
 
 
 def test_a_plan_of_another_version_says_so() -> None:
-    text = file.write(_plan(1))
+    text = plan_file.write(_plan(1))
     later = re.sub(r'"version":\d+', '"version":99', text, count=1)
     assert later != text
     with pytest.raises(BadInput, match="version 99, not"):
-        file.read(later)
+        plan_file.read(later)
 
 
 def _resealed(plan: Plan, change: Callable[[dict[str, Any]], object]) -> str:
     """The plan's file with another content, under a digest that fits."""
-    content = json.loads(file.write(plan))["content"]
+    content = json.loads(plan_file.write(plan))["content"]
     change(content)
     body = json.dumps(content)
     digest = f"sha256:{sha256(body.encode()).hexdigest()}"
@@ -87,14 +87,14 @@ def _nested_map(depth: int) -> dict[str, object]:
 @pytest.mark.parametrize("told", DAMAGES)
 def test_a_plan_is_checked_as_a_whole_when_it_is_read(told: str) -> None:
     with pytest.raises(BadInput, match=told):
-        file.read(_resealed(_plan(2), DAMAGES[told]))
+        plan_file.read(_resealed(_plan(2), DAMAGES[told]))
 
 
 def test_a_file_that_nests_without_end_is_refused() -> None:
     deep = "[" * 100_000 + "]" * 100_000
     with pytest.raises(BadInput, match="nested too deeply"):
-        file.read(f'{{"format":"stowplan.plan","version":2,"digest":"","content":{deep}}}')
+        plan_file.read(f'{{"format":"stowplan.plan","version":2,"digest":"","content":{deep}}}')
 
 
 def test_a_sealed_file_without_damage_is_read() -> None:
-    assert file.read(_resealed(_plan(2), lambda _: None)) == _plan(2)
+    assert plan_file.read(_resealed(_plan(2), lambda _: None)) == _plan(2)

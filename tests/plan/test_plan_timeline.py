@@ -13,11 +13,11 @@ from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.formats import chainer
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use
 from stowplan.plan.decision import Again, Free
-from stowplan.plan.make import Planner
+from stowplan.plan.explain.timeline import plain_timeline_of, timeline_of_plan
+from stowplan.plan.explain.transfers import clock_of
 from stowplan.plan.plan import Plan
+from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Basis, Pricing, price_by_macs
-from stowplan.plan.timeline import plain_timeline_of, timeline_of_plan
-from stowplan.plan.transfers import clock_of
 
 
 def plans(planner: Planner) -> list[Plan]:

@@ -4,9 +4,9 @@ import pytest
 from small_steps import training_step, uneven_prices
 
 from stowplan.errors import BadInput
-from stowplan.plan import record_file
-from stowplan.plan.make import Planner
-from stowplan.plan.peers import Peer, read_peers
+from stowplan.plan.explain.peers import Peer, read_peers
+from stowplan.plan.files import record_file
+from stowplan.plan.planner import Planner
 from stowplan.plan.record import Difference, Record
 
 

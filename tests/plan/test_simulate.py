@@ -5,8 +5,8 @@ import pytest
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
 from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
-from stowplan.plan.engines import Stall
-from stowplan.plan.simulate import alive_at, simulate
+from stowplan.plan.judge.engines import Stall
+from stowplan.plan.judge.simulate import alive_at, simulate
 from stowplan.plan.tier import Tier
 
 TENSORS = (

@@ -13,21 +13,21 @@ from stowplan.formats.door import read_document
 from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.ir import Graph
 from stowplan.ops.table import shape_of
-from stowplan.plan import file as plan_file
+from stowplan.plan.candidate import Way
 from stowplan.plan.decision import Tile
-from stowplan.plan.explain import explain_tiled
+from stowplan.plan.explain.explain import explain_tiled
+from stowplan.plan.files import plan_file
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import price_by_macs
+from stowplan.plan.select import MasterPlanner, Prefer
 from stowplan.plan.tiles.beside import our_tiles
 from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.crops import crops_early
-from stowplan.plan.tiles.master import MasterPlanner, Prefer
 from stowplan.plan.tiles.planner import planner_of
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import segment_of
-from stowplan.plan.tiles.ways import Way
-from stowplan.plan.verify import verify
 
 MIB = 2**20
 MOVES = 400

@@ -11,7 +11,7 @@ from stowplan.errors import BadUse
 from stowplan.formats.door import read_document
 from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.ir import Graph, Phase
-from stowplan.plan.make import plain_peak_of
+from stowplan.plan.planner import plain_peak_of
 from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.tiles.collapse import collapse
 from stowplan.plan.tiles.costs import costs_of_sweep

@@ -9,12 +9,12 @@ from small_steps import training_step, uneven_prices
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
 from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
-from stowplan.plan.make import Planner
+from stowplan.plan.judge.simulate import simulate
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import Plan
+from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Basis, Pricing
-from stowplan.plan.simulate import simulate
 from stowplan.plan.tier import Tier
-from stowplan.plan.verify import verify
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from small_steps import training_step, uneven_prices
 
-from stowplan.plan.make import Planner
+from stowplan.plan.planner import Planner
 from stowplan.plan.watch import Searching, watched_by
 
 

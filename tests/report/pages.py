@@ -8,13 +8,13 @@ from tempfile import TemporaryDirectory
 from browser import Browser
 
 from stowplan.formats import chainer
-from stowplan.plan.make import Planner
-from stowplan.plan.peers import Peer
+from stowplan.plan.candidate import Way
+from stowplan.plan.explain.peers import Peer
 from stowplan.plan.plan import Plan
+from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
-from stowplan.plan.tiles.master import MasterPlanner
+from stowplan.plan.select import MasterPlanner
 from stowplan.plan.tiles.planner import planner_of as tile_planner_of
-from stowplan.plan.tiles.ways import Way
 from stowplan.report.page import Subject, page_of, subject_of
 
 

@@ -14,8 +14,7 @@ from pages import plan_of
 from documents import documents
 from stowplan.cli.main import main
 from stowplan.ir import Document
-from stowplan.plan import file as plan_file
-from stowplan.plan import record_file
+from stowplan.plan.files import plan_file, record_file
 from stowplan.plan.plan import Plan
 from stowplan.plan.record import Difference, Record
 from stowplan.report.notebook import show

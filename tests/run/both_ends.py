@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from stowplan.errors import BudgetTooSmall
 from stowplan.run.fit import fit
-from stowplan.run.measure import measure
+from stowplan.run.measure.measure import measure
 
 AMPLE = 1 << 40
 _MOVES = 100

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from stowplan.capture import capture
 from stowplan.plan.decision import Again
 from stowplan.run.fit import fit, plans_of
-from stowplan.run.planning import planner_for_captured
+from stowplan.run.planning.price import planner_for_captured
 
 MOVES = 300  # any plan will do, if it is small enough
 

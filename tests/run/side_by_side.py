@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import capture
-from stowplan.run.straight import StraightStep
+from stowplan.run.step.straight import StraightStep
 
 Loss: TypeAlias = Callable[[object], Tensor]
 Training: TypeAlias = dict[str, Tensor]

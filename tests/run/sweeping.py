@@ -15,7 +15,7 @@ from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.segment import Segment, segment_of
-from stowplan.run.straight import StraightStep
+from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept
 

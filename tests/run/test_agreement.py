@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from little_models import Normed, Rewriting, images
 from stowplan.capture import capture
-from stowplan.plan import file as plan_file
+from stowplan.plan.files import plan_file
 from stowplan.plan.plan import Exactness, Plan, Verdict
-from stowplan.run.agreement import against_eager, compared
 from stowplan.run.fit import fit, plans_of
-from stowplan.run.measure import measure
-from stowplan.run.tiles.plan import plan_step
+from stowplan.run.measure.agreement import against_eager, compared
+from stowplan.run.measure.measure import measure
+from stowplan.run.planning.planner import plan_step
 from stowplan.run.tiles.ways import Subject
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]

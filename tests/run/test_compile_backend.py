@@ -17,8 +17,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from little_models import Normed, images
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
-from stowplan.run.compile import backend, plans_for
-from stowplan.run.measure import measure
+from stowplan.run.backend.compile import backend, plans_for
+from stowplan.run.measure.measure import measure
 
 pytestmark = [
     pytest.mark.torch,

@@ -17,13 +17,13 @@ from little_models import Normed, TwoHeads, images
 from stowplan.capture import Captured, capture
 from stowplan.errors import BudgetTooSmall, IllegalPlan
 from stowplan.plan.decision import Again, Compute, Step
-from stowplan.plan.make import Planner
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import Plan
-from stowplan.plan.verify import verify
+from stowplan.plan.planner import Planner
 from stowplan.run.fit import fit, plans_of
-from stowplan.run.measure import measure
-from stowplan.run.planning import plan_within, planner_for_captured, replayed_bytes
-from stowplan.run.straight import StraightStep
+from stowplan.run.measure.measure import measure
+from stowplan.run.planning.price import plan_within, planner_for_captured, replayed_bytes
+from stowplan.run.step.straight import StraightStep
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

@@ -21,7 +21,7 @@ from two_processes import Work, two_processes
 from little_models import images
 from stowplan.errors import BadUse
 from stowplan.run.fit import fit, plans_of
-from stowplan.run.measure import measure
+from stowplan.run.measure.measure import measure
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

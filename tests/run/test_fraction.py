@@ -9,9 +9,9 @@ from benchmarks.nets import NETS
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
-from stowplan.run.fraction import fraction_of
-from stowplan.run.signature import Signature, call_signature
-from stowplan.run.trial import tried
+from stowplan.run.cost.fraction import fraction_of
+from stowplan.run.cost.signature import Signature, call_signature
+from stowplan.run.cost.trial import tried
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 CPU = torch.device("cpu")

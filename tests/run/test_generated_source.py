@@ -18,11 +18,11 @@ from little_models import Normed, images
 from stowplan.capture import Call, Ref, capture
 from stowplan.plan.decision import Again
 from stowplan.run.fit import plans_of
-from stowplan.run.lines import call_lines
-from stowplan.run.literals import literal
 from stowplan.run.plain import plain_steps
-from stowplan.run.source import Source, source_of
-from stowplan.run.straight import StraightStep
+from stowplan.run.step.lines import call_lines
+from stowplan.run.step.literals import literal
+from stowplan.run.step.source import Source, source_of
+from stowplan.run.step.straight import StraightStep
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

@@ -19,8 +19,8 @@ from little_models import Tied, images
 from stowplan.capture import capture
 from stowplan.errors import BadUse, TensorChanged
 from stowplan.run.fit import fit, plans_of
-from stowplan.run.measure import measure
-from stowplan.run.straight import StraightStep
+from stowplan.run.measure.measure import measure
+from stowplan.run.step.straight import StraightStep
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stowplan.run.measure import measure
+from stowplan.run.measure.measure import measure
 
 pytestmark = pytest.mark.torch
 
@@ -80,7 +80,7 @@ def test_frees_are_matched_by_address_not_by_remembered_size() -> None:
 RSS_SCRIPT = """
 import gc, sys, torch
 from benchmarks.nets import NETS
-from stowplan.run.measure import measure
+from stowplan.run.measure.measure import measure
 
 torch.set_num_threads(1)
 model, args = NETS[sys.argv[1]].build("tiny", **eval(sys.argv[2]))

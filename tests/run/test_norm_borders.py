@@ -20,8 +20,8 @@ from stowplan.plan.tiles.collapse import SWEEP, collapse, extra_macs_of
 from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import segment_of
-from stowplan.run.planning import planner_for_captured
-from stowplan.run.straight import StraightStep
+from stowplan.run.planning.price import planner_for_captured
+from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept
 

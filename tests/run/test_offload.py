@@ -14,15 +14,15 @@ from torch import Tensor
 
 from stowplan.capture import capture
 from stowplan.plan.decision import Store
-from stowplan.plan.make import Planner
+from stowplan.plan.judge.verify import verify
+from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.tier import Tier
-from stowplan.plan.verify import verify
+from stowplan.run.cost.probe_cache import ProbeCache
 from stowplan.run.fit import fit, plans_of
-from stowplan.run.measure import measure
-from stowplan.run.planning import price_captured
-from stowplan.run.probe_cache import ProbeCache
-from stowplan.run.straight import StraightStep
+from stowplan.run.measure.measure import measure
+from stowplan.run.planning.price import price_captured
+from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiers.disk import DiskTier
 from stowplan.run.tiers.rates import rates_of
 

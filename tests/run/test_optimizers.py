@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from stowplan.capture import capture
 from stowplan.errors import BadUse
-from stowplan.run.measure import measure
+from stowplan.run.cost.probe import probe
+from stowplan.run.measure.measure import measure
 from stowplan.run.optimizers import OPTIMIZERS, optimizer_share, training_peak_bytes
-from stowplan.run.probe import probe
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from stowplan.capture import capture
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.plan import file as plan_file
 from stowplan.plan.decision import Tile
+from stowplan.plan.files import plan_file
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import Exactness
-from stowplan.plan.tiles.master import Prefer
-from stowplan.plan.verify import verify
+from stowplan.plan.select import Prefer
 from stowplan.run.fit import fit, plans_of
-from stowplan.run.measure import measure
-from stowplan.run.planning import planner_for_captured
-from stowplan.run.tiles.plan import plan_step
+from stowplan.run.measure.measure import measure
+from stowplan.run.planning.planner import plan_step
+from stowplan.run.planning.price import planner_for_captured
 from stowplan.run.tiles.ways import Subject
 
 pytestmark = pytest.mark.torch

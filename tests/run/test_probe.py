@@ -12,11 +12,11 @@ from little_models import Normed, Rewriting, Tied, images
 from stowplan.analyse.workspaces import estimated_workspaces
 from stowplan.capture import Captured, capture
 from stowplan.plan.pricing import Basis, price_by_profile
-from stowplan.run.machine import measure_machine
-from stowplan.run.measure import measure
-from stowplan.run.probe import CLOCK, Probed, probe
-from stowplan.run.probe_cache import ProbeCache
-from stowplan.run.signature import call_signature
+from stowplan.run.cost.machine import measure_machine
+from stowplan.run.cost.probe import CLOCK, Probed, probe
+from stowplan.run.cost.probe_cache import ProbeCache
+from stowplan.run.cost.signature import call_signature
+from stowplan.run.measure.measure import measure
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

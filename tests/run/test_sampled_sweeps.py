@@ -8,11 +8,11 @@ from benchmarks.nets import NETS
 from sweeping import stretch
 
 from stowplan.capture import capture
-from stowplan.run.signature import Signature
+from stowplan.run.cost.signature import Signature
+from stowplan.run.cost.trial import cost_of
 from stowplan.run.tiles.knee import signatures_of
 from stowplan.run.tiles.sampling import cost_of_call, sample_of
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.trial import cost_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 CPU = torch.device("cpu")

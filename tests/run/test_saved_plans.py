@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 import stowplan
 from stowplan.errors import IllegalPlan
-from stowplan.plan import file as plan_file
+from stowplan.plan.files import plan_file
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.run.auto_budget import MARGIN, automatic_budget
-from stowplan.run.machine import free_bytes
+from stowplan.run.cost.machine import free_bytes
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

@@ -13,17 +13,17 @@ from stowplan.capture import Captured, capture
 from stowplan.ir import Phase
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import site_of
+from stowplan.plan.candidate import PlainStep
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiling, stages_of
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.joins import divided_tilings
 from stowplan.plan.tiles.needs import Needs
 from stowplan.plan.tiles.skips import Skip, cheap_skips
-from stowplan.plan.tiles.untiled import Untiled
-from stowplan.plan.tiles.ways import PlainStep
-from stowplan.run.plan_cache import saved_step
-from stowplan.run.planning import price_captured
-from stowplan.run.straight import StraightStep
+from stowplan.plan.untiled import Untiled
+from stowplan.run.planning.plan_cache import saved_step
+from stowplan.run.planning.price import price_captured
+from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles import swept
 from stowplan.run.tiles.knee import Sweeping
 from stowplan.run.tiles.remade import with_skips_again

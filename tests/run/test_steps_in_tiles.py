@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from stowplan.capture import capture
 from stowplan.errors import NotTileable
-from stowplan.run.measure import measure
+from stowplan.run.measure.measure import measure
 from stowplan.run.tiles.swept import check_differentiable
 
 pytestmark = pytest.mark.torch

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from little_models import Normed, Rewriting, Tied, TwoHeads, images
 from stowplan.capture import capture
 from stowplan.errors import BadUse
-from stowplan.run.measure import measure
-from stowplan.run.straight import StraightStep
+from stowplan.run.measure.measure import measure
+from stowplan.run.step.straight import StraightStep
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

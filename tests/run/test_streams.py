@@ -10,16 +10,16 @@ from torch import Tensor
 
 from stowplan.capture import capture
 from stowplan.ir import validate
+from stowplan.plan.candidate import PlainStep
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.streaming import streamed_tilings
-from stowplan.plan.tiles.untiled import Untiled
-from stowplan.plan.tiles.ways import PlainStep
-from stowplan.run.measure import measure
-from stowplan.run.plan_cache import saved_step
-from stowplan.run.planning import price_captured
-from stowplan.run.straight import StraightStep
+from stowplan.plan.untiled import Untiled
+from stowplan.run.measure.measure import measure
+from stowplan.run.planning.plan_cache import saved_step
+from stowplan.run.planning.planner import PlannedStep
+from stowplan.run.planning.price import price_captured
+from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.knee import Sweeping
-from stowplan.run.tiles.plan import PlannedStep
 from stowplan.run.tiles.ways import Search, Subject, SweptWay
 
 pytestmark = pytest.mark.torch

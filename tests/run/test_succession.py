@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.ir import Graph
-from stowplan.plan.make import Planner
+from stowplan.plan.planner import Planner
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms
-from stowplan.run.measure import measure
-from stowplan.run.planning import plan_within, price_captured
-from stowplan.run.straight import StraightStep
-from stowplan.run.tiles.plan import PlannedStep
+from stowplan.run.measure.measure import measure
+from stowplan.run.planning.planner import PlannedStep
+from stowplan.run.planning.price import plan_within, price_captured
+from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept
 

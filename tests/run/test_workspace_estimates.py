@@ -7,7 +7,7 @@ from torch import nn
 from little_models import images
 from stowplan.analyse.workspaces import estimated_workspaces
 from stowplan.capture import capture
-from stowplan.run.probe import probe
+from stowplan.run.cost.probe import probe
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

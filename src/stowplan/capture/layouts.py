@@ -2,8 +2,8 @@
 
 A captured step takes views and writes into parts of tensors by their strides, so that wrong ones are wrong
 results. They were seen where operands do not lie by rows. The kernels of a few suspects are run once for it,
-on operands without contents; in forward, all are compared with eager (`run/agreement.py`). What is otherwise
-is noted here, and the step is captured once more.
+on operands without contents; in forward, all are compared with eager (`run/measure/agreement.py`). What is
+otherwise is noted here, and the step is captured once more.
 """
 
 from collections.abc import Iterable, Mapping

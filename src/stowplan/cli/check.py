@@ -38,7 +38,7 @@ def run(arguments: Namespace) -> int:
             progress=waiting.tried,
         )
     if arguments.output:
-        from stowplan.plan.record_file import write
+        from stowplan.plan.files.record_file import write
 
         write_output(arguments.output, write(record))
     if arguments.json:

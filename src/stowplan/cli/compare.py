@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from os.path import basename
 
 from stowplan.cli.patience import a_word_after_two_seconds
-from stowplan.plan.comparison import Side, comparison_of
+from stowplan.plan.explain.comparison import Side, comparison_of
 from stowplan.report.compare import comparison_json, show_comparison
 from stowplan.report.opening import opened
 from stowplan.report.page import subject_of

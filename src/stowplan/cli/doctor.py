@@ -61,7 +61,7 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> dict[str, object]:
-    from stowplan.run.diagnosis import devices_here, threads_here
+    from stowplan.run.measure.diagnosis import devices_here, threads_here
 
     return {
         found.device: {
@@ -79,7 +79,7 @@ def _devices() -> dict[str, object]:
 
 def _disk() -> dict[str, object] | str:
     """What moving to disk has to go by, or why it cannot be done."""
-    from stowplan.run.diagnosis import disk_here
+    from stowplan.run.measure.diagnosis import disk_here
 
     try:
         folder, tier = disk_here()

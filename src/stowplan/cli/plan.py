@@ -14,7 +14,7 @@ from stowplan.errors import BadUse
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
-    from stowplan.plan.tiles.ways import Offer
+    from stowplan.plan.candidate import Offer
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def run(arguments: Namespace) -> int:
         offers = planner.offers() if arguments.frontier else ()
     seconds = perf_counter() - started
     if plan is not None and arguments.output:
-        from stowplan.plan.file import write
+        from stowplan.plan.files.plan_file import write
 
         write_output(arguments.output, write(plan))
     show = _print_json if arguments.json else _print_for_people

@@ -8,10 +8,10 @@ from pathlib import Path
 from stowplan.cli.output import refuse_unwritable
 from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.errors import BadInput
+from stowplan.plan.explain.peers import Peer, read_peers
 from stowplan.plan.frontier import Frontier
-from stowplan.plan.make import Planner
-from stowplan.plan.peers import Peer, read_peers
 from stowplan.plan.plan import Plan
+from stowplan.plan.planner import Planner
 from stowplan.plan.record import Record
 from stowplan.report.opening import opened
 from stowplan.report.page import Subject, Thing, subject_of

@@ -7,7 +7,7 @@ from enum import StrEnum
 from stowplan.ir import Graph, Phase
 from stowplan.plan.decision import Decision, Step
 from stowplan.plan.pricing import Pricing
-from stowplan.plan.tiles.maps import TileMap
+from stowplan.plan.tile_map import TileMap
 
 
 class Exactness(StrEnum):

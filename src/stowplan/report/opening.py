@@ -5,8 +5,7 @@ from pathlib import Path
 
 from stowplan.errors import BadInput
 from stowplan.formats.door import read_document
-from stowplan.plan import file as plan_file
-from stowplan.plan import record_file
+from stowplan.plan.files import plan_file, record_file
 from stowplan.report.page.subject import Thing
 
 _HEAD = 256  # bytes by which plans and records are recognised

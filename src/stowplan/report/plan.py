@@ -8,12 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from stowplan.ir import Op
+from stowplan.plan.candidate import Offer
 from stowplan.plan.decision import Again, Compute, Decision, Keep, Offload, Recompute, Tile
-from stowplan.plan.explain import Explanation
+from stowplan.plan.explain.explain import Explanation
+from stowplan.plan.explain.timeline import packed_bytes_of
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import Basis
-from stowplan.plan.tiles.ways import Offer
-from stowplan.plan.timeline import packed_bytes_of
 from stowplan.report.curve import memory_curve_drawing
 from stowplan.report.terminal import bar, blocks_of, print_trimmed
 from stowplan.report.tiles import show_tile_map

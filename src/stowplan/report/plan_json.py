@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.explain import Explanation, TiledTensor
+from stowplan.plan.candidate import Offer
+from stowplan.plan.explain.explain import Explanation, TiledTensor
+from stowplan.plan.explain.timeline import packed_bytes_of
 from stowplan.plan.plan import Plan
-from stowplan.plan.tiles.maps import TileMap
-from stowplan.plan.tiles.ways import Offer
-from stowplan.plan.timeline import packed_bytes_of
+from stowplan.plan.tile_map import TileMap
 
 Json = dict[str, object]
 

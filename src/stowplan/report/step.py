@@ -10,7 +10,7 @@ from rich.text import Text
 from stowplan.report.inspect import show_inspection
 from stowplan.report.inspect_json import inspection_json
 from stowplan.report.terminal import bar, blocks_of, print_trimmed
-from stowplan.run.inspect_step import StepInspection
+from stowplan.run.measure.inspect_step import StepInspection
 from stowplan.run.optimizers import OptimizerShare
 from stowplan.units import format_bytes
 

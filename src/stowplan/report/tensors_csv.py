@@ -5,7 +5,7 @@ import io
 from collections.abc import Iterator
 
 from stowplan.analyse.timeline import Stay
-from stowplan.plan.reasons import decisions_of
+from stowplan.plan.explain.reasons import decisions_of
 from stowplan.report.page.subject import Subject
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how cells begin that spreadsheets compute

@@ -7,8 +7,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stowplan.plan.explain import TiledTensor
-from stowplan.plan.tiles.maps import TileMap
+from stowplan.plan.explain.explain import TiledTensor
+from stowplan.plan.tile_map import TileMap
 from stowplan.report.terminal import print_trimmed
 from stowplan.units import format_bytes, format_count
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from stowplan.run.machine import free_bytes
+from stowplan.run.cost.machine import free_bytes
 
 MARGIN = 0.1
 """The share of free memory that is left alone: for fragmentation, and for whoever else comes."""

@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from stowplan.capture import Program, capture
 from stowplan.capture.arguments import Spec, flatten, look_of
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
-from stowplan.plan.make import ON_REQUEST, TECHNIQUES, known_techniques
 from stowplan.plan.plan import Plan
-from stowplan.plan.tiles.master import Prefer, preference
-from stowplan.run.agreement import Relaid, compared
+from stowplan.plan.planner import ON_REQUEST, TECHNIQUES, known_techniques
+from stowplan.plan.select import Prefer, preference
 from stowplan.run.auto_budget import automatic_budget
 from stowplan.run.border.dependencies import Dependencies, Observation
 from stowplan.run.border.guard import Guard
-from stowplan.run.plan_cache import USER_PLANS, PlanCache, saved_step
-from stowplan.run.probe import Progress
-from stowplan.run.sharing import sharing_of
+from stowplan.run.cost.probe import Progress
+from stowplan.run.measure.agreement import Relaid, compared
+from stowplan.run.planning.plan_cache import USER_PLANS, PlanCache, saved_step
+from stowplan.run.planning.planner import PlannedStep, plan_step
 from stowplan.run.stand_in import seen_as, with_forward
-from stowplan.run.straight import StraightStep
-from stowplan.run.tiles.plan import PlannedStep, plan_step
+from stowplan.run.step.sharing import sharing_of
+from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.ways import Search, Subject
 from stowplan.run.wrappers import refuse_shards, refuse_wrapped
 from stowplan.units import parse_bytes

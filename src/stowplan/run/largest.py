@@ -12,10 +12,10 @@ from inspect import Parameter, signature
 from typing import TypeAlias
 
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.plan.make import TECHNIQUES
-from stowplan.run.probe import Progress
+from stowplan.plan.planner import TECHNIQUES
+from stowplan.run.cost.probe import Progress
+from stowplan.run.planning.planner import step_planner
 from stowplan.run.target import function_named, load_target, subject_of
-from stowplan.run.tiles.plan import step_planner
 
 Techniques: TypeAlias = tuple[str, ...]
 

@@ -21,7 +21,7 @@ from stowplan.capture import Captured
 from stowplan.capture.stand_ins import StandIns
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Kind
-from stowplan.run.storage_watch import StorageWatch
+from stowplan.run.measure.storage_watch import StorageWatch
 
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     name.lower(): kind

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stowplan.run.measure import measure
+from stowplan.run.measure.measure import measure
 from stowplan.run.shards import draws
 
 pytestmark = pytest.mark.torch

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stowplan.errors import BudgetTooSmall
 from stowplan.run.fit import fit, plans_of
-from stowplan.run.measure import measure
+from stowplan.run.measure.measure import measure
 from stowplan.run.tiles.ways import SweptWay
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread", "fresh_cache")]

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.plan.decision import Again, Compute, Step
+from stowplan.plan.judge.simulate import Simulation
 from stowplan.plan.offload.stretches import Stretch
 from stowplan.plan.offload.weave import Move
-from stowplan.plan.simulate import Simulation
 from stowplan.plan.tier import Tier
 
 _STORE, _GONE, _LOAD, _NEEDED = range(4)  # in this order where several happen between two steps

@@ -13,6 +13,7 @@ from stowplan.errors import BadUse
 from stowplan.ir import Graph
 from stowplan.plan.decision import Decision, Offload, Step, Store
 from stowplan.plan.frontier import Frontier, Point
+from stowplan.plan.judge.simulate import bytes_beside, simulate
 from stowplan.plan.offload.course import Course
 from stowplan.plan.offload.descent import descend
 from stowplan.plan.offload.stretches import stretches_of
@@ -20,7 +21,6 @@ from stowplan.plan.offload.weave import Move, weave
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import Problem
 from stowplan.plan.schedule import steps_of
-from stowplan.plan.simulate import bytes_beside, simulate
 from stowplan.plan.tier import Tier
 
 _STARTS = 8  # points of the frontier that are descended from

@@ -6,11 +6,11 @@ from math import prod
 from stowplan.errors import NotTileable
 from stowplan.ir import Document, Graph, TileSchedule, TileStep
 from stowplan.ops.table import shape_of
+from stowplan.plan.tile_map import TileMap
 from stowplan.plan.tiles.candidates import Tiled
 from stowplan.plan.tiles.collapse import extra_macs_of, name_of_sweep
 from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.mapping import tile_map_of
-from stowplan.plan.tiles.maps import TileMap
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import Segment, segment_of
 

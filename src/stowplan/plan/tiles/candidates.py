@@ -18,7 +18,7 @@ from stowplan.plan.tiles.costs import SweepCosts, costs_of_sweep
 from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import Segment, segment_of
-from stowplan.plan.tiles.untiled import WHOLE_STEP, Untiled, stretch_of
+from stowplan.plan.untiled import WHOLE_STEP, Untiled, stretch_of
 
 _SMALL = (4, 16)  # a tile that takes this much less than its stage is small enough
 _EVEN = ((1.0, 8 << 20), (0.4, 4 << 20))  # of the largest tile that is small enough, where all are about as

@@ -5,15 +5,15 @@ from functools import partial
 
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph
+from stowplan.plan.candidate import GraphWay, PlainStep, Sweeps, Way, search_moves
 from stowplan.plan.decision import Decision
 from stowplan.plan.pricing import Pricing
+from stowplan.plan.tile_map import TileMap, tiled_inside
 from stowplan.plan.tiles.candidates import Tiling, stage_tilings, whole_tilings
 from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep
 from stowplan.plan.tiles.mapping import tile_map_of
-from stowplan.plan.tiles.maps import TileMap, tiled_inside
 from stowplan.plan.tiles.segment import segment_of
-from stowplan.plan.tiles.untiled import WHOLE_STEP, Untiled, stretch_named
-from stowplan.plan.tiles.ways import GraphWay, PlainStep, Sweeps, Way, search_moves
+from stowplan.plan.untiled import WHOLE_STEP, Untiled, stretch_named
 
 
 def stage_ways(

@@ -20,7 +20,7 @@ from stowplan.plan.tiles.barriers import is_barrier
 from stowplan.plan.tiles.candidates import Tiled, Tiling, grids_tried, stages_of
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.needs import Needs
-from stowplan.plan.tiles.untiled import Untiled
+from stowplan.plan.untiled import Untiled
 
 _JOINED = 3  # stages between valleys in one segment at most
 _FINEST = 64  # tiles

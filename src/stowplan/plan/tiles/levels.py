@@ -9,9 +9,9 @@ from stowplan.geometry import Point, Rect
 from stowplan.ir import Kind
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import shape_of, site_of
+from stowplan.plan.tile_map import TileMap
 from stowplan.plan.tiles import rects
 from stowplan.plan.tiles.cutout import segment_in
-from stowplan.plan.tiles.maps import TileMap
 from stowplan.plan.tiles.segment import Segment
 
 

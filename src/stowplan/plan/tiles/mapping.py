@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import shape_of, site_of
+from stowplan.plan.tile_map import Shape, TileLevel, TileMap
 from stowplan.plan.tiles.costs import SweepCosts
 from stowplan.plan.tiles.cutout import segment_text
-from stowplan.plan.tiles.maps import Shape, TileLevel, TileMap
 from stowplan.plan.tiles.rounds import Round, rounds_of
 from stowplan.plan.tiles.segment import Segment
 from stowplan.plan.tiles.streams import Stream

@@ -3,14 +3,14 @@
 from collections.abc import Iterable, Iterator
 
 from stowplan.ir import Graph, Phase
-from stowplan.plan.make import TECHNIQUES, known_techniques, plain_peak_of, refuse_without_ops
+from stowplan.plan.candidate import GraphWay, PlainStep, Way
+from stowplan.plan.planner import TECHNIQUES, known_techniques, plain_peak_of, refuse_without_ops
 from stowplan.plan.pricing import Pricing
+from stowplan.plan.select import MasterPlanner, Prefer
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.collapsed_ways import stage_ways, whole_ways
-from stowplan.plan.tiles.master import MasterPlanner, Prefer
 from stowplan.plan.tiles.sample_way import sample_ways
-from stowplan.plan.tiles.untiled import Untiled
-from stowplan.plan.tiles.ways import GraphWay, PlainStep, Way
+from stowplan.plan.untiled import Untiled
 
 
 def planner_of(

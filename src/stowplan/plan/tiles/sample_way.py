@@ -11,23 +11,23 @@ from functools import cached_property, partial
 from stowplan.errors import BudgetTooSmall, NotTileable
 from stowplan.ir import Graph, Phase
 from stowplan.ops.table import shape_of
+from stowplan.plan.candidate import GraphWay, Offer, PlainStep, Sweeps, Way, problem_in_order, search_moves
 from stowplan.plan.decision import Recompute, Tile
 from stowplan.plan.frontier import floor_of
-from stowplan.plan.make import ON_REQUEST, plain_peak_of
 from stowplan.plan.plan import Exactness, Plan
+from stowplan.plan.planner import ON_REQUEST, plain_peak_of
 from stowplan.plan.pricing import Pricing
+from stowplan.plan.select import MasterPlanner, Prefer
+from stowplan.plan.tile_map import TileMap, tiled_inside
 from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep
 from stowplan.plan.tiles.collapsed_ways import stage_ways
 from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.mapping import tile_map_of
-from stowplan.plan.tiles.maps import TileMap, tiled_inside
-from stowplan.plan.tiles.master import MasterPlanner, Prefer
 from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.samples import sample_step
 from stowplan.plan.tiles.segment import Segment, segment_of
-from stowplan.plan.tiles.untiled import WHOLE_STEP, Untiled
-from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way, problem_in_order, search_moves
+from stowplan.plan.untiled import WHOLE_STEP, Untiled
 from stowplan.units import format_bytes
 
 _MUCH = 2**50  # bytes: so much that it decides where the peak is

@@ -20,7 +20,7 @@ from stowplan.plan.tiles.products import is_product
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.streams import Stream, Swept, stream_from
 from stowplan.plan.tiles.succession import successors
-from stowplan.plan.tiles.untiled import Untiled
+from stowplan.plan.untiled import Untiled
 
 _LIMITS = (1.6, 1.35, 1.15, 1.05, 1.0)  # of the least that sweeps can do with
 _NEAR = 10  # sweeps, about a stage

@@ -8,8 +8,8 @@ from stowplan.analyse.storages import is_resident, storages_of
 from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor
 from stowplan.plan.decision import Decision
+from stowplan.plan.explain.reasons import decisions_of, reasons_of
 from stowplan.plan.plan import Plan
-from stowplan.plan.reasons import decisions_of, reasons_of
 from stowplan.report.page.lanes import lanes_of
 from stowplan.report.page.subject import Subject
 

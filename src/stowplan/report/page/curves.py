@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.analyse.alignment import curve_onto, timed_onto
+from stowplan.plan.explain.timeline import plain_curve_of
 from stowplan.plan.record import Record
-from stowplan.plan.timeline import plain_curve_of
 from stowplan.report.page.columns import WORDS, Columns
 from stowplan.report.page.subject import Subject
 

@@ -7,13 +7,13 @@ from typing import TypeAlias
 from stowplan.analyse.timeline import Timeline, timeline_of
 from stowplan.errors import BadUse
 from stowplan.ir import Document, Graph
+from stowplan.plan.explain.peers import Peer
+from stowplan.plan.explain.timeline import timeline_of_plan
+from stowplan.plan.explain.transfers import Clock, clock_of
 from stowplan.plan.frontier import Frontier
-from stowplan.plan.peers import Peer
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import price_by_profile
 from stowplan.plan.record import Record
-from stowplan.plan.timeline import timeline_of_plan
-from stowplan.plan.transfers import Clock, clock_of
 
 Thing: TypeAlias = Document | Graph | Plan | Record
 

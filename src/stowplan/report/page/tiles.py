@@ -7,8 +7,8 @@ from stowplan.analyse.tile_levels import Level, Read, backward_levels, forward_l
 from stowplan.geometry import Point, Rect
 from stowplan.ir import Document, TileSchedule
 from stowplan.plan.plan import Plan
+from stowplan.plan.tile_map import TileMap
 from stowplan.plan.tiles.levels import levels_of
-from stowplan.plan.tiles.maps import TileMap
 from stowplan.report.page.columns import Columns
 from stowplan.report.page.subject import Subject
 from stowplan.units import format_bytes, format_count

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.ir import Kind
-from stowplan.plan.timeline import plain_curve_of
+from stowplan.plan.explain.timeline import plain_curve_of
 from stowplan.report.page.subject import Subject
 from stowplan.report.picture.letters import width_of
 from stowplan.report.picture.shapes import SIZE, Area, Drawing, Line, Points, Shape, Text

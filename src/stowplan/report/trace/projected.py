@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from stowplan.analyse.timeline import Doing, Timeline
+from stowplan.plan.explain.transfers import Span
 from stowplan.plan.pricing import Basis
-from stowplan.plan.transfers import Span
 from stowplan.report.page.subject import Subject
 from stowplan.report.trace.events import (
     MICROSECONDS,

@@ -35,7 +35,7 @@ from stowplan.errors import CaptureError
 from stowplan.run.border.frozen import Frozen, Picture, Same, first_change, restore, state_of
 from stowplan.run.border.reach import Reach
 from stowplan.run.border.reads import MODULE_STATE, Reads
-from stowplan.run.sharing import sharing_of
+from stowplan.run.step.sharing import sharing_of
 
 HELD_ARGUMENTS = "arguments that lie in the memory of parameters or buffers"
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

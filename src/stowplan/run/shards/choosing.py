@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.shards.options import Option
+from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.shards.step import ShardedStep
-from stowplan.run.tiles.plan import PlannedStep
 from stowplan.units import format_bytes, format_seconds
 
 _MOST = 4  # options that are planned although others fit

@@ -16,13 +16,13 @@ from stowplan.errors import BadUse
 from stowplan.plan.plan import Plan
 from stowplan.run.border.dependencies import Dependencies, Observation
 from stowplan.run.border.guard import Guard
+from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.shards.choosing import Tried
 from stowplan.run.shards.hand_out import HandingOut, Wish
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep
 from stowplan.run.stand_in import seen_as, with_forward
-from stowplan.run.straight import StraightStep
-from stowplan.run.tiles.plan import PlannedStep
+from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import refuse_shards
 
 Model = TypeVar("Model", bound=nn.Module)

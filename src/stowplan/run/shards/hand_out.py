@@ -8,19 +8,19 @@ from torch import nn
 
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.pricing import Machine
+from stowplan.plan.select import Prefer
 from stowplan.plan.shards.mesh import Axis, Mesh
 from stowplan.plan.shards.options import Option, Surroundings, meshes_for, options_of
 from stowplan.plan.shards.projection import Network
 from stowplan.plan.shards.spread import Chosen
-from stowplan.plan.tiles.master import Prefer
-from stowplan.run.machine import device_of, measure_machine
+from stowplan.run.cost.machine import device_of, measure_machine
+from stowplan.run.planning.planner import PlannedStep, plan_step
 from stowplan.run.shards.agreement import agreed
 from stowplan.run.shards.choosing import Attempt, Tried, fastest_that_fits
 from stowplan.run.shards.marks import marked_subject
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep, ends_of, seeds_of, step_to_shard
 from stowplan.run.shards.workers import Workers
-from stowplan.run.tiles.plan import PlannedStep, plan_step
 from stowplan.run.tiles.ways import Search
 
 LAYOUTS = ("follow", "choose")

@@ -19,8 +19,6 @@ from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
 from stowplan.plan.shards.seeds import seeds_for
 from stowplan.plan.shards.spread import Chosen
-from stowplan.run.binding import Binding
-from stowplan.run.last_uses import let_go_after
 from stowplan.run.shards.actions import Bring, Values
 from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.functions import Trained
@@ -28,6 +26,8 @@ from stowplan.run.shards.local import LocalStep
 from stowplan.run.shards.operator import Collective, fence, first_token
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.workers import Workers
+from stowplan.run.step.binding import Binding
+from stowplan.run.step.last_uses import let_go_after
 from stowplan.run.tiles.part import index_of
 from stowplan.run.tiles.swept import check_differentiable
 

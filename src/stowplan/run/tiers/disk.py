@@ -11,7 +11,7 @@ from torch import Tensor, UntypedStorage
 
 from stowplan.errors import BadUse
 from stowplan.plan.tier import Tier
-from stowplan.run import probe_cache
+from stowplan.run.cost import probe_cache
 from stowplan.run.tiers.calls import SystemCalls
 from stowplan.run.tiers.copying import Staging, read_back, write_out
 from stowplan.run.tiers.live import Look, bytes_of

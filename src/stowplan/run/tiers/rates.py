@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from stowplan.plan.tier import Tier
-from stowplan.run.machine import USER_CACHE, platform_of
-from stowplan.run.probe_cache import ProbeCache
+from stowplan.run.cost.machine import USER_CACHE, platform_of
+from stowplan.run.cost.probe_cache import ProbeCache
 
 if TYPE_CHECKING:
     from stowplan.run.tiers.disk import DiskTier

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stowplan.ir import DType, Graph
 from stowplan.ops.statistics import BATCH_NORMS
-from stowplan.run.last_uses import let_go_after
+from stowplan.run.step.last_uses import let_go_after
 from stowplan.run.tiles.part import LocalCall
 
 aten = torch.ops.aten

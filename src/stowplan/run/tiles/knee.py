@@ -16,9 +16,9 @@ from stowplan.ir import DType, Graph, Kind, Phase, Tensor
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.candidates import Tiled
 from stowplan.plan.tiles.streams import Stream
-from stowplan.run.machine import device_of
-from stowplan.run.probe import Progress, costs_of_calls
-from stowplan.run.signature import Signature, call_signature
+from stowplan.run.cost.machine import device_of
+from stowplan.run.cost.probe import Progress, costs_of_calls
+from stowplan.run.cost.signature import Signature, call_signature
 from stowplan.run.tiles.sweep import Sweep
 
 _OPS = torch.ops.stowplan

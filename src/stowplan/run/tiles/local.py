@@ -11,7 +11,7 @@ from stowplan.geometry import Rect
 from stowplan.plan.tiles.idle import idle_ops
 from stowplan.plan.tiles.rects import Level, Tile
 from stowplan.plan.tiles.segment import Segment
-from stowplan.run.last_uses import let_go_after
+from stowplan.run.step.last_uses import let_go_after
 from stowplan.run.tiles.folding import folded, read_by
 from stowplan.run.tiles.forms import run_local
 from stowplan.run.tiles.gathering import Gathering

@@ -7,12 +7,12 @@ from stowplan.capture import Captured
 from stowplan.errors import IllegalPlan, NotTileable
 from stowplan.ir import Graph, Phase
 from stowplan.ir.text import parse_graph
+from stowplan.plan.files.sameness import first_difference
 from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Plan
-from stowplan.plan.sameness import first_difference
+from stowplan.plan.tile_map import TileMap
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.cutout import segment_text
-from stowplan.plan.tiles.maps import TileMap
 from stowplan.plan.tiles.segment import Segment, segment_of
 from stowplan.plan.tiles.streams import Stream, Swept, stream_from
 from stowplan.run.tiles.remade import with_skips_again

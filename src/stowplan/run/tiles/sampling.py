@@ -16,11 +16,11 @@ from stowplan.ops.table import elements_of, shape_of, site_of
 from stowplan.plan.tiles.rects import Level, Tile
 from stowplan.plan.tiles.rounds import Round, source_of
 from stowplan.plan.tiles.segment import Segment
-from stowplan.run.machine import free_bytes
-from stowplan.run.probe_cache import Cost
-from stowplan.run.signature import Signature
+from stowplan.run.cost.machine import free_bytes
+from stowplan.run.cost.probe_cache import Cost
+from stowplan.run.cost.signature import Signature
+from stowplan.run.cost.trial import cost_of, tried
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.trial import cost_of, tried
 
 SWEEPS = {
     "stowplan.gather.default": slice(0, -1),

@@ -25,8 +25,8 @@ from stowplan.ir import Tensor as Described
 from stowplan.ops.regions import regions_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.tiles.skips import Skip
-from stowplan.run.binding import Binding
 from stowplan.run.stand_in import with_forward
+from stowplan.run.step.binding import Binding
 from stowplan.run.tiles.operator import call_sweep
 from stowplan.run.tiles.running import running_statistics
 from stowplan.run.tiles.sweep import Sweep

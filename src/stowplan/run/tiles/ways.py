@@ -13,22 +13,22 @@ from torch._ops import OpOverload
 from stowplan.capture import Captured
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor
+from stowplan.plan.candidate import GraphWay, Offer, PlainStep, Sweeps, Way, search_moves
 from stowplan.plan.decision import Decision
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Basis, Pricing
+from stowplan.plan.tile_map import TileMap, tiled_inside
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiled, Tiling, stage_tilings, whole_tilings
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.costs import SweepCosts
 from stowplan.plan.tiles.joins import divided_tilings
 from stowplan.plan.tiles.mapping import tile_map_of
-from stowplan.plan.tiles.maps import TileMap, tiled_inside
 from stowplan.plan.tiles.streaming import Streams, streamed_tilings
 from stowplan.plan.tiles.streams import Stream
-from stowplan.plan.tiles.untiled import WHOLE_STEP, Untiled, stretch_named
-from stowplan.plan.tiles.ways import GraphWay, Offer, PlainStep, Sweeps, Way, search_moves
-from stowplan.run.planning import plan_within, price_captured
-from stowplan.run.probe import Progress
+from stowplan.plan.untiled import WHOLE_STEP, Untiled, stretch_named
+from stowplan.run.cost.probe import Progress
+from stowplan.run.planning.price import plan_within, price_captured
 from stowplan.run.tiles.knee import Sweeping
 from stowplan.run.tiles.remade import with_skips_again
 from stowplan.run.tiles.streamed import Streamed, streamed_sweeps, with_streams

@@ -1,0 +1,78 @@
+"""Transfers as ops and on a clock, for whoever looks at a plan: when each begins and ends, and who waits."""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from stowplan.ir import Graph, Op, Phase, Use
+from stowplan.plan.decision import Again, Compute, Free, Load, Store
+from stowplan.plan.judge.engines import Stall
+from stowplan.plan.judge.simulate import simulate
+from stowplan.plan.plan import Plan
+
+STORE, LOAD = "stowplan.store", "stowplan.load"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Seconds from the beginning of the step."""
+
+    start_seconds: float
+    end_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """From start to end."""
+        return self.end_seconds - self.start_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """When each run of a plan's timeline begins and ends, and what the ops wait for in between."""
+
+    spans: tuple[Span, ...]
+    stalls: tuple[Stall, ...]
+
+
+def transfer_id(step: Store | Load) -> str:
+    """The op that stands for a transfer; it runs as often as its tensor is moved that way."""
+    return f"{'store' if isinstance(step, Store) else 'load'} {step.tensors[0]}"
+
+
+def with_transfers(plan: Plan) -> Graph:
+    """The graph of a plan with an op for each storage that is moved, each way."""
+    moves = {transfer_id(step): step for step in plan.steps if isinstance(step, Store | Load)}
+    ops = (_op(name, step) for name, step in moves.items())
+    return replace(plan.graph, ops=(*plan.graph.ops, *ops)) if moves else plan.graph
+
+
+def _op(name: str, step: Store | Load) -> Op:
+    uses = tuple(map(Use, step.tensors))
+    if isinstance(step, Store):
+        return Op(name, STORE, Phase.TRANSFER, uses, ())
+    return Op(name, LOAD, Phase.TRANSFER, (), uses)
+
+
+def clock_of(plan: Plan) -> Clock:
+    """The clock of a plan by its prices."""
+    pricing = plan.pricing
+    played = simulate(plan.graph, plan.steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
+    moved = {move.step: Span(move.start_seconds, move.end_seconds) for move in played.transfers}
+    waits: defaultdict[int, float] = defaultdict(float)
+    for stall in played.stalls:
+        waits[stall.step] += stall.seconds
+    spans: list[Span] = []
+    now = 0.0
+    for number, step in enumerate(plan.steps):
+        now += waits[number]
+        match step:
+            case Compute(op) | Again(op):
+                spans.append(Span(now, now + pricing.seconds[op]))
+                now = spans[-1].end_seconds
+            case Store() | Load():
+                spans.append(moved[number])
+            case Free():
+                pass
+            case _:
+                assert_never(step)
+    return Clock(tuple(spans), played.stalls)

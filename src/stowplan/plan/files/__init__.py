@@ -1,0 +1,1 @@
+"""The file forms of plans and records, and the rules that a file is held to."""

@@ -1,0 +1,1 @@
+"""Judges of plans: they share no code with the search."""

@@ -1,0 +1,241 @@
+"""The only judge of peaks: the exact memory curve and seconds of a list of steps, whoever made it.
+
+Works on tensors and storages as PyTorch does: a storage exists while any tensor in it is bound. It shares no
+code with the search, so that each can show the other wrong.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stowplan.analyse.storages import is_resident
+from stowplan.errors import IllegalPlan
+from stowplan.ir import Graph, Kind, Op, Role
+from stowplan.ops.aliasing import aliasing_of
+from stowplan.ops.table import site_of
+from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
+from stowplan.plan.judge.engines import Engines, Stall, Transfer
+from stowplan.plan.problem import updated_buffers
+from stowplan.plan.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """Bytes alive while each step runs (a Free shows what is left after it), and the seconds of all.
+
+    `extra_seconds` are spent on runs that are not an op's first; what is waited for is in `stalls`.
+    """
+
+    curve_bytes: tuple[int, ...]
+    seconds: float
+    extra_seconds: float
+    transfers: tuple[Transfer, ...] = ()
+    stalls: tuple[Stall, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.curve_bytes, default=0)
+
+    @property
+    def stall_seconds(self) -> float:
+        """What ops and frees wait for transfers in all."""
+        return sum((stall.seconds for stall in self.stalls), 0.0)
+
+
+def simulate(
+    graph: Graph,
+    steps: Sequence[Step],
+    seconds: Mapping[str, float],
+    workspace_bytes: Mapping[str, int] | None = None,
+    tier: Tier | None = None,
+) -> Simulation:
+    """Walk the steps, binding and freeing; raises IllegalPlan at a step that cannot run."""
+    memory, engines = _Memory(graph), Engines(tier)
+    workspace, beside = workspace_bytes or {}, transfer_bytes(graph, steps, tier)
+    ops = {op.id: op for op in graph.ops}
+    curve: list[int] = []
+    first = again = 0.0
+    for number, step in enumerate(steps):
+        level = memory.take(number, step, ops) + beside
+        match step:
+            case Compute(op) | Again(op):
+                engines.run(number, seconds[op], _touched(ops[op]))
+                if isinstance(step, Again):
+                    again += seconds[op]
+                else:
+                    first += seconds[op]
+                level += workspace.get(op, 0)
+            case Free(tensors):
+                engines.wait(number, tensors)
+            case Store(tensors):
+                engines.store(number, tensors, memory.size_of(tensors[0]))
+            case Load(tensors):
+                engines.load(number, tensors, memory.size_of(tensors[0]))
+        curve.append(level)
+    engines.finish(len(steps))
+    total = first + again + engines.stall_seconds
+    return Simulation(tuple(curve), total, again, tuple(engines.transfers), tuple(engines.stalls))
+
+
+def transfer_bytes(graph: Graph, steps: Sequence[Step], tier: Tier | None) -> int:
+    """What the steps take all along besides their tensors, if they move any."""
+    moves = any(isinstance(step, Store) for step in steps)
+    return bytes_beside(graph, tier) if tier and moves else 0
+
+
+def bytes_beside(graph: Graph, tier: Tier) -> int:
+    """What moving costs in memory: the engines' staging, and copies of the buffers that the step changes, to
+    put back if a transfer fails."""
+    return tier.staging_bytes + sum(graph.tensors[name].nbytes or 0 for name in updated_buffers(graph))
+
+
+def _touched(op: Op) -> tuple[str, ...]:
+    """Whatever must be there when the op runs."""
+    return (*op.reads(), *(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE))
+
+
+def alive_at(graph: Graph, steps: Sequence[Step], number: int) -> tuple[str, ...]:
+    """The tensors that own a storage while step `number` runs, largest first; without constants."""
+    memory = _Memory(graph)
+    ops = {op.id: op for op in graph.ops}
+    for position, step in enumerate(steps[: number + 1]):
+        memory.take(position, step, ops)
+    return memory.owners()
+
+
+class _Memory:
+    """Which tensors are bound to which storages, and how many bytes that makes."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._storage_of: dict[str, int] = {}
+        self._bound: dict[int, int] = {}  # storage -> how many tensors are in it
+        self._size: dict[int, int] = {}
+        self.level = 0
+        made = {name for op in graph.ops for name in op.writes()}
+        for name in graph.tensors:
+            if name not in made:
+                self._bind_root(name)
+
+    def _bind_root(self, name: str) -> None:
+        base = self._graph.tensors[name].alias_of
+        if base is not None:
+            if base not in self._storage_of:
+                self._bind_root(base)
+            self._join(name, self._storage_of[base])
+        elif name not in self._storage_of:
+            tensor = self._graph.tensors[name]
+            self._allocate(name, 0 if tensor.kind is Kind.CONSTANT else tensor.nbytes or 0)
+
+    def _allocate(self, name: str, nbytes: int) -> None:
+        storage = len(self._size)
+        self._size[storage] = nbytes
+        self._bound[storage] = 0
+        self.level += self._size[storage]
+        self._join(name, storage)
+
+    def _join(self, name: str, storage: int) -> None:
+        self._let_go(name)
+        self._storage_of[name] = storage
+        self._bound[storage] += 1
+
+    def _let_go(self, name: str) -> None:
+        storage = self._storage_of.pop(name, None)
+        if storage is not None:
+            self._bound[storage] -= 1
+            if self._bound[storage] == 0:
+                self.level -= self._size[storage]
+
+    def take(self, number: int, step: Step, ops: Mapping[str, Op]) -> int:
+        """Carry out one step; returns the bytes alive meanwhile."""
+        match step:
+            case Compute(op, overwrites):
+                wanted = tuple(use.tensor for use in ops[op].outputs)
+                return self.run(number, ops[op], wanted, dict(overwrites))
+            case Again(op, outputs, overwrites):
+                return self.run(number, ops[op], outputs, dict(overwrites))
+            case Free(tensors):
+                self.free(number, tensors)
+                return self.level
+            case Store(tensors):
+                self.store(number, tensors)
+                return self.level
+            case Load(tensors):
+                self.load(number, tensors)
+                return self.level
+
+    def owners(self) -> tuple[str, ...]:
+        """One tensor for each storage, the largest storage first."""
+        by_storage = {storage: name for name, storage in reversed(self._storage_of.items())}
+        names = (by_storage[storage] for storage in sorted(by_storage, key=lambda s: (-self._size[s], s)))
+        return tuple(name for name in names if self._graph.tensors[name].kind is not Kind.CONSTANT)
+
+    def run(self, number: int, op: Op, wanted: Sequence[str], overwrites: Mapping[str, str]) -> int:
+        """Run `op`: bind the wanted outputs; returns the bytes alive meanwhile."""
+        for name in op.reads():
+            if name not in self._storage_of:
+                raise IllegalPlan(f"step {number}: {op.id} reads {name!r}, which is not in memory then")
+        aside = 0
+        for use in op.outputs:
+            size = self._graph.tensors[use.tensor].nbytes or 0
+            if use.role is Role.ACCUMULATE:
+                aside += 0 if aliasing_of(site_of(self._graph, op)).adds_in_place else size
+            elif self._graph.tensors[use.tensor].alias_of is not None:
+                if use.tensor in wanted:
+                    self._join(use.tensor, self._storage_viewed(number, op, use.tensor))
+            elif use.tensor in overwrites:
+                self._join(use.tensor, self._storage_of[overwrites[use.tensor]])
+            elif use.tensor in wanted:
+                aside += self._alone_in_storage(use.tensor)  # goes when the op is done, not before
+                self._allocate(use.tensor, size)
+            else:
+                aside += size
+        return self.level + aside
+
+    def _alone_in_storage(self, name: str) -> int:
+        """The bytes that letting go of a name would free."""
+        storage = self._storage_of.get(name)
+        return self._size[storage] if storage is not None and self._bound[storage] == 1 else 0
+
+    def _storage_viewed(self, number: int, op: Op, view: str) -> int:
+        """The storage that `view` looks at: that of an operand in it, or of its owner."""
+        root = self._root(view)
+        viewed = next((name for name in op.reads() if self._root(name) == root), root)
+        if viewed not in self._storage_of:
+            what = f"makes {view!r}, a view of {viewed!r}, which is not in memory then"
+            raise IllegalPlan(f"step {number}: {op.id} {what}")
+        return self._storage_of[viewed]
+
+    def _root(self, name: str) -> str:
+        while (base := self._graph.tensors[name].alias_of) is not None:
+            name = base
+        return name
+
+    def free(self, number: int, tensors: Sequence[str]) -> None:
+        """Let go of `tensors`."""
+        for name in tensors:
+            if name not in self._storage_of or is_resident(self._graph.tensors[name]):
+                raise IllegalPlan(f"step {number}: frees {name!r}, which is not there to be freed")
+            self._let_go(name)
+
+    def size_of(self, name: str) -> int:
+        """Bytes of the storage that a bound tensor is in."""
+        return self._size[self._storage_of[name]]
+
+    def store(self, number: int, tensors: Sequence[str]) -> None:
+        """Look that the names share one storage that may leave; nothing is freed yet."""
+        storages = {self._storage_of.get(name) for name in tensors}
+        if len(storages) != 1 or None in storages or any(map(self._stays, tensors)):
+            raise IllegalPlan(f"step {number} stores {', '.join(tensors)}, not one storage that may leave")
+
+    def _stays(self, name: str) -> bool:
+        return is_resident(self._graph.tensors[name])
+
+    def load(self, number: int, tensors: Sequence[str]) -> None:
+        """Bind the names to a storage of their own, which is new."""
+        if bound := [name for name in tensors if name in self._storage_of]:
+            raise IllegalPlan(f"step {number} loads {bound[0]!r}, which is in memory")
+        if not tensors:
+            raise IllegalPlan(f"step {number} loads nothing")
+        self._allocate(tensors[0], self._graph.tensors[self._root(tensors[0])].nbytes or 0)
+        for name in tensors[1:]:
+            self._join(name, self._storage_of[tensors[0]])

@@ -1,0 +1,169 @@
+"""Making plans: search the frontier of a graph once, then answer budgets from it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stowplan.analyse.costs import costs_of
+from stowplan.analyse.facts import memory_curve
+from stowplan.analyse.liveness import liveness_of
+from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.ir import Graph
+from stowplan.plan.bound import bound_of
+from stowplan.plan.decision import Again, Decision, Keep, Recompute, Step
+from stowplan.plan.frontier import Frontier, Point, frontier_of
+from stowplan.plan.judge.simulate import alive_at, simulate
+from stowplan.plan.ledger import State, gaps_of
+from stowplan.plan.offload.frontier import offloaded, steps_at, with_offload
+from stowplan.plan.order import slices_last
+from stowplan.plan.plan import Plan
+from stowplan.plan.pricing import Pricing
+from stowplan.plan.problem import Problem, problem_of
+from stowplan.units import format_bytes
+
+TECHNIQUES = ("recompute", "tile")  # what may cost time; what is free is always on
+ON_REQUEST = ("offload", "offload-gradients")  # what also takes something outside: room in a tier
+_ADVICE = "`stowplan plan TARGET --frontier` shows what every budget costs"
+_NO_BACKWARD = "the graph has no backward half, so there is nothing to recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """A graph with its prices and its searched frontier: `plan` answers one budget."""
+
+    problem: Problem
+    pricing: Pricing
+    frontier: Frontier
+    plain_peak_bytes: int
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        pricing: Pricing,
+        *,
+        allow: Iterable[str] = TECHNIQUES,
+        plain_peak_bytes: int | None = None,
+        moves: int | None = None,
+    ) -> "Planner":
+        """Search the frontier of `graph` as it is; takes seconds. Tiles are for `tiles.master`.
+
+        `allow` names the techniques that may cost time. `plain_peak_bytes` is what the step takes without a
+        plan, where that is known better than from the graph.
+        """
+        allowed = known_techniques(allow)
+        refuse_without_ops(graph)
+        ordered = slices_last(graph)
+        seconds = [pricing.seconds[op.id] for op in ordered.ops]
+        problem = problem_of(ordered, seconds, pricing.workspace_bytes)
+        if "recompute" not in allowed:
+            problem = replace(problem, droppable=(False,) * len(problem.droppable))
+        plain = plain_peak_of(graph, pricing) if plain_peak_bytes is None else plain_peak_bytes
+        frontier = frontier_of(problem, moves)
+        if allowed.intersection(ON_REQUEST):
+            frontier = with_offload(problem, frontier, pricing, gradients="offload-gradients" in allowed)
+        return Planner(problem, pricing, frontier, plain)
+
+    @property
+    def minimum_bytes(self) -> int:
+        """The smallest budget for which a plan was found."""
+        return self.frontier.points[0].peak_bytes
+
+    def plan(self, allowed_bytes: int) -> Plan:
+        """The fastest schedule found within `allowed_bytes`; raises BudgetTooSmall if there is none."""
+        point = self.frontier.at(allowed_bytes)
+        if point is None:
+            raise self.refusal(allowed_bytes)
+        graph, steps, pricing = self.problem.graph, steps_at(self.problem, point), self.pricing
+        simulation = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
+        plain_seconds = sum(self.problem.seconds)
+        return Plan(
+            graph=graph,
+            pricing=self.pricing,
+            allowed_bytes=allowed_bytes,
+            decisions=_decisions_of(self.problem, point, steps) | offloaded(graph, steps, pricing.tier),
+            steps=steps,
+            projected_curve_bytes=simulation.curve_bytes,
+            projected_seconds=simulation.seconds,
+            plain_peak_bytes=self.plain_peak_bytes,
+            plain_seconds=plain_seconds,
+            minimum_bytes=self.minimum_bytes,
+            bound_seconds=plain_seconds + self._bound(allowed_bytes),
+            extra_macs=_extra_macs(graph, steps),
+        )
+
+    def _bound(self, allowed_bytes: int) -> float:
+        """Extra seconds that cannot be avoided; what is moved away instead may be hidden altogether."""
+        return bound_of(self.problem, allowed_bytes) if self.pricing.tier is None else 0.0
+
+    def refusal(self, allowed_bytes: int) -> BudgetTooSmall:
+        """What is said of a budget below the smallest."""
+        graph, pricing = self.problem.graph, self.pricing
+        steps = steps_at(self.problem, self.frontier.points[0])
+        curve = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier).curve_bytes
+        peak = int(np.argmax(curve))
+        alive = alive_at(graph, steps, peak)
+        named = ", ".join(f"{name} ({format_bytes(graph.tensors[name].nbytes or 0)})" for name in alive[:4])
+        return BudgetTooSmall(
+            f"{format_bytes(allowed_bytes)} allowed, but the smallest plan found needs "
+            f"{format_bytes(self.minimum_bytes)} ({self.minimum_bytes} bytes) at {self._place(steps[peak])}; "
+            f"it binds through {named}; {_ADVICE if self._can_recompute else _NO_BACKWARD}",
+            allowed_bytes=allowed_bytes,
+            minimum_bytes=self.minimum_bytes,
+            binding=alive,
+        )
+
+    @property
+    def _can_recompute(self) -> bool:
+        return self.problem.turn < len(self.problem.reads)
+
+    def _place(self, step: Step) -> str:
+        """The op, its line in the user's code, and what its kernel takes for itself."""
+        by_id = {op.id: op for op in self.problem.graph.ops}
+        op = by_id.get(getattr(step, "op", ""))
+        if op is None:
+            return "a free"
+        source = op.source or by_id[op.adjoint_of or op.id].source
+        workspace = self.pricing.workspace_bytes.get(op.id, 0)
+        inside = f", {format_bytes(workspace)} of it inside the kernel" if workspace else ""
+        return f"{op.id}{f' ({source})' if source else ''}{inside}"
+
+
+def refuse_without_ops(graph: Graph) -> None:
+    """A step that runs nothing has no peak to lower."""
+    if not graph.ops:
+        raise BadUse("the graph has no ops, so there is nothing to plan; `stowplan inspect` says what it has")
+
+
+def known_techniques(allow: Iterable[str]) -> frozenset[str]:
+    """The techniques by these names; BadUse names the first that there is not."""
+    allowed = frozenset(allow)
+    if unknown := sorted(allowed.difference(TECHNIQUES, ON_REQUEST)):
+        raise BadUse(f"no technique {unknown[0]!r}; there is {', '.join((*TECHNIQUES, *ON_REQUEST))}")
+    return allowed
+
+
+def plain_peak_of(graph: Graph, pricing: Pricing) -> int:
+    """The peak of the graph run in its order, nothing overwritten, nothing made again."""
+    curve = memory_curve(graph, liveness_of(graph))
+    workspace = np.array([pricing.workspace_bytes.get(op.id, 0) for op in graph.ops], dtype=np.int64)
+    return int((curve + workspace).max(initial=0))
+
+
+def _decisions_of(problem: Problem, point: Point, steps: tuple[Step, ...]) -> dict[str, Decision]:
+    remade = {name for step in steps if isinstance(step, Again) for name in step.outputs}
+    needed = {value for op in range(problem.turn, len(problem.reads)) for value in problem.reads[op]}
+    gaps = gaps_of(problem)
+    decisions: dict[str, Decision] = {}
+    for value in sorted(set(gaps.value_of)):
+        owner = problem.owners[value]
+        if owner in remade:
+            decisions[owner] = Recompute(hold=State.HOLD in (point.states[gap] for gap in gaps.of(value)))
+        elif value in needed:
+            decisions[owner] = Keep()
+    return decisions
+
+
+def _extra_macs(graph: Graph, steps: tuple[Step, ...]) -> int:
+    macs = dict(zip((op.id for op in graph.ops), costs_of(graph).macs.tolist(), strict=True))
+    return sum(macs[step.op] for step in steps if isinstance(step, Again))

@@ -1,0 +1,1 @@
+"""`torch.compile(backend="stowplan")`: one budget over all graphs of a step."""

@@ -1,0 +1,92 @@
+"""A graph of Dynamo's, captured for one kind of call, and run by one plan or another."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from stowplan.capture import Captured, Ref, capture
+from stowplan.errors import CaptureError
+from stowplan.plan.plan import Plan
+from stowplan.run.backend.member import Member
+from stowplan.run.step.straight import StraightStep
+
+
+@dataclass(slots=True)
+class CapturedGraph:
+    """`as_vector` is the position of a scalar that the step returns as a vector of one.
+
+    Capture takes a scalar among several results for the loss, and differentiates nothing else.
+    """
+
+    graph: GraphModule
+    captured: Captured
+    member: Member
+    as_vector: int | None
+    _latest: tuple[Plan, StraightStep] | None = None
+
+    @staticmethod
+    def of(
+        graph: GraphModule,
+        inputs: tuple[object, ...],
+        *,
+        allow: tuple[str, ...],
+        moves: int | None,
+        as_vector: int | None,
+    ) -> "CapturedGraph":
+        """Capture `graph(*inputs)`."""
+
+        def shaped(outputs: Sequence[Tensor]) -> list[Tensor]:
+            return [o.reshape(1) if n == as_vector else o for n, o in enumerate(outputs)]
+
+        captured = capture(graph, inputs, loss=None if as_vector is None else shaped)
+        _refuse_hidden_writes(captured, inputs)
+        member = Member(captured, allow, moves, is_followed=_is_followed(captured))
+        return CapturedGraph(graph, captured, member, as_vector)
+
+    @property
+    def outputs(self) -> list[str]:
+        """The tensors that the step returns, each once."""
+        leaves = self.captured.program.outputs
+        return list(dict.fromkeys(leaf.tensor for leaf in leaves if isinstance(leaf, Ref)))
+
+    def name_of(self, position: int) -> str:
+        """The tensor that is returned there."""
+        leaf = self.captured.program.outputs[position]
+        assert isinstance(leaf, Ref)
+        return leaf.tensor
+
+    def wanted(self, inputs: Sequence[object]) -> list[Tensor]:
+        """Inputs whose gradients stay: leaves, such as parameters."""
+        named = zip(self.captured.program.inputs, inputs, strict=True)
+        leaves = (leaf for name, leaf in named if name in self.captured.program.gradients)
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_leaf]
+
+    def run(self, plan: Plan, inputs: Sequence[object]) -> Sequence[object]:
+        """What the graph returns, computed by the plan."""
+        if self._latest is None or self._latest[0] is not plan:
+            self._latest = plan, StraightStep(self.captured, self.graph, steps=plan.steps)
+        outputs = self._latest[1](*inputs)
+        assert isinstance(outputs, (tuple, list))
+        return [o.reshape(()) if n == self.as_vector else o for n, o in enumerate(outputs)]
+
+
+def _is_followed(captured: Captured) -> bool:
+    """Whether something is likely to follow before its backward. A loss is differentiated at once."""
+    tangents = (captured.graph.tensors[name] for name in captured.program.tangents if name is not None)
+    return any(tangent.shape for tangent in tangents)
+
+
+def _refuse_hidden_writes(captured: Captured, inputs: Sequence[object]) -> None:
+    """Writing into an input must be seen by autograd, and through every other input in the same memory."""
+    named = zip(captured.program.inputs, inputs, strict=True)
+    tensors = {name: leaf for name, leaf in named if name is not None and isinstance(leaf, Tensor)}
+    places = [tensor.untyped_storage()._cdata for tensor in tensors.values()]
+    for name in captured.program.updates.keys() & tensors.keys():
+        if tensors[name].requires_grad:
+            raise CaptureError(
+                f"the graph writes into {name}, which wants a gradient", advice="copy it first"
+            )
+        if places.count(tensors[name].untyped_storage()._cdata) > 1:
+            raise CaptureError(f"the graph writes into {name}, which shares memory with another input")

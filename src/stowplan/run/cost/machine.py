@@ -1,0 +1,97 @@
+"""The machine at hand: its name, by which findings are kept, and its roofline, measured in a second."""
+
+import os
+import platform as host
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from stowplan.ir import Graph
+from stowplan.plan.pricing import Machine
+from stowplan.run.cost.probe_cache import Platform, ProbeCache
+from stowplan.run.cost.timing import median_seconds
+
+USER_CACHE = ProbeCache()
+_SIDE = 768  # of the matrices multiplied: large enough to be arithmetic alone
+_COPIED_BYTES = 2**26  # more than a core's own caches hold
+
+
+def device_of(graph: Graph) -> torch.device:
+    """The accelerator that a step runs on, if it does."""
+    names = {op.device for op in graph.ops} - {"", "cpu"}
+    return torch.device(min(names, default="cpu"))
+
+
+def platform_of(device: torch.device) -> Platform:
+    """What findings on `device` depend on besides the op itself."""
+    return Platform(
+        cpu=_cpu_name(),
+        device=_device_name(device),
+        torch=str(torch.__version__),
+        threads=torch.get_num_threads(),
+        kernels=_kernels(),
+    )
+
+
+def measure_machine(device: torch.device | str = "cpu", *, cache: ProbeCache | None = USER_CACHE) -> Machine:
+    """How fast `device` multiplies, copies and starts ops; measured once and remembered."""
+    chosen = torch.device(device)
+    place = platform_of(chosen)
+    known = cache.read(place).machine if cache else None
+    if known is not None:
+        return known
+    machine = _measured(chosen)
+    if cache:
+        cache.add(place, {}, machine)
+    return machine
+
+
+def _measured(device: torch.device) -> Machine:
+    left, right = (torch.full((_SIDE, _SIDE), 0.5, device=device) for _ in range(2))
+    source = torch.zeros(_COPIED_BYTES // 4, device=device)
+    target, scalar = torch.zeros_like(source), torch.zeros((), device=device)
+
+    def seconds(run: Callable[[], object]) -> float:
+        return median_seconds(run, device, repeats=7)
+
+    with torch.no_grad():
+        return Machine(
+            macs_per_second=_SIDE**3 / seconds(lambda: left @ right),
+            bytes_per_second=2 * _COPIED_BYTES / seconds(lambda: target.copy_(source)),
+            launch_seconds=seconds(lambda: scalar + scalar),
+        )
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return host.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, host.processor())
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def _kernels() -> str:
+    mkldnn = "mkldnn" if torch.backends.mkldnn.enabled else "no mkldnn"
+    deterministic = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
+    return f"{torch.backends.cpu.get_cpu_capability()}, {mkldnn}{deterministic}"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of `device` that nobody uses; half the installed memory where the system does not say."""
+    if device.type != "cpu":
+        free, _ = torch.accelerator.get_memory_info(device)
+        return int(free)
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+        return int(available) * 1024
+    except (OSError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

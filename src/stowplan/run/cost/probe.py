@@ -1,0 +1,161 @@
+"""The probe: each distinct op of a step is tried by itself, for its seconds and its kernel's workspace.
+
+Operands are made for one op at a time, so a step can be probed on a machine that it does not fit.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from stowplan.analyse.workspaces import estimated_workspaces
+from stowplan.capture import Call, Captured
+from stowplan.errors import NotTileable
+from stowplan.ir import Graph, Interval, Op, Phase, Profile
+from stowplan.plan.pricing import Machine, price_by_roofline
+from stowplan.run.cost.machine import USER_CACHE, device_of, measure_machine, platform_of
+from stowplan.run.cost.probe_cache import Cost, ProbeCache
+from stowplan.run.cost.signature import Signature, call_signature
+from stowplan.run.tiles.sampling import SWEEPS, cost_of_call
+
+CLOCK = "probe"
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a captured step costs here, op by op.
+
+    `workspace_bytes` is what kernels take besides operands and results. `estimated` are the ops that could
+    not be tried: their figures come from tables and the machine's roofline.
+    """
+
+    profile: Profile
+    workspace_bytes: Mapping[str, int]
+    estimated: frozenset[str]
+
+
+def probe(
+    captured: Captured,
+    *,
+    repeats: int = 5,
+    limit_seconds: float = 120.0,
+    progress: Progress | None = None,
+    cache: ProbeCache | None = USER_CACHE,
+) -> Probed:
+    """Try each distinct op of the step on real tensors; what `cache` knows is not tried again.
+
+    `progress(done, of)` is told how far it is. The dearest ops come first, and after `limit_seconds` no other
+    is begun.
+    """
+    graph, device = captured.graph, device_of(captured.graph)
+    signatures = {op.id: call_signature(graph, captured.program.calls[op.id]) for op in _dearest_first(graph)}
+    found = costs_of_calls(
+        signatures.values(),
+        device,
+        repeats=repeats,
+        limit_seconds=limit_seconds,
+        progress=progress,
+        cache=cache,
+    )
+    costs = {op: found[signature.text] for op, signature in signatures.items()}
+    return _probed(captured, costs, lambda: measure_machine(device, cache=cache))
+
+
+def costs_of_calls(
+    signatures: Iterable[Signature],
+    device: torch.device,
+    *,
+    repeats: int = 5,
+    limit_seconds: float = 120.0,
+    progress: Progress | None = None,
+    cache: ProbeCache | None = USER_CACHE,
+) -> Mapping[str, Cost | None]:
+    """By the text of signatures, tried in their order; None for what was not or could not be tried."""
+    distinct = {signature.text: signature for signature in signatures}
+    book = _CostBook(device, cache)
+    missing = [signature for text, signature in distinct.items() if text not in book.costs]
+    book.fill(missing, repeats, limit_seconds, progress)
+    return {text: book.costs.get(text) for text in distinct}
+
+
+class _CostBook:
+    """Costs by the text of signatures: those that the cache had, and those found out since."""
+
+    def __init__(self, device: torch.device, cache: ProbeCache | None) -> None:
+        self._device, self._cache, self._platform = device, cache, platform_of(device)
+        self.costs = dict(cache.read(self._platform).costs) if cache else {}
+
+    def fill(
+        self, signatures: list[Signature], repeats: int, limit_seconds: float, progress: Progress | None
+    ) -> None:
+        """Try these, as far as there is time. What is found is kept even if the user interrupts."""
+        found: dict[str, Cost] = {}
+        deadline = time.perf_counter() + limit_seconds
+        try:
+            for number, signature in enumerate(signatures, start=1):
+                in_time = time.perf_counter() < deadline
+                if in_time and (cost := cost_of_call(signature, self._device, repeats=repeats)):
+                    found[signature.text] = cost
+                if progress:
+                    progress(number, len(signatures))
+        finally:
+            self.costs.update(found)
+            if self._cache and found:
+                self._cache.add(self._platform, found)
+
+
+def _probed(captured: Captured, costs: Mapping[str, Cost | None], machine: Callable[[], Machine]) -> Probed:
+    """The account of the whole step: ops without an entry only look, those with None are estimated."""
+    graph, calls = captured.graph, captured.program.calls
+    seconds = dict.fromkeys((op.id for op in graph.ops), 0.0)
+    workspaces = dict.fromkeys(seconds, 0)
+    estimated = frozenset(op for op, cost in costs.items() if cost is None)
+    _refuse_untried_sweeps(graph, estimated)
+    if estimated:
+        guessed, besides = price_by_roofline(graph, machine()).seconds, estimated_workspaces(graph)
+        seconds.update((op, guessed[op]) for op in estimated)
+        workspaces.update((op, besides[op]) for op in estimated)
+    for op, cost in costs.items():
+        if cost is not None:
+            seconds[op] = cost.seconds
+            workspaces[op] = max(0, cost.rise_bytes - _result_bytes(graph, calls[op]))
+    return Probed(_profile(seconds, estimated.issuperset(costs)), workspaces, estimated)
+
+
+def _refuse_untried_sweeps(graph: Graph, estimated: frozenset[str]) -> None:
+    """No table tells the memory of a sweep: one that there was no room or time to try cannot be planned."""
+    for op in graph.ops:
+        if op.id in estimated and op.type in SWEEPS:
+            raise NotTileable(f"{op.id} could not be tried here")
+
+
+def _result_bytes(graph: Graph, call: Call) -> int:
+    """Bytes that the op itself allocates for its results. What it overwrites was copied before."""
+    results = call.outputs[: len(call.outputs) - len(call.fresh)]
+    tensors = (graph.tensors[name] for name in results if name is not None)
+    return sum(tensor.nbytes or 0 for tensor in tensors if tensor.alias_of is None)
+
+
+def _profile(seconds: Mapping[str, float], is_estimated: bool) -> Profile:
+    """A clock on which the ops follow each other without a gap."""
+    now, intervals = 0.0, {}
+    for op, duration in seconds.items():
+        intervals[op] = Interval(now, now, now + duration)
+        now += duration
+    return Profile({CLOCK: intervals}, is_estimated)
+
+
+def _dearest_first(graph: Graph) -> list[Op]:
+    """The ops that do something: sweeps, then others by what they cost on a machine like any other."""
+    expected = price_by_roofline(graph, Machine()).seconds
+    ops = (op for op in graph.ops if not _only_looks(graph, op))
+    return sorted(ops, key=lambda op: (op.type not in SWEEPS, -expected[op.id]))
+
+
+def _only_looks(graph: Graph, op: Op) -> bool:
+    """Whether the op makes nothing but views."""
+    aliases = all(graph.tensors[name].alias_of is not None for name in op.writes())
+    return aliases and op.phase is not Phase.UPDATE

@@ -1,0 +1,1 @@
+"""What a step takes when it runs, and how it compares with eager."""

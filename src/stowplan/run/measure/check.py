@@ -1,0 +1,169 @@
+"""Check: eager and the plan side by side. Same losses, gradients, buffers, draws; the peak; the time."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stowplan.errors import BadUse
+from stowplan.plan.plan import Exactness
+from stowplan.plan.record import Difference, Record
+from stowplan.run.measure.agreement import compared
+from stowplan.run.measure.measure import Measurement, measure
+from stowplan.run.planning.planner import PlannedStep
+from stowplan.run.target import Target, subject_of
+from stowplan.run.tiles.ways import Subject
+
+_ROUNDINGS = 4096  # so many steps between neighbouring numbers are rounding, where sums change their order
+_NOISE = 0.01  # of the largest such allowance counts for small gradients too
+_RATE = 1e-3  # of the update between two steps, so that each step starts from other parameters
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One of the two: a model and the way its loss is computed."""
+
+    model: nn.Module
+    loss: Callable[[], Tensor]
+
+    def step(self) -> Tensor:
+        """Forward and backward from fresh gradients."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self.loss()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What both sides must agree on after a step."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+            if parameter.grad is not None:
+                yield f"{name}.grad", parameter.grad
+        yield from self.model.named_buffers()
+
+    def update(self) -> None:
+        """A plain gradient step."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=_RATE)
+
+
+def check(
+    target: Target, planning: Callable[[Subject], PlannedStep], *, steps: int = 3, rounds: int = 5
+) -> Record:
+    """Run `steps` training steps of both, comparing all; then measure the memory and time of one step each.
+
+    `planning` makes the plan of the captured step. Times are medians of `rounds` interleaved rounds.
+    """
+    subject = subject_of(target)
+    planned_step = planning(subject)
+    plan = compared(planned_step.plan, subject, target.loss)
+    eager = _eager_side(copy.deepcopy(target.model), target)
+    straight = planned_step.bound_to(target.model, loss=target.loss)
+    planned = _Side(target.model, lambda: _loss_in(straight(*target.args)))
+    rounded = plan.exactness is Exactness.ROUNDING
+    differences = _differences(eager, planned, steps, roundings=_ROUNDINGS if rounded else 0)
+    plain = _measured(eager, target)
+    measured = _measured(planned, target)
+    plain_seconds, seconds = _times(eager, planned, rounds)
+    return Record(
+        plan=plan,
+        device=next((str(parameter.device) for parameter in target.model.parameters()), "cpu"),
+        measured_curve_bytes=measured.measured_curve_bytes,
+        measured_curve_seconds=measured.measured_curve_seconds,
+        measured_seconds=seconds,
+        plain_measured_peak_bytes=plain.measured_peak_bytes,
+        plain_measured_seconds=plain_seconds,
+        differences=differences,
+    )
+
+
+def eager_step(target: Target) -> Callable[[], None]:
+    """One plain training step of the target, from fresh gradients."""
+    side = _eager_side(target.model, target)
+    side.model.zero_grad(set_to_none=True)
+    return lambda: _discard(side.step())
+
+
+def _eager_side(model: nn.Module, target: Target) -> _Side:
+    def loss() -> Tensor:
+        output = model(*target.args)
+        return target.loss(output) if target.loss else _loss_in(output)
+
+    return _Side(model, loss)
+
+
+def _loss_in(output: object) -> Tensor:
+    """The scalar among what a step returns, as capture takes it."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    scalars = [leaf for leaf in leaves if leaf.dim() == 0]
+    if len(scalars) != 1:
+        raise BadUse("to check a step its loss must be known: return (model, args, loss)")
+    return scalars[0]
+
+
+def _differences(eager: _Side, planned: _Side, steps: int, roundings: int) -> tuple[Difference, ...]:
+    """The largest difference of every tensor over all steps."""
+    worst: dict[str, Difference] = {}
+    for seed in range(steps):
+        found = zip(_after_a_step(eager, seed), _after_a_step(planned, seed), strict=True)
+        for (name, expected), (_, got) in found:
+            difference = _difference(name, expected, got, roundings)
+            if name not in worst or difference.largest > worst[name].largest:
+                worst[name] = difference
+        eager.update()
+        planned.update()
+    return tuple(_with_noise(worst))
+
+
+def _with_noise(worst: Mapping[str, Difference]) -> Iterator[Difference]:
+    """A gradient that is zero but for rounding, as before a norm, is as far off as the others' rounding."""
+    noise = _NOISE * max((d.allowed for name, d in worst.items() if name.endswith(".grad")), default=0.0)
+    for difference in worst.values():
+        yield replace(difference, allowed=max(difference.allowed, noise) if difference.allowed else 0.0)
+
+
+def _after_a_step(side: _Side, seed: int) -> list[tuple[str, Tensor]]:
+    torch.manual_seed(seed)
+    loss = side.step()
+    return [("loss", loss), *side.tensors(), ("generator state", torch.get_rng_state())]
+
+
+def _difference(name: str, expected: Tensor, got: Tensor, roundings: int) -> Difference:
+    if expected.shape != got.shape:
+        return Difference(name, float("inf"), 0.0)
+    scale = expected.double().abs().max().item() if expected.numel() else 0.0
+    allowed = roundings * torch.finfo(expected.dtype).eps * scale if expected.is_floating_point() else 0.0
+    if torch.equal(expected, got):
+        return Difference(name, 0.0, scale, allowed)
+    apart = (expected.double() - got.double()).abs().max().item()
+    return Difference(name, apart if apart == apart else float("inf"), scale, allowed)
+
+
+def _measured(side: _Side, target: Target) -> Measurement[None]:
+    """One step from fresh gradients; all that the step can see is there before it."""
+    side.model.zero_grad(set_to_none=True)
+    inputs = [leaf for leaf in pytree.tree_leaves(target.args) if isinstance(leaf, Tensor)]
+    return measure(
+        lambda: _discard(side.step()), before=[*side.model.parameters(), *side.model.buffers(), *inputs]
+    )
+
+
+def _discard(_: Tensor) -> None:
+    return None
+
+
+def _times(eager: _Side, planned: _Side, rounds: int) -> tuple[float, float]:
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for side, seconds in zip((eager, planned), times, strict=True):
+            started = perf_counter()
+            side.step()
+            seconds.append(perf_counter() - started)
+    return median(times[0]), median(times[1])

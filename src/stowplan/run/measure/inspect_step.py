@@ -1,0 +1,134 @@
+"""A living training step, inspected: what its plain eager run will take, and what one real run took."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from stowplan.analyse.inspection import Inspection, inspection_of
+from stowplan.analyse.storages import storages_of
+from stowplan.analyse.workspaces import estimated_workspaces
+from stowplan.capture import Captured, capture
+from stowplan.ir import Document, Graph, Kind, Note, NoteKind, Phase
+from stowplan.ops.regions import regions_of
+from stowplan.ops.table import site_of
+from stowplan.run.cost.probe import Progress, probe
+from stowplan.run.measure.check import eager_step
+from stowplan.run.measure.measure import measure
+from stowplan.run.optimizers import OptimizerShare, optimizer_share, training_peak_bytes
+from stowplan.run.target import Target
+
+
+class Category(StrEnum):
+    """What people ask after when they ask where the memory went."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    INPUTS = "inputs"
+    GRADIENTS = "gradients of parameters"
+    SAVED = "activations saved for backward"
+    TEMPORARIES = "temporaries"
+
+
+@dataclass(frozen=True, slots=True)
+class StepInspection:
+    """The graph's inspection and the eager step's memory. `estimated`: no op was tried for its workspace."""
+
+    inspection: Inspection
+    projected_peak_bytes: int
+    bytes_at_peak: Mapping[Category, int]
+    estimated: bool
+    measured_peak_bytes: int | None = None
+    optimizer: OptimizerShare | None = None
+    training_peak_bytes: int | None = None  # projected, with the optimizer's state and step
+
+
+def inspect_step(
+    target: Target,
+    *,
+    tried: bool = True,
+    measured: bool = False,
+    optimizer: str | Optimizer | None = None,
+    progress: Progress | None = None,
+) -> StepInspection:
+    """Capture a step and tell its peak; `tried` runs each distinct op once, `measured` the whole step.
+
+    With an `optimizer` (one that exists, or one of torch.optim by name) its share is told as well.
+    """
+    captured = capture(target.model, target.args, loss=target.loss)
+    probed = probe(captured, progress=progress) if tried else None
+    workspace = probed.workspace_bytes if probed else estimated_workspaces(captured.graph)
+    document = Document(
+        "torch",
+        captured.graph,
+        profile=probed.profile if probed else None,
+        notes=tuple(_notes(captured.graph)),
+    )
+    share = optimizer_share(optimizer, target.model.parameters()) if optimizer else None
+    return StepInspection(
+        inspection=inspection_of(document),
+        projected_peak_bytes=captured.eager.peak_bytes(workspace),
+        bytes_at_peak=_bytes_at_peak(captured, workspace),
+        estimated=probed is None,
+        measured_peak_bytes=_measured_peak(target) if measured else None,
+        optimizer=share,
+        training_peak_bytes=training_peak_bytes(captured, share, workspace) if share else None,
+    )
+
+
+def _measured_peak(target: Target) -> int:
+    inputs = [leaf for leaf in pytree.tree_leaves(target.args) if isinstance(leaf, Tensor)]
+    before = [*target.model.parameters(), *target.model.buffers(), *inputs]
+    return measure(eager_step(target), before=before).measured_peak_bytes
+
+
+def _notes(graph: Graph) -> Iterator[Note]:
+    """Op types that region rules do not know: such ops are computed whole."""
+    seen: set[str] = set()
+    for op in graph.ops:
+        if op.phase is Phase.FORWARD and op.type not in seen and regions_of(site_of(graph, op)).barrier:
+            seen.add(op.type)
+            yield Note(NoteKind.ODD, op.id, f"{op.type}: {regions_of(site_of(graph, op)).barrier}")
+
+
+def _bytes_at_peak(captured: Captured, workspace: Mapping[str, int]) -> dict[Category, int]:
+    """The eager step's storages at its peak, by what they are; what no tensor owns is temporary."""
+    curve = captured.eager.curve_bytes(workspace)
+    peak = int(np.argmax(curve))
+    saved = _read_in_backward(captured.graph)
+    found = dict.fromkeys(Category, 0)
+    for span in captured.eager.spans:
+        if span.first <= peak <= span.last:
+            found[_category(captured, span.tensor, saved)] += span.nbytes
+    found[Category.TEMPORARIES] += int(curve[peak]) - sum(found.values())
+    return found
+
+
+def _read_in_backward(graph: Graph) -> frozenset[str]:
+    """Tensors that a backward op reads, or reads a view of."""
+    storages = storages_of(graph)
+    read = (name for op in graph.ops if op.phase is Phase.BACKWARD for name in op.reads())
+    return frozenset(storages.owners[storages.number_of[name]] for name in read)
+
+
+def _category(captured: Captured, name: str, saved: frozenset[str]) -> Category:
+    tensor = captured.graph.tensors.get(name)
+    if tensor is None:
+        return Category.TEMPORARIES
+    if tensor.kind in _BY_KIND:
+        return _BY_KIND[tensor.kind]
+    if name in captured.program.gradients.values():
+        return Category.GRADIENTS
+    is_saved = name in saved and tensor.kind is not Kind.GRADIENT
+    return Category.SAVED if is_saved else Category.TEMPORARIES
+
+
+_BY_KIND = {
+    Kind.PARAMETER: Category.PARAMETERS,
+    Kind.BUFFER: Category.BUFFERS,
+    Kind.INPUT: Category.INPUTS,
+}

@@ -1,0 +1,87 @@
+"""From a captured step to plans: its ops are tried on this machine, and draws that run again find room.
+
+A plan that replays random draws keeps the generator's states, which are no tensors of the graph.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from stowplan.capture import Captured
+from stowplan.errors import BudgetTooSmall
+from stowplan.ir import Graph, Op
+from stowplan.ops.effects import Effect, effect_of
+from stowplan.ops.table import site_of
+from stowplan.plan.decision import Again
+from stowplan.plan.judge.verify import verify
+from stowplan.plan.plan import Plan
+from stowplan.plan.planner import ON_REQUEST, TECHNIQUES, Planner
+from stowplan.plan.pricing import Pricing, price_by_profile
+from stowplan.run.cost.machine import device_of
+from stowplan.run.cost.probe import Progress, probe
+from stowplan.run.tiers.choice import tier_for
+
+
+def planner_for_captured(
+    captured: Captured,
+    *,
+    allow: Iterable[str] = TECHNIQUES,
+    progress: Progress | None = None,
+    moves: int | None = None,
+) -> Planner:
+    """The searched frontier of a captured step."""
+    pricing = price_captured(captured, progress, allow)
+    plain = captured.eager.peak_bytes(pricing.workspace_bytes)
+    return Planner.of(captured.graph, pricing, allow=allow, plain_peak_bytes=plain, moves=moves)
+
+
+def plan_within(planner: Planner, allowed_bytes: int) -> Plan:
+    """The fastest verified plan that, with the generator states it replays draws from, is within the budget.
+
+    Plans are tried from the fastest on, so that a larger budget never costs more time.
+    """
+    try:
+        plan = planner.plan(allowed_bytes)
+        while plan.projected_peak_bytes + replayed_bytes(plan) > allowed_bytes:
+            plan = planner.plan(plan.projected_peak_bytes - 1)
+    except BudgetTooSmall:
+        beside = replayed_bytes(planner.plan(planner.minimum_bytes))
+        refusal = planner.refusal(allowed_bytes - beside)
+        raise refusal.beside(beside, "states of the generator to draw from again") from None
+    return verify(plan)
+
+
+def replayed_bytes(plan: Plan) -> int:
+    """What a plan keeps besides its tensors: the generator's state before each random op that runs again.
+
+    One more is there while draws are replayed: the state to return to.
+    """
+    again = {step.op for step in plan.steps if isinstance(step, Again)}
+    replayed = sum(op.id in again and is_random(plan.graph, op) for op in plan.graph.ops)
+    return (replayed + bool(replayed)) * torch.get_rng_state().nbytes
+
+
+def price_captured(
+    captured: Captured, progress: Progress | None = None, allow: Iterable[str] = ()
+) -> Pricing:
+    """Seconds and workspace of every op, tried on this machine or remembered from before.
+
+    Where it is allowed to move tensors away, the tier of the step's device is priced as well.
+    """
+    probed = probe(captured, progress=progress)
+    pricing = price_by_profile(captured.graph, probed.profile, probed.workspace_bytes)
+    if frozenset(allow).isdisjoint(ON_REQUEST):
+        return pricing
+    return replace(pricing, tier=tier_for(device_of(captured.graph)).described())
+
+
+def replay_bytes(captured: Captured) -> int:
+    """Room for the generator states that let random ops be run again with the same draws."""
+    random = sum(is_random(captured.graph, op) for op in captured.graph.ops)
+    return (random + bool(random)) * torch.get_rng_state().nbytes
+
+
+def is_random(graph: Graph, op: Op) -> bool:
+    """Whether the op draws random numbers."""
+    return bool(effect_of(site_of(graph, op)) & Effect.RANDOM)

@@ -1,0 +1,1 @@
+"""A plan as a program: generated Python, bound to a model, differentiated by autograd."""

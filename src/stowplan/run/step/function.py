@@ -1,0 +1,234 @@
+"""The step as a chain of autograd nodes, each of which runs a piece of the backward half.
+
+The nodes are joined by tokens without contents. Autograd runs the first, then what takes the gradients that
+it returns, then the next: so a gradient is accumulated, seen by hooks, used by an optimizer and freed while
+backward goes on, in the order of `Source.pieces`.
+"""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from stowplan.capture import Program
+from stowplan.errors import BadUse, TensorChanged
+from stowplan.run.step.before import Before
+from stowplan.run.step.halves import Halves
+from stowplan.run.step.incoming import IncomingGradients
+from stowplan.run.step.source import called
+
+Zeros: TypeAlias = Callable[[], Tensor]
+
+
+class _Watched(NamedTuple):
+    """A tensor that others can change, and its version when the forward half was done."""
+
+    tensor: Tensor
+    version: int | None
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Run:
+    """One forward half and its backward half. `primals` are, by piece, the ids of what it differentiates."""
+
+    halves: Halves
+    program: Program
+    primals: tuple[tuple[str, ...], ...]
+    differentiated: tuple[bool, ...]  # by output of the source
+    incoming: IncomingGradients
+    latched: dict[int, Tensor] = field(default_factory=dict)  # incoming gradients by output
+    saved: list[Tensor] | None = None  # between the halves
+    _given: list[Tensor] = field(default_factory=list)
+    _watched: dict[str, _Watched] = field(default_factory=dict)
+    _zeros: tuple[Zeros, ...] = ()
+    _before: Before | None = None
+    _backward: Generator[None, None, None] | None = None
+    _handed: list[Tensor] = field(default_factory=list)
+
+    def forward(self, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The outputs, none of which is a tensor that came in."""
+        source, given = self.halves.source, dict(found)
+        self._before = Before(given[name] for name in source.updated) if source.stored_bytes else None
+        with self._before or nullcontext():
+            made, saved = self.halves.forward([given[name] for name in source.forward_primals])
+        outsiders = set(map(id, given.values()))
+        outputs = tuple(output.detach() if id(output) in outsiders else _alone(output) for output in made)
+        # Detached, so that what waits for backward does not hold on to the node that it waits in.
+        given.update((name, o.detach()) for name, o in zip(source.outputs, outputs, strict=True))
+        self.saved, self._given = saved, [given[name] for name in source.backward_primals]
+        read = dict.fromkeys(name for piece in source.pieces for name in piece.read)
+        self._watched = {name: _Watched(given[name], _version_of(given[name])) for name in read}
+        self._zeros = tuple(map(_zeros_for, outputs))
+        return outputs
+
+    @property
+    def held_bytes(self) -> int:
+        """Of tensors that wait for backward."""
+        kept = (tensor.untyped_storage() for tensor in self.saved or () if isinstance(tensor, Tensor))
+        return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
+
+    def begin_backward(self, incoming: tuple[Tensor | None, ...]) -> None:
+        """Called once, with the gradients that come in for the outputs."""
+        if self.saved is None:
+            raise BadUse(
+                "backward ran a second time; what it needs is freed by the first (retain_graph is not kept)"
+            )
+        tangents = _tangents(self, incoming, self._zeros)
+        self._backward = self.halves.backward(self._given, self.saved, tangents, self._handed)
+        self.saved, self._given = None, []
+
+    def resume(self, number: int) -> tuple[Tensor, ...]:
+        """Run a piece; the gradients of what it differentiates."""
+        pieces, backward = self.halves.source.pieces, self._backward
+        if backward is None:
+            raise BadUse("a part of backward ran a second time; what it needs is freed by the first")
+        try:
+            with self._before or nullcontext():
+                self._check_versions(number)
+                next(backward)
+        except BaseException as fault:
+            self._end(backward)
+            if number:
+                left = sum(map(len, self.primals[:number]))
+                fault.add_note(
+                    f"{left} of {sum(map(len, self.primals))} gradients had left the step when its backward"
+                    " failed, as in eager: clear .grad before the step is repeated"
+                )
+            raise
+        found = dict(zip(pieces[number].gradients, self._handed, strict=True))
+        self._handed.clear()
+        if number == len(pieces) - 1:
+            self._end(backward)
+        return tuple(found[self.program.gradients[name]] for name in self.primals[number])
+
+    def _end(self, backward: Generator[None, None, None]) -> None:
+        self._backward = self._before = None
+        self._watched.clear()
+        self._handed.clear()
+        backward.close()
+
+    def _check_versions(self, number: int) -> None:
+        """As autograd does for what it saves: nobody may have changed what the gradients depend on."""
+        for name, recomputes in self.halves.source.pieces[number].read.items():
+            tensor, version = self._watched[name]
+            if _version_of(tensor) != version:
+                raise TensorChanged(
+                    f"{called(self.program, name)!r}, {tensor.dtype} of shape {tuple(tensor.shape)}, has been"
+                    f" modified by an inplace operation since forward (version {_version_of(tensor)},"
+                    f" expected {version}), and backward needs it as it was"
+                    f"{': the plan recomputes from it' if recomputes else ''}; change it after backward, or"
+                    " work on a copy"
+                )
+
+
+class StepFunction(torch.autograd.Function):
+    """The forward half on call, the first piece of the backward half on backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Run, found: Mapping[str, Tensor], token: Tensor | None, *primals: Tensor
+    ) -> tuple[Tensor, ...]:
+        del token, primals  # autograd joins the node to where these came from
+        ctx.run, outputs = run, run.forward(found)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(output for output in outputs if not _is_differentiable(output)))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # Else what is made of these gradients would be differentiated as constant.
+            raise BadUse(
+                "create_graph=True asks for gradients that can be differentiated again; a plan has no second"
+                " derivatives, so call the model that is not planned for this"
+            )
+        ctx.run.begin_backward(incoming)
+        return None, None, None, *ctx.run.resume(0)
+
+
+class PieceFunction(torch.autograd.Function):
+    """One of the later pieces; runs nothing when it is called."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, number: int, token: Tensor | None, *primals: Tensor) -> Tensor:
+        ctx.run, ctx.number = run, number
+        ctx.set_materialize_grads(False)
+        return torch.empty(0, device=primals[0].device if token is None else token.device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, None, *ctx.run.resume(ctx.number)
+
+
+_call_step: Callable[..., tuple[Tensor, ...]] = StepFunction.apply
+_call_piece: Callable[..., Tensor] = PieceFunction.apply
+
+
+def run_step(run: Run, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """The outputs, attached to the chain, whose end is made first. `found` are all tensors by id."""
+    token: Tensor | None = None
+    for number in reversed(range(1, len(run.primals))):
+        token = _call_piece(run, number, token, *(found[name] for name in run.primals[number]))
+    return _call_step(run, found, token, *(found[name] for name in run.primals[0]))
+
+
+def ends_of_chain(outputs: Sequence[Tensor]) -> tuple[Node, Node]:
+    """The node that a step's backward begins with, below those that follow it, and the one it ends with."""
+    first = next(output.grad_fn for output in outputs if output.grad_fn is not None)
+    while first.name() != "StepFunctionBackward":
+        first = next(below for below, _ in first.next_functions if below is not None)
+    last = first
+    while (below := last.next_functions[0][0]) is not None and below.name() == "PieceFunctionBackward":
+        last = below
+    return first, last
+
+
+def _is_differentiable(output: Tensor) -> bool:
+    return output.is_floating_point() or output.is_complex()
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _alone(output: Tensor) -> Tensor:
+    """Some losses leave their sum in the block that held its terms: it would stay to the end of backward."""
+    oversized = output.dim() == 0 and output.untyped_storage().nbytes() > output.element_size()
+    return output.clone() if oversized and not output._is_view() else output
+
+
+def _zeros_for(output: Tensor) -> Zeros:
+    """Makes the gradient of an output that the loss does not depend on. Keeps nothing of it meanwhile."""
+    look = output.shape, output.stride()
+    return partial(torch.empty_strided, *look, dtype=output.dtype, device=output.device)
+
+
+def _tangents(run: Run, incoming: tuple[Tensor | None, ...], zeros: tuple[Zeros, ...]) -> list[Tensor]:
+    tangents = []
+    for position, (gradient, expected) in enumerate(zip(incoming, run.differentiated, strict=True)):
+        if expected and gradient is None:
+            gradient = zeros[position]().zero_()
+        if gradient is not None and not expected:
+            raise BadUse(
+                f"a gradient came in for output {position}, but the step was captured as one in which only"
+                ' its scalar loss is differentiated; fit(..., outputs="all") plans for all of them'
+            )
+        if gradient is not None:
+            tangents.append(run.latched.pop(position, gradient))
+    return run.incoming.suited(tangents)
+
+
+def latch(run: Run, position: int, gradient: Tensor | None) -> Tensor | None:
+    """Keep a gradient that comes in for the step, and pass one without memory in its place.
+
+    While a function runs, autograd holds on to the gradients it calls it with. This one is the step's alone.
+    """
+    if gradient is None:
+        return None
+    run.latched[position] = gradient
+    return gradient.new_empty(()).expand(gradient.shape)

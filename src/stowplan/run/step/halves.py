@@ -1,0 +1,91 @@
+"""Halves: generated source as two functions, ready to be called.
+
+A traceback shows the generated line that an error came from, and a note on the error the module.
+"""
+
+import linecache
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from types import TracebackType
+from typing import TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from stowplan.run.step.source import Source
+from stowplan.run.tiers.live import LiveTier
+
+Forward: TypeAlias = Callable[[Sequence[Tensor]], tuple[tuple[Tensor, ...], list[Tensor]]]
+Backward: TypeAlias = Callable[
+    [Sequence[Tensor], list[Tensor], list[Tensor], list[Tensor]], Generator[None, None, None]
+]
+
+_numbers = count()  # of the steps compiled in this process
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class Halves:
+    """The functions that `source` defines."""
+
+    source: Source
+    forward: Forward
+    backward: Backward
+
+
+def compiled(source: Source, tier: LiveTier | None = None) -> Halves:
+    """Run the text that defines the two functions. It is generated here, from ops of PyTorch and a tier."""
+    scope: dict[str, object] = {"torch": torch, "ops": torch.ops, "aten": torch.ops.aten, "tier": tier}
+    file = f"<stowplan step {next(_numbers)}>"
+    code = compile(source.text, file, "exec")
+    exec(code, scope)  # noqa: S102 -- the text is stowplan's own, made from op names, literals and its own counters
+    forward, backward = cast(Forward, scope["forward"]), cast(Backward, scope["backward"])
+    places = _Places(file, source)
+
+    def run_forward(primals: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """As kernels run in eager: some ask whether gradients are enabled, but none records anything."""
+        with places.noted(), torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+            return forward(primals)
+
+    def run_backward(
+        primals: Sequence[Tensor], saved: list[Tensor], tangents: list[Tensor], handed: list[Tensor]
+    ) -> Generator[None, None, None]:
+        pieces = backward(primals, saved, tangents, handed)
+        del primals, saved, tangents
+        for _ in source.pieces:
+            with places.noted():
+                next(pieces)
+            yield
+
+    halves = Halves(source, run_forward, run_backward)
+    weakref.finalize(halves, linecache.cache.pop, file, None).atexit = False
+    return halves
+
+
+class _Places:
+    """Where the lines of a compiled text came from."""
+
+    def __init__(self, file: str, source: Source) -> None:
+        self._file, self._places = file, source.places
+        linecache.cache[file] = len(source.text), None, source.text.splitlines(keepends=True), file
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """An error that comes from the text says which module's op was running."""
+        try:
+            yield
+        except BaseException as fault:
+            place = self._places.get(self._line(fault.__traceback__), "")
+            if place:
+                fault.add_note(f"In the planned step: {ascii(place)[1:-1]}")
+            raise
+
+    def _line(self, trace: TracebackType | None) -> int:
+        found = 0
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == self._file:
+                found = trace.tb_lineno
+            trace = trace.tb_next
+        return found

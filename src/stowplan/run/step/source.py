@@ -1,0 +1,304 @@
+"""The steps of a plan as Python that a person can read: one line per op, every free explicit.
+
+The text holds no word of the user's. What the user calls a tensor, and the module and file that an op came
+from, stand in tables beside it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from textwrap import TextWrapper
+from typing import NamedTuple
+
+from stowplan.capture import Call, Program, Ref
+from stowplan.capture.attributes import inputs_of
+from stowplan.ir import Graph, Op, Phase
+from stowplan.ops.effects import Effect, effect_of
+from stowplan.ops.table import site_of
+from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
+from stowplan.plan.problem import updated_buffers
+from stowplan.run.step.lines import call_lines
+from stowplan.run.step.literals import identifiers_of
+from stowplan.run.step.moves import Moves
+from stowplan.run.step.pieces import Outside, Piece, ends_of_pieces
+
+_DROPPED = "_"  # takes the outputs of a second run that nobody misses
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Two functions as text, and the tensors, by id, that their arguments and results stand for.
+
+    `forward(primals) -> (outputs, saved)`. `backward(primals, saved, tangents, handed)` is a generator: it
+    runs one piece each time it is resumed, and leaves the piece's gradients in the list `handed` alone. The
+    lists `saved` and `tangents` are emptied, so that backward alone decides how long their tensors live.
+    With transfers, the code calls on a `tier`: `stored_bytes` are the sizes that it asks room for.
+    """
+
+    text: str
+    names: Mapping[str, str]  # by variable of the text: the parameter, buffer, argument or tensor it holds
+    places: Mapping[int, str]  # by line of the text, from 1: the module and the user's line that it came from
+    forward_primals: tuple[str, ...]
+    backward_primals: tuple[str, ...]
+    outputs: tuple[str, ...]
+    saved: tuple[str, ...]
+    tangents: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+    stored_bytes: tuple[int, ...]
+    updated: tuple[str, ...]  # the buffers that the step changes
+
+    def annotated(self) -> str:
+        """The text with its tables as comments, for people. It is never compiled."""
+        lines, before = [], ""
+        for number, line in enumerate(self.text.splitlines(), start=1):
+            place = self.places.get(number, "")
+            if place and place != before:
+                lines.append(f"    # {_harmless(place)}")
+            before = place or before
+            lines.append(line)
+        told = (f"# {variable}: {_harmless(name)}" for variable, name in self.names.items())
+        return "\n".join((*lines, "", *told, ""))
+
+
+def source_of(graph: Graph, program: Program, steps: Sequence[Step]) -> Source:
+    """The forward half of the steps and the backward half, which begins with the first backward op."""
+    ops = {op.id: op for op in graph.ops}
+    turn = _turn(ops, steps)
+    names = identifiers_of(graph, program.calls)
+    outputs = tuple(dict.fromkeys(leaf.tensor for leaf in program.outputs if isinstance(leaf, Ref)))
+    tangents = tuple(name for name in program.tangents if name is not None)
+    draws, moves = _replayed_draws(graph, steps), Moves(names, graph)
+    writer = _Writer(ops, program.calls, names, draws, moves, Outside(graph, program, outputs))
+    forward = _Half(writer, steps[:turn])
+    forward.give(outputs)
+    kept = (*draws.values(), *moves.handles)
+    backward = _Half(writer, steps[turn:], ends_of_pieces(graph, program, steps[turn:]))
+    saved = tuple(name for name in backward.needed if name in forward.made and name not in outputs)
+    primals = tuple(name for name in backward.needed if name not in {*saved, *tangents})
+    lines = (
+        _Line("def forward(primals):"),
+        *_unpacking(names, forward.needed, "primals", clear=False),
+        *forward.lines,
+        _Line(f"    return {_tuple(names, outputs)}, [{_list(names, saved, kept)}]"),
+        _Line(""),
+        _Line(""),
+        _Line("def backward(primals, saved, tangents, handed):"),
+        *_unpacking(names, primals, "primals", clear=False),
+        *_unpacking(names, saved, "saved", clear=True, further=kept),
+        *_unpacking(names, tangents, "tangents", clear=True),
+        *backward.lines,
+    )
+    return Source(
+        "".join(f"{line.text}\n" for line in lines),
+        {names[tensor]: called(program, tensor) for tensor in graph.tensors},
+        {number: line.place for number, line in enumerate(lines, start=1) if line.place},
+        tuple(forward.needed),
+        primals,
+        outputs,
+        saved,
+        tangents,
+        tuple(backward.pieces),
+        stored_bytes=tuple(moves.stored_bytes),
+        updated=tuple(sorted(updated_buffers(graph))),
+    )
+
+
+class _Line(NamedTuple):
+    """A line of the text and, beside it, where it came from."""
+
+    text: str
+    place: str = ""
+
+
+def called(program: Program, tensor: str) -> str:
+    """What the user calls a tensor."""
+    known = program.parameters.get(tensor) or program.buffers.get(tensor) or (tensor,)
+    return ", ".join(known)
+
+
+def _harmless(text: str) -> str:
+    """On one line, in characters that steer no terminal and end no comment."""
+    return ascii(text)[1:-1]
+
+
+def _turn(ops: Mapping[str, Op], steps: Sequence[Step]) -> int:
+    """Where the backward half begins: behind the last op of the forward half and what is freed with it."""
+    turn = 0
+    for number, step in enumerate(steps):
+        if isinstance(step, Compute):
+            if ops[step.op].phase is Phase.BACKWARD:
+                break
+            turn = number + 1
+    return turn + (turn < len(steps) and isinstance(steps[turn], Free))
+
+
+def _replayed_draws(graph: Graph, steps: Sequence[Step]) -> dict[str, str]:
+    """A variable for the generator's state before each random op that runs again, by op."""
+    again = {step.op for step in steps if isinstance(step, Again)}
+    random = [op.id for op in graph.ops if op.id in again and effect_of(site_of(graph, op)) & Effect.RANDOM]
+    return {op: f"draws{number}" for number, op in enumerate(random)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """What both halves are written with."""
+
+    ops: Mapping[str, Op]
+    calls: Mapping[str, Call]
+    names: Mapping[str, str]
+    draws: Mapping[str, str]
+    moves: Moves
+    outside: Outside
+
+
+class _Half:
+    """The lines of one half; what it needs from outside, by first use; what it made and still has."""
+
+    def __init__(
+        self, writer: _Writer, steps: Sequence[Step], ends: Iterable[tuple[int, tuple[str, ...]]] = ()
+    ) -> None:
+        """`ends` says after which steps which tensors are handed on; what is freed there is freed before."""
+        self.lines: list[_Line] = []
+        self.needed: dict[str, None] = {}
+        self.bound: set[str] = set()
+        self.pieces: list[Piece] = []
+        self._ops, self._calls, self._names = writer.ops, writer.calls, writer.names
+        self._draws, self._moves, self._outside = writer.draws, writer.moves, writer.outside
+        self._place = ""
+        self._read: dict[str, bool] = {}
+        waiting = list(ends)
+        for number, step in enumerate(steps):
+            while waiting and waiting[0][0] < number and not isinstance(step, Free):
+                self._hand_on(waiting.pop(0)[1])
+            self._take(step)
+        for _, tensors in waiting:
+            self._hand_on(tensors)
+
+    @property
+    def made(self) -> set[str]:
+        """What the half has made and not let go of."""
+        return self.bound - self.needed.keys()
+
+    def give(self, tensors: Iterable[str]) -> None:
+        """The tensors must be there now."""
+        tensors = tuple(tensors)
+        self._need(tensors)
+        self._write(self._moves.wait_for(tensors))
+
+    def _hand_on(self, gradients: tuple[str, ...]) -> None:
+        """Nothing of their storages stays here: whoever takes a gradient may be the only one to hold it."""
+        self.give(gradients)
+        self._place = ""
+        gone = [*gradients, *self._outside.sharing(gradients, self.bound.difference(gradients))]
+        if gradients:
+            self._write([f"handed += [{_list(self._names, gradients)}]", f"del {_list(self._names, gone)}"])
+        self._write(["yield"])
+        self.bound.difference_update(gone)
+        self.pieces.append(Piece(gradients, self._read))
+        self._read = {}
+
+    def _take(self, step: Step) -> None:
+        match step:
+            case Compute(op, overwrites):
+                self._run(self._ops[op], dict(overwrites), wanted=tuple(self._ops[op].writes()))
+            case Again(op, outputs, overwrites):
+                self._run(self._ops[op], dict(overwrites), wanted=outputs, again=True)
+            case Free(tensors):
+                self._free(tensors)
+            case Store(tensors):
+                self._need(tensors)
+                self._write([self._moves.store(tensors)])
+            case Load(tensors):
+                self._write([self._moves.load(tensors)])
+                self.bound.update(tensors)
+
+    def _write(self, lines: Iterable[str]) -> None:
+        self.lines += (_Line(f"    {line}", self._place) for line in lines)
+
+    def _need(self, tensors: Iterable[str]) -> None:
+        for name in tensors:
+            if name not in self.bound:
+                self.needed[name] = None
+                self.bound.add(name)
+
+    def _free(self, tensors: Sequence[str]) -> None:
+        if waiting := self._moves.wait_for(tensors):
+            self._need(
+                tensors
+            )  # it leaves memory here and nowhere before, even if no op of this half reads it
+            self._write(waiting)
+        gone = [name for name in tensors if name in self.bound]
+        self.bound.difference_update(gone)
+        if gone:
+            self._write([f"del {_list(self._names, gone)}"])
+
+    def _run(
+        self, op: Op, overwrites: Mapping[str, str], wanted: tuple[str, ...], *, again: bool = False
+    ) -> None:
+        call = self._calls[op.id]
+        self._place = _place_of(op, again)
+        for name in self._outside.read_by(op):
+            self._read[name] = self._read.get(name, False) or again
+        self._need(inputs_of(call))
+        self._write(self._moves.wait_for(inputs_of(call)))
+        dropped = set(op.writes()).difference(wanted)
+        names = {**self._names, **dict.fromkeys(dropped, _DROPPED)}
+        lines = call_lines(call, overwrites, names)
+        lines += [f"del {_DROPPED}"] if dropped else []
+        self._write(self._drawing_the_same(op, lines, again))
+        self.bound.update(wanted)
+
+    def _drawing_the_same(self, op: Op, lines: list[str], again: bool) -> list[str]:
+        """Around an op that draws random numbers and runs again: the draws of the first time.
+
+        However it ends, the generator goes on where it was. On the CPU its state is set by a method of
+        PyTorch's own, at whose beginning no interrupt is handled.
+        """
+        if op.id not in self._draws:
+            return lines
+        generator, state = "torch.default_generator", "state"
+        if op.device != "cpu":
+            generator, state = f"torch.get_device_module({op.device!a})", "rng_state"
+        if not again:
+            return [f"{self._draws[op.id]} = {generator}.get_{state}()", *lines]
+        return [
+            f"now = {generator}.get_{state}()",
+            "try:",
+            f"    {generator}.set_{state}({self._draws[op.id]})",
+            *(f"    {line}" for line in lines),
+            "finally:",
+            f"    {generator}.set_{state}(now)",
+            "del now",
+        ]
+
+
+def _place_of(op: Op, again: bool) -> str:
+    prefix = "again: " if again else "backward of " if op.phase is Phase.BACKWARD and op.scope else ""
+    return f"{prefix}{op.scope}  {PurePath(op.source).name}".strip()
+
+
+def _unpacking(
+    names: Mapping[str, str],
+    tensors: Iterable[str],
+    source: str,
+    *,
+    clear: bool,
+    further: Iterable[str] = (),
+) -> list[_Line]:
+    listed = _list(names, tensors, further)
+    if not listed:
+        return []
+    wrapper = TextWrapper(100, initial_indent="    ", subsequent_indent="     ", break_long_words=False)
+    lines = wrapper.wrap(f"[{listed}]")
+    lines[-1] += f" = {source}"
+    if clear:
+        lines.append(f"    {source}.clear()")
+    return [_Line(line) for line in lines]
+
+
+def _list(names: Mapping[str, str], tensors: Iterable[str], further: Iterable[str] = ()) -> str:
+    return ", ".join((*(names[tensor] for tensor in tensors), *further))
+
+
+def _tuple(names: Mapping[str, str], tensors: Sequence[str]) -> str:
+    return f"({_list(names, tensors)}{',' if len(tensors) == 1 else ''})"

@@ -1,0 +1,92 @@
+"""The captured step as straight-line code: called like the model, differentiable like it."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from stowplan.capture import Captured, Ref
+from stowplan.plan.decision import Step
+from stowplan.run.cost.machine import device_of
+from stowplan.run.plain import plain_steps
+from stowplan.run.step.binding import Binding
+from stowplan.run.step.function import Run, latch, run_step
+from stowplan.run.step.halves import compiled
+from stowplan.run.step.incoming import IncomingGradients
+from stowplan.run.step.source import source_of
+from stowplan.run.step.waiting import Waiting
+from stowplan.run.tiers.choice import tier_for
+from stowplan.run.tiers.live import LiveTier
+
+
+class StraightStep:
+    """Runs the steps with a model's parameters and buffers. `source` is the code, to be read."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        model: nn.Module,
+        *,
+        loss: object = None,
+        steps: Sequence[Step] | None = None,
+        tier: LiveTier | None = None,
+        waiting: Waiting | None = None,
+        places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
+    ) -> None:
+        """`tier` is where steps that store do so; if none is given, the one for the step's device.
+
+        `waiting` is told of each forward.
+        """
+        self._waiting = waiting
+        self._program, self._device = captured.program, device_of(captured.graph)
+        steps = steps or plain_steps(captured.graph)
+        source = source_of(captured.graph, captured.program, steps)
+        self._incoming = IncomingGradients(captured, steps)
+        if source.stored_bytes:
+            tier = tier or tier_for(self._device)
+            tier.reserve(source.stored_bytes)
+        self._halves = compiled(source, tier)
+        self._captured, self._loss = captured, loss
+        self.bind(model, places)
+        self.source = source.annotated()
+        self._primals = tuple(
+            tuple(
+                name for name, gradient in captured.program.gradients.items() if gradient in piece.gradients
+            )
+            for piece in source.pieces
+        )
+        leaves = zip(captured.program.outputs, captured.program.tangents, strict=True)
+        expected = {leaf for leaf, tangent in leaves if isinstance(leaf, Ref) and tangent is not None}
+        self._differentiated = tuple(Ref(name) in expected for name in source.outputs)
+
+    def bind(self, model: nn.Module, places: Mapping[int, tuple[Any, Any]] = MappingProxyType({})) -> None:
+        """Run from now on with the parameters and buffers of this model, which is like the one captured."""
+        self._binding = Binding(self._captured, model, self._loss, places)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """What the model returns for these arguments, which must look like those it was captured with."""
+        found = self._binding.tensors(args, kwargs)
+        run = Run(self._halves, self._program, self._primals, self._differentiated, self._incoming)
+        if self._waiting:
+            self._waiting.begins()
+            self._waiting.add(run)
+        with torch.autocast(self._device.type, enabled=False):
+            made = run_step(run, found)
+        for position, output in enumerate(made):
+            if output.requires_grad and output.dim():
+                output.register_hook(partial(latch, run, position))  # type: ignore[no-untyped-call]
+        outputs = dict(zip(self._halves.source.outputs, made, strict=True))
+        return pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
+
+    def _leaves(self, outputs: Mapping[str, Tensor]) -> list[object]:
+        """What the caller gets: a tensor that eager would return detached is so here."""
+        return [
+            (outputs[leaf.tensor] if attached else outputs[leaf.tensor].detach())
+            if isinstance(leaf, Ref)
+            else leaf
+            for leaf, attached in zip(self._program.outputs, self._program.attached, strict=True)
+        ]
