@@ -1,1 +1,1 @@
-"""Training steps within a budget, in the places where people train. Each runs within a minute."""
+"""Training within a budget, once with each package that people train with; each takes less than a minute."""

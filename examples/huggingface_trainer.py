@@ -11,7 +11,7 @@ from stowplan.integrations.huggingface import fit_trainer
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, Any]]):
-    """Random text of one length, for there is nothing to download here."""
+    """Random text of one length, so that nothing is downloaded."""
 
     def __len__(self) -> int:
         return 8
@@ -24,7 +24,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, Any]]):
 def train(budget: str | None) -> tuple[float, Any]:
     """The mean loss of an epoch, and the trainer's model."""
     torch.manual_seed(0)
-    build: Any = GPT2LMHeadModel  # which carries no types
+    build: Any = GPT2LMHeadModel  # has no types
     model = build(GPT2Config(vocab_size=100, n_positions=64, n_embd=64, n_layer=4, n_head=4))
     with TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -37,8 +37,8 @@ def train(budget: str | None) -> tuple[float, Any]:
 
 
 if __name__ == "__main__":
-    plain, _ = train(None)
+    eager, _ = train(None)
     fitted, model = train("7MiB")
     plan = stowplan.plans_of(model)[0]
-    print(f"eager  needs {plan.plain_peak_bytes:,} B; loss {plain}")
+    print(f"eager  needs {plan.plain_peak_bytes:,} B; loss {eager}")
     print(f"fitted needs {plan.projected_peak_bytes:,} B; loss {fitted}")

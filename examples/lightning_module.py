@@ -12,7 +12,7 @@ from stowplan.plan.plan import Plan
 
 
 class Segmenter(LightningModule):
-    """The network is a submodule; what the step does with its result stays as it is."""
+    """The network is a submodule and is fitted; the rest of the step stays in eager."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Segmenter(LightningModule):
 
 
 def train(budget: str | None) -> Segmenter:
-    """A module after a few steps, within a budget or as they come."""
+    """A module after a few steps, within a budget or in eager."""
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(12, 3, 64, 64), torch.randint(0, 2, (12, 64, 64)))
     callbacks: list[Callback] = [] if budget is None else [FitWithinBudget(budget, module="network")]
@@ -53,7 +53,7 @@ def train(budget: str | None) -> Segmenter:
 
 
 if __name__ == "__main__":
-    plain, fitted = train(None), train("9MiB")
+    eager, fitted = train(None), train("9MiB")
     assert fitted.plan is not None
-    print(f"eager  needs {fitted.plan.plain_peak_bytes:,} B; losses {plain.losses}")
+    print(f"eager  needs {fitted.plan.plain_peak_bytes:,} B; losses {eager.losses}")
     print(f"fitted needs {fitted.plan.projected_peak_bytes:,} B; losses {fitted.losses}")

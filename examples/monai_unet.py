@@ -30,8 +30,8 @@ def train(budget: str | None, steps: int = 3) -> tuple[list[float], nn.Module]:
 
 
 if __name__ == "__main__":
-    plain, _ = train(None)
+    eager, _ = train(None)
     fitted, network = train("2400KiB")
     plan = stowplan.plans_of(network)[0]
-    print(f"eager  needs {plan.plain_peak_bytes:,} B; losses {plain}")
+    print(f"eager  needs {plan.plain_peak_bytes:,} B; losses {eager}")
     print(f"fitted needs {plan.projected_peak_bytes:,} B; losses {fitted}")

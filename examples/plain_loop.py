@@ -1,4 +1,4 @@
-"""A plain training loop under half of eager's memory: `python -m examples.plain_loop`."""
+"""A training loop in less than half of eager's memory: `python -m examples.plain_loop`."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ import stowplan
 
 
 class Network(nn.Module):
-    """A few convolutions, and the loss: the whole step is then planned as one."""
+    """A few convolutions and the loss, so that one plan covers the whole step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Network(nn.Module):
 
 
 def train(budget: str | None, steps: int = 5) -> tuple[list[float], nn.Module]:
-    """The losses of a few steps, within a budget or as they come."""
+    """The losses of a few steps, within a budget or in eager."""
     torch.manual_seed(0)
     images, labels = torch.randn(4, 3, 64, 64), torch.randint(0, 2, (4, 64, 64))
     model = Network()
@@ -37,8 +37,8 @@ def train(budget: str | None, steps: int = 5) -> tuple[list[float], nn.Module]:
 
 
 if __name__ == "__main__":
-    plain, _ = train(None)
+    eager, _ = train(None)
     fitted, model = train("9MiB")
     plan = stowplan.plans_of(model)[0]
-    print(f"eager  needs {plan.plain_peak_bytes:,} B; losses {plain}")
+    print(f"eager  needs {plan.plain_peak_bytes:,} B; losses {eager}")
     print(f"fitted needs {plan.projected_peak_bytes:,} B; losses {fitted}")

@@ -1,4 +1,4 @@
-"""Training over several workers, each within its own budget, that goes on when one of them is lost.
+"""Training on several workers, each within its own budget, that continues after one of them is lost.
 
 torchrun --standalone --nproc-per-node 2 --max-restarts 2 -m examples.several_workers FOLDER
 
@@ -27,7 +27,7 @@ STEPS = 6
 
 
 def train(folder: Path, budget: str, lost_in: int = 0) -> str:
-    """Go on from the newest checkpoint in the folder; what the parameters are in the end, as a digest."""
+    """Continue from the newest checkpoint in the folder and return a digest of the final parameters."""
     torch.manual_seed(0)
     images, labels = torch.randn(4, 3, 64, 64), torch.randint(0, 2, (4, 64, 64))
     model = Network()
@@ -51,27 +51,27 @@ def train(folder: Path, budget: str, lost_in: int = 0) -> str:
 
 
 def digest_of(model: nn.Module) -> str:
-    """The same for the same bits."""
+    """A digest: equal for equal bits."""
     contents = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     return hashlib.sha256(contents).hexdigest()
 
 
 def die_during_backward(loss: Tensor) -> None:
-    """Kill the last worker, once: not again after torchrun has started it anew."""
+    """Kill the last worker once, and not after torchrun has restarted it."""
     is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     if is_first and dist.get_rank() == dist.get_world_size() - 1:
         loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[no-untyped-call]
 
 
 def connect() -> None:
-    """Meet the others, each attempt in its own part of the store, which has addresses of the last."""
+    """Join the process group. Each attempt has its own part of the store, which holds old addresses."""
     store, rank, count = next(rendezvous("env://"))
     own = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=count, timeout=timedelta(seconds=60))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """What torchrun runs in each process."""
+    """The program of each process that torchrun starts."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--budget", default="7MiB", help="of each worker")

@@ -15,7 +15,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "target", metavar="MODULE:FUNCTION", help="a function that returns (model, args[, loss])"
     )
-    parser.add_argument("--budget", required=True, help="everything alive during the step, such as 6GiB")
+    parser.add_argument(
+        "--budget", required=True, help="bytes for everything alive during the step, such as 6GiB"
+    )
     add_choices(parser)
     parser.add_argument("--steps", type=int, default=3, help="how many training steps to compare (default 3)")
     parser.add_argument(

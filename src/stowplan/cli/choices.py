@@ -13,14 +13,14 @@ def add_choices(parser: ArgumentParser) -> None:
         type=_words,
         default=api.TECHNIQUES,
         metavar="TECHNIQUES",
-        help=f"what may cost time: some of {known} (default all), and on request of {further};"
-        " tiles change gradients within rounding",
+        help=f"techniques that the plan may use: {known} (default: these), {further} (only on request);"
+        " tiles change gradients by rounding",
     )
     parser.add_argument(
         "--prefer",
         choices=tuple(map(str, api.Prefer)),
         default=str(api.Prefer.EXACTNESS),
-        help="exactness (default): tiles only where nothing else fits; time: wherever they are faster",
+        help="exactness (default): tiles only if nothing else fits; time: tiles wherever they are faster",
     )
 
 

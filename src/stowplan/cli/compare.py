@@ -14,7 +14,9 @@ from stowplan.report.terminal import console_for_output
 
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
-    parser.add_argument("before", metavar="A", help="a plan, a run, or a document as the plain step")
+    parser.add_argument(
+        "before", metavar="A", help="a plan, a run, or a document, which stands for its baseline"
+    )
     parser.add_argument("after", metavar="B", help="what to compare with it")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--saved", choices=("listed", "retain"), help="for Chainer files: as in inspect")

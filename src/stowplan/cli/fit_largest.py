@@ -16,15 +16,25 @@ VARIES = ("batch", "resolution", "sequence")
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
     parser.add_argument(
-        "target", metavar="MODULE:FUNCTION", help="a function of the size that returns (model, args[, loss])"
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="a function that takes the size and returns (model, args[, loss])",
     )
-    parser.add_argument("--budget", required=True, help="everything alive during the step, such as 8GiB")
+    parser.add_argument(
+        "--budget", required=True, help="bytes for everything alive during the step, such as 8GiB"
+    )
     parser.add_argument("--vary", choices=VARIES, default="batch", help="the function's argument to enlarge")
     parser.add_argument("--first", type=int, help="the smallest size (default: the function's own)")
-    parser.add_argument("--multiple", type=int, default=1, help="sizes to try are this far apart (default 1)")
-    parser.add_argument("--most", type=int, help="look no further than this size")
-    parser.add_argument("--allow", default="recompute,tile", help="techniques, added one after another")
-    parser.add_argument("--moves", type=int, help="bound the search for each plan, for a quick look")
+    parser.add_argument(
+        "--multiple", type=int, default=1, help="distance between the sizes to plan (default 1)"
+    )
+    parser.add_argument("--most", type=int, help="the largest size to plan")
+    parser.add_argument(
+        "--allow",
+        default="recompute,tile",
+        help="techniques, added one after another (default recompute,tile)",
+    )
+    parser.add_argument("--moves", type=int, help="limit the search for each plan, for a quick answer")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 

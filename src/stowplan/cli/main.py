@@ -22,9 +22,9 @@ _SHOWN = 300  # characters of an internal error's own message
 # Each verb is a module of this package with `add_arguments(parser)` and `run(arguments) -> exit code`.
 VERBS = {
     "inspect": "say what is in a file, where its memory goes, and how small it could get",
-    "plan": "decide what to keep and what to make again so that a step fits a budget in bytes",
+    "plan": "choose what to keep, recompute or tile so that a step fits a budget in bytes",
     "check": "run a model eagerly and by a plan, and compare losses, gradients, memory and time",
-    "explain": "say why a plan keeps a tensor or makes it again, and what would change otherwise",
+    "explain": "say why a plan keeps or recomputes a tensor, and what the other choice would cost",
     "report": "draw a document, plan or run as a page, a trace, a picture or a table",
     "compare": "say what changed between two plans or runs, and what it bought",
     "fit-largest": "find the largest batch, resolution or sequence that fits a budget, and its price",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
     parser.add_argument("target", metavar="FILE|MODULE:FUNCTION", help=api.TARGET_HELP)
-    parser.add_argument("--budget", help="everything alive during the step, such as 6GiB or 500MB")
+    parser.add_argument("--budget", help="bytes for everything alive during the step, such as 6GiB or 500MB")
     parser.add_argument("--frontier", action="store_true", help="show time against budget for all budgets")
     add_choices(parser)
     parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file")

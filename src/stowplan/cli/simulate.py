@@ -80,15 +80,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("target", metavar="FILE|MODULE:FUNCTION", help=api.TARGET_HELP)
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--mesh", help="axes and sizes, such as data=2,space=2x2 or sequence=4")
-    wanted.add_argument("--workers", type=int, help="as many, on the mesh that is fastest")
+    wanted.add_argument("--workers", type=int, help="this number of workers, on the fastest mesh")
     parser.add_argument(
-        "--budget", help="with --workers or --layouts: what each worker may take, such as 6GiB"
+        "--budget", help="with --workers or --layouts: the budget of each worker, such as 6GiB"
     )
+    parser.add_argument("--layouts", action="store_true", help="choose for each stage how it is cut")
+    parser.add_argument("--machine", help="a TOML file with [compute] and [network]; defaults without it")
     parser.add_argument(
-        "--layouts", action="store_true", help="choose how each stage is cut, where changing it pays"
+        "--up-to", type=int, default=4096, help="number of workers at which the curves end (default 4096)"
     )
-    parser.add_argument("--machine", help="a TOML file with [compute] and [network]; else one like any other")
-    parser.add_argument("--up-to", type=int, default=4096, help="workers of the largest mesh of the curves")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
