@@ -13,7 +13,7 @@ import msgspec
 
 from benchmarks.results import FOLDER, ROOT, Result, read_results
 from benchmarks.sections import SECTIONS, Section
-from stowplan.report.picture.svg import svg_of_drawing
+from stowplan.report.picture.shapes import svg_of_drawing
 from stowplan.units import format_bytes, format_seconds
 
 _DOCS = ROOT / "docs"

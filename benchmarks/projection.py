@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from benchmarks.nets import NETS, Example
 from benchmarks.results import Study, spread_of
-from stowplan.analyse.workspaces import estimated_workspaces
+from stowplan.analyse.costs import estimated_workspaces
 from stowplan.capture import Captured, capture
 from stowplan.run.cost.probe import CLOCK, Probed, probe
 from stowplan.run.measure.measure import measure

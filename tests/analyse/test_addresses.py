@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from graphs import legal_graphs
 from stowplan.analyse import Liveness, liveness_of
-from stowplan.analyse.addresses import addresses_of
+from stowplan.analyse.inspection import addresses_of
 from stowplan.ir import Allocation, Graph, Kind
 
 

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steps import training_step
-from stowplan.analyse.alignment import curve_onto, stretched, timed_onto
-from stowplan.analyse.timeline import Doing, Run, Timeline, timeline_of
+from stowplan.analyse.timeline import Doing, Run, Timeline, curve_onto, stretched, timed_onto, timeline_of
 
 
 def test_a_curve_onto_itself_is_itself() -> None:

@@ -5,9 +5,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from steps import training_step
-from stowplan.analyse.arena import packed_arena, recorded_arena
 from stowplan.analyse.packing import Block, overlapping
-from stowplan.analyse.timeline import timeline_of
+from stowplan.analyse.timeline import packed_arena, recorded_arena, timeline_of
 from stowplan.formats.door import read_document
 
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stowplan.analyse import facts_of
-from stowplan.analyse.blocks import blocks_of
-from stowplan.analyse.packing import Block, Offsets, max_live_bytes, overlapping, pack
-from stowplan.analyse.packing.lanes import lanes
+from stowplan.analyse.inspection import blocks_of
+from stowplan.analyse.packing import Block, Offsets, lanes, max_live_bytes, overlapping, pack
 from stowplan.errors import BadUse
 from stowplan.formats import chainer, megengine
 from stowplan.formats.chainer import SavedView

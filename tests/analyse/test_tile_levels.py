@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stowplan.analyse.tile_levels import backward_levels, forward_levels
+from stowplan.analyse.tile_costs import backward_levels, forward_levels
 from stowplan.errors import InvalidGraph
 from stowplan.formats.door import read_document
 from stowplan.geometry import Rect, are_disjoint, covers

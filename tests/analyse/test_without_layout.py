@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from stowplan.analyse.without_layout import without_layout
+from stowplan.analyse.inspection import without_layout
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use, validate
 
 

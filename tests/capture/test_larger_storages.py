@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from aten_samplers import ATEN_SAMPLERS
 from stowplan.capture.cells import StorageBook
-from stowplan.capture.larger_storages import extra_bytes
+from stowplan.capture.schema import extra_bytes
 
 pytestmark = pytest.mark.torch
 

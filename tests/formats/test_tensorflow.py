@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensorflow_table import ChainLayer, Table, chain
 
 from stowplan.analyse import facts_of
-from stowplan.analyse.without_layout import without_layout
+from stowplan.analyse.inspection import without_layout
 from stowplan.errors import BadInput
 from stowplan.formats import tensorflow
 from stowplan.ir import Document, DType, Graph, Kind, NoteKind, Op, Phase, Role, validate

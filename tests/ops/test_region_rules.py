@@ -13,8 +13,7 @@ from stowplan.geometry import Rect
 from stowplan.ir import Attribute
 from stowplan.ops.regions import DimKind, Partial, pull, push, regions_of
 from stowplan.ops.regions.rules import rules
-from stowplan.ops.sliding import output_sizes
-from stowplan.ops.windows import windows_of
+from stowplan.ops.windows import output_sizes, windows_of
 
 pytestmark = pytest.mark.torch
 

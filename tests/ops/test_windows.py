@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from stowplan.errors import BadUse, MissingRule
 from stowplan.geometry import Rect
 from stowplan.ir import Attributes, Kind, Op, Phase, Shape, Tensor
-from stowplan.ops.sliding import Span, Window, output_sizes, pull, push, reach
 from stowplan.ops.table import Site
-from stowplan.ops.windows import windows_of
+from stowplan.ops.windows import Span, Window, output_sizes, pull, push, reach, windows_of
 
 WINDOWS = st.builds(
     Window,

@@ -8,7 +8,7 @@ import pytest
 from looks import collisions, rows_in_sight, spilled
 from pages import browser, gpt_plan, plan_of, planner_of, tiled_plan_of, written
 
-from stowplan.report.opening import opened
+from stowplan.report.files import opened
 from stowplan.report.page import Subject, subject_of
 
 PICTURES = Path(__file__).parents[2] / "build" / "pictures"

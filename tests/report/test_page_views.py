@@ -10,7 +10,7 @@ from looks import collisions
 from pages import browser, compared_page, plan_in_spatial_tiles, plan_page, planner_of, written
 
 from moved import moved
-from stowplan.report.opening import opened
+from stowplan.report.files import opened
 from stowplan.report.page import subject_of
 
 FORMATS = ["chainer", "megengine", "regiongraph", "tensorflow", "tilelog"]

@@ -12,9 +12,8 @@ from pages import browser, plan_of
 
 from stowplan.ir import Document, Graph, Kind
 from stowplan.report.page import subject_of
-from stowplan.report.picture import png_of
+from stowplan.report.picture import drawing_of, png_of
 from stowplan.report.picture.letters import strokes_of, width_of
-from stowplan.report.picture.memory import drawing_of
 from stowplan.report.picture.png import png_of_drawing
 from stowplan.report.picture.shapes import Area, Drawing, Line, Shape, Text
 

@@ -17,11 +17,11 @@ from stowplan.ir import Document
 from stowplan.plan.files import plan_file, record_file
 from stowplan.plan.plan import Plan
 from stowplan.plan.record import Difference, Record
+from stowplan.report.files import COLUMNS, tensors_csv
 from stowplan.report.notebook import show
 from stowplan.report.page import page_of, subject_of
 from stowplan.report.page.data import data_of
 from stowplan.report.picture import svg_of
-from stowplan.report.tensors_csv import COLUMNS, tensors_csv
 from stowplan.report.trace import trace_of
 from stowplan.units import format_bytes
 

@@ -15,7 +15,7 @@ from moved import moved
 from stowplan.ir import Document, Graph
 from stowplan.plan.decision import Again
 from stowplan.plan.record import Record
-from stowplan.report.opening import opened
+from stowplan.report.files import opened
 from stowplan.report.page import Subject, subject_of
 from stowplan.report.trace import trace_of
 

@@ -10,7 +10,7 @@ from both_ends import AMPLE, fitted_at_both_ends
 from torch import Tensor, nn
 
 from stowplan.capture import capture
-from stowplan.capture.incoming_layouts import SWAYED
+from stowplan.capture.layouts import SWAYED
 from stowplan.run.fit import fit
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]

@@ -9,7 +9,7 @@ from benchmarks.nets import NETS, Example
 from torch import Tensor, nn
 
 from little_models import Normed, Rewriting, Tied, images
-from stowplan.analyse.workspaces import estimated_workspaces
+from stowplan.analyse.costs import estimated_workspaces
 from stowplan.capture import Captured, capture
 from stowplan.plan.pricing import Basis, price_by_profile
 from stowplan.run.cost.machine import measure_machine

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from little_models import images
-from stowplan.analyse.workspaces import estimated_workspaces
+from stowplan.analyse.costs import estimated_workspaces
 from stowplan.capture import capture
 from stowplan.run.cost.probe import probe
 

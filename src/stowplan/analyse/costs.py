@@ -1,4 +1,4 @@
-"""What a step takes: multiply-accumulates and bytes moved, per op and in all."""
+"""The cost of a step: multiply-accumulates, bytes moved and estimated workspace, per op and in total."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from stowplan.errors import InvalidGraph
 from stowplan.ir import Graph, Phase
-from stowplan.ops.macs import macs_of
+from stowplan.ops.macs import macs_of, traffic_of
 from stowplan.ops.table import site_of
-from stowplan.ops.traffic import traffic_of
+from stowplan.ops.workspace import workspace_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +41,8 @@ def _counted(counts: Sequence[int], graph: Graph) -> NDArray[np.int64]:
             f"op {graph.ops[largest].id!r} would take {float(counts[largest]):.3g} multiplications or bytes"
         )
         raise InvalidGraph(f"{what}, more than any machine has: one of its shapes is wrong") from None
+
+
+def estimated_workspaces(graph: Graph) -> dict[str, int]:
+    """Bytes by op id, from the table: an estimate."""
+    return {op.id: workspace_of(site_of(graph, op)) for op in graph.ops}

@@ -1,18 +1,188 @@
-"""Inspection: all that can be said about one document without running anything."""
+"""Inspection: all facts about one document that need no run.
 
+Besides the facts of the graph these are the packing, the times and addresses of a recorded run, the cost of
+tiles, and the peak of the step without layout changes.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
-from stowplan.analyse.addresses import Addresses, addresses_of
-from stowplan.analyse.blocks import blocks_of
 from stowplan.analyse.facts import Facts, facts_of, memory_curve
 from stowplan.analyse.liveness import Liveness, liveness_of
-from stowplan.analyse.packing import Packing, pack
+from stowplan.analyse.packing import Block, Packing, pack
 from stowplan.analyse.tile_costs import TileCosts, tile_costs_of
-from stowplan.analyse.times import ClockTimes, times_of
-from stowplan.analyse.without_layout import without_layout
-from stowplan.ir import Document, Graph, Phase, Role
+from stowplan.ir import Allocation, Document, Graph, Interval, Kind, Op, Phase, Profile, Role, Tensor, Use
 from stowplan.ops.aliasing import aliasing_of
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """The places of a run's tensors, constants left out.
+
+    `overlaps` are pairs of tensors that shared bytes while both lived, though neither is a view of the other;
+    `views` are those that did so because one is.
+    """
+
+    tensors: int
+    start_addresses: int
+    touched_bytes: int
+    overlaps: tuple[tuple[str, str], ...]
+    views: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Place:
+    """Bytes [address, end) that a tensor held from op `first` to op `last`."""
+
+    address: int
+    tensor: str
+    end: int
+    first: int
+    last: int
+
+
+def addresses_of(graph: Graph, allocation: Allocation, liveness: Liveness) -> Addresses:
+    """What the addresses of a run say, under the lifetimes of its graph."""
+    places = _places(graph, allocation, liveness)
+    shared = _shared(places)
+    number_of = liveness.storages.number_of
+    views = tuple(pair for pair in shared if number_of[pair[0]] == number_of[pair[1]])
+    return Addresses(
+        tensors=len(places),
+        start_addresses=len({place.address for place in places}),
+        touched_bytes=_touched_bytes(places),
+        overlaps=tuple(pair for pair in shared if pair not in views),
+        views=views,
+    )
+
+
+def _places(graph: Graph, allocation: Allocation, liveness: Liveness) -> list[_Place]:
+    places = []
+    for name, (address, size) in allocation.places.items():
+        tensor = graph.tensors.get(name)
+        if tensor is not None and tensor.kind is not Kind.CONSTANT:
+            number = liveness.storages.number_of[name]
+            first, last = int(liveness.start[number]), int(liveness.end[number])
+            places.append(_Place(address, name, address + size, first, last))
+    return sorted(places)
+
+
+def _touched_bytes(places: list[_Place]) -> int:
+    touched = reach = 0
+    for place in places:
+        touched += max(0, place.end - max(place.address, reach))
+        reach = max(reach, place.end)
+    return touched
+
+
+def _shared(places: list[_Place]) -> list[tuple[str, str]]:
+    """Pairs that hold a byte at the same time; where several crowd on one spot, at least the neighbours."""
+    live: list[_Place] = []  # by address
+    leaving: list[tuple[int, _Place]] = []
+    pairs = []
+    held = [place for place in places if place.address < place.end and place.first <= place.last]
+    for place in sorted(held, key=lambda place: place.first):
+        while leaving and leaving[0][0] < place.first:
+            del live[bisect_left(live, heappop(leaving)[1])]
+        index = bisect_left(live, place)
+        beyond = bisect_left(live, place.end, key=lambda other: other.address)
+        near = live[max(0, index - 1) : beyond]
+        pairs += [(other.tensor, place.tensor) for other in near if place.address < other.end]
+        live.insert(index, place)
+        heappush(leaving, (place.last, place))
+    return pairs
+
+
+def blocks_of(graph: Graph, liveness: Liveness) -> tuple[Block, ...]:
+    """A block per storage that exists, constants left out, and one for what an op needs aside as it runs."""
+    storages = zip(
+        liveness.storages.owners,
+        liveness.storages.nbytes.tolist(),
+        liveness.start.tolist(),
+        liveness.end.tolist(),
+        strict=True,
+    )
+    aside = enumerate(liveness.temporary_bytes.tolist())
+    return (
+        *(
+            Block(owner, nbytes, start, end)
+            for owner, nbytes, start, end in storages
+            if start <= end and graph.tensors[owner].kind is not Kind.CONSTANT
+        ),
+        *(Block(f"temporary of {graph.ops[i].id}", nbytes, i, i) for i, nbytes in aside if nbytes),
+    )
+
+
+def without_layout(graph: Graph) -> Graph:
+    """`graph` without its LAYOUT ops. Readers of such an op's output read what the op turned.
+
+    One stays where its output has a life of its own: another op adds into it.
+    """
+    added_into = {use.tensor for op in graph.ops for use in op.outputs if use.role is Role.ACCUMULATE}
+    bypassed = [op for op in graph.ops if _is_turn(op) and op.outputs[0].tensor not in added_into]
+    source: dict[str, str] = {}
+    for op in bypassed:
+        turned = op.inputs[0].tensor
+        source[op.outputs[0].tensor] = source.get(turned, turned)
+    gone = {op.id for op in bypassed}
+    ops = tuple(_rerouted(op, source) for op in graph.ops if op.id not in gone)
+    held = frozenset(source.get(name, name) for name in graph.held)
+    used = {use.tensor for op in ops for use in (*op.inputs, *op.outputs)} | held
+    linked = {link for tensor in graph.tensors.values() for link in (tensor.alias_of, tensor.gradient_of)}
+    idle = {use.tensor for op in bypassed for use in op.inputs[1:]} - used - linked
+    tensors = {
+        name: _relinked(tensor, source)
+        for name, tensor in graph.tensors.items()
+        if name not in source and name not in idle
+    }
+    return replace(graph, tensors=tensors, ops=ops, held=held)
+
+
+def _relinked(tensor: Tensor, source: dict[str, str]) -> Tensor:
+    alias_of, gradient_of = (source.get(link or "", link) for link in (tensor.alias_of, tensor.gradient_of))
+    return replace(tensor, alias_of=alias_of, gradient_of=gradient_of)
+
+
+def _is_turn(op: Op) -> bool:
+    """Whether an op does nothing but turn its first input; further inputs say how."""
+    return op.phase is Phase.LAYOUT and len(op.inputs) > 0 and len(op.outputs) == 1
+
+
+def _rerouted(op: Op, source: dict[str, str]) -> Op:
+    return replace(op, inputs=tuple(Use(source.get(use.tensor, use.tensor), use.role) for use in op.inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class ClockTimes:
+    """The times on one clock: from the first start to the last end, and what kernels took, longest first."""
+
+    span_seconds: float
+    seconds_by_type: Mapping[str, float]
+    seconds_by_op: Mapping[str, float]
+
+
+def times_of(graph: Graph, profile: Profile) -> dict[str, ClockTimes]:
+    """The times of each clock. Clocks need not be aligned, so nothing is said across them."""
+    types = {op.id: op.type for op in graph.ops}
+    return {clock: _clock_times(intervals, types) for clock, intervals in profile.clocks.items() if intervals}
+
+
+def _clock_times(intervals: Mapping[str, Interval], types: Mapping[str, str]) -> ClockTimes:
+    by_op = {op: interval.end_seconds - interval.kernel_seconds for op, interval in intervals.items()}
+    by_type: dict[str, float] = defaultdict(float)
+    for op, seconds in by_op.items():
+        by_type[types.get(op, "?")] += seconds
+    first = min(interval.start_seconds for interval in intervals.values())
+    last = max(interval.end_seconds for interval in intervals.values())
+    return ClockTimes(last - first, _longest_first(by_type), _longest_first(by_op))
+
+
+def _longest_first(seconds: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
 
 PACKED_UNASKED = 50_000  # storages
 

@@ -1,10 +1,13 @@
-"""What a tile schedule costs over computing its segment whole: tiles that overlap do work twice."""
+"""The cost of a tile schedule: the extra work of overlapping tiles, and each tile op by op."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 from stowplan.errors import InvalidGraph
-from stowplan.ir import Graph, Op, TileSchedule, TileStep
+from stowplan.geometry import Point, Rect
+from stowplan.ir import Graph, Op, Shape, TileSchedule, TileStep
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import shape_of, site_of
 
@@ -49,3 +52,101 @@ def _macs(graph: Graph, op: Op, step: TileStep) -> int:
 def _cells(graph: Graph, op: Op, tiled_dims: int) -> int:
     """How many cells the output of an op has in its trailing dims, those that tiles divide."""
     return max(1, prod(shape_of(graph.tensors[op.outputs[0].tensor])[-tiled_dims:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a tile wants of one tensor, and what of that is `inside` it: the rest is padding.
+
+    `owned` is the tile's own cell of the tensor, None if it is not cut as the tiles are.
+    """
+
+    shape: Shape
+    wanted: Rect
+    inside: Rect
+    owned: Rect | None
+
+    @property
+    def halo_cells(self) -> int:
+        """How many cells are read that other tiles own."""
+        return 0 if self.owned is None else self.inside.volume - self.inside.intersect(self.owned).volume
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One op of one tile: what it makes, of what. `macs` is known of the forward half only."""
+
+    op: str
+    made_shape: Shape
+    made: Rect
+    reads: tuple[Read, ...]
+    macs: int | None
+
+    @property
+    def halo_cells(self) -> int:
+        """How many cells are read that other tiles own."""
+        return sum(read.halo_cells for read in self.reads)
+
+
+Levels: TypeAlias = Mapping[Point, tuple[Level, ...]]  # by tile, in the order of the schedule's steps
+
+
+def forward_levels(graph: Graph, schedule: TileSchedule) -> Levels:
+    """The levels of every tile's forward half, from the last op to the first."""
+    ops = _tiled_ops(graph)
+    return {
+        tile: tuple(_forward_level(graph, ops, schedule.grid, tile, step) for step in steps)
+        for tile, steps in schedule.forward.items()
+    }
+
+
+def backward_levels(graph: Graph, schedule: TileSchedule) -> Levels:
+    """The levels of every tile's backward half, from the first op to the last."""
+    ops = _tiled_ops(graph)
+    return {
+        tile: tuple(_backward_level(graph, ops, schedule.grid, tile, step) for step in steps)
+        for tile, steps in schedule.backward.items()
+    }
+
+
+def _tiled_ops(graph: Graph) -> dict[str, Op]:
+    return {op.id: op for op in graph.ops if op.inputs and op.outputs}
+
+
+def _forward_level(graph: Graph, ops: dict[str, Op], grid: Shape, tile: Point, step: TileStep) -> Level:
+    read, made = _shapes(graph, ops, step, len(grid))
+    whole = macs_of(site_of(graph, ops[step.op]))
+    macs = whole * step.result.volume // max(1, prod(made))
+    return _level(step, made, read, _cell(read, grid, tile), macs)
+
+
+def _backward_level(graph: Graph, ops: dict[str, Op], grid: Shape, tile: Point, step: TileStep) -> Level:
+    made, read = _shapes(graph, ops, step, len(grid))
+    return _level(step, made, read, _cell(read, grid, tile), None)
+
+
+def _level(step: TileStep, made: Shape, read: Shape, owned: Rect, macs: int | None) -> Level:
+    """Shapes are those of the tiled dims."""
+    return Level(step.op, made, step.result, (Read(read, step.wanted, step.inside, owned),), macs)
+
+
+def _shapes(graph: Graph, ops: dict[str, Op], step: TileStep, tiled_dims: int) -> tuple[Shape, Shape]:
+    """The tiled dims of what the op reads and of what it makes."""
+    if step.op not in ops:
+        raise InvalidGraph(f"a tile computes {step.op!r}, but the graph has no such op with an output")
+    op = ops[step.op]
+    read, made = (shape_of(graph.tensors[use.tensor]) for use in (op.inputs[0], op.outputs[0]))
+    rects = (step.result, step.wanted, step.inside)
+    if min(len(read), len(made)) < tiled_dims or any(rect.ndim != tiled_dims for rect in rects):
+        raise InvalidGraph(f"a tile of {step.op!r} has not the {tiled_dims} dims of its grid")
+    return read[-tiled_dims:], made[-tiled_dims:]
+
+
+def _cell(shape: Shape, grid: Shape, tile: Point) -> Rect:
+    """The tile's cell if the tensor is cut as evenly as its grid can."""
+    if len(tile) != len(grid) or min(grid, default=0) < 1:
+        raise InvalidGraph(f"tile {tile} does not lie in a grid of {grid}")
+    cuts = tuple(zip(shape, grid, tile, strict=True))
+    low = tuple(size * index // parts for size, parts, index in cuts)
+    high = tuple(size * (index + 1) // parts for size, parts, index in cuts)
+    return Rect(low, high)

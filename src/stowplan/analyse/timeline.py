@@ -1,19 +1,21 @@
-"""Timeline: what runs when, and which bytes are there meanwhile. Graphs and plans both have one.
+"""Timeline: the runs of a step in order and the bytes in memory during each. Graphs and plans both have one.
 
-Time is counted in runs: one execution of one op, or the beginning of one transfer. Constants are left out, as
-everywhere.
+A run is one execution of one op, or the start of one transfer. Constants are not counted. The module also
+puts the memory curve of one step on the axis of another, and gives every stay an address in an arena.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.analyse.liveness import Liveness, liveness_of
-from stowplan.ir import Graph, Kind, Role
+from stowplan.analyse.packing import Block, pack
+from stowplan.ir import Allocation, Graph, Kind, Role
 
 
 class Doing(StrEnum):
@@ -140,3 +142,94 @@ def _uses_by_storage(graph: Graph, liveness: Liveness) -> tuple[list[tuple[int, 
             if use.role is Role.DATA and graph.tensors[use.tensor].alias_of is None
         )
     return [tuple(positions) for positions in uses], made
+
+
+_SHARED = 0.5  # of the ops: fewer in common, and the two are not the same step
+
+
+def curve_onto(axis: Timeline, other: Timeline) -> NDArray[np.int64]:
+    """The curve of `other`, one value for each run of `axis`: the most alive since the run before."""
+    position = {run.op: at for at, run in enumerate(other.runs) if run.doing is Doing.COMPUTE}
+    shared = sum(run.op in position for run in axis.runs)
+    if shared < _SHARED * max(len(axis.runs), len(position)):
+        return stretched(other.curve_bytes(), len(axis.runs))
+    stops, at = [], 0
+    for run in axis.runs:
+        if run.doing is Doing.COMPUTE:
+            at = max(at, position.get(run.op, at))
+        stops.append(at)
+    return _highest_between(stops, other.curve_bytes())
+
+
+def stretched(curve: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """A curve of any length over `length` runs, as if both went through their steps evenly."""
+    stops = [max(0, (at + 1) * len(curve) // length - 1) for at in range(length)]
+    return _highest_between(stops, curve)
+
+
+def timed_onto(
+    durations: Sequence[float], curve: NDArray[np.int64], seconds: Sequence[float]
+) -> NDArray[np.int64]:
+    """A curve with the time of each value, over runs that take `durations`, scaled to the same length."""
+    ends = np.cumsum(np.maximum(durations, 0.0))
+    if not len(curve) or not len(ends) or not ends[-1]:
+        return stretched(curve, len(durations))
+    times = np.array(seconds) - seconds[0]
+    stops = np.searchsorted(times, ends / ends[-1] * times[-1], side="right") - 1
+    stops[-1] = len(curve) - 1
+    return _highest_between(stops.tolist(), curve)
+
+
+def _highest_between(stops: Sequence[int], curve: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each stop the highest value behind the stop before, up to and including its own."""
+    if not len(curve):
+        return np.zeros(len(stops), dtype=np.int64)
+    begins = [0, *(min(before + 1, stop) for before, stop in pairwise(stops))]
+    highest = [curve[begin : stop + 1].max() for begin, stop in zip(begins, stops, strict=False)]
+    return np.array(highest, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Offsets by stay (None where no place is known) and, for what ops take aside, by run."""
+
+    offsets: tuple[int | None, ...]
+    aside_offsets: Mapping[int, int]
+    nbytes: int
+    recorded: bool
+
+
+def packed_arena(timeline: Timeline) -> Arena:
+    """One arena for the whole step; stays in one place keep one address."""
+    aside = [Block(f"aside {n}", r.aside_bytes, n, n) for n, r in enumerate(timeline.runs) if r.aside_bytes]
+    packing = pack([*_blocks_of(timeline), *aside])
+    return Arena(
+        offsets=tuple(packing.offsets[str(stay.place)] for stay in timeline.stays),
+        aside_offsets={block.start: packing.offsets[block.id] for block in aside},
+        nbytes=packing.arena_bytes,
+        recorded=False,
+    )
+
+
+def _blocks_of(timeline: Timeline) -> list[Block]:
+    """A block per place, over all the stays that follow one another in it."""
+    stays: dict[int, list[Stay]] = {}
+    for stay in timeline.stays:
+        stays.setdefault(stay.place, []).append(stay)
+    return [
+        Block(str(place), there[0].nbytes, min(s.first for s in there), max(s.last for s in there))
+        for place, there in stays.items()
+    ]
+
+
+def recorded_arena(timeline: Timeline, allocation: Allocation) -> Arena:
+    """The addresses of a run. Gaps that no tensor touches are closed, for address spaces are mostly gaps."""
+    known = [allocation.places.get(stay.tensor) for stay in timeline.stays]
+    shown = sorted(place for place in known if place is not None)
+    offset_of: dict[int, int] = {}
+    reach = used = 0
+    for address, nbytes in shown:
+        used += max(0, address + nbytes - max(address, reach))
+        reach = max(reach, address + nbytes)
+        offset_of[address] = used - (reach - address)
+    return Arena(tuple(offset_of[place[0]] if place else None for place in known), {}, used, recorded=True)

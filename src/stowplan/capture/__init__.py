@@ -1,7 +1,6 @@
 """A living PyTorch training step becomes a Graph, without being allocated."""
 
 from stowplan.capture.capture import Captured, capture
-from stowplan.capture.handles import Handle
-from stowplan.capture.program import Argument, Call, Program, Ref
+from stowplan.capture.program import Argument, Call, Handle, Program, Ref
 
 __all__ = ["Argument", "Call", "Captured", "Handle", "Program", "Ref", "capture"]

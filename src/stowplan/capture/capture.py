@@ -8,16 +8,14 @@ from torch import nn
 
 from stowplan.capture.cells import Cell
 from stowplan.capture.eager import EagerMemory, eager_memory
-from stowplan.capture.failures import explained
-from stowplan.capture.incoming_layouts import with_swayed_ops_marked
-from stowplan.capture.layouts import learn_from_kernels
+from stowplan.capture.layouts import learn_from_kernels, with_swayed_ops_marked
 from stowplan.capture.lower import Lowering
+from stowplan.capture.origins import explained
 from stowplan.capture.program import Program
-from stowplan.capture.prune import pruned
+from stowplan.capture.pure import pruned, with_updates
 from stowplan.capture.purify import purify
 from stowplan.capture.recorder import record
 from stowplan.capture.recording import Loss, Recording, Step
-from stowplan.capture.updates import with_updates
 from stowplan.capture.watching import Event
 from stowplan.ir import Graph
 

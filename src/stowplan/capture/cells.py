@@ -1,5 +1,6 @@
 """Cells: tensors as places. Two tensors that look at the same storage in the same way are one cell."""
 
+import ast
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from stowplan.errors import CaptureError
+from stowplan.ir import DType
+from stowplan.ir import Tensor as GraphTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +113,23 @@ class StorageBook:
     def _close(self, address: int, number: int) -> None:
         self._open.pop(address, None)
         self.lifetimes[number].died = self._now() - 1
+
+
+def stride_of(tensor: GraphTensor) -> tuple[int, ...]:
+    """Strides that are not written down are those of rows."""
+    found: tuple[int, ...] = (
+        ast.literal_eval(tensor.layout) if tensor.layout else contiguous_stride(tensor.shape or ())
+    )
+    return found
+
+
+def torch_dtype(dtype: DType | None) -> torch.dtype:
+    """PyTorch's own."""
+    name = "float8_e4m3fn" if dtype is DType.FLOAT8 else str(dtype)
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def same_strides(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether elements lie alike; a dim of one element has any stride."""
+    return all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)

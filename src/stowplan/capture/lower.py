@@ -4,14 +4,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from stowplan.capture.attributes import attributes_of, inputs_of
 from stowplan.capture.cells import Cell, contiguous_stride
 from stowplan.capture.origins import Origin
-from stowplan.capture.program import Program, Ref
-from stowplan.capture.prune import draws
-from stowplan.capture.pure import Pure, PureCall, Value
+from stowplan.capture.program import Program, Ref, attributes_of, inputs_of
+from stowplan.capture.pure import Pure, PureCall, Value, draws, is_update
 from stowplan.capture.recording import Recording
-from stowplan.capture.updates import is_update
 from stowplan.errors import CaptureError
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Role, Tensor, Use, validate
 

@@ -1,8 +1,15 @@
-"""Program: a captured step as data that PyTorch can run, beside the Graph that plans are made on."""
+"""Program: a captured step as calls that PyTorch can run, next to the Graph that plans are made on.
 
-from collections.abc import Mapping
+A Handle is an object that an op of stowplan needs, such as a sweep; the op receives a string for it. Only the
+call holds the handle: two steps never share one, and it dies with its step. Graphs, plans and prices know the
+handle by its name, which does not depend on the process.
+"""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -10,7 +17,51 @@ from torch._ops import OpOverload
 from torch.utils._pytree import TreeSpec
 
 from stowplan.capture.arguments import Spec
-from stowplan.capture.handles import Handle
+from stowplan.capture.schema import bound_arguments, leaves, tensor_names
+from stowplan.errors import BadUse
+from stowplan.ir import Attribute
+
+_numbers = count(1)
+
+
+class Handle:
+    """`name` tells what is computed; `key`, which ops are given, is of no other handle of this process.
+
+    The key is part of generated code: it begins with a `title` in which no name of the user's may occur.
+    """
+
+    name: str
+    key: str
+
+    def __init__(self, name: str, title: str) -> None:
+        self._title = title
+        self.identify(name)
+
+    def identify(self, name: str) -> None:
+        """Take a name, and with it a new key: a copy that computes something else is another handle."""
+        self.name, self.key = name, f"{self._title} #{next(_numbers)}"
+        _living[self.key] = self
+
+
+_living: WeakValueDictionary[str, Handle] = WeakValueDictionary()
+
+
+def handle_or_text(text: str) -> Handle | str:
+    """The handle whose key this is, or the text itself."""
+    return _living.get(text, text)
+
+
+def handle_of(key: str) -> Handle:
+    """The handle that an op was given by its key; BadUse if the step that it belongs to is gone."""
+    found = _living.get(key)
+    if found is None:
+        raise BadUse(f"{key!r} belongs to a step that is gone, or to one of another process; call fit again")
+    return found
+
+
+def living_handles() -> int:
+    """How many handles there are in this process."""
+    return len(_living)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +123,42 @@ class Program:
     updates: Mapping[str, str] = field(default_factory=dict)
     literals: frozenset[str] = frozenset()
     looks_at_values: bool = False
+
+
+def inputs_of(call: Call) -> Iterator[str]:
+    """The ids of the tensors a call reads, in the order of its schema; lists are laid out flat."""
+    for value in bound_arguments(call.target, call.args, call.kwargs).values():
+        for leaf in leaves(value):
+            if isinstance(leaf, Ref):
+                yield leaf.tensor
+
+
+def attributes_of(call: Call) -> dict[str, Attribute]:
+    """What is not a tensor, by the schema's names, with defaults filled in.
+
+    An optional tensor that is missing is None; a list with gaps shows for each item its position among the
+    op's inputs, or None.
+    """
+    attributes: dict[str, Attribute] = {}
+    tensors = 0
+    for name, value in bound_arguments(call.target, call.args, call.kwargs).items():
+        found = [leaf for leaf in leaves(value) if isinstance(leaf, Ref)]
+        if name not in tensor_names(call.target):
+            attributes[name] = _attribute(value)
+        elif not found:
+            attributes[name] = None if value is None else ()
+        elif isinstance(value, tuple) and None in value:
+            places = iter(range(tensors, tensors + len(found)))
+            attributes[name] = tuple(None if item is None else next(places) for item in value)
+        tensors += len(found)
+    return attributes
+
+
+def _attribute(value: object) -> Attribute:
+    if isinstance(value, (tuple, list)):
+        return tuple(_attribute(item) for item in value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Handle):
+        return value.name
+    return "generator" if isinstance(value, torch.Generator) else str(value)

@@ -14,14 +14,17 @@ import torch
 from torch._ops import OpOverload
 
 from stowplan.capture.cells import Cell
-from stowplan.capture.handles import handle_or_text
-from stowplan.capture.larger_storages import is_copied_out
-from stowplan.capture.program import Argument, Call, Ref
-from stowplan.capture.prune import draws
-from stowplan.capture.pure import Place, Pure, PureCall, Value
-from stowplan.capture.pure_forms import pure_form, result_stride
+from stowplan.capture.program import Argument, Call, Ref, handle_or_text
+from stowplan.capture.pure import Place, Pure, PureCall, Value, draws
 from stowplan.capture.recording import Recording
-from stowplan.capture.schema import bound_arguments, leaves, written_arguments
+from stowplan.capture.schema import (
+    bound_arguments,
+    is_copied_out,
+    leaves,
+    pure_form,
+    result_stride,
+    written_arguments,
+)
 from stowplan.capture.watching import Event, Incoming
 from stowplan.errors import CaptureError
 

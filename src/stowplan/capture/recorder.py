@@ -10,13 +10,10 @@ from torch.utils import _pytree as pytree
 
 from stowplan.capture.arguments import flatten, refuse_opaque
 from stowplan.capture.cells import Cell
-from stowplan.capture.engine import followed
-from stowplan.capture.naming import argument_names, module_paths, named_tensors
 from stowplan.capture.origins import Origins
-from stowplan.capture.recording import Outsider, Recording, Step
-from stowplan.capture.rehearsal import KnownOverwritten, Rehearsal
+from stowplan.capture.recording import Outsider, Recording, Step, argument_names, module_paths, named_tensors
 from stowplan.capture.stand_ins import StandIns
-from stowplan.capture.watching import Watch
+from stowplan.capture.watching import KnownOverwritten, Rehearsal, Watch, followed
 from stowplan.errors import CaptureError
 from stowplan.ir import Kind
 

@@ -1,10 +1,21 @@
-"""What an op's schema says of its arguments: which are tensors, which are written to, which were left out."""
+"""Facts about an op from its schema, and facts that the schema omits.
+
+The schema names the arguments, their types and those that are written. It omits running statistics that batch
+norm updates, the functional variant of an in-place op, and results in storages that are larger than the
+result: some ops allocate as much as their operands take and shrink the result without freeing memory, so that
+in eager a loss of one number holds a megabyte. A plan copies such a result out at once.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from math import prod
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+
+from stowplan.capture.cells import Cell
 
 aten = torch.ops.aten
 
@@ -81,3 +92,72 @@ def leaves(value: object) -> Iterator[object]:
             yield from leaves(item)
     else:
         yield value
+
+
+IRREGULAR: Mapping[OpOverload, OpOverload] = {aten.normal_.default: aten.normal_functional.default}
+
+
+@cache
+def pure_form(target: OpOverload) -> OpOverload | None:
+    """`relu` for `relu_`, `bernoulli.p` for `bernoulli_.float`; None where PyTorch has no such op."""
+    if target in IRREGULAR:
+        return IRREGULAR[target]
+    namespace, _, name = target._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    if not name.endswith("_") or not isinstance(packet, OpOverloadPacket):
+        return None
+    wanted = signature_of(target)
+    return next((candidate for candidate in overloads_of(packet) if signature_of(candidate) == wanted), None)
+
+
+def result_stride(
+    target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[int, ...]:
+    """The strides of the tensor that a pure op returns for arguments with these cells."""
+    given = {name: _on_meta(value) for name, value in kwargs.items()}
+    with torch.no_grad():
+        result: Tensor = target(*map(_on_meta, args), **given)
+    return result.stride()
+
+
+def _on_meta(value: object) -> object:
+    if isinstance(value, Cell):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+    if isinstance(value, tuple):
+        return [_on_meta(item) for item in value]
+    return value
+
+
+# Their result is in a storage for their operands broadcast together, if it is not larger by itself.
+_LIKE_OPERANDS = frozenset(
+    (
+        aten.mse_loss.default,
+        aten.smooth_l1_loss.default,
+        aten.binary_cross_entropy.default,
+        aten.soft_margin_loss.default,
+        aten.im2col.default,
+        aten.col2im.default,
+    )
+)
+
+
+def is_copied_out(target: OpOverload, result: Cell, storage_bytes: int) -> bool:
+    """Whether the one result of an op is worth a copy, so that its storage may go."""
+    return target in _LIKE_OPERANDS and storage_bytes > result.extent_bytes()
+
+
+def extra_bytes(
+    target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], results: Sequence[Cell | None]
+) -> Iterator[tuple[Cell, int]]:
+    """Results in larger storages than they span, with the bytes by which these are larger."""
+    for made in results if target in _LIKE_OPERANDS else ():
+        operands = [leaf.shape for leaf in leaves(tuple(args)) if isinstance(leaf, Cell)]
+        if made is not None:
+            nbytes = prod(np.broadcast_shapes(*operands)) * made.dtype.itemsize
+            yield made, max(0, nbytes - made.extent_bytes())
+    if target is aten._embedding_bag.default:  # positions of bags are counted with one that ends the last
+        _, positions, sizes, _ = results
+        if positions is not None and 0 not in positions.shape:
+            yield positions, positions.dtype.itemsize
+        if sizes is not None and bound_arguments(target, args, kwargs)["include_last_offset"]:
+            yield sizes, sizes.dtype.itemsize

@@ -1,23 +1,88 @@
-"""Watching a step: it runs once on stand-ins without data, and every op it dispatches is written down.
+"""Watching a step: it runs once on stand-ins without data, and every dispatched op is recorded.
 
-Nothing is rewritten on the way, so what is seen is what eager runs: the same kernels in the same order, the
-same tensors kept by autograd, the same moments at which storages are freed.
+Nothing is rewritten, so the recording is what eager runs: the same kernels in the same order, the same
+tensors kept by autograd, the same moments at which storages are freed. Small integer tensors that depend on
+no stand-in are computed for real, because models branch on them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stowplan.capture.cells import Cell, StorageBook
-from stowplan.capture.larger_storages import extra_bytes
+from stowplan.capture.layouts import as_made
 from stowplan.capture.origins import Origin, Origins
-from stowplan.capture.rehearsal import Rehearsal
-from stowplan.capture.schema import returns_tensors, written_names
+from stowplan.capture.schema import extra_bytes, leaves, returns_tensors, written_arguments, written_names
 from stowplan.errors import CaptureError
+
+_KNOWN_ELEMENTS = 1 << 16
+
+
+class KnownOverwritten(Exception):
+    """A tensor whose values were known took values that are not: rehearse again, knowing nothing."""
+
+
+class Rehearsal:
+    """Runs ops. With `knowing`, small integer tensors that depend on no stand-in are computed for real.
+
+    Those are positions and masks of positions, and models that look at them decide as they do in eager.
+    """
+
+    def __init__(self, fakes: FakeTensorMode, *, knowing: bool) -> None:
+        self._fakes, self._knowing = fakes, knowing
+
+    def run(self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        """The result of an op, without data unless it is known."""
+        if self._is_known(target, args, kwargs):
+            return target(*args, **kwargs)
+        self._refuse_writing_data(target, args, kwargs)
+        with self._fakes:
+            return as_made(target, args, kwargs, target(*args, **kwargs))
+
+    def _is_known(self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
+        if not self._knowing or torch.Tag.nondeterministic_seeded in target.tags:
+            return False
+        if not all(map(_is_small_integer, _tensors_in((args, tuple(kwargs.values()))))):
+            return False
+        if not returns_tensors(target):
+            return True
+        with self._fakes:
+            foreseen = target(*args, **kwargs)
+        return all(map(_is_integer_of_size, _tensors_in(foreseen)))
+
+    def _refuse_writing_data(
+        self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
+        for tensor in _tensors_in(tuple(written_arguments(target, args, kwargs).values())):
+            if isinstance(tensor, FakeTensor):
+                continue
+            if self._knowing:
+                raise KnownOverwritten
+            raise CaptureError(
+                f"{target} writes into a tensor of shape {tuple(tensor.shape)} that is no buffer",
+                advice="make it one with register_buffer",
+            )
+
+
+def _tensors_in(value: object) -> Iterable[Tensor]:
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
+
+
+def _is_small_integer(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and _is_integer_of_size(tensor)
+
+
+def _is_integer_of_size(tensor: Tensor) -> bool:
+    inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return not inexact and tensor.numel() <= _KNOWN_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,3 +213,29 @@ def _nodes_made() -> int:
 def _running_node() -> int | None:
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+@contextmanager
+def followed(watch: Watch, outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Within, `watch` is told when autograd enters a node, with which gradients, and when it leaves it."""
+
+    def leave(_inputs: object, _outputs: object) -> None:
+        watch.between_nodes = True
+
+    for node in _nodes_below(outputs):
+        node.register_prehook(partial(watch.enter_node, node._sequence_nr()))
+        node.register_hook(leave)
+    yield
+    watch.between_nodes = False
+
+
+def _nodes_below(outputs: Sequence[Tensor]) -> Iterator[Node]:
+    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append(below)

@@ -4,8 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from stowplan import api
-from stowplan.cli.choices import add_choices
-from stowplan.cli.output import refuse_unwritable, write_output
+from stowplan.cli.options import add_choices, refuse_unwritable, write_output
 from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.units import parse_bytes
 

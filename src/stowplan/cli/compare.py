@@ -7,7 +7,7 @@ from os.path import basename
 from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.plan.explain.comparison import Side, comparison_of
 from stowplan.report.compare import comparison_json, show_comparison
-from stowplan.report.opening import opened
+from stowplan.report.files import opened
 from stowplan.report.page import subject_of
 from stowplan.report.terminal import console_for_output
 

@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from os.path import basename
 from pathlib import Path
 
-from stowplan.cli.output import refuse_unwritable
+from stowplan.cli.options import refuse_unwritable
 from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.errors import BadInput
 from stowplan.plan.explain.peers import Peer, read_peers
@@ -13,9 +13,8 @@ from stowplan.plan.frontier import Frontier
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.record import Record
-from stowplan.report.opening import opened
+from stowplan.report.files import opened, write_report
 from stowplan.report.page import Subject, Thing, subject_of
-from stowplan.report.write import write_report
 from stowplan.units import printable
 
 

@@ -1,7 +1,17 @@
 """The graph of a training step as frozen values. Knows no framework and no file."""
 
-from stowplan.ir.document import Document, Note, NoteKind
-from stowplan.ir.facets import Allocation, Interval, Profile, Regions, TensorRegion, TileSchedule, TileStep
+from stowplan.ir.document import (
+    Allocation,
+    Document,
+    Interval,
+    Note,
+    NoteKind,
+    Profile,
+    Regions,
+    TensorRegion,
+    TileSchedule,
+    TileStep,
+)
 from stowplan.ir.graph import (
     Attribute,
     Attributes,

@@ -1,11 +1,81 @@
-"""Document: everything one file said, and what its reader had to infer or repair to understand it."""
+"""Document: the content of one file (graph, times, addresses, regions, tiles) and the notes of its reader."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stowplan.ir.facets import Allocation, Profile, Regions, TileSchedule
+from stowplan.geometry import Rect
 from stowplan.ir.graph import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """When an op was issued, when its kernel began and when it ended, in seconds of its clock."""
+
+    start_seconds: float
+    kernel_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measured times by clock and op. Clocks have names because they need not be aligned.
+
+    `estimated` marks times that come from a model of the machine, not from a run.
+    """
+
+    clocks: Mapping[str, Mapping[str, Interval]]
+    estimated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Where tensors sat: (address, bytes) by tensor id."""
+
+    places: Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRegion:
+    """The part of a tensor one worker reads and the part it writes; None where it never writes."""
+
+    read: Rect | None
+    write: Rect | None
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """Per tensor what a worker reads and writes, per op the rect of each port ("result", "input", ...)."""
+
+    tensors: Mapping[str, TensorRegion]
+    ops: Mapping[str, Mapping[str, Rect]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TileStep:
+    """One op of one tile: the region it makes, the region it wants for that, and what of that lies inside.
+
+    Forward it makes a part of the op's output from its input; backward, a part of the gradient of its input
+    from the gradient of its output. `wanted` is not clipped: what it has outside the tensor is padding.
+    """
+
+    op: str
+    result: Rect
+    wanted: Rect
+    inside: Rect
+
+
+@dataclass(frozen=True, slots=True)
+class TileSchedule:
+    """A segment computed tile by tile: for each tile (by grid coordinate) its forward and backward steps.
+
+    Steps are in the order in which their regions follow from one another: forward from the last op to the
+    first, backward from the first to the last. Tiles are in the order in which they run.
+    """
+
+    grid: tuple[int, ...]
+    forward: Mapping[tuple[int, ...], tuple[TileStep, ...]]
+    backward: Mapping[tuple[int, ...], tuple[TileStep, ...]]
 
 
 class NoteKind(StrEnum):

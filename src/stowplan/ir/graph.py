@@ -1,4 +1,4 @@
-"""Tensor, Op, Graph: what a training step reads, writes and runs, in an order that can be executed."""
+"""Tensor, Op, Graph: what a training step reads, writes and runs, in an executable order."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -166,3 +166,24 @@ class Graph:
     ops: tuple[Op, ...]
     held: frozenset[str] = frozenset()
     name: str = ""
+
+
+def attribute_of(value: object) -> Attribute:
+    """A decoded JSON value as an attribute: lists become tuples, at every depth."""
+    if isinstance(value, list | tuple):
+        return tuple(attribute_of(item) for item in value)
+    if isinstance(value, dict):
+        return {str(key): attribute_of(item) for key, item in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"{type(value).__name__} is not an attribute")
+
+
+def object_without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object from its members (`object_pairs_hook`); a key that comes twice is a ValueError."""
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r} comes twice")
+        found[key] = value
+    return found

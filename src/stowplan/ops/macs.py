@@ -1,4 +1,7 @@
-"""How many multiply-accumulates an op takes. Pointwise work, pooling and copies count as none."""
+"""Tables of an op's cost: multiply-accumulates and bytes moved.
+
+Pointwise ops, pooling and copies count no multiply-accumulates.
+"""
 
 from math import prod
 
@@ -163,3 +166,25 @@ def _pairs_of_positions(queries: Tensor, keys: Tensor) -> int:
 
 def _features(*tensors: Tensor) -> int:
     return sum(shape_of(tensor)[-1] for tensor in tensors)
+
+
+def each_tensor_once(site: Site) -> int:
+    """The stated default: every tensor read or written passes through memory once."""
+    return sum(tensor.nbytes or 0 for tensor in (*site.inputs, *site.outputs))
+
+
+traffic_of: Table[int] = Table("traffic", default=each_tensor_once)
+
+
+@traffic_of.entry("Reshape", "Identity")
+@traffic_of.entry("onnx.Reshape", "onnx.Flatten", "onnx.Squeeze", "onnx.Unsqueeze", "onnx.Identity")
+@traffic_of.entry(*aten.VIEWS)
+def nothing_moves(_: Site) -> int:
+    """A view costs no traffic."""
+    return 0
+
+
+@traffic_of.entry("GetItem")
+def only_the_slice(site: Site) -> int:
+    """A slice reads no more than it writes."""
+    return 2 * sum(tensor.nbytes or 0 for tensor in site.outputs)

@@ -8,8 +8,8 @@ from math import prod
 from stowplan.errors import MissingRule
 from stowplan.ir import Attribute, Shape
 from stowplan.ops.shapes import pointwise as broadcast
-from stowplan.ops.sliding import Window, output_sizes
 from stowplan.ops.table import Site, Table, shape_of
+from stowplan.ops.windows import Window, output_sizes
 
 onnx_shapes_of: Table[tuple[Shape, ...]] = Table("output shapes")
 

@@ -6,9 +6,8 @@ from math import prod
 
 from stowplan.errors import MissingRule
 from stowplan.ir import Attribute, Shape
-from stowplan.ops.sliding import output_sizes
 from stowplan.ops.table import Site, Table, shape_of
-from stowplan.ops.windows import windows_of
+from stowplan.ops.windows import output_sizes, windows_of
 
 output_shapes_of: Table[tuple[Shape, ...]] = Table("output shapes")
 

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from itertools import islice
 
-from stowplan.analyse.inspection import Inspection
+from stowplan.analyse.inspection import ClockTimes, Inspection
 from stowplan.analyse.packing import Packing
-from stowplan.analyse.times import ClockTimes
 from stowplan.ir import Kind, Tensor
 
 _TOP = 10

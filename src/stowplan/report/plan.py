@@ -14,8 +14,7 @@ from stowplan.plan.explain.explain import Explanation
 from stowplan.plan.explain.timeline import packed_bytes_of
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import Basis
-from stowplan.report.curve import memory_curve_drawing
-from stowplan.report.terminal import bar, blocks_of, print_trimmed
+from stowplan.report.terminal import bar, blocks_of, memory_curve_drawing, print_trimmed
 from stowplan.report.tiles import show_tile_map
 from stowplan.units import format_bytes, format_count, format_seconds, format_share
 

@@ -7,7 +7,7 @@ import torch
 from benchmarks.shards.processes import on_workers
 from torch import Tensor, nn
 
-from stowplan.capture.handles import living_handles
+from stowplan.capture.program import living_handles
 from stowplan.run.fit import fit
 from stowplan.run.shards.fit import shards_of
 

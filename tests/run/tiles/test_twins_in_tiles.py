@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import capture
-from stowplan.capture.handles import handle_of, living_handles
+from stowplan.capture.program import handle_of, living_handles
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Phase
 from stowplan.plan.tiles.segment import segment_of

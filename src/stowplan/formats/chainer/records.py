@@ -14,7 +14,7 @@ import msgspec
 
 from stowplan.errors import BadInput
 from stowplan.ir import Attribute, Attributes, Phase
-from stowplan.ir.attributes import attribute_of
+from stowplan.ir.graph import attribute_of
 
 GRADIENT = ".grad"
 MASK = ".mask"

@@ -20,7 +20,7 @@ from stowplan.errors import BadInput, BadUse
 from stowplan.formats.checked import bad_input_of, checked
 from stowplan.formats.stow.records import DocumentRecord, OpRecord, TensorRecord, document_of, record_of
 from stowplan.ir import Document
-from stowplan.ir.attributes import object_without_repeats
+from stowplan.ir.graph import object_without_repeats
 
 __all__ = ["FORMAT", "read", "recognise", "write"]
 

@@ -12,8 +12,7 @@ from stowplan.formats.tilelog.network import Layer, network_graph
 from stowplan.formats.tilelog.records import RECORD_LINES, BoxRecord, Line, is_record, parse_record
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Shape
-from stowplan.ops.sliding import Window
-from stowplan.ops.windows import windows_of
+from stowplan.ops.windows import Window, windows_of
 
 _SHAPE = r"((?:[0-9]{1,6}x){3}[0-9]{1,6})"
 _INPUT = re.compile(f"Input {_SHAPE}")

@@ -25,9 +25,8 @@ from stowplan.ir import (
     bytes_of_shape,
 )
 from stowplan.ops.shapes import output_shapes_of
-from stowplan.ops.sliding import Window, pull, reach
 from stowplan.ops.table import Site, shape_of, site_of
-from stowplan.ops.windows import windows_of
+from stowplan.ops.windows import Window, pull, reach, windows_of
 
 Pair: TypeAlias = tuple[int, int]
 

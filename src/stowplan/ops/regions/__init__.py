@@ -3,18 +3,7 @@
 from collections.abc import Sequence
 
 from stowplan.geometry import Rect
-from stowplan.ops.regions import (
-    contractions,
-    indexing,
-    norms,
-    padding,
-    pointwise,
-    reductions,
-    resampling,
-    slices,
-    views,
-    windowed,
-)
+from stowplan.ops.regions import contractions, pointwise, reductions, views, windowed
 from stowplan.ops.regions.relation import DimKind, Need, Partial, Reduction, Regions, Relation
 from stowplan.ops.regions.rules import regions_of
 from stowplan.ops.table import Site
@@ -32,18 +21,7 @@ __all__ = [
     "regions_of",
 ]
 
-FAMILIES = (
-    contractions,
-    indexing,
-    norms,
-    padding,
-    pointwise,
-    reductions,
-    resampling,
-    slices,
-    views,
-    windowed,
-)
+FAMILIES = (contractions, pointwise, reductions, views, windowed)
 """The modules whose rules are in the table."""
 
 

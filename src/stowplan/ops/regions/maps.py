@@ -7,7 +7,7 @@ from math import floor, prod
 
 from stowplan.geometry import Rect
 from stowplan.ops.regions.relation import DimKind, emptied, with_span
-from stowplan.ops.sliding import Span, Window
+from stowplan.ops.windows import Span, Window
 
 _POINT = Window()
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from stowplan.geometry import Rect
 from stowplan.ir import Shape
-from stowplan.ops.sliding import Span
+from stowplan.ops.windows import Span
 
 
 class DimKind(IntEnum):

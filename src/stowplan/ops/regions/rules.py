@@ -6,8 +6,8 @@ from stowplan.errors import MissingRule
 from stowplan.ir import Attribute, Shape
 from stowplan.ops.regions.maps import Always, Sliding
 from stowplan.ops.regions.relation import DimMap, Need, Regions, Relation
-from stowplan.ops.sliding import Window
 from stowplan.ops.table import Site, Table, shape_of
+from stowplan.ops.windows import Window
 
 
 def barrier(site: Site, because: str = "") -> Regions:

@@ -1,14 +1,13 @@
-"""Convolutions and pools: windows over the spatial dims, groups over the channels."""
+"""Spatial ops: convolutions and pools, pads, interpolation."""
 
 from collections.abc import Sequence
 
-from stowplan.ir import Shape
-from stowplan.ops.regions.maps import Adaptive, Always, Digit, Grouped, Sliding
+from stowplan.ir import Attribute, Shape
+from stowplan.ops.regions.maps import Adaptive, Always, Bordered, Digit, Grouped, Resized, Sliding
 from stowplan.ops.regions.relation import DimMap, Need, Partial, Reduction, Regions, Relation
-from stowplan.ops.regions.rules import along, barrier, identity, integer, rules, whole
-from stowplan.ops.sliding import Window, output_sizes
+from stowplan.ops.regions.rules import along, barrier, identity, integer, integers, rules, whole
 from stowplan.ops.table import Site, shape_of
-from stowplan.ops.windows import windows_of
+from stowplan.ops.windows import Window, output_sizes, windows_of
 
 
 @rules.entry("aten.convolution.default")
@@ -203,3 +202,117 @@ def _adaptive(site: Site, shape: Shape, output: Shape, first: int) -> Relation:
     reduced = all(count == 1 for count in output[first:]) and len(site.outputs) == 1
     reduction = Reduction(partial, {0: tuple(range(first, len(shape)))}) if reduced else None
     return Relation(output, (Need((*identity(shape[:first]), *pooled)),), reduction=reduction)
+
+
+@rules.entry("aten.constant_pad_nd.default")
+def constant_pad(site: Site) -> Regions:
+    """What the pull has outside the input is the pad, of the op's value."""
+    return _padded(site, "constant", integers(site, "pad"))
+
+
+@rules.entry(*(f"aten.reflection_pad{n}d.default" for n in (1, 2, 3)))
+def reflection_pad(site: Site) -> Regions:
+    """The border mirrors what lies inside it."""
+    return _padded(site, "reflect", integers(site, "padding"))
+
+
+@rules.entry(*(f"aten.replication_pad{n}d.default" for n in (1, 2, 3)))
+def replication_pad(site: Site) -> Regions:
+    """The border repeats the last index."""
+    return _padded(site, "replicate", integers(site, "padding"))
+
+
+@rules.entry("aten._pad_circular.default")
+def circular_pad(site: Site) -> Regions:
+    """The border comes from the other end."""
+    return _padded(site, "circular", integers(site, "pad"))
+
+
+@rules.entry("aten.pad.default")
+def any_pad(site: Site) -> Regions:
+    """As the attribute `mode` says."""
+    return _padded(site, str(site.attributes.get("mode")), integers(site, "pad"))
+
+
+def _padded(site: Site, mode: str, pad: tuple[int, ...]) -> Regions:
+    """`pad` lists (before, after) from the last dim backwards."""
+    if mode not in ("constant", "reflect", "replicate", "circular"):
+        return barrier(site, f"{site.op.type} pads in the unknown mode {mode!r}")
+    shape, output = shape_of(site.inputs[0]), shape_of(site.outputs[0])
+    dims = list(identity(shape))
+    for position, before in enumerate(pad[::2]):
+        dim = len(shape) - 1 - position
+        dims[dim] = _padded_dim(mode, dim, shape, output, before)
+    value = site.attributes.get("value")
+    fill = float(value) if isinstance(value, int | float) else 0.0
+    return Regions((Relation(output, (Need(tuple(dims), fill if mode == "constant" else None),)),))
+
+
+def _padded_dim(mode: str, dim: int, shape: Shape, output: Shape, before: int) -> DimMap:
+    if mode == "constant":
+        return Sliding(dim, shape[dim], Window(before=before))
+    if mode == "circular":
+        return Digit((dim,), (output[dim],), 1, shape[dim], -before)
+    return Bordered(dim, shape[dim], before, mode == "reflect")
+
+
+_SCALE_KEYS = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
+_LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+
+def _spellings(name: str) -> tuple[str, str]:
+    return f"aten.{name}.default", f"aten.{name}.vec"
+
+
+@rules.entry(*(spelled for n in (1, 2, 3) for spelled in _spellings(f"upsample_nearest{n}d")))
+def nearest(site: Site) -> Regions:
+    """The input whose index is the floor of the position."""
+    return _resized(site, centre=0.0)
+
+
+@rules.entry(*(spelled for n in (1, 2, 3) for spelled in _spellings(f"_upsample_nearest_exact{n}d")))
+def nearest_exact(site: Site) -> Regions:
+    """The input under the centre of the output."""
+    return _resized(site, centre=0.5)
+
+
+@rules.entry(*(s for n, kind in _LINEAR.items() for s in _spellings(f"upsample_{kind}{n}d")))
+def linear(site: Site) -> Regions:
+    """The two inputs around the position."""
+    return _resized(site, after=1)
+
+
+@rules.entry(*_spellings("upsample_bicubic2d"))
+def cubic(site: Site) -> Regions:
+    """Two inputs on either side of the position."""
+    return _resized(site, before=1, after=2)
+
+
+def _resized(site: Site, before: int = 0, after: int = 0, centre: float | None = None) -> Regions:
+    """`centre` fixes where an output samples; None is ATen's rule for interpolation."""
+    shape, output = shape_of(site.inputs[0]), shape_of(site.outputs[0])
+    dims = list(identity(shape))
+    factors = _factors(site, len(shape) - 2)
+    for dim, factor in enumerate(factors, 2):
+        scale, offset = _sampling(site, shape[dim], output[dim], factor, centre)
+        dims[dim] = Resized(dim, shape[dim], scale, offset, before, after)
+    return Regions((Relation(output, (Need(tuple(dims)),)),))
+
+
+def _sampling(
+    site: Site, inputs: int, outputs: int, factor: Attribute, centre: float | None
+) -> tuple[float, float]:
+    """Scale and offset of the position, by the corners or by the pixels' centres."""
+    if site.attributes.get("align_corners"):
+        return (inputs - 1) / (outputs - 1) if outputs > 1 else 0.0, 0.0
+    given = isinstance(factor, int | float) and factor > 0
+    scale = 1 / float(factor) if given and isinstance(factor, int | float) else inputs / outputs
+    return scale, 0.5 * scale - 0.5 if centre is None else centre * scale
+
+
+def _factors(site: Site, ndim: int) -> tuple[Attribute, ...]:
+    """The scale factor of each spatial dim where the call gave one; it outranks the ratio of sizes."""
+    if site.op.type.endswith(".vec"):
+        given = site.attributes.get("scale_factors")
+        return given if isinstance(given, tuple) else (None,) * ndim
+    return tuple(site.attributes.get(key) for key in _SCALE_KEYS[ndim])

@@ -7,9 +7,7 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from stowplan.analyse.alignment import curve_onto
-from stowplan.analyse.arena import packed_arena
-from stowplan.analyse.timeline import Doing, Run, Stay, Timeline, timeline_of
+from stowplan.analyse.timeline import Doing, Run, Stay, Timeline, curve_onto, packed_arena, timeline_of
 from stowplan.ir import Graph, Kind, Op, Role
 from stowplan.plan.decision import Again, Compute, Free, Load, Store
 from stowplan.plan.explain.transfers import transfer_id, with_transfers

@@ -11,7 +11,7 @@ from math import prod
 
 from stowplan.geometry import Rect
 from stowplan.ir import Shape
-from stowplan.ops.sliding import Span
+from stowplan.ops.windows import Span
 
 
 @dataclass(frozen=True, slots=True)

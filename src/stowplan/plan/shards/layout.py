@@ -6,7 +6,7 @@ from itertools import product
 
 from stowplan.geometry import Rect
 from stowplan.ir import Shape
-from stowplan.ops.sliding import Span
+from stowplan.ops.windows import Span
 from stowplan.plan.shards.cells import Cells
 from stowplan.plan.shards.mesh import Mesh
 

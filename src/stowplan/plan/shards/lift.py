@@ -7,9 +7,9 @@ from math import prod
 from stowplan.geometry import Rect
 from stowplan.ops.regions import DimKind, Need, Relation, regions_of
 from stowplan.ops.regions.maps import Along, Digit, Grouped, Prefix, Sliding
-from stowplan.ops.sliding import Span, Window
 from stowplan.ops.table import Site
 from stowplan.ops.tiling import RESHAPES
+from stowplan.ops.windows import Span, Window
 from stowplan.plan.shards.cells import Cells
 
 _POINT = Window()

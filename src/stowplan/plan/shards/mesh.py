@@ -8,7 +8,7 @@ from itertools import accumulate, product
 from math import prod
 
 from stowplan.errors import BadUse
-from stowplan.ops.sliding import Span
+from stowplan.ops.windows import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from stowplan.errors import TooManyWorkers
 from stowplan.geometry import Rect
-from stowplan.ops.sliding import Span
+from stowplan.ops.windows import Span
 from stowplan.plan.shards.plan import ShardPlan
 from stowplan.plan.shards.traffic import itemsize_of
 

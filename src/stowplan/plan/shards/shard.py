@@ -11,8 +11,8 @@ from stowplan.geometry import Rect
 from stowplan.ir import Op
 from stowplan.ops import aten
 from stowplan.ops.effects import Effect, effect_of
-from stowplan.ops.sliding import Span
 from stowplan.ops.table import site_of
+from stowplan.ops.windows import Span
 from stowplan.plan.shards.allowed import refusal_of_parts
 from stowplan.plan.shards.halos import is_made
 from stowplan.plan.shards.layout import Layout

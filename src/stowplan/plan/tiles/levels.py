@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import islice, product
 from math import prod
 
-from stowplan.analyse.tile_levels import Level, Levels, Read
+from stowplan.analyse.tile_costs import Level, Levels, Read
 from stowplan.geometry import Point, Rect
 from stowplan.ir import Kind
 from stowplan.ops.macs import macs_of

@@ -6,7 +6,7 @@ inputs, all parameters, and the gradients of those that were read from there on.
 
 from collections.abc import Iterable, Sequence
 
-from stowplan.analyse.workspaces import estimated_workspaces
+from stowplan.analyse.costs import estimated_workspaces
 from stowplan.ir import Graph, Kind, Phase
 
 

@@ -1,8 +1,15 @@
-"""All that a page shows, as one JSON value."""
+"""All data of a page as one JSON value: columns, memory curves, regions, arena and frontier."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from stowplan.analyse.arena import Arena, packed_arena, recorded_arena
+import numpy as np
+from numpy.typing import NDArray
+
+from stowplan.analyse.timeline import Arena, curve_onto, packed_arena, recorded_arena, timed_onto
+from stowplan.ir import Document, Graph, Regions
+from stowplan.plan.explain.timeline import plain_curve_of
+from stowplan.plan.plan import Plan
+from stowplan.plan.record import Record
 from stowplan.report.page.columns import (
     WORDS,
     Columns,
@@ -15,12 +22,112 @@ from stowplan.report.page.columns import (
     stays_columns,
     tensors_columns,
 )
-from stowplan.report.page.curves import curve_of
 from stowplan.report.page.figures import figures_of
-from stowplan.report.page.frontier import frontier_of_subjects
-from stowplan.report.page.regions import regions_of
 from stowplan.report.page.subject import Subject
-from stowplan.report.page.tiles import tilings_of
+from stowplan.report.page.tiles import box, tilings_of
+
+
+def curve_of(subject: Subject, others: Sequence[Subject]) -> Columns:
+    """Bytes by kind for each run, and the curves to compare with."""
+    by_kind = subject.timeline.bytes_by_kind()
+    total = subject.timeline.curve_bytes()
+    return {
+        "kinds": [WORDS["kinds"].index(kind) for kind in by_kind],
+        "bytes": [curve.tolist() for curve in by_kind.values()],
+        "total": total.tolist(),
+        "peak": int(total.argmax()) if len(total) else 0,
+        "allowed": subject.plan.allowed_bytes if subject.plan else None,
+        "beside": list(_beside(subject, others)),
+    }
+
+
+def _beside(subject: Subject, others: Sequence[Subject]) -> Iterator[Columns]:
+    axis = subject.timeline
+    if subject.plan:
+        name, plain = plain_curve_of(subject.plan, axis)
+        yield {"name": name, "bytes": plain.tolist()}
+    if axis.away:
+        yield {"name": "offloaded", "bytes": axis.away_bytes().tolist()}
+    if subject.record:
+        yield {"name": "measured", "bytes": _measured(subject, subject.record).tolist()}
+    for other in others:
+        if other is not subject:
+            yield {"name": other.name, "bytes": curve_onto(axis, other.timeline).tolist()}
+
+
+def _measured(subject: Subject, record: Record) -> NDArray[np.int64]:
+    """What a run measured, at the steps where it would have been if it kept to the projected times."""
+    runs = subject.timeline.runs
+    durations = [0.0 if run.doing.is_transfer else subject.seconds.get(run.op, 0.0) for run in runs]
+    curve = np.array(record.measured_curve_bytes, dtype=np.int64)
+    return timed_onto(durations, curve, record.measured_curve_seconds)
+
+
+def frontier_of_subjects(subjects: Sequence[Subject]) -> Columns | None:
+    """One picture for all subjects that have a plan."""
+    plans = [(subject.name, subject.plan) for subject in subjects if subject.plan]
+    if not plans:
+        return None
+    return {
+        "lines": [_line(subject) for subject in subjects if subject.frontier and subject.plan],
+        "plans": [_chosen(name, plan) for name, plan in plans],
+        "plain_bytes": plans[0][1].plain_peak_bytes,
+        "minimum_bytes": min(plan.minimum_bytes for _, plan in plans),
+        "measured": [
+            [subject.name, subject.record.measured_peak_bytes, subject.record.measured_time_ratio]
+            for subject in subjects
+            if subject.record and subject.record.measured_time_ratio is not None
+        ],
+        "peers": [
+            [peer.name, peer.peak_bytes, peer.time_ratio] for subject in subjects for peer in subject.peers
+        ],
+    }
+
+
+def _line(subject: Subject) -> list[tuple[int, float]]:
+    plain = subject.plan.plain_seconds if subject.plan else 0.0
+    points = subject.frontier.points if subject.frontier else ()
+    return [(point.peak_bytes, 1 + point.extra_seconds / (plain or 1.0)) for point in points]
+
+
+def _chosen(name: str, plan: Plan) -> Columns:
+    return {
+        "name": name,
+        "allowed": plan.allowed_bytes,
+        "bytes": plan.projected_peak_bytes,
+        "ratio": plan.time_ratio,
+        "bound": plan.bound,
+    }
+
+
+def regions_of(document: Document) -> Columns | None:
+    """Per tensor what the worker reads and writes, per op the rectangle of each port."""
+    regions = document.regions
+    if regions is None:
+        return None
+    return {
+        "tensors": _by_number(document.graph, regions),
+        "ops": [
+            [[port, box(rect)] for port, rect in regions.ops.get(op.id, {}).items()]
+            for op in document.graph.ops
+        ],
+    }
+
+
+def _by_number(graph: Graph, regions: Regions) -> list[Columns | None]:
+    found: list[Columns | None] = []
+    for name, tensor in graph.tensors.items():
+        region = regions.tensors.get(name)
+        found.append(
+            {
+                "shape": tensor.shape,
+                "read": box(region.read) if region.read else None,
+                "write": box(region.write) if region.write else None,
+            }
+            if region
+            else None
+        )
+    return found
 
 
 def data_of(subjects: Sequence[Subject], title: str) -> Columns:

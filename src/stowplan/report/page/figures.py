@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from stowplan.analyse.costs import costs_of
 from stowplan.analyse.facts import untiled_bound
+from stowplan.analyse.inspection import times_of
 from stowplan.analyse.liveness import liveness_of
-from stowplan.analyse.times import times_of
 from stowplan.ir import Document, Graph, Kind
 from stowplan.plan.decision import Decision, Keep, Offload, Recompute, Tile
 from stowplan.plan.plan import Plan

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from stowplan.analyse.tile_costs import tile_costs_of
-from stowplan.analyse.tile_levels import Level, Read, backward_levels, forward_levels
+from stowplan.analyse.tile_costs import Level, Read, backward_levels, forward_levels, tile_costs_of
 from stowplan.geometry import Point, Rect
 from stowplan.ir import Document, TileSchedule
 from stowplan.plan.plan import Plan

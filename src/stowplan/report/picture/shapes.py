@@ -1,7 +1,8 @@
-"""Shapes: the few things that a picture is made of, in points, y downwards; SVG and PNG spell only these."""
+"""The shapes of a picture, in points with y downwards, and the drawing as SVG."""
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, assert_never
+from xml.sax.saxutils import escape
 
 Points: TypeAlias = tuple[tuple[float, float], ...]
 
@@ -51,3 +52,40 @@ class Drawing:
     width: int
     height: int
     shapes: tuple[Shape, ...]
+
+
+def svg_of_drawing(drawing: Drawing) -> str:
+    """The drawing with its shapes one to a line."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {drawing.width} {drawing.height}" '
+        f'width="{drawing.width}" height="{drawing.height}" '
+        f'font-family="Helvetica, Arial, sans-serif" font-size="{SIZE}">\n'
+        f"<title>{escape(_legal(drawing.title))}</title>\n"
+        + "\n".join(map(_spelled, drawing.shapes))
+        + "\n</svg>\n"
+    )
+
+
+def _spelled(shape: Shape) -> str:
+    match shape:
+        case Area(points, fill):
+            return f'<polygon fill="{fill}" points="{_pairs(points)}"/>'
+        case Line(points, stroke, width, dash):
+            dashes = f' stroke-dasharray="{" ".join(map(str, dash))}"' if dash else ""
+            how = f'fill="none" stroke="{stroke}" stroke-width="{width}"{dashes}'
+            return f'<polyline {how} points="{_pairs(points)}"/>'
+        case Text(x, y, words, anchor, fill):
+            rim = 'paint-order="stroke" stroke="#ffffff" stroke-width="3"'
+            place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+            return f'<text {place} fill="{fill}" {rim}>{escape(_legal(words))}</text>'
+        case _:
+            assert_never(shape)
+
+
+def _pairs(points: Points) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def _legal(text: str) -> str:
+    """XML has no place for control characters, whatever their spelling."""
+    return "".join(char if char.isprintable() else "." for char in text)

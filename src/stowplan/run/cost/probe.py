@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import torch
 
-from stowplan.analyse.workspaces import estimated_workspaces
+from stowplan.analyse.costs import estimated_workspaces
 from stowplan.capture import Call, Captured
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Interval, Op, Phase, Profile

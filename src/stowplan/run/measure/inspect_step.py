@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from stowplan.analyse.costs import estimated_workspaces
 from stowplan.analyse.inspection import Inspection, inspection_of
 from stowplan.analyse.storages import storages_of
-from stowplan.analyse.workspaces import estimated_workspaces
 from stowplan.capture import Captured, capture
 from stowplan.ir import Document, Graph, Kind, Note, NoteKind, Phase
 from stowplan.ops.regions import regions_of

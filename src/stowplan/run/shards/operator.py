@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stowplan.capture import Handle
-from stowplan.capture.handles import handle_of
+from stowplan.capture.program import handle_of
 from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.exchange import Exchange
 from stowplan.run.shards.norm import Norm

@@ -8,8 +8,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from stowplan.capture import Call, Ref
-from stowplan.capture.pure_forms import IRREGULAR
-from stowplan.capture.schema import overloads_of, signature_of
+from stowplan.capture.schema import IRREGULAR, overloads_of, signature_of
 from stowplan.errors import MissingRule
 
 _SWEEPS_IN_PLACE = ("stowplan.sweep_.default", "stowplan.sweep_backward_.default")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stowplan.analyse.storages import Storages, storages_of
 from stowplan.capture import Program
-from stowplan.capture.attributes import inputs_of
+from stowplan.capture.program import inputs_of
 from stowplan.ir import Graph, Op
 from stowplan.ops.effects import only_updates_statistics
 from stowplan.ops.table import site_of

@@ -11,7 +11,7 @@ from textwrap import TextWrapper
 from typing import NamedTuple
 
 from stowplan.capture import Call, Program, Ref
-from stowplan.capture.attributes import inputs_of
+from stowplan.capture.program import inputs_of
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stowplan.capture.handles import handle_of
+from stowplan.capture.program import handle_of
 from stowplan.ops.table import shape_of
 from stowplan.run.tiles.sweep import Sweep, empty_like_described
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from stowplan.capture import Argument, Call, Captured, Ref
-from stowplan.capture.attributes import attributes_of, inputs_of
+from stowplan.capture.program import attributes_of, inputs_of
 from stowplan.capture.schema import leaves
 from stowplan.ir import Op, Phase, Role, Use
 from stowplan.ops.table import shape_of

@@ -1,8 +1,10 @@
-"""The choices that every verb which plans leaves to its user."""
+"""Options and checks that several verbs share. A file that cannot be written is refused before the work."""
 
 from argparse import ArgumentParser
+from pathlib import Path
 
 from stowplan import api
+from stowplan.errors import BadUse
 
 
 def add_choices(parser: ArgumentParser) -> None:
@@ -26,3 +28,17 @@ def add_choices(parser: ArgumentParser) -> None:
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word for word in text.split(",") if word)
+
+
+def refuse_unwritable(path: str | None) -> None:
+    """BadUse if there is no such folder."""
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        raise BadUse(f"{path} cannot be written: there is no folder {Path(path).absolute().parent}")
+
+
+def write_output(path: str, text: str) -> None:
+    """Write a file that was asked for."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as fault:
+        raise BadUse(f"{path} cannot be written: {fault.strerror or fault}") from fault
