@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
-from benchmarks.nets import NETS
 from benchmarks.results import Study, spread_of
+from tests.support.nets import NETS
 
 _NETS = ("gpt", "resnet50")
 _ROUNDS = 7

@@ -24,9 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.nets import NETS, Example
 from benchmarks.results import Study, ratio_of
-from benchmarks.spilling import Spilling, same, spilling
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall, TierDamaged
 from stowplan.plan.judge.simulate import simulate
@@ -42,6 +40,8 @@ from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiers.disk import DiskTier
 from stowplan.run.tiles.ways import Subject
 from stowplan.units import format_bytes
+from tests.support.nets import NETS, Example
+from tests.support.spilling import Spilling, same, spilling
 
 SIZES: dict[str, dict[str, Any]] = {  # steps of about a second
     "unet": {"resolution": 316, "width": 32},

@@ -22,7 +22,6 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.nets import NETS, Example
 from benchmarks.results import Study, ratio_of
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
@@ -30,6 +29,7 @@ from stowplan.plan.judge.verify import verify
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.price import planner_for_captured, replay_bytes
 from stowplan.run.step.straight import StraightStep
+from tests.support.nets import NETS, Example
 
 BLOCKS = ("DoubleConvolution", "Bottleneck", "Block")  # what a practitioner would checkpoint
 RATIOS = (0.7, 0.5, 0.3, 0.1)

@@ -13,11 +13,11 @@ from typing import TypeVar
 
 import torch
 
-from benchmarks.nets import NETS
 from benchmarks.results import Study
 from stowplan.capture import capture
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Machine, price_by_roofline
+from tests.support.nets import NETS
 
 DEPTHS = {"gpt": (6, 12, 19, 38), "llama": (12, 25, 50, 100)}
 Result = TypeVar("Result")

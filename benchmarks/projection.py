@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from benchmarks.nets import NETS, Example
 from benchmarks.results import Study, spread_of
 from stowplan.analyse.costs import estimated_workspaces
 from stowplan.capture import Captured, capture
@@ -24,6 +23,7 @@ from stowplan.run.cost.probe import CLOCK, Probed, probe
 from stowplan.run.measure.measure import measure
 from stowplan.run.optimizers import OPTIMIZERS, optimizer_share, training_peak_bytes
 from stowplan.units import format_bytes, format_seconds
+from tests.support.nets import NETS, Example
 
 _STEPS = 5
 

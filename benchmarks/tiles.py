@@ -21,7 +21,6 @@ from time import perf_counter, process_time
 import torch
 from torch import Tensor, nn
 
-from benchmarks.nets import NETS, Example
 from benchmarks.results import Study, ratio_of
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
@@ -30,6 +29,7 @@ from stowplan.run.cost.machine import free_bytes
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import PlannedStep, step_planner
 from stowplan.run.tiles.ways import StepWay, Subject
+from tests.support.nets import NETS, Example
 
 _ROOM = 0.8  # of the free memory: eager is run only within this
 _GPT = {"batch": 1, "sequence": 8192, "vocabulary": 131_072, "dim": 64, "heads": 2, "layers": 2}

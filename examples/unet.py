@@ -1,7 +1,8 @@
 """A U-Net step for the command line: `stowplan check examples.unet:step --budget 200MB`."""
 
-from benchmarks.nets import NETS
 from torch import Tensor, nn
+
+from tests.support.nets import NETS
 
 
 def step() -> tuple[nn.Module, tuple[Tensor, ...]]:

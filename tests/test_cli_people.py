@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from moved import moved
 from stowplan.cli.main import main
 from stowplan.formats.door import read_document
 from stowplan.ir import Kind
@@ -19,6 +18,7 @@ from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.tiles.planner import planner_of
 from stowplan.report.plan import show_frontier
 from stowplan.units import format_bytes
+from tests.support.plans import moved
 
 SAMPLE = Path(__file__).parent / "formats" / "samples" / "chainer.txt"
 

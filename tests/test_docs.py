@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import stowplan
-from snippets import program_of
+from tests.support.snippets import program_of
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(stowplan.__file__).parent

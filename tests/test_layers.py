@@ -11,6 +11,13 @@ import pytest
 import stowplan
 
 SOURCE = Path(stowplan.__file__).parent
+ROOT = Path(__file__).parents[1]
+
+# Tests of the benchmarks and examples themselves; all others take what they share from `tests.support`.
+MAY_IMPORT = {
+    "benchmarks": {"tests/test_benchmarks.py", "tests/test_tools.py"},
+    "examples": {"tests/integrations/test_integrations.py", "tests/run/shards/test_torchrun.py"},
+}
 
 # Each line may import from the lines above it; parts on one line do not import each other.
 LAYERS = (
@@ -37,13 +44,13 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
         yield name.removesuffix(".__init__"), ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imports_of(module: str, tree: ast.Module) -> Iterator[str]:
+def imports_of(module: str, tree: ast.Module, *, relative: bool = False) -> Iterator[str]:
     """Dotted names a module imports, at its top and inside its functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} uses a relative import"
+            assert relative or node.level == 0, f"{module} uses a relative import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -109,6 +116,18 @@ def test_the_check_itself_sees_a_wrong_import(module: str, imported: str) -> Non
 )
 def test_the_check_itself_allows_a_right_import(module: str, imported: str) -> None:
     assert not list(faults(module, imported))
+
+
+def test_tests_share_through_support_alone() -> None:
+    """Benchmarks and examples import from `tests.support`, never the other way round."""
+    wrong = [
+        f"{path} imports {imported}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for imported in imports_of(path.name, ast.parse(path.read_text(encoding="utf-8")), relative=True)
+        if str(path.relative_to(ROOT)) not in MAY_IMPORT.get(package := imported.partition(".")[0], ())
+        and package in MAY_IMPORT
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def loaded_by(code: str) -> set[str]:

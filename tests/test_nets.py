@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from benchmarks.nets import NETS, Example
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from stowplan.errors import BadUse
+from tests.support.nets import NETS, Example
 
 pytestmark = pytest.mark.torch
 

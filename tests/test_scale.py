@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from steps import training_step
 from stowplan.formats import stow
 from stowplan.ir import Document
+from tests.support.steps import training_step
 
 SIZES = (1_000, 10_000, 100_000)
 SECONDS_ALLOWED = 10.0

@@ -6,12 +6,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from benchmarks.mutate import SUBJECTS, mutants_of
-from tools.reference import reference
-from tools.release import with_date
 
 import stowplan
+from benchmarks.mutate import SUBJECTS, mutants_of
 from stowplan.cli.main import VERBS, main
+from tools.reference import reference
+from tools.release import with_date
 
 SOURCE = Path(stowplan.__file__).parent
 ROOT = Path(__file__).parents[1]

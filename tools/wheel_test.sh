@@ -13,10 +13,8 @@ python3 -m venv "$room/build"
 wheel=$(echo "$room"/dist/*.whl)
 cp tests/formats/samples/{chainer.txt,onnx.onnx,torch_trace.json,torch_snapshot.pickle} "$room"
 "${PYTHON:-python3}" -c "
-import sys
 from pathlib import Path
-sys.path.insert(0, 'tests')
-from snippets import program_of
+from tests.support.snippets import program_of
 Path('$room/tutorial.py').write_text(program_of(Path('docs/tutorial.md')))"
 
 cd "$room"

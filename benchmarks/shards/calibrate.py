@@ -19,9 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.nets import NETS
-from benchmarks.shards.memory import differentiate
-from benchmarks.shards.processes import on_workers
 from stowplan.capture import capture
 from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.shards.mesh import parse_mesh
@@ -31,6 +28,9 @@ from stowplan.run.cost.machine import measure_machine
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep, ends_of
 from stowplan.run.shards.workers import Workers
+from tests.support.nets import NETS
+from tests.support.workers.compared import differentiate
+from tests.support.workers.processes import on_workers
 
 SIZE = {"resolution": 316, "width": 16}
 ROUNDS = 15

@@ -8,7 +8,7 @@ Both tell how long the projection itself took, and its memory.
 
 from torch import Tensor, nn
 
-from benchmarks.nets import NETS
+from tests.support.nets import NETS
 
 Target = tuple[nn.Module, tuple[Tensor, ...]]
 

@@ -6,12 +6,13 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.nets import NETS
 from benchmarks.results import Study
-from benchmarks.shards.processes import on_workers
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.run.measure.measure import measure
 from stowplan.run.shards.step import ShardedStep
+from tests.support.nets import NETS
+from tests.support.workers.compared import differentiate
+from tests.support.workers.processes import on_workers
 
 MEMORY = {
     "unet": {"resolution": 412, "width": 8},
@@ -28,12 +29,6 @@ def peak_above(step: Callable[[], object], model: nn.Module, args: tuple[Tensor,
     """The step's peak above parameters and their gradients."""
     before = [*args, *model.parameters(), *model.buffers()]
     return measure(step, before=before).measured_peak_bytes - 2 * bytes_of(model)
-
-
-def differentiate(step: Callable[..., object], args: tuple[Tensor, ...]) -> None:
-    loss = step(*args)
-    assert isinstance(loss, Tensor)
-    loss.backward()  # type: ignore[no-untyped-call]
 
 
 def memory(name: str) -> tuple[int, int, int]:

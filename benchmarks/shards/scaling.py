@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.nets import NETS
 from benchmarks.results import Study, spread_of
-from benchmarks.shards.memory import differentiate
-from benchmarks.shards.processes import on_workers
 from stowplan.analyse.costs import costs_of
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep
+from tests.support.nets import NETS
+from tests.support.workers.compared import differentiate
+from tests.support.workers.processes import on_workers
 
 _BORDER = 184  # a U-Net's prediction is so much smaller than its image
 

@@ -5,10 +5,10 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphs import legal_graphs
 from stowplan.analyse import Liveness, liveness_of
 from stowplan.analyse.inspection import addresses_of
 from stowplan.ir import Allocation, Graph, Kind
+from tests.support.graphs import legal_graphs
 
 
 def are_together(liveness: Liveness, one: str, other: str) -> bool:

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steps import training_step
 from stowplan.analyse.timeline import Doing, Run, Timeline, curve_onto, stretched, timed_onto, timeline_of
+from tests.support.steps import training_step
 
 
 def test_a_curve_onto_itself_is_itself() -> None:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-from steps import training_step
 from stowplan.analyse.packing import Block, overlapping
 from stowplan.analyse.timeline import packed_arena, recorded_arena, timeline_of
 from stowplan.formats.door import read_document
+from tests.support.steps import training_step
 
 
 def test_no_two_stays_of_a_packed_arena_meet() -> None:

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from graphs import legal_graphs
-from steps import training_step
 from stowplan.analyse.inspection import inspection_of
 from stowplan.errors import InvalidGraph
 from stowplan.geometry import Point, Rect
 from stowplan.ir import Document, Graph, Interval, Phase, Profile, TileSchedule, TileStep
+from tests.support.graphs import legal_graphs
+from tests.support.steps import training_step
 
 
 @given(legal_graphs(sized=True))

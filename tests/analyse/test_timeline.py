@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from graphs import legal_graphs
 from stowplan.analyse import facts_of
 from stowplan.analyse.timeline import timeline_of
 from stowplan.formats.door import read_document
 from stowplan.ir import Graph, Kind
+from tests.support.graphs import legal_graphs
 
 
 @given(legal_graphs(sized=True))

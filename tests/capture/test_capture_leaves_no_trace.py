@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from benchmarks.nets import NETS
 from torch import Tensor, nn
 
-from little_models import Normed, Rewriting, images
 from stowplan.capture import capture
 from stowplan.errors import CaptureError
 from stowplan.ir import Kind
+from tests.support.models import Normed, Rewriting, images
+from tests.support.nets import NETS
 
 pytestmark = pytest.mark.torch
 

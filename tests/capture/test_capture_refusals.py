@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from little_models import images
 from stowplan.capture import capture
 from stowplan.errors import CaptureError
+from tests.support.models import images
 
 pytestmark = pytest.mark.torch
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from time import perf_counter
 
 import pytest
-from benchmarks.nets import NETS
 
 from stowplan.analyse import facts_of
 from stowplan.capture import capture
 from stowplan.formats import chainer
 from stowplan.ir import Kind, Op, Phase
+from tests.support.nets import NETS
 
 pytestmark = pytest.mark.torch
 
@@ -50,7 +50,7 @@ def test_the_unet_is_that_of_the_chainer_document(dump: Callable[[str], Path]) -
 
 def test_the_unet_takes_little_time_and_memory() -> None:
     script = (
-        "import resource, time; from benchmarks.nets import NETS; from stowplan.capture import capture;"
+        "import resource, time; from tests.support.nets import NETS; from stowplan.capture import capture;"
         "step = NETS['unet'].build('real', device='meta', batch=8);"
         "begin = time.perf_counter(); capture(*step);"
         "print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"

@@ -5,17 +5,17 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.nets import NETS
 from torch import Tensor, nn
 from torch._ops import OpOverloadPacket
 
-from little_models import Normed, Rewriting, Tied, images
 from stowplan.capture import Captured, capture
 from stowplan.capture.schema import overloads_of
 from stowplan.ir import Graph, Kind, Op, Phase, Role, validate
 from stowplan.ops.aten import RANDOM
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
+from tests.support.models import Normed, Rewriting, Tied, images
+from tests.support.nets import NETS
 
 pytestmark = pytest.mark.torch
 IMPLICIT = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from benchmarks.nets import NETS
 from torch import Tensor, nn
 
-from little_models import Normed, Rewriting, Tied, images
 from stowplan.capture import capture
 from stowplan.run.measure.measure import measure
+from tests.support.models import Normed, Rewriting, Tied, images
+from tests.support.nets import NETS
 
 pytestmark = pytest.mark.torch
 

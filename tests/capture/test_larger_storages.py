@@ -10,9 +10,9 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aten_samplers import ATEN_SAMPLERS
 from stowplan.capture.cells import StorageBook
 from stowplan.capture.schema import extra_bytes
+from tests.support.aten_samples import ATEN_SAMPLERS
 
 pytestmark = pytest.mark.torch
 

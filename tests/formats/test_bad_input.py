@@ -7,16 +7,38 @@ from random import Random
 from typing import TypeVar
 
 import pytest
-from as_text import AsText
 
-from hunt.files import MOST_SECONDS
-from hunt.mutations import mutant
 from stowplan.errors import BadInput
-from stowplan.formats.door import BINARY_READERS, READERS, Reader, read_document
+from stowplan.formats.door import BINARY_READERS, READERS, BinaryReader, Reader, read_document
+from stowplan.ir import Document
+from tests.hunt.files import MOST_SECONDS
+from tests.support.mutations import mutant
 
 Given = TypeVar("Given")
 REAL_MUTANTS = 100  # of the large real documents, which take longer to read
 DOCUMENTS = ("chainer", "megengine", "regiongraph", "tensorflow", "tilelog")
+
+
+class AsText:
+    """A reader of bytes as a reader of text, a Latin-1 character for each byte; others become "?"."""
+
+    def __init__(self, reader: BinaryReader) -> None:
+        self.FORMAT, self._reader = reader.FORMAT, reader
+
+    def recognise(self, text: str) -> bool:
+        """As the reader does."""
+        return self._reader.recognise(bytes_of(text))
+
+    def read(self, text: str) -> Document:
+        """As the reader does."""
+        return self._reader.read(bytes_of(text))
+
+
+def bytes_of(text: str) -> bytes:
+    """The bytes that a text of Latin-1 stands for."""
+    return text.encode("latin-1", errors="replace")
+
+
 ALL: tuple[Reader, ...] = (*READERS, *map(AsText, BINARY_READERS))
 
 

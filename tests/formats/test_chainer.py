@@ -6,7 +6,6 @@ from math import prod
 from pathlib import Path
 
 import pytest
-from chainer_dump import Call, dump
 
 from stowplan.analyse import facts_of
 from stowplan.errors import BadInput
@@ -15,6 +14,7 @@ from stowplan.formats.chainer import SavedView
 from stowplan.ir import Document, DType, Graph, Kind, NoteKind, Phase, Role
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
+from tests.support.chainer_dump import Call, dump
 
 BOTH_VIEWS = pytest.mark.parametrize("view", list(SavedView))
 

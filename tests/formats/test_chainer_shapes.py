@@ -4,13 +4,13 @@ import re
 from math import prod
 
 import pytest
-from chainer_dump import Call, Json, dump
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stowplan.analyse import facts_of, liveness_of
 from stowplan.formats import chainer
 from stowplan.ir import DType, NoteKind
+from tests.support.chainer_dump import Call, Json, dump
 
 
 def encoder_decoder(batch: int, channels: int, width: int, kernel: int, side: int, item: int = 4) -> str:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chainer_dump import Call, Json, dump
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from stowplan.formats import chainer
 from stowplan.formats.chainer import SavedView
 from stowplan.formats.chainer.records import format_slices, parse_slices
 from stowplan.ir import Attribute, Document, Graph, Kind, Op, Phase, Tensor
+from tests.support.chainer_dump import Call, Json, dump
 
 BOTH_VIEWS = pytest.mark.parametrize("view", list(SavedView))
 

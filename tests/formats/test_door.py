@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from hunt.audit import AUDIT
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats import door
 from stowplan.formats.door import READERS, read_document
 from stowplan.ir import Role
+from tests.support.audit import AUDIT
 
 SAMPLES = Path(__file__).parent / "samples"
 TEXTS = [path for path in sorted(SAMPLES.iterdir()) if b"\0" not in path.read_bytes()]

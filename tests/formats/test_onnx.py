@@ -10,12 +10,12 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 
-from hunt.audit import AUDIT
 from stowplan import api
 from stowplan.errors import BadInput, BadUse, MissingRule
 from stowplan.formats.door import read_document
 from stowplan.formats.onnx import read
 from stowplan.ir import Graph, Kind, Phase, Role
+from tests.support.audit import AUDIT
 
 SAMPLES = Path(__file__).parent / "samples"
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from drawn_nets import Net
-from ocr_noise import read_by_ocr
 
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats import regiongraph
@@ -20,6 +18,7 @@ from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.macs import macs_of
 from stowplan.ops.shapes import output_shapes_of
 from stowplan.ops.table import site_of
+from tests.support.drawn_graphs import Net, read_by_ocr
 
 SMALL = Net(batch=8, channels=3, size=20, layers=((10, 5), (12, 3), (16, 7)), classes=101)
 DEEP = Net(batch=2, channels=1, size=30, layers=((4, 2),) * 12, classes=10)

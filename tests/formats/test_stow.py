@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from documents import documents
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats import stow
 from stowplan.ir import Document, Interval, Kind, Profile, Tensor
 from stowplan.ir.text import parse_graph
+from tests.support.graphs import documents
 
 GRAPH = parse_graph(
     """\

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tensorflow_table import ChainLayer, Table, chain
 
 from stowplan.analyse import facts_of
 from stowplan.analyse.inspection import without_layout
 from stowplan.errors import BadInput
 from stowplan.formats import tensorflow
 from stowplan.ir import Document, DType, Graph, Kind, NoteKind, Op, Phase, Role, validate
+from tests.support.tensorflow_table import ChainLayer, Table, chain
 
 
 @pytest.fixture(scope="module")

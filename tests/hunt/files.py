@@ -42,9 +42,9 @@ from stowplan.plan.pricing import Machine, price_by_macs, price_by_profile
 from stowplan.plan.record import Difference, Record
 from stowplan.plan.tiles.planner import planner_of
 from stowplan.run.cost.probe_cache import Cost, Platform, ProbeCache
+from tests.support.audit import AUDIT
+from tests.support.mutations import mutant
 
-from .audit import AUDIT
-from .mutations import mutant
 from .structured import (
     damaged_graph,
     damaged_json,

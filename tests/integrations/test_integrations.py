@@ -66,9 +66,9 @@ def test_huggingface_trainer() -> None:
 
 
 def test_lightning() -> None:
-    from examples.lightning_module import train
     from lightning.pytorch import LightningModule, Trainer
 
+    from examples.lightning_module import train
     from stowplan.integrations.lightning import FitWithinBudget
 
     plain, fitted = train(None), train("9MiB")

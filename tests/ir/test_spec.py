@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given
 
-from graphs import legal_graphs
 from stowplan.errors import InvalidGraph
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use, validate
 from stowplan.ir.spec import RULES
 from stowplan.ir.text import parse_graph
+from tests.support.graphs import legal_graphs
 
 HEAD = """\
 stowplan graph 1

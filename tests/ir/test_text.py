@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 
-from graphs import legal_graphs
 from stowplan.errors import BadInput
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Role, Tensor, Use, validate
 from stowplan.ir.text import format_graph, parse_graph
+from tests.support.graphs import legal_graphs
 
 TWO_OPS = """\
 stowplan graph 1 "two ops"

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from pulling import pulled
 from stowplan.formats.door import read_document
 from stowplan.geometry import Rect
 from stowplan.ir import Phase
 from stowplan.ops.regions import Partial, regions_of
 from stowplan.ops.table import site_of
+from tests.support.regions import pulled
 
 # Ops that hand tensors in and out, or that the document says too little about.
 BARRIERS = {

@@ -4,15 +4,15 @@ from random import Random
 
 import pytest
 import torch
-from benchmarks.nets import NETS
 from torch import Tensor
 
-from pulling import pulled
 from stowplan.capture import capture
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Phase
 from stowplan.ops.regions import regions_of
 from stowplan.ops.table import site_of
+from tests.support.nets import NETS
+from tests.support.regions import pulled
 
 pytestmark = pytest.mark.torch
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aten_samplers import ATEN_SAMPLERS
-from op_samples import Sample, aten, numbers
 from stowplan.geometry import Rect
 from stowplan.ir import Attribute
 from stowplan.ops.regions import DimKind, Partial, pull, push, regions_of
 from stowplan.ops.regions.rules import rules
 from stowplan.ops.windows import output_sizes, windows_of
+from tests.support.aten_samples import ATEN_SAMPLERS
+from tests.support.op_samples import Sample, aten, numbers
 
 pytestmark = pytest.mark.torch
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from aten_samplers import ATEN_SAMPLERS
-from aten_spellings import UNCHECKED, aten_types, example_of
-from dependence import Needed, dependence, needed_rect
-from document_samplers import DOCUMENT_SAMPLERS
-from op_samples import Sample, Sampler, aten, numbers
 from stowplan.geometry import Rect
 from stowplan.ops.regions import DimKind, Partial, Relation, regions_of
 from stowplan.ops.regions.rules import rules
+from tests.support.aten_samples import ATEN_SAMPLERS
+from tests.support.aten_spellings import UNCHECKED, aten_types, example_of
+from tests.support.document_samples import DOCUMENT_SAMPLERS
+from tests.support.op_samples import Sample, Sampler, aten, numbers
+from tests.support.regions import Needed, dependence, needed_rect
 
 pytestmark = pytest.mark.torch
 

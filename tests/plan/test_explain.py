@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from small_steps import training_step, uneven_prices
 
 from stowplan.errors import BadUse
 from stowplan.plan.decision import Again, Keep, Recompute
@@ -11,12 +10,13 @@ from stowplan.plan.explain.explain import explain
 from stowplan.plan.judge.simulate import alive_at
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
+from tests.support.steps import random_step, uneven_prices
 
 
 @pytest.fixture(scope="module", params=[5, 6, 11])
 def plan(request: pytest.FixtureRequest) -> Plan:
     """A plan in which some tensors are made again."""
-    graph = training_step(request.param, layers=8)
+    graph = random_step(request.param, layers=8)
     planner = Planner.of(graph, uneven_prices(graph, request.param), moves=500)
     return planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
 

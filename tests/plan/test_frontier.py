@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small_steps import training_step, uneven_prices
 
 from stowplan.errors import BudgetTooSmall
 from stowplan.formats import chainer
@@ -17,6 +16,7 @@ from stowplan.plan.judge.verify import verify
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
 from stowplan.units import parse_bytes
+from tests.support.steps import random_step, uneven_prices
 
 _STEP_MACS = 3_773_564_964_864
 _REFERENCE = {  # budget -> extra share of the step's multiply-accumulates that plain annealing reached
@@ -98,7 +98,7 @@ def test_small_steps_come_within_two_per_cent_of_the_true_optimum() -> None:
     """Against a search of all schedules in the order: nearly all within 2 %, the bound never above."""
     ratios, missed = [], 0
     for seed in range(56):
-        graph = training_step(seed, layers=5 + seed % 4, plain=True)
+        graph = random_step(seed, layers=5 + seed % 4, plain=True)
         planner = Planner.of(graph, uneven_prices(graph, seed), moves=3000)
         low, high = planner.problem.standing_bytes, planner.plain_peak_bytes
         plain = sum(planner.problem.seconds)

@@ -3,16 +3,16 @@
 from random import Random
 
 import pytest
-from small_steps import training_step, uneven_prices
 
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.ledger import Ledger, State
 from stowplan.plan.problem import Problem, problem_of
 from stowplan.plan.schedule import steps_of
+from tests.support.steps import random_step, uneven_prices
 
 
 def _problem(seed: int) -> Problem:
-    graph = training_step(seed, layers=4 + seed % 14)
+    graph = random_step(seed, layers=4 + seed % 14)
     pricing = uneven_prices(graph, seed)
     workspace = {op.id: 8 * (seed % 3) for op in graph.ops}
     return problem_of(graph, [pricing.seconds[op.id] for op in graph.ops], workspace)

@@ -8,16 +8,16 @@ from random import Random
 from typing import Any
 
 import pytest
-from small_steps import training_step, uneven_prices
 
 from stowplan.errors import BadInput
 from stowplan.plan.files import plan_file
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
+from tests.support.steps import random_step, uneven_prices
 
 
 def _plan(seed: int) -> Plan:
-    graph = training_step(seed, layers=7)
+    graph = random_step(seed, layers=7)
     planner = Planner.of(graph, uneven_prices(graph, seed), moves=500)
     return planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
 

@@ -6,9 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from small_steps import training_step, uneven_prices
 
-from moved import moved
 from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.formats import chainer
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use
@@ -18,6 +16,8 @@ from stowplan.plan.explain.transfers import clock_of
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Basis, Pricing, price_by_macs
+from tests.support.plans import moved
+from tests.support.steps import random_step, uneven_prices
 
 
 def plans(planner: Planner) -> list[Plan]:
@@ -48,7 +48,7 @@ def check(plan: Plan) -> Timeline:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_stays_add_up_to_the_projected_curve(seed: int) -> None:
-    graph = training_step(seed, layers=12)
+    graph = random_step(seed, layers=12)
     for plan in plans(Planner.of(graph, uneven_prices(graph, seed), moves=300)):
         check(plan)
 
@@ -87,7 +87,7 @@ def test_a_tensor_made_again_has_a_copy_for_each_time(dump: Callable[[str], Path
 
 
 def test_the_plain_timeline_peaks_where_the_plan_says() -> None:
-    graph = training_step(5, layers=10)
+    graph = random_step(5, layers=10)
     prices = uneven_prices(graph, 5)
     workspace = {op.id: 40 for op in graph.ops[::3]}
     planner = Planner.of(graph, Pricing(prices.seconds, Basis.MEASURED, workspace), moves=50)

@@ -1,18 +1,18 @@
 """Records and peers keep what they say in files, and damage is noticed."""
 
 import pytest
-from small_steps import training_step, uneven_prices
 
 from stowplan.errors import BadInput
 from stowplan.plan.explain.peers import Peer, read_peers
 from stowplan.plan.files import record_file
 from stowplan.plan.planner import Planner
 from stowplan.plan.record import Difference, Record
+from tests.support.steps import random_step, uneven_prices
 
 
 @pytest.fixture(scope="module")
 def record() -> Record:
-    graph = training_step(3, layers=8)
+    graph = random_step(3, layers=8)
     planner = Planner.of(graph, uneven_prices(graph, 3), moves=100)
     plan = planner.plan(planner.minimum_bytes)
     return Record(

@@ -170,9 +170,8 @@ def test_tiles_of_ours_do_less_than_those_of_a_file_in_no_more_memory(
 @pytest.mark.torch
 def test_a_step_that_writes_its_sums_of_gradients_out_is_answered() -> None:
     """A tile whose inside others read is no way to go, and no reason to fail."""
-    from benchmarks.nets import NETS
-
     from stowplan.capture import capture
+    from tests.support.nets import NETS
 
     model, args = NETS["resnet50"].build("tiny")
     step = capture(model, args).graph

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from small_steps import training_step, uneven_prices
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
@@ -15,12 +14,13 @@ from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Basis, Pricing
 from stowplan.plan.tier import Tier
+from tests.support.steps import random_step, uneven_prices
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """A plan in which some ops run again."""
-    graph = training_step(5, layers=8)
+    graph = random_step(5, layers=8)
     planner = Planner.of(graph, uneven_prices(graph, 5), moves=300)
     found = planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
     assert any(isinstance(step, Again) for step in found.steps)

@@ -2,14 +2,13 @@
 
 from itertools import pairwise
 
-from small_steps import training_step, uneven_prices
-
 from stowplan.plan.planner import Planner
 from stowplan.plan.watch import Searching, watched_by
+from tests.support.steps import random_step, uneven_prices
 
 
 def test_a_search_tells_its_best_so_far_and_how_far_that_is_from_the_bound() -> None:
-    graph = training_step(3, layers=14)
+    graph = random_step(3, layers=14)
     told: list[Searching] = []
     with watched_by(told.append):
         planner = Planner.of(graph, uneven_prices(graph, 3), moves=600)
@@ -27,7 +26,7 @@ def test_a_search_tells_its_best_so_far_and_how_far_that_is_from_the_bound() -> 
 
 
 def test_watching_changes_nothing() -> None:
-    graph = training_step(4, layers=12)
+    graph = random_step(4, layers=12)
     alone = Planner.of(graph, uneven_prices(graph, 4), moves=300).frontier
     with watched_by(lambda _: None):
         watched = Planner.of(graph, uneven_prices(graph, 4), moves=300).frontier

@@ -5,12 +5,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from pages import browser, written
 
 import stowplan.report
 from stowplan.ir import Document, Graph
 from stowplan.report.page import subject_of
 from stowplan.units import format_bytes, format_seconds
+from tests.support.pages import browser, written
 
 ASSETS = Path(stowplan.report.__file__).parent / "assets"
 

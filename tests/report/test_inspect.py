@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from rich.console import Console
 
-from documents import documents
-from steps import training_step
 from stowplan import api
 from stowplan.analyse.inspection import Inspection, inspection_of
 from stowplan.ir import Document, Note, NoteKind
 from stowplan.report.inspect import show_inspection
 from stowplan.report.inspect_json import inspection_json
+from tests.support.graphs import documents
+from tests.support.steps import training_step
 
 
 def shown(inspection: Inspection, *, all_notes: bool = False, encoding: str = "utf-8") -> str:

@@ -5,11 +5,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from looks import collisions, rows_in_sight, spilled
-from pages import browser, gpt_plan, plan_of, planner_of, tiled_plan_of, written
 
 from stowplan.report.files import opened
 from stowplan.report.page import Subject, subject_of
+from tests.support.browser import collisions, rows_in_sight, spilled
+from tests.support.pages import browser, gpt_plan, plan_of, planner_of, tiled_plan_of, written
 
 PICTURES = Path(__file__).parents[2] / "build" / "pictures"
 SCREENS = {"1280": (1280, 800), "1920": (1920, 1080), "phone": (390, 844)}

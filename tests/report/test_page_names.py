@@ -1,9 +1,8 @@
 """Names come from files. Whatever they hold, nothing of it runs, and all of it is shown."""
 
-from pages import browser, written
-
 from stowplan.ir import Document, Graph, Kind, Note, NoteKind, Op, Phase, Tensor, Use
 from stowplan.report.page import subject_of
+from tests.support.pages import browser, written
 
 _ACT = "window.ran = true; alert(1)"
 _MARKUP = (

@@ -3,12 +3,11 @@
 Times are those that the page's own thread spends, so that a busy machine does not make them longer.
 """
 
-from browser import Page
-from pages import browser, written
-
-from steps import training_step
 from stowplan.ir import Document, Graph
 from stowplan.report.page import page_of, subject_of
+from tests.support.browser import Page
+from tests.support.pages import browser, written
+from tests.support.steps import training_step
 
 OPS = 30_000
 MOVES = 21

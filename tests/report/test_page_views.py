@@ -5,13 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from browser import Page
-from looks import collisions
-from pages import browser, compared_page, plan_in_spatial_tiles, plan_page, planner_of, written
 
-from moved import moved
 from stowplan.report.files import opened
 from stowplan.report.page import subject_of
+from tests.support.browser import Page, collisions
+from tests.support.pages import browser, compared_page, plan_in_spatial_tiles, plan_page, planner_of, written
+from tests.support.plans import moved
 
 FORMATS = ["chainer", "megengine", "regiongraph", "tensorflow", "tilelog"]
 STRIPS = ["curve", "network", "lifetimes", "arena"]

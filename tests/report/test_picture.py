@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from pages import browser, plan_of
 
 from stowplan.ir import Document, Graph, Kind
 from stowplan.report.page import subject_of
@@ -16,6 +15,7 @@ from stowplan.report.picture import drawing_of, png_of
 from stowplan.report.picture.letters import strokes_of, width_of
 from stowplan.report.picture.png import png_of_drawing
 from stowplan.report.picture.shapes import Area, Drawing, Line, Shape, Text
+from tests.support.pages import browser, plan_of
 
 Dump = Callable[[str], Path]
 Pixels = NDArray[np.uint8]

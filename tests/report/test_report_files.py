@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from pages import plan_of
 
-from documents import documents
 from stowplan.cli.main import main
 from stowplan.ir import Document
 from stowplan.plan.files import plan_file, record_file
@@ -24,6 +22,8 @@ from stowplan.report.page.data import data_of
 from stowplan.report.picture import svg_of
 from stowplan.report.trace import trace_of
 from stowplan.units import format_bytes
+from tests.support.graphs import documents
+from tests.support.pages import plan_of
 
 Dump = Callable[[str], Path]
 

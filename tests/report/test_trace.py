@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pages import plan_of, planner_of
 
-from moved import moved
 from stowplan.ir import Document, Graph
 from stowplan.plan.decision import Again
 from stowplan.plan.record import Record
 from stowplan.report.files import opened
 from stowplan.report.page import Subject, subject_of
 from stowplan.report.trace import trace_of
+from tests.support.pages import plan_of, planner_of
+from tests.support.plans import moved
 
 FIELDS = {
     "X": {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"},

@@ -7,11 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from both_ends import AMPLE
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from little_models import Normed, Rewriting, images
 from stowplan.capture import capture
 from stowplan.plan.files import plan_file
 from stowplan.plan.plan import Exactness, Plan, Verdict
@@ -20,6 +18,8 @@ from stowplan.run.measure.agreement import against_eager, compared
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import plan_step
 from stowplan.run.tiles.ways import Subject
+from tests.support.models import Normed, Rewriting, images
+from tests.support.side_by_side import AMPLE
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

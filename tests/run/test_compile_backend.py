@@ -9,16 +9,15 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from chains import MOVES, Chain
-from side_by_side import different, scalar, trained
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from little_models import Normed, images
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.run.backend.compile import backend, plans_for
 from stowplan.run.measure.measure import measure
+from tests.support.models import MOVES, Chain, Normed, images
+from tests.support.nets import NETS
+from tests.support.side_by_side import different, scalar, trained
 
 pytestmark = [
     pytest.mark.torch,

@@ -8,12 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from chains import MOVES, Chain
-from side_by_side import different, scalar, trained
 from torch import Tensor, nn
 
-from little_models import Normed, TwoHeads, images
 from stowplan.capture import Captured, capture
 from stowplan.errors import BudgetTooSmall, IllegalPlan
 from stowplan.plan.decision import Again, Compute, Step
@@ -24,6 +20,9 @@ from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.price import plan_within, planner_for_captured, replayed_bytes
 from stowplan.run.step.straight import StraightStep
+from tests.support.models import MOVES, Chain, Normed, TwoHeads, images
+from tests.support.nets import NETS
+from tests.support.side_by_side import different, scalar, trained
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

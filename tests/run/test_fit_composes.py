@@ -9,19 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from chains import MOVES, Chain, budget_halfway, fitted_copy
-from side_by_side import Training, different, trained
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from two_processes import Work, two_processes
 
-from little_models import images
 from stowplan.errors import BadUse
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
+from tests.support.models import MOVES, Chain, budget_halfway, fitted_copy, images
+from tests.support.side_by_side import Training, different, trained
+from tests.support.workers.processes import Work, two_processes
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from sweeping import error_in_tiles, random_inputs, relative_error, stretch, whole
 from torch import Tensor, nn
 
-from little_models import images
 from stowplan.capture import Captured, capture
 from stowplan.run.tiles.folding import factors_of
 from stowplan.run.tiles.part import LocalCall
 from stowplan.run.tiles.sweep import Sweep
+from tests.support.models import images
+from tests.support.sweeping import error_in_tiles, random_inputs, relative_error, stretch, whole
 
 pytestmark = pytest.mark.torch
 EXACT = 1e-12

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.nets import NETS
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.run.cost.fraction import fraction_of
 from stowplan.run.cost.signature import Signature, call_signature
 from stowplan.run.cost.trial import tried
+from tests.support.nets import NETS
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 CPU = torch.device("cpu")

@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from failing import Failing
-from lowest import lowest
-from side_by_side import different, trained
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from little_models import Normed, images
 from stowplan.capture import Call, Ref, capture
 from stowplan.plan.decision import Again
 from stowplan.run.fit import plans_of
@@ -23,6 +19,9 @@ from stowplan.run.step.lines import call_lines
 from stowplan.run.step.literals import literal
 from stowplan.run.step.source import Source, source_of
 from stowplan.run.step.straight import StraightStep
+from tests.support.failing import Failing
+from tests.support.models import Normed, images
+from tests.support.side_by_side import different, lowest, trained
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from failing import Failing
-from side_by_side import different, trained
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from little_models import Tied, images
 from stowplan.capture import capture
 from stowplan.errors import BadUse, TensorChanged
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
 from stowplan.run.step.straight import StraightStep
+from tests.support.failing import Failing
+from tests.support.models import Tied, images
+from tests.support.side_by_side import different, trained
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

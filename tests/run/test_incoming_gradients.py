@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from both_ends import AMPLE, fitted_at_both_ends
 from torch import Tensor, nn
 
 from stowplan.capture import capture
 from stowplan.capture.layouts import SWAYED
 from stowplan.run.fit import fit
+from tests.support.side_by_side import AMPLE, fitted_at_both_ends
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

@@ -79,7 +79,7 @@ def test_frees_are_matched_by_address_not_by_remembered_size() -> None:
 
 RSS_SCRIPT = """
 import gc, sys, torch
-from benchmarks.nets import NETS
+from tests.support.nets import NETS
 from stowplan.run.measure.measure import measure
 
 torch.set_num_threads(1)

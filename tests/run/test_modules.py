@@ -6,11 +6,11 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from side_by_side import differences
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from little_models import images
+from tests.support.models import images
+from tests.support.side_by_side import differences
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

@@ -6,8 +6,6 @@ from contextlib import suppress
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from sweeping import gradients_of, in_order, relative_error, sweeps_of
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
@@ -24,6 +22,8 @@ from stowplan.run.planning.price import planner_for_captured
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept
+from tests.support.nets import NETS
+from tests.support.sweeping import gradients_of, in_order, relative_error, sweeps_of
 
 pytestmark = pytest.mark.torch
 SIZES: dict[str, dict[str, object]] = {

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from benchmarks.spilling import SMALL, Little, everything_moved
-from side_by_side import different, trained
 from torch import Tensor
 
 from stowplan.capture import capture
@@ -25,6 +22,9 @@ from stowplan.run.planning.price import price_captured
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiers.disk import DiskTier
 from stowplan.run.tiers.rates import rates_of
+from tests.support.nets import NETS
+from tests.support.side_by_side import different, trained
+from tests.support.spilling import SMALL, Little, everything_moved
 
 _SLOW = Machine(macs_per_second=1e8, bytes_per_second=1e8)  # so that tiny networks give transfers time
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.nets import NETS, Example
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,6 +13,7 @@ from stowplan.errors import BadUse
 from stowplan.run.cost.probe import probe
 from stowplan.run.measure.measure import measure
 from stowplan.run.optimizers import OPTIMIZERS, optimizer_share, training_peak_bytes
+from tests.support.nets import NETS, Example
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from sweeping import gradients_of, relative_error
 from torch import Tensor, nn
 
 from stowplan.capture import capture
@@ -20,6 +18,8 @@ from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import plan_step
 from stowplan.run.planning.price import planner_for_captured
 from stowplan.run.tiles.ways import Subject
+from tests.support.nets import NETS
+from tests.support.sweeping import gradients_of, relative_error
 
 pytestmark = pytest.mark.torch
 

@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.nets import NETS, Example
 from torch import Tensor, nn
 
-from little_models import Normed, Rewriting, Tied, images
 from stowplan.analyse.costs import estimated_workspaces
 from stowplan.capture import Captured, capture
 from stowplan.plan.pricing import Basis, price_by_profile
@@ -17,6 +15,8 @@ from stowplan.run.cost.probe import CLOCK, Probed, probe
 from stowplan.run.cost.probe_cache import ProbeCache
 from stowplan.run.cost.signature import call_signature
 from stowplan.run.measure.measure import measure
+from tests.support.models import Normed, Rewriting, Tied, images
+from tests.support.nets import NETS, Example
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

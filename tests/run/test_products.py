@@ -4,14 +4,14 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from sweeping import error_in_tiles, errors_in_float32, stretch
 from torch import Tensor, nn
 
-from little_models import images
 from stowplan.capture import Captured, capture
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.run.tiles.covariances import Covariances, OfProduct
 from stowplan.run.tiles.part import Index
+from tests.support.models import images
+from tests.support.sweeping import error_in_tiles, errors_in_float32, stretch
 
 pytestmark = pytest.mark.torch
 EXACT = 1e-12

@@ -4,8 +4,6 @@ from random import Random
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from sweeping import error_in_tiles, stretch
 
 from stowplan.capture import Captured, capture
 from stowplan.errors import NotTileable
@@ -15,6 +13,8 @@ from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import refusal
 from stowplan.plan.tiles.segment import Segment
 from stowplan.run.tiles.losses import tiled_loss
+from tests.support.nets import NETS
+from tests.support.sweeping import error_in_tiles, stretch
 
 pytestmark = pytest.mark.torch
 SIZES: dict[str, dict[str, int]] = {"unet": {"batch": 2, "resolution": 220}}

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from both_ends import differences_at_both_ends, fitted_at_both_ends, measured_peak
 from torch import Tensor, nn
 
 from stowplan.run.fit import plans_of
+from tests.support.side_by_side import differences_at_both_ends, fitted_at_both_ends, measured_peak
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

@@ -7,10 +7,10 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import assume, given, settings
-from side_by_side import differences
 from torch import Tensor, nn
 
-from little_models import images
+from tests.support.models import images
+from tests.support.side_by_side import differences
 
 pytestmark = pytest.mark.torch
 

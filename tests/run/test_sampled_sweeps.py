@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from sweeping import stretch
 
 from stowplan.capture import capture
 from stowplan.run.cost.signature import Signature
@@ -13,6 +11,8 @@ from stowplan.run.cost.trial import cost_of
 from stowplan.run.tiles.knee import signatures_of
 from stowplan.run.tiles.sampling import cost_of_call, sample_of
 from stowplan.run.tiles.sweep import Sweep
+from tests.support.nets import NETS
+from tests.support.sweeping import stretch
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 CPU = torch.device("cpu")

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from both_ends import AMPLE, differences_at_both_ends, measured_peak, smallest_budget
 from torch import Tensor, nn
 
 from stowplan.errors import CaptureError
 from stowplan.run.fit import fit, plans_of
+from tests.support.side_by_side import AMPLE, differences_at_both_ends, measured_peak, smallest_budget
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

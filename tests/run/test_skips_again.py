@@ -5,8 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from sweeping import gradients_of, relative_error
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
@@ -30,6 +28,8 @@ from stowplan.run.tiles.remade import with_skips_again
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept
 from stowplan.run.tiles.ways import Search, Subject, SweptWay
+from tests.support.nets import NETS
+from tests.support.sweeping import gradients_of, relative_error
 
 pytestmark = pytest.mark.torch
 Args = tuple[Tensor, ...]

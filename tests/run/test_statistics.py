@@ -6,8 +6,16 @@ from random import Random
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from sweeping import (
+from torch import Tensor, nn
+
+from stowplan.capture import Captured, capture
+from stowplan.plan.tiles.rounds import refusal, rounds_of
+from stowplan.run.tiles.gathering import Moments, Totals
+from stowplan.run.tiles.normalise import normalised
+from stowplan.run.tiles.part import Index
+from tests.support.models import images
+from tests.support.nets import NETS
+from tests.support.sweeping import (
     error_in_tiles,
     errors_in_float32,
     gradients_of,
@@ -15,14 +23,6 @@ from sweeping import (
     step_in_tiles,
     stretch,
 )
-from torch import Tensor, nn
-
-from little_models import images
-from stowplan.capture import Captured, capture
-from stowplan.plan.tiles.rounds import refusal, rounds_of
-from stowplan.run.tiles.gathering import Moments, Totals
-from stowplan.run.tiles.normalise import normalised
-from stowplan.run.tiles.part import Index
 
 pytestmark = pytest.mark.torch
 EXACT = 1e-12

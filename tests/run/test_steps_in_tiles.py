@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from sweeping import gradients_of, relative_error, step_in_tiles
 from torch import Tensor, nn
 
 from stowplan.capture import capture
 from stowplan.errors import NotTileable
 from stowplan.run.measure.measure import measure
 from stowplan.run.tiles.swept import check_differentiable
+from tests.support.nets import NETS
+from tests.support.sweeping import gradients_of, relative_error, step_in_tiles
 
 pytestmark = pytest.mark.torch
 

@@ -4,15 +4,15 @@ import copy
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from side_by_side import differences
 from torch import Tensor, nn
 
-from little_models import Normed, Rewriting, Tied, TwoHeads, images
 from stowplan.capture import capture
 from stowplan.errors import BadUse
 from stowplan.run.measure.measure import measure
 from stowplan.run.step.straight import StraightStep
+from tests.support.models import Normed, Rewriting, Tied, TwoHeads, images
+from tests.support.nets import NETS
+from tests.support.side_by_side import differences
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

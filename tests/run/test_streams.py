@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from sweeping import gradients_of, relative_error
 from torch import Tensor
 
 from stowplan.capture import capture
@@ -21,6 +19,8 @@ from stowplan.run.planning.price import price_captured
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.knee import Sweeping
 from stowplan.run.tiles.ways import Search, Subject, SweptWay
+from tests.support.nets import NETS
+from tests.support.sweeping import gradients_of, relative_error
 
 pytestmark = pytest.mark.torch
 BACKWARD = "stowplan.sweep_backward.default"

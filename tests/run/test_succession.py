@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from sweeping import gradients_of, in_order, relative_error, step_in_tiles, stretch, sweeps_of
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
@@ -18,6 +16,8 @@ from stowplan.run.planning.price import plan_within, price_captured
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept
+from tests.support.nets import NETS
+from tests.support.sweeping import gradients_of, in_order, relative_error, step_in_tiles, stretch, sweeps_of
 
 pytestmark = pytest.mark.torch
 IN_PLACE, BESIDE = "stowplan.sweep_backward_.default(", "stowplan.sweep_backward.default("

@@ -5,10 +5,20 @@ from random import Random
 
 import pytest
 import torch
-from benchmarks.nets import NETS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sweeping import (
+from torch import Tensor, nn
+
+from stowplan.capture import Captured, capture
+from stowplan.errors import NotTileable
+from stowplan.geometry import Rect
+from stowplan.plan.tiles.rounds import refusal
+from stowplan.plan.tiles.segment import Segment
+from stowplan.run.tiles.losses import TiledLoss
+from stowplan.run.tiles.sweep import Sweep
+from tests.support.models import images
+from tests.support.nets import NETS
+from tests.support.sweeping import (
     error_in_tiles,
     errors_in_float32,
     in_tiles,
@@ -17,16 +27,6 @@ from sweeping import (
     stretch,
     whole,
 )
-from torch import Tensor, nn
-
-from little_models import images
-from stowplan.capture import Captured, capture
-from stowplan.errors import NotTileable
-from stowplan.geometry import Rect
-from stowplan.plan.tiles.rounds import refusal
-from stowplan.plan.tiles.segment import Segment
-from stowplan.run.tiles.losses import TiledLoss
-from stowplan.run.tiles.sweep import Sweep
 
 pytestmark = pytest.mark.torch
 EXACT = 1e-12

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.spilling import FailingCalls, Spilling, same, spilling
 from torch import Tensor
 
 from stowplan.errors import BadUse, TierDamaged, TierFailed, TierFull
 from stowplan.run.tiers.disk import DiskTier
 from stowplan.run.tiers.host import HostTier
+from tests.support.spilling import FailingCalls, Spilling, same, spilling
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from stowplan.run.tiers.calls import SystemCalls
-from benchmarks.spilling import spilling
+from tests.support.spilling import spilling
 
 class Killing(SystemCalls):
     writes = 0

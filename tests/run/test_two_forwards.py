@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from lowest import lowest
 from torch import Tensor, nn
 
-from little_models import images
 from stowplan.plan.decision import Again
 from stowplan.run.fit import plans_of
+from tests.support.models import images
+from tests.support.side_by_side import lowest
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from both_ends import differences_at_both_ends
 from torch import Tensor, nn
 
 import stowplan
+from tests.support.side_by_side import differences_at_both_ends
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

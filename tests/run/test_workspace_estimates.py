@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from little_models import images
 from stowplan.analyse.costs import estimated_workspaces
 from stowplan.capture import capture
 from stowplan.run.cost.probe import probe
+from tests.support.models import images
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 

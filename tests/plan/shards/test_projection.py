@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.nets import NETS
 
 from stowplan.capture import Captured, capture
 from stowplan.cli.main import main
@@ -15,10 +14,11 @@ from stowplan.plan.shards.curves import strong_scaling, weak_scaling
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.plan.shards.projection import Network, Projection, project
 from stowplan.plan.shards.seeds import seeds_for
+from tests.support.nets import NETS
 
 NETWORK = Network()
 TARGET = """
-from benchmarks.nets import NETS
+from tests.support.nets import NETS
 
 def step():
     return tuple(NETS["unet"].build("tiny", device="meta", resolution=412))

@@ -1,7 +1,6 @@
 """Layouts that change between stages: faster than any that is alike in all; their text reads back."""
 
 import pytest
-from benchmarks.nets import unet
 
 from stowplan.capture import Captured, capture
 from stowplan.errors import BadUse, BudgetTooSmall
@@ -12,6 +11,7 @@ from stowplan.plan.shards.projection import Network
 from stowplan.plan.shards.relayout import Relayout, State, choose_layouts
 from stowplan.plan.shards.seeds import seeds_for
 from stowplan.plan.shards.text import read_plan, write_sheet
+from tests.support.nets import unet
 
 MESH = parse_mesh("space=2")
 ENDS = ["nll_loss2d_forward.0"]

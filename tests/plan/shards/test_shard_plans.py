@@ -5,8 +5,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from benchmarks.nets import gpt, resnet, unet, unet3d, vit
-from benchmarks.nets.net import Net
 
 from stowplan.capture import Captured, Ref, capture
 from stowplan.errors import BadInput, BadUse, IllegalPlan
@@ -18,6 +16,8 @@ from stowplan.plan.shards.scale import mesh_traffic
 from stowplan.plan.shards.seeds import seeds_for
 from stowplan.plan.shards.text import read_plan, sheet_of, write_sheet
 from stowplan.plan.shards.traffic import traffic_of
+from tests.support.nets import gpt, resnet, unet, unet3d, vit
+from tests.support.nets.net import Net
 
 Seeds = Mapping[str, Sequence[int | None]]
 

@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from benchmarks.shards.exact import EXACT, Cell, Outcome, compare, distance, gradients_of
-from benchmarks.shards.processes import on_workers
 from torch import Tensor
 
 from stowplan.plan.decision import Again
@@ -21,6 +18,9 @@ from stowplan.plan.shards.traffic import traffic_of
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.shards.fit import shards_of
 from stowplan.run.shards.workers import Workers
+from tests.support.nets import NETS
+from tests.support.workers.compared import EXACT, Cell, Outcome, compare, distance, gradients_of
+from tests.support.workers.processes import on_workers
 
 pytestmark = pytest.mark.torch
 

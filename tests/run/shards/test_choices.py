@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.shards.exact import EXACT, distance, gradients_of
-from benchmarks.shards.processes import on_workers
 from torch import Tensor, nn
 
 from stowplan import choices_of, fit, shards_of
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.shards.traffic import traffic_of
+from tests.support.workers.compared import EXACT, distance, gradients_of
+from tests.support.workers.processes import on_workers
 
 pytestmark = pytest.mark.torch
 

@@ -5,13 +5,13 @@ import random
 import signal
 
 import pytest
-from benchmarks.shards.cuts import cut_off
-from benchmarks.shards.faults import STEPS, TIMEOUT_SECONDS, Trainings
-from benchmarks.shards.phases import Fault, Phase
 
 from stowplan.errors import BadUse
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.run.shards.workers import Workers
+from tests.support.workers.cuts import cut_off
+from tests.support.workers.losses import STEPS, TIMEOUT_SECONDS, Trainings
+from tests.support.workers.phases import Fault, Phase
 
 pytestmark = pytest.mark.torch
 

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from benchmarks.shards.exact import EXACT, distance, gradients_of
-from benchmarks.shards.processes import on_workers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,6 +17,9 @@ from stowplan.errors import BadUse
 from stowplan.plan.shards.traffic import traffic_of
 from stowplan.run.fit import fit
 from stowplan.run.shards.fit import shards_of
+from tests.support.nets import NETS
+from tests.support.workers.compared import EXACT, distance, gradients_of
+from tests.support.workers.processes import on_workers
 
 pytestmark = pytest.mark.torch
 

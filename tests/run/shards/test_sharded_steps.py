@@ -5,9 +5,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from benchmarks.nets import NETS
-from benchmarks.shards.budgets import Part, Taken, within_budgets
-from benchmarks.shards.exact import (
+from torch import Tensor
+
+from stowplan import fit, shards_of
+from stowplan.plan.shards.spread import Chosen
+from stowplan.run.shards.exchange import Exchange
+from stowplan.run.shards.norm import Norm
+from tests.support.nets import NETS
+from tests.support.workers.budgets import Part, Taken, within_budgets
+from tests.support.workers.compared import (
     EXACT,
     Cell,
     Outcome,
@@ -17,13 +23,7 @@ from benchmarks.shards.exact import (
     example_of,
     gradients_of,
 )
-from benchmarks.shards.processes import on_workers
-from torch import Tensor
-
-from stowplan import fit, shards_of
-from stowplan.plan.shards.spread import Chosen
-from stowplan.run.shards.exchange import Exchange
-from stowplan.run.shards.norm import Norm
+from tests.support.workers.processes import on_workers
 
 pytestmark = pytest.mark.torch
 

@@ -7,9 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from benchmarks.shards.budgets import Part, Taken, within_budgets
-from benchmarks.shards.exact import EXACT, distance, gradients_of
-from benchmarks.shards.processes import on_workers
 from torch import Tensor, nn
 
 from stowplan import fit, plans_of
@@ -21,6 +18,9 @@ from stowplan.plan.tiles.segment import segment_of
 from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.shards.marks import marked_subject
 from stowplan.run.shards.step import ShardedStep
+from tests.support.workers.budgets import Part, Taken, within_budgets
+from tests.support.workers.compared import EXACT, distance, gradients_of
+from tests.support.workers.processes import on_workers
 
 pytestmark = pytest.mark.torch
 

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.shards.processes import on_workers
+
 from examples.several_workers import STEPS, train
+from tests.support.workers.processes import on_workers
 
 pytestmark = pytest.mark.torch
 

@@ -4,12 +4,12 @@ import gc
 
 import pytest
 import torch
-from benchmarks.shards.processes import on_workers
 from torch import Tensor, nn
 
 from stowplan.capture.program import living_handles
 from stowplan.run.fit import fit
 from stowplan.run.shards.fit import shards_of
+from tests.support.workers.processes import on_workers
 
 pytestmark = pytest.mark.torch
 DTYPES = (torch.float32, torch.float64)

@@ -1,0 +1,1 @@
+"""What tests, benchmarks and examples share; imports nothing of theirs."""

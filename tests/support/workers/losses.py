@@ -1,0 +1,84 @@
+"""A training that goes on from its checkpoints each time that a worker is killed or stopped.
+
+The survivors must notice in time, name the lost worker and the step, and have the very bits of a step that
+the uninterrupted training had; whoever resumes must have them, too.
+"""
+
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.workers.phases import Fault, Hit, Phase, hit_in
+from tests.support.workers.processes import started
+from tests.support.workers.training import Outcome, train, uninterrupted
+
+TIMEOUT_SECONDS = 4.0
+"""How long a worker waits for another before it gives the step up."""
+
+LIMIT_SECONDS = {signal.SIGKILL: 5.0, signal.SIGSTOP: TIMEOUT_SECONDS + 1}
+STEPS = 24
+"""Of a training; then another is begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A worker was lost. `seconds` is when the last of the others knew, `wrong` what should not be so."""
+
+    count: int
+    fault: Fault
+    hit: Phase
+    seconds: float
+    wrong: tuple[str, ...]
+    digests_held: int
+
+
+def lose(count: int, folder: Path, fault: Fault, plant: str = "") -> Round:
+    """Go on with the training in this folder until the fault; what the others say of it."""
+    workers = started(count, train, folder, STEPS, fault, plant, timeout=TIMEOUT_SECONDS)
+    try:
+        told = [worker.answer() for rank, worker in enumerate(workers) if rank != fault.victim]
+    finally:
+        workers[fault.victim].process.kill()
+        for worker in workers:
+            worker.end()
+    hit = hit_in(folder / f"journal-{fault.victim}")
+    assert hit is not None, f"{fault} did not come"
+    wrong = tuple(sorted({each for outcome in told for each in _wrong(outcome, hit, fault, count, plant)}))
+    seconds = max(outcome.noticed for outcome in told) - hit.when
+    held = sum(len(outcome.digests) for outcome in told)
+    return Round(count, fault, hit.phase, seconds, wrong, held)
+
+
+def _wrong(outcome: Outcome, hit: Hit, fault: Fault, count: int, plant: str) -> Iterator[str]:
+    expected = uninterrupted(count, STEPS, plant)
+    if outcome.step is None:
+        yield "not noticed"
+        return
+    if outcome.noticed - hit.when > LIMIT_SECONDS[fault.how]:
+        yield "late"
+    if outcome.suspects != (fault.victim,):
+        yield f"named {outcome.suspects} for {fault.victim}"
+    if outcome.step not in (outcome.done, outcome.done + 1):
+        yield f"step {outcome.step} after {outcome.done}"
+    if outcome.digests[outcome.done] != expected[outcome.done]:
+        yield "half a step"
+    if any(found != expected[done] for done, found in outcome.digests.items() if done != outcome.done):
+        yield "resumed with other bits"
+
+
+class Trainings:
+    """Trainings that are interrupted again and again, by the number of their workers."""
+
+    def __init__(self, plant: str = "") -> None:
+        self._folders: dict[int, Path] = {}
+        self._plant = plant
+
+    def lose(self, count: int, fault: Fault) -> Round:
+        """The next interruption; a training that is nearly done makes place for a new one."""
+        folder = self._folders.setdefault(count, Path(tempfile.mkdtemp()))
+        found = lose(count, folder, fault, self._plant)
+        if any(folder.glob(f"step-{STEPS - 8}")):
+            del self._folders[count]
+        return found
