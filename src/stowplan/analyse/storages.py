@@ -21,33 +21,18 @@ class Storages:
 
 def storages_of(graph: Graph) -> Storages:
     """Follow every alias to the tensor that owns the storage."""
-    numbers: dict[str, int] = {}
-    owners: list[str] = []
-    for name, tensor in graph.tensors.items():
-        if tensor.alias_of is None:
-            numbers[name] = len(owners)
-            owners.append(name)
-    for name in graph.tensors:
-        _file_alias(graph.tensors, name, numbers)
-    sizes = np.array([_bytes_of(graph.tensors[owner]) for owner in owners], dtype=np.int64)
-    return Storages(tuple(owners), sizes, numbers)
-
-
-def _file_alias(tensors: Mapping[str, Tensor], name: str, numbers: dict[str, int]) -> None:
-    chain = []
-    while name not in numbers:
-        chain.append(name)
-        name = tensors[name].alias_of or name
-    for link in chain:
-        numbers[link] = numbers[name]
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    if tensor.nbytes is None:
-        raise InvalidGraph(
-            f"the bytes of tensor {tensor.id!r} are not known, so its memory cannot be counted"
-        )
-    return tensor.nbytes
+    owners = tuple(name for name, tensor in graph.tensors.items() if tensor.alias_of is None)
+    number = {owner: position for position, owner in enumerate(owners)}
+    sizes = np.zeros(len(owners), dtype=np.int64)
+    for owner, position in number.items():
+        nbytes = graph.tensors[owner].nbytes
+        if nbytes is None:
+            raise InvalidGraph(
+                f"the bytes of tensor {owner!r} are not known, so its memory cannot be counted"
+            )
+        sizes[position] = nbytes
+    number_of = number | {name: number[graph.storage_of(name)] for name in graph.tensors}  # owners first
+    return Storages(owners, sizes, number_of)
 
 
 def is_resident(tensor: Tensor) -> bool:

@@ -166,6 +166,15 @@ class Graph:
     ops: tuple[Op, ...]
     held: frozenset[str] = frozenset()
     name: str = ""
+    _storages: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def storage_of(self, name: str) -> str:
+        """The tensor that owns the storage of tensor `name`: the end of its chain of `alias_of`."""
+        owner = self._storages.get(name)
+        if owner is None:
+            base = self.tensors[name].alias_of
+            owner = self._storages[name] = name if base is None else self.storage_of(base)
+        return owner
 
 
 def attribute_of(value: object) -> Attribute:

@@ -93,9 +93,7 @@ def made_aside(graph: Graph, op: Op) -> tuple[str, ...]:
 
 
 def _same_block(graph: Graph, victim: Tensor, target: Tensor, made: Container[str]) -> bool:
-    owner = victim
-    while owner.alias_of is not None:
-        owner = graph.tensors[owner.alias_of]
+    owner = graph.tensors[graph.storage_of(victim.id)]
     whole = owner.nbytes == victim.nbytes == target.nbytes
     alike = (victim.shape, victim.dtype, victim.layout) == (target.shape, target.dtype, target.layout)
     return whole and alike and owner.id in made
@@ -160,11 +158,9 @@ class _Values:
         return {
             number_of[name]
             for name, tensor in tensors.items()
-            if is_resident(tensor) or (name in self._graph.held and self._owner(name) not in self.maker)
+            if is_resident(tensor)
+            or (name in self._graph.held and self._graph.storage_of(name) not in self.maker)
         }
-
-    def _owner(self, name: str) -> str:
-        return self._storages.owners[self._storages.number_of[name]]
 
     def number_of(self, name: str) -> int | None:
         """The value a tensor lives in; None for what is always there."""
@@ -179,7 +175,7 @@ class _Values:
         return self._numbers(
             use.tensor
             for use in op.outputs
-            if use.role is Role.DATA and self._owner(use.tensor) == use.tensor
+            if use.role is Role.DATA and self._graph.storage_of(use.tensor) == use.tensor
         )
 
     def read_by(self, op: Op) -> Numbers:

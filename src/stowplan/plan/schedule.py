@@ -127,11 +127,11 @@ class _Runs:
 
 
 def _tensors_by_value(problem: Problem) -> list[list[str]]:
-    storages = storages_of(problem.graph)
+    graph = problem.graph
     value_of = {owner: value for value, owner in enumerate(problem.owners)}
     tensors: list[list[str]] = [[] for _ in problem.owners]
-    for name, number in storages.number_of.items():
-        if (value := value_of.get(storages.owners[number])) is not None:
+    for name in storages_of(graph).number_of:
+        if (value := value_of.get(graph.storage_of(name))) is not None:
             tensors[value].append(name)
     return tensors
 
@@ -150,14 +150,8 @@ def _homes_of(graph: Graph, runs: list[_Run]) -> dict[Copy, Copy]:
                 homes[copy] = copy
             else:
                 viewed = [read for base, read in run.reads.items() if number_of[base] == number_of[name]]
-                homes[copy] = homes[viewed[0]] if viewed else (_root(graph, name), 0)
+                homes[copy] = homes[viewed[0]] if viewed else (graph.storage_of(name), 0)
     return homes
-
-
-def _root(graph: Graph, name: str) -> str:
-    while (base := graph.tensors[name].alias_of) is not None:
-        name = base
-    return name
 
 
 def _storages_ending(graph: Graph, runs: list[_Run], homes: dict[Copy, Copy]) -> list[set[Copy]]:

@@ -217,7 +217,7 @@ def with_layouts(graph: Graph) -> Graph:
     layouts: dict[str, str] = {}
     for op in graph.ops:
         if op.phase is Phase.LAYOUT:
-            layouts.setdefault(_storage(graph, op.inputs[0].tensor), layouts_of(op.id)[0])
+            layouts.setdefault(graph.storage_of(op.inputs[0].tensor), layouts_of(op.id)[0])
     for tensor in graph.tensors.values():
         if tensor.kind is Kind.PARAMETER:
             layouts[tensor.id] = _FILTER
@@ -227,7 +227,7 @@ def with_layouts(graph: Graph) -> Graph:
     return replace(
         graph,
         tensors={
-            name: replace(tensor, layout=layouts.get(_storage(graph, name), ""))
+            name: replace(tensor, layout=layouts.get(graph.storage_of(name), ""))
             if _is_image(tensor)
             else tensor
             for name, tensor in graph.tensors.items()
@@ -241,12 +241,8 @@ def _layout_made(graph: Graph, op: Op, made: Tensor, layouts: Mapping[str, str])
         return _FILTER
     if op.phase is Phase.LAYOUT:
         return layouts_of(op.id)[1]
-    read = (layouts.get(_storage(graph, name), "") for name in op.reads() if _is_image(graph.tensors[name]))
+    read = (layouts.get(graph.storage_of(name), "") for name in op.reads() if _is_image(graph.tensors[name]))
     return next((layout for layout in read if layout not in ("", _FILTER)), "")
-
-
-def _storage(graph: Graph, name: str) -> str:
-    return graph.tensors[name].alias_of or name
 
 
 def _is_image(tensor: Tensor) -> bool:

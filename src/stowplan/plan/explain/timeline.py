@@ -92,7 +92,7 @@ class _Walk:
                 self._bind(name, self._new_place(name, made=False))
         for name in roots:
             if graph.tensors[name].alias_of is not None:
-                self._bind(name, self._place_of[self._root(name)])
+                self._bind(name, self._place_of[self._graph.storage_of(name)])
 
     def run(self, op: Op, wanted: tuple[str, ...], overwrites: dict[str, str], doing: Doing) -> None:
         """One execution: what is used, what is made and where."""
@@ -118,14 +118,14 @@ class _Walk:
 
     def store(self, transfer: Op, names: Sequence[str]) -> None:
         """Written to the tier, and in memory until it is freed."""
-        owner = self._root(names[0])
+        owner = self._graph.storage_of(names[0])
         self._place_of[names[0]].uses.append(len(self.runs))
         self._stored[owner] = (len(self.runs), [])
         self.runs.append(Run(transfer.id, Doing.STORE))
 
     def load(self, transfer: Op, names: Sequence[str]) -> None:
         """Back into a place of its own."""
-        owner = self._root(names[0])
+        owner = self._graph.storage_of(names[0])
         place = self._new_place(owner, made=True)
         for name in names:
             self._bind(name, place)
@@ -200,13 +200,8 @@ class _Walk:
 
     def _viewed(self, op: Op, view: str) -> str:
         """A bound name for what `view` is a view of: its owner may be freed while another view lives on."""
-        root = self._root(view)
-        return next((name for name in op.reads() if self._root(name) == root), root)
+        root = self._graph.storage_of(view)
+        return next((name for name in op.reads() if self._graph.storage_of(name) == root), root)
 
     def _size(self, name: str) -> int:
         return self._graph.tensors[name].nbytes or 0
-
-    def _root(self, name: str) -> str:
-        while (base := self._graph.tensors[name].alias_of) is not None:
-            name = base
-        return name

@@ -198,17 +198,12 @@ class _Memory:
 
     def _storage_viewed(self, number: int, op: Op, view: str) -> int:
         """The storage that `view` looks at: that of an operand in it, or of its owner."""
-        root = self._root(view)
-        viewed = next((name for name in op.reads() if self._root(name) == root), root)
+        root = self._graph.storage_of(view)
+        viewed = next((name for name in op.reads() if self._graph.storage_of(name) == root), root)
         if viewed not in self._storage_of:
             what = f"makes {view!r}, a view of {viewed!r}, which is not in memory then"
             raise IllegalPlan(f"step {number}: {op.id} {what}")
         return self._storage_of[viewed]
-
-    def _root(self, name: str) -> str:
-        while (base := self._graph.tensors[name].alias_of) is not None:
-            name = base
-        return name
 
     def free(self, number: int, tensors: Sequence[str]) -> None:
         """Let go of `tensors`."""
@@ -236,6 +231,6 @@ class _Memory:
             raise IllegalPlan(f"step {number} loads {bound[0]!r}, which is in memory")
         if not tensors:
             raise IllegalPlan(f"step {number} loads nothing")
-        self._allocate(tensors[0], self._graph.tensors[self._root(tensors[0])].nbytes or 0)
+        self._allocate(tensors[0], self._graph.tensors[self._graph.storage_of(tensors[0])].nbytes or 0)
         for name in tensors[1:]:
             self._join(name, self._storage_of[tensors[0]])

@@ -113,7 +113,9 @@ class _Check:
 
     def _leaves_the_step(self, name: str) -> bool:
         """Whether something outside may hold the storage: results of the forward half do so from its end."""
-        held = (other for other in self.graph.held if self._root(other) == self._root(name))
+        held = (
+            other for other in self.graph.held if self.graph.storage_of(other) == self.graph.storage_of(name)
+        )
         return any(self.graph.tensors[other].kind is not Kind.GRADIENT for other in held)
 
     def _load(self, number: int, tensors: tuple[str, ...]) -> None:
@@ -136,21 +138,16 @@ class _Check:
                 raise IllegalPlan(f"step {number}: {op.id!r} may not write {output!r} over {victim!r}")
             self._spoil(victim)
         for name in _accumulates(op):  # what the tier has is only a part of the sum from now on
-            self._forget(self._root(name))
+            self._forget(self.graph.storage_of(name))
         self._sound.update(outputs)
 
     def _forget(self, root: str) -> None:
-        self._stored = {names for names in self._stored if self._root(names[0]) != root}
+        self._stored = {names for names in self._stored if self.graph.storage_of(names[0]) != root}
 
     def _spoil(self, victim: str) -> None:
         """Everything that shares the victim's storage loses its value."""
-        root = self._root(victim)
-        self._sound = {name for name in self._sound if self._root(name) != root}
-
-    def _root(self, name: str) -> str:
-        while (base := self.graph.tensors[name].alias_of) is not None:
-            name = base
-        return name
+        root = self.graph.storage_of(victim)
+        self._sound = {name for name in self._sound if self.graph.storage_of(name) != root}
 
 
 def _accumulates(op: Op) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ and the frontier itself, is offered to one archive: with a tier no budget costs 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from stowplan.analyse.storages import storages_of
 from stowplan.errors import BadUse
 from stowplan.ir import Graph
 from stowplan.plan.decision import Decision, Offload, Step, Store
@@ -41,10 +40,8 @@ def steps_at(problem: Problem, point: Point) -> tuple[Step, ...]:
 
 def offloaded(graph: Graph, steps: Iterable[Step], tier: Tier | None) -> dict[str, Decision]:
     """The decisions of a schedule that moves storages, by their owners."""
-    storages = storages_of(graph)
     stored = (step.tensors[0] for step in steps if isinstance(step, Store))
-    owners = (storages.owners[storages.number_of[name]] for name in stored)
-    return {owner: Offload(tier.name) for owner in owners} if tier else {}
+    return {graph.storage_of(name): Offload(tier.name) for name in stored} if tier else {}
 
 
 def with_offload(

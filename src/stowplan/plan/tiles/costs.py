@@ -104,14 +104,10 @@ def _saved_by_op(segment: Segment) -> dict[str, frozenset[str]]:
     saved: dict[str, set[str]] = {op.id: set() for op in segment.ops}
     for op in segment.graph.ops:
         if op.phase is Phase.BACKWARD and op.adjoint_of in saved:
-            saved[op.adjoint_of].update(_owner(segment.graph, name) for name in op.reads() if name in inside)
+            saved[op.adjoint_of].update(
+                segment.graph.storage_of(name) for name in op.reads() if name in inside
+            )
     return {op: frozenset(names & inside) for op, names in saved.items()}
-
-
-def _owner(graph: Graph, name: str) -> str:
-    while (base := graph.tensors[name].alias_of) is not None:
-        name = base
-    return name
 
 
 def _part_bytes(graph: Graph, tile: Tile, name: str) -> int:
@@ -132,7 +128,7 @@ def _last_reads(segment: Segment, tile: Tile) -> dict[str, int]:
     for number, level in enumerate(tile.levels):
         for use, need in zip(level.op.inputs, level.needs, strict=True):
             if need is not None:
-                last[_owner(segment.graph, use.tensor)] = number
+                last[segment.graph.storage_of(use.tensor)] = number
     return last
 
 
@@ -176,11 +172,11 @@ def _way_back(
     for number in reversed(range(len(tile.levels))):
         level = tile.levels[number]
         for use in level.op.inputs:
-            name = _owner(graph, use.tensor)
+            name = graph.storage_of(use.tensor)
             if graph.tensors[name].dtype is not None and name in tile.held:
                 gradients[name] = _gradient_bytes(graph, tile, name)
         peak = max(peak, sum(alive.values()) + sum(gradients.values()))
-        gradients.pop(_owner(graph, _made_by(level)), None)
+        gradients.pop(graph.storage_of(_made_by(level)), None)
         for name in segment.inputs:
             gradients.pop(name, None)
         needed = set().union(*left[:number])

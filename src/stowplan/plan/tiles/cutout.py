@@ -1,6 +1,5 @@
 """A segment cut out of its graph, as text: with it, whoever has a plan can see into its tiles."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from stowplan.analyse.storages import is_resident
@@ -14,7 +13,7 @@ def segment_text(segment: Segment) -> str:
     made = {name for op in segment.ops for name in op.writes()}
     tensors = segment.graph.tensors
     used = made | {use.tensor for op in segment.ops for use in op.inputs}
-    used |= {_owner(tensors, name) for name in used}
+    used |= {segment.graph.storage_of(name) for name in used}
     kept = {name: t if name in made else _given(t) for name, t in tensors.items() if name in used}
     ops = tuple(replace(op, adjoint_of=None) for op in segment.ops)
     return format_graph(Graph(kept, ops, frozenset(segment.outputs)))
@@ -24,12 +23,6 @@ def segment_in(text: str) -> Segment:
     """The segment that such a text tells of."""
     graph = parse_graph(text)
     return segment_of(graph, [op.id for op in graph.ops])
-
-
-def _owner(tensors: Mapping[str, Tensor], name: str) -> str:
-    while (base := tensors[name].alias_of) is not None:
-        name = base
-    return name
 
 
 def _given(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from typing import TypeAlias
 
 from stowplan.analyse.costs import costs_of
-from stowplan.analyse.storages import is_resident, storages_of
+from stowplan.analyse.storages import is_resident
 from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor
 from stowplan.plan.decision import Decision
@@ -139,14 +139,12 @@ def _gradients(graph: Graph) -> dict[str, str]:
 
     A tensor of which a view is a gradient is as good as one.
     """
-    storages = storages_of(graph)
-    owner = {name: storages.owners[number] for name, number in storages.number_of.items()}
     found: dict[str, str] = {}
     for name, tensor in graph.tensors.items():
         if (of := tensor.gradient_of) is not None:
-            source = owner[of]
+            source = graph.storage_of(of)
             found[name] = source if is_resident(graph.tensors[source]) else of
-            found.setdefault(owner[name], found[name])
+            found.setdefault(graph.storage_of(name), found[name])
     return found
 
 

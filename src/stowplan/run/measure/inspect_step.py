@@ -11,7 +11,6 @@ from torch.utils import _pytree as pytree
 
 from stowplan.analyse.costs import estimated_workspaces
 from stowplan.analyse.inspection import Inspection, inspection_of
-from stowplan.analyse.storages import storages_of
 from stowplan.capture import Captured, capture
 from stowplan.ir import Document, Graph, Kind, Note, NoteKind, Phase
 from stowplan.ops.regions import regions_of
@@ -110,9 +109,8 @@ def _bytes_at_peak(captured: Captured, workspace: Mapping[str, int]) -> dict[Cat
 
 def _read_in_backward(graph: Graph) -> frozenset[str]:
     """Tensors that a backward op reads, or reads a view of."""
-    storages = storages_of(graph)
     read = (name for op in graph.ops if op.phase is Phase.BACKWARD for name in op.reads())
-    return frozenset(storages.owners[storages.number_of[name]] for name in read)
+    return frozenset(map(graph.storage_of, read))
 
 
 def _category(captured: Captured, name: str, saved: frozenset[str]) -> Category:

@@ -47,6 +47,4 @@ class Moves:
         return ", ".join(self._names[name] for name in tensors)
 
     def _bytes(self, name: str) -> int:
-        while (base := self._graph.tensors[name].alias_of) is not None:
-            name = base
-        return self._graph.tensors[name].nbytes or 0
+        return self._graph.tensors[self._graph.storage_of(name)].nbytes or 0
