@@ -19,9 +19,10 @@ from stowplan.units import format_bytes, format_seconds
 _DOCS = ROOT / "docs"
 _TITLE = "Benchmarks"
 _OPENING = (
-    "Every figure was measured by the command under its table, on the machine named there: peaks are the "
-    "allocator's own, times are medians over rounds in which all ways take turns, with their quartiles. "
-    "`make bench` runs all of it, `make bench SIZE=short` a part in five minutes; both end with this page."
+    "The command under each table measured its figures, on the machine named there. Peaks are the "
+    "allocator's own. Each round runs every method once; times are medians over rounds, with their "
+    "quartiles. `make bench` runs everything, `make bench SIZE=short` a part in five minutes; both write "
+    "this page at the end."
 )
 _STYLE = """
 body { margin: 0 auto; max-width: 60rem; padding: 1.5rem 1rem 4rem; background: #fff; color: #1c2430;
@@ -73,12 +74,12 @@ def markdown_of(results: Sequence[Result]) -> tuple[str, dict[str, str]]:
 
 
 def rows_of(results: Sequence[Result]) -> list[list[str]]:
-    """A row for each way to compute each case, a column for each figure; the first row names them."""
+    """A row for each method and case, a column for each figure; the first row names them."""
     figures = list(dict.fromkeys(result.figure for result in results))
     rows: dict[tuple[str, str], dict[str, Result]] = {}
     for result in results:
         rows.setdefault((result.case, result.way), {})[result.figure] = result
-    table, before = [["case", "way", *figures]], ""
+    table, before = [["case", "method", *figures]], ""
     for (case, way), row in rows.items():
         table.append(
             ["" if case == before else case, way, *(told(row[f]) if f in row else "" for f in figures)]

@@ -35,15 +35,18 @@ def _peers(results: Sequence[Result]) -> Section:
     drawings = (_against_peers(net, _by_way(results, net)) for net in nets)
     behind = [line for net in nets for line in _ahead(net, _by_way(results, net))]
     verdict = (
-        "Where others are ahead: " + "; ".join(behind) + "." if behind else "On these steps nobody is ahead."
+        "Where other methods are ahead: " + "; ".join(behind) + "."
+        if behind
+        else "On these steps no other method is ahead."
     )
     opening = (
-        "Peak and time of a training step, by what a user would pick: `torch.utils.checkpoint` around each "
-        "block, and `torch.compile` with its activation memory budget at 0.7, 0.5, 0.3 and 0.1. stowplan is "
-        "asked for the peak of each, and for half and a quarter of the activations. Left and down is better; "
-        "peaks half a percent apart count as one."
+        "Peak and time of a training step with the methods that a user would choose: "
+        "`torch.utils.checkpoint` around each block, and `torch.compile` with an activation memory budget "
+        "of 0.7, 0.5, 0.3 and 0.1. "
+        "stowplan gets the peak of each method as its budget, and half and a quarter of the activations. "
+        "Left and down is better; peaks within half a percent count as equal."
     )
-    return Section("peers", "Beside other ways to save memory", (opening, verdict), tuple(drawings), results)
+    return Section("peers", "Compared with other methods", (opening, verdict), tuple(drawings), results)
 
 
 def _by_way(results: Sequence[Result], case: str) -> dict[str, dict[str, Result]]:
@@ -103,7 +106,8 @@ def _tiles(results: Sequence[Result]) -> Section:
         if (ways := _by_way(results, case)) and (plain := ways.get("eager")) and (tiled := ways.get("tiles"))
     ]
     words = (
-        "Steps in tiles, below what recomputation alone reaches: measured peaks beside eager's, and the time."
+        "Steps in tiles, with budgets that recomputation alone cannot meet: "
+        "measured peaks and times against eager."
     )
     return Section("tiles", "Tiles", (words,), _bars("peak of the step", rows), results)
 
@@ -120,10 +124,8 @@ def _offload(results: Sequence[Result]) -> Section:
         for case in dict.fromkeys(result.case for result in results)
         if (ways := _by_way(results, case))
     ]
-    words = (
-        "Plans that only move tensors to this machine's disk and back, beside the ops: bit for bit the same."
-    )
-    return Section("offload", "Moving to disk", (words,), _bars("peak of the step", rows), results)
+    words = "Plans that only offload tensors to this machine's disk, in parallel with the ops: the same bits."
+    return Section("offload", "Offload to disk", (words,), _bars("peak of the step", rows), results)
 
 
 def _bars(title: str, rows: Sequence[Bar]) -> tuple[Drawing, ...]:
@@ -144,7 +146,10 @@ def _planning(results: Sequence[Result]) -> Section:
         Axis("seconds", "{:,.0f}".format, from_zero=True),
         series,
     )
-    words = "From a captured step to a plan with its bound, within 70 % of the plain peak, as networks grow."
+    words = (
+        "Time from a captured step to a plan with its lower bound, at 70 % of the baseline's peak, "
+        "as networks grow."
+    )
     return Section("planning", "Planning time", (words,), (plot,), results)
 
 
@@ -152,12 +157,12 @@ def _projection(results: Sequence[Result]) -> Section:
     errors = [result for result in results if result.figure == "peak error" and result.way == "probe"]
     worst = max(errors, key=lambda result: abs(result.value))
     words = (
-        "Projected peaks of plain steps beside measured ones: of the graph alone, with the table of kernel "
-        "workspaces (nothing ran), and with each distinct op tried once. Times: the sum over tried ops "
-        "beside a step's processor time.",
-        f"With ops tried, the projection is off by {abs(worst.value):.2%} at most ({worst.case}).",
+        "Projected peaks of eager steps against measured ones: from the graph alone, with the table of "
+        "kernel workspaces (nothing runs), and with each distinct op probed once. Times: the sum over "
+        "the probed ops against a step's processor time.",
+        f"With probes, the projection is off by {abs(worst.value):.2%} at most ({worst.case}).",
     )
-    return Section("projection", "Known before it runs", words, (), results)
+    return Section("projection", "Projected before anything runs", words, (), results)
 
 
 def _plainly(title: str, words: str) -> Callable[[Sequence[Result]], Section]:
@@ -184,6 +189,6 @@ SECTIONS: Mapping[str, Callable[[Sequence[Result]], Section]] = {
     "planning": _planning,
     "projection": _projection,
     "optimizers": _plainly(
-        "Optimizers", "Projected peaks of training with an optimizer beside measured ones."
+        "Optimizers", "Projected peaks of training with an optimizer against measured ones."
     ),
 }

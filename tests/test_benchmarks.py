@@ -41,7 +41,7 @@ def test_the_page_is_whole_and_holds_every_figure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("peer_time", "is_ahead"), [(1.3, False), (1.1, False), (1.09, True), (0.9, True)])
 def test_a_peer_that_is_ahead_is_named(tmp_path: Path, peer_time: float, is_ahead: bool) -> None:
     page = html_of(told(tmp_path, peer_time))
-    assert ("nobody is ahead" in page) is not is_ahead
+    assert ("no other method is ahead" in page) is not is_ahead
     told_so = f"checkpoint per block: within 200 MiB {peer_time:.3f} of eager, stowplan 1.100"
     assert (told_so in page) is is_ahead
     assert ("within the spread" in page) is (peer_time == 1.09)
