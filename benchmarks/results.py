@@ -72,10 +72,10 @@ class Study:
             file.write(msgspec.json.encode(result) + b"\n")
 
 
-def read_results(folder: Path = FOLDER) -> list[Result]:
-    """All figures in a folder, of each case those of its last run."""
+def read_results(source: Path = FOLDER) -> list[Result]:
+    """All figures in a file or in a folder's files, of each case those of its last run."""
     found: dict[tuple[str, str], list[Result]] = {}
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(source.glob("*.jsonl")) if source.is_dir() else [source]:
         for line in path.read_bytes().splitlines():
             result = msgspec.json.decode(line, type=Result)
             of_case = found.setdefault((result.study, result.case), [])

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from benchmarks import compare
 from benchmarks.page import html_of, markdown_of
 from benchmarks.results import Result, Study, ratio_of, read_results
 from benchmarks.suite import SUITES
@@ -66,3 +67,27 @@ def test_a_suite_runs_all_commands_of_the_readme() -> None:
     commands = re.findall(r"`python -m benchmarks\.([^`]*)`", (ROOT / "README.md").read_text())
     assert commands
     assert set(commands) <= set(SUITES["long"])
+
+
+def test_two_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, time, memory in (("old", 1.0, 1000), ("new", 1.3, 1010)):
+        study = Study("peers", tmp_path / name)
+        study.tell("net", "stowplan", "time", time, "of eager")
+        study.tell("net", "stowplan", "peak", memory, "B")
+        study.tell("net", name, "peak", 1, "B")
+    files = [str(tmp_path / name / "peers.jsonl") for name in ("old", "new")]
+    assert compare.main(files) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"net +stowplan +time +1 of eager +1\.3 of eager +\+30\.0%", shown)
+    assert "1,010" not in shown
+    assert "1 of 2 figures changed by more than 5%" in shown
+    assert "only in old: peers, net, old, peak\nonly in new: peers, net, new, peak\n" in shown
+    assert compare.main([*files, "--share", "0.005"]) == 0
+    assert "+1.0%" in capsys.readouterr().out
+
+
+def test_a_change_from_nothing_is_the_largest() -> None:
+    assert compare.change(0, 0) == 0
+    assert compare.change(2, 3) == 0.5
+    assert compare.change(0, 1) == float("inf")
+    assert compare.change(0, -1) == float("-inf")
