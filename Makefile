@@ -21,13 +21,24 @@ types: ## mypy --strict over source, tests and benchmarks
 	$(PYTHON) -m mypy
 
 .PHONY: test
-test: ## the test suite
-	$(PYTHON) -m pytest -n 2
+test: test-timing test-untimed ## the test suite: first the tests that compare seconds, then all others
+
+.PHONY: test-timing
+test-timing: ## the tests that compare seconds, one at a time; each has three tries
+	$(PYTHON) -m pytest -m timing
+
+.PHONY: test-untimed
+test-untimed: ## all other tests
+	$(PYTHON) -m pytest -n 2 -m "not timing"
+
+.PHONY: test-fast
+test-fast: ## the tests that need neither a quiet machine, several processes nor a browser, in under 90 s
+	$(PYTHON) -m pytest -n 2 -m "not slow and not timing and not distributed and not browser"
 
 .PHONY: coverage
-coverage: ## the test suite under branch coverage, with the processes it starts; all but the one test of speed
+coverage: ## the test suite under branch coverage, with the processes it starts; all but the tests that compare seconds
 	$(PYTHON) -m coverage erase
-	$(PYTHON) -m coverage run -m pytest -n 2 --deselect tests/test_scale.py
+	$(PYTHON) -m coverage run -m pytest -n 2 -m "not timing"
 	$(PYTHON) -m coverage combine
 	$(PYTHON) -m coverage report --skip-covered
 

@@ -1,9 +1,9 @@
 """The command line: what it says of the five documents, how it refuses, and how fast it starts."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from stowplan.cli.main import VERBS, main
 from stowplan.formats import stow
 from stowplan.formats.door import read_document
 from stowplan.ir.text import parse_graph
+from tests.support.timing import timed
 
 GRAPH = """\
 stowplan graph 1
@@ -273,12 +274,19 @@ def test_a_reader_who_leaves_early_is_no_error(small: Path) -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
+def seconds_of_children() -> float:
+    """Processor time of the processes that were started and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+@timed
 def test_starting_is_fast() -> None:
     seconds = []
     for _ in range(5):
-        begin = time.perf_counter()
+        begin = seconds_of_children()
         assert stowplan("--help").returncode == 0
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(seconds_of_children() - begin)
     assert min(seconds) <= 0.3
 
 

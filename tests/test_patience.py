@@ -9,6 +9,7 @@ from time import sleep
 
 from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.plan.watch import Searching, tell
+from tests.support.timing import timed
 
 
 class Screen:
@@ -31,6 +32,7 @@ def search(share: float) -> Searching:
     return Searching(share, 10.0, points=((100, 4.0), (200, 1.0)), bounds=((180, 0.5), (120, 9.0)))
 
 
+@timed
 def test_a_terminal_is_told_the_best_plan_its_gap_and_the_time_left() -> None:
     screen = Screen()
     with a_word_after_two_seconds("planning", allowed_bytes=150, stream=screen.stream, silent=0.0):
@@ -42,6 +44,7 @@ def test_a_terminal_is_told_the_best_plan_its_gap_and_the_time_left() -> None:
     assert lines[-1] == ""
 
 
+@timed
 def test_a_budget_that_nothing_fits_yet_is_said_to_be_one() -> None:
     screen = Screen()
     with a_word_after_two_seconds("planning", allowed_bytes=50, stream=screen.stream, silent=0.0):
@@ -50,6 +53,7 @@ def test_a_budget_that_nothing_fits_yet_is_said_to_be_one() -> None:
     assert "planning: searching 1%, 0 s, nothing fits yet" in screen.shown()
 
 
+@timed
 def test_ops_that_are_tried_are_counted() -> None:
     screen = Screen()
     with a_word_after_two_seconds("checking", stream=screen.stream, silent=0.0) as waiting:
@@ -58,6 +62,7 @@ def test_ops_that_are_tried_are_counted() -> None:
     assert any(line.startswith("checking: trying ops 30 of 120, about ") for line in screen.shown())
 
 
+@timed
 def test_a_long_name_leaves_room_for_what_is_known() -> None:
     screen = Screen()
     name = f"planning /{'folder/' * 20}step.txt"
@@ -74,6 +79,7 @@ def test_quick_work_is_silent() -> None:
     assert screen.shown() == [""]
 
 
+@timed
 def test_a_pipe_is_told_nothing() -> None:
     pipe = io.StringIO()
     with a_word_after_two_seconds("planning", stream=pipe, silent=0.0):

@@ -13,6 +13,7 @@ import pytest
 from stowplan.formats import stow
 from stowplan.ir import Document
 from tests.support.steps import training_step
+from tests.support.timing import timed
 
 SIZES = (1_000, 10_000, 100_000)
 SECONDS_ALLOWED = 10.0
@@ -54,6 +55,7 @@ def measure(folder: Path, ops: int) -> Measured:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc for the high-water mark")
+@timed
 def test_time_and_memory_grow_like_the_graph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [measure(tmp_path, ops) for ops in SIZES]
     with capsys.disabled():

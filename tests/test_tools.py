@@ -10,6 +10,7 @@ import pytest
 import stowplan
 from benchmarks.mutate import SUBJECTS, mutants_of
 from stowplan.cli.main import VERBS, main
+from tests.support.timing import timed
 from tools.reference import reference
 from tools.release import with_date
 
@@ -61,3 +62,29 @@ def test_what_is_mutated_exists() -> None:
     for subject in SUBJECTS:
         assert all(any(SOURCE.glob(files)) for files in subject.files)
         assert all((ROOT / test).exists() for test in subject.tests)
+
+
+@pytest.mark.parametrize(("passes_at", "tries"), [(1, 1), (3, 3)])
+def test_a_test_of_seconds_gets_three_tries(passes_at: int, tries: int) -> None:
+    calls: list[None] = []
+
+    @timed
+    def compare() -> None:
+        calls.append(None)
+        assert len(calls) == passes_at
+
+    compare()
+    assert len(calls) == tries
+
+
+def test_a_test_of_seconds_fails_at_last() -> None:
+    calls: list[None] = []
+
+    @timed
+    def compare() -> None:
+        calls.append(None)
+        raise AssertionError("slow")
+
+    with pytest.raises(AssertionError, match="slow"):
+        compare()
+    assert len(calls) == 3

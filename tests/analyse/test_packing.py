@@ -18,6 +18,7 @@ from stowplan.errors import BadUse
 from stowplan.formats import chainer, megengine
 from stowplan.formats.chainer import SavedView
 from stowplan.ir import Document, Graph
+from tests.support.timing import timed
 
 
 @st.composite
@@ -129,6 +130,7 @@ def packed(graph: Graph, in_place: bool) -> tuple[int, float]:
     return packing.arena_bytes, packing.gap
 
 
+@timed
 def test_a_hundred_thousand_blocks_take_seconds() -> None:
     random, ops = Random(1), 50_000
     sizes = [random.randrange(64, 1 << 24) for _ in range(300)]

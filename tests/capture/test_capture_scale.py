@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 
 import pytest
 
@@ -14,6 +14,7 @@ from stowplan.capture import capture
 from stowplan.formats import chainer
 from stowplan.ir import Kind, Op, Phase
 from tests.support.nets import NETS
+from tests.support.timing import timed
 
 pytestmark = pytest.mark.torch
 
@@ -48,12 +49,13 @@ def test_the_unet_is_that_of_the_chainer_document(dump: Callable[[str], Path]) -
     assert Counter(name for name in named if name is not None) == counts
 
 
+@timed
 def test_the_unet_takes_little_time_and_memory() -> None:
     script = (
         "import resource, time; from tests.support.nets import NETS; from stowplan.capture import capture;"
         "step = NETS['unet'].build('real', device='meta', batch=8);"
-        "begin = time.perf_counter(); capture(*step);"
-        "print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+        "begin = time.process_time(); capture(*step);"
+        "print(time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
@@ -63,12 +65,13 @@ def test_the_unet_takes_little_time_and_memory() -> None:
     assert resident_bytes < 1 << 30
 
 
+@timed
 def test_time_grows_with_the_layers_and_not_with_their_square() -> None:
     seconds = {}
     for layers in (2, 20):
         step = NETS["gpt"].build("tiny", device="meta", layers=layers)
         capture(*step)
-        begin = perf_counter()
+        begin = process_time()
         capture(*step)
-        seconds[layers] = perf_counter() - begin
+        seconds[layers] = process_time() - begin
     assert seconds[20] < 25 * seconds[2]

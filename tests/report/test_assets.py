@@ -29,12 +29,14 @@ def test_every_script_is_loaded_by_the_page() -> None:
         assert script.read_text(encoding="utf-8").strip() in page
 
 
+@pytest.mark.browser
 def test_an_empty_graph_is_shown_as_such() -> None:
     with browser().page(written(subject_of(Document("graph", Graph({}, ())), "empty"))) as page:
         assert "Nothing runs" in page.run("document.body.innerText")
         assert page.errors == []
 
 
+@pytest.mark.browser
 def test_figures_are_written_as_on_the_command_line() -> None:
     sizes = [0, 1, 812, 1023, 1024, 1536, 96_337_920, 7_938_850_064, 2**50]
     times = [0, 3e-9, 4.2e-6, 0.0228, 1.24, 59.0]
@@ -43,6 +45,7 @@ def test_figures_are_written_as_on_the_command_line() -> None:
         assert page.run(f"{times}.map(stow.text.seconds)") == [*map(format_seconds, times)]
 
 
+@pytest.mark.browser
 def test_long_names_are_cut_in_the_middle() -> None:
     with browser().page(written(subject_of(Document("graph", Graph({}, ())), "empty"))) as page:
         assert page.run("stow.text.shortened('abcdefghij', 5)") == "ab\u2026ij"
@@ -50,6 +53,7 @@ def test_long_names_are_cut_in_the_middle() -> None:
         assert page.run("Array.from(stow.text.shortened('\\u{1f600}'.repeat(9), 4)).length") == 4
 
 
+@pytest.mark.browser
 def test_paths_of_modules_keep_their_numbers_and_their_end() -> None:
     with browser().page(written(subject_of(Document("graph", Graph({}, ())), "empty"))) as page:
         path = "'network.blocks.11.feed_forward.2.weight'"

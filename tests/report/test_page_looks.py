@@ -11,6 +11,8 @@ from stowplan.report.page import Subject, subject_of
 from tests.support.browser import collisions, rows_in_sight, spilled
 from tests.support.pages import browser, gpt_plan, plan_of, planner_of, tiled_plan_of, written
 
+pytestmark = pytest.mark.browser
+
 PICTURES = Path(__file__).parents[2] / "build" / "pictures"
 SCREENS = {"1280": (1280, 800), "1920": (1920, 1080), "phone": (390, 844)}
 GIB = 1 << 30

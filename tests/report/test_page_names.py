@@ -1,5 +1,7 @@
 """Names come from files. Whatever they hold, nothing of it runs, and all of it is shown."""
 
+import pytest
+
 from stowplan.ir import Document, Graph, Kind, Note, NoteKind, Op, Phase, Tensor, Use
 from stowplan.report.page import subject_of
 from tests.support.pages import browser, written
@@ -89,6 +91,7 @@ def test_there_are_fifty_of_them() -> None:
     assert len(set(NAMES)) == 50
 
 
+@pytest.mark.browser
 def test_none_runs_and_all_are_shown() -> None:
     path = written(subject_of(hostile_step(), NAMES[1]), subject_of(hostile_step(), NAMES[2]))
     with browser().page(path) as page:
@@ -112,6 +115,7 @@ def test_none_runs_and_all_are_shown() -> None:
         assert page.requests == [path.as_uri()]
 
 
+@pytest.mark.browser
 def test_the_policy_lets_nothing_in() -> None:
     path = written(subject_of(hostile_step(), "names"))
     with browser().page(path) as page:

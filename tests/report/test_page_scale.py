@@ -3,11 +3,14 @@
 Times are those that the page's own thread spends, so that a busy machine does not make them longer.
 """
 
+import pytest
+
 from stowplan.ir import Document, Graph
 from stowplan.report.page import page_of, subject_of
 from tests.support.browser import Page
 from tests.support.pages import browser, written
 from tests.support.steps import training_step
+from tests.support.timing import timed
 
 OPS = 30_000
 MOVES = 21
@@ -46,6 +49,8 @@ def test_the_page_itself_is_small() -> None:
     assert len(empty.encode()) < 200_000
 
 
+@pytest.mark.browser
+@timed
 def test_a_hundred_thousand_rectangles_open_and_follow_the_pointer() -> None:
     path = written(subject_of(training_step(OPS), "large"))
     with browser().page(path) as page:

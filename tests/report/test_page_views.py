@@ -12,6 +12,8 @@ from tests.support.browser import Page, collisions
 from tests.support.pages import browser, compared_page, plan_in_spatial_tiles, plan_page, planner_of, written
 from tests.support.plans import moved
 
+pytestmark = pytest.mark.browser
+
 FORMATS = ["chainer", "megengine", "regiongraph", "tensorflow", "tilelog"]
 STRIPS = ["curve", "network", "lifetimes", "arena"]
 

@@ -94,6 +94,7 @@ def test_there_is_a_letter_for_all_that_pictures_say(dump: Dump) -> None:
         assert width_of(words, 11) > 0
 
 
+@pytest.mark.browser
 def test_a_browser_shows_the_pixels(dump: Dump, tmp_path: Path) -> None:
     path = tmp_path / "curve.png"
     path.write_bytes(png_of(subject_of(plan_of(dump("chainer")), "plan")))

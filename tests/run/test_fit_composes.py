@@ -209,6 +209,7 @@ def same_chain(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> Chain:
     return Chain(dropout=0.1, norm=norm)
 
 
+@pytest.mark.distributed
 def test_distributed_data_parallel(in_two_processes: Callable[[Work], None]) -> None:
     in_two_processes(_train_in_parallel)
 
@@ -242,6 +243,7 @@ def _without_sync(model: DistributedDataParallel, args: tuple[Tensor]) -> Traini
     return state_of(model)
 
 
+@pytest.mark.distributed
 def test_a_wrapped_model_is_refused(in_two_processes: Callable[[Work], None]) -> None:
     in_two_processes(_refuse_wrapped)
 
@@ -262,6 +264,7 @@ def _refuse_wrapped() -> None:
         fitted(*ARGS)
 
 
+@pytest.mark.distributed
 def test_fully_shard(in_two_processes: Callable[[Work], None]) -> None:
     in_two_processes(_train_sharded)
 
@@ -292,6 +295,7 @@ def _sharded_steps(model: nn.Module, args: tuple[Tensor]) -> Training:
     return states
 
 
+@pytest.mark.distributed
 def test_fully_shard_of_blocks_and_in_mixed_precision(in_two_processes: Callable[[Work], None]) -> None:
     in_two_processes(_train_sharded_blocks)
 

@@ -17,6 +17,7 @@ from stowplan.run.cost.signature import call_signature
 from stowplan.run.measure.measure import measure
 from tests.support.models import Normed, Rewriting, Tied, images
 from tests.support.nets import NETS, Example
+from tests.support.timing import timed
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
@@ -76,6 +77,7 @@ def test_every_op_has_a_price_and_views_are_free() -> None:
         assert (pricing.seconds[op.id] == 0) == is_view, op.id
 
 
+@timed
 def test_a_larger_product_takes_longer() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -174,6 +176,7 @@ def test_signatures_tell_operands_apart_by_all_that_matters() -> None:
     assert len({same, plain, strided, double}) == 4
 
 
+@timed
 def test_the_machine_is_measured_once(tmp_path: Path) -> None:
     machine = measure_machine(cache=ProbeCache(tmp_path))
     assert machine == measure_machine(cache=ProbeCache(tmp_path))

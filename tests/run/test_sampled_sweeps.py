@@ -13,6 +13,7 @@ from stowplan.run.tiles.sampling import cost_of_call, sample_of
 from stowplan.run.tiles.sweep import Sweep
 from tests.support.nets import NETS
 from tests.support.sweeping import stretch
+from tests.support.timing import timed
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 CPU = torch.device("cpu")
@@ -39,6 +40,7 @@ def calls_of(net: str, settings: dict[str, Any], cut: Cut) -> tuple[Sweep, list[
         ("gpt", {"batch": 1}, ("native_layer_norm_1", "add_2", (1, 8, 1))),
     ],
 )
+@timed
 def test_the_largest_tiles_take_as_much_memory_as_all(net: str, settings: dict[str, Any], cut: Cut) -> None:
     sweep, signatures = calls_of(net, settings, cut)
     assert sum(len(each.tiles) for each in sweep.rounds) > 2 * len(sweep.rounds)

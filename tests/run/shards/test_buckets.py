@@ -22,7 +22,7 @@ from tests.support.nets import NETS
 from tests.support.workers.compared import EXACT, Cell, Outcome, compare, distance, gradients_of
 from tests.support.workers.processes import on_workers
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
 CELL, WIDTH = Cell("unet", "space=2"), 8  # several buckets
 

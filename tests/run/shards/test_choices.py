@@ -14,7 +14,7 @@ from stowplan.plan.shards.traffic import traffic_of
 from tests.support.workers.compared import EXACT, distance, gradients_of
 from tests.support.workers.processes import on_workers
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
 SIZE = 40
 

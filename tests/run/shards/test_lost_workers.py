@@ -9,13 +9,15 @@ import pytest
 from stowplan.errors import BadUse
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.run.shards.workers import Workers
+from tests.support.timing import timed
 from tests.support.workers.cuts import cut_off
 from tests.support.workers.losses import STEPS, TIMEOUT_SECONDS, Trainings
 from tests.support.workers.phases import Fault, Phase
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
 
+@timed
 def test_a_training_whose_workers_die_goes_on_with_the_bits_of_one_that_was_left_alone() -> None:
     trainings = Trainings()
     for number, phase in enumerate((Phase.FORWARD, Phase.SUMS, Phase.SAVE, Phase.OPTIMIZER)):
@@ -23,6 +25,7 @@ def test_a_training_whose_workers_die_goes_on_with_the_bits_of_one_that_was_left
         assert not found.wrong, found
 
 
+@timed
 def test_a_worker_that_hangs_is_named_by_all_others_when_the_timeout_ends() -> None:
     """In a mesh of two axes, where sums run over groups of their own."""
     found = Trainings().lose(4, Fault(1, signal.SIGSTOP, Phase.BACKWARD, 2, 0.5))
@@ -45,6 +48,7 @@ def test_what_a_lost_worker_must_not_leave_behind_is_found(plant: str, phase: Ph
 
 
 @pytest.mark.skipif(not os.path.exists("/usr/sbin/ip") or os.geteuid() != 0, reason="no right to lay wires")
+@timed
 def test_a_worker_whose_wire_is_cut_is_lost_when_the_timeout_ends() -> None:
     found = cut_off(3, 2, random.Random(0), TIMEOUT_SECONDS, STEPS)
     assert not found.wrong, found

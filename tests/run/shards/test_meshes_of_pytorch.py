@@ -21,7 +21,7 @@ from tests.support.nets import NETS
 from tests.support.workers.compared import EXACT, distance, gradients_of
 from tests.support.workers.processes import on_workers
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
 
 def net(batch: int) -> tuple[nn.Module, tuple[Tensor, ...]]:

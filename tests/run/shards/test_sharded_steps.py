@@ -25,7 +25,7 @@ from tests.support.workers.compared import (
 )
 from tests.support.workers.processes import on_workers
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
 CELLS = {
     2: [Cell("unet", "space=1x2"), Cell("gpt", "data=1,sequence=2"), Cell("diffusion", "space=1x2")],

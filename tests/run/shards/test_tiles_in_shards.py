@@ -22,7 +22,7 @@ from tests.support.workers.budgets import Part, Taken, within_budgets
 from tests.support.workers.compared import EXACT, distance, gradients_of
 from tests.support.workers.processes import on_workers
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
 WIDTH, SIZE = 6, 64
 BELOW = 0.75

@@ -10,7 +10,7 @@ import pytest
 from examples.several_workers import STEPS, train
 from tests.support.workers.processes import on_workers
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
 ROOT = Path(__file__).parents[3]
 BUDGET = "7MiB"

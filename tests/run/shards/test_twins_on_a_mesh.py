@@ -11,7 +11,7 @@ from stowplan.run.fit import fit
 from stowplan.run.shards.fit import shards_of
 from tests.support.workers.processes import on_workers
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 DTYPES = (torch.float32, torch.float64)
 
 
