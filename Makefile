@@ -53,8 +53,8 @@ pictures: ## screenshots of reports on three screens, into build/pictures
 	$(PYTHON) -m pytest tests/report/test_page_looks.py
 
 .PHONY: docs
-docs: ## the reference page, from the code; all other pages are tested as they stand
-	$(PYTHON) -m tools.reference build/reference.md
+docs: ## the documentation as a site, build/site, with the reference from the code; a warning is an error
+	$(PYTHON) -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/site
 
 .PHONY: wheel-test
 wheel-test: ## the built wheel in clean environments: without torch on files, beside torch through the tutorial

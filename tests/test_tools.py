@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 def test_the_reference_has_every_name_and_verb() -> None:
     page = reference()
     for name in set(stowplan.__all__) - {"__version__"}:
-        assert f"### stowplan.{name}\n" in page
+        assert re.search(rf"^\.\. auto\w+:: stowplan\.(errors\.)?{name}$", page, re.MULTILINE), name
     for verb in VERBS:
         assert f"### stowplan {verb}\n" in page
         assert f"usage: stowplan {verb}" in page
