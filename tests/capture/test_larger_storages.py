@@ -10,8 +10,8 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stowplan.capture.cells import StorageBook
 from stowplan.capture.schema import extra_bytes
+from stowplan.capture.storage_views import StorageBook
 from tests.support.aten_samples import ATEN_SAMPLERS
 
 pytestmark = pytest.mark.torch
@@ -34,17 +34,17 @@ class Unexplained(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         book, named = StorageBook(lambda: 0), dict(kwargs or {})
-        cells, named_cells = pytree.tree_map_only(Tensor, book.cell_of, (args, named))
+        views, named_views = pytree.tree_map_only(Tensor, book.view_of, (args, named))
         given = len(book.lifetimes)
         made = func(*args, **named)
         leaves = pytree.tree_leaves(made)
-        results = [book.cell_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-        extra = dict(extra_bytes(func, cells, named_cells, results))
-        for cell in results:
-            if cell is not None and cell.storage >= given:
-                known = cell.extent_bytes() + extra.get(cell, 0)
-                if book.lifetimes[cell.storage].nbytes != known:
-                    self.bytes[str(func)] = book.lifetimes[cell.storage].nbytes - known
+        results = [book.view_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        extra = dict(extra_bytes(func, views, named_views, results))
+        for view in results:
+            if view is not None and view.storage >= given:
+                known = view.extent_bytes() + extra.get(view, 0)
+                if book.lifetimes[view.storage].nbytes != known:
+                    self.bytes[str(func)] = book.lifetimes[view.storage].nbytes - known
         return made
 
 

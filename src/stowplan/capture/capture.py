@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stowplan.capture.cells import Cell
 from stowplan.capture.eager import EagerMemory, eager_memory
 from stowplan.capture.layouts import learn_from_kernels, with_swayed_ops_marked
 from stowplan.capture.lower import Lowering
@@ -16,6 +15,7 @@ from stowplan.capture.pure import pruned, with_updates
 from stowplan.capture.purify import purify
 from stowplan.capture.recorder import record
 from stowplan.capture.recording import Loss, Recording, Step
+from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import Event
 from stowplan.ir import Graph
 
@@ -69,13 +69,13 @@ def capture(
     return Captured(graph, program, eager, lowering.gradients, forward)
 
 
-def _outsider_ids(recording: Recording) -> dict[Cell, str]:
-    ids: dict[Cell, str] = {}
+def _outsider_ids(recording: Recording) -> dict[StorageView, str]:
+    ids: dict[StorageView, str] = {}
     taken: set[str] = set()
     for outsider in recording.outsiders:
         name = outsider.names[0]
         while name in taken:
             name += "_"
         taken.add(name)
-        ids[outsider.cell] = name
+        ids[outsider.view] = name
     return ids

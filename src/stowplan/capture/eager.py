@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stowplan.capture.cells import Cell
 from stowplan.capture.pure import Pure
 from stowplan.capture.recording import Recording
+from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import Event
 from stowplan.ir import Kind
 
@@ -73,11 +73,11 @@ def eager_memory(recording: Recording, pure: Pure) -> EagerMemory:
 
 def _spans(recording: Recording, pure: Pure) -> Iterator[Span]:
     names = {
-        value.cell.storage: name for name, value in reversed(list(pure.values.items())) if value.root == name
+        value.view.storage: name for name, value in reversed(list(pure.values.items())) if value.root == name
     }
-    constants = {o.cell.storage for o in recording.outsiders if o.kind is Kind.CONSTANT}
+    constants = {o.view.storage for o in recording.outsiders if o.kind is Kind.CONSTANT}
     tangents = {
-        cell.storage: _tangent_end(recording, cell) for cell in recording.tangents if cell is not None
+        view.storage: _tangent_end(recording, view) for view in recording.tangents if view is not None
     }
     last = [len(recording.events) - 1 if life.died is None else life.died for life in recording.lifetimes]
     taken_over = _taken_over(recording, last)
@@ -98,15 +98,15 @@ def _taken_over(recording: Recording, last: list[int]) -> dict[int, int]:
     It does so if nobody else holds the tensor written to, which a view does of what it views.
     """
     taken: dict[int, int] = {}
-    views: set[Cell] = set()
+    views: set[StorageView] = set()
     for position, event in enumerate(recording.events):
         source, result = event.args[0] if event.args else None, event.results[0]
-        if _writes_in_eager(event) and isinstance(source, Cell) and result is not None:
+        if _writes_in_eager(event) and isinstance(source, StorageView) and result is not None:
             sole = last[source.storage] == position and source not in views
             if sole and source.is_dense():
                 taken[result.storage] = source.storage
         views.update(
-            cell for cell in event.results if cell and recording.lifetimes[cell.storage].born != position
+            view for view in event.results if view and recording.lifetimes[view.storage].born != position
         )
     return taken
 
@@ -115,7 +115,7 @@ def _writes_in_eager(event: Event) -> bool:
     return event.merges or (event.node is not None and event.target in _WRITTEN_BY_FORMULAS)
 
 
-def _tangent_end(recording: Recording, tangent: Cell) -> int:
+def _tangent_end(recording: Recording, tangent: StorageView) -> int:
     """That of a loss is held by the call of backward; any other is let go of by its last reader."""
     if not tangent.shape:
         return len(recording.events) - 1

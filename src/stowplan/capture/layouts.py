@@ -19,9 +19,15 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stowplan.capture.cells import Cell, contiguous_stride, same_strides, stride_of, torch_dtype
 from stowplan.capture.program import Argument, Call, Program, Ref
 from stowplan.capture.schema import leaves, returns_tensors, written_names
+from stowplan.capture.storage_views import (
+    StorageView,
+    contiguous_stride,
+    same_strides,
+    stride_of,
+    torch_dtype,
+)
 from stowplan.ir import Graph, Op
 
 if TYPE_CHECKING:
@@ -88,22 +94,26 @@ def _may_differ(event: "Event") -> bool:
     """Whether the op is a suspect and an operand does not lie by rows, gaps aside."""
     if event.target not in _SUSPECTS:
         return False
-    given = (leaf for leaf in leaves((event.args, tuple(event.kwargs.values()))) if isinstance(leaf, Cell))
+    given = (
+        leaf for leaf in leaves((event.args, tuple(event.kwargs.values()))) if isinstance(leaf, StorageView)
+    )
     return any(map(_is_permuted, given))
 
 
-def _is_permuted(cell: Cell) -> bool:
-    strides = [stride for stride, size in zip(cell.stride, cell.shape, strict=True) if size > 1 and stride]
+def _is_permuted(view: StorageView) -> bool:
+    strides = [stride for stride, size in zip(view.stride, view.shape, strict=True) if size > 1 and stride]
     return strides != sorted(strides, reverse=True)
 
 
 def _made(event: "Event") -> tuple[Tensor | None, ...]:
     """What the kernel of an event makes; nothing if it writes, hands on what it is given, or is too large."""
-    given = [leaf for leaf in leaves((event.args, tuple(event.kwargs.values()))) if isinstance(leaf, Cell)]
-    storages = {cell.storage for cell in given}
-    is_view = any(cell is not None and cell.storage in storages for cell in event.results)
+    given = [
+        leaf for leaf in leaves((event.args, tuple(event.kwargs.values()))) if isinstance(leaf, StorageView)
+    ]
+    storages = {view.storage for view in given}
+    is_view = any(view is not None and view.storage in storages for view in event.results)
     skipped = is_view or not returns_tensors(event.target) or bool(written_names(event.target))
-    if skipped or sum(cell.extent_bytes() for cell in given) > _MOST_BYTES:
+    if skipped or sum(view.extent_bytes() for view in given) > _MOST_BYTES:
         return ()
     try:
         with torch.no_grad():
@@ -117,7 +127,7 @@ def _made(event: "Event") -> tuple[Tensor | None, ...]:
 def _filled(value: object) -> Any:
     if isinstance(value, (tuple, list)):
         return [_filled(item) for item in value] if isinstance(value, list) else tuple(map(_filled, value))
-    if not isinstance(value, Cell):
+    if not isinstance(value, StorageView):
         return value
     return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device).zero_()
 
@@ -135,7 +145,7 @@ def _call_like(target: OpOverload, args: object, kwargs: Mapping[str, object]) -
 def _look(value: object) -> object:
     if isinstance(value, (tuple, list)):
         return tuple(map(_look, value))
-    if isinstance(value, Cell):
+    if isinstance(value, StorageView):
         return value.shape, value.stride, value.dtype, value.device
     if isinstance(value, Tensor):
         return tuple(value.shape), value.stride(), value.dtype, value.device

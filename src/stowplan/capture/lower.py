@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from stowplan.capture.cells import Cell, contiguous_stride
 from stowplan.capture.origins import Origin
 from stowplan.capture.program import Program, Ref, attributes_of, inputs_of
 from stowplan.capture.pure import Pure, PureCall, Value, draws, is_update
 from stowplan.capture.recording import Recording
+from stowplan.capture.storage_views import StorageView, contiguous_stride
 from stowplan.errors import CaptureError
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Role, Tensor, Use, validate
 
@@ -18,10 +18,10 @@ UPDATE_BUFFER = "stowplan.update_buffer"
 class Lowering:
     """Builds graph and program of one recording, made pure."""
 
-    def __init__(self, recording: Recording, pure: Pure, ids: Mapping[Cell, str]) -> None:
+    def __init__(self, recording: Recording, pure: Pure, ids: Mapping[StorageView, str]) -> None:
         self._recording, self._pure, self._ids = recording, pure, ids
         self._makers = {name: call for call in pure.calls for name in call.call.outputs if name is not None}
-        self._outsiders = {ids[outsider.cell]: outsider for outsider in recording.outsiders}
+        self._outsiders = {ids[outsider.view]: outsider for outsider in recording.outsiders}
         self._adjoints = self._forward_calls_by_node()
         self.gradients = self._gradients()
 
@@ -31,7 +31,7 @@ class Lowering:
         outputs = {leaf.tensor for leaf in self._pure.outputs if isinstance(leaf, Ref)}
         inputs = {tensor.id for tensor in tensors.values() if tensor.kind is Kind.INPUT}
         # The gradient of a loss is held by the call of backward, others are let go of when read.
-        tangents = {self._ids[cell] for cell in self._recording.tangents if cell and not cell.shape}
+        tangents = {self._ids[view] for view in self._recording.tangents if view and not view.shape}
         held = frozenset(outputs | inputs | tangents | set(self._pure.gradients.values()))
         return validate(Graph(tensors, tuple(map(self._op, self._pure.calls)), held, name))
 
@@ -42,15 +42,15 @@ class Lowering:
             calls={call.id: call.call for call in self._pure.calls},
             parameters=self._names_of(Kind.PARAMETER),
             buffers=self._names_of(Kind.BUFFER),
-            constants={self._ids[cell]: tensor for cell, tensor in recording.constants.items()},
-            literals=frozenset(self._ids[cell] for cell in recording.literals),
+            constants={self._ids[view]: tensor for view, tensor in recording.constants.items()},
+            literals=frozenset(self._ids[view] for view in recording.literals),
             looks_at_values=recording.looks_at_values,
-            inputs=tuple(None if cell is None else self._ids[cell] for cell in recording.inputs),
+            inputs=tuple(None if view is None else self._ids[view] for view in recording.inputs),
             input_spec=recording.input_spec,
             outputs=self._pure.outputs,
             attached=recording.attached,
             output_spec=recording.output_spec,
-            tangents=tuple(None if cell is None else self._ids[cell] for cell in recording.tangents),
+            tangents=tuple(None if view is None else self._ids[view] for view in recording.tangents),
             gradients=self._pure.gradients,
             updates=self._pure.updates,
         )
@@ -96,7 +96,7 @@ class Lowering:
 
     def _device(self, call: PureCall) -> str:
         return str(
-            self._pure.values[next(name for name in call.call.outputs if name is not None)].cell.device
+            self._pure.values[next(name for name in call.call.outputs if name is not None)].view.device
         )
 
     def _role(self, name: str, phase: Phase) -> Role:
@@ -135,7 +135,7 @@ class Lowering:
 
     def _fit(self, made: str, gradient: str) -> bool:
         """Outputs that cannot be differentiated are none of the node's: what fits, belongs."""
-        one, other = self._pure.values[made].cell, self._pure.values[gradient].cell
+        one, other = self._pure.values[made].view, self._pure.values[gradient].view
         there = gradient in self._makers or gradient in self._outsiders
         return there and (one.shape, one.dtype) == (other.shape, other.dtype)
 
@@ -151,24 +151,24 @@ class Lowering:
                 yield _tensor(value, self._kind(value), "", gradient_of.get(value.id))
 
     def _kind(self, value: Value) -> Kind:
-        if value.cell.dtype is torch.bool:
+        if value.view.dtype is torch.bool:
             return Kind.MASK
-        inexact = value.cell.dtype.is_floating_point or value.cell.dtype.is_complex
+        inexact = value.view.dtype.is_floating_point or value.view.dtype.is_complex
         backward = self._phase(self._makers[value.id]) is Phase.BACKWARD
         return Kind.GRADIENT if backward and inexact else Kind.ACTIVATION
 
 
 def _tensor(value: Value, kind: Kind, name: str, gradient_of: str | None) -> Tensor:
-    cell = value.cell
+    view = value.view
     return Tensor(
         id=value.id,
         kind=kind,
-        shape=cell.shape,
-        dtype=_dtype(cell.dtype),
+        shape=view.shape,
+        dtype=_dtype(view.dtype),
         nbytes=value.nbytes,
         name=name,
-        layout="" if cell.stride == contiguous_stride(cell.shape) else str(cell.stride),
-        device=str(cell.device),
+        layout="" if view.stride == contiguous_stride(view.shape) else str(view.stride),
+        device=str(view.device),
         gradient_of=gradient_of,
         alias_of=None if value.root == value.id else value.root,
     )

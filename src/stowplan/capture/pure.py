@@ -12,8 +12,8 @@ from itertools import islice
 import torch
 from torch._ops import OpOverload
 
-from stowplan.capture.cells import Cell
 from stowplan.capture.program import Argument, Call, Ref, inputs_of
+from stowplan.capture.storage_views import StorageView
 from stowplan.ops.aten import RANDOM
 
 
@@ -22,7 +22,7 @@ class Value:
     """What a call makes, or what comes from outside. `root` owns the storage that it lives in."""
 
     id: str
-    cell: Cell
+    view: StorageView
     root: str
     nbytes: int
 
@@ -58,10 +58,10 @@ class Place:
     `derived` has, for each look, the number of the event that first took it.
     """
 
-    base: Cell
+    base: StorageView
     value: str
-    views: dict[Cell, str]
-    derived: dict[Cell, int] = field(default_factory=dict)
+    views: dict[StorageView, str]
+    derived: dict[StorageView, int] = field(default_factory=dict)
 
     def overwrite(self, value: str) -> None:
         """The contents are another value now; earlier looks show what was there before."""

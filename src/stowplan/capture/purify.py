@@ -13,7 +13,6 @@ from math import prod
 import torch
 from torch._ops import OpOverload
 
-from stowplan.capture.cells import Cell
 from stowplan.capture.program import Argument, Call, Ref, handle_or_text
 from stowplan.capture.pure import Place, Pure, PureCall, Value, draws
 from stowplan.capture.recording import Recording
@@ -25,6 +24,7 @@ from stowplan.capture.schema import (
     result_stride,
     written_arguments,
 )
+from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import Event, Incoming
 from stowplan.errors import CaptureError
 
@@ -39,7 +39,7 @@ _IGNORED_IN_TRAINING = {
 }
 
 
-def purify(recording: Recording, outsiders: Mapping[Cell, str]) -> Pure:
+def purify(recording: Recording, outsiders: Mapping[StorageView, str]) -> Pure:
     """The recording as pure calls; `outsiders` has the ids of the tensors that come from outside."""
     purifier = _Purifier(recording, outsiders)
     for position in range(recording.turn):
@@ -54,7 +54,7 @@ def purify(recording: Recording, outsiders: Mapping[Cell, str]) -> Pure:
 
 
 class _Purifier:
-    def __init__(self, recording: Recording, outsiders: Mapping[Cell, str]) -> None:
+    def __init__(self, recording: Recording, outsiders: Mapping[StorageView, str]) -> None:
         self._recording, self._outsiders = recording, outsiders
         self._position = 0
         self._used = dict.fromkeys(outsiders.values(), 0)  # names, and how often each was asked for again
@@ -64,11 +64,11 @@ class _Purifier:
         self._outputs: tuple[object, ...] = ()
         self._replaced: dict[str, str] = {}
         self._incoming: dict[int, tuple[str | None, ...]] = {}
-        for cell, name in outsiders.items():
-            if (place := self._places.get(cell.storage)) is None:
-                self._enter(cell, name)
+        for view, name in outsiders.items():
+            if (place := self._places.get(view.storage)) is None:
+                self._enter(view, name)
             else:  # a second tensor of the user's in one storage
-                self._look(place, cell, name)
+                self._look(place, view, name)
 
     def add(self, position: int) -> None:
         """Take in the next event."""
@@ -87,14 +87,16 @@ class _Purifier:
     def end_forward(self) -> None:
         """Read what forward returns before backward begins."""
         recorded = self._recording.outputs
-        self._outputs = tuple(Ref(self._read(leaf)) if isinstance(leaf, Cell) else leaf for leaf in recorded)
-        for buffer, cell in self._recording.replaced.items():
-            self._replaced[self._outsiders[buffer]] = self._read(cell)
+        self._outputs = tuple(
+            Ref(self._read(leaf)) if isinstance(leaf, StorageView) else leaf for leaf in recorded
+        )
+        for buffer, view in self._recording.replaced.items():
+            self._replaced[self._outsiders[buffer]] = self._read(view)
 
     def enter_node(self, given: Incoming) -> None:
         """Note the gradients a node is given, as far as they are values."""
         self._incoming[given.node] = tuple(
-            None if cell is None else self._places[cell.storage].views.get(cell) for cell in given.gradients
+            None if view is None else self._places[view.storage].views.get(view) for view in given.gradients
         )
 
     def end(self) -> Pure:
@@ -108,8 +110,8 @@ class _Purifier:
 
     def _contents(self) -> Iterator[tuple[str, str]]:
         """What was there before and has been written to, with its new contents."""
-        for cell, name in self._outsiders.items():
-            place = self._places[cell.storage]
+        for view, name in self._outsiders.items():
+            place = self._places[view.storage]
             first = self._outsiders[place.base]  # in this storage
             if place.value != first and name != first:
                 raise CaptureError(
@@ -122,7 +124,7 @@ class _Purifier:
     def _adopt(self, event: Event) -> None:
         """`lift_fresh` hands a constant to the step: its contents under another storage."""
         for source, result in zip(event.args, event.results, strict=True):
-            if isinstance(source, Cell) and result is not None:
+            if isinstance(source, StorageView) and result is not None:
                 value = self._read(source)
                 self._places.setdefault(result.storage, Place(result, value, {result: value}))
 
@@ -136,49 +138,49 @@ class _Purifier:
 
     def _write(self, event: Event, written: Mapping[str, object]) -> None:
         """What the event overwrites becomes a new value, made by the pure form of its op if there is one."""
-        cells = [cell for cell in written.values() if isinstance(cell, Cell)]
-        if len(cells) < len(written):
+        views = [view for view in written.values() if isinstance(view, StorageView)]
+        if len(views) < len(written):
             raise CaptureError(f"{event.target} writes into a list of tensors", where=event.origin.source)
         if event.target is aten.native_batch_norm.default:
-            self._make(aten._native_batch_norm_legit_functional.default, event, cells)
+            self._make(aten._native_batch_norm_legit_functional.default, event, views)
             return
         target, full = pure_form(event.target), _spelled_out(event)
-        if target is None or not self._keeps_layout(target, full, cells[0]):
-            self._make(event.target, event, cells, single=event.single, fresh=tuple(written))
+        if target is None or not self._keeps_layout(target, full, views[0]):
+            self._make(event.target, event, views, single=event.single, fresh=tuple(written))
         else:
-            self._make(target, full, cells, single=True)
+            self._make(target, full, views, single=True)
 
-    def _keeps_layout(self, target: OpOverload, event: Event, cell: Cell) -> bool:
+    def _keeps_layout(self, target: OpOverload, event: Event, view: StorageView) -> bool:
         """Whether a new value may take the storage's place; one that goes into part of it may, unless it is
         drawn: numbers are drawn in the order in which elements lie."""
-        if self._places[cell.storage].base == cell:
-            return result_stride(target, event.args, event.kwargs) == cell.stride
-        lying = result_stride(aten.clone.default, (cell,), {})
+        if self._places[view.storage].base == view:
+            return result_stride(target, event.args, event.kwargs) == view.stride
+        lying = result_stride(aten.clone.default, (view,), {})
         return not draws(target) or result_stride(target, event.args, event.kwargs) == lying
 
     def _make(
         self,
         target: OpOverload,
         event: Event,
-        written: Sequence[Cell] = (),
+        written: Sequence[StorageView] = (),
         *,
         single: bool = False,
         fresh: tuple[str, ...] = (),
     ) -> None:
         """Call `target`, which returns the event's own results, then the new contents of what it writes."""
         results = [result for result in event.results if result not in written]
-        cells = (*results, *written)
-        names = self._emit(target, event.args, event.kwargs, cells, single=single, fresh=fresh)
-        for cell, name in zip(cells, names, strict=True):
-            if cell is not None and name is not None:
-                (self._overwrite if cell in written else self._enter)(cell, name)
+        views = (*results, *written)
+        names = self._emit(target, event.args, event.kwargs, views, single=single, fresh=fresh)
+        for view, name in zip(views, names, strict=True):
+            if view is not None and name is not None:
+                (self._overwrite if view in written else self._enter)(view, name)
 
     def _emit(
         self,
         target: OpOverload,
         args: Sequence[object],
         kwargs: Mapping[str, object],
-        cells: Sequence[Cell | None],
+        views: Sequence[StorageView | None],
         *,
         single: bool = True,
         fresh: tuple[str, ...] = (),
@@ -188,21 +190,21 @@ class _Purifier:
         named = {name: self._argument(value) for name, value in kwargs.items()}
         name = self._new_name(target)
         outputs = tuple(
-            None if cell is None else name if single and len(cells) == 1 else f"{name}.{index}"
-            for index, cell in enumerate(cells)
+            None if view is None else name if single and len(views) == 1 else f"{name}.{index}"
+            for index, view in enumerate(views)
         )
-        copied = single and self._is_copied_out(target, cells[0])
+        copied = single and self._is_copied_out(target, views[0])
         call = Call(target, given, named, outputs, single, fresh, copied)
         self._calls.append(PureCall(name, call, self._position))
         return outputs
 
-    def _is_copied_out(self, target: OpOverload, result: Cell | None) -> bool:
+    def _is_copied_out(self, target: OpOverload, result: StorageView | None) -> bool:
         return result is not None and is_copied_out(
             target, result, self._recording.lifetimes[result.storage].nbytes
         )
 
     def _argument(self, value: object) -> Argument:
-        if isinstance(value, Cell):
+        if isinstance(value, StorageView):
             return Ref(self._read(value))
         if isinstance(value, tuple):
             return tuple(self._argument(item) for item in value)
@@ -217,53 +219,53 @@ class _Purifier:
         name = f"{plain}_{count}" if count else plain
         return name if name == plain or name not in self._used else self._new_name(target)
 
-    def _read(self, cell: Cell) -> str:
-        """The value that a tensor in this cell has now."""
-        place = self._places[cell.storage]
-        if cell in place.views:
-            return place.views[cell]
-        if cell in place.derived:
-            event = self._recording.events[place.derived[cell]]
+    def _read(self, view: StorageView) -> str:
+        """The value that a tensor in this view has now."""
+        place = self._places[view.storage]
+        if view in place.views:
+            return place.views[view]
+        if view in place.derived:
+            event = self._recording.events[place.derived[view]]
             self._make(pure_form(event.target) or event.target, event, single=event.single)
         else:
-            look = (cell.shape, cell.stride, cell.offset)
-            (name,) = self._emit(aten.as_strided.default, (Ref(place.value), *look), {}, (cell,))
-            self._look(place, cell, str(name))
-        return place.views[cell]
+            look = (view.shape, view.stride, view.offset)
+            (name,) = self._emit(aten.as_strided.default, (Ref(place.value), *look), {}, (view,))
+            self._look(place, view, str(name))
+        return place.views[view]
 
-    def _enter(self, cell: Cell, name: str) -> None:
+    def _enter(self, view: StorageView, name: str) -> None:
         """A value in a storage of its own, or a look at one that is there."""
-        place = self._places.get(cell.storage)
+        place = self._places.get(view.storage)
         if place is None:
-            self._places[cell.storage] = Place(cell, name, {cell: name})
+            self._places[view.storage] = Place(view, name, {view: name})
             copied = bool(self._calls) and self._calls[-1].call.copied
-            nbytes = cell.extent_bytes() if copied else self._recording.lifetimes[cell.storage].nbytes
-            self._values[name] = Value(name, cell, name, nbytes)
+            nbytes = view.extent_bytes() if copied else self._recording.lifetimes[view.storage].nbytes
+            self._values[name] = Value(name, view, name, nbytes)
         else:
-            self._look(place, cell, name)
-            if cell != place.base:
-                place.derived.setdefault(cell, self._position)
+            self._look(place, view, name)
+            if view != place.base:
+                place.derived.setdefault(view, self._position)
 
-    def _look(self, place: Place, cell: Cell, name: str) -> None:
-        place.views[cell] = name
-        self._values[name] = Value(name, cell, self._values[place.value].root, cell.extent_bytes())
+    def _look(self, place: Place, view: StorageView, name: str) -> None:
+        place.views[view] = name
+        self._values[name] = Value(name, view, self._values[place.value].root, view.extent_bytes())
 
-    def _overwrite(self, cell: Cell, name: str) -> None:
-        """From now on the storage contains the value `name` where `cell` looks."""
-        place = self._places[cell.storage]
-        stride = cell.stride if cell.is_dense() else result_stride(aten.clone.default, (cell,), {})
-        own = replace(cell, stride=stride, offset=0)
+    def _overwrite(self, view: StorageView, name: str) -> None:
+        """From now on the storage contains the value `name` where `view` looks."""
+        place = self._places[view.storage]
+        stride = view.stride if view.is_dense() else result_stride(aten.clone.default, (view,), {})
+        own = replace(view, stride=stride, offset=0)
         self._values[name] = Value(name, own, name, own.extent_bytes())
-        place.overwrite(name if cell == place.base else self._written_through(place, cell, name))
+        place.overwrite(name if view == place.base else self._written_through(place, view, name))
 
-    def _written_through(self, place: Place, cell: Cell, name: str) -> str:
-        """The contents of the whole storage once `name` is written where `cell` looks."""
+    def _written_through(self, place: Place, view: StorageView, name: str) -> str:
+        """The contents of the whole storage once `name` is written where `view` looks."""
         base = place.base
-        if cell.is_contiguous() and base.is_contiguous() and prod(cell.shape) == prod(base.shape):
+        if view.is_contiguous() and base.is_contiguous() and prod(view.shape) == prod(base.shape):
             (whole,) = self._emit(aten.view.default, (Ref(name), base.shape), {}, (base,))
             root = name
         else:
-            args = (Ref(self._as_captured(place)), Ref(name), cell.shape, cell.stride, cell.offset)
+            args = (Ref(self._as_captured(place)), Ref(name), view.shape, view.stride, view.offset)
             (whole,) = self._emit(aten.as_strided_scatter.default, args, {}, (base,))
             root = str(whole)
         self._values[str(whole)] = Value(str(whole), base, root, base.extent_bytes())

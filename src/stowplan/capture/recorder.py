@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from stowplan.capture.arguments import flatten, refuse_opaque
-from stowplan.capture.cells import Cell
 from stowplan.capture.origins import Origins
 from stowplan.capture.recording import Outsider, Recording, Step, argument_names, module_paths, named_tensors
 from stowplan.capture.stand_ins import StandIns
+from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import KnownOverwritten, Rehearsal, Watch, followed
 from stowplan.errors import CaptureError
 from stowplan.ir import Kind
@@ -38,8 +38,8 @@ class _Recorder:
         self._stand_ins = StandIns(step.device, (*given, *(t for table in held for t in table.values())))
         self._origins = Origins(module_paths(step))
         self._watch = Watch(Rehearsal(self._stand_ins.fakes, knowing=knowing), self._origins)
-        self._outsiders: dict[Cell, Outsider] = {}
-        self._entered: dict[Cell, Tensor] = {}  # their stand-ins
+        self._outsiders: dict[StorageView, Outsider] = {}
+        self._entered: dict[StorageView, Tensor] = {}  # their stand-ins
         self._wanted: list[Tensor] = []  # the leaves that gradients are for
         self._inputs = [self._stand_ins.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat]
 
@@ -62,23 +62,23 @@ class _Recorder:
             incoming=tuple(self._watch.incoming),
             lifetimes=tuple(self._watch.book.lifetimes),
             outsiders=tuple(self._outsiders.values()),
-            constants={self._cell(tensor): tensor for tensor in constants.values()},
-            inputs=tuple(self._cell(leaf) if isinstance(leaf, Tensor) else None for leaf in self._inputs),
+            constants={self._view(tensor): tensor for tensor in constants.values()},
+            inputs=tuple(self._view(leaf) if isinstance(leaf, Tensor) else None for leaf in self._inputs),
             input_spec=self._input_spec,
-            outputs=tuple(self._cell(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs),
+            outputs=tuple(self._view(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs),
             attached=tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs),
             output_spec=output_spec,
-            tangents=tuple(None if tangent is None else self._cell(tangent) for tangent in tangents),
+            tangents=tuple(None if tangent is None else self._view(tangent) for tangent in tangents),
             gradients={
-                self._cell(leaf): self._cell(leaf.grad) for leaf in self._wanted if leaf.grad is not None
+                self._view(leaf): self._view(leaf.grad) for leaf in self._wanted if leaf.grad is not None
             },
             replaced=replaced,
-            literals=frozenset(self._cell(constants[number]) for number in self._watch.literals),
+            literals=frozenset(self._view(constants[number]) for number in self._watch.literals),
             looks_at_values=self._watch.looks_at_values,
         )
 
-    def _cell(self, tensor: Tensor) -> Cell:
-        return self._watch.book.cell_of(tensor)
+    def _view(self, tensor: Tensor) -> StorageView:
+        return self._watch.book.view_of(tensor)
 
     def _enter_outsiders(self) -> dict[str, Tensor]:
         """Enter parameters, buffers and inputs in the book; returns the buffers by name."""
@@ -94,13 +94,13 @@ class _Recorder:
 
     def _enter(self, kind: Kind, named: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
-            cell = self._cell(tensor)
-            if cell in self._outsiders:
-                known = self._outsiders[cell]
-                self._refuse_twin(known.names[0], self._entered[cell], name, tensor)
-                self._outsiders[cell] = replace(known, names=(*known.names, name))
+            view = self._view(tensor)
+            if view in self._outsiders:
+                known = self._outsiders[view]
+                self._refuse_twin(known.names[0], self._entered[view], name, tensor)
+                self._outsiders[view] = replace(known, names=(*known.names, name))
                 continue
-            self._outsiders[cell], self._entered[cell] = Outsider(kind, (name,), cell), tensor
+            self._outsiders[view], self._entered[view] = Outsider(kind, (name,), view), tensor
             if tensor.requires_grad:
                 self._wanted.append(tensor)
 
@@ -119,10 +119,10 @@ class _Recorder:
                 return self._step.model(*args, **kwargs)
             return self._step.loss(self._step.model(*args, **kwargs))
 
-    def _replaced(self, before: Mapping[str, Tensor]) -> dict[Cell, Cell]:
+    def _replaced(self, before: Mapping[str, Tensor]) -> dict[StorageView, StorageView]:
         now = named_tensors(self._step, "buffers")
         return {
-            self._cell(tensor): self._cell(now[name])
+            self._view(tensor): self._view(now[name])
             for name, tensor in before.items()
             if name in now and now[name] is not tensor
         }
@@ -169,10 +169,10 @@ class _Recorder:
 
         What is returned twice is one output: its gradient comes in once.
         """
-        able: dict[Cell, tuple[int, Tensor]] = {}
+        able: dict[StorageView, tuple[int, Tensor]] = {}
         for position, leaf in enumerate(outputs):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                able.setdefault(self._cell(leaf), (position, leaf))
+                able.setdefault(self._view(leaf), (position, leaf))
         if not able:
             raise CaptureError(
                 "no output depends on a parameter that wants a gradient",

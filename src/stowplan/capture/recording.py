@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stowplan.capture.arguments import Spec, leaf_names
-from stowplan.capture.cells import Cell, Lifetime
+from stowplan.capture.storage_views import Lifetime, StorageView
 from stowplan.capture.watching import Event, Incoming
 from stowplan.ir import Kind
 
@@ -42,7 +42,7 @@ class Outsider:
 
     kind: Kind
     names: tuple[str, ...]
-    cell: Cell
+    view: StorageView
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Recording:
     """The events in order, backward from `turn` on, and the gradients that autograd's nodes were given; the
     storages' lifetimes by number; the ends of the step.
 
-    `inputs` and `outputs` are the leaves of the arguments and of what the step returns, tensors as cells;
+    `inputs` and `outputs` are the leaves of the arguments and of what the step returns, tensors as views;
     `attached` outputs are part of autograd's graph, `tangents` are the gradients of those differentiated.
     `constants` are tensors of the user's code that are none of these. `replaced` are buffers that the model
     bound to a new tensor. `literals` are constants that code wrote out, as in `torch.tensor([1, 2])`. A step
@@ -62,16 +62,16 @@ class Recording:
     incoming: tuple[Incoming, ...]
     lifetimes: tuple[Lifetime, ...]
     outsiders: tuple[Outsider, ...]
-    constants: Mapping[Cell, Tensor]
-    inputs: tuple[Cell | None, ...]
+    constants: Mapping[StorageView, Tensor]
+    inputs: tuple[StorageView | None, ...]
     input_spec: Spec
     outputs: tuple[object, ...]
     attached: tuple[bool, ...]
     output_spec: pytree.TreeSpec
-    tangents: tuple[Cell | None, ...]
-    gradients: Mapping[Cell, Cell]
-    replaced: Mapping[Cell, Cell]
-    literals: frozenset[Cell]
+    tangents: tuple[StorageView | None, ...]
+    gradients: Mapping[StorageView, StorageView]
+    replaced: Mapping[StorageView, StorageView]
+    literals: frozenset[StorageView]
     looks_at_values: bool
 
 

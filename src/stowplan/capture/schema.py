@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
-from stowplan.capture.cells import Cell
+from stowplan.capture.storage_views import StorageView
 
 aten = torch.ops.aten
 
@@ -113,7 +113,7 @@ def pure_form(target: OpOverload) -> OpOverload | None:
 def result_stride(
     target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[int, ...]:
-    """The strides of the tensor that a pure op returns for arguments with these cells."""
+    """The strides of the tensor that a pure op returns for arguments with these views."""
     given = {name: _on_meta(value) for name, value in kwargs.items()}
     with torch.no_grad():
         result: Tensor = target(*map(_on_meta, args), **given)
@@ -121,7 +121,7 @@ def result_stride(
 
 
 def _on_meta(value: object) -> object:
-    if isinstance(value, Cell):
+    if isinstance(value, StorageView):
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
     if isinstance(value, tuple):
         return [_on_meta(item) for item in value]
@@ -141,17 +141,20 @@ _LIKE_OPERANDS = frozenset(
 )
 
 
-def is_copied_out(target: OpOverload, result: Cell, storage_bytes: int) -> bool:
+def is_copied_out(target: OpOverload, result: StorageView, storage_bytes: int) -> bool:
     """Whether the one result of an op is worth a copy, so that its storage may go."""
     return target in _LIKE_OPERANDS and storage_bytes > result.extent_bytes()
 
 
 def extra_bytes(
-    target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], results: Sequence[Cell | None]
-) -> Iterator[tuple[Cell, int]]:
+    target: OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    results: Sequence[StorageView | None],
+) -> Iterator[tuple[StorageView, int]]:
     """Results in larger storages than they span, with the bytes by which these are larger."""
     for made in results if target in _LIKE_OPERANDS else ():
-        operands = [leaf.shape for leaf in leaves(tuple(args)) if isinstance(leaf, Cell)]
+        operands = [leaf.shape for leaf in leaves(tuple(args)) if isinstance(leaf, StorageView)]
         if made is not None:
             nbytes = prod(np.broadcast_shapes(*operands)) * made.dtype.itemsize
             yield made, max(0, nbytes - made.extent_bytes())

@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stowplan.capture.cells import Cell, StorageBook
 from stowplan.capture.layouts import as_made
 from stowplan.capture.origins import Origin, Origins
 from stowplan.capture.schema import extra_bytes, leaves, returns_tensors, written_arguments, written_names
+from stowplan.capture.storage_views import StorageBook, StorageView
 from stowplan.errors import CaptureError
 
 _KNOWN_ELEMENTS = 1 << 16
@@ -87,7 +87,7 @@ def _is_integer_of_size(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One op as it was dispatched, its tensors replaced by their cells.
+    """One op as it was dispatched, its tensors replaced by their views.
 
     `nodes` are the autograd nodes that came into being with it; `node` is the one whose backward it runs in.
     `merges` marks an addition that autograd's engine makes on its own, to sum two gradients of one tensor.
@@ -96,7 +96,7 @@ class Event:
     target: OpOverload
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
-    results: tuple[Cell | None, ...]
+    results: tuple[StorageView | None, ...]
     single: bool
     origin: Origin
     nodes: range
@@ -110,7 +110,7 @@ class Incoming:
 
     node: int
     position: int
-    gradients: tuple[Cell | None, ...]
+    gradients: tuple[StorageView | None, ...]
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
@@ -157,8 +157,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
     def enter_node(self, node: int, gradients: Sequence[Tensor | None]) -> None:
         """Autograd is about to differentiate the op of this node."""
         self.between_nodes = False
-        cells = tuple(None if gradient is None else self.book.cell_of(gradient) for gradient in gradients)
-        self.incoming.append(Incoming(node, len(self.events), cells))
+        views = tuple(None if gradient is None else self.book.view_of(gradient) for gradient in gradients)
+        self.incoming.append(Incoming(node, len(self.events), views))
 
     def _note(
         self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
@@ -169,15 +169,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             target,
             args,
             kwargs,
-            tuple(self.book.cell_of(v, born=now) if isinstance(v, Tensor) else None for v in returned),
+            tuple(self.book.view_of(v, born=now) if isinstance(v, Tensor) else None for v in returned),
             isinstance(result, Tensor),
             self._origins.here(),
             range(self._nodes_made, _nodes_made()),
             _running_node(),
             self.between_nodes,
         )
-        for cell, nbytes in extra_bytes(target, args, kwargs, event.results):
-            self.book.lifetimes[cell.storage].nbytes += nbytes
+        for view, nbytes in extra_bytes(target, args, kwargs, event.results):
+            self.book.lifetimes[view.storage].nbytes += nbytes
         self._nodes_made = event.nodes.stop
         self.events.append(event)
 
@@ -188,12 +188,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             return value
         if not self.book.knows(value):
             self._enter_constant(value)
-        return self.book.cell_of(value)
+        return self.book.view_of(value)
 
     def _enter_literal(self, value: object) -> None:
         if isinstance(value, Tensor) and not self.book.knows(value):
             self._enter_constant(value)
-            self.literals.add(self.book.cell_of(value).storage)
+            self.literals.add(self.book.view_of(value).storage)
 
     def _enter_constant(self, tensor: Tensor) -> None:
         if tensor.requires_grad:
@@ -201,7 +201,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
                 f"a tensor of shape {tuple(tensor.shape)} wants a gradient, but is no parameter or argument",
                 advice="register it as a parameter of the model or pass it in",
             )
-        self.constants[self.book.cell_of(tensor).storage] = tensor
+        self.constants[self.book.view_of(tensor).storage] = tensor
 
 
 def _nodes_made() -> int:

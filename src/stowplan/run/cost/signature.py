@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from stowplan.capture import Argument, Call, Handle, Ref
-from stowplan.capture.cells import contiguous_stride, stride_of, torch_dtype
 from stowplan.capture.program import inputs_of
+from stowplan.capture.storage_views import contiguous_stride, stride_of, torch_dtype
 from stowplan.ir import Graph, Tensor
 from stowplan.ops.table import shape_of
 

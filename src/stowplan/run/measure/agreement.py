@@ -31,10 +31,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stowplan.capture import Captured, Program
 from stowplan.capture.arguments import flatten
-from stowplan.capture.cells import Cell, StorageBook
 from stowplan.capture.layouts import learn
 from stowplan.capture.schema import returns_tensors, written_names
 from stowplan.capture.stand_ins import with_tensors
+from stowplan.capture.storage_views import StorageBook, StorageView
 from stowplan.capture.watching import Event
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.run.tiles.ways import Subject
@@ -190,7 +190,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
     def enter(self, tensors: Iterable[Tensor]) -> None:
         """Count what is there before."""
         for tensor in tensors:
-            self._book.cell_of(tensor)
+            self._book.view_of(tensor)
 
     def verdict(self) -> AgainstEager:
         """When eager has ended."""
@@ -228,7 +228,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         return event, workspace_bytes
 
     def _room(self, event: Event, workspace_bytes: int) -> None:
-        new = {cell.storage: cell.extent_bytes() for cell in event.results if cell is not None}
+        new = {view.storage: view.extent_bytes() for view in event.results if view is not None}
         fresh = sum(nbytes for storage, nbytes in new.items() if storage not in self._storages)
         needed = self._book.living_bytes() + fresh + workspace_bytes
         if needed > self._allowed:
@@ -255,12 +255,12 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         if isinstance(captured, tuple):
             same_length = isinstance(eager, (tuple, list)) and len(eager) == len(captured)
             return same_length and all(map(self._alike, captured, cast(Sequence[object], eager)))
-        if isinstance(captured, Cell):
-            return isinstance(eager, Tensor) and self._same_cell(captured, self._book.cell_of(eager))
+        if isinstance(captured, StorageView):
+            return isinstance(eager, Tensor) and self._same_view(captured, self._book.view_of(eager))
         both_nan = captured != captured and eager != eager
         return type(captured) is type(eager) and (captured == eager or both_nan)
 
-    def _same_cell(self, captured: Cell, eager: Cell) -> bool:
+    def _same_view(self, captured: StorageView, eager: StorageView) -> bool:
         """What comes from outside may begin elsewhere in its storage than its stand-in does."""
         pair = eager.storage, eager.offset - captured.offset
         storage, further = self._storages.setdefault(captured.storage, pair)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stowplan.capture.cells import StorageBook
+from stowplan.capture.storage_views import StorageBook
 
 aten = torch.ops.aten
 _ANY_NUMBER = 1000.0  # what a stand-in answers if its value is asked for: an optimizer counts its steps
@@ -27,7 +27,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
     def enter(self, tensors: Iterable[Tensor]) -> int:
         """Note tensors that are there before; returns the bytes of all that is there by now."""
         for tensor in tensors:
-            self._book.cell_of(tensor)
+            self._book.view_of(tensor)
         return self.living_bytes()
 
     def living_bytes(self) -> int:
@@ -56,6 +56,6 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
             result = func(*args, **(kwargs or {}))
         for made in pytree.tree_leaves(result):
             if isinstance(made, Tensor):
-                self._book.cell_of(made, born=self._events)
+                self._book.view_of(made, born=self._events)
         self._events += 1
         return result

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from stowplan.capture import Captured
-from stowplan.capture.cells import same_strides, stride_of
 from stowplan.capture.layouts import swayed_ops
+from stowplan.capture.storage_views import same_strides, stride_of
 from stowplan.plan.decision import Again, Compute, Step
 
 _log = logging.getLogger("stowplan")

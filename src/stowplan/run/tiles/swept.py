@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from stowplan.capture import Argument, Call, Captured, Handle, Ref, capture
-from stowplan.capture.cells import contiguous_stride
+from stowplan.capture.storage_views import contiguous_stride
 from stowplan.errors import CaptureError, NotTileable
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ir import Tensor as Described

@@ -1,4 +1,4 @@
-"""Cells: tensors as places. Two tensors that look at the same storage in the same way are one cell."""
+"""Storage views: a storage with shape, strides and offset. Tensors with equal storage views are one value."""
 
 import ast
 import weakref
@@ -14,8 +14,8 @@ from stowplan.ir import Tensor as GraphTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """A storage, by number, and the way a tensor looks at it."""
+class StorageView:
+    """A storage, by number, and the shape, strides and offset at which a tensor reads it."""
 
     storage: int
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Cell:
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor laid out in the order of its dims, as PyTorch writes them."""
+    """The strides of a row-major tensor, as PyTorch computes them."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -59,7 +59,9 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Lifetime:
-    """A storage's bytes, the event that made it (-1: it was there before) and the last one it saw."""
+    """A storage's bytes, the event that made it (-1: it existed before) and the last event before it was
+    freed.
+    """
 
     nbytes: int
     born: int
@@ -67,7 +69,7 @@ class Lifetime:
 
 
 class StorageBook:
-    """Numbers storages as they appear and notes when they go, which is when eager would free them."""
+    """Numbers storages as they appear and records when they are freed, which is when eager would free them."""
 
     def __init__(self, now: Callable[[], int]) -> None:
         self.lifetimes: list[Lifetime] = []
@@ -77,17 +79,17 @@ class StorageBook:
         ] = {}  # address -> number and the weak reference that closes it
 
     def knows(self, tensor: Tensor) -> bool:
-        """Whether the storage behind `tensor` has been seen."""
+        """Whether the storage of `tensor` has been seen."""
         return tensor.untyped_storage()._cdata in self._open
 
-    def cell_of(self, tensor: Tensor, *, born: int = -1) -> Cell:
-        """The cell of `tensor`; a storage seen for the first time is entered as born then."""
+    def view_of(self, tensor: Tensor, *, born: int = -1) -> StorageView:
+        """The storage view of `tensor`; a new storage is recorded as born at event `born`."""
         if tensor.layout is not torch.strided:
             raise CaptureError(
                 f"a tensor of shape {tuple(tensor.shape)} has the layout {tensor.layout}",
                 advice="only dense tensors are supported: embeddings take sparse=False",
             )
-        return Cell(
+        return StorageView(
             self._number_of(tensor.untyped_storage(), born),
             tuple(tensor.shape),
             tensor.stride(),
@@ -98,7 +100,7 @@ class StorageBook:
         )
 
     def living_bytes(self) -> int:
-        """Bytes of the storages that are there now."""
+        """Bytes of the storages that exist now."""
         return sum(self.lifetimes[number].nbytes for number, _ in self._open.values())
 
     def _number_of(self, storage: torch.UntypedStorage, born: int) -> int:
@@ -116,7 +118,7 @@ class StorageBook:
 
 
 def stride_of(tensor: GraphTensor) -> tuple[int, ...]:
-    """Strides that are not written down are those of rows."""
+    """The strides of a graph's tensor; row-major unless the layout states them."""
     found: tuple[int, ...] = (
         ast.literal_eval(tensor.layout) if tensor.layout else contiguous_stride(tensor.shape or ())
     )
@@ -124,12 +126,12 @@ def stride_of(tensor: GraphTensor) -> tuple[int, ...]:
 
 
 def torch_dtype(dtype: DType | None) -> torch.dtype:
-    """PyTorch's own."""
+    """PyTorch's dtype for a graph's."""
     name = "float8_e4m3fn" if dtype is DType.FLOAT8 else str(dtype)
     found: torch.dtype = getattr(torch, name)
     return found
 
 
 def same_strides(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether elements lie alike; a dim of one element has any stride."""
+    """Whether two strides place the elements alike; the stride of a dim of size 1 does not matter."""
     return all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
