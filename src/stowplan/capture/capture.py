@@ -58,7 +58,7 @@ def capture(
     for _ in range(_MOST_LAYOUTS):
         with explained():
             recording = record(step)
-        ids = _outsider_ids(recording)
+        ids = _external_ids(recording)
         whole = purify(recording, ids)
         if not learn_from_kernels(recording.events):
             break
@@ -69,13 +69,13 @@ def capture(
     return Captured(graph, program, eager, lowering.gradients, forward)
 
 
-def _outsider_ids(recording: Recording) -> dict[StorageView, str]:
+def _external_ids(recording: Recording) -> dict[StorageView, str]:
     ids: dict[StorageView, str] = {}
     taken: set[str] = set()
-    for outsider in recording.outsiders:
-        name = outsider.names[0]
+    for external in recording.externals:
+        name = external.names[0]
         while name in taken:
             name += "_"
         taken.add(name)
-        ids[outsider.view] = name
+        ids[external.view] = name
     return ids

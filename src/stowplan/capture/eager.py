@@ -75,7 +75,7 @@ def _spans(recording: Recording, pure: Pure) -> Iterator[Span]:
     names = {
         value.view.storage: name for name, value in reversed(list(pure.values.items())) if value.root == name
     }
-    constants = {o.view.storage for o in recording.outsiders if o.kind is Kind.CONSTANT}
+    constants = {o.view.storage for o in recording.externals if o.kind is Kind.CONSTANT}
     tangents = {
         view.storage: _tangent_end(recording, view) for view in recording.tangents if view is not None
     }

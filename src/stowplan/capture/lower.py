@@ -21,7 +21,7 @@ class Lowering:
     def __init__(self, recording: Recording, pure: Pure, ids: Mapping[StorageView, str]) -> None:
         self._recording, self._pure, self._ids = recording, pure, ids
         self._makers = {name: call for call in pure.calls for name in call.call.outputs if name is not None}
-        self._outsiders = {ids[outsider.view]: outsider for outsider in recording.outsiders}
+        self._externals = {ids[external.view]: external for external in recording.externals}
         self._adjoints = self._forward_calls_by_node()
         self.gradients = self._gradients()
 
@@ -56,7 +56,7 @@ class Lowering:
         )
 
     def _names_of(self, kind: Kind) -> dict[str, tuple[str, ...]]:
-        return {name: outsider.names for name, outsider in self._outsiders.items() if outsider.kind is kind}
+        return {name: external.names for name, external in self._externals.items() if external.kind is kind}
 
     def _phase(self, call: PureCall) -> Phase:
         if is_update(call):
@@ -136,7 +136,7 @@ class Lowering:
     def _fit(self, made: str, gradient: str) -> bool:
         """Outputs that cannot be differentiated are none of the node's: what fits, belongs."""
         one, other = self._pure.values[made].view, self._pure.values[gradient].view
-        there = gradient in self._makers or gradient in self._outsiders
+        there = gradient in self._makers or gradient in self._externals
         return there and (one.shape, one.dtype) == (other.shape, other.dtype)
 
     def _tensors(self) -> Iterator[Tensor]:
@@ -144,9 +144,9 @@ class Lowering:
         gradient_of |= {gradient: wanted for wanted, gradient in self._pure.gradients.items()}
         for value in self._pure.values.values():
             maker = self._makers.get(value.id)
-            if value.id in self._outsiders or (maker is not None and is_update(maker)):
-                outsider = self._outsiders[value.root]
-                yield _tensor(value, outsider.kind, outsider.names[0], gradient_of.get(value.id))
+            if value.id in self._externals or (maker is not None and is_update(maker)):
+                external = self._externals[value.root]
+                yield _tensor(value, external.kind, external.names[0], gradient_of.get(value.id))
             elif maker is not None:
                 yield _tensor(value, self._kind(value), "", gradient_of.get(value.id))
 

@@ -38,7 +38,7 @@ class PureCall:
 
 @dataclass(frozen=True, slots=True)
 class Pure:
-    """Values by id and calls in order. `updates` is what outsiders contain in the end, where that is new.
+    """Values by id and calls in order. `updates` is what externals contain in the end, where that is new.
 
     `incoming` are the gradients that autograd's nodes were given, by node, for each output of its op.
     """

@@ -39,9 +39,9 @@ _IGNORED_IN_TRAINING = {
 }
 
 
-def purify(recording: Recording, outsiders: Mapping[StorageView, str]) -> Pure:
-    """The recording as pure calls; `outsiders` has the ids of the tensors that come from outside."""
-    purifier = _Purifier(recording, outsiders)
+def purify(recording: Recording, externals: Mapping[StorageView, str]) -> Pure:
+    """The recording as pure calls; `externals` has the ids of the tensors that come from outside."""
+    purifier = _Purifier(recording, externals)
     for position in range(recording.turn):
         purifier.add(position)
     purifier.end_forward()
@@ -54,17 +54,17 @@ def purify(recording: Recording, outsiders: Mapping[StorageView, str]) -> Pure:
 
 
 class _Purifier:
-    def __init__(self, recording: Recording, outsiders: Mapping[StorageView, str]) -> None:
-        self._recording, self._outsiders = recording, outsiders
+    def __init__(self, recording: Recording, externals: Mapping[StorageView, str]) -> None:
+        self._recording, self._externals = recording, externals
         self._position = 0
-        self._used = dict.fromkeys(outsiders.values(), 0)  # names, and how often each was asked for again
+        self._used = dict.fromkeys(externals.values(), 0)  # names, and how often each was asked for again
         self._places: dict[int, Place] = {}
         self._values: dict[str, Value] = {}
         self._calls: list[PureCall] = []
         self._outputs: tuple[object, ...] = ()
         self._replaced: dict[str, str] = {}
         self._incoming: dict[int, tuple[str | None, ...]] = {}
-        for view, name in outsiders.items():
+        for view, name in externals.items():
             if (place := self._places.get(view.storage)) is None:
                 self._enter(view, name)
             else:  # a second tensor of the user's in one storage
@@ -91,7 +91,7 @@ class _Purifier:
             Ref(self._read(leaf)) if isinstance(leaf, StorageView) else leaf for leaf in recorded
         )
         for buffer, view in self._recording.replaced.items():
-            self._replaced[self._outsiders[buffer]] = self._read(view)
+            self._replaced[self._externals[buffer]] = self._read(view)
 
     def enter_node(self, given: Incoming) -> None:
         """Note the gradients a node is given, as far as they are values."""
@@ -102,7 +102,7 @@ class _Purifier:
     def end(self) -> Pure:
         """Read the gradients, and what has been written into tensors that were there before."""
         gradients = {
-            self._outsiders[wanted]: self._read(gradient)
+            self._externals[wanted]: self._read(gradient)
             for wanted, gradient in self._recording.gradients.items()
         }
         updates = dict(self._contents()) | self._replaced
@@ -110,9 +110,9 @@ class _Purifier:
 
     def _contents(self) -> Iterator[tuple[str, str]]:
         """What was there before and has been written to, with its new contents."""
-        for view, name in self._outsiders.items():
+        for view, name in self._externals.items():
             place = self._places[view.storage]
-            first = self._outsiders[place.base]  # in this storage
+            first = self._externals[place.base]  # in this storage
             if place.value != first and name != first:
                 raise CaptureError(
                     f"the step writes into {first}, which shares memory with {name}",
@@ -274,7 +274,7 @@ class _Purifier:
     def _as_captured(self, place: Place) -> str:
         """The contents of a storage where capture saw them: what comes from outside may begin elsewhere in
         its storage at the next call, so that it is copied before a part of it is written by its offset."""
-        if place.value != self._outsiders.get(place.base):
+        if place.value != self._externals.get(place.base):
             return place.value
         if not place.base.is_dense():
             raise CaptureError(

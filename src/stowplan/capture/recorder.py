@@ -10,7 +10,14 @@ from torch.utils import _pytree as pytree
 
 from stowplan.capture.arguments import flatten, refuse_opaque
 from stowplan.capture.origins import Origins
-from stowplan.capture.recording import Outsider, Recording, Step, argument_names, module_paths, named_tensors
+from stowplan.capture.recording import (
+    ExternalTensor,
+    Recording,
+    Step,
+    argument_names,
+    module_paths,
+    named_tensors,
+)
 from stowplan.capture.stand_ins import StandIns
 from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import KnownOverwritten, Rehearsal, Watch, followed
@@ -38,7 +45,7 @@ class _Recorder:
         self._stand_ins = StandIns(step.device, (*given, *(t for table in held for t in table.values())))
         self._origins = Origins(module_paths(step))
         self._watch = Watch(Rehearsal(self._stand_ins.fakes, knowing=knowing), self._origins)
-        self._outsiders: dict[StorageView, Outsider] = {}
+        self._externals: dict[StorageView, ExternalTensor] = {}
         self._entered: dict[StorageView, Tensor] = {}  # their stand-ins
         self._wanted: list[Tensor] = []  # the leaves that gradients are for
         self._inputs = [self._stand_ins.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat]
@@ -47,7 +54,7 @@ class _Recorder:
         with ExitStack() as swapped:
             for module in self._step.modules().values():
                 swapped.enter_context(self._stand_ins.inside(module))
-            return self._recorded(buffers=self._enter_outsiders())
+            return self._recorded(buffers=self._enter_externals())
 
     def _recorded(self, buffers: Mapping[str, Tensor]) -> Recording:
         outputs, output_spec = pytree.tree_flatten(self._forward())
@@ -61,7 +68,7 @@ class _Recorder:
             turn=turn,
             incoming=tuple(self._watch.incoming),
             lifetimes=tuple(self._watch.book.lifetimes),
-            outsiders=tuple(self._outsiders.values()),
+            externals=tuple(self._externals.values()),
             constants={self._view(tensor): tensor for tensor in constants.values()},
             inputs=tuple(self._view(leaf) if isinstance(leaf, Tensor) else None for leaf in self._inputs),
             input_spec=self._input_spec,
@@ -80,7 +87,7 @@ class _Recorder:
     def _view(self, tensor: Tensor) -> StorageView:
         return self._watch.book.view_of(tensor)
 
-    def _enter_outsiders(self) -> dict[str, Tensor]:
+    def _enter_externals(self) -> dict[str, Tensor]:
         """Enter parameters, buffers and inputs in the book; returns the buffers by name."""
         parameters, buffers = named_tensors(self._step, "parameters"), named_tensors(self._step, "buffers")
         self._enter(Kind.PARAMETER, list(parameters.items()))
@@ -95,12 +102,12 @@ class _Recorder:
     def _enter(self, kind: Kind, named: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
             view = self._view(tensor)
-            if view in self._outsiders:
-                known = self._outsiders[view]
+            if view in self._externals:
+                known = self._externals[view]
                 self._refuse_twin(known.names[0], self._entered[view], name, tensor)
-                self._outsiders[view] = replace(known, names=(*known.names, name))
+                self._externals[view] = replace(known, names=(*known.names, name))
                 continue
-            self._outsiders[view], self._entered[view] = Outsider(kind, (name,), view), tensor
+            self._externals[view], self._entered[view] = ExternalTensor(kind, (name,), view), tensor
             if tensor.requires_grad:
                 self._wanted.append(tensor)
 

@@ -37,8 +37,8 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Outsider:
-    """A tensor that no op of the step makes: what it is, and all names it goes by."""
+class ExternalTensor:
+    """A tensor that no op of the step makes: its kind and all its names."""
 
     kind: Kind
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class Recording:
     turn: int
     incoming: tuple[Incoming, ...]
     lifetimes: tuple[Lifetime, ...]
-    outsiders: tuple[Outsider, ...]
+    externals: tuple[ExternalTensor, ...]
     constants: Mapping[StorageView, Tensor]
     inputs: tuple[StorageView | None, ...]
     input_spec: Spec

@@ -59,9 +59,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Lifetime:
-    """A storage's bytes, the event that made it (-1: it existed before) and the last event before it was
-    freed.
-    """
+    """A storage's bytes, the event that made it (-1: it existed before) and the last event it lived through."""
 
     nbytes: int
     born: int
@@ -69,7 +67,7 @@ class Lifetime:
 
 
 class StorageBook:
-    """Numbers storages as they appear and records when they are freed, which is when eager would free them."""
+    """Numbers storages as they appear and records when they are freed, as eager would free them."""
 
     def __init__(self, now: Callable[[], int]) -> None:
         self.lifetimes: list[Lifetime] = []

@@ -56,8 +56,8 @@ class Run:
         self._before = Before(given[name] for name in source.updated) if source.stored_bytes else None
         with self._before or nullcontext():
             made, saved = self.halves.forward([given[name] for name in source.forward_primals])
-        outsiders = set(map(id, given.values()))
-        outputs = tuple(output.detach() if id(output) in outsiders else _alone(output) for output in made)
+        externals = set(map(id, given.values()))
+        outputs = tuple(output.detach() if id(output) in externals else _alone(output) for output in made)
         # Detached, so that what waits for backward does not hold on to the node that it waits in.
         given.update((name, o.detach()) for name, o in zip(source.outputs, outputs, strict=True))
         self.saved, self._given = saved, [given[name] for name in source.backward_primals]
