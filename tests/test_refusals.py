@@ -82,10 +82,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.parametrize(
     ("step", "what", "advice"),
     [
-        ("branch", "looks at the values of a tensor", 'torch.compile(model, backend="stowplan"'),
+        ("branch", "reads the values of a tensor", 'torch.compile(model, backend="stowplan"'),
         ("index", "shape of a tensor depends on values", 'torch.compile(model, backend="stowplan"'),
-        ("array", "looks at the values of a tensor", "torch.where"),
-        ("unknown", "an op says nothing of the shape of its output", "register_fake"),
+        ("array", "reads the values of a tensor", "torch.where"),
+        ("unknown", "an op does not define the shape of its output", "register_fake"),
         ("blocked", "an op cannot be differentiated", "register_autograd"),
         ("wrong", "RuntimeError: a and b must have same reduction dim", "runs in eager"),
         ("fails", "KeyError: 'config'", "python -c 'import refused_steps; refused_steps.fails()'"),

@@ -88,14 +88,14 @@ class SparseGradient(Base):
 @pytest.mark.parametrize(
     ("model", "what", "advice"),
     [
-        (LooksAtValues, "looks at the values", "torch.where"),
+        (LooksAtValues, "reads the values", "torch.where"),
         (ShapeFromValues, "shape of a tensor depends on values", "mask"),
-        (TakesNumbers, "looks at the values", "Python numbers"),
-        (HidesAParameter, r"shape \(4,\) wants a gradient", "register it as a parameter"),
+        (TakesNumbers, "reads the values", "Python numbers"),
+        (HidesAParameter, r"shape \(4,\) requires a gradient", "register it as a parameter"),
         (WritesAnAttribute, "writes into a tensor", "register_buffer"),
         (Detached, "no output depends on a parameter", "requires_grad"),
         (DropsTwice, "random numbers during backward", "checkpoint"),
-        (ChoosesWhileItRuns, "cond chooses", "in Python"),
+        (ChoosesWhileItRuns, "cond branches", "in Python"),
         (SparseGradient, "torch.sparse_coo", "sparse=False"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A living PyTorch training step becomes a Graph, without being allocated."""
+"""Capture: a PyTorch training step becomes a Graph without allocating its tensors."""
 
 from stowplan.capture.capture import Captured, capture
 from stowplan.capture.program import Argument, Call, Handle, Program, Ref

@@ -1,8 +1,8 @@
-"""Arguments: the tensors inside the arguments of a call, and a form that tells when two calls are alike.
+"""The tensors inside the arguments of a call, and a form that is equal for calls that one capture serves.
 
 Tuples, lists, dicts and other pytrees are opened, and so are mappings, dataclasses and plain objects whose
-attributes Python can list. Every tensor in them is read anew at each call. What is not a tensor is a constant
-of the captured step and belongs to the form, with its type: `True`, `1` and `1.0` are three different calls.
+attributes Python can list. Their tensors are read again at each call. Everything else is a constant of the
+captured step and belongs to the form, with its type: `True`, `1` and `1.0` are three different calls.
 """
 
 import dataclasses
@@ -47,13 +47,13 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How arguments are put together: a pytree whose leaves may be objects with leaves of their own."""
+    """The structure of arguments: a pytree whose leaves may be objects with leaves of their own."""
 
     tree: pytree.TreeSpec
     objects: tuple[tuple[int, type, "Spec"], ...] = ()  # by position among the leaves of `tree`
 
     def unflatten(self, leaves: list[object]) -> Any:
-        """The arguments with these leaves; objects are shallow copies of the kind they were."""
+        """The arguments with these leaves; objects are shallow copies of the original kind."""
         found, taken = list[object](), iter(leaves)
         objects = {position: (kind, inner) for position, kind, inner in self.objects}
         for position in range(self.tree.num_leaves):
@@ -66,7 +66,7 @@ class Spec:
 
     @property
     def count(self) -> int:
-        """How many leaves there are, those inside objects counted."""
+        """The number of leaves, including those inside objects."""
         return self.tree.num_leaves - len(self.objects) + sum(inner.count for _, _, inner in self.objects)
 
     def __str__(self) -> str:
@@ -75,12 +75,12 @@ class Spec:
 
 
 def flatten(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[object], Spec]:
-    """The leaves of the arguments, and how they are put together."""
+    """The leaves of the arguments, and their structure."""
     return _flattened((args, dict(kwargs)))
 
 
 def leaf_names(args: tuple[object, ...], kwargs: Mapping[str, object], positional: list[str]) -> list[str]:
-    """A name per leaf: the parameter of `forward` that it is passed as, and the way inside it."""
+    """A name per leaf: the parameter of `forward` it belongs to, and the path inside it."""
     return [".".join(path) for path in _paths((args, dict(kwargs)), positional)]
 
 
@@ -100,12 +100,12 @@ def look_of(leaf: object) -> object:
 
 
 def refuse_opaque(leaves: list[object], names: list[str]) -> None:
-    """Raise CaptureError for the first leaf that may hide tensors or change without being seen to."""
+    """Raise CaptureError for the first leaf that may hide tensors or change unnoticed."""
     for leaf, name in zip(leaves, names, strict=True):
         inside = leaf if isinstance(leaf, (set, frozenset)) else (leaf,)
         if not isinstance(leaf, Tensor) and not all(isinstance(item, _PLAIN) for item in inside):
             raise CaptureError(
-                f"argument {name!r} is a {_kind_name(leaf)}, whose contents cannot be read anew at each call",
+                f"argument {name!r} is a {_kind_name(leaf)}, whose contents cannot be read at each call",
                 advice=f"pass {'a tensor made of it' if isinstance(leaf, np.ndarray) else 'its tensors'};"
                 " tuples, lists, dicts, dataclasses and objects with plain attributes are opened",
             )
@@ -126,7 +126,7 @@ def _flattened(value: object) -> tuple[list[object], Spec]:
 
 
 def _contents(leaf: object) -> dict[Any, object] | None:
-    """What an object holds by name; None for what is a leaf."""
+    """The contents of an object by name; None for a leaf."""
     if isinstance(leaf, (Tensor, nn.Module, np.ndarray, *_PLAIN)):
         return None
     if isinstance(leaf, MutableMapping):
@@ -142,7 +142,7 @@ def _slots(kind: type) -> bool:
 
 
 def _rebuilt(kind: type, contents: dict[Any, object]) -> object:
-    """An object of this kind that holds `contents`. Nothing of a plain class is run, as a copy would."""
+    """An object of this kind with these contents. No code of a plain class runs, as a copy would."""
     if issubclass(kind, MutableMapping):
         made_of: Callable[..., object] = kind
         return made_of(contents)

@@ -1,4 +1,4 @@
-"""The door: a living PyTorch model in, the Graph of its whole training step out, nothing allocated."""
+"""Capture of a PyTorch model: the Graph of its whole training step, with no tensor allocated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,27 +7,27 @@ import torch
 from torch import nn
 
 from stowplan.capture.eager import EagerMemory, eager_memory
+from stowplan.capture.functional import pruned, with_updates
+from stowplan.capture.functionalise import functionalise
 from stowplan.capture.layouts import learn_from_kernels, with_swayed_ops_marked
 from stowplan.capture.lower import Lowering
 from stowplan.capture.origins import explained
 from stowplan.capture.program import Program
-from stowplan.capture.pure import pruned, with_updates
-from stowplan.capture.purify import purify
 from stowplan.capture.recorder import record
 from stowplan.capture.recording import Loss, Recording, Step
 from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import Event
 from stowplan.ir import Graph
 
-_MOST_LAYOUTS = 64  # that one step may have wrong at first, one after the other
+_MOST_LAYOUTS = 64  # wrong strides that one step may have, each found by another capture
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A training step: a Graph to plan on, the Program that runs it, and what eager keeps meanwhile.
+    """A training step: a Graph to plan on, the Program that runs it, and the memory of the eager run.
 
-    `gradients` has the gradient of every tensor that has one. Two may share it, such as a sum and what it
-    adds up; the graph's `gradient_of` then names the one differentiated first. `forward` are the ops of the
+    `gradients` has the gradient of every tensor that has one. Two tensors may share it, such as a sum and its
+    operand; the graph's `gradient_of` then names the one differentiated first. `forward` are the ops of the
     forward half as they were dispatched.
     """
 
@@ -49,17 +49,17 @@ def capture(
 ) -> Captured:
     """The training step of `model(*args, **kwargs)`: forward, loss and backward.
 
-    Without `loss`, gradients come in from outside: for the one scalar among the outputs, which is then taken
-    for the loss unless `all_outputs` are meant, or else for every output that has a gradient. `loss(output)`
-    is captured with the model.
-    Tensors on the meta device are taken to live on `device`. A step that looks at data is a CaptureError.
+    `loss(output)` is captured with the model. Without `loss`, gradients come in from outside: for the one
+    scalar among the outputs, which is then the loss unless `all_outputs` is set, or else for every output
+    that has a gradient. Tensors on the meta device are captured as if on `device`. A step that branches on
+    data raises CaptureError.
     """
     step = Step(model, tuple(args), dict(kwargs or {}), loss, torch.device(device), all_outputs)
     for _ in range(_MOST_LAYOUTS):
         with explained():
             recording = record(step)
         ids = _external_ids(recording)
-        whole = purify(recording, ids)
+        whole = functionalise(recording, ids)
         if not learn_from_kernels(recording.events):
             break
     lowering = Lowering(recording, with_updates(pruned(whole)), ids)

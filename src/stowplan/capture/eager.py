@@ -1,8 +1,8 @@
-"""What eager keeps in memory, and for how long: storages as they came and went while the step was watched.
+"""The memory of an eager step: the storages that came and went while the step was watched.
 
-Autograd keeps what its formulas ask for, Python what its variables hold; neither follows from the graph. The
-watched run has it exactly, with one exception: on stand-ins, autograd makes a new tensor in some places where
-it writes over one that nobody else holds. Those are undone here.
+Autograd keeps what its formulas need, Python what its variables hold; neither follows from the graph. The
+watched run shows it exactly, with one exception: on stand-ins, autograd allocates a tensor in some places
+where eager overwrites one that nothing else holds. Those allocations are removed here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stowplan.capture.pure import Pure
+from stowplan.capture.functional import FunctionalStep
 from stowplan.capture.recording import Recording
 from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import Event
@@ -20,7 +20,7 @@ from stowplan.ir import Kind
 
 aten = torch.ops.aten
 
-# What autograd's formulas write in place, unless a tensor is of a subclass as stand-ins are.
+# Autograd's formulas write these in place, unless a tensor is of a subclass, as stand-ins are.
 _WRITTEN_BY_FORMULAS = (
     aten.index_put.default,
     aten.scatter_add.default,
@@ -32,7 +32,7 @@ _WRITTEN_BY_FORMULAS = (
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A storage that exists from one event to another, both inclusive; named after the first tensor in it."""
+    """A storage that exists from one event to another, inclusive; named after the first tensor in it."""
 
     tensor: str
     nbytes: int
@@ -48,32 +48,34 @@ class EagerMemory:
     spans: tuple[Span, ...]
 
     def curve_bytes(self, workspace_bytes: Mapping[str, int] | None = None) -> NDArray[np.int64]:
-        """Bytes alive while each event runs; kernels take `workspace_bytes` besides, by op id."""
+        """Bytes alive during each event, including `workspace_bytes` of kernels, by op id."""
         change = np.zeros(len(self.ops) + 1, dtype=np.int64)
         for span in self.spans:
             change[span.first] += span.nbytes
             change[span.last + 1] -= span.nbytes
         known = workspace_bytes or {}
-        besides = [max((known.get(op, 0) for op in ops), default=0) for ops in self.ops]
-        curve: NDArray[np.int64] = np.cumsum(change[:-1]) + np.array(besides, dtype=np.int64)
+        workspace = [max((known.get(op, 0) for op in ops), default=0) for ops in self.ops]
+        curve: NDArray[np.int64] = np.cumsum(change[:-1]) + np.array(workspace, dtype=np.int64)
         return curve
 
     def peak_bytes(self, workspace_bytes: Mapping[str, int] | None = None) -> int:
-        """The most bytes alive at once, parameters and all."""
+        """The most bytes alive at once, including parameters."""
         return int(self.curve_bytes(workspace_bytes).max(initial=0))
 
 
-def eager_memory(recording: Recording, pure: Pure) -> EagerMemory:
+def eager_memory(recording: Recording, functional: FunctionalStep) -> EagerMemory:
     """The spans of everything but constants, which belong to the loaded program."""
     ops: list[list[str]] = [[] for _ in recording.events]
-    for call in pure.calls:
+    for call in functional.calls:
         ops[call.event].append(call.id)
-    return EagerMemory(tuple(map(tuple, ops)), tuple(_spans(recording, pure)))
+    return EagerMemory(tuple(map(tuple, ops)), tuple(_spans(recording, functional)))
 
 
-def _spans(recording: Recording, pure: Pure) -> Iterator[Span]:
+def _spans(recording: Recording, functional: FunctionalStep) -> Iterator[Span]:
     names = {
-        value.view.storage: name for name, value in reversed(list(pure.values.items())) if value.root == name
+        value.view.storage: name
+        for name, value in reversed(list(functional.values.items()))
+        if value.root == name
     }
     constants = {o.view.storage for o in recording.externals if o.kind is Kind.CONSTANT}
     tangents = {
@@ -93,9 +95,9 @@ def _spans(recording: Recording, pure: Pure) -> Iterator[Span]:
 
 
 def _taken_over(recording: Recording, last: list[int]) -> dict[int, int]:
-    """Storages that eager does not allocate, and those it writes to in their place.
+    """Storages that eager does not allocate, and the storages it overwrites in their place.
 
-    It does so if nobody else holds the tensor written to, which a view does of what it views.
+    Eager overwrites only a tensor that nothing else holds; a view holds the tensor it views.
     """
     taken: dict[int, int] = {}
     views: set[StorageView] = set()
@@ -116,7 +118,7 @@ def _writes_in_eager(event: Event) -> bool:
 
 
 def _tangent_end(recording: Recording, tangent: StorageView) -> int:
-    """That of a loss is held by the call of backward; any other is let go of by its last reader."""
+    """The call of backward holds the gradient of a loss; any other gradient dies at its last reader."""
     if not tangent.shape:
         return len(recording.events) - 1
     readers = (position for position, event in enumerate(recording.events) if tangent in event.args)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 aten = torch.ops.aten
-_MOST_BYTES = 1 << 28  # of the operands of a kernel that is run for its layout
-# Ops seen to lay out results otherwise, whose kernels take any contents. Others may crash on those.
+_MOST_BYTES = 1 << 28  # of the operands of a kernel that runs for its strides
+# Ops seen to give other strides, whose kernels accept any contents. Other kernels may crash on zeros.
 _SUSPECTS = (
     aten.roll.default,
     aten.flip.default,
@@ -46,7 +46,7 @@ _SUSPECTS = (
     aten.soft_margin_loss_backward.default,
     aten.binary_cross_entropy_backward.default,
 )
-_seen: set[object] = set()  # kernels that were run
+_seen: set[object] = set()  # kernels that have run
 
 _LEARNED: dict[
     object, tuple[tuple[int, ...] | None, ...]
@@ -56,13 +56,13 @@ _LEARNED: dict[
 def learn(
     target: OpOverload, args: object, kwargs: Mapping[str, object], results: tuple[Tensor | None, ...]
 ) -> None:
-    """Note the strides of what a kernel has made of operands like these."""
+    """Record the strides that a kernel gave its results for operands like these."""
     strides = tuple(None if result is None else result.stride() for result in results)
     _LEARNED[_call_like(target, args, kwargs)] = strides
 
 
 def as_made(target: OpOverload, args: object, kwargs: Mapping[str, object], result: object) -> object:
-    """A result without data, in the layout that the kernel is known to give it."""
+    """A result without data, with the strides that the kernel is known to give it."""
     strides = _LEARNED.get(_call_like(target, args, kwargs)) if _LEARNED else None
     if strides is None:
         return result
@@ -73,7 +73,7 @@ def as_made(target: OpOverload, args: object, kwargs: Mapping[str, object], resu
 
 
 def learn_from_kernels(events: "Iterable[Event]") -> bool:
-    """Run each kernel that makes new tensors once; whether a result is laid out otherwise than captured."""
+    """Run each suspect kernel once; whether a result has other strides than captured."""
     found = False
     state = torch.get_rng_state()
     suspects = {_call_like(e.target, e.args, e.kwargs): e for e in events if _may_differ(e)}
@@ -91,7 +91,7 @@ def learn_from_kernels(events: "Iterable[Event]") -> bool:
 
 
 def _may_differ(event: "Event") -> bool:
-    """Whether the op is a suspect and an operand does not lie by rows, gaps aside."""
+    """Whether the op is a suspect and an operand is not row-major, ignoring gaps."""
     if event.target not in _SUSPECTS:
         return False
     given = (
@@ -106,7 +106,7 @@ def _is_permuted(view: StorageView) -> bool:
 
 
 def _made(event: "Event") -> tuple[Tensor | None, ...]:
-    """What the kernel of an event makes; nothing if it writes, hands on what it is given, or is too large."""
+    """The results of an event's kernel; none if it writes, returns a view, or is too large."""
     given = [
         leaf for leaf in leaves((event.args, tuple(event.kwargs.values()))) if isinstance(leaf, StorageView)
     ]
@@ -118,7 +118,7 @@ def _made(event: "Event") -> tuple[Tensor | None, ...]:
     try:
         with torch.no_grad():
             result = event.target(*_filled(event.args), **{n: _filled(v) for n, v in event.kwargs.items()})
-    except (RuntimeError, IndexError, ValueError):  # it wants other contents than zeros
+    except (RuntimeError, IndexError, ValueError):  # it rejects zeros
         return ()
     returned = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     return tuple(value if isinstance(value, Tensor) else None for value in returned)
@@ -159,7 +159,7 @@ _AS_STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scat
 
 
 def with_swayed_ops_marked(graph: Graph, program: Program) -> Graph:
-    """Marks ops that do not overwrite, so that gradients may come in by rows or expanded from one number."""
+    """Mark ops that must not overwrite, so that gradients may come in row-major or expanded."""
     swayed = {op for strides in _usual(graph, program) for op in swayed_ops(graph, program, strides) or ()}
     ops = (
         replace(op, attributes={**op.attributes, SWAYED: True}) if op.id in swayed else op for op in graph.ops
@@ -168,8 +168,11 @@ def with_swayed_ops_marked(graph: Graph, program: Program) -> Graph:
 
 
 def swayed_ops(graph: Graph, program: Program, strides: Strides) -> frozenset[str] | None:
-    """The ops whose result is laid out like an operand as captured, but not if gradients with these strides
-    come in; None if the captured calls cannot run on such gradients."""
+    """The ops whose results change strides when gradients with these strides come in.
+
+    As captured, such a result has the strides of an operand. None if the captured calls cannot run on such
+    gradients.
+    """
     layouts = _IncomingLayouts(graph, strides)
     try:
         return frozenset(op.id for op in graph.ops if layouts.sways(op, program.calls[op.id]))
@@ -178,7 +181,7 @@ def swayed_ops(graph: Graph, program: Program, strides: Strides) -> frozenset[st
 
 
 def _usual(graph: Graph, program: Program) -> Iterator[Strides]:
-    """What losses outside of the step send in, other than what was captured."""
+    """Strides of gradients that losses outside the step often send, other than the captured ones."""
     tangents = [name for name in program.tangents if name is not None and graph.tensors[name].shape]
     shapes = {name: graph.tensors[name].shape or () for name in tangents}
     if tangents:
@@ -187,11 +190,11 @@ def _usual(graph: Graph, program: Program) -> Iterator[Strides]:
 
 
 class _Unknown(Exception):
-    """A call goes by offsets in a storage that is laid out otherwise."""
+    """A call uses offsets into a storage whose strides differ."""
 
 
 class _IncomingLayouts:
-    """Strides of the tensors of a graph, as they come to be while its calls run without data."""
+    """The strides of a graph's tensors while its calls run without data."""
 
     def __init__(self, graph: Graph, strides: Strides) -> None:
         self._graph, self._fakes = graph, FakeTensorMode()
@@ -201,7 +204,7 @@ class _IncomingLayouts:
         }
 
     def sways(self, op: Op, call: Call) -> bool:
-        """Follow one op; whether a result that was laid out like an operand no longer is."""
+        """Follow one op; whether a result no longer has the strides of an operand it had as captured."""
         reads = list(dict.fromkeys(op.reads()))
         if self._other.keys().isdisjoint(reads):
             return False
@@ -209,7 +212,7 @@ class _IncomingLayouts:
             raise _Unknown
         self._run(call)
         results = [name for name in op.writes() if self._graph.tensors[name].alias_of is None]
-        victims = [name for name in reads if name in self._made]  # what comes from outside is not overwritten
+        victims = [name for name in reads if name in self._made]  # external tensors are not overwritten
         return any(self._parted(result, victim) for result in results for victim in victims)
 
     def _run(self, call: Call) -> None:

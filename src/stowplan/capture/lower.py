@@ -1,12 +1,12 @@
-"""From pure calls to the Graph that plans are made on and the Program that runs it."""
+"""From functional calls to the Graph that plans are made on and the Program that runs it."""
 
 from collections.abc import Iterator, Mapping
 
 import torch
 
+from stowplan.capture.functional import FunctionalCall, FunctionalStep, Value, draws, is_update
 from stowplan.capture.origins import Origin
 from stowplan.capture.program import Program, Ref, attributes_of, inputs_of
-from stowplan.capture.pure import Pure, PureCall, Value, draws, is_update
 from stowplan.capture.recording import Recording
 from stowplan.capture.storage_views import StorageView, contiguous_stride
 from stowplan.errors import CaptureError
@@ -16,30 +16,34 @@ UPDATE_BUFFER = "stowplan.update_buffer"
 
 
 class Lowering:
-    """Builds graph and program of one recording, made pure."""
+    """Builds the graph and the program of one recording from its functional step."""
 
-    def __init__(self, recording: Recording, pure: Pure, ids: Mapping[StorageView, str]) -> None:
-        self._recording, self._pure, self._ids = recording, pure, ids
-        self._makers = {name: call for call in pure.calls for name in call.call.outputs if name is not None}
+    def __init__(
+        self, recording: Recording, functional: FunctionalStep, ids: Mapping[StorageView, str]
+    ) -> None:
+        self._recording, self._functional, self._ids = recording, functional, ids
+        self._makers = {
+            name: call for call in functional.calls for name in call.call.outputs if name is not None
+        }
         self._externals = {ids[external.view]: external for external in recording.externals}
         self._adjoints = self._forward_calls_by_node()
         self.gradients = self._gradients()
 
     def graph(self, name: str) -> Graph:
-        """Ops in the order they were watched."""
+        """The graph, with ops in the recorded order."""
         tensors = {tensor.id: tensor for tensor in self._tensors()}
-        outputs = {leaf.tensor for leaf in self._pure.outputs if isinstance(leaf, Ref)}
+        outputs = {leaf.tensor for leaf in self._functional.outputs if isinstance(leaf, Ref)}
         inputs = {tensor.id for tensor in tensors.values() if tensor.kind is Kind.INPUT}
-        # The gradient of a loss is held by the call of backward, others are let go of when read.
+        # The call of backward holds the gradient of a loss; other gradients die when read.
         tangents = {self._ids[view] for view in self._recording.tangents if view and not view.shape}
-        held = frozenset(outputs | inputs | tangents | set(self._pure.gradients.values()))
-        return validate(Graph(tensors, tuple(map(self._op, self._pure.calls)), held, name))
+        held = frozenset(outputs | inputs | tangents | set(self._functional.gradients.values()))
+        return validate(Graph(tensors, tuple(map(self._op, self._functional.calls)), held, name))
 
     def program(self) -> Program:
-        """The calls by op id, and what comes in and goes out."""
+        """The calls by op id, and the inputs and outputs."""
         recording = self._recording
         return Program(
-            calls={call.id: call.call for call in self._pure.calls},
+            calls={call.id: call.call for call in self._functional.calls},
             parameters=self._names_of(Kind.PARAMETER),
             buffers=self._names_of(Kind.BUFFER),
             constants={self._ids[view]: tensor for view, tensor in recording.constants.items()},
@@ -47,23 +51,23 @@ class Lowering:
             looks_at_values=recording.looks_at_values,
             inputs=tuple(None if view is None else self._ids[view] for view in recording.inputs),
             input_spec=recording.input_spec,
-            outputs=self._pure.outputs,
+            outputs=self._functional.outputs,
             attached=recording.attached,
             output_spec=recording.output_spec,
             tangents=tuple(None if view is None else self._ids[view] for view in recording.tangents),
-            gradients=self._pure.gradients,
-            updates=self._pure.updates,
+            gradients=self._functional.gradients,
+            updates=self._functional.updates,
         )
 
     def _names_of(self, kind: Kind) -> dict[str, tuple[str, ...]]:
         return {name: external.names for name, external in self._externals.items() if external.kind is kind}
 
-    def _phase(self, call: PureCall) -> Phase:
+    def _phase(self, call: FunctionalCall) -> Phase:
         if is_update(call):
             return Phase.UPDATE
         return Phase.FORWARD if call.event < self._recording.turn else Phase.BACKWARD
 
-    def _op(self, call: PureCall) -> Op:
+    def _op(self, call: FunctionalCall) -> Op:
         if is_update(call):
             return self._update(call)
         phase, event = self._phase(call), self._recording.events[call.event]
@@ -88,15 +92,15 @@ class Lowering:
             source=origin.source,
         )
 
-    def _update(self, call: PureCall) -> Op:
+    def _update(self, call: FunctionalCall) -> Op:
         """Writes into a buffer: reads the new contents, and makes an alias of the buffer that has them."""
         _, value = inputs_of(call.call)
         outputs = tuple(Use(name) for name in call.call.outputs if name is not None)
         return Op(call.id, UPDATE_BUFFER, Phase.UPDATE, (Use(value),), outputs, device=self._device(call))
 
-    def _device(self, call: PureCall) -> str:
+    def _device(self, call: FunctionalCall) -> str:
         return str(
-            self._pure.values[next(name for name in call.call.outputs if name is not None)].view.device
+            self._functional.values[next(name for name in call.call.outputs if name is not None)].view.device
         )
 
     def _role(self, name: str, phase: Phase) -> Role:
@@ -104,45 +108,45 @@ class Lowering:
         saved = phase is Phase.BACKWARD and maker is not None and self._phase(maker) is Phase.FORWARD
         return Role.SAVED if saved else Role.DATA
 
-    def _origin(self, call: PureCall) -> Origin:
+    def _origin(self, call: FunctionalCall) -> Origin:
         return self._recording.events[call.event].origin
 
-    def _adjoint(self, call: PureCall) -> PureCall | None:
-        """The forward call that a backward one differentiates; none where the engine adds up gradients."""
+    def _adjoint(self, call: FunctionalCall) -> FunctionalCall | None:
+        """The forward call that a backward call differentiates; none for the engine's sums of gradients."""
         event = self._recording.events[call.event]
         if self._phase(call) is not Phase.BACKWARD or event.merges or event.node is None:
             return None
         return self._adjoints.get(event.node)
 
-    def _forward_calls_by_node(self) -> dict[int, PureCall]:
+    def _forward_calls_by_node(self) -> dict[int, FunctionalCall]:
         return {
             node: call
-            for call in self._pure.calls
+            for call in self._functional.calls
             if self._phase(call) is Phase.FORWARD
             for node in self._recording.events[call.event].nodes
         }
 
     def _gradients(self) -> dict[str, str]:
-        """The whole gradient of each tensor that has one: of forward's values, then of what was wanted."""
+        """The whole gradient of each tensor that has one: of forward's values, then of the leaves."""
         found = {
             made: gradient
-            for node, given in self._pure.incoming.items()
+            for node, given in self._functional.incoming.items()
             if node in self._adjoints
             for made, gradient in zip(self._adjoints[node].call.outputs, given, strict=False)
             if made is not None and gradient is not None and self._fit(made, gradient)
         }
-        return found | dict(self._pure.gradients)
+        return found | dict(self._functional.gradients)
 
     def _fit(self, made: str, gradient: str) -> bool:
-        """Outputs that cannot be differentiated are none of the node's: what fits, belongs."""
-        one, other = self._pure.values[made].view, self._pure.values[gradient].view
+        """Whether `gradient` fits `made`; nodes receive none for outputs that are not differentiable."""
+        one, other = self._functional.values[made].view, self._functional.values[gradient].view
         there = gradient in self._makers or gradient in self._externals
         return there and (one.shape, one.dtype) == (other.shape, other.dtype)
 
     def _tensors(self) -> Iterator[Tensor]:
         gradient_of = {gradient: wanted for wanted, gradient in reversed(self.gradients.items())}
-        gradient_of |= {gradient: wanted for wanted, gradient in self._pure.gradients.items()}
-        for value in self._pure.values.values():
+        gradient_of |= {gradient: wanted for wanted, gradient in self._functional.gradients.items()}
+        for value in self._functional.values.values():
             maker = self._makers.get(value.id)
             if value.id in self._externals or (maker is not None and is_update(maker)):
                 external = self._externals[value.root]

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from stowplan.errors import CaptureError
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_RECORDER = str(Path(__file__).with_name("recorder.py"))  # calls the step: what is above is not of it
+_RECORDER = str(Path(__file__).with_name("recorder.py"))  # frames above it are not part of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Origin:
 
 
 class Origins:
-    """Follows the calls of modules while a step runs, without touching the frames' variables.
+    """Follows the calls of modules while a step runs, without reading the variables of frames.
 
-    (Asking a frame for its variables would keep their tensors alive.)
+    (Reading them would keep their tensors alive.)
     """
 
     def __init__(self, paths: Mapping[nn.Module, str]) -> None:
@@ -89,19 +89,19 @@ def _is_a_file(name: str) -> bool:
 
 
 _BY_PARTS = (
-    'or leave it to Python and plan the parts around it: torch.compile(model, backend="stowplan",'
+    'or run it in Python and plan the parts around it: torch.compile(model, backend="stowplan",'
     ' options={"budget": ...})'
 )
 _VALUES = (
-    "the step looks at the values of a tensor",
-    f"values are not there before it runs: decide on shapes or Python numbers, use torch.where, {_BY_PARTS}",
+    "the step reads the values of a tensor",
+    f"values do not exist before it runs: branch on shapes or Python numbers, use torch.where, {_BY_PARTS}",
 )
 _SHAPES = (
     "the shape of a tensor depends on values",
     f"use torch.where or a mask instead of indexing by one, {_BY_PARTS}",
 )
 _UNKNOWN = (
-    "an op says nothing of the shape of its output",
+    "an op does not define the shape of its output",
     "give it a fake implementation with torch.library.register_fake",
 )
 _NO_BACKWARD = (
@@ -119,7 +119,7 @@ _ANY = "check that the step runs in eager with these arguments"
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turns what PyTorch raises while a step is watched into a CaptureError with the user's line."""
+    """Turns an exception of PyTorch during the watched step into a CaptureError with the user's line."""
     try:
         with _quiet():
             yield
@@ -138,7 +138,7 @@ def explained() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without PyTorch's own account of what fails on stand-ins: it is told by the error."""
+    """Without PyTorch's log of failures on stand-ins: the error reports them."""
     logger, silence = logging.getLogger("torch._subclasses.fake_tensor"), logging.Filter("nobody")
     logger.addFilter(silence)
     try:
@@ -148,7 +148,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _where(error: Exception) -> str:
-    """The user's line; of what fails in backward, the line of the op that was being differentiated."""
+    """The user's line; for a failure in backward, the line of the op being differentiated."""
     return line_of(error) or next(iter(getattr(error, "__notes__", ())), "")
 
 

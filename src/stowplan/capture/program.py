@@ -25,9 +25,9 @@ _numbers = count(1)
 
 
 class Handle:
-    """`name` tells what is computed; `key`, which ops are given, is of no other handle of this process.
+    """`name` tells what is computed; `key`, which ops receive, is unique in this process.
 
-    The key is part of generated code: it begins with a `title` in which no name of the user's may occur.
+    The key is part of generated code: it begins with a `title` that contains no name of the user's.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Handle:
         self.identify(name)
 
     def identify(self, name: str) -> None:
-        """Take a name, and with it a new key: a copy that computes something else is another handle."""
+        """Take a name and a new key: a copy that computes something else is another handle."""
         self.name, self.key = name, f"{self._title} #{next(_numbers)}"
         _living[self.key] = self
 
@@ -52,21 +52,21 @@ def handle_or_text(text: str) -> Handle | str:
 
 
 def handle_of(key: str) -> Handle:
-    """The handle that an op was given by its key; BadUse if the step that it belongs to is gone."""
+    """The handle that an op received by its key; BadUse if its step no longer exists."""
     found = _living.get(key)
     if found is None:
-        raise BadUse(f"{key!r} belongs to a step that is gone, or to one of another process; call fit again")
+        raise BadUse(f"{key!r} belongs to a step that no longer exists or to another process; call fit again")
     return found
 
 
 def living_handles() -> int:
-    """How many handles there are in this process."""
+    """The number of handles in this process."""
     return len(_living)
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """Stands for a tensor of the graph, by id, in the arguments of a call."""
+    """A tensor of the graph, by id, in the arguments of a call."""
 
     tensor: str
 
@@ -79,12 +79,12 @@ Argument: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One op of the graph as a call: it has no effect but to make its outputs.
+    """One op of the graph as a call whose only effect is to make its outputs.
 
-    `outputs` are tensor ids, None where the op makes no tensor there; `single` ops return the tensor itself,
-    the others a tuple. `fresh` names arguments that the target overwrites, and which must therefore be
-    copies: for ops that exist in PyTorch only as such. The result of a `copied` op is copied at once, for the
-    op leaves it in a larger storage.
+    `outputs` are tensor ids, None where the op makes no tensor. A `single` op returns the tensor itself, the
+    others a tuple. `fresh` names arguments that the target overwrites, so the caller passes copies: some ops
+    exist in PyTorch only in place. The result of a `copied` op is copied at once, because the op leaves it in
+    a larger storage.
     """
 
     target: OpOverload
@@ -98,15 +98,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What running a graph takes besides its order: the calls by op id, and what its ends are bound to.
+    """The calls of a graph by op id, and the bindings of its inputs and outputs.
 
     Tensors are named by their ids in the graph. `parameters` and `buffers` give every name that the model has
-    for a tensor, `inputs` and `tangents` are by position among the leaves of the arguments and of the outputs
-    (None: not a tensor, or no gradient comes in there). `outputs` are the leaves of what the step returns: a
-    Ref, or a value that is always the same; those that are `attached` take part in autograd. `gradients` maps
-    what was differentiated to its gradient, `updates` what was there before to its new contents. Constants
-    are tensors that the step's code found somewhere, or, if they are `literals`, wrote out as numbers. A
-    program that `looks_at_values` of known integers has decided by them what it does.
+    for a tensor. `inputs` and `tangents` are by position among the leaves of the arguments and of the outputs
+    (None: not a tensor, or no gradient comes in there). `outputs` are the leaves of the step's result: a Ref,
+    or a value that is always the same; `attached` outputs take part in autograd. `gradients` maps each
+    differentiated tensor to its gradient, `updates` each changed external tensor to its new contents.
+    Constants are tensors that the step's code refers to; `literals` are those written as numbers. A program
+    that `looks_at_values` of known integers has branched on them.
     """
 
     calls: Mapping[str, Call]
@@ -126,7 +126,7 @@ class Program:
 
 
 def inputs_of(call: Call) -> Iterator[str]:
-    """The ids of the tensors a call reads, in the order of its schema; lists are laid out flat."""
+    """The ids of the tensors a call reads, in the order of its schema; lists are flattened."""
     for value in bound_arguments(call.target, call.args, call.kwargs).values():
         for leaf in leaves(value):
             if isinstance(leaf, Ref):
@@ -134,10 +134,10 @@ def inputs_of(call: Call) -> Iterator[str]:
 
 
 def attributes_of(call: Call) -> dict[str, Attribute]:
-    """What is not a tensor, by the schema's names, with defaults filled in.
+    """The arguments that are not tensors, by the schema's names, with defaults filled in.
 
-    An optional tensor that is missing is None; a list with gaps shows for each item its position among the
-    op's inputs, or None.
+    A missing optional tensor is None. A list with gaps shows for each item its position among the op's
+    inputs, or None.
     """
     attributes: dict[str, Attribute] = {}
     tensors = 0

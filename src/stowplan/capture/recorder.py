@@ -1,4 +1,4 @@
-"""The recorder: runs a step once on stand-ins, forward, loss and backward, under a Watch."""
+"""The recorder: runs a step once on stand-ins (forward, loss and backward) under a Watch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -88,7 +88,7 @@ class _Recorder:
         return self._watch.book.view_of(tensor)
 
     def _enter_externals(self) -> dict[str, Tensor]:
-        """Enter parameters, buffers and inputs in the book; returns the buffers by name."""
+        """Register parameters, buffers and inputs; returns the buffers by name."""
         parameters, buffers = named_tensors(self._step, "parameters"), named_tensors(self._step, "buffers")
         self._enter(Kind.PARAMETER, list(parameters.items()))
         self._enter(Kind.BUFFER, list(buffers.items()))
@@ -112,10 +112,10 @@ class _Recorder:
                 self._wanted.append(tensor)
 
     def _refuse_twin(self, known: str, tensor: Tensor, name: str, other: Tensor) -> None:
-        """Two tensors that look at the same memory alike are one value, but have two gradients."""
+        """Two tensors with one storage view are one value, but have two gradients."""
         if tensor is not other and (tensor.requires_grad or other.requires_grad):
             raise CaptureError(
-                f"{known} and {name} are two tensors that look at the same memory, and one wants a gradient",
+                f"{known} and {name} are two tensors at the same memory, and one requires a gradient",
                 advice=f"pass one tensor for both, or {name}.clone()",
             )
 
@@ -155,7 +155,7 @@ class _Recorder:
 
     @contextmanager
     def _noting_the_line(self) -> Iterator[None]:
-        """What fails in backward has no line of the user's: the op that is differentiated has."""
+        """A failure in backward has no line of the user's code: use that of the op being differentiated."""
         try:
             yield
         except Exception as error:
@@ -172,9 +172,9 @@ class _Recorder:
             )
 
     def _differentiated(self, outputs: Sequence[object]) -> dict[int, Tensor]:
-        """The outputs gradients come in for: all that can have one, or only the loss if it is among them.
+        """The outputs that receive gradients: all that can have one, or only the loss if it is among them.
 
-        What is returned twice is one output: its gradient comes in once.
+        A tensor that is returned twice is one output: its gradient comes in once.
         """
         able: dict[StorageView, tuple[int, Tensor]] = {}
         for position, leaf in enumerate(outputs):
@@ -182,7 +182,7 @@ class _Recorder:
                 able.setdefault(self._view(leaf), (position, leaf))
         if not able:
             raise CaptureError(
-                "no output depends on a parameter that wants a gradient",
+                "no output depends on a parameter that requires a gradient",
                 advice="check requires_grad, torch.no_grad and what the model returns",
             )
         losses = {position: leaf for position, leaf in able.values() if leaf.dim() == 0}

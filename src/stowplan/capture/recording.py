@@ -19,9 +19,9 @@ Loss: TypeAlias = Callable[..., object]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step as its user gives it: `model(*args, **kwargs)`, then `loss` of that if there is one.
+    """A training step as the user gives it: `model(*args, **kwargs)`, then `loss` of the result if given.
 
-    With `all_outputs`, gradients come in for every output that can have one, beside a scalar loss too.
+    With `all_outputs`, gradients come in for every output that can have one, in addition to a scalar loss.
     """
 
     model: nn.Module
@@ -47,14 +47,13 @@ class ExternalTensor:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The events in order, backward from `turn` on, and the gradients that autograd's nodes were given; the
-    storages' lifetimes by number; the ends of the step.
+    """One step: its events in order (backward from `turn` on), the lifetimes of storages, inputs and outputs.
 
-    `inputs` and `outputs` are the leaves of the arguments and of what the step returns, tensors as views;
-    `attached` outputs are part of autograd's graph, `tangents` are the gradients of those differentiated.
-    `constants` are tensors of the user's code that are none of these. `replaced` are buffers that the model
-    bound to a new tensor. `literals` are constants that code wrote out, as in `torch.tensor([1, 2])`. A step
-    that `looks_at_values` of integers that are known has decided by them what it does.
+    `incoming` are the gradients that autograd's nodes received. `inputs` and `outputs` are the leaves of the
+    arguments and of the result, tensors as storage views. `attached` outputs are part of autograd's graph;
+    `tangents` are the gradients of the differentiated ones. `constants` are other tensors of the user's code.
+    `replaced` are buffers that the model bound to a new tensor. `literals` are constants written in code, as
+    in `torch.tensor([1, 2])`. A step that `looks_at_values` of known integers has branched on them.
     """
 
     events: tuple[Event, ...]
@@ -94,7 +93,7 @@ def named_tensors(step: Step, what: Literal["parameters", "buffers"]) -> dict[st
 
 
 def argument_names(step: Step) -> list[str]:
-    """A name per leaf of the arguments: the parameter of `forward` it is passed as, and the way inside it."""
+    """A name per leaf of the arguments: the parameter of `forward` it belongs to, and the path inside it."""
     return leaf_names(step.args, step.kwargs, _positional_names(step.model, len(step.args)))
 
 

@@ -19,7 +19,7 @@ from stowplan.capture.storage_views import StorageView
 
 aten = torch.ops.aten
 
-# Ops that update running statistics without their schema saying so, and only while training.
+# Ops that update running statistics although their schema does not say so, and only while training.
 _SILENTLY_WRITTEN = {
     aten.native_batch_norm.default: ("running_mean", "running_var"),
     aten.cudnn_batch_norm.default: ("running_mean", "running_var"),
@@ -30,7 +30,7 @@ _SILENTLY_WRITTEN = {
 def bound_arguments(
     target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> dict[str, object]:
-    """Every argument of the schema by name, with the schema's default where it was not given."""
+    """Every argument of the schema by name, with the schema's default where it was omitted."""
     bound: dict[str, object] = {}
     for position, argument in enumerate(target._schema.arguments):
         if position < len(args):
@@ -98,7 +98,7 @@ IRREGULAR: Mapping[OpOverload, OpOverload] = {aten.normal_.default: aten.normal_
 
 
 @cache
-def pure_form(target: OpOverload) -> OpOverload | None:
+def functional_variant(target: OpOverload) -> OpOverload | None:
     """`relu` for `relu_`, `bernoulli.p` for `bernoulli_.float`; None where PyTorch has no such op."""
     if target in IRREGULAR:
         return IRREGULAR[target]
@@ -113,7 +113,7 @@ def pure_form(target: OpOverload) -> OpOverload | None:
 def result_stride(
     target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[int, ...]:
-    """The strides of the tensor that a pure op returns for arguments with these views."""
+    """The strides of the tensor that a functional op returns for arguments with these storage views."""
     given = {name: _on_meta(value) for name, value in kwargs.items()}
     with torch.no_grad():
         result: Tensor = target(*map(_on_meta, args), **given)
@@ -128,7 +128,7 @@ def _on_meta(value: object) -> object:
     return value
 
 
-# Their result is in a storage for their operands broadcast together, if it is not larger by itself.
+# Their result is in a storage for the broadcast of their operands, unless the result itself is larger.
 _LIKE_OPERANDS = frozenset(
     (
         aten.mse_loss.default,
@@ -142,7 +142,7 @@ _LIKE_OPERANDS = frozenset(
 
 
 def is_copied_out(target: OpOverload, result: StorageView, storage_bytes: int) -> bool:
-    """Whether the one result of an op is worth a copy, so that its storage may go."""
+    """Whether the single result of an op is worth a copy, so that its storage can be freed."""
     return target in _LIKE_OPERANDS and storage_bytes > result.extent_bytes()
 
 
@@ -152,13 +152,13 @@ def extra_bytes(
     kwargs: Mapping[str, object],
     results: Sequence[StorageView | None],
 ) -> Iterator[tuple[StorageView, int]]:
-    """Results in larger storages than they span, with the bytes by which these are larger."""
+    """Results in storages larger than they span, with the bytes by which these are larger."""
     for made in results if target in _LIKE_OPERANDS else ():
         operands = [leaf.shape for leaf in leaves(tuple(args)) if isinstance(leaf, StorageView)]
         if made is not None:
             nbytes = prod(np.broadcast_shapes(*operands)) * made.dtype.itemsize
             yield made, max(0, nbytes - made.extent_bytes())
-    if target is aten._embedding_bag.default:  # positions of bags are counted with one that ends the last
+    if target is aten._embedding_bag.default:  # positions of bags include the end of the last one
         _, positions, sizes, _ = results
         if positions is not None and 0 not in positions.shape:
             yield positions, positions.dtype.itemsize

@@ -1,7 +1,7 @@
 """Stand-ins: tensors with a shape, strides and a device but no data, in place of a model's own.
 
-A parameter that a model holds under two names has one stand-in, so that tied weights stay tied. Tensors that
-share a storage have stand-ins that share one of its size, for a slice holds all of what it is a slice of.
+A parameter with two names in a model has one stand-in, so tied weights stay tied. Tensors that share a
+storage have stand-ins that share one of its size, because a slice keeps the whole storage alive.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,29 +16,29 @@ from stowplan.errors import CaptureError
 
 
 class StandIns:
-    """Makes stand-ins for `tensors`, one for each, and remembers whose they are."""
+    """Makes one stand-in for each of `tensors` and remembers the original."""
 
     def __init__(self, device: torch.device, tensors: Iterable[Tensor] = ()) -> None:
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self._made: dict[
             int, tuple[Tensor, Tensor]
-        ] = {}  # holds the original too, so that its id stays its own
+        ] = {}  # also holds the original, so that its id stays unique
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # likewise
-        self._begins: dict[int, int] = {}  # by storage, the first byte that is looked at
+        self._begins: dict[int, int] = {}  # by storage, the first byte in use
         for tensor in filter(_is_plain, tensors):
             storage = tensor.untyped_storage()._cdata
             self._begins[storage] = min(self._begins.get(storage, _first_byte(tensor)), _first_byte(tensor))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The stand-in of `tensor`; one on the meta device stands on the device the step is meant for."""
+        """The stand-in of `tensor`; for a tensor on the meta device, on the device of the step."""
         if id(tensor) not in self._made:
             self._made[id(tensor)] = tensor, self._make(tensor)
         return self._made[id(tensor)][1]
 
     def _make(self, tensor: Tensor) -> Tensor:
         if not _is_plain(tensor):
-            raise CaptureError(f"{type(tensor).__name__} is not a plain tensor, and cannot be stood in for")
+            raise CaptureError(f"{type(tensor).__name__} is a tensor subclass, which cannot be captured")
         device = self._device if tensor.is_meta else tensor.device
         storage, offset = self._storage_of(tensor, device), self._offset_of(tensor)
         with self.fakes, torch.no_grad():
@@ -57,7 +57,7 @@ class StandIns:
         return self._storages[original._cdata][1]
 
     def _offset_of(self, tensor: Tensor) -> int:
-        """Counted from the first tensor in the storage: the next batch may lie elsewhere in a larger one."""
+        """Counted from the first tensor in the storage: the next batch may lie elsewhere in it."""
         first = _first_byte(tensor)
         begin = self._begins.get(tensor.untyped_storage()._cdata, first)
         offset, odd = divmod(first - begin, tensor.element_size())
@@ -69,13 +69,13 @@ class StandIns:
         return offset
 
     def inside(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Within, the parameters and buffers of `model` are stand-ins; afterwards they are its own again."""
+        """Within, the parameters and buffers of `model` are stand-ins; afterwards its own."""
         return with_tensors(model, self.of)
 
 
 @contextmanager
 def with_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Within, the parameters and buffers of `model` are those that `other` has for them."""
+    """Within, each parameter and buffer of `model` is replaced by `other` of it."""
     tables = [
         cast(dict[str, Tensor | None], table)
         for module in model.modules()

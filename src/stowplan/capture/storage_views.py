@@ -59,7 +59,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Lifetime:
-    """A storage's bytes, the event that made it (-1: it existed before) and the last event it lived through."""
+    """A storage's bytes, the event that made it (-1: it existed before) and the last event it saw."""
 
     nbytes: int
     born: int

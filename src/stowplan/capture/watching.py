@@ -27,20 +27,21 @@ _KNOWN_ELEMENTS = 1 << 16
 
 
 class KnownOverwritten(Exception):
-    """A tensor whose values were known took values that are not: rehearse again, knowing nothing."""
+    """A tensor with known values received unknown values: record again without known values."""
 
 
 class Rehearsal:
-    """Runs ops. With `knowing`, small integer tensors that depend on no stand-in are computed for real.
+    """Runs ops on stand-ins.
 
-    Those are positions and masks of positions, and models that look at them decide as they do in eager.
+    With `knowing`, small integer tensors that depend on no stand-in are computed for real: positions and
+    masks of positions. Models that branch on them behave as in eager.
     """
 
     def __init__(self, fakes: FakeTensorMode, *, knowing: bool) -> None:
         self._fakes, self._knowing = fakes, knowing
 
     def run(self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        """The result of an op, without data unless it is known."""
+        """The result of an op, without data unless its values are known."""
         if self._is_known(target, args, kwargs):
             return target(*args, **kwargs)
         self._refuse_writing_data(target, args, kwargs)
@@ -87,10 +88,10 @@ def _is_integer_of_size(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One op as it was dispatched, its tensors replaced by their views.
+    """One op as it was dispatched, its tensors replaced by their storage views.
 
-    `nodes` are the autograd nodes that came into being with it; `node` is the one whose backward it runs in.
-    `merges` marks an addition that autograd's engine makes on its own, to sum two gradients of one tensor.
+    `nodes` are the autograd nodes that it created; `node` is the one whose backward it runs in. `merges`
+    marks an addition of autograd's engine that sums two gradients of one tensor.
     """
 
     target: OpOverload
@@ -106,7 +107,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """The gradients that an autograd node is given for the outputs of its op, before event `position`."""
+    """The gradients that an autograd node receives for the outputs of its op, before event `position`."""
 
     node: int
     position: int
@@ -114,19 +115,19 @@ class Incoming:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
-    """Writes down each op as an Event, and when each storage comes and goes."""
+    """Records each op as an Event, and when each storage is allocated and freed."""
 
-    supports_higher_order_operators = True  # so that they come here, to be refused
+    supports_higher_order_operators = True  # so that they arrive here and are refused
 
     def __init__(self, rehearsal: Rehearsal, origins: Origins) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # so is this
         self.events: list[Event] = []
         self.book = StorageBook(lambda: len(self.events))
         self.constants: dict[int, Tensor] = {}  # by storage number
-        self.literals: set[int] = set()  # constants that code wrote out
+        self.literals: set[int] = set()  # constants written in code
         self.looks_at_values = False  # of integers that are known
         self.incoming: list[Incoming] = []
-        self.between_nodes = False  # then the ops are the engine's own sums of gradients
+        self.between_nodes = False  # then ops are the engine's sums of gradients
         self._rehearsal, self._origins = rehearsal, origins
         self._nodes_made = _nodes_made()
 
@@ -139,8 +140,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
     ) -> object:
         if not isinstance(func, OpOverload):
             raise CaptureError(
-                f"{func} chooses or repeats parts of the step while it runs",
-                advice="decide in Python, before the step, or unroll it",
+                f"{func} branches or loops while the step runs",
+                advice="branch in Python before the step, or unroll it",
             )
         given = dict(kwargs or {})
         if not returns_tensors(func) and not written_names(func):
@@ -198,14 +199,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
     def _enter_constant(self, tensor: Tensor) -> None:
         if tensor.requires_grad:
             raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)} wants a gradient, but is no parameter or argument",
+                f"a tensor of shape {tuple(tensor.shape)} requires a gradient but is no parameter or input",
                 advice="register it as a parameter of the model or pass it in",
             )
         self.constants[self.book.view_of(tensor).storage] = tensor
 
 
 def _nodes_made() -> int:
-    """How many autograd nodes this thread has made: each gets the next number."""
+    """The number of autograd nodes this thread has made: each gets the next number."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
@@ -217,7 +218,7 @@ def _running_node() -> int | None:
 
 @contextmanager
 def followed(watch: Watch, outputs: Sequence[Tensor]) -> Iterator[None]:
-    """Within, `watch` is told when autograd enters a node, with which gradients, and when it leaves it."""
+    """Within, `watch` learns when autograd enters a node, with which gradients, and when it leaves it."""
 
     def leave(_inputs: object, _outputs: object) -> None:
         watch.between_nodes = True

@@ -103,7 +103,7 @@ RANDOM = _aten(
     ),
     *("poisson", "rrelu_with_noise_functional", "random", "random.from", "random.to", "geometric", "cauchy"),
     *("log_normal", "binomial", "_standard_gamma", "_sample_dirichlet", "_fused_dropout"),
-    # Forms that write in place stand in graphs where the pure form would change the layout.
+    # Forms that write in place stand in graphs where the functional variant would change the layout.
     *("bernoulli_.float", "bernoulli_.Tensor", "uniform_", "normal_", "exponential_", "geometric_"),
     *("cauchy_", "log_normal_", "random_", "random_.from", "random_.to"),
     *("rrelu_with_noise", "rrelu_with_noise_", "normal.float_float", "randint_like.Tensor"),

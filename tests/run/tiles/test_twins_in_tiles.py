@@ -147,5 +147,5 @@ def test_a_key_is_of_one_sweep_and_refused_when_it_is_gone() -> None:
     gone = other.key
     del other
     gc.collect()
-    with pytest.raises(BadUse, match="belongs to a step that is gone"):
+    with pytest.raises(BadUse, match="belongs to a step that no longer exists"):
         handle_of(gone)

@@ -1,4 +1,4 @@
-"""Pure: a step as calls without effects, on values that never change once made.
+"""FunctionalStep: a step as calls without side effects, on values that never change.
 
 `pruned` drops calls that no result, gradient or update depends on. `with_updates` adds the calls that write
 new contents into buffers, each as early as possible: later readers then read the buffer, and the contents are
@@ -19,7 +19,7 @@ from stowplan.ops.aten import RANDOM
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a call makes, or what comes from outside. `root` owns the storage that it lives in."""
+    """The result of a call, or an external tensor. `root` owns its storage."""
 
     id: str
     view: StorageView
@@ -28,7 +28,7 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class PureCall:
+class FunctionalCall:
     """A call under its id, and the position of the event it was made for."""
 
     id: str
@@ -37,14 +37,15 @@ class PureCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Pure:
-    """Values by id and calls in order. `updates` is what externals contain in the end, where that is new.
+class FunctionalStep:
+    """Values by id and calls in order.
 
-    `incoming` are the gradients that autograd's nodes were given, by node, for each output of its op.
+    `updates` maps external tensors to their final contents, where these changed. `incoming` are the gradients
+    that autograd's nodes received, by node, for each output of the op.
     """
 
     values: Mapping[str, Value]
-    calls: tuple[PureCall, ...]
+    calls: tuple[FunctionalCall, ...]
     outputs: tuple[object, ...]
     gradients: Mapping[str, str]
     incoming: Mapping[int, tuple[str | None, ...]]
@@ -53,9 +54,9 @@ class Pure:
 
 @dataclass(slots=True)
 class Place:
-    """A storage at one moment: the value of its contents and the values that look at it.
+    """A storage at one moment: the value of its contents and the values that view it.
 
-    `derived` has, for each look, the number of the event that first took it.
+    `derived` has, for each view, the position of the event that first took it.
     """
 
     base: StorageView
@@ -64,25 +65,25 @@ class Place:
     derived: dict[StorageView, int] = field(default_factory=dict)
 
     def overwrite(self, value: str) -> None:
-        """The contents are another value now; earlier looks show what was there before."""
+        """The contents are another value now; earlier views show the old contents."""
         self.value = value
         self.views = {self.base: value}
 
 
-def pruned(pure: Pure) -> Pure:
-    """Only the calls that something depends on. Random ones all stay: they move the generator on."""
-    needed = {leaf.tensor for leaf in pure.outputs if isinstance(leaf, Ref)}
-    needed |= {*pure.gradients.values(), *pure.updates.values()}
+def pruned(functional: FunctionalStep) -> FunctionalStep:
+    """Only the calls that something depends on. Random calls all stay: they advance the generator."""
+    needed = {leaf.tensor for leaf in functional.outputs if isinstance(leaf, Ref)}
+    needed |= {*functional.gradients.values(), *functional.updates.values()}
     kept = []
-    for call in reversed(pure.calls):
+    for call in reversed(functional.calls):
         if draws(call.call.target) or any(output in needed for output in call.call.outputs):
             needed.update(inputs_of(call.call))
             kept.append(call)
-    return replace(pure, calls=tuple(reversed(kept)))
+    return replace(functional, calls=tuple(reversed(kept)))
 
 
 def draws(target: OpOverload) -> bool:
-    """Whether an op may draw random numbers, by what PyTorch says of it, which forgets a few."""
+    """Whether an op may draw random numbers, by PyTorch's tag, which misses a few ops."""
     return torch.Tag.nondeterministic_seeded in target.tags or str(target) in RANDOM
 
 
@@ -90,33 +91,33 @@ UPDATE = "update_"
 aten = torch.ops.aten
 
 
-def with_updates(pure: Pure) -> Pure:
-    """Calls that write each new value into its buffer, after the last reader of the old one."""
-    due = _positions(pure)
-    values, calls = dict(pure.values), list[PureCall]()
+def with_updates(functional: FunctionalStep) -> FunctionalStep:
+    """Add calls that write each new value into its buffer, after the last reader of the old one."""
+    due = _positions(functional)
+    values, calls = dict(functional.values), list[FunctionalCall]()
     renamed: dict[str, str] = {}
-    for position in range(-1, len(pure.calls)):
+    for position in range(-1, len(functional.calls)):
         if position >= 0:
-            call = pure.calls[position]
+            call = functional.calls[position]
             calls.append(replace(call, call=_renamed(call.call, renamed)))
-            for view, read in _views(pure, call.call):
+            for view, read in _views(functional, call.call):
                 values[view] = replace(values[view], root=values[renamed.get(read, read)].root)
         for buffer in due.get(position, ()):
-            calls.append(_update(pure, buffer, calls[-1].event if calls else 0))
-            values[_updated(buffer)] = replace(pure.values[buffer], id=_updated(buffer), root=buffer)
-            renamed[pure.updates[buffer]] = _updated(buffer)
-    return replace(pure, values=values, calls=tuple(calls))
+            calls.append(_update(functional, buffer, calls[-1].event if calls else 0))
+            values[_updated(buffer)] = replace(functional.values[buffer], id=_updated(buffer), root=buffer)
+            renamed[functional.updates[buffer]] = _updated(buffer)
+    return replace(functional, values=values, calls=tuple(calls))
 
 
-def _views(pure: Pure, call: Call) -> Iterator[tuple[str, str]]:
-    """The views that a call makes, each with what it is a view of."""
+def _views(functional: FunctionalStep, call: Call) -> Iterator[tuple[str, str]]:
+    """The views that a call makes, each with the tensor it views."""
     for made in filter(None, call.outputs):
-        root = pure.values[made].root
-        viewed = (read for read in inputs_of(call) if pure.values[read].root == root != made)
+        root = functional.values[made].root
+        viewed = (read for read in inputs_of(call) if functional.values[read].root == root != made)
         yield from ((made, read) for read in islice(viewed, 1))
 
 
-def is_update(call: PureCall) -> bool:
+def is_update(call: FunctionalCall) -> bool:
     """Whether the call writes a buffer's new contents into it."""
     return call.id.startswith(UPDATE) and call.call.target is aten.copy_.default
 
@@ -125,18 +126,18 @@ def _updated(buffer: str) -> str:
     return f"{buffer}.updated"
 
 
-def _update(pure: Pure, buffer: str, event: int) -> PureCall:
-    value = pure.updates[buffer]
+def _update(functional: FunctionalStep, buffer: str, event: int) -> FunctionalCall:
+    value = functional.updates[buffer]
     call = Call(aten.copy_.default, (Ref(buffer), Ref(value)), {}, (_updated(buffer),), single=True)
-    return PureCall(f"{UPDATE}{buffer}", call, event)
+    return FunctionalCall(f"{UPDATE}{buffer}", call, event)
 
 
-def _positions(pure: Pure) -> dict[int, list[str]]:
+def _positions(functional: FunctionalStep) -> dict[int, list[str]]:
     """Buffers by the position of the call that their update follows."""
-    latest = dict.fromkeys(pure.updates, -1)
-    of_value = {value: buffer for buffer, value in pure.updates.items()}
-    for position, call in enumerate(pure.calls):
-        old = (pure.values[name].root for name in inputs_of(call.call))
+    latest = dict.fromkeys(functional.updates, -1)
+    of_value = {value: buffer for buffer, value in functional.updates.items()}
+    for position, call in enumerate(functional.calls):
+        old = (functional.values[name].root for name in inputs_of(call.call))
         new = (of_value[name] for name in call.call.outputs if name in of_value)
         latest.update((buffer, position) for buffer in (*old, *new) if buffer in latest)
     due: dict[int, list[str]] = {}

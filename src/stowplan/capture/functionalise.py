@@ -1,8 +1,8 @@
-"""From events on storages to calls on values: whatever a step overwrites becomes a new value.
+"""From events on storages to calls on values: every in-place write becomes a new value.
 
-Eager code writes into tensors; a plan must be able to run any op again, so no op may have an effect beyond
-its outputs. A storage that is written to is followed through its contents: each write makes a value, and a
-tensor that is read later is looked up anew in the value of that time.
+Eager code writes into tensors. A plan must be able to recompute any op, so no op may have an effect other
+than its outputs. Each write to a storage makes a value; a tensor that is read later is looked up in the value
+that the storage then has.
 """
 
 from collections import deque
@@ -13,14 +13,14 @@ from math import prod
 import torch
 from torch._ops import OpOverload
 
+from stowplan.capture.functional import FunctionalCall, FunctionalStep, Place, Value, draws
 from stowplan.capture.program import Argument, Call, Ref, handle_or_text
-from stowplan.capture.pure import Place, Pure, PureCall, Value, draws
 from stowplan.capture.recording import Recording
 from stowplan.capture.schema import (
     bound_arguments,
+    functional_variant,
     is_copied_out,
     leaves,
-    pure_form,
     result_stride,
     written_arguments,
 )
@@ -30,8 +30,8 @@ from stowplan.errors import CaptureError
 
 aten = torch.ops.aten
 
-# Running statistics that these take and, in training, do not look at. As arguments they would be kept for
-# backward, and must not be changed by another forward meanwhile.
+# Running statistics that these ops accept and, in training, do not read. As arguments they would be kept for
+# backward, and another forward must not change them until then.
 _IGNORED_IN_TRAINING = {
     aten.native_batch_norm_backward.default: ("running_mean", "running_var"),
     aten.cudnn_batch_norm_backward.default: ("running_mean", "running_var"),
@@ -39,28 +39,28 @@ _IGNORED_IN_TRAINING = {
 }
 
 
-def purify(recording: Recording, externals: Mapping[StorageView, str]) -> Pure:
-    """The recording as pure calls; `externals` has the ids of the tensors that come from outside."""
-    purifier = _Purifier(recording, externals)
+def functionalise(recording: Recording, externals: Mapping[StorageView, str]) -> FunctionalStep:
+    """The recording as functional calls; `externals` has the ids of the external tensors."""
+    functionaliser = _Functionaliser(recording, externals)
     for position in range(recording.turn):
-        purifier.add(position)
-    purifier.end_forward()
+        functionaliser.add(position)
+    functionaliser.end_forward()
     incoming = deque(recording.incoming)
     for position in range(recording.turn, len(recording.events)):
         while incoming and incoming[0].position <= position:
-            purifier.enter_node(incoming.popleft())
-        purifier.add(position)
-    return purifier.end()
+            functionaliser.enter_node(incoming.popleft())
+        functionaliser.add(position)
+    return functionaliser.end()
 
 
-class _Purifier:
+class _Functionaliser:
     def __init__(self, recording: Recording, externals: Mapping[StorageView, str]) -> None:
         self._recording, self._externals = recording, externals
         self._position = 0
-        self._used = dict.fromkeys(externals.values(), 0)  # names, and how often each was asked for again
+        self._used = dict.fromkeys(externals.values(), 0)  # names, and how often each was requested again
         self._places: dict[int, Place] = {}
         self._values: dict[str, Value] = {}
-        self._calls: list[PureCall] = []
+        self._calls: list[FunctionalCall] = []
         self._outputs: tuple[object, ...] = ()
         self._replaced: dict[str, str] = {}
         self._incoming: dict[int, tuple[str | None, ...]] = {}
@@ -71,7 +71,7 @@ class _Purifier:
                 self._look(place, view, name)
 
     def add(self, position: int) -> None:
-        """Take in the next event."""
+        """Process the next event."""
         self._position, event = position, _without_ignored(self._recording.events[position])
         given = set(leaves((event.args, tuple(event.kwargs.values()))))
         written = written_arguments(event.target, event.args, event.kwargs)
@@ -81,11 +81,11 @@ class _Purifier:
             self._look_in_place(event)
         elif written:
             self._write(event, written)
-        elif not all(result in given for result in event.results):  # else it hands on what it was given
+        elif not all(result in given for result in event.results):  # else it returns its arguments
             self._make(event.target, event, single=event.single)
 
     def end_forward(self) -> None:
-        """Read what forward returns before backward begins."""
+        """Read the outputs of forward before backward begins."""
         recorded = self._recording.outputs
         self._outputs = tuple(
             Ref(self._read(leaf)) if isinstance(leaf, StorageView) else leaf for leaf in recorded
@@ -94,22 +94,24 @@ class _Purifier:
             self._replaced[self._externals[buffer]] = self._read(view)
 
     def enter_node(self, given: Incoming) -> None:
-        """Note the gradients a node is given, as far as they are values."""
+        """Record the gradients a node receives, where they are values."""
         self._incoming[given.node] = tuple(
             None if view is None else self._places[view.storage].views.get(view) for view in given.gradients
         )
 
-    def end(self) -> Pure:
-        """Read the gradients, and what has been written into tensors that were there before."""
+    def end(self) -> FunctionalStep:
+        """Read the gradients, and the contents of external tensors that were written."""
         gradients = {
             self._externals[wanted]: self._read(gradient)
             for wanted, gradient in self._recording.gradients.items()
         }
         updates = dict(self._contents()) | self._replaced
-        return Pure(self._values, tuple(self._calls), self._outputs, gradients, self._incoming, updates)
+        return FunctionalStep(
+            self._values, tuple(self._calls), self._outputs, gradients, self._incoming, updates
+        )
 
     def _contents(self) -> Iterator[tuple[str, str]]:
-        """What was there before and has been written to, with its new contents."""
+        """The external tensors that were written, with their new contents."""
         for view, name in self._externals.items():
             place = self._places[view.storage]
             first = self._externals[place.base]  # in this storage
@@ -122,37 +124,39 @@ class _Purifier:
                 yield name, place.value
 
     def _adopt(self, event: Event) -> None:
-        """`lift_fresh` hands a constant to the step: its contents under another storage."""
+        """`lift_fresh` passes a constant to the step: its contents in another storage."""
         for source, result in zip(event.args, event.results, strict=True):
             if isinstance(source, StorageView) and result is not None:
                 value = self._read(source)
                 self._places.setdefault(result.storage, Place(result, value, {result: value}))
 
     def _look_in_place(self, event: Event) -> None:
-        """`unsqueeze_` and its like change how a tensor looks at its storage, which is a view of it."""
-        target = pure_form(event.target)
+        """`unsqueeze_` and similar ops change a tensor's shape in place, which is a view of it."""
+        target = functional_variant(event.target)
         if target is None:
             raise CaptureError(f"{event.target} changes a tensor's shape in place", where=event.origin.source)
         if event.results[0] not in event.args:
             self._make(target, event, single=True)
 
     def _write(self, event: Event, written: Mapping[str, object]) -> None:
-        """What the event overwrites becomes a new value, made by the pure form of its op if there is one."""
+        """An overwritten tensor becomes a new value, made by the functional variant of the op if any."""
         views = [view for view in written.values() if isinstance(view, StorageView)]
         if len(views) < len(written):
             raise CaptureError(f"{event.target} writes into a list of tensors", where=event.origin.source)
         if event.target is aten.native_batch_norm.default:
             self._make(aten._native_batch_norm_legit_functional.default, event, views)
             return
-        target, full = pure_form(event.target), _spelled_out(event)
+        target, full = functional_variant(event.target), _spelled_out(event)
         if target is None or not self._keeps_layout(target, full, views[0]):
             self._make(event.target, event, views, single=event.single, fresh=tuple(written))
         else:
             self._make(target, full, views, single=True)
 
     def _keeps_layout(self, target: OpOverload, event: Event, view: StorageView) -> bool:
-        """Whether a new value may take the storage's place; one that goes into part of it may, unless it is
-        drawn: numbers are drawn in the order in which elements lie."""
+        """Whether a new value may replace the storage, or part of it.
+
+        A part may be replaced unless it is random: numbers are drawn in memory order.
+        """
         if self._places[view.storage].base == view:
             return result_stride(target, event.args, event.kwargs) == view.stride
         lying = result_stride(aten.clone.default, (view,), {})
@@ -167,7 +171,7 @@ class _Purifier:
         single: bool = False,
         fresh: tuple[str, ...] = (),
     ) -> None:
-        """Call `target`, which returns the event's own results, then the new contents of what it writes."""
+        """Call `target`, which returns the event's results, then the new contents of what it writes."""
         results = [result for result in event.results if result not in written]
         views = (*results, *written)
         names = self._emit(target, event.args, event.kwargs, views, single=single, fresh=fresh)
@@ -185,7 +189,7 @@ class _Purifier:
         single: bool = True,
         fresh: tuple[str, ...] = (),
     ) -> tuple[str | None, ...]:
-        """Append a call and return the ids of what it makes."""
+        """Append a call and return the ids of its outputs."""
         given = tuple(self._argument(value) for value in args)
         named = {name: self._argument(value) for name, value in kwargs.items()}
         name = self._new_name(target)
@@ -195,7 +199,7 @@ class _Purifier:
         )
         copied = single and self._is_copied_out(target, views[0])
         call = Call(target, given, named, outputs, single, fresh, copied)
-        self._calls.append(PureCall(name, call, self._position))
+        self._calls.append(FunctionalCall(name, call, self._position))
         return outputs
 
     def _is_copied_out(self, target: OpOverload, result: StorageView | None) -> bool:
@@ -210,7 +214,7 @@ class _Purifier:
             return tuple(self._argument(item) for item in value)
         if isinstance(value, str):
             return handle_or_text(value)
-        return value  # type: ignore[return-value]  # what a dispatcher hands over is an Argument
+        return value  # type: ignore[return-value]  # what the dispatcher passes is an Argument
 
     def _new_name(self, target: OpOverload) -> str:
         plain = target._schema.name.partition("::")[2]
@@ -220,13 +224,13 @@ class _Purifier:
         return name if name == plain or name not in self._used else self._new_name(target)
 
     def _read(self, view: StorageView) -> str:
-        """The value that a tensor in this view has now."""
+        """The value that a tensor with this storage view has now."""
         place = self._places[view.storage]
         if view in place.views:
             return place.views[view]
         if view in place.derived:
             event = self._recording.events[place.derived[view]]
-            self._make(pure_form(event.target) or event.target, event, single=event.single)
+            self._make(functional_variant(event.target) or event.target, event, single=event.single)
         else:
             look = (view.shape, view.stride, view.offset)
             (name,) = self._emit(aten.as_strided.default, (Ref(place.value), *look), {}, (view,))
@@ -234,7 +238,7 @@ class _Purifier:
         return place.views[view]
 
     def _enter(self, view: StorageView, name: str) -> None:
-        """A value in a storage of its own, or a look at one that is there."""
+        """A value in a new storage, or a view of an existing one."""
         place = self._places.get(view.storage)
         if place is None:
             self._places[view.storage] = Place(view, name, {view: name})
@@ -251,7 +255,7 @@ class _Purifier:
         self._values[name] = Value(name, view, self._values[place.value].root, view.extent_bytes())
 
     def _overwrite(self, view: StorageView, name: str) -> None:
-        """From now on the storage contains the value `name` where `view` looks."""
+        """From now on the storage contains the value `name` at `view`."""
         place = self._places[view.storage]
         stride = view.stride if view.is_dense() else result_stride(aten.clone.default, (view,), {})
         own = replace(view, stride=stride, offset=0)
@@ -259,7 +263,7 @@ class _Purifier:
         place.overwrite(name if view == place.base else self._written_through(place, view, name))
 
     def _written_through(self, place: Place, view: StorageView, name: str) -> str:
-        """The contents of the whole storage once `name` is written where `view` looks."""
+        """The contents of the whole storage after `name` is written at `view`."""
         base = place.base
         if view.is_contiguous() and base.is_contiguous() and prod(view.shape) == prod(base.shape):
             (whole,) = self._emit(aten.view.default, (Ref(name), base.shape), {}, (base,))
@@ -272,13 +276,16 @@ class _Purifier:
         return str(whole)
 
     def _as_captured(self, place: Place) -> str:
-        """The contents of a storage where capture saw them: what comes from outside may begin elsewhere in
-        its storage at the next call, so that it is copied before a part of it is written by its offset."""
+        """The contents of a storage at the captured offsets.
+
+        An external tensor may start elsewhere in its storage at the next call, so it is copied before a part
+        of it is written by offset.
+        """
         if place.value != self._externals.get(place.base):
             return place.value
         if not place.base.is_dense():
             raise CaptureError(
-                f"the step writes into a part of {place.value}, whose elements do not lie side by side",
+                f"the step writes into a part of {place.value}, whose elements are not adjacent in memory",
                 where=self._recording.events[self._position].origin.source,
                 advice=f"pass {place.value}.contiguous()",
             )
@@ -288,7 +295,7 @@ class _Purifier:
 
 
 def _without_ignored(event: Event) -> Event:
-    """The event without arguments that its op does not look at."""
+    """The event without arguments that its op does not read."""
     names = _IGNORED_IN_TRAINING.get(event.target, ())
     bound = bound_arguments(event.target, event.args, event.kwargs)
     if not names or not bound.get("train", True):
@@ -299,7 +306,7 @@ def _without_ignored(event: Event) -> Event:
 
 
 def _spelled_out(event: Event) -> Event:
-    """The event with every argument given, for a pure form may have other defaults."""
+    """The event with every argument given, because a functional variant may have other defaults."""
     bound = bound_arguments(event.target, event.args, event.kwargs)
     by_name = {a.name for a in event.target._schema.arguments if a.kwarg_only}
     return replace(
