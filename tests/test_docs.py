@@ -10,6 +10,7 @@ import pytest
 
 import stowplan
 from tests.support.snippets import program_of
+from tests.test_layers import LEVEL
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(stowplan.__file__).parent
@@ -48,6 +49,7 @@ def test_the_architecture_is_the_code() -> None:
     )
     assert set(table) == parts
     assert [part for part in named if part in table] == [part for part in table if part in named]
+    assert [LEVEL[part] for part in named] == sorted(LEVEL[part] for part in named), "not as imports point"
 
 
 def test_the_constraints_are_added_where_the_concepts_say() -> None:

@@ -1,5 +1,6 @@
 """The words of docs/glossary.md are kept: no retired word stands in a page, an example or a help text."""
 
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
+import stowplan
+from stowplan import errors
 from stowplan.cli.main import VERBS, main
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +74,15 @@ def test_no_retired_word_in_help(verb: str, capsys: pytest.CaptureFixture[str]) 
         main([*verb.split(), "--help"])
     found = [word for _, word in found_in(capsys.readouterr().out, WORDS)]
     assert not found
+
+
+@pytest.mark.torch
+def test_no_retired_word_in_the_reference() -> None:
+    """The words of public names and errors, which the site shows."""
+    public = [getattr(stowplan, name) for name in stowplan.__all__ if name != "__version__"]
+    public += [kind for kind in vars(errors).values() if inspect.isclass(kind)]
+    found = {thing: list(found_in(inspect.getdoc(thing) or "", WORDS)) for thing in public}
+    assert not {thing.__name__: words for thing, words in found.items() if words}
 
 
 def test_a_new_row_is_enforced() -> None:

@@ -56,11 +56,11 @@ TARGET_HELP = "a graph file, or a function in a Python module that returns (mode
 def inspect(
     path: str | Path, *, saved: str | None = None, packed: bool | None = None, training: bool = False
 ) -> Inspection:
-    """What is in a file, where its memory goes, and how small it could get; nothing is run.
+    """Inspect a file: its ops and tensors, its memory curve and peak, and lower bounds. Nothing is run.
 
-    `saved` ("listed" or "retain") chooses between the two views that a Chainer file gives of its backward;
-    `packed` asks for the tensors' places in one arena, which are found unasked unless there are very many;
-    `training` completes a forward graph, such as an ONNX model, by the adjoints of its ops.
+    `saved` is the option of `read_document`. `packed` asks for offsets of all tensors in one arena; without
+    it they are computed unless the graph is very large. `training` derives the backward half of a forward
+    graph such as an ONNX model.
     """
     return inspection_of(_document(path, saved, training=training), packed=packed)
 
@@ -94,9 +94,9 @@ def convert(
     graph_only: bool = False,
     saved: str | None = None,
 ) -> Document:
-    """Write what `source` holds to `target`, in the format `to` or the one the target's suffix asks for.
+    """Write the document in `source` to `target`, in the format `to` or the one of the target's suffix.
 
-    With `graph_only`, times, addresses, regions and tiles are left out. Returns the document written.
+    `graph_only` leaves out times, addresses, regions and tiles. Returns the document that was written.
     """
     document = read_document(source, saved=saved)
     if graph_only:
@@ -125,11 +125,11 @@ def planner_for(
     prefer: str = Prefer.EXACTNESS,
     progress: Progress | None = None,
 ) -> "MasterPlanner[Any]":
-    """A planner for a graph file or MODULE:FUNCTION: `plan(budget_bytes)` answers a budget.
+    """A planner for a graph file or for MODULE:FUNCTION; `plan(budget_bytes)` makes a plan for a budget.
 
-    Seconds come from trying a model's ops or from a file's own profile; otherwise MACs stand for them. Of the
-    plans within a budget those without tiles come first, for they give the same bits; `prefer="time"` takes
-    the fastest. `training` completes a forward graph as in `inspect`.
+    Seconds come from probes of a model's ops, or from the profile in a file; without either,
+    multiply-accumulates replace them. Plans without tiles come first, because they give the same bits;
+    `prefer="time"` takes the fastest plan. `training` is the option of `inspect`.
     """
     if names_a_function(target):
         from stowplan.run.measure.agreement import compared
@@ -173,7 +173,7 @@ def check(
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan in a file."""
+    """Read a plan that `stowplan plan -o` wrote, and check that it is legal for its graph."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:

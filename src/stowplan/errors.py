@@ -1,22 +1,22 @@
-"""One error tree. Every message says what is wrong, where, how large, and what to try."""
+"""One tree of errors. Each message says what is wrong, where, how large, and what to try."""
 
 _MOST_TOLD = 5  # stretches of a step that a refusal tells of
 
 
 class StowplanError(Exception):
-    """Anything stowplan refuses. `exit_code` is what the command line returns for it."""
+    """Base of all errors. `exit_code` is the exit code of the command line for it."""
 
     exit_code = 2
 
 
 class BadUse(StowplanError):
-    """The call itself cannot be answered: an option, a unit, a combination."""
+    """The call is wrong: an option, a unit, or a combination of options."""
 
 
 class NotTileable(StowplanError):
-    """A stretch of a step cannot be computed in tiles; `reason` says why. The step can, or other stretches.
+    """A part of a step cannot be computed in tiles; `reason` says why. Other parts may still be tiled.
 
-    Raised where a candidate is made, caught where candidates are gathered: anything else is a fault.
+    Code that makes candidates raises it, and code that collects them catches it.
     """
 
     def __init__(self, reason: str) -> None:
@@ -25,11 +25,11 @@ class NotTileable(StowplanError):
 
 
 class TooManyWorkers(BadUse):
-    """A mesh has so many workers along a dim that some have nothing of a tensor, and is not projected."""
+    """A mesh has more workers along a dim than the tensor has elements there, so it is not projected."""
 
 
 class BadInput(StowplanError):
-    """A file is not what it claims to be; names the file and the line or key."""
+    """A file is damaged or breaks its format. Names the file and the line, key or byte."""
 
     def __init__(self, what: str, *, file: str = "", where: str = "") -> None:
         self.what, self.file, self.where = what, file, where
@@ -41,11 +41,11 @@ class BadInput(StowplanError):
 
 
 class InvalidGraph(StowplanError):
-    """A graph breaks a rule of `ir.spec`; the message shows the neighbourhood of the fault."""
+    """A graph breaks a rule of `ir.spec`. The message shows the ops around the fault."""
 
 
 class MissingRule(StowplanError):
-    """A table of `ops/` was asked about an op it has no entry for, and has no default."""
+    """A table of `ops/` has neither an entry for an op nor a default."""
 
 
 class MalformedOp(MissingRule):
@@ -61,21 +61,21 @@ class CaptureError(StowplanError):
 
 
 class TensorChanged(StowplanError, RuntimeError):
-    """A tensor that backward needs was changed in place after forward; autograd raises a RuntimeError too."""
+    """A tensor that backward needs was changed in place after forward, as autograd reports it too."""
 
     exit_code = 1
 
 
 class IllegalPlan(StowplanError):
-    """A plan does not compute its graph: it reads what is not there, or leaves out what must run."""
+    """A plan does not compute its graph: it reads a missing value or leaves out an op."""
 
     exit_code = 1
 
 
 class BudgetTooSmall(StowplanError):
-    """No plan was found within the budget; tells the smallest that was, and what binds there.
+    """No plan fits the budget. `minimum_bytes` is the smallest budget, `binding` the tensors that set it.
 
-    Where tiles were tried, `untiled` has a line for each stretch of the step that they did not help with.
+    If tiles were considered, `untiled` has one line for each part of the step that they did not help.
     """
 
     exit_code = 1
@@ -127,21 +127,21 @@ def _tiles_tried(untiled: tuple[str, ...]) -> str:
 
 
 class TierFailed(StowplanError):
-    """A tensor could not be moved away or back; of its step, final gradients at most have left a trace."""
+    """A tensor could not be offloaded or loaded back. Only gradients that were final have left the step."""
 
     exit_code = 1
 
 
 class TierFull(TierFailed):
-    """The tier has no room for what a plan wants to move there."""
+    """The tier has no room for the tensors that a plan offloads."""
 
 
 class TierDamaged(TierFailed):
-    """What a tier gave back is not what it was given."""
+    """A tier returned other bytes than were stored in it."""
 
 
 class WorkerLost(StowplanError):
-    """A worker of a mesh has died, hangs or cannot be reached: one of `suspects`. `rank` noticed it."""
+    """A worker of a mesh died, hangs or cannot be reached: one of `suspects`. `rank` noticed it."""
 
     exit_code = 1
 

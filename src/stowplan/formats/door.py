@@ -69,9 +69,10 @@ READERS: tuple[Reader, ...] = (
 
 
 def read_document(path: str | Path, *, saved: str | None = None) -> Document:
-    """What a file in any of the known formats says.
+    """Read a file in any of the known formats, recognised by its content.
 
-    `saved` ("listed" or "retain") chooses between the two views that a Chainer file gives of its backward.
+    `saved` selects what the backward of a Chainer file keeps: what its records list ("listed") or what they
+    say to retain ("retain").
     """
     try:
         return _read_data(_data_in(Path(path)), saved)

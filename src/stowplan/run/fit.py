@@ -67,35 +67,35 @@ def fit(
     progress: Progress | None = None,
     moves: int | None = None,
 ) -> Model:
-    """`model`, planned for calls like `model(*args, **kwargs)`: its training step stays under `budget`.
+    """Plan the training step of `model(*args, **kwargs)` so that it stays within `budget` bytes.
 
-    The budget counts all that is alive on the device during forward and backward: parameters, buffers,
-    inputs, gradients, activations, temporaries. "auto" is what the device has free, less a tenth, and what of
-    the step is there already. `reserve` is what it must leave free for what stowplan does
-    not see: optimizer state, gradients that were there before, the buckets and shards of wrappers, which go
-    around what is returned: `DistributedDataParallel(fit(...))`, `fully_shard(fit(...))`.
+    Returns a module with the same parameters, buffers and `state_dict` that runs the plan. Raises
+    `BudgetTooSmall`, with the smallest budget, before anything runs.
 
-    `allow` names the techniques that may cost time. What is recomputed leaves every gradient the same to the
-    bit. Tiles add up in another order, so gradients are then the same within rounding: by default they are
-    used where nothing else is within the budget, and with `prefer="time"` wherever they are faster;
-    `plans_of(fitted)[0].exactness` tells. `moves` bounds the search for a plan. Raises BudgetTooSmall, with
-    the smallest budget, before anything runs.
+    `budget` counts everything alive on the device during forward and backward: parameters, buffers, inputs,
+    gradients, activations and temporaries. "auto" is the memory that the device has free, minus a tenth, plus
+    the bytes of the model and the arguments. `reserve` is the part of the budget to leave free for optimizer
+    state, gradients of earlier steps, and the buckets and shards of wrappers. Wrap the result:
+    `DistributedDataParallel(fit(...))`, `fully_shard(fit(...))`.
 
-    If the model returns one scalar, that is taken for the loss, and gradients are planned for it alone; a
-    gradient that comes in for another output is refused then. `outputs="all"` plans for gradients of all
-    outputs, which count in the budget.
+    `allow` names the techniques that the plan may use. Recomputation leaves every gradient bitwise equal.
+    Tiles add in another order, so gradients are then equal within rounding. By default tiles are used only if
+    nothing else fits, and with `prefer="time"` wherever they are faster; `plans_of(fitted)[0].exactness` says
+    which. `moves` limits the search for a plan. `progress` is called with the number of probed ops and their
+    total.
 
-    A plan that moves nothing away is kept in the user's cache folder, and found there by the same step,
-    budget and machine. A `plan` that was saved is used instead of making one; it is refused if it is for
-    another step.
+    If the model returns one scalar, it is taken as the loss: the plan computes gradients for it alone and
+    refuses gradients for other outputs. `outputs="all"` plans for gradients of all outputs.
 
-    With a `mesh` of workers ("data=2,space=2x2", or a DeviceMesh with named dims), all its processes call
-    this alike, with whole arguments, which may be on the meta device; the budget is that of each. What is
-    returned is called with a worker's part of the arguments, `shards_of(fitted).share(*args)`. Which dims of
-    them the axes cut follows from the axes' names, or is given by `dims`, by input. With `layouts="choose"`
-    stages of a convolutional net are cut otherwise than its inputs where that pays. For a number of workers,
-    `mesh=4`, both are chosen: the fastest way that is within the budget on every worker; `choices_of(fitted)`
-    tells what became of the others.
+    Plans are cached in the user's cache folder for the same step, budget and machine, except plans that
+    offload. A saved `plan` is used instead of a new one; it is refused if it is for another step.
+
+    With a `mesh` of workers ("data=2,space=2x2", or a DeviceMesh with named dims) all its processes make the
+    same call with whole arguments, which may be on the meta device. The budget is that of each worker. Call
+    the result with a worker's part of the arguments, `shards_of(fitted).share(*args)`. The names of the axes
+    say which dims they cut, or `dims` says it for each input. `layouts="choose"` may cut stages of a
+    convolutional net in another way than its inputs. `mesh=4` chooses the fastest division over 4 workers
+    that fits the budget on each; `choices_of(fitted)` lists the options.
     """
     _refuse_misuse(model, args)
     refuse_wrapped(model)
@@ -129,7 +129,7 @@ def fit(
 
 
 def plans_of(fitted: nn.Module) -> tuple[Plan, ...]:
-    """The plans that a fitted module has made so far, the first call's first."""
+    """The plans that a fitted module has made so far, in the order of their first calls."""
     fitting = fitted.__dict__.get("_fitting")
     if fitting is None:
         raise BadUse(

@@ -32,7 +32,7 @@ class Explanation:
 
 
 def explain(plan: Plan, tensor: str) -> Explanation:
-    """All about one tensor, by id or by name."""
+    """Why the plan treats a tensor as it does, and what another decision would cost; by id or name."""
     name = _find(plan, tensor)
     maker = next((op for op in plan.graph.ops if name in op.writes()), None)
     spans = _spans(plan, name)

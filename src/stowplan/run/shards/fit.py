@@ -48,7 +48,7 @@ def fit_on_mesh(
 
 
 def shards_of(fitted: nn.Module) -> ShardedStep:
-    """The shards of a module that was fitted with a mesh: `share` of the arguments, `plan`, `workers`."""
+    """The shards of a module that was fitted on a mesh: `share(*args)`, `plan` and `workers`."""
     fitting = fitted.__dict__.get("_fitting")
     if not isinstance(fitting, FittingOnMesh):
         raise BadUse(f"{type(fitted).__name__} has no shards: they are of what fit(..., mesh=...) returns")
@@ -56,7 +56,7 @@ def shards_of(fitted: nn.Module) -> ShardedStep:
 
 
 def choices_of(fitted: nn.Module) -> tuple[Tried, ...]:
-    """The ways to hand out the step that were looked at, and what became of each, if it was to be chosen."""
+    """The divisions of the step that stowplan considered, if it was to choose one, each with its result."""
     shards_of(fitted)
     fitting: FittingOnMesh = fitted.__dict__["_fitting"]
     return fitting.tried
