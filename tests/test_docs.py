@@ -15,6 +15,7 @@ from tests.test_layers import LEVEL
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(stowplan.__file__).parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+ALL_PAGES = [*PAGES, *sorted((ROOT / "docs/decisions").glob("*.md"))]
 RUN = [page for page in PAGES if page.name not in ("report.md", "design.md")]  # of the README's own files
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 
@@ -28,7 +29,11 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "page",
+    [*ALL_PAGES, *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"))],
+    ids=lambda p: p.stem,
+)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in _LINK.findall(page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
@@ -60,7 +65,7 @@ def test_the_constraints_are_added_where_the_concepts_say() -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    for page in PAGES:
+    for page in ALL_PAGES:
         for file in re.findall(
             r"`((?:ir|ops|analyse|plan|run|report|formats|capture|cli)/[\w/]+\.py)`", page.read_text()
         ):
