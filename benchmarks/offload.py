@@ -123,11 +123,11 @@ def _tell(name: str, plan: Plan, peak: int, rounds: list[tuple[float, ...]]) -> 
     study, case = Study("offload"), f"{name} in {format_bytes(plan.allowed_bytes)}"
     plain, moved = rounds
     ratio, quartiles = ratio_of(moved, plain)
-    study.tell(case, "plain", "peak", plan.plain_peak_bytes, "B")
+    study.tell(case, "baseline", "peak", plan.plain_peak_bytes, "B")
     study.tell(case, "offload", "peak", peak, "B")
     study.tell(case, "offload", "peak error", plan.projected_peak_bytes / peak - 1, "of measured")
-    study.tell(case, "offload", "time", ratio, "of plain", quartiles)
-    study.tell(case, "projected", "time", plan.time_ratio, "of plain")
+    study.tell(case, "offload", "time", ratio, "of baseline", quartiles)
+    study.tell(case, "projected", "time", plan.time_ratio, "of baseline")
 
 
 def joint_lines(name: str, shares: Sequence[float]) -> Iterator[str]:
@@ -150,7 +150,7 @@ def joint_lines(name: str, shares: Sequence[float]) -> Iterator[str]:
         for words, ratio in zip(planners, ratios, strict=True):
             if ratio < float("inf"):
                 case = f"{name} in {format_bytes(allowed)}"
-                Study("joint").tell(case, " and ".join(words), "projected time", ratio, "of plain")
+                Study("joint").tell(case, " and ".join(words), "projected time", ratio, "of baseline")
         verdict = "no worse" if ratios[-1] <= min(ratios[:-1]) + 1e-9 else "WORSE"
         yield f"budget {format_bytes(allowed):>8} {told}: {verdict}"
 

@@ -117,7 +117,7 @@ def _offload(results: Sequence[Result]) -> Section:
         Bar(
             case,
             ways["offload"]["peak"].value,
-            ways["plain"]["peak"].value,
+            ways["baseline"]["peak"].value,
             f", {ways['offload']['time'].value:.2f} of its time",
             "#1f9d7a",
         )

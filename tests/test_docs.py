@@ -72,5 +72,46 @@ def test_files_that_pages_name_exist() -> None:
             assert (SOURCE / file).exists(), f"{page.name}: {file}"
 
 
+_ROAD = """
+import sys
+import torch
+from torch import nn
+import stowplan
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(64, 64), nn.GELU())))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+ran = set()
+sys.setprofile(lambda frame, event, _: ran.add(frame.f_code.co_filename) if event == "call" else None)
+images = torch.randn(256, 64)
+model = stowplan.fit(Network(), (images,), budget="900KB", allow=("recompute",), moves=50)
+model(images).backward()
+sys.setprofile(None)
+print(*ran, sep="\\n")
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_the_walk_is_the_road_of_an_untiled_fit(tmp_path: Path) -> None:
+    """Each module that the contributor's walk names runs, and none of tiles, offload or shards is named."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _ROAD], env=environment, capture_output=True, text=True, check=True
+    )
+    walk = _text("CONTRIBUTING.md").partition("## A walk through `fit`")[2].partition("\n## ")[0]
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", walk)
+    assert len(named) >= 10
+    assert not [name for name in named if str(SOURCE / name) not in done.stdout.splitlines()]
+    assert not [name for name in named if {"tiles", "offload", "tiers", "shards"} & set(name.split("/"))]
+
+
 def _text(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
