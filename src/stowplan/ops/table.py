@@ -10,6 +10,9 @@ from stowplan.ir import Attributes, Graph, Op, Shape, Tensor
 
 Answer = TypeVar("Answer")
 
+registered_types: set[str] = set()
+"""Op types whose rules `register_op_rule` added: plans that are kept on disk depend on them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -49,7 +52,7 @@ class Table(Generic[Answer]):
     """Rules by op type for one question, with a stated default (None: a missing rule raises)."""
 
     def __init__(self, question: str, default: Callable[[Site], Answer] | None = None) -> None:
-        self._question = question
+        self.question = question
         self._default = default
         self._rules: dict[str, Callable[[Site], Answer]] = {}
 
@@ -59,7 +62,7 @@ class Table(Generic[Answer]):
         def register(rule: Callable[[Site], Answer]) -> Callable[[Site], Answer]:
             for name in types:
                 if name in self._rules:
-                    raise ValueError(f"{self._question}: {name!r} has an entry already")
+                    raise ValueError(f"{self.question}: {name!r} has an entry already")
                 self._rules[name] = rule
             return rule
 
@@ -75,13 +78,13 @@ class Table(Generic[Answer]):
     def __call__(self, site: Site) -> Answer:
         rule = self._rules.get(site.op.type, self._default)
         if rule is None:
-            raise MissingRule(f"{self._question}: no rule for op type {site.op.type!r} ({site.op.id!r})")
+            raise MissingRule(f"{self.question}: no rule for op type {site.op.type!r} ({site.op.id!r})")
         try:
             return rule(site)
         except (LookupError, ValueError, TypeError, ArithmeticError) as fault:
             # Rules read the operands that a framework gives the type; a file may name the type alone.
             raise MalformedOp(
-                f"{self._question}: op {site.op.id!r} has not what a {site.op.type!r} has ({fault}), with"
+                f"{self.question}: op {site.op.id!r} has not what a {site.op.type!r} has ({fault}), with"
                 f" {len(site.inputs)} inputs, {len(site.outputs)} outputs and attributes"
                 f" {', '.join(site.attributes) or 'none'}; mend the file, or give the op another type"
             ) from fault

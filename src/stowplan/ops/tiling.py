@@ -6,7 +6,7 @@ an op that would look at the size of what it is given, or at where it lies, must
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from stowplan.geometry import Rect
 from stowplan.ops import aten
@@ -27,11 +27,17 @@ class Part:
 
 Refusal: TypeAlias = Callable[[Part], str]
 
+PartKernel: TypeAlias = Callable[[Any, dict[str, Any]], Any]
+"""Makes a part of an op's output: from the call, with `overhang(input)` and `made`, and arguments by name."""
+
+part_kernels: dict[str, PartKernel] = {}
+"""Kernels on a part that `register_op_rule` was given; an op without one is called on the parts as it is."""
+
 
 def no_form(site: Site) -> Refusal:
     """The stated default: an op of PyTorch without an entry is refused; one of a file follows its regions."""
     if "." not in site.op.type:
-        return _whole_dims_stay_whole(site)
+        return whole_dims_stay_whole(site)
     return lambda _: f"{site.op.type} has no form for a part of its output"
 
 
@@ -70,7 +76,7 @@ def _is_cut(site: Site, part: Part, dim: int) -> bool:
     return (part.made.lo[dim], part.made.hi[dim]) != (0, shape[dim])
 
 
-def _whole_dims_stay_whole(site: Site) -> Refusal:
+def whole_dims_stay_whole(site: Site) -> Refusal:
     """A dim that the op runs over may not be cut."""
     relations = regions_of(site).outputs
 
@@ -101,7 +107,7 @@ AS_IS = frozenset(
 )
 """Ops that make a part from parts when simply called on them."""
 
-refusal_rules.entry(*sorted(AS_IS))(_whole_dims_stay_whole)
+refusal_rules.entry(*sorted(AS_IS))(whole_dims_stay_whole)
 
 
 @refusal_rules.entry("aten.slice.Tensor", "aten.select.int", "aten.expand.default")

@@ -14,6 +14,7 @@ from stowplan import __version__
 from stowplan.errors import IllegalPlan, StowplanError
 from stowplan.ir import Graph
 from stowplan.ir.text import format_graph
+from stowplan.ops.table import registered_types
 from stowplan.plan.files import plan_file
 from stowplan.plan.files.sameness import first_difference
 from stowplan.plan.judge.verify import verify
@@ -103,7 +104,16 @@ def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
 def _key_of(graph: Graph, allowed_bytes: int, settings: Iterable[object]) -> str:
     """What a plan depends on, as a name for a file."""
     device = device_of(graph)
-    parts = (format_graph(graph), platform_of(device), allowed_bytes, *settings, __version__, _code_digest())
+    rules = sorted(registered_types & {op.type for op in graph.ops})
+    parts = (
+        format_graph(graph),
+        platform_of(device),
+        allowed_bytes,
+        *settings,
+        rules,
+        __version__,
+        _code_digest(),
+    )
     return sha256("\0".join(map(repr, parts)).encode()).hexdigest()[:32]
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stowplan.ops.tiling import CAUSAL_IN_TILES, PADS, RESHAPES, RESIZES
+from stowplan.ops.tiling import CAUSAL_IN_TILES, PADS, RESHAPES, RESIZES, part_kernels
 from stowplan.run.tiles.attending import attended
 from stowplan.run.tiles.deferred import deferred
 from stowplan.run.tiles.folding import factors_of, written_over
@@ -36,7 +36,8 @@ def run_local(call: LocalCall, values: Mapping[str, Tensor]) -> Tensor:
         made = _normalise(call.given(values), [source.of(values) for source in call.statistics])
     else:
         factors = factors_of(call, call.norm, values) if call.norm else {}
-        made = _FORMS.get(kind, _as_is)(call, {**call.given(values), **factors})
+        kernel = _FORMS.get(kind) or part_kernels.get(kind, _as_is)
+        made = kernel(call, {**call.given(values), **factors})
     if tuple(made.shape) != call.shape:
         raise RuntimeError(f"{kind} made {tuple(made.shape)} of {call.name}, not {call.shape}")
     return made
