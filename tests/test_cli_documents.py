@@ -74,4 +74,4 @@ def test_an_op_without_its_operands_is_refused_by_name(
     )
     for words in (["inspect", str(path)], ["plan", str(path), "--budget", "1GiB"]):
         assert main(words) == 2
-        assert "op 'lacking' has not what a 'conv2d' has" in capsys.readouterr().err
+        assert "op 'lacking' lacks what a 'conv2d' has" in capsys.readouterr().err

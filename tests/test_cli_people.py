@@ -31,7 +31,7 @@ def planner() -> Planner:
 
 @pytest.fixture(scope="module")
 def tight(planner: Planner) -> Plan:
-    """Something is kept, and something made again."""
+    """Some tensors are kept, some recomputed."""
     return planner.plan(planner.minimum_bytes)
 
 
@@ -53,7 +53,7 @@ def test_the_frontier_has_a_row_from_the_smallest_budget_to_the_plain_step() -> 
     show_frontier(planner.offers(), planner.step.seconds, console)
     assert isinstance(console.file, StringIO)
     heading, *rows = console.file.getvalue().split("\n")
-    assert heading == "budget and time against the plain step"
+    assert heading == "budget and time against the baseline"
     assert rows[0].split()[:2] == format_bytes(planner.minimum_bytes).split()
     assert "1.0000" in rows[len(planner.offers()[:16]) - 1]
 
@@ -64,14 +64,14 @@ def test_a_tensor_is_explained_in_words(
     saved = _saved(tight, tmp_path)
     decided = {type(decision): name for name, decision in tight.decisions.items()}
     assert decided.keys() == {Keep, Recompute}
-    for kind, word in ((Keep, "decided kept"), (Recompute, "made again")):
+    for kind, word in ((Keep, "decided kept"), (Recompute, "recomputed")):
         said = _said(capsys, "explain", saved, decided[kind])
         told = json.loads(_said(capsys, "explain", saved, decided[kind], "--json"))
         assert word in said
         assert f"made by {told['maker']}" in said
         assert told["otherwise"] in said
     weight = next(tensor.id for tensor in tight.graph.tensors.values() if tensor.kind is Kind.PARAMETER)
-    assert "nothing: not a choice of the planner" in _said(capsys, "explain", saved, weight)
+    assert "nothing: the planner has no choice" in _said(capsys, "explain", saved, weight)
 
 
 def test_a_tensor_that_is_moved_is_followed_out_and_back(
@@ -80,5 +80,5 @@ def test_a_tensor_that_is_moved_is_followed_out_and_back(
     plan = moved(planner.plan(planner.plain_peak_bytes))
     name = next(name for name, decision in plan.decisions.items() if isinstance(decision, Offload))
     said = _said(capsys, "explain", _saved(plan, tmp_path), name)
-    assert "moved to host and back" in said
+    assert "offloaded to host" in said
     assert said.index("stored begun in step") < said.index("loaded begun in step") < said.index("waited for")

@@ -39,7 +39,7 @@ def test_a_terminal_is_told_the_best_plan_its_gap_and_the_time_left() -> None:
         tell(lambda: search(0.5))
         sleep(0.4)
     lines = screen.shown()
-    pattern = r"planning: searching 50%, about \d+ s left, best 1\.400 x plain, gap 33\.3%"
+    pattern = r"planning: searching 50%, about \d+ s left, best 1\.400 x baseline, gap 33\.3%"
     assert [line for line in lines if re.fullmatch(pattern, line)]
     assert lines[-1] == ""
 
@@ -59,7 +59,7 @@ def test_ops_that_are_tried_are_counted() -> None:
     with a_word_after_two_seconds("checking", stream=screen.stream, silent=0.0) as waiting:
         waiting.tried(30, 120)
         sleep(0.4)
-    assert any(line.startswith("checking: trying ops 30 of 120, about ") for line in screen.shown())
+    assert any(line.startswith("checking: probing ops 30 of 120, about ") for line in screen.shown())
 
 
 @timed

@@ -1,6 +1,6 @@
 """One tree of errors. Each message says what is wrong, where, how large, and what to try."""
 
-_MOST_TOLD = 5  # stretches of a step that a refusal tells of
+_MOST_LISTED = 5  # parts of a step that a refusal lists
 
 
 class StowplanError(Exception):
@@ -36,7 +36,7 @@ class BadInput(StowplanError):
         super().__init__(": ".join(part for part in (file, where, what) if part))
 
     def in_file(self, file: str) -> "BadInput":
-        """The same fault, told with the file it was found in."""
+        """The same fault with the name of its file."""
         return type(self)(self.what, file=file, where=self.where)
 
 
@@ -53,7 +53,7 @@ class MalformedOp(MissingRule):
 
 
 class CaptureError(StowplanError):
-    """A training step cannot be captured: what happened, where in the user's code, and what to try."""
+    """A training step cannot be captured: the cause, the line of the user's code, and what to try."""
 
     def __init__(self, what: str, *, where: str = "", advice: str = "") -> None:
         self.what, self.where, self.advice = what, where, advice
@@ -94,7 +94,7 @@ class BudgetTooSmall(StowplanError):
         super().__init__(what + _tiles_tried(untiled))
 
     def with_untiled(self, untiled: tuple[str, ...]) -> "BudgetTooSmall":
-        """The same refusal, with why tiles did not help."""
+        """The same refusal, with the reasons why tiles did not help."""
         return BudgetTooSmall(
             self.what,
             allowed_bytes=self.allowed_bytes,
@@ -104,12 +104,12 @@ class BudgetTooSmall(StowplanError):
         )
 
     def beside(self, nbytes: int, what: str) -> "BudgetTooSmall":
-        """The refusal of a budget that has to leave so many bytes for something else."""
+        """The refusal of a budget that also has to hold `nbytes` for something else."""
         if not nbytes:
             return self
         minimum = self.minimum_bytes + nbytes
         return BudgetTooSmall(
-            f"{self.what}; with {nbytes:,} bytes beside it for {what}, {minimum:,} bytes in all",
+            f"{self.what}; with {nbytes:,} bytes for {what}, {minimum:,} bytes in total",
             allowed_bytes=self.allowed_bytes + nbytes,
             minimum_bytes=minimum,
             binding=self.binding,
@@ -118,11 +118,11 @@ class BudgetTooSmall(StowplanError):
 
 
 def _tiles_tried(untiled: tuple[str, ...]) -> str:
-    """A few lines on what became of tiles."""
+    """A few lines on why tiles did not help."""
     if not untiled:
         return ""
-    rest = len(untiled) - _MOST_TOLD
-    lines = (*untiled[:_MOST_TOLD], *((f"and {rest} more",) if rest > 0 else ()))
+    rest = len(untiled) - _MOST_LISTED
+    lines = (*untiled[:_MOST_LISTED], *((f"and {rest} more",) if rest > 0 else ()))
     return "\nTiles were tried:" + "".join(f"\n  {line}" for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""Bytes and seconds: reading "6GiB", writing figures people can compare, and names without escapes."""
+"""Bytes and seconds: parse "6GiB", format figures, and make names printable."""
 
 import re
 from fractions import Fraction
@@ -33,7 +33,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def printable(text: str) -> str:
-    """`text` as it may go to a terminal: what would steer it is a dot, line ends stay."""
+    """`text` for a terminal: control characters become dots, line ends stay."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\n" else "." for char in text)
@@ -67,7 +67,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_share(share: float) -> str:
-    """A part of a whole in per cent; what is not nothing does not look like it."""
+    """A share in per cent; a small share is not shown as zero."""
     return f"{share:.2%}" if share >= 0.0001 or not share else "less than 0.01%"
 
 

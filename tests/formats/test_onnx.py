@@ -152,7 +152,7 @@ def test_a_derived_step_can_be_planned(tmp_path: Path) -> None:
 
 
 def test_a_step_is_not_derived_twice() -> None:
-    with pytest.raises(BadUse, match="backward half already"):
+    with pytest.raises(BadUse, match="already has a backward half"):
         api.inspect(SAMPLES / "chainer.txt", training=True)
 
 

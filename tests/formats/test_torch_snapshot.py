@@ -126,7 +126,7 @@ def test_busiest_device_is_shown_and_others_told() -> None:
     document = read(pickle.dumps({"segments": [], "device_traces": [[one], [two, three]]}))
     assert {op.device for op in document.graph.ops} == {"cuda:1"}
     assert any(note.where == "device_traces[0]" for note in document.notes)
-    assert any("taken twice" in note.what for note in document.notes)
+    assert any("allocated twice" in note.what for note in document.notes)
 
 
 def test_a_small_file_cannot_stand_for_a_large_one() -> None:

@@ -61,8 +61,8 @@ def test_everything_decided_has_a_reason_that_names_its_price(planner: Planner) 
     reasons = reasons_of(plan, timeline)
     assert reasons.keys() == decisions_of(plan, timeline).keys() >= plan.decisions.keys()
     for name, decision in plan.decisions.items():
-        assert ("made again" in reasons[name]) == isinstance(decision, Recompute)
-        assert "% of the plain step" in reasons[name]
+        assert ("recomputed" in reasons[name]) == isinstance(decision, Recompute)
+        assert "% of the baseline" in reasons[name]
 
 
 def test_a_tensor_made_again_because_it_must_says_how_far_over_the_budget_it_would_be(

@@ -86,6 +86,6 @@ def test_every_document_has_a_report(name: str, dump: Callable[[str], Path]) -> 
 
 def test_packing_can_be_left_out_and_asked_for() -> None:
     document = Document("stow", training_step(80))
-    assert "not tried with so many tensors; --pack" in shown(inspection_of(document, packed=False))
+    assert "too many tensors; --pack" in shown(inspection_of(document, packed=False))
     assert "in one arena, 0.00% over" in shown(inspection_of(document, packed=True))
     assert inspection_json(inspection_of(document, packed=False))["packing"] is None

@@ -111,7 +111,7 @@ def test_a_tensor_says_who_makes_keeps_remakes_and_reads_it(dump: Dump) -> None:
             "model.staysOf[row].length > 1); stow.shownState.select({tensor}) })()"
         )
         card = page.run("document.querySelector('.card').innerText")
-        for word in ("decided", "recompute", "made by", "made again", "read by", "in memory", "plain step"):
+        for word in ("decided", "recompute", "made by", "recomputed", "read by", "in memory", "baseline"):
             assert word in card
         page.run("document.querySelector('.card .link').click()")
         assert "runs at" in page.run("document.querySelector('.card').innerText")
@@ -231,7 +231,7 @@ def test_what_is_offloaded_is_seen_to_leave_and_come_back(dump: Dump) -> None:
         card = page.run("document.querySelector('.card').innerText")
         for word in ("decided", "offload", "host", "stored", "loaded"):
             assert word in card
-        assert "made again" not in card
+        assert "recomputed" not in card
         step = page.run("stow.shownState.model.raw.away.last[0]")
         page.run(f"stow.shownState.pin({step})")
         assert "being loaded back" in page.run("document.querySelector('.alive').innerText")

@@ -163,7 +163,7 @@ def test_a_record_is_shown_with_what_it_measured(record_path: Path, tmp_path: Pa
         ("measured time", "2.00 s"),
         ("gradients", "the same"),
     ]
-    assert {beside["name"] for beside in subject[0]["curve"]["beside"]} == {"plain", "measured"}
+    assert {beside["name"] for beside in subject[0]["curve"]["beside"]} == {"baseline", "measured"}
 
 
 def test_notebooks_show_plans_in_a_frame_of_their_own(plan: Plan) -> None:

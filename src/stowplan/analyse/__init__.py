@@ -1,4 +1,4 @@
-"""What follows from a graph: aliases, lifetimes, the memory curve, bounds, costs, packing."""
+"""Facts that follow from a graph: storages, lifetimes, the memory curve, bounds, costs, packing."""
 
 from stowplan.analyse.costs import Costs, costs_of
 from stowplan.analyse.facts import Facts, Peak, facts_of

@@ -1,4 +1,4 @@
-"""Facts: where the memory of a step goes, when it peaks, and how small it could get without tiles."""
+"""Facts: the memory of a step by kind, its peak, and the lower bound without tiles."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What analysis derives from a graph. Bytes of constants are counted apart from curve and peak."""
+    """The facts that follow from a graph. Curve and peak exclude the bytes of constants."""
 
     liveness: Liveness
     curve_bytes: NDArray[np.int64]
@@ -74,7 +74,7 @@ def _peak_of(graph: Graph, liveness: Liveness, curve: NDArray[np.int64]) -> Peak
 
 
 def untiled_bound(graph: Graph, liveness: Liveness) -> int:
-    """What is always there plus the operands and results of one op: without tiles, nothing needs less."""
+    """Resident bytes plus the operands and results of one op: without tiles, no schedule needs less."""
     storages = liveness.storages
     made = {name for op in graph.ops for name in op.writes()}
     standing = {

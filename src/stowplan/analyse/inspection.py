@@ -1,7 +1,7 @@
 """Inspection: all facts about one document that need no run.
 
-Besides the facts of the graph these are the packing, the times and addresses of a recorded run, the cost of
-tiles, and the peak of the step without layout changes.
+They are the facts of the graph, its packing, the times and addresses of a recorded run, the cost of tiles,
+and the peak without layout changes.
 """
 
 from bisect import bisect_left
@@ -20,10 +20,10 @@ from stowplan.ops.aliasing import aliasing_of
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The places of a run's tensors, constants left out.
+    """The places of a run's tensors, without constants.
 
     `overlaps` are pairs of tensors that shared bytes while both lived, though neither is a view of the other;
-    `views` are those that did so because one is.
+    `views` are pairs where one is.
     """
 
     tensors: int
@@ -45,7 +45,7 @@ class _Place:
 
 
 def addresses_of(graph: Graph, allocation: Allocation, liveness: Liveness) -> Addresses:
-    """What the addresses of a run say, under the lifetimes of its graph."""
+    """The addresses of a run, under the lifetimes of its graph."""
     places = _places(graph, allocation, liveness)
     shared = _shared(places)
     number_of = liveness.storages.number_of
@@ -79,7 +79,7 @@ def _touched_bytes(places: list[_Place]) -> int:
 
 
 def _shared(places: list[_Place]) -> list[tuple[str, str]]:
-    """Pairs that hold a byte at the same time; where several crowd on one spot, at least the neighbours."""
+    """Pairs that hold a byte at the same time; where several share one byte, at least the neighbours."""
     live: list[_Place] = []  # by address
     leaving: list[tuple[int, _Place]] = []
     pairs = []
@@ -97,7 +97,7 @@ def _shared(places: list[_Place]) -> list[tuple[str, str]]:
 
 
 def blocks_of(graph: Graph, liveness: Liveness) -> tuple[Block, ...]:
-    """A block per storage that exists, constants left out, and one for what an op needs aside as it runs."""
+    """A block per storage that exists, without constants, and one per op's temporary memory."""
     storages = zip(
         liveness.storages.owners,
         liveness.storages.nbytes.tolist(),
@@ -117,9 +117,9 @@ def blocks_of(graph: Graph, liveness: Liveness) -> tuple[Block, ...]:
 
 
 def without_layout(graph: Graph) -> Graph:
-    """`graph` without its LAYOUT ops. Readers of such an op's output read what the op turned.
+    """`graph` without its LAYOUT ops: readers of such an op's output read the op's input.
 
-    One stays where its output has a life of its own: another op adds into it.
+    A LAYOUT op stays if another op adds into its output.
     """
     added_into = {use.tensor for op in graph.ops for use in op.outputs if use.role is Role.ACCUMULATE}
     bypassed = [op for op in graph.ops if _is_turn(op) and op.outputs[0].tensor not in added_into]
@@ -147,7 +147,7 @@ def _relinked(tensor: Tensor, source: dict[str, str]) -> Tensor:
 
 
 def _is_turn(op: Op) -> bool:
-    """Whether an op does nothing but turn its first input; further inputs say how."""
+    """Whether an op only transposes its first input; further inputs give the permutation."""
     return op.phase is Phase.LAYOUT and len(op.inputs) > 0 and len(op.outputs) == 1
 
 
@@ -157,7 +157,7 @@ def _rerouted(op: Op, source: dict[str, str]) -> Op:
 
 @dataclass(frozen=True, slots=True)
 class ClockTimes:
-    """The times on one clock: from the first start to the last end, and what kernels took, longest first."""
+    """The times on one clock: from the first start to the last end, and kernel seconds, longest first."""
 
     span_seconds: float
     seconds_by_type: Mapping[str, float]
@@ -165,7 +165,7 @@ class ClockTimes:
 
 
 def times_of(graph: Graph, profile: Profile) -> dict[str, ClockTimes]:
-    """The times of each clock. Clocks need not be aligned, so nothing is said across them."""
+    """The times of each clock. Clocks need not be aligned, so they are not compared."""
     types = {op.id: op.type for op in graph.ops}
     return {clock: _clock_times(intervals, types) for clock, intervals in profile.clocks.items() if intervals}
 
@@ -189,10 +189,10 @@ PACKED_UNASKED = 50_000  # storages
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A document, the facts of its graph, and what its other facets add to them.
+    """A document, the facts of its graph, and the facts of its other facets.
 
-    `in_place_peak_bytes` is the peak if ops overwrite an input that dies, where they can. What the document
-    has no facet for (or, for the peak without them, no layout ops) is None.
+    `in_place_peak_bytes` is the peak if ops overwrite inputs that die, where they can. A field is None if the
+    document lacks the facet (or, for the peak without layout, if there are no layout ops).
     """
 
     document: Document
@@ -209,7 +209,7 @@ class Inspection:
 def inspection_of(document: Document, *, packed: bool | None = None) -> Inspection:
     """Analyse a document whose graph is legal and has all its bytes.
 
-    Unless `packed` says so, tensors are packed into an arena only if that is done within seconds.
+    Unless `packed` is given, tensors are packed into an arena only if that takes seconds at most.
     """
     graph = document.graph
     facts = facts_of(graph)

@@ -15,7 +15,7 @@ from stowplan.ops.table import site_of
 class Liveness:
     """First and last op position (inclusive) at which each storage exists; start > end: never.
 
-    `temporary_bytes` is what each op needs besides: a second contribution to a gradient is made aside
+    `temporary_bytes` is extra memory of each op: a second contribution to a gradient is computed separately
     before it is added.
     """
 
@@ -53,9 +53,9 @@ def liveness_of(graph: Graph, *, in_place: bool = False) -> Liveness:
     return _overwriting(graph, liveness) if in_place else liveness
 
 
-def _overwriting(graph: Graph, plain: Liveness) -> Liveness:
-    """Let outputs move into the storage of an input that dies at their op, where the op allows it."""
-    storages, start, end = plain.storages, plain.start.copy(), plain.end.copy()
+def _overwriting(graph: Graph, separate: Liveness) -> Liveness:
+    """Let outputs reuse the storage of an input that dies at their op, where the op allows it."""
+    storages, start, end = separate.storages, separate.start.copy(), separate.end.copy()
     moved = list(range(len(storages.owners)))  # storage number -> the storage it lives in
 
     for position, op in enumerate(graph.ops):
@@ -70,4 +70,4 @@ def _overwriting(graph: Graph, plain: Liveness) -> Liveness:
                     end[victim] = end[target]
                     start[target], end[target] = len(graph.ops), -1
                     break
-    return Liveness(storages, start, end, plain.temporary_bytes)
+    return Liveness(storages, start, end, separate.temporary_bytes)

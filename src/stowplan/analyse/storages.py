@@ -1,4 +1,4 @@
-"""Storages: the blocks of memory behind tensors. Tensors that alias each other share one."""
+"""Storages: the memory of tensors. Tensors that alias each other share one storage."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ class TileCosts:
 
 
 def tile_costs_of(graph: Graph, schedule: TileSchedule) -> TileCosts:
-    """Sum over all tiles what each step makes; a step takes its op's work by its share of the op's output."""
+    """Sum the work of all tiles; a step takes its op's work by its share of the op's output."""
     steps = [step for tile in schedule.forward.values() for step in tile]
     ops = _ops_of(graph, steps)
     last = {tile[0].op for tile in schedule.forward.values() if tile}  # steps go from the last op back
@@ -56,9 +56,9 @@ def _cells(graph: Graph, op: Op, tiled_dims: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a tile wants of one tensor, and what of that is `inside` it: the rest is padding.
+    """The region a tile reads of one tensor, and the part `inside` the tensor: the rest is padding.
 
-    `owned` is the tile's own cell of the tensor, None if it is not cut as the tiles are.
+    `owned` is the tile's own cell of the tensor, None if the tensor is not cut as the tiles are.
     """
 
     shape: Shape
@@ -74,7 +74,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One op of one tile: what it makes, of what. `macs` is known of the forward half only."""
+    """One op of one tile: the region it makes and its reads. `macs` is known for the forward half only."""
 
     op: str
     made_shape: Shape

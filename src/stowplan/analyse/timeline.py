@@ -19,22 +19,22 @@ from stowplan.ir import Allocation, Graph, Kind, Role
 
 
 class Doing(StrEnum):
-    """Why an op runs."""
+    """The reason why an op runs."""
 
     COMPUTE = "compute"  # for the first time
-    AGAIN = "again"  # because something it made was let go of
+    AGAIN = "again"  # recomputed, because its result was freed
     STORE = "store"  # to write a tensor to a tier
     LOAD = "load"  # to read it back
 
     @property
     def is_transfer(self) -> bool:
-        """Whether it goes on beside the ops."""
+        """Whether it overlaps with the ops."""
         return self in (Doing.STORE, Doing.LOAD)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One execution of an op. `aside_bytes` is what it takes besides tensors while it runs."""
+    """One execution of an op. `aside_bytes` is its workspace while it runs."""
 
     op: str
     doing: Doing = Doing.COMPUTE
@@ -43,11 +43,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """One copy of a tensor in memory from run `first` to run `last`, both included.
+    """One copy of a tensor in memory from run `first` to run `last`, inclusive.
 
-    `made` is False for what was there before the step. `uses` are the runs that read it or add into it, also
-    through views. `copy` counts how often the tensor had been made before. Stays that follow one another in
-    the same `place` share its bytes: the later was written over the earlier, which its maker still reads.
+    `made` is False for tensors that existed before the step. `uses` are the runs that read it or add into it,
+    also through views. `copy` counts how often the tensor was made before. Consecutive stays in the same
+    `place` share its bytes: the later one overwrote the earlier, which its maker still reads.
     """
 
     tensor: str
@@ -64,8 +64,8 @@ class Stay:
 class Timeline:
     """The runs of a step in order, and every stay of every tensor that owns memory.
 
-    `away` are the stays in a tier outside of the device's memory, from store to last load. They count in no
-    curve but their own. Transfers are ops of the graph.
+    `away` are the stays in a tier outside the device's memory, from store to last load; only `away_bytes`
+    counts them. Transfers are ops of the graph.
     """
 
     graph: Graph
@@ -107,7 +107,7 @@ class Timeline:
 def timeline_of(graph: Graph, workspace_bytes: Mapping[str, int] = MappingProxyType({})) -> Timeline:
     """The graph run in its own order: every op once, nothing overwritten.
 
-    `workspace_bytes` is what kernels take while they run, by op, beyond the tensors of the graph.
+    `workspace_bytes` is the extra memory of kernels by op, beyond the tensors of the graph.
     """
     liveness = liveness_of(graph)
     aside = zip(graph.ops, liveness.temporary_bytes.tolist(), strict=True)
@@ -144,11 +144,11 @@ def _uses_by_storage(graph: Graph, liveness: Liveness) -> tuple[list[tuple[int, 
     return [tuple(positions) for positions in uses], made
 
 
-_SHARED = 0.5  # of the ops: fewer in common, and the two are not the same step
+_SHARED = 0.5  # share of common ops below which the two are different steps
 
 
 def curve_onto(axis: Timeline, other: Timeline) -> NDArray[np.int64]:
-    """The curve of `other`, one value for each run of `axis`: the most alive since the run before."""
+    """The curve of `other` on the runs of `axis`: for each run the most bytes alive since the run before."""
     position = {run.op: at for at, run in enumerate(other.runs) if run.doing is Doing.COMPUTE}
     shared = sum(run.op in position for run in axis.runs)
     if shared < _SHARED * max(len(axis.runs), len(position)):
@@ -181,7 +181,7 @@ def timed_onto(
 
 
 def _highest_between(stops: Sequence[int], curve: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each stop the highest value behind the stop before, up to and including its own."""
+    """For each stop the highest value after the previous stop, up to and including its own."""
     if not len(curve):
         return np.zeros(len(stops), dtype=np.int64)
     begins = [0, *(min(before + 1, stop) for before, stop in pairwise(stops))]
@@ -191,7 +191,7 @@ def _highest_between(stops: Sequence[int], curve: NDArray[np.int64]) -> NDArray[
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """Offsets by stay (None where no place is known) and, for what ops take aside, by run."""
+    """Offsets by stay (None where no place is known) and, for workspace, by run."""
 
     offsets: tuple[int | None, ...]
     aside_offsets: Mapping[int, int]
@@ -223,7 +223,7 @@ def _blocks_of(timeline: Timeline) -> list[Block]:
 
 
 def recorded_arena(timeline: Timeline, allocation: Allocation) -> Arena:
-    """The addresses of a run. Gaps that no tensor touches are closed, for address spaces are mostly gaps."""
+    """The addresses of a run, with gaps that no tensor touches closed: address spaces are mostly gaps."""
     known = [allocation.places.get(stay.tensor) for stay in timeline.stays]
     shown = sorted(place for place in known if place is not None)
     offset_of: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""A forward graph completed to a training step: each op's adjoint in turn, from the last op to the first.
+"""A forward graph completed to a training step: each op's adjoint, from the last op to the first.
 
-What an adjoint keeps and gives is asked of `ops.adjoints`. Only what a parameter has a part in is
-differentiated; an op without a rule on the way to one is refused.
+`ops.adjoints` says what an adjoint saves and which gradients it makes. Only tensors that depend on a
+parameter are differentiated; an op without a rule among them is refused.
 """
 
 from collections import Counter
@@ -18,9 +18,9 @@ _FLOATS = (DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
 
 
 def training_step_of(graph: Graph) -> Graph:
-    """`graph` with its backward half; what leaves the graph is taken to be differentiated by what follows."""
+    """`graph` with its backward half; gradients come in for its results."""
     if any(op.phase is not Phase.FORWARD for op in graph.ops):
-        raise BadUse("the file has a backward half already: leave --training away")
+        raise BadUse("the file already has a backward half: omit --training")
     return _Derivation(graph).run()
 
 
@@ -37,7 +37,7 @@ class _Derivation:
         """Both halves; gradients of parameters are held."""
         backward = list(self._backward())
         if not backward:
-            raise BadUse("nothing to train: no parameter has a part in what the graph makes")
+            raise BadUse("nothing to train: no result depends on a parameter")
         forward = [self._with_mask(op) for op in self._graph.ops]
         found = {_gradient(name) for name, t in self._graph.tensors.items() if t.kind is Kind.PARAMETER}
         held = self._graph.held | (found & self._tensors.keys())
@@ -52,7 +52,7 @@ class _Derivation:
                 yield self._adjoint(op)
 
     def _results(self) -> list[str]:
-        """What leaves the graph: held, and made by an op."""
+        """The results of the graph: held, and made by an op."""
         return [name for op in self._graph.ops for name in op.writes() if name in self._graph.held]
 
     def _seed(self, results: list[str]) -> Op:
@@ -115,7 +115,7 @@ class _Derivation:
         return Use(gradient)
 
     def _share_views(self, site: Site, incoming: list[str]) -> None:
-        """The gradient of what has but one view, and no other reader, is the view's gradient."""
+        """If a tensor has a single view and no other reader, its gradient is the view's gradient."""
         for output, source in aliasing_of(site).view_of.items():
             gradient, into = _gradient(site.outputs[output].id), _gradient(site.inputs[source].id)
             alone = (
@@ -130,7 +130,7 @@ def _gradient(name: str) -> str:
 
 
 def _trained(graph: Graph) -> set[str]:
-    """The tensors that a parameter has a part in."""
+    """The tensors that depend on a parameter."""
     trained = {name for name, tensor in graph.tensors.items() if tensor.kind is Kind.PARAMETER}
     for op in graph.ops:
         if trained.intersection(op.reads()):

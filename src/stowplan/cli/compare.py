@@ -1,4 +1,4 @@
-"""`stowplan compare A B`: two plans, runs or plain steps: what changed, and what it bought."""
+"""`stowplan compare A B`: what changed between two plans, runs or documents."""
 
 import json
 from argparse import ArgumentParser, Namespace

@@ -78,7 +78,7 @@ def _devices() -> dict[str, object]:
 
 
 def _disk() -> dict[str, object] | str:
-    """What moving to disk has to go by, or why it cannot be done."""
+    """The measured speed of offloading to disk, or the reason why it is impossible."""
     from stowplan.run.measure.diagnosis import disk_here
 
     try:

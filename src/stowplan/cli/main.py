@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report_internal_error(error: Exception, words: Sequence[str]) -> None:
-    """What went wrong and where, and the command that repeats it: all that a report needs but the files."""
+    """The error, its place, and the command that repeats it: all a report needs except the files."""
     import shlex
     from platform import python_version
     from traceback import extract_tb, format_exception
@@ -70,10 +70,10 @@ def _report_internal_error(error: Exception, words: Sequence[str]) -> None:
     if os.environ.get(TRACEBACK):
         _complain("".join(format_exception(error)))
     frame = extract_tb(error.__traceback__)[-1]
-    told = f"{type(error).__name__}: {error}"
-    told = told if len(told) <= _SHOWN else f"{told[:_SHOWN]}..."
+    message = f"{type(error).__name__}: {error}"
+    message = message if len(message) <= _SHOWN else f"{message[:_SHOWN]}..."
     message = (
-        f"stowplan: internal error at {frame.filename}:{frame.lineno}: {told}\n"
+        f"stowplan: internal error at {frame.filename}:{frame.lineno}: {message}\n"
         "This is a fault of stowplan, not of your input. Please report it with the files that are read and\n"
         f"  {shlex.join(['stowplan', *words])}\n"
         f"stowplan {__version__}, Python {python_version()}; {TRACEBACK}=1 before it shows the traceback."
@@ -82,21 +82,21 @@ def _report_internal_error(error: Exception, words: Sequence[str]) -> None:
 
 
 def _complain(message: str) -> None:
-    """To standard error. A message may quote a file: nothing in it shall steer the terminal."""
+    """Print to standard error, without control characters: a message may quote a file."""
     from stowplan.units import printable
 
     print(printable(message), file=sys.stderr)
 
 
 def _print_refusal(refusal: BudgetTooSmall) -> None:
-    """For a machine a budget that is too small is an answer like any other."""
+    """With --json, a budget that is too small is an answer like any other."""
     from stowplan.report.plan_json import refusal_json
 
     print(json.dumps(refusal_json(refusal), indent=2))
 
 
 def _print_any_character() -> None:
-    """Names come from files and may hold what the terminal's encoding lacks: print ? for it."""
+    """Names from files may have characters that the terminal's encoding lacks: print ? for them."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")

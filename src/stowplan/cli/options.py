@@ -8,7 +8,7 @@ from stowplan.errors import BadUse
 
 
 def add_choices(parser: ArgumentParser) -> None:
-    """What may cost time, and what counts for more."""
+    """Add the options for techniques and preference."""
     known, further = (",".join(words) for words in (api.TECHNIQUES, api.ON_REQUEST))
     parser.add_argument(
         "--allow",
@@ -31,13 +31,13 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def refuse_unwritable(path: str | None) -> None:
-    """BadUse if there is no such folder."""
+    """BadUse if the folder does not exist."""
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise BadUse(f"{path} cannot be written: there is no folder {Path(path).absolute().parent}")
 
 
 def write_output(path: str, text: str) -> None:
-    """Write a file that was asked for."""
+    """Write an output file."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as fault:

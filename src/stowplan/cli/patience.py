@@ -1,7 +1,7 @@
-"""A sign of life for whoever waits at a terminal: what is being done, how far it is, how long it may take.
+"""Progress on a terminal: the current work, how far it is, and the time it may take.
 
-Nothing is said in the first two seconds, nor into pipes and files. One line of standard error is written over
-and over and wiped in the end; it has no colours.
+Nothing is printed in the first two seconds, nor into pipes and files. One line of standard error is
+overwritten and finally cleared; it has no colours.
 """
 
 import sys
@@ -17,11 +17,11 @@ from stowplan.units import format_bytes, printable
 
 _SILENT = 2.0  # seconds
 _EVERY = 0.25  # seconds from one look to the next
-_EARLY = 0.02  # of the work: too little to tell from how long the rest takes
+_EARLY = 0.02  # share of the work below which the rest is not estimated
 
 
 class Waiting:
-    """What is being done, and how far it is. Told by whoever works, shown by a thread of its own."""
+    """The current work and its progress. The worker reports it, a thread shows it."""
 
     def __init__(self, doing: str, allowed_bytes: int | None = None) -> None:
         self._doing = printable(doing).replace("\n", " ")
@@ -30,17 +30,17 @@ class Waiting:
         self._stage, self._share, self._far, self._found = "", 0.0, "", ""
 
     def tried(self, done: int, of: int) -> None:
-        """So many ops of so many have been tried."""
-        self._enter("trying ops", done / max(1, of))
+        """`done` of `of` ops have been probed."""
+        self._enter("probing ops", done / max(1, of))
         self._far, self._found = f" {done:,} of {of:,}", ""
 
     def searched(self, searching: Searching) -> None:
-        """A search has come further; one of several, it may be."""
+        """A search has made progress; there may be several."""
         self._enter("searching", searching.share)
         self._far, self._found = f" {searching.share:.0%}", self._best(searching)
 
     def line(self, width: int) -> str:
-        """All that is known; what is being done is cut short for the sake of the rest."""
+        """The whole line; the description of the work is shortened first."""
         now = monotonic()
         spent = now - self._stage_begun
         early = self._share <= _EARLY
@@ -59,11 +59,11 @@ class Waiting:
             return f"down to {format_bytes(int(min(peak for peak, _ in searching.points)))}"
         ratio = searching.ratio_within(self._allowed_bytes)
         gap = searching.gap_within(self._allowed_bytes)
-        return "nothing fits yet" if ratio is None else f"best {ratio:.3f} x plain, gap {gap:.1%}"
+        return "nothing fits yet" if ratio is None else f"best {ratio:.3f} x baseline, gap {gap:.1%}"
 
 
 def _shortened(text: str, width: int) -> str:
-    """Both ends of a text that has no room in between."""
+    """Both ends of a text that is too long."""
     head = max(0, (width - 3) // 2)
     return text if len(text) <= width else f"{text[:head]}...{text[len(text) - head :]}"
 
@@ -76,9 +76,9 @@ def _told(seconds: float) -> str:
 def a_word_after_two_seconds(
     doing: str, *, allowed_bytes: int | None = None, stream: TextIO | None = None, silent: float = _SILENT
 ) -> Iterator[Waiting]:
-    """Say on a terminal what takes so long; what is handed out is told how far it is.
+    """Show on a terminal what takes long; the worker reports progress to the yielded object.
 
-    `allowed_bytes` is the budget whose best plan so far is shown while searching.
+    `allowed_bytes` is the budget whose best plan so far is shown during the search.
     """
     waiting, screen = Waiting(doing, allowed_bytes), stream or sys.stderr
     done = Event()
@@ -95,7 +95,7 @@ def a_word_after_two_seconds(
 
 
 def _tell(waiting: Waiting, screen: TextIO, done: Event, silent: float) -> None:
-    """Until the work is done, its line; then none."""
+    """Print the line until the work is done, then clear it."""
     width, pause = 0, silent
     while not done.wait(pause):
         line = waiting.line(get_terminal_size().columns - 1)

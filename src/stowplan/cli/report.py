@@ -62,7 +62,7 @@ def _subjects(arguments: Namespace) -> list[Subject]:
 
 
 def _frontier_of(thing: Thing) -> Frontier | None:
-    """All that can be had on the graph of a plan, at the prices that the plan was made with."""
+    """The frontier of a plan's graph, at the plan's prices."""
     plan = thing.plan if isinstance(thing, Record) else thing
     return Planner.of(plan.graph, plan.pricing).frontier if isinstance(plan, Plan) else None
 

@@ -61,7 +61,7 @@ class _MachineFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 Graphs: TypeAlias = Callable[[int], Graph]
-"""The step on so many times its batch."""
+"""A factor on the batch to the graph of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +129,17 @@ def _relaid(
 def _curve(
     graphs: Graphs, meshes: Iterable[Mesh], machine: Machine, network: Network
 ) -> Iterator[Projection]:
-    """As far as everyone has something to do."""
+    """Projections up to the first mesh with idle workers."""
     with suppress(TooManyWorkers):
         for mesh in meshes:
             yield _project(graphs(mesh.size), mesh, machine, network)
 
 
 def read_machine(path: str | None) -> tuple[Machine, Network]:
-    """`[compute]` and `[network]` of a TOML file; what it leaves out is as on a machine like any other."""
+    """`[compute]` and `[network]` of a TOML file; missing keys have the defaults of the two types."""
     try:
-        told = tomllib.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-        found = msgspec.convert(told, _MachineFile)
+        given = tomllib.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+        found = msgspec.convert(given, _MachineFile)
     except OSError as fault:
         raise BadUse(f"cannot read the machine {path!r}: {fault.strerror}") from None
     except (ValueError, RecursionError, msgspec.ValidationError) as fault:
@@ -165,7 +165,7 @@ def _wanted(graph: Graph, arguments: Namespace, machine: Machine, network: Netwo
 
 
 def _ends(graph: Graph) -> tuple[str, ...]:
-    """What the forward half makes and nothing in it reads."""
+    """The tensors that the forward half makes and does not read."""
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
     read = {name for op in forward for name in op.reads()}
     return tuple(name for op in forward for name in list(op.writes())[:1] if name not in read)

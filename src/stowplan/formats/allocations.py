@@ -1,7 +1,7 @@
-"""A stream of allocations and frees as a graph: an op makes what is allocated in it, reads what is freed.
+"""A history of allocations and frees as a graph: an op makes what it allocates and reads what it frees.
 
-Ops are cut so that in each the allocations come before the frees. The graph's memory curve is then, op by op,
-the most that the run had allocated.
+Ops are split so that in each the allocations come before the frees. The graph's memory curve is then, op by
+op, the most that the run had allocated.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from stowplan.ir import Allocation, Graph, Interval, Kind, Note, NoteKind, Op, P
 
 _AT_ONCE = Interval(0.0, 0.0, 0.0)
 OPERANDS_UNKNOWN: Mapping[str, str] = {"operands": "unknown"}
-"""Such an op has other operands than it tells: `ops.effects` has it run once only."""
+"""The operands of such an op are unknown, so `ops.effects` does not let it be recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the program was doing: an op's type, phase, place in the code, and when, in seconds."""
+    """What the program was doing: an op's type, phase, place in the code, and its time in seconds."""
 
     type: str
     phase: Phase
@@ -27,7 +27,7 @@ class Work:
 
 @dataclass(slots=True)
 class _Part:
-    """A stretch of one work: first it allocates, then it frees."""
+    """A part of one work: it allocates, then it frees."""
 
     work: Work
     made: list[str] = field(default_factory=list)
@@ -36,7 +36,7 @@ class _Part:
 
 @dataclass(slots=True)
 class AllocationHistory:
-    """Told what happened in order, it becomes the graph, the addresses and the times of a run."""
+    """Receives events in order and becomes the graph, the addresses and the times of a run."""
 
     device: str
     _parts: list[_Part] = field(default_factory=list)
@@ -48,15 +48,15 @@ class AllocationHistory:
     _missing_frees: int = 0
 
     def enter(self, work: Work) -> None:
-        """From now on this is what runs."""
+        """From now on this work runs."""
         self._parts.append(_Part(work))
 
-    def was_there(self, address: int, nbytes: int) -> None:
-        """Memory taken before the first op, by whom is not known."""
+    def existed(self, address: int, nbytes: int) -> None:
+        """Memory allocated before the first op."""
         self._place(address, nbytes, Kind.INPUT)
 
-    def had_besides(self, before_bytes: int) -> None:
-        """Told at the end what was taken before in all: the rest of it, nobody gave back."""
+    def complete_before(self, before_bytes: int) -> None:
+        """Given, at the end, all bytes allocated before the first op: the rest was never freed."""
         known = sum(tensor.nbytes or 0 for tensor in self._tensors.values() if tensor.kind is Kind.INPUT)
         if before_bytes > known:
             rest = Tensor("before", Kind.INPUT, nbytes=before_bytes - known, device=self.device)
@@ -64,7 +64,7 @@ class AllocationHistory:
             self._kept.add(rest.id)
 
     def allocate(self, address: int, nbytes: int) -> None:
-        """The current work takes memory."""
+        """The current work allocates memory."""
         if address in self._living:
             self._missing_frees += 1
             self.free(address, nbytes)
@@ -73,9 +73,9 @@ class AllocationHistory:
         self._parts[-1].made.append(self._place(address, nbytes, Kind.ACTIVATION))
 
     def free(self, address: int, nbytes: int) -> None:
-        """The current work gives memory back; what nobody took was there before."""
+        """The current work frees memory; memory that no work allocated existed before."""
         if address not in self._living:
-            self.was_there(address, nbytes)
+            self.existed(address, nbytes)
         self._parts[-1].freed.append(self._living.pop(address))
 
     def _place(self, address: int, nbytes: int, kind: Kind) -> str:
@@ -88,35 +88,35 @@ class AllocationHistory:
         return name
 
     def graph(self) -> Graph:
-        """An op for each part; what was never freed is held."""
+        """An op for each part; memory that was never freed is held."""
         ops = tuple(_op(part, number, self.device) for number, part in enumerate(self._parts, 1))
         return Graph(dict(self._tensors), ops, held=frozenset(self._kept.union(self._living.values())))
 
     def allocation(self) -> Allocation:
-        """Where everything was."""
+        """The address of each tensor."""
         return Allocation(dict(self._places))
 
     def profile(self, clock: str) -> Profile:
-        """When everything ran."""
+        """The time of each op."""
         parts = enumerate(self._parts, 1)
         return Profile({clock: {_op_id(part, number): part.work.interval for number, part in parts}})
 
     def notes(self) -> list[Note]:
-        """What had to be assumed."""
-        what = "ops tell what was allocated and freed in them, not what they read"
+        """The assumptions."""
+        what = "ops show what was allocated and freed in them, not what they read"
         found = [Note(NoteKind.INFERRED, "", what)]
         before = sum(tensor.kind is Kind.INPUT for tensor in self._tensors.values())
         if before:
-            what = f"{before} blocks were there before: shown as inputs"
+            what = f"{before} blocks existed before: shown as inputs"
             found.append(Note(NoteKind.INFERRED, "", what))
         if self._missing_frees:
-            what = f"{self._missing_frees} addresses were taken twice: taken to be freed just before"
+            what = f"{self._missing_frees} addresses were allocated twice: assumed freed just before"
             found.append(Note(NoteKind.REPAIRED, "", what))
         return found
 
 
 def continued(work: Work) -> Work:
-    """The same work later on: its time has been counted."""
+    """The same work later on, with no time of its own."""
     end = work.interval.end_seconds
     return Work(work.type, work.phase, work.scope, work.source, Interval(end, end, end))
 
@@ -126,7 +126,7 @@ def _op_id(part: _Part, number: int) -> str:
 
 
 def _op(part: _Part, number: int, device: str) -> Op:
-    made = set(part.made)  # what is freed where it was made, no other op needs
+    made = set(part.made)  # no other op needs what is freed where it was made
     return Op(
         _op_id(part, number),
         part.work.type,

@@ -10,7 +10,7 @@ from stowplan.ir.spec import RULES
 
 
 def checked(graph: Graph, where: Mapping[str, str], otherwise: str) -> Graph:
-    """`graph` itself if it is legal. `where` says by op id where in the file an op was written."""
+    """`graph` itself if it is legal. `where` gives by op id the place of an op in the file."""
     for rule in RULES:
         for fault in rule(graph):
             op = None if fault.op is None else graph.ops[fault.op].id
@@ -19,7 +19,7 @@ def checked(graph: Graph, where: Mapping[str, str], otherwise: str) -> Graph:
 
 
 def bad_input_of(fault: msgspec.DecodeError | UnicodeEncodeError | RecursionError) -> BadInput:
-    """The same fault, told by its path in the file. A decoder bounds depth by RecursionError."""
+    """The same fault, with its path in the file. A decoder limits depth by RecursionError."""
     if isinstance(fault, RecursionError):
         return BadInput("nested too deeply to be a file of this format", where="$")
     if isinstance(fault, UnicodeEncodeError):

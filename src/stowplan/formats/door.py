@@ -29,7 +29,7 @@ MOST_BYTES = 2**30
 
 
 class Reader(Protocol):
-    """What a format's module offers."""
+    """The interface of a format's module."""
 
     FORMAT: str
 
@@ -44,7 +44,7 @@ _TARGETS = "give a file, or MODULE:FUNCTION for a training step in Python"
 
 
 class BinaryReader(Protocol):
-    """What the module of a format that is no text offers."""
+    """The interface of a binary format's module."""
 
     FORMAT: str
 
@@ -89,7 +89,7 @@ def _read_data(data: bytes, saved: str | None) -> Document:
 
 
 def read_text(text: str, *, saved: str | None = None) -> Document:
-    """What a text in any of the known formats says."""
+    """The content of a text in any of the known formats."""
     reader = next((reader for reader in READERS if reader.recognise(text)), None)
     if reader is None:
         formats = [*(reader.FORMAT for reader in READERS), *(reader.FORMAT for reader in BINARY_READERS)]
@@ -103,24 +103,24 @@ def read_text(text: str, *, saved: str | None = None) -> Document:
 
 
 def _is_ours(text: str) -> bool:
-    """Whether a plan or a record is given where a graph is read."""
+    """Whether the text is a plan or a record."""
     return text[:200].lstrip().startswith('{"format":"stowplan.')
 
 
 def _refuse_view(saved: str | None, format_name: str) -> None:
     if saved is not None:
-        raise BadUse(f"what backward saves can be chosen for chainer files only, and this is {format_name}")
+        raise BadUse(f"--saved applies to chainer files only, and this is {format_name}")
 
 
 def _view(saved: str) -> SavedView:
     try:
         return SavedView(saved)
     except ValueError:
-        raise BadUse(f"{saved!r} is not a view of what is saved; say {' or '.join(SavedView)}") from None
+        raise BadUse(f"{saved!r} is not a view of the saved tensors; say {' or '.join(SavedView)}") from None
 
 
 def _data_in(path: Path) -> bytes:
-    """The bytes of a regular file of bearable size."""
+    """The bytes of a regular file of acceptable size."""
     try:
         if not path.is_file():
             raise BadInput("is not a file" if path.exists() else f"does not exist; {_TARGETS}")
@@ -136,7 +136,7 @@ def _data_in(path: Path) -> bytes:
 
 
 def decoded(data: bytes) -> str:
-    """The text of a file, its line ends made one kind."""
+    """The text of a file, with one kind of line end."""
     if b"\0" in data:
         raise BadInput("holds a NUL byte, so it is no text", where=f"byte {data.index(0)}")
     try:
@@ -151,7 +151,7 @@ FACETS = ("profile", "allocation", "regions", "tiles")
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """How to write a format, the facets it has a place for, and the suffix that asks for it."""
+    """The writer of a format, the facets it can carry, and its suffix."""
 
     write: Callable[[Document], str]
     carries: tuple[str, ...] = ()
@@ -172,7 +172,7 @@ WRITERS: Mapping[str, Writer] = {
 
 
 def format_for(path: Path) -> str:
-    """The format that a file's name asks for."""
+    """The format that a file's suffix selects."""
     for name, writer in WRITERS.items():
         if writer.suffix and path.name.endswith(writer.suffix):
             return name
@@ -183,7 +183,7 @@ def format_for(path: Path) -> str:
 
 
 def text_of(document: Document, to: str) -> str:
-    """The document in a format; BadUse if the format has no place for something the document holds."""
+    """The document in a format; BadUse if the format cannot carry part of it."""
     writer = WRITERS[to]
     lost = [name for name in FACETS if getattr(document, name) is not None and name not in writer.carries]
     if lost:

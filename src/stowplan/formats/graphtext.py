@@ -1,4 +1,4 @@
-"""The text form of a graph as a file: `ir.text` behind the door that all formats share."""
+"""The text form of a graph as a file format."""
 
 from stowplan.formats.checked import checked
 from stowplan.ir import Document
@@ -8,7 +8,7 @@ FORMAT = "text"
 
 
 def recognise(text: str) -> bool:
-    """A text whose first word is the header's."""
+    """Whether the text begins with the header."""
     return text[:200].lstrip().startswith(HEADER)
 
 

@@ -1,4 +1,4 @@
-"""Where users already are: one small file per package, imported only by whoever has that package.
+"""Integrations: one module per package, imported only by users of that package.
 
-Each puts a fitted model where the package would use the plain one; `stowplan.fit` keeps its promises there.
+Each puts a fitted model where the package would use the original one, with the guarantees of `stowplan.fit`.
 """

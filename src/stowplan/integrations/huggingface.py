@@ -28,7 +28,7 @@ def fit_trainer(trainer: Trainer, budget: int | str, **settings: Any) -> Trainer
 
 
 class _Called(Exception):
-    """Carries the arguments of a call out of whoever makes it."""
+    """Carries the arguments of a call to the caller."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Called(Exception):
 
 
 class _Asked(nn.Module):
-    """In the model's place to learn how it is called."""
+    """Takes the model's place to learn how it is called."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise _Called(args, kwargs)

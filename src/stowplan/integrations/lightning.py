@@ -12,23 +12,24 @@ from stowplan.run.fit import fit
 
 
 class FitWithinBudget(Callback):
-    """Replaces one submodule, `module`, by its fitted self; parameters, optimizers and checkpoints stay.
+    """Replaces one submodule, `module`, by its fitted version; parameters, optimizers and checkpoints stay.
 
-    `inputs` says which parts of a batch the submodule is called with; `settings` are those of `stowplan.fit`,
-    such as `reserve` for what the step does outside of it. Planned memory is logged under `memory/`.
+    `inputs` selects the parts of a batch that the submodule is called with; `settings` are those of
+    `stowplan.fit`, such as `reserve` for memory outside the submodule. Planned memory is logged under
+    `memory/`.
     """
 
     def __init__(
         self, budget: int | str, *, module: str, inputs: Chooser | None = None, **settings: Any
     ) -> None:
         self._budget, self._module, self._inputs, self._settings = budget, module, inputs, settings
-        self._plain: nn.Module | None = None
+        self._original: nn.Module | None = None
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, _batch_idx: int
     ) -> None:
         """At the first batch, which is on its device by now."""
-        if self._plain is not None:
+        if self._original is not None:
             return
         network = getattr(pl_module, self._module, None)
         if not isinstance(network, nn.Module):
@@ -36,7 +37,7 @@ class FitWithinBudget(Callback):
         args, kwargs = arguments_of(batch, self._inputs)
         with trainer.precision_plugin.forward_context():
             fitted = fit(network, args, kwargs, budget=self._budget, **self._settings)
-        self._plain = network
+        self._original = network
         setattr(pl_module, self._module, fitted)
 
     def on_train_batch_end(
@@ -47,7 +48,7 @@ class FitWithinBudget(Callback):
             trainer.logger.log_metrics(memory_metrics(getattr(pl_module, self._module)), trainer.global_step)
 
     def on_train_end(self, _trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the plain network back: its parameters are the trained ones."""
-        if self._plain is not None:
-            setattr(pl_module, self._module, self._plain)
-            self._plain = None
+        """Restore the original network: its parameters are the trained ones."""
+        if self._original is not None:
+            setattr(pl_module, self._module, self._original)
+            self._original = None

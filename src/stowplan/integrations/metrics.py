@@ -9,7 +9,7 @@ _GIB = 2**30
 
 
 def memory_metrics(fitted: nn.Module) -> dict[str, float]:
-    """GiB by name. What is measured needs an accelerator, whose allocator counts; a CPU has none."""
+    """GiB by name. Measured values need an accelerator, whose allocator counts; a CPU has none."""
     plans = plans_of(fitted)
     found = {
         "memory/allowed(GiB)": max(plan.allowed_bytes for plan in plans) / _GIB,

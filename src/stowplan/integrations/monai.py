@@ -13,7 +13,7 @@ Network = TypeVar("Network", bound=nn.Module)
 def fit_network(network: Network, image: Tensor, budget: int | str, **settings: Any) -> Network:
     """`network` within a budget, for images like this one; `settings` are those of `stowplan.fit`.
 
-    What the network returns are plain tensors: it computes on the numbers of an image, not on its history.
+    The network returns torch tensors without metadata: it computes on the data of an image only.
     """
     fitted = fit(network, (_plain(image),), budget=budget, **settings)
     fitted.register_forward_pre_hook(lambda _, args: tuple(map(_plain, args)))

@@ -30,7 +30,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Where tensors sat: (address, bytes) by tensor id."""
+    """The places of tensors: (address, bytes) by tensor id."""
 
     places: Mapping[str, tuple[int, int]]
 
@@ -53,10 +53,10 @@ class Regions:
 
 @dataclass(frozen=True, slots=True)
 class TileStep:
-    """One op of one tile: the region it makes, the region it wants for that, and what of that lies inside.
+    """One op of one tile: the region it makes, the region it reads for that, and the part inside the tensor.
 
-    Forward it makes a part of the op's output from its input; backward, a part of the gradient of its input
-    from the gradient of its output. `wanted` is not clipped: what it has outside the tensor is padding.
+    Forward makes a part of the op's output from its input; backward a part of the gradient of its input from
+    the gradient of its output. `wanted` is not clipped: the part outside the tensor is padding.
     """
 
     op: str
@@ -69,8 +69,8 @@ class TileStep:
 class TileSchedule:
     """A segment computed tile by tile: for each tile (by grid coordinate) its forward and backward steps.
 
-    Steps are in the order in which their regions follow from one another: forward from the last op to the
-    first, backward from the first to the last. Tiles are in the order in which they run.
+    Steps are in the order in which their regions are derived: forward from the last op to the first, backward
+    from the first to the last. Tiles are in the order in which they run.
     """
 
     grid: tuple[int, ...]
@@ -79,7 +79,7 @@ class TileSchedule:
 
 
 class NoteKind(StrEnum):
-    """Why a reader has something to say."""
+    """The reason for a note of a reader."""
 
     INFERRED = "inferred"  # not written in the file, deduced
     REPAIRED = "repaired"  # written wrongly, corrected
@@ -88,7 +88,7 @@ class NoteKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One remark of a reader, with the line or key it is about."""
+    """One remark of a reader, with its line or key."""
 
     kind: NoteKind
     where: str

@@ -102,9 +102,9 @@ def bytes_of_shape(shape: Shape, dtype: DType) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One value or gradient. `shape` and `nbytes` may be unknown at the reader, never after inference.
+    """One value or gradient. A reader may not know `shape` and `nbytes`; inference fills them in.
 
-    `gradient_of` names the tensor this is the gradient of; `alias_of` the tensor whose storage it shares.
+    `gradient_of` names the tensor whose gradient this is; `alias_of` the tensor whose storage it shares.
     """
 
     id: str
@@ -146,11 +146,11 @@ class Op:
     source: str = ""
 
     def reads(self) -> Iterator[str]:
-        """The tensors whose values it needs while it runs."""
+        """The tensors whose values the op needs while it runs."""
         return (use.tensor for use in self.inputs if use.role in (Role.DATA, Role.SAVED))
 
     def writes(self) -> Iterator[str]:
-        """The tensors it makes or adds into."""
+        """The tensors the op makes or adds into."""
         return (use.tensor for use in self.outputs)
 
 
@@ -158,8 +158,8 @@ class Op:
 class Graph:
     """Tensors by id and ops in an executable order.
 
-    `held` are the tensors someone outside still holds when the step ends: results, parameter gradients, and
-    inputs that the caller keeps. Parameters, buffers and constants are held without being named.
+    `held` are the tensors that are held outside when the step ends: results, parameter gradients, and inputs
+    that the caller keeps. Parameters, buffers and constants are held without being named.
     """
 
     tensors: Mapping[str, Tensor]
@@ -189,7 +189,7 @@ def attribute_of(value: object) -> Attribute:
 
 
 def object_without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object from its members (`object_pairs_hook`); a key that comes twice is a ValueError."""
+    """A JSON object from its members (`object_pairs_hook`); a repeated key is a ValueError."""
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:

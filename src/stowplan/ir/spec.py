@@ -1,4 +1,4 @@
-"""What a legal graph is, rule by rule. `validate` names the first broken rule and shows its neighbourhood."""
+"""The rules of a legal graph. `validate` names the first broken rule and shows the ops around it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -41,7 +41,7 @@ _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 class Scanner:
-    """A place in a line. Every method skips blanks, then takes what it names or refuses."""
+    """A position in a line. Every method skips blanks, then takes what it names or raises."""
 
     __slots__ = ("_line", "_number", "_position")
 
@@ -49,11 +49,11 @@ class Scanner:
         self._line, self._number, self._position = line, number, 0
 
     def fault(self, what: str) -> BadInput:
-        """What is wrong with this line, to be raised."""
+        """The error to raise about this line."""
         return BadInput(what, where=f"line {self._number}")
 
     def word(self, what: str) -> str:
-        """The next word, without its quotes; `what` tells the reader which word is missing."""
+        """The next word without its quotes; `what` describes the word for the error."""
         self._skip_blanks()
         match = _WORD.match(self._line, self._position)
         if match is None:
@@ -76,7 +76,7 @@ class Scanner:
         raise self.fault(f"{_shortened(word)} is not a {choices.__name__.lower()}: {', '.join(choices)}")
 
     def take(self, mark: str) -> bool:
-        """Whether `mark` comes next; if so, it is behind us."""
+        """Whether `mark` comes next; if so, skip it."""
         self._skip_blanks()
         found = self._line.startswith(mark, self._position)
         self._position += len(mark) * found
@@ -88,7 +88,7 @@ class Scanner:
         return self._line.startswith(marks, self._position)
 
     def expect(self, mark: str) -> None:
-        """Pass over `mark` or refuse the line."""
+        """Skip `mark`, or raise."""
         if not self.take(mark):
             raise self.fault(f"expected {mark!r} {self._here()}")
 
@@ -98,12 +98,12 @@ class Scanner:
         return self._position == len(self._line)
 
     def finish(self) -> None:
-        """Refuse the line if something is left of it."""
+        """Raise if anything is left of the line."""
         if not self.at_end():
             raise self.fault(f"expected the end of the line {self._here()}")
 
     def rest(self) -> str:
-        """All that is left of the line."""
+        """The rest of the line."""
         rest, self._position = self._line[self._position :], len(self._line)
         return rest
 

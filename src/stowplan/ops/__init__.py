@@ -1,1 +1,1 @@
-"""What is known about each op type: one table per question, filled in the file of that question."""
+"""Facts about each op type: one table per question, filled in the module of that question."""

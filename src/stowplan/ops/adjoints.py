@@ -1,6 +1,6 @@
-"""What the adjoint of an op needs and gives: the operands it saves, and those it makes a gradient of.
+"""What the adjoint of an op saves, and which inputs it makes a gradient of.
 
-For graphs that have but a forward half. No rule means that no training step can be derived through the op.
+Used for forward-only graphs. No rule means that no training step can be derived through the op.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from stowplan.ops.table import Site, Table
 
 @dataclass(frozen=True, slots=True)
 class Adjoint:
-    """By position: the inputs with a gradient, and the inputs and outputs that are kept for it.
+    """By position: the inputs with a gradient, and the inputs and outputs saved for it.
 
-    `mask`: the op makes one for its adjoint, of the output's shape: what a dropout drew, where a pool found
-    its largest.
+    `mask`: the op makes a mask for its adjoint, of the output's shape: the draws of a dropout, the positions
+    of a pool's maxima.
     """
 
     gradients: tuple[int, ...]
@@ -59,13 +59,13 @@ def from_its_input(_: Site) -> Adjoint:
 
 @adjoint_of.entry("onnx.AveragePool")
 def average_pool(_: Site) -> Adjoint:
-    """As PyTorch keeps it: the image, though its shape would do."""
+    """As PyTorch does: saves the image, though its shape would suffice."""
     return Adjoint((0,), saved_inputs=(0,))
 
 
 @adjoint_of.entry(*_onnx("Add", "Sub", "Sum", "Mean", "Concat"))
 def every_operand_alike(site: Site) -> Adjoint:
-    """The gradient is handed on, or a part of it."""
+    """The gradient, or a part of it, is passed on."""
     return Adjoint(tuple(range(len(site.inputs))))
 
 
@@ -79,7 +79,7 @@ def nothing_saved(_: Site) -> Adjoint:
 
 @adjoint_of.entry(*(name for name in REDUCTIONS if name not in ("onnx.ReduceMean", "onnx.ReduceSum")))
 def reduction(_: Site) -> Adjoint:
-    """Where the result came from shows by comparing the two."""
+    """Comparing input and result shows which elements gave the result."""
     return Adjoint((0,), saved_inputs=(0,), saved_outputs=(0,))
 
 

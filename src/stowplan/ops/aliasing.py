@@ -11,7 +11,7 @@ from stowplan.ops.table import Site, Table
 class Aliasing:
     """By output position: the input position it is a view of, and those it may overwrite if they die.
 
-    `adds_in_place`: a result that accumulates is added straight into the tensor, without being made aside.
+    `adds_in_place`: an accumulated result is added directly into the tensor, without a temporary.
     """
 
     view_of: Mapping[int, int] = field(default_factory=dict)
@@ -29,7 +29,7 @@ aliasing_of: Table[Aliasing] = Table("aliasing", default=shares_nothing)
 
 @aliasing_of.entry("Elemwise")
 def pointwise(site: Site) -> Aliasing:
-    """The output may overwrite an input of its own shape; one that is broadcast is too small."""
+    """The output may overwrite an input of its own shape; a broadcast input is too small."""
     shape = site.outputs[0].shape
     return Aliasing(
         in_place_of={0: tuple(i for i, tensor in enumerate(site.inputs) if tensor.shape == shape)}
@@ -50,7 +50,7 @@ def identity(site: Site) -> Aliasing:
 
 
 def _first_of_first(site: Site) -> Aliasing:
-    """The first output looks at the first input, if a file has given the op both."""
+    """The first output is a view of the first input, if the op has both."""
     return Aliasing(view_of={0: 0} if site.inputs and site.outputs else {})
 
 
@@ -66,19 +66,19 @@ def overwrites_first(site: Site) -> Aliasing:
 
 @aliasing_of.entry("GetItem.backward")
 def adds_into_a_slice(_: Site) -> Aliasing:
-    """The gradient of a slice is nothing but an addition to that slice."""
+    """The gradient of a slice is an addition to that slice."""
     return Aliasing(adds_in_place=True)
 
 
 @aliasing_of.entry(*aten.VIEWS)
 def view_of_first(site: Site) -> Aliasing:
-    """Every output looks at the memory of the first input."""
+    """Every output is a view of the first input."""
     return Aliasing(view_of=dict.fromkeys(range(len(site.outputs)), 0) if site.inputs else {})
 
 
 @aliasing_of.entry(*aten.POINTWISE)
 def overwrites_any(site: Site) -> Aliasing:
-    """The output may take the place of an input that looks the same and that no other input overlaps."""
+    """The output may overwrite any input that looks alike and that no other input overlaps."""
     return Aliasing(
         in_place_of={0: tuple(filter(lambda i: _may_overwrite(site, i), range(len(site.inputs))))}
     )
@@ -86,16 +86,16 @@ def overwrites_any(site: Site) -> Aliasing:
 
 @aliasing_of.entry(*aten.POINTWISE_FIRST, *aten.ROWWISE, *aten.SCATTERS, *aten.FILLS)
 def overwrites_first_if_alike(site: Site) -> Aliasing:
-    """The output may take the place of the first input if that looks the same and no other overlaps it."""
+    """The output may overwrite the first input if both look alike and no other input overlaps it."""
     return Aliasing(in_place_of={0: (0,)} if _may_overwrite(site, 0) else {})
 
 
 @aliasing_of.entry("stowplan.sweep.default", "stowplan.sweep_backward.default")
 def overwrites_as_told(site: Site) -> Aliasing:
-    """`over` has for each output the input or gradient that it may take the place of, or -1."""
+    """`over` has for each output the input or gradient that it may overwrite, or -1."""
     over = site.attributes.get("over")
     if site.attributes.get("swayed") or not isinstance(over, tuple) or len(over) != len(site.outputs):
-        return Aliasing()  # some outputs are of no use, and it is not told which
+        return Aliasing()  # some outputs are unused, and it is not known which
     places = {output: place for output, place in enumerate(over) if isinstance(place, int) and place >= 0}
     return Aliasing(
         in_place_of={

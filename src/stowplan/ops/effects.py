@@ -1,4 +1,4 @@
-"""What an op does besides computing its outputs: draw random numbers, update a buffer, read elsewhere."""
+"""Side effects of an op: random numbers, buffer updates, reads outside the graph."""
 
 from enum import Flag, auto
 
@@ -7,7 +7,7 @@ from stowplan.ops.table import Site, Table
 
 
 class Effect(Flag):
-    """Why an op may not simply be run a second time."""
+    """The reason why an op may not simply be recomputed."""
 
     NONE = 0
     RANDOM = auto()
@@ -18,7 +18,7 @@ class Effect(Flag):
 def no_effect(site: Site) -> Effect:
     """The stated default: an op without a rule only computes its outputs.
 
-    One of which not even the operands are known, as in a history of allocations, cannot be run again.
+    An op with unknown operands, as in a history of allocations, cannot be recomputed.
     """
     return Effect.OUTSIDE if site.attributes.get("operands") == "unknown" else Effect.NONE
 
@@ -64,12 +64,12 @@ def updates_parameters(_: Site) -> Effect:
     *(f"stowplan.{name}.default" for name in ("first_token", "bring", "begin_sums", "end_sums")),
 )
 def talks_to_other_workers(_: Site) -> Effect:
-    """Others take part in it, once: a worker that did it a second time would wait for them forever."""
+    """Other workers take part in it, once: a worker that repeated it would wait for them forever."""
     return Effect.OUTSIDE
 
 
 def reads_for_values(_: Site) -> bool:
-    """The stated default: what an op reads in a buffer shows in its results."""
+    """The stated default: the results of an op depend on the buffers it reads."""
     return False
 
 

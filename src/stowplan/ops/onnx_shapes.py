@@ -110,8 +110,8 @@ def _windows(site: Site, kernels: Shape, sizes: Shape, *, transposed: bool = Fal
 
 
 def _padding(site: Site, windows: Sequence[Window], sizes: Shape) -> tuple[Shape, Shape]:
-    """What is told, all beginnings before all ends, or what makes as many outputs as are told."""
-    ndim, outputs = len(windows), _told_outputs(site, windows, sizes)
+    """The given padding, beginnings before ends, or the padding that gives the wanted outputs."""
+    ndim, outputs = len(windows), _given_outputs(site, windows, sizes)
     if outputs is None:
         pads = _integers(site, "pads", 2 * ndim, 0)
         return pads[:ndim], pads[ndim:]
@@ -119,8 +119,8 @@ def _padding(site: Site, windows: Sequence[Window], sizes: Shape) -> tuple[Shape
     return tuple(pad // 2 for pad in whole), tuple(pad - pad // 2 for pad in whole)
 
 
-def _told_outputs(site: Site, windows: Sequence[Window], sizes: Shape) -> Shape | None:
-    """SAME means ceil(inputs / stride) outputs, and inputs * stride where that is turned round."""
+def _given_outputs(site: Site, windows: Sequence[Window], sizes: Shape) -> Shape | None:
+    """SAME means ceil(inputs / stride) outputs, and inputs * stride for a transposed convolution."""
     if site.op.type == "onnx.ConvTranspose" and "output_shape" in site.attributes:
         return _integers(site, "output_shape", len(windows))
     if site.attributes.get("auto_pad") not in ("SAME_UPPER", "SAME_LOWER"):
@@ -132,7 +132,7 @@ def _told_outputs(site: Site, windows: Sequence[Window], sizes: Shape) -> Shape 
 
 
 def _pad_for(window: Window, inputs: int, outputs: int) -> int:
-    """What both sides together take, so that `inputs` make `outputs`."""
+    """The padding of both sides together, so that `inputs` make `outputs`."""
     if window.transposed:
         return window.output_size(inputs) - outputs
     return max(0, (outputs - 1) * window.stride + window.extent - inputs)
@@ -166,7 +166,7 @@ def flatten(site: Site) -> tuple[Shape, ...]:
 
 @onnx_shapes_of.entry("onnx.Reshape")
 def reshape(site: Site) -> tuple[Shape, ...]:
-    """0 keeps a dim, unless it is allowed to be a size; -1 is what is left."""
+    """0 keeps a dim, unless `allowzero` is set; -1 is the rest."""
     shape, wanted = shape_of(site.inputs[0]), _constant(site, 1)
     keeps = not site.attributes.get("allowzero")
     unclear = 0 in wanted[len(shape) :] if keeps else 0 in wanted and -1 in wanted
@@ -234,7 +234,7 @@ def shape_as_tensor(site: Site) -> tuple[Shape, ...]:
 
 @onnx_shapes_of.entry(*REDUCTIONS)
 def reduction(site: Site) -> tuple[Shape, ...]:
-    """Reduced dims stay with size 1, unless told otherwise; no axes means all, or none where it says so."""
+    """Reduced dims stay with size 1 unless `keepdims` is 0; no axes means all, or none if the op says so."""
     shape = shape_of(site.inputs[0])
     given = site.attributes.get("axes", site.attributes.get(constant_key(1)))
     every = () if site.attributes.get("noop_with_empty_axes") else tuple(range(len(shape)))

@@ -1,7 +1,7 @@
-"""Statistics: what an op has to know of all its input before it can make any part of its output.
+"""Statistics: numbers over the whole input that an op needs before it can make any part of its output.
 
-A norm over places, in training over samples too, and pooling over all places are exact on parts once these
-few numbers are known: they are gathered from parts that do not overlap, and merged.
+Norms over positions (in training also over samples) and pooling over all positions are exact on parts once
+these numbers are known. They are computed on disjoint parts and merged.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,10 @@ _TAKERS = BATCH_NORMS | _TOTALS | {GROUP_NORM}
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """Of which dims of the first input what is gathered.
+    """The statistic of an op, and the dims of the first input it covers.
 
-    `after` is what a part of the output needs once that is known; None where what is known is the output.
+    `after` is what a part of the output needs once the statistic is known; None where the statistic is the
+    output.
     """
 
     partial: Partial
@@ -39,7 +40,7 @@ class Statistic:
 
 
 def statistic_of(site: Site) -> Statistic | None:
-    """The statistic that an op takes; None if it takes none, or none that can be merged of parts."""
+    """The statistic of an op; None if it has none, or none that can be merged from parts."""
     kind = site.op.type
     if kind not in _TAKERS or not site.inputs or not site.outputs:
         return None

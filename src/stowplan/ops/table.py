@@ -1,4 +1,4 @@
-"""Table: answers to one question about ops, by op type. A second entry for a type raises."""
+"""Table: one question about ops, answered by op type. A second entry for a type raises."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ registered_types: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """An op with its tensors looked up: what a rule is given."""
+    """An op with its tensors: the argument of a rule."""
 
     op: Op
     inputs: tuple[Tensor, ...]
@@ -37,7 +37,7 @@ def site_of(graph: Graph, op: Op) -> Site:
 
 
 def shape_of(tensor: Tensor) -> Shape:
-    """The shape of a tensor that must have one by now."""
+    """The shape of a tensor; raises if unknown."""
     if tensor.shape is None:
         raise MissingRule(f"the shape of tensor {tensor.id!r} is not known")
     return tensor.shape
@@ -84,7 +84,7 @@ class Table(Generic[Answer]):
         except (LookupError, ValueError, TypeError, ArithmeticError) as fault:
             # Rules read the operands that a framework gives the type; a file may name the type alone.
             raise MalformedOp(
-                f"{self.question}: op {site.op.id!r} has not what a {site.op.type!r} has ({fault}), with"
+                f"{self.question}: op {site.op.id!r} lacks what a {site.op.type!r} has ({fault}): it has"
                 f" {len(site.inputs)} inputs, {len(site.outputs)} outputs and attributes"
-                f" {', '.join(site.attributes) or 'none'}; mend the file, or give the op another type"
+                f" {', '.join(site.attributes) or 'none'}; correct the file, or give the op another type"
             ) from fault

@@ -1,7 +1,7 @@
-"""Whether an op can be run on a part of its output alone, given only the parts of its inputs that this needs.
+"""Whether an op can compute a part of its output from only the parts of its inputs that this needs.
 
-Region rules say what is needed. This table says whether the op, called on just that, makes just the part:
-an op that would look at the size of what it is given, or at where it lies, must be refused or given whole.
+Region rules say which parts are needed. This table says whether the op, called on just those, makes just the
+part: an op that depends on the size or position of its input is refused or receives it whole.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from stowplan.ops.windows import windows_of
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A rect of output number `output` and, per input, what it needs, not clipped."""
+    """A rect of output number `output` and, per input, the rect it needs, not clipped."""
 
     output: int
     made: Rect
@@ -35,17 +35,17 @@ part_kernels: dict[str, PartKernel] = {}
 
 
 def no_form(site: Site) -> Refusal:
-    """The stated default: an op of PyTorch without an entry is refused; one of a file follows its regions."""
+    """The stated default: a PyTorch op without an entry is refused; an op of a file follows its regions."""
     if "." not in site.op.type:
         return whole_dims_stay_whole(site)
-    return lambda _: f"{site.op.type} has no form for a part of its output"
+    return lambda _: f"{site.op.type} has no kernel for a part of its output"
 
 
 refusal_rules: Table[Refusal] = Table("tiles", default=no_form)
 
 
 def refusal_of(site: Site) -> Refusal:
-    """Tells of a part why the op cannot make it from what it needs; "" if it can."""
+    """A function from a part to the reason why the op cannot make it from what it needs; "" if it can."""
     barrier = regions_of(site).barrier
     if barrier:
         return lambda _: barrier
@@ -56,7 +56,7 @@ def refusal_of(site: Site) -> Refusal:
 
 
 def _is_whole(site: Site, part: Part) -> bool:
-    """Whether nothing is cut: the op makes all of an output from all that it reads."""
+    """Whether the op makes all of an output from all of its inputs."""
     needs = zip(site.inputs, part.needs, strict=True)
     return part.made == Rect.of_shape(shape_of(site.outputs[part.output])) and all(
         need is None or need == Rect.of_shape(shape_of(tensor)) for tensor, need in needs
@@ -64,7 +64,7 @@ def _is_whole(site: Site, part: Part) -> bool:
 
 
 def _only_padding(site: Site, part: Part) -> str:
-    """Every input that is needed must be there at least in part."""
+    """Every needed input must have a part inside its tensor."""
     for tensor, need in zip(site.inputs, part.needs, strict=True):
         if need is not None and need.clip(shape_of(tensor)).is_empty:
             return f"{site.op.id} makes {part.made} of nothing but padding"
@@ -114,13 +114,13 @@ refusal_rules.entry(*sorted(AS_IS))(whole_dims_stay_whole)
 @refusal_rules.entry("aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int")
 @refusal_rules.entry("aten.constant_pad_nd.default")
 def takes_its_part(_: Site) -> Refusal:
-    """What is needed is the part itself, or the part without its padding."""
+    """The op needs the part itself, or the part without its padding."""
     return lambda _: ""
 
 
 @refusal_rules.entry("aten.repeat.default")
 def repeat(site: Site) -> Refusal:
-    """All of a small input, such as the weights of instance norm, of whose repeats the part is cut out."""
+    """Needs all of a small input, such as the weights of instance norm; the part is cut from its repeats."""
     shape = Rect.of_shape(shape_of(site.inputs[0]))
     return lambda part: "" if part.needs[0] == shape else f"{site.op.id} repeats a part of its input"
 
@@ -172,13 +172,13 @@ def convolution(site: Site) -> Refusal:
 
 @refusal_rules.entry("aten.max_pool2d_with_indices.default", "aten.max_pool3d_with_indices.default")
 def max_pool(_: Site) -> Refusal:
-    """Its windows are cut as they come; padding never wins. The indices serve its own backward only."""
+    """Windows may be cut; padding never wins. The indices serve its own backward only."""
     return lambda part: "indices of a part point into the part" if part.output else ""
 
 
 @refusal_rules.entry("aten.avg_pool2d.default", "aten.avg_pool3d.default")
 def average_pool(site: Site) -> Refusal:
-    """What a window at the border is divided by depends on the padding, which a part must have alike."""
+    """The divisor of a window at the border depends on the padding, so a part must have the same padding."""
     windows, shape = windows_of(site), shape_of(site.inputs[0])
     counts = bool(site.attributes.get("count_include_pad"))
 
@@ -239,7 +239,7 @@ CAUSAL_IN_TILES = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 @refusal_rules.entry(*aten.ATTENTIONS)
 def attention(site: Site) -> Refusal:
-    """Queries may be cut apart; where each looks only as far as its own place, if a mask can tell that."""
+    """Queries may be cut apart; with a causal mask only where a mask can express the offset."""
     row = len(shape_of(site.outputs[0])) - 2
 
     def refusal(part: Part) -> str:

@@ -19,10 +19,10 @@ _NOTHING: Span = (0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Output i of a plain window reads inputs `stride i - before + dilation j`, j = 0 .. kernel-1.
+    """Output i of a window reads inputs `stride i - before + dilation j`, j = 0 .. kernel-1.
 
-    A transposed one runs that relation backwards: input i adds into those outputs. `after` only decides how
-    many outputs there are; it may be negative (an output that stops early) or larger than `before`.
+    A transposed window reverses that relation: input i adds into those outputs. `after` only sets the number
+    of outputs; it may be negative or larger than `before`.
     """
 
     kernel: int = 1
@@ -53,7 +53,7 @@ class Window:
         return self._spread(inputs) if self.transposed else self._met(inputs)
 
     def push(self, inputs: Span) -> Span:
-        """The outputs that `inputs` alone suffice to produce. Give it the padding too, where it applies."""
+        """The outputs that `inputs` alone suffice to produce; `inputs` includes padding where it applies."""
         low, high = inputs
         if high <= low:
             return _NOTHING
@@ -186,7 +186,7 @@ def tensorflow_pool(site: Site) -> tuple[Window, ...]:
 
 
 def _tensorflow_windows(site: Site, kernels: Sequence[int]) -> tuple[Window, ...]:
-    """SAME padding is what makes ceil(inputs / stride) outputs, the odd one behind; VALID is none."""
+    """SAME padding makes ceil(inputs / stride) outputs, with the odd element after; VALID is none."""
     same = site.attributes.get("padding") == "SAME"
     strides = _spatial(site, _integers(site, "strides"))
     windows = []
@@ -246,7 +246,7 @@ def aten_pool(site: Site) -> tuple[Window, ...]:
 
 
 def _rounded_up(window: Window, size: int) -> Window:
-    """With one more output where a rest is left, unless its window would begin behind the input."""
+    """With one more output if inputs remain, unless its window would begin after the input."""
     reaching = replace(window, after=window.after + window.stride - 1)
     begins = (reaching.output_size(size) - 1) * window.stride
     return window if begins >= size + window.before else reaching

@@ -1,8 +1,8 @@
-"""How many bytes a kernel takes besides its operands and results: an estimate, for where nothing may run.
+"""Workspace of a kernel in addition to operands and results: an estimate, used where nothing may run.
 
-Only ops for which it matters have a rule. The rules describe PyTorch's kernels for the CPU with several
-threads: oneDNN's convolutions copy their operands into blocks of 16 channels and their result back out of
-such, small ones unfold the image into columns, and some kernels copy operands that are not contiguous.
+Only ops with large workspace have a rule. The rules describe PyTorch's CPU kernels with several threads:
+oneDNN's convolutions copy operands and result into blocks of 16 channels, small convolutions unfold the image
+into columns, and some kernels copy operands that are not contiguous.
 """
 
 from math import prod
@@ -24,7 +24,7 @@ workspace_of: Table[int] = Table("workspace", default=no_workspace)
 
 @workspace_of.entry("aten.convolution.default")
 def convolution(site: Site) -> int:
-    """The blocked image and weight are gone by the time the blocked result is copied into the result."""
+    """The blocked image and weight are freed before the blocked result is copied into the result."""
     image, weight, result = *site.inputs[:2], site.outputs[0]
     if _is_unfolded(site, image, weight):
         return _columns(site, image, weight, result)
@@ -36,7 +36,7 @@ def convolution(site: Site) -> int:
 
 @workspace_of.entry("aten.convolution_backward.default")
 def convolution_adjoint(site: Site) -> int:
-    """First the image's gradient is made, then the weight's, which takes no memory until then."""
+    """The image's gradient is made first, then the weight's, which takes no memory until then."""
     gradient, image, weight = site.inputs[:3]
     if _is_unfolded(site, image, weight):
         return _columns(site, image, weight, gradient)
@@ -48,7 +48,7 @@ def convolution_adjoint(site: Site) -> int:
 
 
 def _for_image_gradient(site: Site, weights: int) -> int:
-    """Of a strided convolution it is copied twice on its way out."""
+    """For a strided convolution it is copied twice."""
     gradient, image, weight = site.inputs[:3]
     if not _wants_image(site):
         return 0
@@ -106,7 +106,7 @@ def _is_strided(site: Site) -> bool:
 
 
 def _is_unfolded(site: Site, image: Tensor, weight: Tensor) -> bool:
-    """PyTorch's own choice: oneDNN knows no double precision and is slower for a single small image."""
+    """PyTorch's own choice: oneDNN has no double precision and is slower for a single small image."""
     batch, *sizes = shape_of(image)[:4]
     is_small = batch == 1 and prod(sizes) <= _SMALL
     has_large_kernel = all(size > 3 for size in shape_of(weight)[2:])

@@ -1,4 +1,4 @@
-"""A comparison for people: the figures side by side, then the tensors that fare otherwise."""
+"""A comparison for people: the figures side by side, then the tensors whose decision differs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -21,11 +21,11 @@ Number = TypeVar("Number", int, float)
 
 
 def show_comparison(comparison: Comparison, console: Console, *, names: tuple[str, str]) -> None:
-    """Print what changed from the first to the second, and what that bought."""
+    """Print the changes from the first to the second."""
     print_trimmed(console, Text(f"{names[0]} -> {names[1]}", "bold"))
     print_trimmed(console, Padding(_figures(comparison), (0, 0, 1, _INDENT)))
     if comparison.changes:
-        title = f"tensors that fare otherwise ({len(comparison.changes):,})"
+        title = f"tensors with other decisions ({len(comparison.changes):,})"
         print_trimmed(console, Text(title, "bold"), Padding(_changes(comparison), (0, 0, 1, _INDENT)))
     if comparison.only_before or comparison.only_after:
         apart = f"{comparison.only_before:,} tensors only before, {comparison.only_after:,} only after"
@@ -55,11 +55,11 @@ def _rows(comparison: Comparison) -> Iterator[Row]:
     if before.measured_peak_bytes is not None or after.measured_peak_bytes is not None:
         yield _bytes("measured peak", before.measured_peak_bytes, after.measured_peak_bytes)
     ratios = (before.time_ratio or 1.0, after.time_ratio or 1.0)
-    yield "time over plain", f"{ratios[0]:.3f} x", f"{ratios[1]:.3f} x", _share(*ratios)
+    yield "time over baseline", f"{ratios[0]:.3f} x", f"{ratios[1]:.3f} x", _share(*ratios)
     if before.measured_seconds is not None or after.measured_seconds is not None:
         yield _pair("measured time", before.measured_seconds, after.measured_seconds, format_seconds)
     yield "steps", f"{before.runs:,}", f"{after.runs:,}", f"{after.runs - before.runs:+,}"
-    yield "  run again", f"{before.runs_again:,}", f"{after.runs_again:,}", ""
+    yield "  recomputed", f"{before.runs_again:,}", f"{after.runs_again:,}", ""
     yield "extra MACs", format_count(before.extra_macs), format_count(after.extra_macs), ""
 
 

@@ -22,7 +22,7 @@ _PARTICULARS = re.compile(r"'[^']*'|[\w.]*[0-9._][\w.]*|\b[A-Z]\w+")  # quoted, 
 
 
 def notes_table(notes: Sequence[Note], *, everything: bool) -> Table | None:
-    """The notes, or the first of each group that says the same of other things."""
+    """The notes, or the first of each group of similar notes."""
     if not notes:
         return None
     table = Table.grid(padding=(0, 2))
@@ -101,7 +101,7 @@ def _size(label: str, size: int, meaning: str) -> Row:
 
 
 def _running(inspection: Inspection) -> str:
-    """Which op makes the peak, with its type where its name is but a number."""
+    """The op at the peak, with its type where its name is only a number."""
     for op in inspection.document.graph.ops:
         if op.id == inspection.facts.peak.op:
             return f"while {op.id} runs" + (f" ({op.type})" if op.id.isdecimal() else "")
@@ -111,14 +111,14 @@ def _running(inspection: Inspection) -> str:
 def _packing(inspection: Inspection) -> Iterator[Row]:
     packing = inspection.packing
     if packing is None:
-        yield "packed", "-", "not tried with so many tensors; --pack takes the time"
+        yield "packed", "-", "too many tensors; --pack packs them anyway"
     else:
         meaning = f"in one arena, {packing.gap:.2%} over the most alive at once"
         yield _size("packed", packing.arena_bytes, meaning)
 
 
 def _facets(inspection: Inspection) -> Iterator[Row]:
-    """What a document carries beside its graph."""
+    """The document's addresses, regions and tiles."""
     if addresses := inspection.addresses:
         starts = f"starts of {addresses.tensors:,} tensors in {format_bytes(addresses.touched_bytes)}"
         shared = f"{len(addresses.overlaps)} overlap while alive, {len(addresses.views)} as a view"

@@ -35,7 +35,7 @@ def show(*things: Thing) -> Shown:
 
 
 def _frame(page: str) -> str:
-    """The page in a frame of its own: its script reaches nothing of the notebook, and the other way round."""
+    """The page in an iframe: its script and the notebook cannot reach each other."""
     return (
         f'<iframe sandbox="allow-scripts" width="100%" height="{_HEIGHT}" style="border: 0" '
         f'srcdoc="{escape(page)}"></iframe>'

@@ -1,4 +1,4 @@
-"""A plan for people: does it fit, what does it cost, what was decided, how far from the best it may be."""
+"""A plan for people: whether it fits, its cost, its decisions, its distance from the lower bound."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -25,7 +25,7 @@ _BAR = 40
 
 
 def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float | None = None) -> None:
-    """Print a plan section by section. How long it took to make is known only to who made it."""
+    """Print a plan section by section. Only the caller knows how long planning took."""
     width = console.width - _INDENT
     runs = [(bytes_, step) for bytes_, step in zip(plan.projected_curve_bytes, plan.steps, strict=True)]
     ops = {op.id: op for op in plan.graph.ops}
@@ -34,13 +34,13 @@ def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float 
     drawing = memory_curve_drawing(curve, ran, width, blocks_of(console))
     _section(console, title, _figures(plan, solve_seconds))
     _section(console, "memory while each op of the plan runs", drawing)
-    _section(console, "largest tensors made again", _made_again(plan))
+    _section(console, "largest recomputed tensors", _recomputed(plan))
     for told in plan.tile_maps:
         show_tile_map(told, console)
 
 
 def show_frontier(offers: Sequence[Offer], plain_seconds: float, console: Console) -> None:
-    """Budget against time, a row for each of some points along it."""
+    """Budget against time, a row for each of some points."""
     table = Table.grid(padding=(0, 2))
     rows = sorted({i * (len(offers) - 1) // (_FRONTIER_ROWS - 1) for i in range(_FRONTIER_ROWS)})
     ratios = [offer.seconds / (plain_seconds or 1.0) for offer in offers]
@@ -49,7 +49,7 @@ def show_frontier(offers: Sequence[Offer], plain_seconds: float, console: Consol
         drawn = Text(bar((ratios[row] - 1.0) / worst, _BAR, blocks_of(console)), "green")
         size = Text(format_bytes(offers[row].peak_bytes), justify="right")
         table.add_row(size, f"{ratios[row]:.4f}", drawn, Text(offers[row].exactness, "dim"))
-    _section(console, "budget and time against the plain step", table)
+    _section(console, "budget and time against the baseline", table)
 
 
 def show_explanation(explanation: Explanation, console: Console) -> None:
@@ -70,18 +70,18 @@ def show_explanation(explanation: Explanation, console: Console) -> None:
 
 
 def _price(explanation: Explanation) -> Iterable[tuple[str, str]]:
-    """What it costs that the tensor is not kept."""
+    """The cost of not keeping the tensor."""
     if explanation.again_runs:
         times = "once" if explanation.again_runs == 1 else f"{explanation.again_runs} times"
-        yield "made again", f"{times}, for {format_share(explanation.again_share)} of the plain step"
+        yield "recomputed", f"{times}, for {format_share(explanation.again_share)} of the baseline's time"
 
 
 def _moved(explanation: Explanation) -> Iterable[tuple[str, str]]:
-    """A row for each time the tensor is moved out or back, and one for what is waited."""
+    """A row for each transfer of the tensor, and one for the time spent waiting."""
     for transfer in explanation.transfers:
         seconds = format_seconds(transfer.end_seconds - transfer.start_seconds)
         way = "stored" if transfer.is_store else "loaded"
-        yield way, f"begun in step {transfer.step}, under way for {seconds}"
+        yield way, f"begun in step {transfer.step}, takes {seconds}"
     if explanation.transfers:
         yield "waited for", format_seconds(explanation.stall_seconds)
 
@@ -109,22 +109,22 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
             (
                 "projected peak",
                 f"{format_bytes(plan.projected_peak_bytes)} ({plan.projected_peak_bytes:,} bytes),"
-                f" plain {format_bytes(plan.plain_peak_bytes)}",
+                f" baseline {format_bytes(plan.plain_peak_bytes)}",
             ),
-            ("time", f"{plan.time_ratio:.4f} of the plain step, in {unit}"),
+            ("time", f"{plan.time_ratio:.4f} of the baseline, in {unit}"),
             *_without_backward(plan),
             *((("gradients", _exactness(plan)),) if plan.has_backward else ()),
-            ("no plan in this order below", f"{plan.bound:.4f}, so at most {plan.gap:.2%} is left to gain"),
+            ("lower bound", f"{plan.bound:.4f}: no schedule in this order is faster, gap {plan.gap:.2%}"),
             ("extra work", f"{format_count(plan.extra_macs)} multiply-accumulates"),
-            ("decided", f"{kept} kept, {remade} made again, {tiled} never whole"),
-            ("smallest budget found", f"{format_bytes(plan.minimum_bytes)} ({plan.minimum_bytes:,} bytes)"),
+            ("decided", f"{kept} kept, {remade} recomputed, {tiled} never whole"),
+            ("smallest budget", f"{format_bytes(plan.minimum_bytes)} ({plan.minimum_bytes:,} bytes)"),
             *((("planned in", f"{solve_seconds:.1f} s"),) if solve_seconds is not None else ()),
         )
     )
 
 
 def _without_backward(plan: Plan) -> Iterator[tuple[str, str]]:
-    """For a graph that only runs forward: why nothing is decided, and what its tensors take in one arena."""
+    """For a forward-only graph: why nothing is decided, and the size of one arena for its tensors."""
     if not plan.has_backward:
         yield "recompute", "nothing: the graph has no backward half"
         yield "packed", f"{format_bytes(packed_bytes_of(plan))} in one arena"
@@ -134,21 +134,21 @@ def _exactness(plan: Plan) -> str:
     note = plan.against_eager.note if plan.against_eager else ""
     match plan.exactness:
         case Exactness.BITWISE:
-            return "those of the plain step, bit for bit"
+            return "those of the baseline, bit for bit"
         case Exactness.UNCHECKED:
             return f"those of the captured step, bit for bit; not checked against eager: {note}"
         case Exactness.ROUNDING:
             why = "tiles add up in another order" if plan.is_tiled else f"eager runs other ops: {note}"
-            return f"those of the plain step within rounding: {why}"
+            return f"those of the baseline within rounding: {why}"
 
 
-def _made_again(plan: Plan) -> Table | None:
+def _recomputed(plan: Plan) -> Table | None:
     remade = [name for name, decision in plan.decisions.items() if isinstance(decision, Recompute)]
     if not remade:
         return None
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
     table.add_column("bytes", justify="right")
-    for heading in ("tensor", "made again", "by"):
+    for heading in ("tensor", "recomputed", "by"):
         table.add_column(heading)
     makers = {name: op for op in plan.graph.ops for name in op.writes()}
     for name in sorted(remade, key=lambda tensor: -(plan.graph.tensors[tensor].nbytes or 0))[:_LARGEST]:
@@ -166,8 +166,8 @@ def _word(decision: Decision | None) -> str:
         case Keep():
             return "kept"
         case None:
-            return "nothing: not a choice of the planner"
+            return "nothing: the planner has no choice"
         case Offload(tier):
-            return f"moved to {tier} and back"
+            return f"offloaded to {tier}"
         case _:
             return str(decision)

@@ -14,7 +14,7 @@ Json = dict[str, object]
 
 
 def plan_json(plan: Plan, solve_seconds: float | None = None) -> Json:
-    """The figures of a plan, and how long it took to make where that is known."""
+    """The figures of a plan, and the seconds of planning where known."""
     return {
         "feasible": True,
         "allowed_bytes": plan.allowed_bytes,
@@ -70,7 +70,7 @@ def tiles_json(told: TileMap) -> Json:
 
 
 def refusal_json(refusal: BudgetTooSmall) -> Json:
-    """No plan: the smallest budget that there is one for, and what is in memory at its peak."""
+    """No plan: the smallest budget, and the tensors in memory at its peak."""
     return {
         "feasible": False,
         "allowed_bytes": refusal.allowed_bytes,

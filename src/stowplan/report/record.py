@@ -1,4 +1,4 @@
-"""What a run measured, beside what its plan had projected."""
+"""The measurements of a run, next to the projections of its plan."""
 
 from rich.console import Console
 from rich.padding import Padding
@@ -32,7 +32,7 @@ def record_json(record: Record) -> dict[str, object]:
 def show_record(record: Record, console: Console, *, title: str) -> None:
     """The same for people."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="cyan")
-    for heading in ("", "plain", "projected", "measured"):
+    for heading in ("", "eager", "projected", "measured"):
         table.add_column(heading, justify="left" if not heading else "right")
     plan, plain = record.plan, record.plain_measured_peak_bytes
     table.add_row(

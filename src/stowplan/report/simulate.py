@@ -1,4 +1,4 @@
-"""A simulated mesh for people: its figures, what was gathered and why, and curves of larger meshes."""
+"""A simulated mesh for people: its figures, gathered tensors with reasons, and scaling curves."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""A living training step for people and machines: its inspection, and what the eager run takes."""
+"""A training step for people and machines: its inspection and the memory of its eager run."""
 
 from dataclasses import asdict
 
@@ -38,7 +38,7 @@ def show_step(found: StepInspection, console: Console, *, title: str, all_notes:
     for category, size in sorted(found.bytes_at_peak.items(), key=lambda item: -item[1]):
         drawn = Text(bar(size / max(1, found.projected_peak_bytes), _BAR, blocks), "green")
         table.add_row(str(category), Text(format_bytes(size), justify="right"), drawn)
-    heading = Text(f"the plain eager step at its peak{' (estimated)' if found.estimated else ''}", "bold")
+    heading = Text(f"the eager step at its peak{' (estimated)' if found.estimated else ''}", "bold")
     print_trimmed(console, heading, Padding(table, (0, 0, 0, 2)), Padding(_peaks(found), (0, 0, 1, 2)))
     if found.optimizer and found.training_peak_bytes:
         print_trimmed(console, Padding(_training(found.optimizer, found.training_peak_bytes), (0, 0, 1, 2)))

@@ -1,4 +1,4 @@
-"""The map of a segment that runs in tiles: its regions level by level, its halo, its work."""
+"""The map of a tiled segment: its regions op by op, its halo, its work."""
 
 from collections.abc import Sequence
 
@@ -15,13 +15,13 @@ from stowplan.units import format_bytes, format_count
 _INDENT = 2
 
 
-def show_tile_map(told: TileMap, console: Console, *, heading: str = "", depth: int = 1) -> None:
-    """Print a map, and those of the segments that are tiled inside of its tiles."""
-    title = heading or f"{told.sweep}: {told.tiles} tiles, {_by(told.parts)}"
+def show_tile_map(tiled: TileMap, console: Console, *, heading: str = "", depth: int = 1) -> None:
+    """Print a map, and those of the segments that are tiled inside its tiles."""
+    title = heading or f"{tiled.sweep}: {tiled.tiles} tiles, {_by(tiled.parts)}"
     print_trimmed(console, Padding(Text(title, "bold"), (0, 0, 0, _INDENT * (depth - 1))))
-    print_trimmed(console, Padding(_facts(told), (0, 0, 0, _INDENT * depth)))
-    print_trimmed(console, Padding(_levels(told), (0, 0, 1, _INDENT * depth)))
-    for inner in told.within:
+    print_trimmed(console, Padding(_facts(tiled), (0, 0, 0, _INDENT * depth)))
+    print_trimmed(console, Padding(_levels(tiled), (0, 0, 1, _INDENT * depth)))
+    for inner in tiled.within:
         show_tile_map(inner, console, depth=depth + 1)
 
 
@@ -32,8 +32,8 @@ def show_tiled_tensor(found: TiledTensor, console: Console) -> None:
         ("made by", found.level.op),
         ("whole", _by(found.level.whole)),
         ("largest part", _by(found.level.part)),
-        ("made in all", f"{found.level.work:.3f} of it, the rest over 1 because tiles overlap"),
-        *((("in each tile", "made again for its backward"),) if found.made_again else ()),
+        ("made in all", f"{found.level.work:.3f} of it; over 1 because tiles overlap"),
+        *((("in each tile", "recomputed for its backward"),) if found.made_again else ()),
     )
     table = Table.grid(padding=(0, 2))
     for name, text in rows:
@@ -41,27 +41,27 @@ def show_tiled_tensor(found: TiledTensor, console: Console) -> None:
     print_trimmed(console, Text(found.tensor, "bold"), Padding(table, (0, 0, 1, _INDENT)))
 
 
-def _facts(told: TileMap) -> str:
-    again = f", {len(told.again)} tensors made again in each" if told.again else ""
+def _facts(tiled: TileMap) -> str:
+    again = f", {len(tiled.again)} tensors recomputed in each" if tiled.again else ""
     again += (
-        f"; to differentiate it, what it reads is made again of {', '.join(told.made_of)}"
-        if told.made_of
+        f"; for its backward, its inputs are recomputed from {', '.join(tiled.made_of)}"
+        if tiled.made_of
         else ""
     )
     return (
-        f"grid {_by(told.parts)}, halo {told.halo_share:.1%} of the forward work, "
-        f"{format_count(told.extra_macs)} multiply-accumulates more than whole, "
-        f"{format_bytes(told.backward_peak_bytes)} in the largest tile{again}"
+        f"grid {_by(tiled.parts)}, halo {tiled.halo_share:.1%} of the forward work, "
+        f"{format_count(tiled.extra_macs)} multiply-accumulates more than whole, "
+        f"{format_bytes(tiled.backward_peak_bytes)} in the largest tile{again}"
     )
 
 
-def _levels(told: TileMap) -> Table:
+def _levels(tiled: TileMap) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
     for heading in ("op", "whole", "largest part"):
         table.add_column(heading)
     for heading in ("made in all", "MACs"):
         table.add_column(heading, justify="right")
-    for level in told.levels:
+    for level in tiled.levels:
         row = (level.op, _by(level.whole), _by(level.part), f"{level.work:.3f}", format_count(level.macs))
         table.add_row(*row)
     return table

@@ -118,7 +118,7 @@ _TRACKS = {1: "steps", 2: "stores", 3: "loads"}
 
 
 def projected_events(subject: Subject, process: int) -> Iterator[Event]:
-    """Every run when it is projected to run, the memory meanwhile, and arrows between copies of a tensor."""
+    """Every run at its projected time, memory counters, and arrows between copies of a tensor."""
     timeline, spans = subject.timeline, _spans(subject)
     yield named(process, "process_name", f"{subject.name}: projected, {_clock(subject)}")
     for thread in sorted({1, *(_THREADS[run.doing] for run in timeline.runs)}):
@@ -134,7 +134,7 @@ def projected_events(subject: Subject, process: int) -> Iterator[Event]:
 
 
 def _spans(subject: Subject) -> list[Span]:
-    """Microseconds by run; a graph that nobody timed takes one per step."""
+    """Microseconds by run; a graph without times gets one per step."""
     if subject.clock is not None:
         scale = _scale(subject)
         return [Span(span.start_seconds * scale, span.end_seconds * scale) for span in subject.clock.spans]
@@ -166,7 +166,7 @@ def _waits(subject: Subject, process: int) -> Iterator[Event]:
 
 
 def _arrows(timeline: Timeline, spans: Sequence[Span], process: int) -> Iterator[Event]:
-    """From a tensor's store to each of its loads, from its first run to each that made it again."""
+    """From a tensor's store to each of its loads, from its first run to each recomputation."""
     first = {stay.tensor: stay.first for stay in timeline.stays if stay.made and not stay.copy}
     stored = {stay.tensor: stay.first for stay in timeline.away}
     for number, stay in enumerate(timeline.stays):
@@ -174,7 +174,7 @@ def _arrows(timeline: Timeline, spans: Sequence[Span], process: int) -> Iterator
             continue
         loaded = timeline.runs[stay.first].doing is Doing.LOAD
         source = (stored if loaded else first).get(stay.tensor)
-        category = "offloaded" if loaded else "made again"
+        category = "offloaded" if loaded else "recomputed"
         for mark, run in (("s", source), ("f", stay.first)) if source is not None else ():
             thread = _THREADS[timeline.runs[run].doing]
             middle = (spans[run].start_seconds + spans[run].end_seconds) / 2

@@ -38,7 +38,7 @@ def recognise(text: str) -> bool:
 
 
 def read(text: str, saved: SavedView = SavedView.LISTED) -> Document:
-    """The training step a file describes; `saved` chooses what its backward keeps."""
+    """The training step a file describes; `saved` selects the saved tensors of its backward."""
     listing = parse(text)
     forward = forward_ops(listing)
     lines = {name: f"line {variable.line}" for name, variable in listing.variables.items()}
@@ -53,13 +53,13 @@ def _notes_on(graph: Graph) -> list[Note]:
     notes = [Note(NoteKind.INFERRED, "", "ops run in order of rank, the backward half from the highest down")]
     masks = [tensor.id for tensor in graph.tensors.values() if tensor.kind is Kind.MASK]
     if masks:
-        what = f"masks {', '.join(masks)}: a dropout keeps one, of its output's bytes, that no file shows"
+        what = f"masks {', '.join(masks)}: a dropout saves one, of its output's bytes, that the file omits"
         notes.append(Note(NoteKind.INFERRED, "", what))
     return notes
 
 
 def _counts(listing: Listing, graph: Graph) -> dict[str, int]:
-    """The figures of the file: what it lists, and how much of its own order could be executed."""
+    """The figures of the file, and how far its own order is executable."""
     tags = Counter(tag for record in listing.backward for _, tag in record.inputs)
     accumulated = {use.tensor for op in graph.ops for use in op.outputs if use.role is Role.ACCUMULATE}
     return {
@@ -128,7 +128,7 @@ def _forward_record(graph: Graph, op: Op) -> Iterator[str]:
 
 
 def _backward_record(graph: Graph, forward: Op, op: Op) -> Iterator[str]:
-    """In the file graph inputs get a gradient too: it lists what a backward could make."""
+    """In the file, graph inputs get a gradient too: it lists what a backward could make."""
     outputs = [graph.tensors[name].gradient_of or name for name in op.writes()]
     outputs += [name for name in forward.reads() if graph.tensors[name].kind is Kind.INPUT]
     inputs = [
@@ -154,7 +154,7 @@ def _record(
 
 
 def _refuse_loss(graph: Graph, text: str) -> None:
-    """Read the file back: the one check that covers all that the format cannot say."""
+    """Read the file back: one check for everything the format cannot express."""
     keeps_less = any(use.role is Role.SHAPE for op in graph.ops for use in op.inputs)
     keeps_masks = any(tensor.kind is Kind.MASK for tensor in graph.tensors.values())
     try:

@@ -31,21 +31,21 @@ _RANDOM = frozenset({"Dropout"})
 
 
 class SavedView(StrEnum):
-    """Which account of the saved tensors to believe."""
+    """The source of the saved tensors."""
 
     LISTED = "listed"
     RETAIN = "retain"
 
 
 def masks_of(forward: Record, view: SavedView) -> tuple[str, ...]:
-    """The masks a random op makes for its backward, one per output; the listed view shows none."""
+    """The masks a random op makes for its backward, one per output; the listed view has none."""
     if view is SavedView.LISTED or forward.type not in _RANDOM:
         return ()
     return tuple(mask_id(output) for output in forward.outputs)
 
 
 def saved_uses(forward: Record, backward: Record, view: SavedView) -> Iterator[Use]:
-    """What the backward keeps from the forward half, in the order of its record, then what that omits."""
+    """The tensors that backward saves, in the order of its record, then those the record omits."""
     listed = [(name, tag) for name, tag in backward.inputs if tag is not Tag.GRADIENT]
     if view is SavedView.LISTED:
         yield from (Use(name, Role.SAVED) for name, _ in listed)
@@ -59,7 +59,7 @@ def saved_uses(forward: Record, backward: Record, view: SavedView) -> Iterator[U
 
 
 def _retained(forward: Record) -> dict[tuple[str, Tag], None]:
-    """The values Chainer held on to, in order and without repeats."""
+    """The values that Chainer kept, in order and without repeats."""
     inputs = [name for name, _ in forward.inputs]
     return dict.fromkeys(
         [(name, Tag.INPUT) for name in _chosen(forward, "_input_indexes_to_retain", inputs)]
@@ -113,7 +113,7 @@ def _name_of(variable: Variable) -> str:
 
 
 def forward_ops(listing: Listing) -> list[tuple[Op, Record]]:
-    """The forward half in an executable order, before anything is kept for the backward."""
+    """The forward half in an executable order, before tensors are saved for backward."""
     ranked = sorted(listing.forward, key=lambda record: record.rank)
     return [(_forward_op(record, listing), record) for record in ranked]
 
@@ -146,7 +146,7 @@ def _check_arity(record: Record) -> None:
 def step_graph(
     listing: Listing, forward: list[tuple[Op, Record]], values: Mapping[str, Tensor], view: SavedView
 ) -> tuple[Graph, dict[str, str]]:
-    """The whole step, and by op id the line it was written on."""
+    """The whole step, and by op id its line in the file."""
     adjoint_of = {record.line: adjoint for record, adjoint in pairs_of(listing)}
     ops = [_with_masks(op, record, view) if adjoint_of else op for op, record in forward]
     where = {op.id: f"line {record.line}" for op, record in forward}
@@ -176,7 +176,7 @@ def _backward_op(
     values: Mapping[str, Tensor],
     made: set[str],
 ) -> Op:
-    """The adjoint of `op`. Graph inputs get no gradient; `made` are the gradients that exist already."""
+    """The adjoint of `op`. Graph inputs get no gradient; `made` are the gradients that already exist."""
     incoming = [Use(gradient_id(name)) for name, tag in backward.inputs if tag is Tag.GRADIENT]
     wanted = [gradient_id(name) for name in backward.outputs if values[name].kind is not Kind.INPUT]
     return Op(

@@ -77,7 +77,7 @@ _INTEGERS = {1: DType.INT8, 2: DType.INT16, 4: DType.INT32, 8: DType.INT64}
 
 @dataclass(slots=True)
 class Inference:
-    """What is known so far, and what there is to say about it."""
+    """What is known so far, and the notes on it."""
 
     tensors: dict[str, Tensor]
     where: Mapping[str, str]
@@ -90,7 +90,7 @@ class Inference:
         self.notes.append(Note(kind, self.where.get(name, ""), what))
 
     def site(self, op: Op) -> Site:
-        """An op with what is known of its tensors."""
+        """An op with its tensors as known so far."""
         inputs, outputs = (
             tuple(self.tensors[use.tensor] for use in uses) for uses in (op.inputs, op.outputs)
         )
@@ -113,7 +113,7 @@ class Inference:
 def infer_shapes(
     tensors: Mapping[str, Tensor], ops: Sequence[Op], where: Mapping[str, str]
 ) -> tuple[dict[str, Tensor], list[Note]]:
-    """The tensors with every shape that follows, and the notes on how. `ops` are in executable order."""
+    """The tensors with every shape that follows, and notes. `ops` are in executable order."""
     state = Inference(dict(tensors), where)
     _infer_element(state, ops)
     _infer_batch(state, ops)
@@ -133,7 +133,7 @@ def _infer_element(state: Inference, ops: Sequence[Op]) -> None:
             what = f"elements are {state.element}: the scalar loss takes {nbytes} bytes"
             state.note(NoteKind.INFERRED, op.id, what)
             return
-    state.note(NoteKind.INFERRED, "", f"elements are taken to be {state.element}: no scalar loss tells")
+    state.note(NoteKind.INFERRED, "", f"elements are taken to be {state.element}: there is no scalar loss")
 
 
 def _infer_batch(state: Inference, ops: Sequence[Op]) -> None:
@@ -144,8 +144,8 @@ def _infer_batch(state: Inference, ops: Sequence[Op]) -> None:
         what = f"batch {state.batch}: elements of the output / (channels x outh x outw)"
         state.note(NoteKind.INFERRED, op_id, what)
     else:
-        told = " and ".join(map(str, sorted(filter(None, found)))) or "none"
-        state.note(NoteKind.ODD, "", f"batch unknown: the deconvolutions tell {told}")
+        given = " and ".join(map(str, sorted(filter(None, found)))) or "none"
+        state.note(NoteKind.ODD, "", f"batch unknown: the deconvolutions give {given}")
 
 
 def _batch_of(state: Inference, deconvolution: Op) -> int | None:
@@ -159,7 +159,7 @@ def _batch_of(state: Inference, deconvolution: Op) -> int | None:
 
 
 def _nothing(_: Inference, __: Op) -> None:
-    """Most ops tell nothing about their operands."""
+    """Most ops imply nothing about their operands."""
 
 
 def _infer_filter(state: Inference, op: Op) -> None:

@@ -41,7 +41,7 @@ _SHOWN = 60
 
 
 class Lines:
-    """A cursor over the lines of a text. `number` is that of the line last read, from 1."""
+    """A cursor over the lines of a text. `number` is that of the last line read, from 1."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.split("\n")
@@ -122,9 +122,9 @@ _DEEPEST_NESTING = 32
 
 
 class Tag(StrEnum):
-    """How a record's input is used: plainly (forward), or as one of three things a backward reads."""
+    """How a record uses an input: as data (forward), or as one of three things that a backward reads."""
 
-    PLAIN = "_"
+    DATA = "_"
     GRADIENT = "gradient"
     INPUT = "input"
     OUTPUT = "output"
@@ -216,7 +216,7 @@ def _record(lines: Lines, variables: dict[str, Variable]) -> Record:
 def _input(lines: Lines, variables: dict[str, Variable], phase: Phase) -> tuple[str, Tag]:
     match = lines.match(_USE, 'an input: id and "_", "gradient", "input" or "output"')
     tag = Tag(match[2])
-    if (tag is Tag.PLAIN) != (phase is Phase.FORWARD):
+    if (tag is Tag.DATA) != (phase is Phase.FORWARD):
         raise lines.fault(f"an input of a {phase} record cannot be tagged {tag.value!r}")
     return _known(lines, variables, match[1]), tag
 

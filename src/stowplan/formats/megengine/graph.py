@@ -60,7 +60,7 @@ def allocation_of(dump: Dump) -> Allocation:
 
 
 def place_of(var: Var) -> tuple[int, int]:
-    """Where the var sat and how many bytes it took there; (0, 0) where the dump knows no place."""
+    """The address and bytes of the var; (0, 0) where the dump has none."""
     if not var.prev_dev_ptr or var.prev_dev_ptr_end is None:
         return (0, 0)
     start = var.prev_dev_ptr if var.dev_ptr is None else var.dev_ptr
@@ -98,7 +98,7 @@ _DTYPES = {
 def tensors_of(
     dump: Dump, kinds: Mapping[str, Kind], known: Set[str]
 ) -> tuple[dict[str, Tensor], tuple[Note, ...]]:
-    """Every var as a tensor, with notes on what was inferred; those in `known` take no device memory."""
+    """Every var as a tensor, with notes on inferred fields; vars in `known` take no device memory."""
     seen, element = _shapes_in_footprints(dump), _element_type(dump)
     tensors, notes = {}, []
     for name, var in dump.vars.items():
@@ -142,7 +142,7 @@ def _shapes_in_footprints(dump: Dump) -> dict[str, tuple[Shape, str]]:
 
 
 def _element_type(dump: Dump) -> DType | None:
-    """The one element type of the persistent vars; the dump does not say it for others."""
+    """The single element type of the persistent vars; the dump omits it for others."""
     types = {var.mem_plan.layout.dtype for var in dump.vars.values() if var.mem_plan is not None}
     return _DTYPES.get(types.pop()) if len(types) == 1 else None
 
@@ -174,7 +174,7 @@ _HANDED_OVER = {
 
 
 def graph_of(dump: Dump) -> tuple[Graph, tuple[Note, ...]]:
-    """The graph of the run, and what had to be inferred for it."""
+    """The graph of the run, and notes on inferred fields."""
     executed = set(dump.comp_seq)
     static = {name: operator for name, operator in dump.operators.items() if name not in executed}
     known = {var for operator in static.values() for var in operator.output}

@@ -1,4 +1,4 @@
-"""The records of a MegEngine dump, typed. A fault is told with its key path: `graph_exec.var.539.name`."""
+"""The records of a MegEngine dump, typed. An error names the key path: `graph_exec.var.539.name`."""
 
 import json
 import re
@@ -31,7 +31,7 @@ class Times(Struct, frozen=True):
 
 
 class Footprint(Struct, frozen=True):
-    """What one run of an op took: its parameters, shapes, bytes moved and floating-point operations."""
+    """One run of an op: its parameters, shapes, bytes moved and floating-point operations."""
 
     param: dict[Name, Scalar]
     in_shapes: tuple[Sizes, ...]
@@ -47,13 +47,13 @@ class InferredShape(Struct, frozen=True):
 
 
 class InferTags(Struct, frozen=True):
-    """What static inference said of a var."""
+    """The result of static inference for a var."""
 
     SHAPE: InferredShape
 
 
 class MemoryLayout(Struct, frozen=True):
-    """How a persistent var lies in its chunk."""
+    """The layout of a persistent var in its chunk."""
 
     dtype: Name
 
@@ -124,7 +124,7 @@ class _File(Struct):
 
 
 def parse(text: str) -> Dump:
-    """The dump in `text`, or BadInput at the first entry that is not what it should be."""
+    """The dump in `text`, or BadInput at the first malformed entry."""
     file = _typed(_json(text), _File, "")
     graph, profiler = file.graph_exec, file.profiler
     return Dump(

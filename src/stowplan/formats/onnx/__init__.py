@@ -14,7 +14,7 @@ def recognise(data: bytes) -> bool:
 
 
 def read(data: bytes) -> Document:
-    """The nodes in their order, with all shapes; sizes that have but a name are taken to be 1."""
+    """The nodes in their order, with all shapes; symbolic sizes are taken to be 1."""
     model = parse(data)
     graph, notes, where = graph_of(model)
     return Document(

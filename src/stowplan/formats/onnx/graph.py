@@ -65,7 +65,7 @@ def dtype_of(element: int, where: str) -> DType:
 
 
 def made_by(op_type: str, cast_to: Attribute, operands: list[DType], output: int, where: str) -> DType:
-    """The element type of an op's output: of its first float operand, with few exceptions."""
+    """The element type of an op's output: that of its first float operand, with few exceptions."""
     if op_type in _TO_BOOL or (op_type == "onnx.Dropout" and output == 1):
         return DType.BOOL
     if op_type in _TO_INDICES or (op_type in ("onnx.MaxPool", "onnx.TopK") and output == 1):
@@ -84,7 +84,7 @@ _ADVICE = "write the shapes into the file: onnx.shape_inference.infer_shapes, or
 
 
 def graph_of(model: Model) -> Found:
-    """The graph, what was assumed for it, and by op id where in the file it stands."""
+    """The graph, notes on assumptions, and by op id the place in the file."""
     return _Builder(model).run()
 
 
@@ -97,7 +97,7 @@ class _Builder:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._told = {value.name: value for value in (*model.values, *model.outputs)}
+        self._given = {value.name: value for value in (*model.values, *model.outputs)}
         self._tensors: dict[str, Tensor] = {}
         self._constants: dict[str, Attribute] = {}
         self._symbols: dict[str, int] = {}
@@ -179,7 +179,7 @@ class _Builder:
         return op
 
     def _role(self, name: str, op_type: str) -> Role:
-        """Numbers that only shapes are made of stay on the host."""
+        """Numbers that only determine shapes stay on the host."""
         return Role.SHAPE if self._is_about_shapes(name, op_type) else Role.DATA
 
     def _is_about_shapes(self, name: str, op_type: str) -> bool:
@@ -198,8 +198,8 @@ class _Builder:
         operands = [tensor.dtype for tensor in inputs if tensor.dtype is not None]
         shapes = self._shapes(op, inputs)
         for at, (use, shape) in enumerate(zip(op.outputs, shapes, strict=True)):
-            told = self._told.get(use.tensor)
-            known = told.element if told and told.element else None
+            given = self._given.get(use.tensor)
+            known = given.element if given and given.element else None
             dtype = (
                 dtype_of(known, node.where)
                 if known is not None
@@ -212,10 +212,10 @@ class _Builder:
         self._mark_views(op, inputs)
 
     def _shapes(self, op: Op, inputs: tuple[Tensor, ...]) -> list[Shape]:
-        """By the file where it tells them, otherwise by the rules."""
-        told = [self._told_shape(use.tensor) for use in op.outputs]
-        if all(shape is not None for shape in told):
-            return [shape for shape in told if shape is not None]
+        """From the file where it has them, otherwise by the rules."""
+        given = [self._given_shape(use.tensor) for use in op.outputs]
+        if all(shape is not None for shape in given):
+            return [shape for shape in given if shape is not None]
         outputs = tuple(Tensor(use.tensor, Kind.ACTIVATION) for use in op.outputs)
         try:
             shapes = onnx_shapes_of(Site(op, inputs, outputs))[: len(outputs)]
@@ -230,14 +230,14 @@ class _Builder:
         self._inferred += len(shapes)
         return list(shapes)
 
-    def _told_shape(self, name: str) -> Shape | None:
-        """What the file says of a value, if all of its dims are sizes or names of sizes."""
-        told = self._told.get(name)
-        if told is None or told.dims is None:
+    def _given_shape(self, name: str) -> Shape | None:
+        """The file's shape of a value, if all of its dims are sizes or names of sizes."""
+        given = self._given.get(name)
+        if given is None or given.dims is None:
             return None
-        if any(isinstance(dim, str) and dim not in self._symbols for dim in told.dims):
+        if any(isinstance(dim, str) and dim not in self._symbols for dim in given.dims):
             return None
-        return tuple(dim if isinstance(dim, int) else self._symbols[dim] for dim in told.dims)
+        return tuple(dim if isinstance(dim, int) else self._symbols[dim] for dim in given.dims)
 
     def _mark_views(self, op: Op, inputs: tuple[Tensor, ...]) -> None:
         outputs = tuple(self._tensors[use.tensor] for use in op.outputs)
@@ -246,7 +246,7 @@ class _Builder:
                 self._tensors[outputs[at].id] = replace(outputs[at], alias_of=inputs[source].id)
 
     def _mark_no_parameters(self, ops: list[Op]) -> None:
-        """Running statistics and scales are no parameters, though the file keeps them as weights."""
+        """Running statistics and scales are not parameters, though the file stores them as weights."""
         for op in ops:
             for use in op.inputs[1:] if op.type in RESIZES else ():
                 self._tensors[use.tensor] = replace(self._tensors[use.tensor], kind=Kind.CONSTANT)
@@ -259,9 +259,9 @@ class _Builder:
         for symbol in self._symbols:
             yield Note(NoteKind.INFERRED, "graph.input", f"the size {symbol!r} is taken to be {_TAKEN_AS}")
         if self._inferred:
-            what = f"{self._inferred} shapes that the file does not tell, by the rules of their ops"
+            what = f"{self._inferred} shapes that the file omits, by the rules of their ops"
             yield Note(NoteKind.INFERRED, "graph", what)
         elsewhere = {weight.location for weight in self._model.initializers if weight.location}
         for location in sorted(elsewhere):
-            what = f"weights are in {location!r}, which is not opened: their dims are told here"
+            what = f"weights are in {location!r}, which is not opened: their dims are in this file"
             yield Note(NoteKind.ODD, "graph.initializer", what)

@@ -1,7 +1,7 @@
-"""The messages of an ONNX model, as far as they say what is computed: nodes, tensors, types.
+"""The messages of an ONNX model that describe the computation: nodes, tensors, types.
 
-Field numbers are those of onnx.proto. Weights are not looked at, and no other file is opened for them; only
-small integers and scales are read, for shapes depend on them.
+Field numbers are those of onnx.proto. Weights are not read, and no other file is opened for them; only small
+integers and scales are read, because shapes depend on them.
 """
 
 import struct
@@ -26,12 +26,12 @@ _MOST_VALUES = 64  # of a constant that shapes may depend on
 _FLOAT, _INT64 = 1, 7
 _MOST_DIMS = 16
 
-Dim: TypeAlias = int | str  # a size, or the name that stands for one; "" for one that is not told
+Dim: TypeAlias = int | str  # a size, or the name of one; "" for an unknown size
 
 
 @dataclass(frozen=True, slots=True)
 class TypedName:
-    """A value with its element type and dims; None where the file does not tell."""
+    """A value with its element type and dims; None where the file omits them."""
 
     name: str
     element: int | None = None
@@ -40,7 +40,7 @@ class TypedName:
 
 @dataclass(frozen=True, slots=True)
 class Initializer:
-    """A weight or constant. `values` are its numbers, if they are few and whole or scales."""
+    """A weight or constant. `values` are its numbers, if they are few and integers or scales."""
 
     name: str
     element: int
@@ -51,7 +51,7 @@ class Initializer:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One op. An empty name in `inputs` or `outputs` is one that is left out."""
+    """One op. An empty name in `inputs` or `outputs` is an omitted one."""
 
     where: str
     name: str
@@ -77,7 +77,7 @@ class Model:
 
 
 def parse(data: bytes) -> Model:
-    """The model in a file; BadInput at the first message that is not what it should be."""
+    """The model in a file; BadInput at the first malformed message."""
     model, has_graph = Model(), False
     for number, value in fields_of(memoryview(data), "model"):
         if number == 2:
@@ -86,7 +86,7 @@ def parse(data: bytes) -> Model:
             has_graph = True
             _read_graph(message(value, "model.graph"), model)
         elif number == 25:
-            raise BadInput("functions of its own: export with them inlined", where="model.functions")
+            raise BadInput("model-local functions: export with them inlined", where="model.functions")
     if not has_graph:
         raise BadInput("no graph", where="model")
     return model
@@ -148,9 +148,7 @@ def _attribute(data: memoryview, where: str) -> tuple[str, Held]:
             many.extend(_REPEATED[number](value, where))
             is_list = True
         elif number in (6, 11):
-            raise BadInput(
-                "holds a graph of its own: a loop or a branch has no fixed order to look at", where=where
-            )
+            raise BadInput("holds a subgraph: a loop or a branch has no fixed order", where=where)
     return name, tuple(many) if is_list else found
 
 

@@ -1,7 +1,7 @@
 """Protocol buffers on the wire: the fields of one message as (number, value) pairs.
 
-A value is an integer or the bytes inside; what they mean, the message's own reader knows. Nothing is nested
-here, so nothing can nest too deeply.
+A value is an integer or bytes; the reader of the message knows its meaning. Nothing is nested here, so
+nothing can nest too deeply.
 """
 
 import struct
@@ -31,7 +31,7 @@ def fields_of(message: memoryview, where: str) -> Iterator[tuple[int, Value]]:
 
 
 def _span(message: memoryview, at: int, kind: int, where: str) -> tuple[int, int]:
-    """Where the bytes of a field lie: eight, four, or as many as it says."""
+    """The position of a field's bytes: eight, four, or a stated number."""
     size = {1: 8, 5: 4}.get(kind)
     if size is None:
         size, at = _varint(message, at, where)
@@ -60,7 +60,7 @@ def signed(value: Value, where: str) -> int:
 
 
 def packed_integers(value: Value, where: str) -> tuple[int, ...]:
-    """The elements of a repeated int64, which may come one by one or all in one piece."""
+    """The elements of a repeated int64, one by one or packed."""
     if isinstance(value, int):
         return (signed(value, where),)
     numbers, at = [], 0
@@ -71,7 +71,7 @@ def packed_integers(value: Value, where: str) -> tuple[int, ...]:
 
 
 def packed_floats(value: Value, where: str) -> tuple[float, ...]:
-    """The elements of a repeated float, one by one or all in one piece."""
+    """The elements of a repeated float, one by one or packed."""
     if isinstance(value, int) or len(value) % 4:
         raise BadInput("floats of another width", where=where)
     return struct.unpack(f"<{len(value) // 4}f", value)

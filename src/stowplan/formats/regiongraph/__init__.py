@@ -18,7 +18,7 @@ from stowplan.errors import BadInput, BadUse
 from stowplan.formats.checked import checked
 from stowplan.formats.regiongraph.boxes import boxes_on, dims_of, rects_of
 from stowplan.formats.regiongraph.edges import Agreement, compare_labels, edges_of
-from stowplan.formats.regiongraph.grammar import FORMS, TENSOR_FIELDS
+from stowplan.formats.regiongraph.grammar import OP_DRAWINGS, TENSOR_FIELDS
 from stowplan.formats.regiongraph.graph import BACKWARD, PORTS, graph_of, regions_of
 from stowplan.formats.regiongraph.names import claim_damaged, exact_names
 from stowplan.formats.regiongraph.page import Label, Remarks, Words, dims_text, rect_text, tokens_of
@@ -132,7 +132,7 @@ class _Writer:
         return _block(tensor.id, zip(TENSOR_FIELDS, values, strict=True))
 
     def _op(self, op: Op) -> str:
-        form = FORMS.get(op.type.removesuffix(BACKWARD))
+        form = OP_DRAWINGS.get(op.type.removesuffix(BACKWARD))
         if form is None:
             raise BadUse(f"op {op.id!r}: a region graph has no type {op.type!r}")
         rects = {
@@ -149,7 +149,7 @@ class _Writer:
 
     def _ports(self, op: Op) -> tuple[Sequence[str], Sequence[str]]:
         """The labels of an op's arrows, in the order of its lists."""
-        form = FORMS[op.type.removesuffix(BACKWARD)]
+        form = OP_DRAWINGS[op.type.removesuffix(BACKWARD)]
         forward = self._ops.get(op.adjoint_of or "")
         if forward is None:
             return form.reads, form.makes

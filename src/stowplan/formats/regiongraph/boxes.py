@@ -160,8 +160,8 @@ def _mended(token: Field, box: Box, lo: Point, hi: Point, others: Iterable[Rect]
         if len(hi) < len(lo) == other.ndim and is_part_of(hi, other.hi):
             remarks.repaired(token.line, what, token.parts[1], listed(other.hi), why)
             return Rect(lo, other.hi)
-    told = f"{what} has {len(lo)} low and {len(hi)} high bounds, and no other rect tells which is lost"
-    raise BadInput(told, where=f"line {token.line}")
+    message = f"{what} has {len(lo)} low and {len(hi)} high bounds, and no other rect shows which is lost"
+    raise BadInput(message, where=f"line {token.line}")
 
 
 Rects: TypeAlias = Mapping[str, Rect | None]

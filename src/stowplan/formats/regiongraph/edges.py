@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from stowplan.errors import BadInput
-from stowplan.formats.regiongraph.grammar import FORMS, Entry, Sort, gradient_of
+from stowplan.formats.regiongraph.grammar import OP_DRAWINGS, Entry, Sort, gradient_of
 from stowplan.formats.regiongraph.names import Names
 from stowplan.formats.regiongraph.page import Label, Remarks, Words
 from stowplan.formats.regiongraph.spelling import Pattern, key_of, nearest
@@ -53,7 +53,7 @@ def _chained_ports(names: Names) -> dict[str, Mapping[str, str]]:
     for entry in names.lexicon.values():  # the lexicon lists forward ops in the order of their chain
         if entry.sort is Sort.FORWARD and entry.name in names.found:
             ports[entry.name] = {"input": last, **entry.ports}
-            last = next((entry.ports[port] for port in FORMS[entry.type].makes), last)
+            last = next((entry.ports[port] for port in OP_DRAWINGS[entry.type].makes), last)
     return ports
 
 
@@ -63,7 +63,7 @@ def _edges(entry: Entry, ports: Mapping[str, Mapping[str, str]], names: Names) -
     if entry.sort is Sort.UPDATE:
         parameter = names.lexicon[entry.stem].stem
         return Edges(reads=(Edge("params", parameter), Edge("gradient", entry.stem)))
-    form = FORMS[entry.type]
+    form = OP_DRAWINGS[entry.type]
     if entry.sort is Sort.FORWARD:
         at = ports[entry.name]
         return Edges(
@@ -82,7 +82,7 @@ def _edges(entry: Entry, ports: Mapping[str, Mapping[str, str]], names: Names) -
 
 
 def _deltas(reads: tuple[str, ...], at: Mapping[str, str], names: Names) -> Iterator[Edge]:
-    """What a backward op adds to: the gradients that the page has of what its forward op read."""
+    """The gradients that a backward op adds to: those on the page of its forward op's inputs."""
     for port in reads:
         gradient = gradient_of(at[port])
         if gradient in names.found:
@@ -127,11 +127,11 @@ def compare_labels(
     seen = list(_ports_read(labels, left, Ports.of(expected), remarks))
     count = Counter(port for _, port in seen)
     agreement = Agreement(expected.total(), (expected & count).total())
-    told = (
+    summary = (
         f"{agreement.expected} edges follow from names and ports; the page labels {agreement.matched} of them"
     )
     missing = ", ".join(f"{port} {number}" for port, number in sorted((expected - count).items()))
-    remarks.inferred(1, told + (f" (not readable: {missing})" if missing else ""))
+    remarks.inferred(1, summary + (f" (not readable: {missing})" if missing else ""))
     for line, port in seen:
         count[port] -= 1
         if count[port] >= expected[port]:
@@ -176,7 +176,7 @@ def _ports_read(
 def _without_arrow(
     lines: Set[int], left: Iterable[Words], ports: Ports, remarks: Remarks
 ) -> Iterator[tuple[int, str]]:
-    """Labels whose arrow is lost, on lines with other labels; words that are no label either are told."""
+    """Labels whose arrow is lost, on lines with other labels; other words are reported."""
     debris: dict[int, list[str]] = defaultdict(list)
     for rest in left:
         read = " ".join(rest.words)

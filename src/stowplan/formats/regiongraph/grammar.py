@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 
 class Sort(Enum):
-    """What a name stands for: a tensor, drawn as a box, or an op, drawn as an ellipse."""
+    """The kind of a name: a tensor, drawn as a box, or an op, drawn as an ellipse."""
 
     PARAMETER = auto()
     ACTIVATION = auto()
@@ -28,10 +28,10 @@ class Sort(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How ops of one type are drawn: the ports they read and make, the fields written in them.
+class OpDrawing:
+    """How ops of one type are drawn: the ports they read and make, and their fields.
 
-    `saves` are the ports of the forward op whose tensors its gradient reads again.
+    `saves` are the ports of the forward op whose tensors its gradient reads.
     """
 
     reads: tuple[str, ...] = ()
@@ -40,27 +40,27 @@ class Form:
     fields: tuple[str, ...] = ("result_dim", "dist_result")
 
 
-FORMS: Mapping[str, Form] = MappingProxyType(
+OP_DRAWINGS: Mapping[str, OpDrawing] = MappingProxyType(
     {
-        "data": Form(makes=("raw_data", "labels")),
-        "filter": Form(
+        "data": OpDrawing(makes=("raw_data", "labels")),
+        "filter": OpDrawing(
             reads=("input", "filters"),
             saves=("input", "filters"),
             fields=("result_dim", "dist_input", "dist_filters", "dist_result"),
         ),
-        "filterA": Form(reads=("input", "a", "b"), saves=("input", "a", "b")),
-        "filterNL": Form(reads=("input",), saves=("output",)),
-        "linear": Form(
+        "filterA": OpDrawing(reads=("input", "a", "b"), saves=("input", "a", "b")),
+        "filterNL": OpDrawing(reads=("input",), saves=("output",)),
+        "linear": OpDrawing(
             reads=("input", "weights"), saves=("input", "weights"), fields=("read_rect", "write_rect")
         ),
         # No arrow takes the labels to the softmax's gradient, though their place on the page is readable.
-        "softmax": Form(
+        "softmax": OpDrawing(
             reads=("input", "labels"), makes=("probability", "output"), saves=("input", "probability")
         ),
-        "evaluate": Form(reads=("input", "probability")),
-        "accuracy": Form(reads=("input",), makes=(), fields=("result_dim",)),
-        "set_zero": Form(fields=()),
-        "update": Form(reads=("params", "gradient"), makes=()),
+        "evaluate": OpDrawing(reads=("input", "probability")),
+        "accuracy": OpDrawing(reads=("input",), makes=(), fields=("result_dim",)),
+        "set_zero": OpDrawing(fields=()),
+        "update": OpDrawing(reads=("params", "gradient"), makes=()),
     }
 )
 TENSOR_FIELDS = ("dim", "read_rect", "write_rect")
@@ -70,9 +70,9 @@ TENSOR_FIELDS = ("dim", "read_rect", "write_rect")
 class Entry:
     """One name of the lexicon.
 
-    `stem` is what it is about: a gradient's tensor, a backward op's forward op, a set_zero's and an update's
-    gradient. `near` is the name drawn next to it. `ports` gives the tensors of a forward op; the `input` of a
-    chain op is not among them, because it depends on which op comes before on the page.
+    `stem` is its subject: a gradient's tensor, a backward op's forward op, a set_zero's and an update's
+    gradient. `near` is the name drawn next to it. `ports` gives the tensors of a forward op, without the
+    `input` of a chain op, which is the result of the op before it on the page.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Entry:
     @property
     def fields(self) -> tuple[str, ...]:
         """The fields in its box, in the order they are written."""
-        return TENSOR_FIELDS if self.sort.is_tensor else FORMS[self.type].fields
+        return TENSOR_FIELDS if self.sort.is_tensor else OP_DRAWINGS[self.type].fields
 
     @property
     def form(self) -> str:
@@ -119,7 +119,7 @@ def _data() -> Iterator[Entry]:
 def _layer(layer: str) -> Iterator[Entry]:
     parameters = {"filters": f"{layer}.W", "a": f"{layer}.a", "b": f"{layer}.b"}
     for op_type in ("filter", "filterA", "filterNL"):
-        ports = {port: parameters[port] for port in FORMS[op_type].reads if port in parameters}
+        ports = {port: parameters[port] for port in OP_DRAWINGS[op_type].reads if port in parameters}
         yield from _trained_op(f"{layer}.{op_type}", op_type, ports)
         for name in ports.values():
             yield from _parameter(name, f"{layer}.{op_type}", f"update_{name}")

@@ -124,8 +124,8 @@ def rect_of(token: Field) -> Rect | None:
         return None
     lo, hi = bounds
     if len(lo) != len(hi):
-        told = f"{token.key} has {len(lo)} low and {len(hi)} high bounds"
-        raise BadInput(told, where=f"line {token.line}")
+        message = f"{token.key} has {len(lo)} low and {len(hi)} high bounds"
+        raise BadInput(message, where=f"line {token.line}")
     return Rect(lo, hi)
 
 
@@ -147,8 +147,8 @@ class Remarks:
 
     def repaired(self, line: int, what: str, read: str, became: str, why: str = "") -> None:
         """`what` was read as one thing and taken for another."""
-        told = f"{what}: read {read!r}, became {became!r}" + (f" {why}" if why else "")
-        self._add(NoteKind.REPAIRED, line, told)
+        message = f"{what}: read {read!r}, became {became!r}" + (f" {why}" if why else "")
+        self._add(NoteKind.REPAIRED, line, message)
 
     def inferred(self, line: int, what: str) -> None:
         """Not on the page, deduced."""

@@ -71,7 +71,7 @@ def _edge_notes(listing: Listing, wiring: Wiring) -> list[Note]:
                 )
                 notes.append(Note(NoteKind.INFERRED, f"line {listing.rows[adjoint.name].line}", what))
     for row, position, _ in unresolved(listing, wiring):
-        what = f"no row can be told to make input {position}; {unknown_input(row, position)!r} stands for it"
+        what = f"no row is known to make input {position}; {unknown_input(row, position)!r} represents it"
         notes.append(Note(NoteKind.ODD, f"line {row.line}", what))
     return notes
 

@@ -62,7 +62,7 @@ _CONSTANTS = (RowKind.SHAPE_CONSTANT, RowKind.PERMUTATION_CONSTANT)
 
 
 def graph_of(listing: Listing, wiring: Wiring) -> Graph:
-    """The step, without layouts. Variables and what is returned stay until its end."""
+    """The step, without layouts. Variables and results stay until its end."""
     order = [listing.rows[name] for name in execution_order(listing, wiring)]
     copies = listing.of_kind(RowKind.MEMCPY)
     ops = [_op(listing, wiring, row) for row in order] + [_copy(listing, row) for row in copies]
@@ -124,13 +124,13 @@ def _tensors(listing: Listing, wiring: Wiring, copies: list[Row]) -> Iterator[Te
 
 
 def _parameters(wiring: Wiring) -> set[str]:
-    """The variables that a forward op reads beside its data."""
+    """The variables that a forward op reads in addition to its data."""
     reads = {value for (_, position), value in wiring.forward.items() if position > 0}
     return {edge.source for name in reads for edge in wiring.edges[name] if edge.source}
 
 
 def _owner(listing: Listing, name: str) -> str:
-    """The variable behind a read; any other value is its own."""
+    """The variable of a read; any other value is its own."""
     return name.removesuffix("/read") if listing.kinds[name] is RowKind.READ else name
 
 
@@ -184,7 +184,7 @@ def _unknown_tensors(listing: Listing, wiring: Wiring) -> Iterator[Tensor]:
 
 
 def unresolved(listing: Listing, wiring: Wiring) -> Iterator[tuple[Row, int, Value]]:
-    """The inputs whose producer is unclear."""
+    """The inputs whose producer is unknown."""
     for name, edges in wiring.edges.items():
         for position, edge in enumerate(edges):
             if edge.source is None:
@@ -213,7 +213,7 @@ _FILTER = "HWIO"
 
 
 def with_layouts(graph: Graph) -> Graph:
-    """`graph` with the layout of every 4-d tensor that can be told."""
+    """`graph` with the layout of every 4-d tensor that is known."""
     layouts: dict[str, str] = {}
     for op in graph.ops:
         if op.phase is Phase.LAYOUT:

@@ -22,7 +22,7 @@ _GRADIENT_OP = re.compile(r"gradients/(.+)_grad/\w+")
 
 
 class Part(Enum):
-    """What of its forward op a gradient op reads."""
+    """The part of its forward op that a gradient op reads."""
 
     INPUT = auto()
     OUTPUT = auto()
@@ -39,7 +39,7 @@ class Operand:
 
     @property
     def role(self) -> Role:
-        """Values of the forward half were kept for this; the gradient and constants were not."""
+        """Values of the forward half were saved for this; the gradient and constants were not."""
         return Role.SAVED if self.part in (Part.INPUT, Part.OUTPUT) else Role.DATA
 
 
@@ -69,7 +69,7 @@ _PASSED_ON = {("BiasAdd", 0)}
 
 @dataclass(frozen=True, slots=True)
 class Adjoint:
-    """A gradient op: its forward op, its rule, and the value each input reads (None where unclear)."""
+    """A gradient op: its forward op, its rule, and the value each input reads (None where unknown)."""
 
     name: str
     forward: str
@@ -150,7 +150,7 @@ _OF_INPUT = re.compile(r"(.+)-([0-9]{1,9})-Transpose(\w+)To(\w+)-LayoutOptimizer
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """One input: the row it reads, or None where that is unclear, and how it is used."""
+    """One input: the row it reads, or None where unknown, and its role."""
 
     source: str | None
     role: Role = Role.DATA
@@ -186,7 +186,7 @@ def wire(listing: Listing) -> Wiring:
 
 
 def layouts_of(transpose: str) -> tuple[str, str]:
-    """The layouts a transpose turns from and to: its name tells."""
+    """The layouts a transpose converts from and to, by its name."""
     match = _OF_OUTPUT.fullmatch(transpose) or _OF_INPUT.fullmatch(transpose)
     return (match[match.re.groups - 1], match[match.re.groups]) if match else ("", "")
 

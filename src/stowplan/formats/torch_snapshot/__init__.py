@@ -52,7 +52,7 @@ _FREED = "free_completed"  # a requested free is completed at once, or when the 
 
 
 def history_of(snapshot: Snapshot) -> tuple[AllocationHistory, list[Note]]:
-    """What happened on the device with most events, and what is said of the others."""
+    """The history of the device with most events, and notes on the others."""
     traces = snapshot.traces or ((),)
     device = max(range(len(traces)), key=lambda number: len(traces[number]))
     history = AllocationHistory(f"cuda:{device}")
@@ -70,7 +70,7 @@ def _left_out(device: int, events: int) -> Note:
 def _place_what_was_there(
     history: AllocationHistory, segments: Sequence[Segment], trace: Sequence[Traced]
 ) -> None:
-    """The blocks in use at the end that no event of the trace took."""
+    """The blocks in use at the end that no event of the trace allocated."""
     history.enter(Work("snapshot", Phase.FORWARD))
     taken = {traced.event.addr for traced in trace if traced.event.action == "alloc"}
     for segment in segments:
@@ -79,7 +79,7 @@ def _place_what_was_there(
             address = address if block.address is None else block.address
             if block.state.startswith("active") and address not in taken:
                 size = block.size if block.requested_size is None else block.requested_size
-                history.was_there(address, size)
+                history.existed(address, size)
             address += block.size
 
 
@@ -104,13 +104,13 @@ def _free(history: AllocationHistory, event: Event) -> None:
 
 @dataclass(slots=True)
 class _Stacks:
-    """Call stacks, of which many events share one: each is read once."""
+    """Call stacks that many events share: each is decoded once."""
 
     _seen: dict[int, tuple[str, Phase, str]] = field(default_factory=dict)
     _frame_of: Once[Frame] = field(default_factory=lambda: Once(Frame))
 
     def work_of(self, frames: object, seconds: float) -> Work:
-        """What the innermost calls say was going on."""
+        """The work that the innermost calls show."""
         known = self._seen.get(id(frames))
         if known is None:
             known = self._seen[id(frames)] = _described(frames_in(frames, self._frame_of))

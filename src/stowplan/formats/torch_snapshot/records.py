@@ -1,6 +1,6 @@
-"""The records of a snapshot, typed. A fault is told with its place: `device_traces[0][12].size`.
+"""The records of a snapshot, typed. An error names the place: `device_traces[0][12].size`.
 
-A value may be shared by many records, as the call stacks are: each is looked at once.
+Many records may share a value, as they share call stacks: each value is decoded once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class Frame(Struct, frozen=True):
 
 
 class Block(Struct, frozen=True):
-    """A piece of a segment; old snapshots leave its address to be counted from the segment's."""
+    """A piece of a segment; in old snapshots its address follows from the segment's."""
 
     size: Count
     state: Name
@@ -37,7 +37,7 @@ class Block(Struct, frozen=True):
 
 
 class Segment(Struct, frozen=True):
-    """What the allocator took from the device at once."""
+    """Memory that the allocator took from the device at once."""
 
     address: Count
     total_size: Count
@@ -46,7 +46,7 @@ class Segment(Struct, frozen=True):
 
 
 class Event(Struct, frozen=True):
-    """One thing that the allocator did; an event without an address is about the whole device."""
+    """One action of the allocator; an event without an address concerns the whole device."""
 
     action: Name
     size: Count = 0
@@ -71,7 +71,7 @@ class Snapshot:
 
 
 def parse(value: object) -> Snapshot:
-    """The snapshot in a decoded pickle, or BadInput at the first record that is not what it should be."""
+    """The snapshot in a decoded pickle, or BadInput at the first malformed record."""
     if not isinstance(value, Mapping) or not {"segments", "device_traces"} & value.keys():
         raise BadInput("is a pickle without segments and device_traces: no memory snapshot", where="byte 0")
     segments = _listed(value.get("segments", []), "segments")
@@ -91,7 +91,7 @@ def parse(value: object) -> Snapshot:
 
 
 def _refuse_repeats(records: Sequence[object], where: str) -> None:
-    """Call stacks are shared, events and segments are not: a file is never much smaller than what it says."""
+    """Call stacks are shared, events and segments are not: a file is never much smaller than its content."""
     if len({id(record) for record in records}) < len(records):
         raise BadInput("one record stands here several times", where=where)
 

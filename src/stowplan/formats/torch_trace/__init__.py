@@ -46,14 +46,14 @@ _TYPES = {0: "cpu", 1: "cuda", 12: "xpu", 13: "mps", 20: "privateuseone"}
 
 
 def history_of(trace: Trace, calls: Calls) -> tuple[AllocationHistory, list[Note]]:
-    """What happened on the device with most memory events, and what is left out."""
+    """The history of the device with most memory events, and notes on what is left out."""
     counts = Counter(_device(event) for event in trace.events if event.is_memory)
     if not counts:
         raise BadInput("no memory events: profile with profile_memory=True", where="traceEvents")
     device = counts.most_common(1)[0][0]
     history = AllocationHistory(_name(device))
     _Replay(history, _began(trace)).run(trace, calls, device)
-    history.had_besides(_bytes_before(trace, device))
+    history.complete_before(_bytes_before(trace, device))
     return history, [*_others(counts, device), *_kernels(trace.events)]
 
 
@@ -94,7 +94,7 @@ def _began(trace: Trace) -> float:
 
 
 class _Replay:
-    """Tells a history what happened in order of time."""
+    """Replays events into a history in order of time."""
 
     def __init__(self, history: AllocationHistory, began_us: float) -> None:
         self._history, self._began_us = history, began_us
@@ -102,7 +102,7 @@ class _Replay:
         self._current: Call | None = None
 
     def run(self, trace: Trace, calls: Calls, device: Device) -> None:
-        """Leaf calls begin ops; what is allocated is told to the op of the call around it."""
+        """Leaf calls begin ops; an allocation belongs to the op of the call around it."""
         leaves = ((call.event.ts, 0, call) for call in calls.all if call.is_leaf and _is_op(call))
         memory = (
             (trace.events[position].ts, position + 1, call)
@@ -116,14 +116,14 @@ class _Replay:
                 self._change(trace.events[position - 1].args, call)
 
     def _enter(self, call: Call | None) -> None:
-        """A call's own time is told the first time."""
+        """A call's own time counts once, at its first entry."""
         work = self._work(call)
         self._history.enter(continued(work) if call in self._entered else work)
         self._entered.add(call)
         self._current = call
 
     def _change(self, args: Arguments, call: Call | None) -> None:
-        """An allocation belongs to its call; a free, wherever it comes from, ends what ran last."""
+        """An allocation belongs to its call; a free ends the work that ran last."""
         assert args.address is not None
         grows = args.change_bytes > 0
         if not self._entered or (grows and call is not self._current):

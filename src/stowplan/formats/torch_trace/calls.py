@@ -25,7 +25,7 @@ Number: TypeAlias = Annotated[int, Meta(gt=-(2**62), lt=2**62)]
 
 
 class Arguments(Struct, frozen=True):
-    """What is said of a memory event; other events say other things here."""
+    """The arguments of a memory event; other events have other arguments."""
 
     change_bytes: Change = msgspec.field(name="Bytes", default=0)
     address: Count | None = msgspec.field(name="Addr", default=None)
@@ -60,7 +60,7 @@ class Trace(Struct, frozen=True):
 
 
 def parse(text: str) -> Trace:
-    """The trace in `text`, or BadInput at the first event that is not what it should be."""
+    """The trace in `text`, or BadInput at the first malformed event."""
     try:
         trace = msgspec.json.decode(text.encode(), type=Trace)
     except (msgspec.DecodeError, UnicodeEncodeError) as fault:

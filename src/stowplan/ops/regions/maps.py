@@ -122,7 +122,7 @@ class Resized(Along):
 
 @dataclass(frozen=True, slots=True)
 class Bordered(Along):
-    """A pad of `before` entries whose border repeats the last input, or mirrors the inputs beside it."""
+    """A pad of `before` entries whose border repeats the last input, or mirrors the adjacent inputs."""
 
     before: int
     mirrors: bool

@@ -74,7 +74,7 @@ def _reduced(shape: Shape, output: Shape, dims: tuple[int, ...], partial: Partia
 
 @rules.entry("Reduce")
 def megengine_reduce(site: Site) -> Regions:
-    """Dims whose size changes to 1 are run over; a second input only tells the shape."""
+    """Dims whose size changes to 1 are reduced; a second input only gives the shape."""
     shape, output = shape_of(site.inputs[0]), shape_of(site.outputs[0])
     if len(shape) != len(output):
         return barrier(site, "Reduce changes the number of dims")
@@ -287,7 +287,7 @@ def layer_norm(site: Site) -> Regions:
 
 
 def _statistics(site: Site, image: tuple[DimMap, ...], dims: tuple[int, ...]) -> tuple[Relation, ...]:
-    """The statistics a norm returns beside its output: they do not read weights."""
+    """The statistics that a norm returns after its output: they do not read weights."""
     rest: tuple[Need | None, ...] = (None,) * (len(site.inputs) - 1)
     reduction = Reduction(Partial.MOMENTS, {0: dims})
     return tuple(

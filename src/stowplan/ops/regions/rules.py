@@ -27,8 +27,10 @@ rules: Table[Regions] = Table("regions", default=barrier)
 
 
 def regions_of(site: Site) -> Regions:
-    """The regions of an op. A rule that lacks something it must know, or is about other operands than the op
-    has, is no rule: the op is a barrier."""
+    """The regions of an op.
+
+    If a rule lacks something it must know, or does not match the op's operands, the op is a barrier.
+    """
     try:
         found = rules(site)
     except MissingRule as missing:
@@ -84,7 +86,7 @@ def broadcast(shape: Shape, output: Shape) -> tuple[DimMap, ...]:
 
 
 def moved(site: Site, dims: Sequence[DimMap]) -> Regions:
-    """One output that reads one input through `dims`; other inputs only tell a shape."""
+    """One output that reads one input through `dims`; other inputs only give a shape."""
     rest = (None,) * (len(site.inputs) - 1)
     return Regions((Relation(shape_of(site.outputs[0]), (Need(tuple(dims)), *rest)),))
 

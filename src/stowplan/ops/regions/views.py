@@ -322,7 +322,7 @@ def _written(site: Site, writers: Sequence[tuple[DimMap, ...]]) -> Regions:
 
 
 def _open(shape: Shape, dim: int) -> tuple[DimMap, ...]:
-    """Dims that follow the output, but for one of which everything may be needed."""
+    """Dims that follow the output, except one that may be needed whole."""
     return (*identity(shape[:dim]), *whole(shape[dim : dim + 1]), *identity(shape[dim + 1 :], dim + 1))
 
 

@@ -73,7 +73,7 @@ def _group(outputs: int, inputs: int, groups: int) -> DimMap:
 
 @rules.entry("ConvolutionForward")
 def megengine_convolution(site: Site) -> Regions:
-    """Weight [(groups,) out / groups, in / groups, kh, kw]; workspaces beside the output are never cut."""
+    """Weight [(groups,) out / groups, in / groups, kh, kw]; workspaces after the output are never cut."""
     output, weight = shape_of(site.outputs[0]), shape_of(site.inputs[1])
     groups = weight[0] if len(weight) == 5 else 1
     share = output[1] // groups
@@ -140,7 +140,7 @@ def max_pool(site: Site) -> Regions:
 
 @rules.entry(*(f"aten.avg_pool{n}d.default" for n in (1, 2, 3)))
 def average_pool(site: Site) -> Regions:
-    """Padding adds nothing; whether it counts is for who runs it to know."""
+    """Padding adds nothing; the kernel decides whether it counts."""
     return _pool(site, 0.0)
 
 

@@ -25,7 +25,7 @@ class Explanation:
     alive_at_peak: bool
     again_runs: int  # of its maker
     again_seconds: float  # spent on them
-    again_share: float  # of the plain step's seconds
+    again_share: float  # of the baseline's seconds
     transfers: tuple[Transfer, ...]  # out and back
     stall_seconds: float  # waited for it
     otherwise: str  # a sentence
@@ -125,7 +125,7 @@ def _otherwise(plan: Plan, name: str, maker: Op | None, spans: tuple[tuple[int, 
     if maker is None or name not in plan.decisions or not isinstance(plan.decisions[name], Keep):
         return "nothing else was open to decide"
     seconds = plan.pricing.seconds[maker.id] / plan.plain_seconds if plan.plain_seconds else 0.0
-    price = f"making it again would cost at least {format_share(seconds)} of the plain step"
+    price = f"recomputing it would cost at least {format_share(seconds)} of the baseline"
     if any(start <= peak <= end for start, end in spans):
         return f"{price} and lower the memory at the peak by {format_bytes(nbytes)}"
     return f"{price} and not lower the peak, at which it is not in memory"

@@ -45,7 +45,7 @@ class _Judge:
     curve: NDArray[np.int64]
 
     def reason(self, decision: Decision, stays: list[Stay], price: float) -> str:
-        """The sentence for one tensor, whose maker takes `price` of the plain step."""
+        """The sentence for one tensor, whose maker takes `price` of the baseline."""
         match decision:
             case Keep():
                 return self._kept(stays, price)
@@ -63,7 +63,7 @@ class _Judge:
         takes = f"takes {format_bytes(stay.nbytes)} for {stay.last - stay.first + 1} runs"
         at_peak = stay.first <= int(self.curve.argmax()) <= stay.last
         use = "and lower the memory at the peak" if at_peak else "and not lower the peak"
-        return f"{takes}; making it again would cost {format_share(price)} of the plain step or more {use}"
+        return f"{takes}; recomputing it would cost {format_share(price)} of the baseline or more {use}"
 
     def _recomputed(self, stays: list[Stay], price: float, *, hold: bool) -> str:
         again = stays[1:]
@@ -71,7 +71,7 @@ class _Judge:
             return "let go of after its last forward reader"
         times = "once" if len(again) == 1 else f"{len(again)} times"
         manner = " and held to its last reader" if hold else ""
-        cost = f"made again {times}{manner}, {format_share(price)} of the plain step each time"
+        cost = f"recomputed {times}{manner}, {format_share(price)} of the baseline each time"
         return f"{cost}; {self._if_kept(stays[0], again[-1])}"
 
     def _moved(self, stays: list[Stay], tier: str) -> str:

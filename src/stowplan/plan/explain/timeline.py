@@ -57,8 +57,8 @@ def plain_curve_of(plan: Plan, axis: Timeline) -> tuple[str, NDArray[np.int64]]:
     A plan with tiles has no longer the graph without them, and knows only how high that went.
     """
     if plan.tile_maps:
-        return "plain peak", np.full(len(axis.runs), plan.plain_peak_bytes, dtype=np.int64)
-    return "plain", curve_onto(axis, plain_timeline_of(plan))
+        return "baseline peak", np.full(len(axis.runs), plan.plain_peak_bytes, dtype=np.int64)
+    return "baseline", curve_onto(axis, plain_timeline_of(plan))
 
 
 @dataclass(slots=True)

@@ -7,8 +7,8 @@ stow.curve = (() => {
   const { binarySteps, bytes, shown, tick, whole } = stow.text;
   // How the curves beside the stack are drawn; those of other subjects are like none of these.
   const BESIDE = {
-    plain: { colour: "beside", width: 1.5, dash: [6, 4] },
-    "plain peak": { colour: "beside", width: 1.5, dash: [2, 4] },
+    baseline: { colour: "beside", width: 1.5, dash: [6, 4] },
+    "baseline peak": { colour: "beside", width: 1.5, dash: [2, 4] },
     measured: { colour: "ink", width: 1.5 },
     offloaded: { colour: "of-offload", width: 2 },
   };

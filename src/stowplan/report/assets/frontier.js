@@ -9,7 +9,7 @@ stow.frontier = (() => {
 
   function points(frontier) {
     return [
-      { name: "plain", at: [frontier.plain_bytes, 1], colour: plain("beside") },
+      { name: "baseline", at: [frontier.plain_bytes, 1], colour: plain("beside") },
       ...frontier.plans.map((plan) => ({ name: plan.name, at: [plan.bytes, plan.ratio], colour: plain("budget") })),
       ...frontier.measured.map(([name, size, ratio]) => ({ name: `${name}, measured`, at: [size, ratio], colour: plain("ink") })),
       ...frontier.peers.map(([name, size, ratio]) => ({ name, at: [size, ratio], colour: of("peer") })),
@@ -128,7 +128,7 @@ stow.frontier = (() => {
   }
 
   function mount(frontier) {
-    const title = element("h2", "", "What a budget costs: bytes against time over the plain step");
+    const title = element("h2", "", "What a budget costs: bytes against time over the baseline");
     const note = element("small", "", "dashed: allowed; tick: no schedule in this order is faster");
     const ground = element("div", "plot");
     const root = element("section", "view", element("div", "heading", title, note), ground);

@@ -112,7 +112,7 @@ stow.model = (() => {
       return maker === null ? shown(id[tensor]) : `${id[tensor]} of ${this.opName(maker)}`;
     }
 
-    // A name of so many characters: a gradient goes by what it is the gradient of.
+    // A name of at most this many characters: a gradient is named after its tensor.
     shortName(tensor, length) {
       const { id, name, gradient_of: of } = this.raw.tensors;
       const told = of[tensor] >= 0 && !name[tensor] && !id[tensor].includes(id[of[tensor]]);
@@ -183,7 +183,7 @@ stow.model = (() => {
     }
 
     #keptFor(stay, step, next) {
-      const again = { again: "made again, ", load: "loaded back, " }[this.madeBy(stay)] ?? "";
+      const again = { again: "recomputed, ", load: "loaded back, " }[this.madeBy(stay)] ?? "";
       const ahead = next - step;
       return `${again}kept for ${this.opName(this.opAt(next))} in ${whole(ahead)} ${ahead === 1 ? "step" : "steps"}`;
     }
@@ -194,7 +194,7 @@ stow.model = (() => {
       if (!all || all[op] === null) return "";
       if (this.raw.timed_by !== "macs") return seconds(all[op]);
       const step = all.reduce((sum, each) => sum + (each ?? 0), 0);
-      return step ? `${percent(all[op] / step)} of the plain step` : "";
+      return step ? `${percent(all[op] / step)} of the baseline` : "";
     }
   }
 

@@ -19,7 +19,7 @@ stow.palette = (() => {
   // A kind of tensor, a decision or a doing; one that the style sheet does not know is grey.
   const of = (group) => read(`--of-${group}`);
 
-  // Thin white lines over whatever was filled: the mark of a copy that was made again.
+  // Thin white lines over whatever was filled: the mark of a recomputed copy.
   function hatch(context, x, y, width, height) {
     context.save();
     context.beginPath();

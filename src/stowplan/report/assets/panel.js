@@ -55,7 +55,7 @@ stow.panel = (() => {
       facts([
         ["decided", ...(tensors.decision[tensor] ? [decision(tensors, tensor)] : [])],
         ["made by", ...listed(made.slice(0, 1), begun)],
-        ["made again", ...listed(made.slice(1).filter((stay) => model.madeBy(stay) !== "load"), begun)],
+        ["recomputed", ...listed(made.slice(1).filter((stay) => model.madeBy(stay) !== "load"), begun)],
         ["stored", ...listed(model.awayOf(tensor), (away) => stepLink(state, model.raw.away.first[away]))],
         ["loaded", ...listed(made.filter((stay) => model.madeBy(stay) === "load"), begun)],
         ["read by", ...listed(uses, (step) => runLink(state, step))],

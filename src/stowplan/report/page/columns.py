@@ -55,7 +55,7 @@ def lanes_of(timeline: Timeline) -> Lanes:
 
 
 def _backward_runs(timeline: Timeline) -> list[bool]:
-    """Ops that are of neither half belong to the one that is being computed."""
+    """Ops of neither half belong to the half that is running."""
     phases = {op.id: op.phase for op in timeline.graph.ops}
     found, turned = [], False
     for run in timeline.runs:
@@ -66,7 +66,7 @@ def _backward_runs(timeline: Timeline) -> list[bool]:
 
 
 def _ending_at(timeline: Timeline, backward: list[bool]) -> list[list[int]]:
-    """By run: the makers whose results nobody in their half uses afterwards."""
+    """By run: the makers whose results nothing in their half uses later."""
     once = [run.doing is Doing.COMPUTE for run in timeline.runs]
     last = list(range(len(backward)))
     for stay in timeline.stays:
@@ -135,9 +135,9 @@ def tensors_columns(subject: Subject) -> Columns:
 
 
 def _gradients(graph: Graph) -> dict[str, str]:
-    """By tensor what it is the gradient of, where that is a view of a parameter, the parameter.
+    """By tensor the tensor it is the gradient of; for a view of a parameter, the parameter.
 
-    A tensor of which a view is a gradient is as good as one.
+    A tensor with a view that is a gradient counts as a gradient.
     """
     found: dict[str, str] = {}
     for name, tensor in graph.tensors.items():
@@ -209,7 +209,7 @@ def away_columns(timeline: Timeline) -> Columns:
 
 
 def rows_of(timeline: Timeline) -> list[int]:
-    """The tensors that have a row of their own: the largest at the peak first, then what is always there."""
+    """The tensors with a row of their own: the largest at the peak first, then resident ones."""
     tensors = timeline.graph.tensors
     number_of = {name: number for number, name in enumerate(tensors)}
     peak = int(timeline.curve_bytes().argmax()) if timeline.runs else 0
@@ -222,7 +222,7 @@ def rows_of(timeline: Timeline) -> list[int]:
 
 
 def held_of(graph: Graph) -> list[int]:
-    """The tensors that someone outside holds when the step ends."""
+    """The tensors that are held outside when the step ends."""
     return [number for number, name in enumerate(graph.tensors) if name in graph.held]
 
 

@@ -56,7 +56,7 @@ def _beside(subject: Subject, others: Sequence[Subject]) -> Iterator[Columns]:
 
 
 def _measured(subject: Subject, record: Record) -> NDArray[np.int64]:
-    """What a run measured, at the steps where it would have been if it kept to the projected times."""
+    """The measured curve on the axis of steps, as if the run had kept to the projected times."""
     runs = subject.timeline.runs
     durations = [0.0 if run.doing.is_transfer else subject.seconds.get(run.op, 0.0) for run in runs]
     curve = np.array(record.measured_curve_bytes, dtype=np.int64)
@@ -131,7 +131,7 @@ def _by_number(graph: Graph, regions: Regions) -> list[Columns | None]:
 
 
 def data_of(subjects: Sequence[Subject], title: str) -> Columns:
-    """The subjects in turn, and what is told of all of them together."""
+    """The subjects in turn, and the frontier of all of them."""
     return {
         "title": title,
         "words": WORDS,

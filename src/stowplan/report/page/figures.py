@@ -1,4 +1,4 @@
-"""The figures at the head of a report: what a reader wants to know before looking at any picture."""
+"""The figures at the head of a report."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from stowplan.units import format_bytes, format_count, format_seconds
 
 _FATES: dict[type[Decision], str] = {
     Keep: "kept",
-    Recompute: "made again",
+    Recompute: "recomputed",
     Offload: "offloaded",
     Tile: "in tiles",
 }
@@ -43,10 +43,10 @@ def figures_of(subject: Subject) -> list[Figure]:
 
 def _of_record(record: Record) -> Iterator[Figure]:
     plain = record.plain_measured_peak_bytes
-    against = f"plain {format_bytes(plain)}" if plain is not None else f"on {record.device}"
+    against = f"eager {format_bytes(plain)}" if plain is not None else f"on {record.device}"
     yield "measured peak", format_bytes(record.measured_peak_bytes), against
     ratio = record.measured_time_ratio
-    times = f"{ratio:.2f} x plain" if ratio is not None else f"on {record.device}"
+    times = f"{ratio:.2f} x eager" if ratio is not None else f"on {record.device}"
     yield "measured time", format_seconds(record.measured_seconds), times
     if worst := record.worst:
         same = worst.largest == 0
@@ -58,14 +58,14 @@ def _of_record(record: Record) -> Iterator[Figure]:
 def _of_plan(plan: Plan) -> Iterator[Figure]:
     yield "projected peak", format_bytes(plan.projected_peak_bytes), _of_allowed(plan)
     saved = 1 - plan.projected_peak_bytes / plan.plain_peak_bytes if plan.plain_peak_bytes else 0.0
-    yield "plain peak", format_bytes(plan.plain_peak_bytes), f"the plan needs {saved:.0%} less"
-    yield "time", f"{plan.time_ratio:.3f} x", f"of plain; at least {plan.bound:.3f}"
+    yield "baseline peak", format_bytes(plan.plain_peak_bytes), f"the plan needs {saved:.0%} less"
+    yield "time", f"{plan.time_ratio:.3f} x", f"of the baseline; at least {plan.bound:.3f}"
     yield _not_kept(plan)
-    yield "smallest budget", format_bytes(plan.minimum_bytes), f"found; {_basis(plan)}"
+    yield "smallest budget", format_bytes(plan.minimum_bytes), _basis(plan)
 
 
 def _not_kept(plan: Plan) -> Figure:
-    """How many tensors are not simply kept, what becomes of them, and the work that takes."""
+    """The number of tensors that are not kept, their decisions, and the extra work."""
     others = [decision for decision in plan.decisions.values() if not isinstance(decision, Keep)]
     fates = Counter(_FATES[type(decision)] for decision in others)
     told = ", ".join(f"{count:,} {fate}" for fate, count in fates.items()) or "all kept"
@@ -103,7 +103,7 @@ def _of_document(subject: Subject, document: Document) -> Iterator[Figure]:
 
 
 def _running(subject: Subject, curve: NDArray[np.int64]) -> str:
-    """Which op makes the peak, with its type where its name is but a number."""
+    """The op at the peak, with its type where its name is only a number."""
     if not len(curve):
         return "nothing runs"
     name = subject.timeline.runs[int(curve.argmax())].op

@@ -20,9 +20,9 @@ Thing: TypeAlias = Document | Graph | Plan | Record
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A document, a plan, or a record with its plan. `seconds` are by op and rest on `timed_by`.
+    """A document, a plan, or a record with its plan. `seconds` are by op and come from `timed_by`.
 
-    A plan has a `clock`: its transfers go on beside the ops.
+    A plan has a `clock`, because its transfers overlap with ops.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Subject:
 def subject_of(
     thing: Thing, name: str = "", *, frontier: Frontier | None = None, peers: tuple[Peer, ...] = ()
 ) -> Subject:
-    """What there is to show of a thing; without a name it goes by its graph's."""
+    """The subject of a thing; its default name is that of the graph."""
     match thing:
         case Graph():
             return subject_of(Document("graph", thing), name)

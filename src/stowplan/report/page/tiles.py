@@ -35,7 +35,7 @@ def _all(maps: Sequence[TileMap]) -> Iterator[TileMap]:
 
 
 def _of_map(plan: Plan, tiled: TileMap) -> Columns:
-    """A sweep of a plan. Backward runs each tile again and differentiates it, on the same rectangles."""
+    """A sweep of a plan. Backward recomputes each tile and differentiates it, on the same rects."""
     levels = levels_of(tiled, most=max(1, _MOST_LEVELS // max(1, len(tiled.levels))))
     macs = round(sum(level.macs * level.work for level in tiled.levels))
     untiled = sum(level.macs for level in tiled.levels)
