@@ -29,16 +29,16 @@ from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall, TierDamaged
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.judge.verify import verify
+from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
-from stowplan.plan.select import Prefer
 from stowplan.run.measure.measure import measure
+from stowplan.run.offload.disk import DiskTier
 from stowplan.run.plain import plain_steps
 from stowplan.run.planning.planner import step_planner
 from stowplan.run.planning.price import price_captured
+from stowplan.run.planning.subject import Subject
 from stowplan.run.step.straight import StraightStep
-from stowplan.run.tiers.disk import DiskTier
-from stowplan.run.tiles.ways import Subject
 from stowplan.units import format_bytes
 from tests.support.nets import NETS, Example
 from tests.support.spilling import Spilling, same, spilling
@@ -92,7 +92,7 @@ def time_lines(name: str, shares: Sequence[float], tier: DiskTier) -> Iterator[s
     example = NETS[name].build("real", **SIZES[name])
     captured = capture(*example)
     pricing = replace(price_captured(captured), tier=tier.described())
-    planner = Planner.of(captured.graph, pricing, allow=("offload",))
+    planner = Planner.of(captured.graph, pricing, options=PlanOptions(allow=("offload",)))
     plain = StraightStep(captured, example.model, steps=plain_steps(captured.graph))
     for share in shares:
         plan = verify(planner.plan(_between(planner.minimum_bytes, planner.plain_peak_bytes, share)))
@@ -135,10 +135,10 @@ def joint_lines(name: str, shares: Sequence[float]) -> Iterator[str]:
     model, args = NETS[name].build("tiny", **SMALL_SIZES[name])
     subject = Subject(capture(model, args), model, args, {})
     planners = {
-        words: step_planner(subject, allow=words, prefer=Prefer.TIME, moves=_MOVES)
+        words: step_planner(subject, options=PlanOptions(allow=words, prefer=Prefer.TIME, moves=_MOVES))
         for words in (*((word,) for word in ALONE), ALONE)
     }
-    offers = planners[ALONE].plain.offers()
+    offers = planners[ALONE].plain.tradeoffs()
     low, high = (bound(offer.peak_bytes for offer in offers) for bound in (min, max))
     for share in shares:
         allowed = _between(low, high, share)

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from benchmarks.results import Study, ratio_of
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.select import MasterPlanner, preference
+from stowplan.plan.options import PlanOptions
+from stowplan.plan.select import Selector
 from stowplan.run.cost.machine import free_bytes
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import PlannedStep, step_planner
-from stowplan.run.tiles.ways import StepWay, Subject
+from stowplan.run.planning.planner import StepCandidate, step_planner
+from stowplan.run.planning.subject import PlannedStep, Subject
 from tests.support.nets import NETS, Example
 
 _ROOM = 0.8  # of the free memory: eager is run only within this
@@ -72,7 +73,7 @@ def main() -> None:
         example = NETS[case.net].build("real", device="cpu", dtype=torch.float32, seed=0, **case.settings)
         started = perf_counter()
         subject = Subject(capture(*example), *example, {})
-        planner = step_planner(subject, prefer=preference(options.prefer), moves=options.moves)
+        planner = step_planner(subject, options=PlanOptions(prefer=options.prefer, moves=options.moves))
         tried_seconds = round(perf_counter() - started, 1)
         for allowed in _allowances(case, example, planner, options.shares):
             about: Findings = {"case": name, "threads": options.threads, "tried_seconds": tried_seconds}
@@ -97,7 +98,7 @@ def _options() -> argparse.Namespace:
 
 
 def _allowances(
-    case: Case, example: Example, planner: MasterPlanner[StepWay], shares: list[float] | None
+    case: Case, example: Example, planner: Selector[StepCandidate], shares: list[float] | None
 ) -> list[int]:
     if case.allowed_bytes is not None:
         return [case.allowed_bytes]
@@ -112,7 +113,7 @@ def _standing_bytes(example: Example) -> int:
 
 
 def _found(
-    example: Example, planner: MasterPlanner[StepWay], allowed: int, rounds: int, float64: bool
+    example: Example, planner: Selector[StepCandidate], allowed: int, rounds: int, float64: bool
 ) -> Findings:
     """Plan within the allowance, run and measure."""
     plain, standing = planner.step.peak_bytes, _standing_bytes(example)

@@ -12,10 +12,11 @@ from stowplan.formats.door import read_document
 from stowplan.ir import Kind
 from stowplan.plan.decision import Keep, Offload, Recompute
 from stowplan.plan.files import plan_file
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
-from stowplan.plan.tiles.planner import planner_of
+from stowplan.plan.select import planner_of
 from stowplan.report.plan import show_frontier
 from stowplan.units import format_bytes
 from tests.support.plans import moved
@@ -26,7 +27,7 @@ SAMPLE = Path(__file__).parent / "formats" / "samples" / "chainer.txt"
 @pytest.fixture(scope="module")
 def planner() -> Planner:
     graph = read_document(SAMPLE, saved="retain").graph
-    return Planner.of(graph, price_by_macs(graph), moves=300)
+    return Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=300))
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +49,14 @@ def _said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_frontier_has_a_row_from_the_smallest_budget_to_the_plain_step() -> None:
     graph = read_document(SAMPLE, saved="retain").graph
-    planner = planner_of(graph, price_by_macs(graph), allow=("recompute",), moves=100)
+    planner = planner_of(graph, price_by_macs(graph), options=PlanOptions(allow=("recompute",), moves=100))
     console = Console(file=StringIO(), width=100)
-    show_frontier(planner.offers(), planner.step.seconds, console)
+    show_frontier(planner.tradeoffs(), planner.baseline.seconds, console)
     assert isinstance(console.file, StringIO)
     heading, *rows = console.file.getvalue().split("\n")
     assert heading == "budget and time against the baseline"
     assert rows[0].split()[:2] == format_bytes(planner.minimum_bytes).split()
-    assert "1.0000" in rows[len(planner.offers()[:16]) - 1]
+    assert "1.0000" in rows[len(planner.tradeoffs()[:16]) - 1]
 
 
 def test_a_tensor_is_explained_in_words(

@@ -1,10 +1,10 @@
 """The few verbs a user calls."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from stowplan.analyse.inspection import Inspection, inspection_of
 from stowplan.analyse.training import training_step_of
@@ -13,11 +13,11 @@ from stowplan.formats.door import format_for, read_document, text_of
 from stowplan.ir import Document
 from stowplan.plan.explain.explain import Explanation, TiledTensor, explain, explain_tiled
 from stowplan.plan.files import plan_file
+from stowplan.plan.options import ON_REQUEST, TECHNIQUES, PlanOptions, Prefer, Progress
 from stowplan.plan.plan import Plan
-from stowplan.plan.planner import ON_REQUEST, TECHNIQUES
 from stowplan.plan.pricing import price_by_macs, price_by_profile
 from stowplan.plan.record import Record
-from stowplan.plan.select import MasterPlanner, Prefer, preference
+from stowplan.plan.select import Selector, planner_of
 from stowplan.plan.tiles.beside import our_tiles
 from stowplan.units import parse_bytes
 
@@ -30,10 +30,10 @@ __all__ = [
     "TECHNIQUES",
     "Explanation",
     "Inspection",
-    "MasterPlanner",
     "Plan",
     "Prefer",
     "Record",
+    "Selector",
     "TiledTensor",
     "check",
     "convert",
@@ -47,8 +47,6 @@ __all__ = [
     "read_document",
     "read_plan",
 ]
-
-Progress: TypeAlias = Callable[[int, int], None]  # told how many of how many ops have been tried
 
 TARGET_HELP = "a graph file, or a function in a Python module that returns (model, args[, loss])"
 
@@ -124,13 +122,14 @@ def planner_for(
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
     progress: Progress | None = None,
-) -> "MasterPlanner[Any]":
+) -> "Selector[Any]":
     """A planner for a graph file or for MODULE:FUNCTION; `plan(budget_bytes)` makes a plan for a budget.
 
     Seconds come from probes of a model's ops, or from the profile in a file; without either,
     multiply-accumulates replace them. Plans without tiles come first, because they give the same bits;
     `prefer="time"` takes the fastest plan. `training` is the option of `inspect`.
     """
+    options = PlanOptions(tuple(allow), prefer, progress=progress)
     if names_a_function(target):
         from stowplan.run.measure.agreement import compared
         from stowplan.run.planning.planner import step_planner
@@ -138,14 +137,12 @@ def planner_for(
 
         living = load_target(str(target))
         subject = subject_of(living)
-        planner = step_planner(subject, allow=allow, prefer=preference(prefer), progress=progress)
+        planner = step_planner(subject, options)
         return replace(planner, compare=partial(compared, subject=subject, loss=living.loss))
-    from stowplan.plan.tiles.planner import planner_of
-
     document = _document(target, saved, training=training)
     graph = document.graph
     pricing = price_by_profile(graph, document.profile, {}) if document.profile else price_by_macs(graph)
-    return planner_of(graph, pricing, allow=allow, prefer=preference(prefer))
+    return planner_of(graph, pricing, options)
 
 
 def check(
@@ -162,13 +159,8 @@ def check(
     from stowplan.run.planning.planner import plan_step
     from stowplan.run.target import load_target
 
-    planning = partial(
-        plan_step,
-        allowed_bytes=parse_bytes(budget),
-        allow=allow,
-        prefer=preference(prefer),
-        progress=progress,
-    )
+    options = PlanOptions(tuple(allow), prefer, progress=progress)
+    planning = partial(plan_step, allowed_bytes=parse_bytes(budget), options=options)
     return run_check(load_target(target), planning, steps=steps)
 
 

@@ -38,9 +38,10 @@ from stowplan.formats.door import BINARY_READERS, READERS, BinaryReader, Reader,
 from stowplan.ir import Document
 from stowplan.plan.explain.peers import read_peers
 from stowplan.plan.files import plan_file, record_file
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.pricing import Machine, price_by_macs, price_by_profile
 from stowplan.plan.record import Difference, Record
-from stowplan.plan.tiles.planner import planner_of
+from stowplan.plan.select import planner_of
 from stowplan.run.cost.probe_cache import Cost, Platform, ProbeCache
 from tests.support.audit import AUDIT
 from tests.support.mutations import mutant
@@ -246,8 +247,8 @@ def _plan(value: object, _: bytes, __: Path) -> None:
     if len(graph.ops) > _MOST_OPS:
         return
     pricing = price_by_profile(graph, value.profile, {}) if value.profile else price_by_macs(graph)
-    planner = planner_of(graph, pricing, moves=_MOVES)
-    offers = planner.offers()
+    planner = planner_of(graph, pricing, options=PlanOptions(moves=_MOVES))
+    offers = planner.tradeoffs()
     plan = planner.plan(offers[0].peak_bytes)
     if plan_file.read(plan_file.write(plan)) != plan:
         raise _Unexpected("is another plan after a round trip")
@@ -324,8 +325,8 @@ def _plan_texts() -> Iterator[str]:
     for reader, tight in ((READERS[-1], True), (READERS[1], False)):
         (sample, *_) = _samples(reader.FORMAT)
         graph = reader.read(sample.decode()).graph
-        planner = planner_of(graph, price_by_macs(graph), moves=_MOVES)
-        offers = planner.offers()
+        planner = planner_of(graph, price_by_macs(graph), options=PlanOptions(moves=_MOVES))
+        offers = planner.tradeoffs()
         yield plan_file.write(planner.plan(offers[0 if tight else -1].peak_bytes))
 
 
@@ -402,12 +403,14 @@ def _plan_cache_kind() -> Kind:
 
     from stowplan.capture import capture
     from stowplan.run.planning.plan_cache import PlanCache
-    from stowplan.run.tiles.ways import Subject
+    from stowplan.run.planning.subject import Subject
 
     model, args = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), (torch.ones(2, 4),)
     captured = capture(model, args, loss=torch.sum)
     subject = Subject(captured, model, args, {})
-    plan = planner_of(captured.graph, price_by_macs(captured.graph), moves=_MOVES).plan(2**20)
+    plan = planner_of(captured.graph, price_by_macs(captured.graph), options=PlanOptions(moves=_MOVES)).plan(
+        2**20
+    )
 
     def read(data: bytes, folder: Path) -> object:
         (folder / "key.plan.json").write_bytes(data)

@@ -22,8 +22,8 @@ from stowplan.plan.pricing import Machine
 from stowplan.plan.tier import Tier
 from stowplan.run.cost.probe_cache import Cost, Findings, Platform, ProbeCache, Rates
 from stowplan.run.cost.signature import Signature
-from stowplan.run.tiers.disk import DiskTier
-from stowplan.run.tiles.sampling import cost_of_call
+from stowplan.run.cost.trial import cost_of_call
+from stowplan.run.offload.disk import DiskTier
 
 _UNIT_SECONDS = 1e-4
 _ANCHORS = (

@@ -11,6 +11,7 @@ from stowplan.plan.decision import Keep, Recompute
 from stowplan.plan.explain.comparison import Side, comparison_of
 from stowplan.plan.explain.reasons import decisions_of, reasons_of
 from stowplan.plan.explain.timeline import timeline_of_plan
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
@@ -19,7 +20,7 @@ from stowplan.plan.pricing import price_by_macs
 @pytest.fixture(scope="module")
 def planner(dump: Callable[[str], Path]) -> Planner:
     graph = chainer.read(dump("chainer").read_text(), chainer.SavedView.RETAIN).graph
-    return Planner.of(graph, price_by_macs(graph), moves=400)
+    return Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=400))
 
 
 def side(plan: Plan) -> Side:

@@ -8,6 +8,7 @@ from stowplan.errors import BadUse
 from stowplan.plan.decision import Again, Keep, Recompute
 from stowplan.plan.explain.explain import explain
 from stowplan.plan.judge.simulate import alive_at
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from tests.support.steps import random_step, uneven_prices
@@ -17,7 +18,7 @@ from tests.support.steps import random_step, uneven_prices
 def plan(request: pytest.FixtureRequest) -> Plan:
     """A plan in which some tensors are made again."""
     graph = random_step(request.param, layers=8)
-    planner = Planner.of(graph, uneven_prices(graph, request.param), moves=500)
+    planner = Planner.of(graph, uneven_prices(graph, request.param), options=PlanOptions(moves=500))
     return planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
 
 

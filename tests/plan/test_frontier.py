@@ -13,6 +13,7 @@ from stowplan.formats import chainer
 from stowplan.plan.bound import bound_of
 from stowplan.plan.exact import least_extra_seconds
 from stowplan.plan.judge.verify import verify
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
 from stowplan.units import parse_bytes
@@ -99,7 +100,7 @@ def test_small_steps_come_within_two_per_cent_of_the_true_optimum() -> None:
     ratios, missed = [], 0
     for seed in range(56):
         graph = random_step(seed, layers=5 + seed % 4, plain=True)
-        planner = Planner.of(graph, uneven_prices(graph, seed), moves=3000)
+        planner = Planner.of(graph, uneven_prices(graph, seed), options=PlanOptions(moves=3000))
         low, high = planner.problem.standing_bytes, planner.plain_peak_bytes
         plain = sum(planner.problem.seconds)
         for share in (0.9, 0.75, 0.6):

@@ -15,6 +15,7 @@ from stowplan.plan.judge.verify import verify
 from stowplan.plan.offload.course import Caps, Course
 from stowplan.plan.offload.stretches import stretches_of
 from stowplan.plan.offload.weave import weave
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Basis, Pricing
@@ -122,7 +123,7 @@ def test_the_search_and_the_judge_agree() -> None:
 
 def test_a_budget_is_met_by_moving_and_more_of_it_never_costs_time() -> None:
     graph = chain(12)
-    planner = Planner.of(graph, priced(graph, 1.0), allow=("offload",))
+    planner = Planner.of(graph, priced(graph, 1.0), options=PlanOptions(allow=("offload",)))
     times = []
     for allowed in range(planner.minimum_bytes, planner.plain_peak_bytes + MB, MB // 2):
         plan = verify(planner.plan(allowed))
@@ -136,9 +137,9 @@ def test_a_budget_is_met_by_moving_and_more_of_it_never_costs_time() -> None:
 def test_moving_and_recomputing_is_never_worse_than_either() -> None:
     graph = chain(12)
     pricing = priced(graph, 0.7)
-    both = Planner.of(graph, pricing, allow=("recompute", "offload"), moves=2000)
+    both = Planner.of(graph, pricing, options=PlanOptions(allow=("recompute", "offload"), moves=2000))
     for allow in ("recompute", "offload"):
-        alone = Planner.of(graph, pricing, allow=(allow,), moves=2000)
+        alone = Planner.of(graph, pricing, options=PlanOptions(allow=(allow,), moves=2000))
         for allowed in range(alone.minimum_bytes, alone.plain_peak_bytes, MB):
             assert both.plan(allowed).projected_seconds <= alone.plan(allowed).projected_seconds + 1e-9
 
@@ -146,14 +147,16 @@ def test_moving_and_recomputing_is_never_worse_than_either() -> None:
 def test_nothing_is_moved_where_all_fits_or_recomputing_is_cheaper() -> None:
     graph = chain(8)
     slow = replace(TIER, store_bytes_per_second=1.0, load_bytes_per_second=1.0)
-    planner = Planner.of(graph, priced(graph, 1.0, slow), allow=("recompute", "offload"), moves=2000)
+    planner = Planner.of(
+        graph, priced(graph, 1.0, slow), options=PlanOptions(allow=("recompute", "offload"), moves=2000)
+    )
     plans = [planner.plan(planner.plain_peak_bytes), planner.plan(planner.plain_peak_bytes - MB)]
     assert not any(isinstance(step, Store) for plan in plans for step in plan.steps)
 
 
 def _plan_that_moves() -> Plan:
     graph = chain(12)
-    planner = Planner.of(graph, priced(graph, 1.0), allow=("offload",))
+    planner = Planner.of(graph, priced(graph, 1.0), options=PlanOptions(allow=("offload",)))
     return planner.plan(planner.minimum_bytes)
 
 
@@ -205,4 +208,4 @@ def test_offload_needs_a_tier() -> None:
     graph = chain(3)
     pricing = replace(priced(graph, 1.0), tier=None)
     with pytest.raises(BadUse, match="no tier"):
-        Planner.of(graph, pricing, allow=("offload",))
+        Planner.of(graph, pricing, options=PlanOptions(allow=("offload",)))

@@ -5,6 +5,7 @@ import pytest
 from stowplan.errors import BadInput
 from stowplan.plan.explain.peers import Peer, read_peers
 from stowplan.plan.files import record_file
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.record import Difference, Record
 from tests.support.steps import random_step, uneven_prices
@@ -13,7 +14,7 @@ from tests.support.steps import random_step, uneven_prices
 @pytest.fixture(scope="module")
 def record() -> Record:
     graph = random_step(3, layers=8)
-    planner = Planner.of(graph, uneven_prices(graph, 3), moves=100)
+    planner = Planner.of(graph, uneven_prices(graph, 3), options=PlanOptions(moves=100))
     plan = planner.plan(planner.minimum_bytes)
     return Record(
         plan,

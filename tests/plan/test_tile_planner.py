@@ -13,19 +13,19 @@ from stowplan.formats.door import read_document
 from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.ir import Graph
 from stowplan.ops.table import shape_of
-from stowplan.plan.candidate import Way
+from stowplan.plan.candidate import Candidate
 from stowplan.plan.decision import Tile
 from stowplan.plan.explain.explain import explain_tiled
 from stowplan.plan.files import plan_file
 from stowplan.plan.judge.verify import verify
+from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import price_by_macs
-from stowplan.plan.select import MasterPlanner, Prefer
+from stowplan.plan.select import Selector, planner_of
 from stowplan.plan.tiles.beside import our_tiles
 from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.crops import crops_early
-from stowplan.plan.tiles.planner import planner_of
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import segment_of
 
@@ -40,9 +40,9 @@ def graph(dump: Callable[[str], Path]) -> Graph:
 
 
 @pytest.fixture(scope="module")
-def planner(graph: Graph) -> MasterPlanner[Way]:
+def planner(graph: Graph) -> Selector[Candidate]:
     """Takes whatever is fastest."""
-    return planner_of(graph, price_by_macs(graph), prefer=Prefer.TIME, moves=MOVES)
+    return planner_of(graph, price_by_macs(graph), options=PlanOptions(prefer=Prefer.TIME, moves=MOVES))
 
 
 def extra_share(plan: Plan, graph: Graph) -> float:
@@ -53,7 +53,7 @@ def grids(plan: Plan) -> set[tuple[int, ...]]:
     return {told.parts for told in plan.tile_maps}
 
 
-def test_an_ample_budget_has_no_tiles(planner: MasterPlanner[Way]) -> None:
+def test_an_ample_budget_has_no_tiles(planner: Selector[Candidate]) -> None:
     plan = verify(planner.plan(8000 * MIB))
     assert plan.exactness is Exactness.BITWISE
     assert plan.tile_maps == ()
@@ -61,7 +61,7 @@ def test_an_ample_budget_has_no_tiles(planner: MasterPlanner[Way]) -> None:
 
 
 def test_samples_apart_bring_the_unet_to_a_sixth_at_no_cost(
-    planner: MasterPlanner[Way], graph: Graph
+    planner: Selector[Candidate], graph: Graph
 ) -> None:
     plan = verify(planner.plan(int(1.2 * 1024 * MIB)))
     assert grids(plan) == {(8, 1, 1, 1)}
@@ -69,7 +69,7 @@ def test_samples_apart_bring_the_unet_to_a_sixth_at_no_cost(
     assert plan.plain_peak_bytes > 6 * plan.projected_peak_bytes
 
 
-def test_what_one_sample_needs_is_planned_further(planner: MasterPlanner[Way], graph: Graph) -> None:
+def test_what_one_sample_needs_is_planned_further(planner: Selector[Candidate], graph: Graph) -> None:
     plan = verify(planner.plan(700 * MIB))
     assert extra_share(plan, graph) <= 0.08  # with many more moves 0.005
     (told,) = plan.tile_maps
@@ -78,7 +78,7 @@ def test_what_one_sample_needs_is_planned_further(planner: MasterPlanner[Way], g
     assert plan_file.read(plan_file.write(plan)) == plan
 
 
-def test_smaller_budgets_cost_more_time_and_never_more_memory(planner: MasterPlanner[Way]) -> None:
+def test_smaller_budgets_cost_more_time_and_never_more_memory(planner: Selector[Candidate]) -> None:
     budgets = [mib * MIB for mib in (8000, 4000, 2000, 1229, 800, 600, 500, 400)]
     plans = [verify(planner.plan(budget)) for budget in budgets]
     ratios = [plan.time_ratio for plan in plans]
@@ -87,7 +87,7 @@ def test_smaller_budgets_cost_more_time_and_never_more_memory(planner: MasterPla
         assert plan.projected_peak_bytes <= budget
 
 
-def test_a_budget_below_every_tile_names_the_smallest(planner: MasterPlanner[Way]) -> None:
+def test_a_budget_below_every_tile_names_the_smallest(planner: Selector[Candidate]) -> None:
     with pytest.raises(BudgetTooSmall) as refused:
         planner.plan(100 * MIB)
     assert refused.value.minimum_bytes == planner.minimum_bytes
@@ -95,31 +95,31 @@ def test_a_budget_below_every_tile_names_the_smallest(planner: MasterPlanner[Way
     assert planner.plan(planner.minimum_bytes).projected_peak_bytes <= planner.minimum_bytes
 
 
-def test_the_frontier_shows_where_tiles_enter(planner: MasterPlanner[Way]) -> None:
-    offers = planner.offers()
+def test_the_frontier_shows_where_tiles_enter(planner: Selector[Candidate]) -> None:
+    offers = planner.tradeoffs()
     assert offers[0].peak_bytes == planner.minimum_bytes
     assert offers[0].exactness is Exactness.ROUNDING
-    assert offers[-1].seconds == planner.step.seconds
+    assert offers[-1].seconds == planner.baseline.seconds
     for smaller, larger in pairwise(offers):
         assert smaller.peak_bytes < larger.peak_bytes
         assert smaller.seconds > larger.seconds
 
 
-def test_bits_come_before_time(planner: MasterPlanner[Way], graph: Graph) -> None:
-    exact = planner_of(graph, price_by_macs(graph), moves=MOVES)
-    offers = exact.offers()
+def test_bits_come_before_time(planner: Selector[Candidate], graph: Graph) -> None:
+    exact = planner_of(graph, price_by_macs(graph), options=PlanOptions(moves=MOVES))
+    offers = exact.tradeoffs()
     assert [o.exactness for o in offers] == sorted((o.exactness for o in offers), reverse=True)
     allowed = 3200 * MIB
     assert exact.plan(allowed).exactness is Exactness.BITWISE
     assert planner.plan(allowed).exactness is Exactness.ROUNDING
     assert planner.plan(allowed).projected_seconds < exact.plan(allowed).projected_seconds
     assert exact.plan(1200 * MIB) == planner.plan(1200 * MIB)
-    without = planner_of(graph, price_by_macs(graph), allow=["recompute"], moves=MOVES)
+    without = planner_of(graph, price_by_macs(graph), options=PlanOptions(allow=["recompute"], moves=MOVES))
     with pytest.raises(BudgetTooSmall):
         without.plan(1200 * MIB)
 
 
-def test_tensors_in_tiles_are_decided_so(planner: MasterPlanner[Way]) -> None:
+def test_tensors_in_tiles_are_decided_so(planner: Selector[Candidate]) -> None:
     plan = planner.plan(700 * MIB)
     assert any(isinstance(decision, Tile) for decision in plan.decisions.values())
     assert {
@@ -144,7 +144,7 @@ def test_a_pool_and_a_crop_are_cut_over_each_other(graph: Graph) -> None:
         assert covers(cells, Rect.of_shape(shape_of(early.tensors[name])))
 
 
-def test_explain_finds_what_is_never_whole(planner: MasterPlanner[Way]) -> None:
+def test_explain_finds_what_is_never_whole(planner: Selector[Candidate]) -> None:
     plan = planner.plan(700 * MIB)
     (told,) = plan.tile_maps
     level = told.levels[3]
@@ -175,6 +175,6 @@ def test_a_step_that_writes_its_sums_of_gradients_out_is_answered() -> None:
 
     model, args = NETS["resnet50"].build("tiny")
     step = capture(model, args).graph
-    planner = planner_of(step, price_by_macs(step), allow=("tile",), moves=50)
+    planner = planner_of(step, price_by_macs(step), options=PlanOptions(allow=("tile",), moves=50))
     with pytest.raises(BudgetTooSmall):
-        planner.plan(planner.step.peak_bytes // 8)
+        planner.plan(planner.baseline.peak_bytes // 8)

@@ -10,6 +10,7 @@ from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
 from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.judge.verify import verify
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Basis, Pricing
@@ -21,7 +22,7 @@ from tests.support.steps import random_step, uneven_prices
 def plan() -> Plan:
     """A plan in which some ops run again."""
     graph = random_step(5, layers=8)
-    planner = Planner.of(graph, uneven_prices(graph, 5), moves=300)
+    planner = Planner.of(graph, uneven_prices(graph, 5), options=PlanOptions(moves=300))
     found = planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
     assert any(isinstance(step, Again) for step in found.steps)
     return verify(found)
@@ -176,7 +177,9 @@ BACKWARD: tuple[Step, ...] = (Compute("back end"), Compute("back drop"))
 @cache
 def _plain() -> Plan:
     graph = _step()
-    return Planner.of(graph, Pricing({op.id: 1.0 for op in graph.ops}, Basis.MEASURED), moves=1).plan(10_000)
+    return Planner.of(
+        graph, Pricing({op.id: 1.0 for op in graph.ops}, Basis.MEASURED), options=PlanOptions(moves=1)
+    ).plan(10_000)
 
 
 def _planned(*steps: Step, capacity_bytes: int = 64) -> Plan:

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.watch import Searching, watched_by
 from tests.support.steps import random_step, uneven_prices
@@ -11,7 +12,7 @@ def test_a_search_tells_its_best_so_far_and_how_far_that_is_from_the_bound() -> 
     graph = random_step(3, layers=14)
     told: list[Searching] = []
     with watched_by(told.append):
-        planner = Planner.of(graph, uneven_prices(graph, 3), moves=600)
+        planner = Planner.of(graph, uneven_prices(graph, 3), options=PlanOptions(moves=600))
     budget = (planner.minimum_bytes + planner.plain_peak_bytes) // 2
     shares = [searching.share for searching in told]
     assert len(told) > 10
@@ -27,7 +28,7 @@ def test_a_search_tells_its_best_so_far_and_how_far_that_is_from_the_bound() -> 
 
 def test_watching_changes_nothing() -> None:
     graph = random_step(4, layers=12)
-    alone = Planner.of(graph, uneven_prices(graph, 4), moves=300).frontier
+    alone = Planner.of(graph, uneven_prices(graph, 4), options=PlanOptions(moves=300)).frontier
     with watched_by(lambda _: None):
-        watched = Planner.of(graph, uneven_prices(graph, 4), moves=300).frontier
+        watched = Planner.of(graph, uneven_prices(graph, 4), options=PlanOptions(moves=300)).frontier
     assert alone == watched

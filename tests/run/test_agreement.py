@@ -12,12 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from stowplan.capture import capture
 from stowplan.plan.files import plan_file
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Exactness, Plan, Verdict
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.agreement import against_eager, compared
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import plan_step
-from stowplan.run.tiles.ways import Subject
+from stowplan.run.planning.subject import Subject
 from tests.support.models import Normed, Rewriting, images
 from tests.support.side_by_side import AMPLE
 
@@ -89,7 +90,9 @@ def test_a_model_on_meta_is_not_checked() -> None:
     with torch.device("meta"):
         model, x = Scores(lambda h, _: h), torch.empty(4, 4)
     subject = Subject(capture(model, (x,)), model, (x,), {})
-    plan = compared(plan_step(subject, AMPLE, allow=["recompute"], moves=10).plan, subject)
+    plan = compared(
+        plan_step(subject, AMPLE, options=PlanOptions(allow=["recompute"], moves=10)).plan, subject
+    )
     assert plan.exactness is Exactness.UNCHECKED
     assert plan.against_eager is not None
     assert "meta" in plan.against_eager.note
@@ -153,7 +156,7 @@ class Deep(nn.Module):
 def test_looking_keeps_no_activations_and_stays_within_the_budget() -> None:
     model, x = Deep(), images(1024, 4)
     subject = Subject(capture(model, (x,)), model, (x,), {})
-    plan = plan_step(subject, AMPLE, allow=["recompute"], moves=10).plan
+    plan = plan_step(subject, AMPLE, options=PlanOptions(allow=["recompute"], moves=10)).plan
     measured = measure(lambda: against_eager(plan, subject), before=[x, model.w])
     assert measured.result.verdict is Verdict.SAME
     assert 2 * x.nbytes <= measured.measured_rise_bytes < 3 * x.nbytes

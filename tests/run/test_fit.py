@@ -14,6 +14,7 @@ from stowplan.capture import Captured, capture
 from stowplan.errors import BudgetTooSmall, IllegalPlan
 from stowplan.plan.decision import Again, Compute, Step
 from stowplan.plan.judge.verify import verify
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.run.fit import fit, plans_of
@@ -80,7 +81,7 @@ def peak_bytes(step: StraightStep, model: nn.Module, args: tuple[Tensor, ...]) -
 def test_every_network_at_every_budget(name: str) -> None:
     model, args = NETS[name].build("tiny", **SETTINGS.get(name, {}))
     captured = capture(model, args)
-    planner = planner_for_captured(captured, moves=MOVES)
+    planner = planner_for_captured(captured, options=PlanOptions(moves=MOVES))
     eager = copy.deepcopy(model)
     expected = trained(eager, eager, args, steps=STEPS)
     assert all(loss.isfinite() for key, loss in expected.items() if key.startswith("loss"))
@@ -247,7 +248,7 @@ class TestFaults:
         return capture(model, (x,)), model, x
 
     def test_a_missing_second_run_is_refused(self, captured: tuple[Captured, nn.Module, Tensor]) -> None:
-        planner = planner_for_captured(captured[0], moves=MOVES)
+        planner = planner_for_captured(captured[0], options=PlanOptions(moves=MOVES))
         plan = planner.plan(planner.minimum_bytes)
         place = next(n for n, step in enumerate(plan.steps) if isinstance(step, Again))
         with pytest.raises(IllegalPlan):
@@ -255,7 +256,7 @@ class TestFaults:
 
     def test_an_overwritten_activation_shows(self, captured: tuple[Captured, nn.Module, Tensor]) -> None:
         step, model, x = captured
-        planner = planner_for_captured(step, moves=MOVES)
+        planner = planner_for_captured(step, options=PlanOptions(moves=MOVES))
         plan = planner.plan(planner.plain_peak_bytes)
         ops = {op.id: op for op in step.graph.ops}
 
@@ -274,6 +275,6 @@ class TestFaults:
 
     def test_a_plan_over_its_budget_shows(self, captured: tuple[Captured, nn.Module, Tensor]) -> None:
         step, model, x = captured
-        planner = planner_for_captured(step, moves=MOVES)
+        planner = planner_for_captured(step, options=PlanOptions(moves=MOVES))
         plain = StraightStep(step, model, steps=planner.plan(planner.plain_peak_bytes).steps)
         assert peak_bytes(plain, model, (x,)) > planner.minimum_bytes

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
-from stowplan.run.tiles.folding import factors_of
-from stowplan.run.tiles.part import LocalCall
+from stowplan.run.parts.folding import factors_of
+from stowplan.run.parts.part import LocalCall
 from stowplan.run.tiles.sweep import Sweep
 from tests.support.models import images
 from tests.support.sweeping import error_in_tiles, random_inputs, relative_error, stretch, whole
@@ -94,6 +94,6 @@ def test_a_norm_that_is_folded_wrongly_is_caught(monkeypatch: pytest.MonkeyPatch
         factors = factors_of(call, norm, values)
         return {**factors, "bias": torch.zeros_like(factors["bias"])}
 
-    monkeypatch.setattr("stowplan.run.tiles.forms.factors_of", unshifted)
+    monkeypatch.setattr("stowplan.run.parts.forms.factors_of", unshifted)
     found = captured(Joined(JOINS["a sum"]))
     assert error_in_tiles(found, stretch(found), GRID) > 1e-3

@@ -12,6 +12,7 @@ from stowplan.capture import Captured, capture
 from stowplan.errors import NotTileable
 from stowplan.ir import Phase
 from stowplan.plan.decision import Again
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms, stretches_between_norms
 from stowplan.plan.tiles.collapse import SWEEP, collapse, extra_macs_of
@@ -125,7 +126,7 @@ def test_a_sweep_that_runs_again_does_not_gather_again() -> None:
     captured = in_order(capture(model, args))
     sweeps = sweeps_of(captured, stretches_between_narrow_norms(captured.graph))
     swept = capture_swept(captured, model, args, sweeps=sweeps)
-    planner = planner_for_captured(swept, moves=500)
+    planner = planner_for_captured(swept, options=PlanOptions(moves=500))
     again = Counter(
         next(op.type for op in swept.graph.ops if op.id == step.op)
         for step in planner.plan(int(1.2 * planner.minimum_bytes)).steps

@@ -12,16 +12,17 @@ from torch import Tensor
 from stowplan.capture import capture
 from stowplan.plan.decision import Store
 from stowplan.plan.judge.verify import verify
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.tier import Tier
 from stowplan.run.cost.probe_cache import ProbeCache
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
+from stowplan.run.offload.disk import DiskTier
+from stowplan.run.offload.rates import rates_of
 from stowplan.run.planning.price import price_captured
 from stowplan.run.step.straight import StraightStep
-from stowplan.run.tiers.disk import DiskTier
-from stowplan.run.tiers.rates import rates_of
 from tests.support.nets import NETS
 from tests.support.side_by_side import different, trained
 from tests.support.spilling import SMALL, Little, everything_moved
@@ -53,7 +54,7 @@ def test_what_a_budget_moves_is_the_same_to_the_bit(name: str, tier: DiskTier) -
     captured = capture(twin, example.args)
     known = Tier("disk", 2**30, 1e9, 1e9, 1e-5)
     pricing = replace(price_by_roofline(captured.graph, _SLOW), tier=known)
-    planner = Planner.of(captured.graph, pricing, allow=("offload",))
+    planner = Planner.of(captured.graph, pricing, options=PlanOptions(allow=("offload",)))
     plan = verify(planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2))
     nothing_to_gain = len(planner.frontier.points) == 1
     assert nothing_to_gain or any(isinstance(step, Store) for step in plan.steps)
@@ -67,7 +68,7 @@ def test_the_measured_peak_is_the_projected_one(name: str, tier: DiskTier) -> No
     example = NETS[name].build("tiny")
     captured = capture(example.model, example.args)
     pricing = replace(price_captured(captured), tier=replace(rates_of(tier, cache=None), latency_seconds=0.0))
-    planner = Planner.of(captured.graph, pricing, allow=("offload", "offload-gradients"))
+    planner = Planner.of(captured.graph, pricing, options=PlanOptions(allow=("offload", "offload-gradients")))
     plan = verify(planner.plan((3 * planner.minimum_bytes + planner.plain_peak_bytes) // 4))
     step = StraightStep(captured, example.model, steps=plan.steps, tier=tier)
     _run(step, example.args)

@@ -11,13 +11,13 @@ from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.decision import Tile
 from stowplan.plan.files import plan_file
 from stowplan.plan.judge.verify import verify
+from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.plan import Exactness
-from stowplan.plan.select import Prefer
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import plan_step
 from stowplan.run.planning.price import planner_for_captured
-from stowplan.run.tiles.ways import Subject
+from stowplan.run.planning.subject import Subject
 from tests.support.nets import NETS
 from tests.support.sweeping import gradients_of, relative_error
 
@@ -37,7 +37,7 @@ def vgg() -> Built:
 @pytest.fixture(scope="module")
 def floor_bytes(vgg: Built) -> int:
     """The smallest budget without tiles."""
-    return planner_for_captured(capture(*vgg), moves=MOVES).minimum_bytes
+    return planner_for_captured(capture(*vgg), options=PlanOptions(moves=MOVES)).minimum_bytes
 
 
 def test_below_the_floor_of_recomputation(vgg: Built, floor_bytes: int) -> None:
@@ -65,7 +65,7 @@ def test_a_plan_with_tiles_is_a_plan(vgg: Built, floor_bytes: int) -> None:
     """It verifies, is the same after its file, tells its tiles, and reads as code."""
     model, args = vgg
     subject = Subject(capture(model, args), model, args, {})
-    planned = plan_step(subject, int(0.75 * floor_bytes), moves=MOVES)
+    planned = plan_step(subject, int(0.75 * floor_bytes), options=PlanOptions(moves=MOVES))
     plan = verify(planned.plan)
     assert plan_file.read(plan_file.write(plan)) == plan
     tiled = {name for name, decision in plan.decisions.items() if isinstance(decision, Tile)}

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from stowplan.run.tiles.part import Index
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.run.tiles.covariances import Covariances, OfProduct
-from stowplan.run.tiles.part import Index
 from tests.support.models import images
 from tests.support.sweeping import error_in_tiles, errors_in_float32, stretch
 

@@ -11,23 +11,24 @@ from stowplan.capture import Captured, capture
 from stowplan.ir import Phase
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import site_of
-from stowplan.plan.candidate import PlainStep
+from stowplan.plan.candidate import Baseline, Refusals
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiling, stages_of
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.joins import divided_tilings
 from stowplan.plan.tiles.needs import Needs
 from stowplan.plan.tiles.skips import Skip, cheap_skips
-from stowplan.plan.untiled import Untiled
 from stowplan.run.planning.plan_cache import saved_step
 from stowplan.run.planning.price import price_captured
+from stowplan.run.planning.subject import Subject
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles import swept
+from stowplan.run.tiles.candidates import TiledCandidate
 from stowplan.run.tiles.knee import Sweeping
 from stowplan.run.tiles.remade import with_skips_again
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept
-from stowplan.run.tiles.ways import Search, Subject, SweptWay
 from tests.support.nets import NETS
 from tests.support.sweeping import gradients_of, relative_error
 
@@ -65,7 +66,7 @@ def error_of_step(captured: Captured, model: nn.Module, args: Args) -> float:
 def test_joined_stages_compute_what_eager_does() -> None:
     model, args = vgg()
     captured = capture(model, args)
-    tilings = list(divided_tilings(early(captured).graph, Untiled()))
+    tilings = list(divided_tilings(early(captured).graph, Refusals()))
     assert tilings
     assert error_of(captured, model, args, tilings[-1]) < 1e-12
 
@@ -73,14 +74,14 @@ def test_joined_stages_compute_what_eager_does() -> None:
 def test_what_joined_stages_hand_to_each_other_is_never_whole() -> None:
     graph = in_tiling_order(capture(*vgg()).graph)
     borders = {stage[-1] for stage in stages_of(graph)}
-    *_, least = divided_tilings(graph, Untiled())
+    *_, least = divided_tilings(graph, Refusals())
     inside = {op.id for tiled in least for op in tiled.segment.ops[:-1]}
     assert inside & borders
 
 
 def test_more_memory_is_offered_for_clearly_less_work_alone() -> None:
     graph = in_tiling_order(capture(*vgg()).graph)
-    tilings = list(divided_tilings(graph, Untiled()))
+    tilings = list(divided_tilings(graph, Refusals()))
     extra = [sum(extra_macs_of(tiled.segment, tiled.costs) for tiled in tiling) for tiling in tilings]
     step = sum(macs_of(site_of(graph, op)) for op in graph.ops)
     assert len(extra) > 2
@@ -92,7 +93,7 @@ def test_borders_between_valleys_do_not_keep_stages_apart() -> None:
     net = nn.Sequential(*(layer for _ in range(3) for layer in narrowing()))
     graph = in_tiling_order(capture(Summed(net), (torch.zeros(1, 1, 64, 64),)).graph)
     sweeps = [
-        {op.id for op in each.segment.ops} for tiling in divided_tilings(graph, Untiled()) for each in tiling
+        {op.id for op in each.segment.ops} for tiling in divided_tilings(graph, Refusals()) for each in tiling
     ]
     most = {fall: max(len(reached(sweep, stages_of(graph, fall))) for sweep in sweeps) for fall in (0, 0.3)}
     assert most[0] == 3 < most[0.3]
@@ -109,7 +110,7 @@ def reached(ops: set[str], stages: list[tuple[str, ...]]) -> list[tuple[str, ...
 def test_parts_of_joined_stages_are_small_where_they_can_be() -> None:
     """Memory of large blocks is asked for anew every time: tiles of them would be slow."""
     graph = in_tiling_order(capture(*vgg(resolution=2048, width=32)).graph)
-    parts = [tiled.costs.part_bytes for tiling in divided_tilings(graph, Untiled()) for tiled in tiling]
+    parts = [tiled.costs.part_bytes for tiling in divided_tilings(graph, Refusals()) for tiled in tiling]
     assert 2**22 < max(parts) <= 2**25
 
 
@@ -162,7 +163,7 @@ def test_the_largest_skip_of_a_unet_is_cheap_to_make_again() -> None:
 def test_a_step_with_skips_made_again_computes_what_eager_does() -> None:
     model, args = unet()
     captured = next(with_skips_again(capture(model, args), model, args, {}))
-    tilings = list(divided_tilings(in_tiling_order(captured.graph), Untiled()))
+    tilings = list(divided_tilings(in_tiling_order(captured.graph), Refusals()))
     assert error_of_step(captured, model, args) < 1e-12
     assert error_of(captured, model, args, tilings[-1]) < 1e-12
 
@@ -173,9 +174,11 @@ def test_a_plan_with_a_skip_made_again_comes_back() -> None:
     remade = next(with_skips_again(subject.captured, model, args, {}))
     pricing, graph = price_captured(remade), in_tiling_order(remade.graph)
     sweeping = Sweeping(graph, remade.program.calls, pricing)
-    tiling = list(divided_tilings(graph, Untiled()))[-1]
-    search = Search(frozenset({"recompute", "tile"}), moves=20)
-    way = SweptWay(replace(subject, captured=remade), tiling, {}, sweeping, PlainStep(1.0, 2**30), search)
+    tiling = list(divided_tilings(graph, Refusals()))[-1]
+    search = PlanOptions({"recompute", "tile"}, moves=20)
+    way = TiledCandidate(
+        replace(subject, captured=remade), tiling, {}, sweeping, Baseline(1.0, 2**30), search
+    )
     plan = way.plan(2**30)
     assert plan.tile_maps
     assert saved_step(plan, subject, 2**30).captured.graph == way.captured.graph

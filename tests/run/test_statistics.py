@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 import torch
+from stowplan.run.tiles.normalise import normalised
+from stowplan.run.tiles.part import Index
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.plan.tiles.rounds import refusal, rounds_of
 from stowplan.run.tiles.gathering import Moments, Totals
-from stowplan.run.tiles.normalise import normalised
-from stowplan.run.tiles.part import Index
 from tests.support.models import images
 from tests.support.nets import NETS
 from tests.support.sweeping import (

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from stowplan.capture import capture
 from stowplan.errors import NotTileable
 from stowplan.run.measure.measure import measure
-from stowplan.run.tiles.swept import check_differentiable
+from stowplan.run.planning.recapture import check_differentiable
 from tests.support.nets import NETS
 from tests.support.sweeping import gradients_of, relative_error, step_in_tiles
 

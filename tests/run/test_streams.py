@@ -8,23 +8,23 @@ from torch import Tensor
 
 from stowplan.capture import capture
 from stowplan.ir import validate
-from stowplan.plan.candidate import PlainStep
+from stowplan.plan.candidate import Baseline, Refusals
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.streaming import streamed_tilings
-from stowplan.plan.untiled import Untiled
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.plan_cache import saved_step
-from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.planning.price import price_captured
+from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.run.step.straight import StraightStep
+from stowplan.run.tiles.candidates import TiledCandidate
 from stowplan.run.tiles.knee import Sweeping
-from stowplan.run.tiles.ways import Search, Subject, SweptWay
 from tests.support.nets import NETS
 from tests.support.sweeping import gradients_of, relative_error
 
 pytestmark = pytest.mark.torch
 BACKWARD = "stowplan.sweep_backward.default"
-SEARCH = Search(frozenset({"recompute", "tile"}), moves=300)
+SEARCH = PlanOptions({"recompute", "tile"}, moves=300)
 
 
 NETWORKS: dict[str, dict[str, object]] = {
@@ -38,13 +38,13 @@ def built(name: str) -> Subject:
     return Subject(capture(model, args), model, args, {})
 
 
-def streamed_ways(subject: Subject) -> list[SweptWay]:
+def streamed_ways(subject: Subject) -> list[TiledCandidate]:
     early = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
     sweeping = Sweeping(early.graph, early.program.calls, price_captured(early))
-    ordered, step = replace(subject, captured=early), PlainStep(1.0, 2**30)
+    ordered, step = replace(subject, captured=early), Baseline(1.0, 2**30)
     return [
-        SweptWay(ordered, tiling, streams, sweeping, step, SEARCH)
-        for tiling, streams in streamed_tilings(early.graph, Untiled())
+        TiledCandidate(ordered, tiling, streams, sweeping, step, SEARCH)
+        for tiling, streams in streamed_tilings(early.graph, Refusals())
         if streams
     ]
 
@@ -69,7 +69,7 @@ def test_a_plan_with_streams_keeps_its_budget_and_comes_back() -> None:
     subject = built("resnet50")
     model, args = subject.model, subject.args
     way = min(streamed_ways(subject), key=lambda way: way.floor_bytes)
-    allowed = min(offer.peak_bytes for offer in way.offers())
+    allowed = min(offer.peak_bytes for offer in way.tradeoffs())
     plan = way.plan(allowed)
     assert any(told.made_of for told in plan.tile_maps)
     assert saved_step(plan, subject, allowed).captured.graph == way.captured.graph

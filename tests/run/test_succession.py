@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.ir import Graph
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.planning.price import plan_within, price_captured
+from stowplan.run.planning.subject import PlannedStep
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.run.tiles.swept import capture_swept
@@ -84,7 +85,9 @@ def test_a_residual_net_needs_one_block_for_both_gradients() -> None:
     model, args, captured = swept_residual()
     pricing = price_captured(captured)
     graphs = captured.graph, never_over(captured.graph)
-    over, beside = (Planner.of(graph, pricing, allow=["recompute"], moves=100) for graph in graphs)
+    over, beside = (
+        Planner.of(graph, pricing, options=PlanOptions(allow=["recompute"], moves=100)) for graph in graphs
+    )
     allowed, more = over.minimum_bytes, beside.minimum_bytes
     assert allowed < 0.95 * more
     step = PlannedStep(plan_within(over, allowed), captured).bound_to(model)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stowplan.capture import capture
 from stowplan.plan.decision import Again
+from stowplan.plan.options import PlanOptions
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.planning.price import planner_for_captured
 
@@ -108,7 +109,7 @@ class Chain(nn.Module):
 
 def budget_halfway(model: nn.Module, args: tuple[object, ...]) -> int:
     """Halfway between the smallest budget that is possible and what eager takes."""
-    planner = planner_for_captured(capture(model, args), moves=MOVES)
+    planner = planner_for_captured(capture(model, args), options=PlanOptions(moves=MOVES))
     return (planner.minimum_bytes + planner.plain_peak_bytes) // 2
 
 

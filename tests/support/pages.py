@@ -5,14 +5,16 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from stowplan.plan.tiles.planner import planner_of as tile_planner_of
+
 from stowplan.formats import chainer
-from stowplan.plan.candidate import Way
+from stowplan.plan.candidate import Candidate
 from stowplan.plan.explain.peers import Peer
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
-from stowplan.plan.select import MasterPlanner
-from stowplan.plan.tiles.planner import planner_of as tile_planner_of
+from stowplan.plan.select import Selector
 from stowplan.report.page import Subject, page_of, subject_of
 from tests.support.browser import Browser
 
@@ -43,7 +45,7 @@ def written(*subjects: Subject) -> Path:
 def planner_of(document: Path) -> Planner:
     """The U-Net document with a frontier that was searched for a moment only."""
     graph = chainer.read(document.read_text(), chainer.SavedView.RETAIN).graph
-    return Planner.of(graph, price_by_macs(graph), moves=400)
+    return Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=400))
 
 
 @cache
@@ -53,7 +55,7 @@ def plan_of(document: Path) -> Plan:
 
 
 @cache
-def _tile_planner(document: Path) -> MasterPlanner[Way]:
+def _tile_planner(document: Path) -> Selector[Candidate]:
     graph = chainer.read(document.read_text(), chainer.SavedView.RETAIN).graph
     return tile_planner_of(graph, price_by_macs(graph), moves=400)
 
@@ -85,7 +87,7 @@ def gpt_plan() -> Plan:
 
     model, args = NETS["gpt"].build("tiny")
     graph = capture(model, args).graph
-    planner = Planner.of(graph, price_by_macs(graph), moves=400)
+    planner = Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=400))
     return planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
 
 

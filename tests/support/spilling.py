@@ -16,11 +16,11 @@ from stowplan.capture import Captured, capture
 from stowplan.plan.decision import Step
 from stowplan.plan.offload.stretches import stretches_of
 from stowplan.plan.offload.weave import Move, weave
+from stowplan.run.offload.calls import SystemCalls
+from stowplan.run.offload.disk import DiskTier
+from stowplan.run.offload.spill import BLOCK
 from stowplan.run.plain import plain_steps
 from stowplan.run.step.straight import StraightStep
-from stowplan.run.tiers.calls import SystemCalls
-from stowplan.run.tiers.disk import DiskTier
-from stowplan.run.tiers.spill import BLOCK
 
 SMALL = 2**14  # bytes of a chunk, so that small tensors take several
 

@@ -13,7 +13,7 @@ from stowplan.errors import BadUse
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
-    from stowplan.plan.candidate import Offer
+    from stowplan.plan.candidate import Tradeoff
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -47,19 +47,19 @@ def run(arguments: Namespace) -> int:
             progress=waiting.tried,
         )
         plan = planner.plan(allowed) if allowed is not None else None
-        offers = planner.offers() if arguments.frontier else ()
+        offers = planner.tradeoffs() if arguments.frontier else ()
     seconds = perf_counter() - started
     if plan is not None and arguments.output:
         from stowplan.plan.files.plan_file import write
 
         write_output(arguments.output, write(plan))
     show = _print_json if arguments.json else _print_for_people
-    show(arguments.target, plan, offers, planner.step.seconds, seconds)
+    show(arguments.target, plan, offers, planner.baseline.seconds, seconds)
     return 0
 
 
 def _print_json(
-    _: str, plan: "api.Plan | None", offers: "Sequence[Offer]", plain_seconds: float, solve_seconds: float
+    _: str, plan: "api.Plan | None", offers: "Sequence[Tradeoff]", plain_seconds: float, solve_seconds: float
 ) -> None:
     from stowplan.report.plan_json import frontier_json, plan_json
 
@@ -70,7 +70,11 @@ def _print_json(
 
 
 def _print_for_people(
-    title: str, plan: "api.Plan | None", offers: "Sequence[Offer]", plain_seconds: float, solve_seconds: float
+    title: str,
+    plan: "api.Plan | None",
+    offers: "Sequence[Tradeoff]",
+    plain_seconds: float,
+    solve_seconds: float,
 ) -> None:
     from stowplan.report.plan import show_frontier, show_plan
     from stowplan.report.terminal import console_for_output

@@ -1,33 +1,27 @@
-"""Way: one graph for the step, with tiles or without, that answers budgets with plans."""
+"""Candidates: graphs for one step that answer budgets. The step as it is is one; techniques add others."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+from stowplan.errors import NotTileable
 from stowplan.ir import Graph
 from stowplan.plan.bound import relaxed_bound_of
-from stowplan.plan.decision import Again, Decision
 from stowplan.plan.frontier import floor_of
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Exactness, Plan
-from stowplan.plan.planner import ON_REQUEST, Planner
+from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import Problem, problem_of
-from stowplan.plan.tile_map import TileMap
-
-_FEWEST, _MOST, _BY_OP = 12_000, 80_000, 100  # moves of a search, and how many an op is worth
-
-
-def search_moves(graph: Graph) -> int:
-    """For one of many ways: few, for sweeps have made most graphs small; more where many ops are left."""
-    return min(_MOST, max(_FEWEST, _BY_OP * len(graph.ops)))
+from stowplan.plan.technique import Socket
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """What can be had: a peak, the seconds of the whole step, and how exact it is."""
+class Tradeoff:
+    """A peak, the seconds of the whole step at that peak, and how exact its gradients are."""
 
     peak_bytes: int
     seconds: float
@@ -35,22 +29,22 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainStep:
-    """What plans are told against."""
+class Baseline:
+    """The step without a plan, which plans are compared with."""
 
     seconds: float
     peak_bytes: int
 
 
-class Way(Protocol):
+class Candidate(Protocol):
     """A source of plans, of which some things can be known before plans are searched for.
 
-    What is asked of it may raise NotTileable, if it turns out to be no way at all.
+    Every method may raise NotTileable: then it turns out to be no candidate.
     """
 
     @property
     def stretches(self) -> tuple[str, ...]:
-        """What it has in tiles, as a user knows that."""
+        """The parts of the step that it computes otherwise, by names that a user knows."""
 
     @property
     def floor_bytes(self) -> int:
@@ -65,41 +59,34 @@ class Way(Protocol):
     def plan(self, allowed_bytes: int) -> Plan:
         """The fastest plan found; raises BudgetTooSmall."""
 
-    def offers(self) -> Iterable[Offer]:
+    def tradeoffs(self) -> Iterable[Tradeoff]:
         """All that it can answer with."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sweeps:
-    """The sweeps of a graph: what they decide, the work they add, how to draw their maps, their stretches.
+class Refusals:
+    """Why stretches of a step are in no candidate: each reason once, with the first stretch it holds for."""
 
-    There may be sweeps and no decisions: nothing is inside of one that has a loss alone.
-    """
+    def __init__(self) -> None:
+        self._stretches: dict[str, str] = {}
 
-    decisions: Mapping[str, Decision]
-    extra_macs: int
-    maps: Callable[[], tuple[TileMap, ...]]
-    macs: Mapping[str, int] = field(default_factory=dict)  # by sweep: of running it once more
-    stretches: tuple[str, ...] = ()
+    def add(self, stretch: str, refusal: NotTileable) -> None:
+        """No candidate has this stretch, for this reason."""
+        self._stretches.setdefault(refusal.reason, stretch)
 
-    def told(self, plan: Plan, plain: PlainStep) -> Plan:
-        """A plan for the graph with the sweeps, told against the plain step."""
-        again = (self.macs.get(step.op, 0) for step in plan.steps if isinstance(step, Again))
-        return replace(
-            plan,
-            decisions={**plan.decisions, **self.decisions},
-            plain_peak_bytes=plain.peak_bytes,
-            plain_seconds=plain.seconds,
-            bound_seconds=min(plain.seconds, plan.bound_seconds),
-            extra_macs=plan.extra_macs + self.extra_macs + sum(again),
-            tile_maps=self.maps(),
-        )
+    def sentences(self) -> tuple[str, ...]:
+        """All reasons, in the order in which they were found."""
+        return tuple(f"{stretch}: {reason}" for reason, stretch in self._stretches.items())
 
 
-def offers_of(planner: Planner, exactness: Exactness) -> tuple[Offer, ...]:
+GraphCandidates: TypeAlias = Callable[[Graph, Pricing, Baseline, PlanOptions, Refusals], Iterable[Candidate]]
+GRAPH_CANDIDATES: Socket[GraphCandidates] = Socket("plan", "tile")
+"""What techniques make of a graph of which nothing but its file is known."""
+
+
+def tradeoffs_of(planner: Planner, exactness: Exactness) -> tuple[Tradeoff, ...]:
     """The frontier of a planner as offers."""
     base = sum(planner.problem.seconds)
-    return tuple(Offer(p.peak_bytes, base + p.extra_seconds, exactness) for p in planner.frontier.points)
+    return tuple(Tradeoff(p.peak_bytes, base + p.extra_seconds, exactness) for p in planner.frontier.points)
 
 
 def problem_in_order(graph: Graph, pricing: Pricing) -> Problem:
@@ -108,29 +95,26 @@ def problem_in_order(graph: Graph, pricing: Pricing) -> Problem:
     return problem_of(ordered, [pricing.seconds[op.id] for op in ordered.ops], pricing.workspace_bytes)
 
 
-class GraphWay:
+class GraphCandidate:
     """A graph whose frontier is searched when it is first asked."""
 
     def __init__(
         self,
         graph: Graph,
         pricing: Pricing,
-        plain: PlainStep,
-        *,
-        allow: Iterable[str],
-        sweeps: Sweeps | None = None,
-        moves: int | None = None,
+        baseline: Baseline,
+        options: PlanOptions,
     ) -> None:
-        self.graph, self.pricing = graph, pricing
-        self._plain, self._allow, self._sweeps, self._moves = plain, tuple(allow), sweeps, moves
+        self.graph, self.pricing, self.baseline, self.options = graph, pricing, baseline, options
 
     @property
     def stretches(self) -> tuple[str, ...]:
-        return self._sweeps.stretches if self._sweeps else ()
+        return ()
 
     @cached_property
     def floor_bytes(self) -> int:
-        return self._problem.standing_bytes if self._may_move else floor_of(self._problem)
+        # What may leave for a tier need not be in memory.
+        return self._problem.standing_bytes if self.options.offloads else floor_of(self._problem)
 
     def bounds(self, allowed_bytes: int) -> Iterator[float]:
         yield self.least_seconds(allowed_bytes)
@@ -139,13 +123,8 @@ class GraphWay:
         """What no plan within so many bytes is below; infinite if there is none."""
         if allowed_bytes < self.floor_bytes:
             return inf
-        bound = 0.0 if self._may_move else relaxed_bound_of(self._problem, allowed_bytes)
+        bound = 0.0 if self.options.offloads else relaxed_bound_of(self._problem, allowed_bytes)
         return sum(self._problem.seconds) + bound
-
-    @property
-    def _may_move(self) -> bool:
-        """Whether anything may leave for a tier: then little is sure to be there, or to cost time."""
-        return not set(ON_REQUEST).isdisjoint(self._allow)
 
     @cached_property
     def _problem(self) -> Problem:
@@ -154,16 +133,14 @@ class GraphWay:
     @cached_property
     def planner(self) -> Planner:
         """The searched frontier."""
-        return Planner.of(self.graph, self.pricing, allow=self._allow, moves=self._moves)
+        return Planner.of(self.graph, self.pricing, self.options)
 
     def plan(self, allowed_bytes: int) -> Plan:
         return self.told(self.planner.plan(allowed_bytes))
 
     def told(self, plan: Plan) -> Plan:
-        """A plan of its planner, told against the plain step."""
-        if self._sweeps:
-            return self._sweeps.told(plan, self._plain)
-        return replace(plan, plain_peak_bytes=self._plain.peak_bytes)
+        """A plan of its planner, compared with the baseline."""
+        return replace(plan, plain_peak_bytes=self.baseline.peak_bytes)
 
-    def offers(self) -> tuple[Offer, ...]:
-        return offers_of(self.planner, Exactness.ROUNDING if self._sweeps else Exactness.BITWISE)
+    def tradeoffs(self) -> tuple[Tradeoff, ...]:
+        return tradeoffs_of(self.planner, Exactness.BITWISE)

@@ -24,8 +24,10 @@ from re import sub
 import numpy as np
 
 from stowplan.plan.bound import crossing_at
+from stowplan.plan.decision import Step
 from stowplan.plan.ledger import Gaps, Ledger, State
 from stowplan.plan.problem import Problem
+from stowplan.plan.schedule import steps_of
 from stowplan.plan.watch import Searching, tell
 
 _ANCHORS = 16  # budgets that get a start of their own
@@ -52,6 +54,10 @@ class Point:
     peak_bytes: int
     extra_seconds: float
     states: tuple[State, ...]
+
+    def steps(self, problem: Problem) -> tuple[Step, ...]:
+        """The steps of the schedule."""
+        return steps_of(problem, self.states)
 
 
 @dataclass(frozen=True, slots=True)

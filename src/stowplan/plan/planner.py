@@ -1,7 +1,8 @@
 """Making plans: search the frontier of a graph once, then answer budgets from it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -11,21 +12,26 @@ from stowplan.analyse.liveness import liveness_of
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
 from stowplan.plan.bound import bound_of
-from stowplan.plan.decision import Again, Decision, Keep, Recompute, Step
+from stowplan.plan.decision import Again, Decision, Keep, Offload, Recompute, Step, Store
 from stowplan.plan.frontier import Frontier, Point, frontier_of
 from stowplan.plan.judge.simulate import alive_at, simulate
 from stowplan.plan.ledger import State, gaps_of
-from stowplan.plan.offload.frontier import offloaded, steps_at, with_offload
+from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions
 from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import Problem, problem_of
+from stowplan.plan.technique import Socket
+from stowplan.plan.tier import Tier
 from stowplan.units import format_bytes
 
-TECHNIQUES = ("recompute", "tile")  # what may cost time; what is free is always on
-ON_REQUEST = ("offload", "offload-gradients")  # what also takes something outside: room in a tier
 _ADVICE = "`stowplan plan TARGET --frontier` shows what every budget costs"
 _NO_BACKWARD = "the graph has no backward half, so there is nothing to recompute"
+
+
+FrontierExtension: TypeAlias = Callable[[Problem, Frontier, Pricing, PlanOptions], Frontier]
+FRONTIER_EXTENSIONS: Socket[FrontierExtension] = Socket("plan", "offload", "offload-gradients")
+"""Techniques that add schedules of the same graph to its frontier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +47,25 @@ class Planner:
     def of(
         graph: Graph,
         pricing: Pricing,
+        options: PlanOptions = DEFAULT_OPTIONS,
         *,
-        allow: Iterable[str] = TECHNIQUES,
         plain_peak_bytes: int | None = None,
-        moves: int | None = None,
     ) -> "Planner":
-        """Search the frontier of `graph` as it is; takes seconds. Tiles are for `tiles.master`.
+        """Search the frontier of `graph` as it is; takes seconds. `plan.select` adds other candidates.
 
-        `allow` names the techniques that may cost time. `plain_peak_bytes` is what the step takes without a
-        plan, where that is known better than from the graph.
+        `plain_peak_bytes` is the peak of the step without a plan, where it is known better than from the
+        graph.
         """
-        allowed = known_techniques(allow)
         refuse_without_ops(graph)
         ordered = slices_last(graph)
         seconds = [pricing.seconds[op.id] for op in ordered.ops]
         problem = problem_of(ordered, seconds, pricing.workspace_bytes)
-        if "recompute" not in allowed:
+        if "recompute" not in options.allow:
             problem = replace(problem, droppable=(False,) * len(problem.droppable))
         plain = plain_peak_of(graph, pricing) if plain_peak_bytes is None else plain_peak_bytes
-        frontier = frontier_of(problem, moves)
-        if allowed.intersection(ON_REQUEST):
-            frontier = with_offload(problem, frontier, pricing, gradients="offload-gradients" in allowed)
+        frontier = frontier_of(problem, options.moves)
+        for extend in FRONTIER_EXTENSIONS.offered(options.allow):
+            frontier = extend(problem, frontier, pricing, options)
         return Planner(problem, pricing, frontier, plain)
 
     @property
@@ -74,14 +78,14 @@ class Planner:
         point = self.frontier.at(allowed_bytes)
         if point is None:
             raise self.refusal(allowed_bytes)
-        graph, steps, pricing = self.problem.graph, steps_at(self.problem, point), self.pricing
+        graph, steps, pricing = self.problem.graph, point.steps(self.problem), self.pricing
         simulation = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
         plain_seconds = sum(self.problem.seconds)
         return Plan(
             graph=graph,
             pricing=self.pricing,
             allowed_bytes=allowed_bytes,
-            decisions=_decisions_of(self.problem, point, steps) | offloaded(graph, steps, pricing.tier),
+            decisions=_decisions_of(self.problem, point, steps) | _offloaded(graph, steps, pricing.tier),
             steps=steps,
             projected_curve_bytes=simulation.curve_bytes,
             projected_seconds=simulation.seconds,
@@ -99,7 +103,7 @@ class Planner:
     def refusal(self, allowed_bytes: int) -> BudgetTooSmall:
         """What is said of a budget below the smallest."""
         graph, pricing = self.problem.graph, self.pricing
-        steps = steps_at(self.problem, self.frontier.points[0])
+        steps = self.frontier.points[0].steps(self.problem)
         curve = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier).curve_bytes
         peak = int(np.argmax(curve))
         alive = alive_at(graph, steps, peak)
@@ -135,14 +139,6 @@ def refuse_without_ops(graph: Graph) -> None:
         raise BadUse("the graph has no ops, so there is nothing to plan; `stowplan inspect` says what it has")
 
 
-def known_techniques(allow: Iterable[str]) -> frozenset[str]:
-    """The techniques by these names; BadUse names the first that there is not."""
-    allowed = frozenset(allow)
-    if unknown := sorted(allowed.difference(TECHNIQUES, ON_REQUEST)):
-        raise BadUse(f"no technique {unknown[0]!r}; there is {', '.join((*TECHNIQUES, *ON_REQUEST))}")
-    return allowed
-
-
 def plain_peak_of(graph: Graph, pricing: Pricing) -> int:
     """The peak of the graph run in its order, nothing overwritten, nothing made again."""
     curve = memory_curve(graph, liveness_of(graph))
@@ -167,3 +163,9 @@ def _decisions_of(problem: Problem, point: Point, steps: tuple[Step, ...]) -> di
 def _extra_macs(graph: Graph, steps: tuple[Step, ...]) -> int:
     macs = dict(zip((op.id for op in graph.ops), costs_of(graph).macs.tolist(), strict=True))
     return sum(macs[step.op] for step in steps if isinstance(step, Again))
+
+
+def _offloaded(graph: Graph, steps: Iterable[Step], tier: Tier | None) -> dict[str, Decision]:
+    """The decisions of a schedule that moves storages, by their owners."""
+    stored = (step.tensors[0] for step in steps if isinstance(step, Store))
+    return {graph.storage_of(name): Offload(tier.name) for name in stored} if tier else {}

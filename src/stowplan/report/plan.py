@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stowplan.ir import Op
-from stowplan.plan.candidate import Offer
+from stowplan.plan.candidate import Tradeoff
 from stowplan.plan.decision import Again, Compute, Decision, Keep, Offload, Recompute, Tile
 from stowplan.plan.explain.explain import Explanation
 from stowplan.plan.explain.timeline import packed_bytes_of
@@ -39,7 +39,7 @@ def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float 
         show_tile_map(told, console)
 
 
-def show_frontier(offers: Sequence[Offer], plain_seconds: float, console: Console) -> None:
+def show_frontier(offers: Sequence[Tradeoff], plain_seconds: float, console: Console) -> None:
     """Budget against time, a row for each of some points."""
     table = Table.grid(padding=(0, 2))
     rows = sorted({i * (len(offers) - 1) // (_FRONTIER_ROWS - 1) for i in range(_FRONTIER_ROWS)})

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.candidate import Offer
+from stowplan.plan.candidate import Tradeoff
 from stowplan.plan.explain.explain import Explanation, TiledTensor
 from stowplan.plan.explain.timeline import packed_bytes_of
 from stowplan.plan.plan import Plan
@@ -79,7 +79,7 @@ def refusal_json(refusal: BudgetTooSmall) -> Json:
     }
 
 
-def frontier_json(offers: Iterable[Offer], plain_seconds: float) -> list[Json]:
+def frontier_json(offers: Iterable[Tradeoff], plain_seconds: float) -> list[Json]:
     """Budget against time, from the smallest budget on."""
     return [
         {

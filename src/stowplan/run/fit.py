@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from threading import RLock
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,29 +22,46 @@ from torch import Tensor, nn
 from stowplan.capture import Program, capture
 from stowplan.capture.arguments import Spec, flatten, look_of
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
+from stowplan.plan.options import ON_REQUEST, TECHNIQUES, PlanOptions, Prefer, Progress
 from stowplan.plan.plan import Plan
-from stowplan.plan.planner import ON_REQUEST, TECHNIQUES, known_techniques
-from stowplan.plan.select import Prefer, preference
+from stowplan.plan.technique import Socket
 from stowplan.run.auto_budget import automatic_budget
 from stowplan.run.border.dependencies import Dependencies, Observation
 from stowplan.run.border.guard import Guard
-from stowplan.run.cost.probe import Progress
 from stowplan.run.measure.agreement import Relaid, compared
 from stowplan.run.planning.plan_cache import USER_PLANS, PlanCache, saved_step
-from stowplan.run.planning.planner import PlannedStep, plan_step
+from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.run.stand_in import seen_as, with_forward
 from stowplan.run.step.sharing import sharing_of
 from stowplan.run.step.straight import StraightStep
-from stowplan.run.tiles.ways import Search, Subject
 from stowplan.run.wrappers import refuse_shards, refuse_wrapped
 from stowplan.units import parse_bytes
-
-if TYPE_CHECKING:
-    from stowplan.run.shards.processes import MeshLike
 
 Model = TypeVar("Model", bound=nn.Module)
 
 _LOGGER = logging.getLogger("stowplan")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRequest:
+    """What a step on a mesh is planned for: a budget for each worker, of which a reserve stays free.
+
+    `layouts` says whether stages may be cut otherwise than the inputs.
+    """
+
+    mesh: object
+    budget_bytes: int
+    reserve_bytes: int
+    options: PlanOptions
+    dims: Mapping[str, Sequence[int | None]] | None = None
+    layouts: str = "follow"
+
+
+MESHES: Socket[Callable[[nn.Module, tuple[object, ...], dict[str, object], ShardRequest], nn.Module]] = (
+    Socket("run", "mesh")
+)
+"""How `fit` runs on several workers."""
+
 _FITTED_CLASSES: dict[type, type] = {}
 _MOST_PLANS = 64  # of one module; the oldest makes room
 _MOST_LAYOUTS = 64  # that one step has wrong at first
@@ -56,7 +73,7 @@ def fit(
     kwargs: Mapping[str, object] | None = None,
     *,
     budget: int | str,
-    mesh: "MeshLike | int | None" = None,
+    mesh: object = None,
     dims: Mapping[str, Sequence[int | None]] | None = None,
     layouts: str = "follow",
     reserve: int | str = 0,
@@ -99,22 +116,18 @@ def fit(
     """
     _refuse_misuse(model, args)
     refuse_wrapped(model)
+    options = PlanOptions(tuple(allow), prefer, moves, progress)
     if mesh is not None:
-        from stowplan.run.shards.fit import fit_on_mesh
-        from stowplan.run.shards.hand_out import Wish
-
-        _refuse_on_mesh(budget, plan, allow)
-        search = Search(known_techniques(allow), moves, progress)
-        bytes_ = parse_bytes(budget), parse_bytes(reserve)
-        wish = Wish(*bytes_, search, preference(prefer), dims, layouts)
-        return fit_on_mesh(model, tuple(args), dict(kwargs or {}), mesh=mesh, wish=wish)
+        _refuse_on_mesh(budget, plan, options)
+        request = ShardRequest(mesh, parse_bytes(budget), parse_bytes(reserve), options, dims, layouts)
+        return cast(Model, MESHES.of("mesh")(model, tuple(args), dict(kwargs or {}), request))
     if outputs not in ("loss", "all"):
         raise BadUse(f"outputs is {outputs!r}; it is 'loss' for the loss alone, or 'all'")
     if dims is not None or layouts != "follow":
         raise BadUse("dims and layouts are of a step on a mesh, and there is no mesh; give mesh= as well")
     whole = automatic_budget(model, (args, dict(kwargs or {}))) if budget == "auto" else parse_bytes(budget)
     beside = parse_bytes(reserve)
-    fitting = Fitting(_own_forward(model), whole - beside, tuple(allow), preference(prefer), progress, moves)
+    fitting = Fitting(_own_forward(model), whole - beside, options)
     fitting.given, fitting.reserve_bytes, fitting.all_outputs = plan, beside, outputs == "all"
     fitted: Model = seen_as(_fitted_class(_model_class(model)), model)
     fitted.__dict__.pop("forward", None)
@@ -197,10 +210,7 @@ class Fitting:
 
     own_forward: Callable[..., Any] | None  # what stands for the class's, if it was set on the model itself
     allowed_bytes: int
-    allow: tuple[str, ...]
-    prefer: Prefer
-    progress: Progress | None = None
-    moves: int | None = None
+    options: PlanOptions
     planned: list[Planned] = field(default_factory=list)
     bound: list[_Bound] = field(default_factory=list)  # the latest last
     given: Plan | None = None  # a saved plan, for the first kind of call
@@ -221,7 +231,7 @@ class Fitting:
 
     def __reduce__(self) -> Any:
         """For a file or another process: how to plan. What was planned is planned there when it is called."""
-        how = (self.own_forward, self.allowed_bytes, self.allow, self.prefer, None, self.moves)
+        how = (self.own_forward, self.allowed_bytes, replace(self.options, progress=None))
         return Fitting, how, (None, {"reserve_bytes": self.reserve_bytes, "all_outputs": self.all_outputs})
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
@@ -312,19 +322,7 @@ class Fitting:
     def _planned_step(self, subject: Subject, allowed_bytes: int) -> PlannedStep:
         if self.given is not None and not self.planned:
             return saved_step(self.given, subject, allowed_bytes)
-        settings = (sorted(self.allow), self.prefer, self.moves)
-        search = partial(self._search, subject, allowed_bytes)
-        return self.cache.step_for(subject, allowed_bytes, settings, search)
-
-    def _search(self, subject: Subject, allowed_bytes: int) -> PlannedStep:
-        return plan_step(
-            subject,
-            allowed_bytes,
-            allow=self.allow,
-            prefer=self.prefer,
-            progress=self.progress,
-            moves=self.moves,
-        )
+        return self.cache.step_for(subject, allowed_bytes, self.options)
 
     def _say_once(self, sentence: str) -> None:
         if sentence not in self.said:
@@ -355,12 +353,12 @@ def _refuse_misuse(model: object, args: object) -> None:
         raise BadUse(f"args is a {type(args).__name__}; write fit(model, (x, y), budget=...) for model(x, y)")
 
 
-def _refuse_on_mesh(budget: int | str, plan: Plan | None, allow: Iterable[str]) -> None:
+def _refuse_on_mesh(budget: int | str, plan: Plan | None, options: PlanOptions) -> None:
     if budget == "auto":
         raise BadUse('budget="auto" is what is free here, and workers may share that: give each its bytes')
     if plan is not None:
         raise BadUse("a saved plan is of a step in one process; with a mesh, each worker makes its own")
-    if moved := sorted(set(allow).intersection(ON_REQUEST)):
+    if moved := sorted(set(options.allow).intersection(ON_REQUEST)):
         raise BadUse(
             f"{moved[0]} is not offered with a mesh: gradients that are being summed cannot be moved"
         )

@@ -12,8 +12,7 @@ from inspect import Parameter, signature
 from typing import TypeAlias
 
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.plan.planner import TECHNIQUES
-from stowplan.run.cost.probe import Progress
+from stowplan.plan.options import TECHNIQUES, PlanOptions, Progress
 from stowplan.run.planning.planner import step_planner
 from stowplan.run.target import function_named, load_target, subject_of
 
@@ -65,8 +64,8 @@ class Sizes:
         """Whether a size fits: captured, its ops tried, a plan made for the budget."""
         size = self.first + step * self.multiple
         subject = subject_of(load_target(self.target, **{self.vary: size}))
-        planner = step_planner(subject, allow=techniques, progress=self.progress, moves=self.moves)
-        plain = planner.step
+        planner = step_planner(subject, PlanOptions(techniques, moves=self.moves, progress=self.progress))
+        plain = planner.baseline
         if plain.peak_bytes <= allowed_bytes:
             return Trial(plain.peak_bytes, Fit(size, plain.peak_bytes, plain.seconds, plain.seconds))
         if not techniques:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from stowplan.capture import capture
 from stowplan.capture.origins import line_of
 from stowplan.errors import BadUse
-from stowplan.run.tiles.ways import Subject
+from stowplan.run.planning.subject import Subject
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from stowplan.plan.tiles.barriers import is_barrier
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.segment import segment_of
-from stowplan.run.planning.planner import PlannedStep
+from stowplan.run.planning.subject import PlannedStep
 from stowplan.run.shards.marks import marked_subject
 from stowplan.run.shards.step import ShardedStep
 from tests.support.workers.budgets import Part, Taken, within_budgets

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stowplan.run.tiles.normalise import normalised
+from stowplan.run.parts.normalise import normalised
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 EPS = 1e-5

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stowplan.errors import BudgetTooSmall
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
-from stowplan.run.tiles.ways import SweptWay
+from stowplan.run.tiles.candidates import TiledCandidate
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread", "fresh_cache")]
 SHAPE = (2, 6, 12, 12)
@@ -202,10 +202,10 @@ def test_a_refusal_tells_of_a_handful_of_stretches() -> None:
 
 
 def test_a_fault_in_a_candidate_is_no_reason_to_go_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    def faulty(_: SweptWay) -> int:
+    def faulty(_: TiledCandidate) -> int:
         raise KeyError("a fault")
 
-    monkeypatch.setattr(SweptWay, "floor_bytes", property(faulty))
+    monkeypatch.setattr(TiledCandidate, "floor_bytes", property(faulty))
     with pytest.raises(KeyError, match="a fault"):
         fit(Net(dropped), (torch.randn(SHAPE),), budget=1, moves=50)
 

@@ -12,13 +12,13 @@ from math import prod
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.table import shape_of
+from stowplan.plan.candidate import Refusals
 from stowplan.plan.tiles.barriers import runs_between_barriers
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms, stretches_between_norms
 from stowplan.plan.tiles.costs import SweepCosts, costs_of_sweep
 from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import rounds_of
-from stowplan.plan.tiles.segment import Segment, segment_of
-from stowplan.plan.untiled import WHOLE_STEP, Untiled, stretch_of
+from stowplan.plan.tiles.segment import WHOLE_STEP, Segment, segment_of, stretch_of
 
 _SMALL = (4, 16)  # a tile that takes this much less than its stage is small enough
 _EVEN = ((1.0, 8 << 20), (0.4, 4 << 20))  # of the largest tile that is small enough, where all are about as
@@ -44,10 +44,10 @@ class Tiled:
 Tiling = tuple[Tiled, ...]
 
 
-def stage_tilings(graph: Graph, untiled: Untiled) -> Iterator[Tiling]:
+def stage_tilings(graph: Graph, refusals: Refusals) -> Iterator[Tiling]:
     """Ways to tile some stages, from the one that holds most to all that can be, coarsely and finely."""
     for stretches in _kinds_of_stretches(graph):
-        stages = [list(_until_small(grids_tried(graph, stretch, untiled))) for stretch in stretches]
+        stages = [list(_until_small(grids_tried(graph, stretch, refusals))) for stretch in stretches]
         for small in _SMALL:
             tiled = [found for tried in stages if (found := _first_small(tried, small))]
             sizes = sorted({_size(stage) for stage in tiled}, reverse=True)
@@ -55,9 +55,9 @@ def stage_tilings(graph: Graph, untiled: Untiled) -> Iterator[Tiling]:
                 yield tuple(stage for stage in tiled if _size(stage) >= size)
 
 
-def evenly_tiled(graph: Graph, stretches: Iterable[tuple[str, ...]], untiled: Untiled) -> Iterator[Tiling]:
+def evenly_tiled(graph: Graph, stretches: Iterable[tuple[str, ...]], refusals: Refusals) -> Iterator[Tiling]:
     """The stretches that can be cut, in tiles as large as those of the largest have to be, and in smaller."""
-    tried = [list(_until_small(grids_tried(graph, stretch, untiled))) for stretch in stretches]
+    tried = [list(_until_small(grids_tried(graph, stretch, refusals))) for stretch in stretches]
     fine = [found for grids in tried if (found := _first_small(grids, max(_SMALL)))]
     largest = max((tiled.costs.backward_peak_bytes for tiled in fine), default=0)
     for times, part in _EVEN:
@@ -137,7 +137,7 @@ def _size(tiled: Tiled) -> int:
     return sum(tensor.nbytes or 0 for tensor in inside if tensor.alias_of is None) >> 20
 
 
-def grids_tried(graph: Graph, stage: tuple[str, ...], untiled: Untiled) -> Iterator[Tiled]:
+def grids_tried(graph: Graph, stage: tuple[str, ...], refusals: Refusals) -> Iterator[Tiled]:
     """One tile, then finer and finer grids, until tiles do too much twice or no longer get smaller.
 
     Why there is none but the first is written down.
@@ -155,7 +155,7 @@ def grids_tried(graph: Graph, stage: tuple[str, ...], untiled: Untiled) -> Itera
             raise NotTileable("nothing that it makes is large enough to be cut")
     except NotTileable as refusal:
         if len(found) < 2:
-            untiled.add(stretch_of(graph, stage), refusal)
+            refusals.add(stretch_of(graph, stage), refusal)
 
 
 def _until_small(tried: Iterator[Tiled]) -> Iterator[Tiled]:
@@ -217,7 +217,7 @@ def _next_dim(shape: tuple[int, ...], parts: Sequence[int]) -> int | None:
     return max(rest, key=lambda dim: shape[dim] / parts[dim], default=None)
 
 
-def whole_tilings(graph: Graph, untiled: Untiled) -> Iterator[Tiled]:
+def whole_tilings(graph: Graph, refusals: Refusals) -> Iterator[Tiled]:
     """The forward half in one sweep, on finer and finer grids."""
     try:
         segment = segment_of(graph, [op.id for op in graph.ops if op.phase is Phase.FORWARD])
@@ -230,4 +230,4 @@ def whole_tilings(graph: Graph, untiled: Untiled) -> Iterator[Tiled]:
             if prod(parts) > 1:
                 yield tiled
     except NotTileable as refusal:
-        untiled.add(WHOLE_STEP, refusal)
+        refusals.add(WHOLE_STEP, refusal)

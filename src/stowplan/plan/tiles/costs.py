@@ -9,8 +9,9 @@ from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Phase
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import shape_of, site_of
+from stowplan.plan.level import Level
 from stowplan.plan.tiles.idle import idle_ops
-from stowplan.plan.tiles.rects import Level, Tile
+from stowplan.plan.tiles.rects import Tile
 from stowplan.plan.tiles.rounds import Round
 from stowplan.plan.tiles.segment import Segment
 

@@ -16,11 +16,11 @@ from stowplan.ops.macs import macs_of
 from stowplan.ops.regions import Partial
 from stowplan.ops.statistics import statistic_of
 from stowplan.ops.table import site_of
+from stowplan.plan.candidate import Refusals
 from stowplan.plan.tiles.barriers import is_barrier
 from stowplan.plan.tiles.candidates import Tiled, Tiling, grids_tried, stages_of
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.needs import Needs
-from stowplan.plan.untiled import Untiled
 
 _JOINED = 3  # stages between valleys in one segment at most
 _FINEST = 64  # tiles
@@ -56,7 +56,7 @@ class Division:
         return tuple(piece.tiled for piece in self.pieces if piece.tiled)
 
 
-def divided_tilings(graph: Graph, untiled: Untiled) -> Iterator[Tiling]:
+def divided_tilings(graph: Graph, refusals: Refusals) -> Iterator[Tiling]:
     """Tilings by falling need of memory, with stages joined where that gains; none where none can be."""
     stages = stages_of(graph)
     if not any(_can_join(graph, (*one, *other)) for one, other in pairwise(stages)):
@@ -65,7 +65,7 @@ def divided_tilings(graph: Graph, untiled: Untiled) -> Iterator[Tiling]:
     if sum(barriers.isdisjoint(stage) for stage in stages) > _MANY:
         return
     need = Needs(graph)
-    divisions = list(_divisions(_pieces(graph, need, stages, untiled), need.standing_bytes))
+    divisions = list(_divisions(_pieces(graph, need, stages, refusals), need.standing_bytes))
     step_macs = sum(macs_of(site_of(graph, op)) for op in graph.ops)
     yield from (each.tiling for each in _told(divisions, _DEARER * step_macs) if each.tiling)
 
@@ -106,7 +106,7 @@ def _cheapest(pieces: Sequence[Sequence[Piece]], limit: float) -> Division | Non
 
 
 def _pieces(
-    graph: Graph, need: Needs, stages: Sequence[tuple[str, ...]], untiled: Untiled
+    graph: Graph, need: Needs, stages: Sequence[tuple[str, ...]], refusals: Refusals
 ) -> list[list[Piece]]:
     """All pieces, by their last stage."""
     valley = {op: number for number, ops in enumerate(stages_of(graph, fall=0)) for op in ops}
@@ -118,7 +118,7 @@ def _pieces(
             if valley[joined[-1]] - valley[joined[0]] >= _JOINED:
                 break
             if first == last or _can_join(graph, joined):
-                grids = _of_small_parts(graph, joined, untiled)
+                grids = _of_small_parts(graph, joined, refusals)
                 found[-1] += _tiled(need, joined, grids, last - first + 1)
     return found
 
@@ -146,8 +146,8 @@ def _tiled(need: Needs, ops: tuple[str, ...], grids: Sequence[Tiled], stages: in
         yield Piece(stages, tiled, peak, extra_macs_of(tiled.segment, tiled.costs))
 
 
-def _of_small_parts(graph: Graph, ops: tuple[str, ...], untiled: Untiled) -> list[Tiled]:
+def _of_small_parts(graph: Graph, ops: tuple[str, ...], refusals: Refusals) -> list[Tiled]:
     """The grids that are worth a look, without those of slow large parts if there are any finer."""
-    tried = takewhile(lambda tiled: prod(tiled.parts) <= _FINEST, grids_tried(graph, ops, untiled))
+    tried = takewhile(lambda tiled: prod(tiled.parts) <= _FINEST, grids_tried(graph, ops, refusals))
     cut = [tiled for tiled in tried if prod(tiled.parts) > 1]
     return [tiled for tiled in cut if tiled.costs.part_bytes <= _PART] or cut[-1:]

@@ -9,6 +9,7 @@ from stowplan.geometry import Point, Rect
 from stowplan.ir import Kind
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import shape_of, site_of
+from stowplan.plan.level import Level as PartLevel
 from stowplan.plan.tile_map import TileMap
 from stowplan.plan.tiles import rects
 from stowplan.plan.tiles.cutout import segment_in
@@ -27,13 +28,13 @@ def levels_of(tiled: TileMap, most: int | None = None) -> Levels:
     }
 
 
-def _level(segment: Segment, parts: Point, place: Point, level: rects.Level, macs: int) -> Level:
+def _level(segment: Segment, parts: Point, place: Point, level: PartLevel, macs: int) -> Level:
     shape = shape_of(segment.graph.tensors[level.op.outputs[level.output].tensor])
     share = macs * level.made.volume // max(1, prod(shape))
     return Level(level.op.id, shape, level.made, tuple(_reads(segment, parts, place, level)), share)
 
 
-def _reads(segment: Segment, parts: Point, place: Point, level: rects.Level) -> Iterator[Read]:
+def _reads(segment: Segment, parts: Point, place: Point, level: PartLevel) -> Iterator[Read]:
     """What is read besides parameters, which every tile reads as they are."""
     for use, wanted in zip(level.op.inputs, level.needs, strict=True):
         tensor = segment.graph.tensors[use.tensor]

@@ -8,21 +8,9 @@ from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Op
 from stowplan.ops.regions import Relation
 from stowplan.ops.table import shape_of
+from stowplan.plan.level import Level
 from stowplan.plan.tiles.cuts import aligned_grids
 from stowplan.plan.tiles.segment import Segment, reduction_of
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """One op of one tile: the part of output number `output` it makes, and per input what that needs.
-
-    `needs` are not clipped: what one has outside its tensor is padding. None: nothing of that input.
-    """
-
-    op: Op
-    output: int
-    made: Rect
-    needs: tuple[Rect | None, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Segment: a stretch of the forward half that is computed tile by tile: nothing inside is ever whole."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stowplan.errors import BadUse, NotTileable
@@ -9,6 +9,8 @@ from stowplan.ops.regions import Reduction, Relation, regions_of
 from stowplan.ops.statistics import Statistic, statistic_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.tiles.barriers import is_barrier
+
+WHOLE_STEP = "the whole step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,3 +156,17 @@ def _are_dead(graph: Graph, tiled: tuple[Op, ...], outputs: Iterable[str]) -> bo
 def _made(graph: Graph, op: Op) -> Iterable[str]:
     """What an op makes, without the statistics of a norm."""
     return op.writes() if statistic_of(site_of(graph, op)) is None else (op.outputs[0].tensor,)
+
+
+def stretch_named(ops: Sequence[Op]) -> str:
+    """What a user knows a stretch by: the modules of its first and last op, or the ops."""
+    if not ops:
+        return "nothing"
+    first, last = ((op.scope or op.id) for op in (ops[0], ops[-1]))
+    return first if first == last else f"{first} to {last}"
+
+
+def stretch_of(graph: Graph, ops: Iterable[str]) -> str:
+    """The same for ops by id."""
+    chosen = set(ops)
+    return stretch_named([op for op in graph.ops if op.id in chosen])

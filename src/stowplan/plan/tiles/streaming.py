@@ -14,13 +14,13 @@ from stowplan.ir import Graph, Kind
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import site_of
 from stowplan.ops.windows import windows_of
+from stowplan.plan.candidate import Refusals
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms
 from stowplan.plan.tiles.candidates import Tiled, Tiling, evenly_tiled
 from stowplan.plan.tiles.products import is_product
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.streams import Stream, Swept, stream_from
 from stowplan.plan.tiles.succession import successors
-from stowplan.plan.untiled import Untiled
 
 _LIMITS = (1.6, 1.35, 1.15, 1.05, 1.0)  # of the least that sweeps can do with
 _NEAR = 10  # sweeps, about a stage
@@ -31,11 +31,11 @@ Names = frozenset[str]
 Streams = Mapping[Tiled, Stream]
 
 
-def streamed_tilings(graph: Graph, untiled: Untiled) -> Iterator[tuple[Tiling, Streams]]:
+def streamed_tilings(graph: Graph, refusals: Refusals) -> Iterator[tuple[Tiling, Streams]]:
     """Tilings between narrow norms, of most of the network and of all, the finest also with streams."""
     stretches = stretches_between_narrow_norms(graph)
     if len(stretches) > 1:
-        coarse, fine = evenly_tiled(graph, stretches, untiled)
+        coarse, fine = evenly_tiled(graph, stretches, refusals)
         for tiling in filter(None, (_first_stages(coarse), coarse, fine)):
             yield tiling, {}
         if fine:

@@ -15,8 +15,8 @@ import msgspec
 from torch.fx import GraphModule
 
 from stowplan.errors import BadUse
+from stowplan.plan.options import known_techniques
 from stowplan.plan.plan import Plan
-from stowplan.plan.planner import known_techniques
 from stowplan.run.backend.planned_graph import PlannedGraph, Settings, results_of
 from stowplan.run.backend.shared_budget import SharedBudget
 from stowplan.units import parse_bytes

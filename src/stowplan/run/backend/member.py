@@ -6,6 +6,7 @@ from functools import cached_property
 from stowplan.capture import Captured
 from stowplan.ir import Graph
 from stowplan.plan.frontier import floor_of
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import problem_of
@@ -58,9 +59,8 @@ class Member:
         return Planner.of(
             graph,
             _with_others_between(graph, pricing) if is_followed else pricing,
-            allow=self.allow,
             plain_peak_bytes=self.captured.eager.peak_bytes(pricing.workspace_bytes),
-            moves=self.moves,
+            options=PlanOptions(allow=self.allow, moves=self.moves),
         )
 
     @cached_property

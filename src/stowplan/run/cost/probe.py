@@ -6,7 +6,6 @@ Operands are made for one op at a time, so a step can be probed on a machine tha
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
@@ -14,14 +13,14 @@ from stowplan.analyse.costs import estimated_workspaces
 from stowplan.capture import Call, Captured
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Interval, Op, Phase, Profile
+from stowplan.plan.options import Progress
 from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.run.cost.machine import USER_CACHE, device_of, measure_machine, platform_of
 from stowplan.run.cost.probe_cache import Cost, ProbeCache
 from stowplan.run.cost.signature import Signature, call_signature
-from stowplan.run.tiles.sampling import SWEEPS, cost_of_call
+from stowplan.run.cost.trial import PROBES, cost_of_call
 
 CLOCK = "probe"
-Progress: TypeAlias = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ def _probed(captured: Captured, costs: Mapping[str, Cost | None], machine: Calla
     seconds = dict.fromkeys((op.id for op in graph.ops), 0.0)
     workspaces = dict.fromkeys(seconds, 0)
     estimated = frozenset(op for op, cost in costs.items() if cost is None)
-    _refuse_untried_sweeps(graph, estimated)
+    _refuse_unprobed(graph, estimated)
     if estimated:
         guessed, besides = price_by_roofline(graph, machine()).seconds, estimated_workspaces(graph)
         seconds.update((op, guessed[op]) for op in estimated)
@@ -125,10 +124,10 @@ def _probed(captured: Captured, costs: Mapping[str, Cost | None], machine: Calla
     return Probed(_profile(seconds, estimated.issuperset(costs)), workspaces, estimated)
 
 
-def _refuse_untried_sweeps(graph: Graph, estimated: frozenset[str]) -> None:
-    """No table tells the memory of a sweep: one that there was no room or time to try cannot be planned."""
+def _refuse_unprobed(graph: Graph, estimated: frozenset[str]) -> None:
+    """No table has the memory of an op with a probe of its own: one that was not probed cannot be planned."""
     for op in graph.ops:
-        if op.id in estimated and op.type in SWEEPS:
+        if op.id in estimated and op.type in PROBES:
             raise NotTileable(f"{op.id} could not be tried here")
 
 
@@ -149,10 +148,10 @@ def _profile(seconds: Mapping[str, float], is_estimated: bool) -> Profile:
 
 
 def _dearest_first(graph: Graph) -> list[Op]:
-    """The ops that do something: sweeps, then others by what they cost on a machine like any other."""
+    """The ops that do something: those with a probe of their own, then others by roofline."""
     expected = price_by_roofline(graph, Machine()).seconds
     ops = (op for op in graph.ops if not _only_looks(graph, op))
-    return sorted(ops, key=lambda op: (op.type not in SWEEPS, -expected[op.id]))
+    return sorted(ops, key=lambda op: (op.type not in PROBES, -expected[op.id]))
 
 
 def _only_looks(graph: Graph, op: Op) -> bool:

@@ -1,6 +1,6 @@
 """A trial: one op, or a part of one, run by itself on operands made for it, shows what it costs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,10 +18,16 @@ _LONG_SECONDS = 2.0  # and one that takes longer than this once
 _ROOM = 4  # results and workspace may be larger than the operands: so many times their bytes must be free
 
 
-def cost_of(signature: Signature, device: torch.device, *, repeats: int) -> Cost | None:
+PROBES: dict[str, Callable[[Signature, torch.device], Cost | None]] = {}
+"""By op, the probe of those that techniques add: running them whole would take too long."""
+
+
+def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) -> Cost | None:
     """None if the op refuses the operands made for it, or if there is no room to try it."""
+    if own := PROBES.get(str(signature.call.target)):
+        return own(signature, device)
     fraction = fraction_of(signature)
-    if fraction and (part := cost_of(fraction.signature, device, repeats=repeats)):
+    if fraction and (part := cost_of_call(fraction.signature, device, repeats=repeats)):
         return fraction.whole(part)
     if _ROOM * signature.operand_bytes > free_bytes(device):
         return None

@@ -37,7 +37,7 @@ from stowplan.capture.stand_ins import with_tensors
 from stowplan.capture.storage_views import StorageBook, StorageView
 from stowplan.capture.watching import Event
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
-from stowplan.run.tiles.ways import Subject
+from stowplan.run.planning.subject import Subject
 from stowplan.units import format_bytes
 
 _DETACH = torch.ops.aten.detach.default

@@ -15,9 +15,8 @@ from stowplan.plan.plan import Exactness
 from stowplan.plan.record import Difference, Record
 from stowplan.run.measure.agreement import compared
 from stowplan.run.measure.measure import Measurement, measure
-from stowplan.run.planning.planner import PlannedStep
+from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.run.target import Target, subject_of
-from stowplan.run.tiles.ways import Subject
 
 _ROUNDINGS = 4096  # so many steps between neighbouring numbers are rounding, where sums change their order
 _NOISE = 0.01  # of the largest such allowance counts for small gradients too

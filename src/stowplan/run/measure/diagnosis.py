@@ -8,7 +8,7 @@ import torch
 from stowplan.plan.pricing import Machine
 from stowplan.plan.tier import Tier
 from stowplan.run.cost.machine import free_bytes, measure_machine, platform_of
-from stowplan.run.tiers.disk import DiskTier, user_folder
+from stowplan.run.offload.disk import DiskTier, user_folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from stowplan.capture import Captured, capture
 from stowplan.ir import Document, Graph, Kind, Note, NoteKind, Phase
 from stowplan.ops.regions import regions_of
 from stowplan.ops.table import site_of
-from stowplan.run.cost.probe import Progress, probe
+from stowplan.plan.options import Progress
+from stowplan.run.cost.probe import probe
 from stowplan.run.measure.check import eager_step
 from stowplan.run.measure.measure import measure
 from stowplan.run.optimizers import OptimizerShare, optimizer_share, training_peak_bytes

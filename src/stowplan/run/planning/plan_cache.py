@@ -4,13 +4,14 @@ A plan is found again by all it depends on: the graph, the budget, the technique
 that plans. What is damaged, or from another version, is no error: the step is planned again.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
 from stowplan import __version__
+from stowplan.capture import Captured
 from stowplan.errors import IllegalPlan, StowplanError
 from stowplan.ir import Graph
 from stowplan.ir.text import format_graph
@@ -18,15 +19,19 @@ from stowplan.ops.table import registered_types
 from stowplan.plan.files import plan_file
 from stowplan.plan.files.sameness import first_difference
 from stowplan.plan.judge.verify import verify
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Plan
+from stowplan.plan.technique import Socket
 from stowplan.run.cost.machine import device_of, platform_of
 from stowplan.run.cost.probe_cache import replace_file, user_folder
-from stowplan.run.planning.planner import PlannedStep
+from stowplan.run.planning.planner import plan_step
 from stowplan.run.planning.price import replayed_bytes
-from stowplan.run.tiles.resumed import resumed
-from stowplan.run.tiles.ways import Subject
+from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.units import format_bytes
+
+RESUMED: Socket[Callable[[Plan, Subject], Captured]] = Socket("run", "tile")
+"""How a step is captured that a plan from elsewhere is for, where a technique changed its graph."""
 
 _MOST_PLANS = 200
 _PLANNING = ("analyse", "ir", "ops", "plan", "run")
@@ -42,18 +47,17 @@ class PlanCache:
         self,
         subject: Subject,
         allowed_bytes: int,
-        settings: Iterable[object],
-        search: Callable[[], PlannedStep],
+        options: PlanOptions,
     ) -> PlannedStep:
-        """The step with the plan that is kept for it, or with what `search` finds, which is then kept.
+        """The step with the plan that is kept for it, or with one searched for now, which is then kept.
 
         Not kept are plans that move tensors away, for room elsewhere changes from day to day.
         """
-        key = _key_of(subject.captured.graph, allowed_bytes, settings)
+        key = _key_of(subject.captured.graph, allowed_bytes, options)
         known = self.read(key, subject, allowed_bytes)
         if known is not None:
             return known
-        found = search()
+        found = plan_step(subject, allowed_bytes, options)
         if found.plan.pricing.tier is None:
             self.add(key, found.plan)
         return found
@@ -89,7 +93,7 @@ USER_PLANS = PlanCache()
 
 def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
     """A step with a plan from elsewhere; raises IllegalPlan if that is for another step or budget."""
-    captured = resumed(plan, subject)
+    captured = RESUMED.of("tile")(plan, subject) if plan.tile_maps else subject.captured
     difference = first_difference(plan.graph, slices_last(captured.graph))
     if difference is not None:
         raise IllegalPlan(f"the plan is for another step: {difference}; make one for this step with `plan`")
@@ -101,9 +105,10 @@ def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
     return PlannedStep(verify(plan), captured)
 
 
-def _key_of(graph: Graph, allowed_bytes: int, settings: Iterable[object]) -> str:
+def _key_of(graph: Graph, allowed_bytes: int, options: PlanOptions) -> str:
     """What a plan depends on, as a name for a file."""
     device = device_of(graph)
+    settings = (sorted(options.allow), options.prefer, options.moves)
     rules = sorted(registered_types & {op.type for op in graph.ops})
     parts = (
         format_graph(graph),

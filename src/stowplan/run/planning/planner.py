@@ -1,79 +1,68 @@
-"""The master problem of a captured step: what `fit`, `check` and the command line plan living models by."""
+"""Planning a captured step: price its ops, search, and take the best of its candidates."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import MappingProxyType
-from typing import Any
-
-from torch import nn
+from typing import Protocol, TypeAlias
 
 from stowplan.capture import Captured
-from stowplan.plan.candidate import PlainStep
+from stowplan.plan.candidate import Baseline, Candidate, GraphCandidate, Refusals
+from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions, Prefer
 from stowplan.plan.plan import Plan
-from stowplan.plan.planner import TECHNIQUES, known_techniques
-from stowplan.plan.select import MasterPlanner, Prefer
-from stowplan.run.cost.probe import Progress
-from stowplan.run.planning.price import price_captured
-from stowplan.run.step.straight import StraightStep
-from stowplan.run.step.waiting import waiting_of
-from stowplan.run.tiles.ways import CapturedWay, Search, StepWay, Subject, ways_of
+from stowplan.plan.pricing import Pricing
+from stowplan.plan.select import Selector
+from stowplan.plan.technique import Socket
+from stowplan.run.planning.price import plan_within, price_captured
+from stowplan.run.planning.subject import PlannedStep, Subject
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedStep:
-    """A plan and the step it is for, which has sweeps where the plan has tiles."""
+class StepCandidate(Candidate, Protocol):
+    """A candidate that can be run."""
 
-    plan: Plan
-    captured: Captured
-
-    def bound_to(
-        self,
-        model: nn.Module,
-        *,
-        loss: object = None,
-        places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
-    ) -> StraightStep:
-        """The step, ready to be called like the model; `places` has where some of its constants are found."""
-        return StraightStep(
-            self.captured,
-            model,
-            loss=loss,
-            steps=self.plan.steps,
-            waiting=waiting_of(model),
-            places=places,
-        )
+    @property
+    def captured(self) -> Captured:
+        """The step that its plans are for."""
 
 
-def step_planner(
-    subject: Subject,
-    *,
-    allow: Iterable[str] = TECHNIQUES,
-    prefer: Prefer = Prefer.EXACTNESS,
-    progress: Progress | None = None,
-    moves: int | None = None,
-) -> MasterPlanner[StepWay]:
-    """Tries the ops of a step; frontiers are searched when a budget first asks for them."""
-    search = Search(known_techniques(allow), moves, progress)
-    captured = subject.as_run(subject.captured.graph) if subject.otherwise else subject.captured
-    pricing = price_captured(captured, progress, search.allow)
+StepCandidates: TypeAlias = Callable[
+    [Subject, Pricing | None, Baseline, PlanOptions, Refusals], Iterable[StepCandidate]
+]
+STEP_CANDIDATES: Socket[StepCandidates] = Socket("run", "tile")
+"""What techniques make of a captured step. The pricing is that of its ops, if they were probed."""
+
+
+class CapturedCandidate(GraphCandidate):
+    """A step whose ops were probed. Its plans are verified and leave room for the draws they replay."""
+
+    def __init__(
+        self, captured: Captured, pricing: Pricing, baseline: Baseline, options: PlanOptions
+    ) -> None:
+        super().__init__(captured.graph, pricing, baseline, options)
+        self.captured = captured
+
+    def plan(self, allowed_bytes: int) -> Plan:
+        return self.told(plan_within(self.planner, allowed_bytes))
+
+
+def step_planner(subject: Subject, options: PlanOptions = DEFAULT_OPTIONS) -> Selector[StepCandidate]:
+    """Probes the ops of a step; frontiers are searched when a budget first asks for them."""
+    captured = subject.as_run()
+    pricing = price_captured(captured, options)
     seconds = sum(pricing.seconds[op.id] for op in captured.graph.ops)
-    step = PlainStep(seconds, captured.eager.peak_bytes(pricing.workspace_bytes))
-    plain: StepWay = CapturedWay(captured, pricing, step, search)
-    known = None if subject.otherwise else pricing
-    return MasterPlanner(plain, step, partial(ways_of, subject, known, step, search), prefer)
+    baseline = Baseline(seconds, captured.eager.peak_bytes(pricing.workspace_bytes))
+    plain: StepCandidate = CapturedCandidate(captured, pricing, baseline, options)
+    known = None if subject.replacements else pricing
+    find = partial(_candidates, subject, known, baseline, options)
+    return Selector(plain, baseline, find, Prefer(options.prefer))
 
 
-def plan_step(
-    subject: Subject,
-    allowed_bytes: int,
-    *,
-    allow: Iterable[str] = TECHNIQUES,
-    prefer: Prefer = Prefer.EXACTNESS,
-    progress: Progress | None = None,
-    moves: int | None = None,
-) -> PlannedStep:
+def _candidates(
+    subject: Subject, pricing: Pricing | None, baseline: Baseline, options: PlanOptions, refusals: Refusals
+) -> Iterator[StepCandidate]:
+    for candidates in STEP_CANDIDATES.offered(options.allow):
+        yield from candidates(subject, pricing, baseline, options, refusals)
+
+
+def plan_step(subject: Subject, allowed_bytes: int, options: PlanOptions = DEFAULT_OPTIONS) -> PlannedStep:
     """The best plan within `allowed_bytes`; raises BudgetTooSmall with the smallest that was found."""
-    planner = step_planner(subject, allow=allow, prefer=prefer, progress=progress, moves=moves)
-    plan, way = planner.answer(allowed_bytes)
-    return PlannedStep(plan, way.captured)
+    plan, candidate = step_planner(subject, options).answer(allowed_bytes)
+    return PlannedStep(plan, candidate.captured)

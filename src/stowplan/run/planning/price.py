@@ -3,7 +3,6 @@
 A plan that replays random draws keeps the generator's states, which are no tensors of the graph.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -15,25 +14,20 @@ from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
 from stowplan.plan.decision import Again
 from stowplan.plan.judge.verify import verify
+from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions
 from stowplan.plan.plan import Plan
-from stowplan.plan.planner import ON_REQUEST, TECHNIQUES, Planner
+from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Pricing, price_by_profile
 from stowplan.run.cost.machine import device_of
-from stowplan.run.cost.probe import Progress, probe
-from stowplan.run.tiers.choice import tier_for
+from stowplan.run.cost.probe import probe
+from stowplan.run.step.tier import tier_for
 
 
-def planner_for_captured(
-    captured: Captured,
-    *,
-    allow: Iterable[str] = TECHNIQUES,
-    progress: Progress | None = None,
-    moves: int | None = None,
-) -> Planner:
+def planner_for_captured(captured: Captured, options: PlanOptions = DEFAULT_OPTIONS) -> Planner:
     """The searched frontier of a captured step."""
-    pricing = price_captured(captured, progress, allow)
+    pricing = price_captured(captured, options)
     plain = captured.eager.peak_bytes(pricing.workspace_bytes)
-    return Planner.of(captured.graph, pricing, allow=allow, plain_peak_bytes=plain, moves=moves)
+    return Planner.of(captured.graph, pricing, options, plain_peak_bytes=plain)
 
 
 def plan_within(planner: Planner, allowed_bytes: int) -> Plan:
@@ -62,16 +56,14 @@ def replayed_bytes(plan: Plan) -> int:
     return (replayed + bool(replayed)) * torch.get_rng_state().nbytes
 
 
-def price_captured(
-    captured: Captured, progress: Progress | None = None, allow: Iterable[str] = ()
-) -> Pricing:
+def price_captured(captured: Captured, options: PlanOptions = DEFAULT_OPTIONS) -> Pricing:
     """Seconds and workspace of every op, tried on this machine or remembered from before.
 
     Where it is allowed to move tensors away, the tier of the step's device is priced as well.
     """
-    probed = probe(captured, progress=progress)
+    probed = probe(captured, progress=options.progress)
     pricing = price_by_profile(captured.graph, probed.profile, probed.workspace_bytes)
-    if frozenset(allow).isdisjoint(ON_REQUEST):
+    if not options.offloads:
         return pricing
     return replace(pricing, tier=tier_for(device_of(captured.graph)).described())
 

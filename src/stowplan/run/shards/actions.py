@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from stowplan.ir import Shape
+from stowplan.run.parts.forms import run_local
+from stowplan.run.parts.losses import TiledLoss
+from stowplan.run.parts.part import Index, LocalCall
 from stowplan.run.shards.attention import causal_part, is_causal_part
 from stowplan.run.shards.functions import Bucketed
 from stowplan.run.shards.operator import Collective, bring, exchange, norm, quotient, total
 from stowplan.run.shards.take import Blank, Take
-from stowplan.run.tiles.forms import run_local
-from stowplan.run.tiles.losses import TiledLoss
-from stowplan.run.tiles.part import Index, LocalCall
 
 _bucketed: Any = Bucketed.apply
 

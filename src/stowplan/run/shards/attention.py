@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from stowplan.run.tiles.part import LocalCall, call_with
+from stowplan.run.parts.part import LocalCall, call_with
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from stowplan.run.tiles.part import LocalCall
+from stowplan.run.parts.part import LocalCall
 
 PIECE = 2**16
 """Elements that are drawn at once."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from stowplan.geometry import Rect
 from stowplan.plan.shards.plan import ShardPlan
+from stowplan.run.parts.part import Index, index_of
 from stowplan.run.shards.workers import Workers
-from stowplan.run.tiles.part import Index, index_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ worker may keep, recompute and place whatever else it likes.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,9 +16,10 @@ from stowplan.errors import BadUse
 from stowplan.plan.plan import Plan
 from stowplan.run.border.dependencies import Dependencies, Observation
 from stowplan.run.border.guard import Guard
-from stowplan.run.planning.planner import PlannedStep
+from stowplan.run.fit import ShardRequest
+from stowplan.run.planning.subject import PlannedStep
 from stowplan.run.shards.choosing import Tried
-from stowplan.run.shards.hand_out import HandingOut, Wish
+from stowplan.run.shards.hand_out import HandingOut
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep
 from stowplan.run.stand_in import seen_as, with_forward
@@ -32,15 +33,13 @@ def fit_on_mesh(
     model: Model,
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
-    *,
-    mesh: MeshLike | int,
-    wish: Wish,
+    request: ShardRequest,
 ) -> Model:
-    """`model`, planned for this process's part in its step over `mesh`, within a budget of its own."""
+    """`model`, planned for this process's part in its step over a mesh, within a budget of its own."""
     kind = type(f"Fitted{type(model).__name__}", (_FittedOnMesh, type(model)), {})
     fitted: Model = seen_as(kind, model)
     dependencies = _dependencies(model, args, kwargs)
-    found, tried = HandingOut(model, args, kwargs, wish).on(mesh)
+    found, tried = HandingOut(model, args, kwargs, request).on(cast("MeshLike | int", request.mesh))
     fitted.__dict__["_fitting"] = FittingOnMesh(
         found.sharded, found.planned, dependencies, _autocast(model), tried
     )

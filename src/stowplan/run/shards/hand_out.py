@@ -1,66 +1,49 @@
 """Handing out a step: each worker's part is planned within its budget, on a mesh that is given or chosen."""
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import partial
 
 from torch import nn
 
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.pricing import Machine
-from stowplan.plan.select import Prefer
 from stowplan.plan.shards.mesh import Axis, Mesh
 from stowplan.plan.shards.options import Option, Surroundings, meshes_for, options_of
 from stowplan.plan.shards.projection import Network
 from stowplan.plan.shards.spread import Chosen
 from stowplan.run.cost.machine import device_of, measure_machine
-from stowplan.run.planning.planner import PlannedStep, plan_step
+from stowplan.run.fit import ShardRequest
+from stowplan.run.planning.planner import plan_step
+from stowplan.run.planning.subject import PlannedStep
 from stowplan.run.shards.agreement import agreed
 from stowplan.run.shards.choosing import Attempt, Tried, fastest_that_fits
 from stowplan.run.shards.marks import marked_subject
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep, ends_of, seeds_of, step_to_shard
 from stowplan.run.shards.workers import Workers
-from stowplan.run.tiles.ways import Search
 
 LAYOUTS = ("follow", "choose")
 """Stages are cut as the inputs are, or otherwise where that pays."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a step is to be planned for: a budget, of which a reserve is left, and a way to search.
-
-    `layouts` says whether stages may be cut otherwise than the inputs: one of `LAYOUTS`.
-    """
-
-    budget_bytes: int
-    reserve_bytes: int
-    search: Search
-    prefer: Prefer
-    dims: Chosen | None = None
-    layouts: str = "follow"
-
-    def __post_init__(self) -> None:
-        if self.layouts not in LAYOUTS:
-            raise BadUse(f"no layouts {self.layouts!r}; there is {', '.join(LAYOUTS)}")
 
 
 class HandingOut:
     """A model's step, captured once, to be planned on meshes."""
 
     def __init__(
-        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], wish: Wish
+        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], request: ShardRequest
     ) -> None:
-        self._model, self._args, self._kwargs, self._wish = model, args, kwargs, wish
+        self._model, self._args, self._kwargs, self._request = model, args, kwargs, request
+        if request.layouts not in LAYOUTS:
+            raise BadUse(f"no layouts {request.layouts!r}; there is {', '.join(LAYOUTS)}")
         self._captured = step_to_shard(model, args, kwargs)
         self._device = device_of(self._captured.graph)
 
     def on(self, mesh: MeshLike | int) -> tuple[Attempt, tuple[Tried, ...]]:
         """The step on a mesh, or on the mesh of so many workers that is fastest."""
-        if isinstance(mesh, int) and self._wish.dims is not None:
+        if isinstance(mesh, int) and self._request.dims is not None:
             raise BadUse("dims says what the axes of a mesh cut; of a number of workers, that is chosen")
-        if not isinstance(mesh, int) and self._wish.layouts == "follow":
+        if not isinstance(mesh, int) and self._request.layouts == "follow":
             return self._attempt(mesh), ()
         options = self._options(mesh)
         return fastest_that_fits(options, lambda option: self._attempt(_place(mesh, option), option.chosen))
@@ -72,34 +55,27 @@ class HandingOut:
         meshes = meshes_for(graph, mesh) if isinstance(mesh, int) else (meeting.mesh,)
         machine = astuple(measure_machine(self._device))
         first = Machine(*meeting.everyones(machine, self._device)[0])
-        seeds = partial(seeds_of, self._captured, dims=self._wish.dims)
+        seeds = partial(seeds_of, self._captured, dims=self._request.dims)
         return options_of(graph, meshes, Surroundings(seeds, ends_of(self._captured), first, Network()))
 
     def _attempt(self, mesh: MeshLike, chosen: Chosen | None = None) -> Attempt:
         workers = Workers(mesh)
         plan = partial(self._planned, workers, chosen)
-        sharded, planned = agreed(workers, plan, self._wish.budget_bytes, self._device)
+        sharded, planned = agreed(workers, plan, self._request.budget_bytes, self._device)
         own = planned.plan.projected_seconds, planned.plan.plain_seconds
         slowest = map(max, zip(*workers.everyones(own, self._device), strict=True))
         return Attempt(sharded, planned, *slowest)
 
     def _planned(self, workers: Workers, chosen: Chosen | None) -> tuple[ShardedStep, PlannedStep]:
         """This worker's part of the step, as it fits beside what a step has to remember."""
-        wish, search = self._wish, self._wish.search
+        request = self._request
         given = self._model, self._args, self._kwargs
-        sharded = ShardedStep(*given, mesh=workers, dims=wish.dims, chosen=chosen, captured=self._captured)
-        beside = wish.reserve_bytes + sharded.remembered_bytes
+        sharded = ShardedStep(*given, mesh=workers, dims=request.dims, chosen=chosen, captured=self._captured)
+        beside = request.reserve_bytes + sharded.remembered_bytes
         subject = marked_subject(sharded, self._model)
         try:
             with workers.rehearsing():
-                planned = plan_step(
-                    subject,
-                    wish.budget_bytes - beside,
-                    allow=search.allow,
-                    prefer=wish.prefer,
-                    progress=search.progress,
-                    moves=search.moves,
-                )
+                planned = plan_step(subject, request.budget_bytes - beside, request.options)
         except BudgetTooSmall as refusal:
             raise refusal.beside(beside, "the reserve and buffers as they were before a step") from None
         return sharded, planned

@@ -12,11 +12,13 @@ from stowplan.geometry import Rect
 from stowplan.ir import Kind
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
+from stowplan.plan.level import Level as TileLevel
 from stowplan.plan.shards.cells import Cells
 from stowplan.plan.shards.plan import RESIDENT, ShardPlan
 from stowplan.plan.shards.shard import LIKES, Level
 from stowplan.plan.shards.spread import SUMMED, Form
-from stowplan.plan.tiles.rects import Level as TileLevel
+from stowplan.run.parts.losses import tiled_loss
+from stowplan.run.parts.part import Index, LocalCall, local_call
 from stowplan.run.shards.actions import Action, Bring, Draw, Loss, Make, Normalise, Sum, Swap
 from stowplan.run.shards.draws import is_drawn_in_pieces
 from stowplan.run.shards.exchange import exchange_of
@@ -24,8 +26,6 @@ from stowplan.run.shards.norm import Norm
 from stowplan.run.shards.operator import Collective, Total
 from stowplan.run.shards.take import Blank, Take, take, within
 from stowplan.run.shards.workers import Workers
-from stowplan.run.tiles.losses import tiled_loss
-from stowplan.run.tiles.part import Index, LocalCall, local_call
 
 
 class LocalStep:

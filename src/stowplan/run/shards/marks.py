@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from stowplan.capture import Call, Ref, capture
+from stowplan.run.planning.recapture import Replacement
+from stowplan.run.planning.subject import Subject
 from stowplan.run.shards.actions import brought_in
 from stowplan.run.shards.operator import Collective
 from stowplan.run.shards.step import ShardedStep
 from stowplan.run.stand_in import with_forward
-from stowplan.run.tiles.swept import Otherwise
-from stowplan.run.tiles.ways import Subject
 
 
 def marked_subject(step: ShardedStep, model: nn.Module) -> Subject:
@@ -32,7 +32,7 @@ def marked_subject(step: ShardedStep, model: nn.Module) -> Subject:
     return Subject(capture(marked, args, kwargs), marked, args, kwargs, _what_marks_stand_for(step))
 
 
-def _what_marks_stand_for(step: ShardedStep) -> dict[OpOverload, Otherwise]:
+def _what_marks_stand_for(step: ShardedStep) -> dict[OpOverload, Replacement]:
     buckets = {bucket.collective: bucket.parameters for bucket in step.buckets}
 
     def begin(call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

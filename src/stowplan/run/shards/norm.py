@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stowplan.run.parts.part import Index
 from stowplan.run.shards.workers import Workers
-from stowplan.run.tiles.part import Index
 
 aten = torch.ops.aten
 

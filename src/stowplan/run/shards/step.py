@@ -19,6 +19,8 @@ from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
 from stowplan.plan.shards.seeds import seeds_for
 from stowplan.plan.shards.spread import Chosen
+from stowplan.run.parts.part import index_of
+from stowplan.run.planning.recapture import check_differentiable
 from stowplan.run.shards.actions import Bring, Values
 from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.functions import Trained
@@ -28,8 +30,6 @@ from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.workers import Workers
 from stowplan.run.step.binding import Binding
 from stowplan.run.step.last_uses import let_go_after
-from stowplan.run.tiles.part import index_of
-from stowplan.run.tiles.swept import check_differentiable
 
 _trained: Any = Trained.apply
 

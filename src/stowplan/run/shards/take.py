@@ -11,7 +11,7 @@ from stowplan.ir import Shape
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
 from stowplan.plan.shards.cells import Cells
-from stowplan.run.tiles.part import Index, index_of
+from stowplan.run.parts.part import Index, index_of
 from stowplan.run.tiles.sweep import empty_like_described
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stowplan.run.step.source import Source
-from stowplan.run.tiers.live import LiveTier
+from stowplan.run.step.tier import LiveTier
 
 Forward: TypeAlias = Callable[[Sequence[Tensor]], tuple[tuple[Tensor, ...], list[Tensor]]]
 Backward: TypeAlias = Callable[

@@ -18,9 +18,8 @@ from stowplan.run.step.function import Run, latch, run_step
 from stowplan.run.step.halves import compiled
 from stowplan.run.step.incoming import IncomingGradients
 from stowplan.run.step.source import source_of
+from stowplan.run.step.tier import LiveTier, tier_for
 from stowplan.run.step.waiting import Waiting
-from stowplan.run.tiers.choice import tier_for
-from stowplan.run.tiers.live import LiveTier
 
 
 class StraightStep:

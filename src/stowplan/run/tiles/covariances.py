@@ -13,7 +13,7 @@ from torch import Tensor
 from stowplan.geometry import Rect
 from stowplan.ir import Shape
 from stowplan.plan.tiles.products import Product
-from stowplan.run.tiles.part import Index
+from stowplan.run.parts.part import Index
 
 
 @dataclass(frozen=True, slots=True)

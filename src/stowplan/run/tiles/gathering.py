@@ -19,8 +19,8 @@ from stowplan.ops.statistics import GROUP_NORM
 from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.products import Product
 from stowplan.plan.tiles.segment import Segment
+from stowplan.run.parts.part import Index
 from stowplan.run.tiles.covariances import OfProduct
-from stowplan.run.tiles.part import Index
 
 aten = torch.ops.aten
 

@@ -13,11 +13,12 @@ from torch._ops import OpOverload
 from stowplan.capture import Argument, Call, Ref
 from stowplan.errors import NotTileable
 from stowplan.ir import DType, Graph, Kind, Phase, Tensor
+from stowplan.plan.options import Progress
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.candidates import Tiled
 from stowplan.plan.tiles.streams import Stream
 from stowplan.run.cost.machine import device_of
-from stowplan.run.cost.probe import Progress, costs_of_calls
+from stowplan.run.cost.probe import costs_of_calls
 from stowplan.run.cost.signature import Signature, call_signature
 from stowplan.run.tiles.sweep import Sweep
 

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from stowplan.capture import Call
 from stowplan.geometry import Rect
+from stowplan.plan.level import Level
 from stowplan.plan.tiles.idle import idle_ops
-from stowplan.plan.tiles.rects import Level, Tile
+from stowplan.plan.tiles.rects import Tile
 from stowplan.plan.tiles.segment import Segment
+from stowplan.run.parts.folding import folded, read_by
+from stowplan.run.parts.forms import run_local
+from stowplan.run.parts.part import Index, LocalCall, Source, index_of, local_call
 from stowplan.run.step.last_uses import let_go_after
-from stowplan.run.tiles.folding import folded, read_by
-from stowplan.run.tiles.forms import run_local
 from stowplan.run.tiles.gathering import Gathering
-from stowplan.run.tiles.part import Index, LocalCall, Source, index_of, local_call
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,17 @@ from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.cutout import segment_text
 from stowplan.plan.tiles.segment import Segment, segment_of
 from stowplan.plan.tiles.streams import Stream, Swept, stream_from
+from stowplan.run.planning.plan_cache import RESUMED
+from stowplan.run.planning.subject import Subject
+from stowplan.run.tiles.candidates import refuse_untileable, swept_subject
 from stowplan.run.tiles.remade import with_skips_again
 from stowplan.run.tiles.streamed import streamed_sweeps, with_streams
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.ways import Subject, refuse_untileable
 
 
+@RESUMED.register("tile")
 def resumed(plan: Plan, subject: Subject) -> Captured:
     """The step that a plan is for, swept as the plan says; IllegalPlan names the first op that differs."""
-    if not plan.tile_maps:
-        return subject.captured
     try:
         refuse_untileable(subject)
     except NotTileable as refusal:
@@ -50,12 +51,17 @@ def _bases(subject: Subject) -> Iterator[Captured]:
 
 def _swept(plan: Plan, subject: Subject) -> Captured:
     graph, calls = in_tiling_order(subject.captured.graph), subject.captured.program.calls
+    ordered = replace(subject.captured, graph=graph)
     segments = [_segment(told, graph) for told in plan.tile_maps]
     sweeps = [
         Sweep(segment, calls, told.parts) for told, segment in zip(plan.tile_maps, segments, strict=True)
     ]
     streams = dict(_streams(plan.tile_maps, sweeps))
-    return with_streams(subject.as_run(graph, sweeps), sweeps, streamed_sweeps(sweeps, streams, calls))
+    return with_streams(
+        swept_subject(replace(subject, captured=ordered), sweeps),
+        sweeps,
+        streamed_sweeps(sweeps, streams, calls),
+    )
 
 
 def _streams(maps: Sequence[TileMap], sweeps: Sequence[Sweep]) -> Iterator[tuple[str, Stream]]:

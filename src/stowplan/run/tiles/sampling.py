@@ -13,13 +13,14 @@ import torch
 from stowplan.ir import Graph
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import elements_of, shape_of, site_of
-from stowplan.plan.tiles.rects import Level, Tile
+from stowplan.plan.level import Level
+from stowplan.plan.tiles.rects import Tile
 from stowplan.plan.tiles.rounds import Round, source_of
 from stowplan.plan.tiles.segment import Segment
 from stowplan.run.cost.machine import free_bytes
 from stowplan.run.cost.probe_cache import Cost
 from stowplan.run.cost.signature import Signature
-from stowplan.run.cost.trial import cost_of, tried
+from stowplan.run.cost.trial import PROBES, tried
 from stowplan.run.tiles.sweep import Sweep
 
 SWEEPS = {
@@ -42,11 +43,9 @@ class Sample:
     all_work: float
 
 
-def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) -> Cost | None:
-    """What one run of an op takes, a sweep by its sample; None if that cannot be tried."""
-    rounds_run = SWEEPS.get(str(signature.call.target))
-    if rounds_run is None:
-        return cost_of(signature, device, repeats=repeats)
+def cost_of_sweep(signature: Signature, device: torch.device) -> Cost | None:
+    """What one run of a sweep takes, by its sample; None if that cannot be tried."""
+    rounds_run = SWEEPS[str(signature.call.target)]
     sweep = signature.call.args[-1]
     assert isinstance(sweep, Sweep), "an op that runs a sweep has it as its last argument"
     if signature.operand_bytes > free_bytes(device):
@@ -140,3 +139,6 @@ def _tried(
     call = signature.call
     some = replace(signature, call=replace(call, args=(*call.args[:-1], sweep.only(tiles))))
     return tried(some, device, repeats=1)
+
+
+PROBES.update(dict.fromkeys(SWEEPS, cost_of_sweep))

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from stowplan.run.parts.part import Index
 from stowplan.run.tiles.local import LocalStep
-from stowplan.run.tiles.part import Index
 
 
 class Sums:

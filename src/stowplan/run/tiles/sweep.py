@@ -25,9 +25,9 @@ from stowplan.plan.tiles.rounds import Round, rounds_of
 from stowplan.plan.tiles.segment import Segment
 from stowplan.plan.tiles.streams import Stream, tiles_before
 from stowplan.plan.tiles.succession import successors
+from stowplan.run.parts.losses import TiledLoss, tiled_loss
 from stowplan.run.tiles.gathering import Gathering, gathering_of
 from stowplan.run.tiles.local import LocalStep, local_step
-from stowplan.run.tiles.losses import TiledLoss, tiled_loss
 from stowplan.run.tiles.sums import Sums, differentiate, differentiating
 
 

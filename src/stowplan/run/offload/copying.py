@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from stowplan.errors import TierDamaged
-from stowplan.run.tiers.spill import BLOCK, Extent, SpillFile, whole_blocks
+from stowplan.run.offload.spill import BLOCK, Extent, SpillFile, whole_blocks
 from stowplan.units import format_bytes
 
 Bytes: TypeAlias = NDArray[np.uint8]

@@ -11,7 +11,7 @@ from stowplan.capture.schema import bound_arguments
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Shape
 from stowplan.ops.table import shape_of
-from stowplan.plan.tiles.rects import Level
+from stowplan.plan.level import Level
 
 Index = tuple[slice, ...]
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stowplan.run.tiles.part import LocalCall, call_with
+from stowplan.run.parts.part import LocalCall, call_with
 
 
 def attended(call: LocalCall, given: Mapping[str, Any]) -> Tensor:

@@ -4,56 +4,62 @@ Cutting between samples costs nothing, and what one sample needs can be lowered 
 making values again, or by tiles inside of the sample.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 
 from stowplan.errors import BudgetTooSmall, NotTileable
 from stowplan.ir import Graph, Phase
 from stowplan.ops.table import shape_of
-from stowplan.plan.candidate import GraphWay, Offer, PlainStep, Sweeps, Way, problem_in_order, search_moves
+from stowplan.plan.candidate import (
+    Baseline,
+    Candidate,
+    GraphCandidate,
+    Refusals,
+    Tradeoff,
+    problem_in_order,
+)
 from stowplan.plan.decision import Recompute, Tile
 from stowplan.plan.frontier import floor_of
+from stowplan.plan.options import ON_REQUEST, PlanOptions, Prefer
 from stowplan.plan.plan import Exactness, Plan
-from stowplan.plan.planner import ON_REQUEST, plain_peak_of
+from stowplan.plan.planner import plain_peak_of
 from stowplan.plan.pricing import Pricing
-from stowplan.plan.select import MasterPlanner, Prefer
+from stowplan.plan.select import Selector
 from stowplan.plan.tile_map import TileMap, tiled_inside
 from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep
-from stowplan.plan.tiles.collapsed_ways import stage_ways
+from stowplan.plan.tiles.collapsed import stage_candidates
 from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.mapping import tile_map_of
 from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.samples import sample_step
-from stowplan.plan.tiles.segment import Segment, segment_of
-from stowplan.plan.untiled import WHOLE_STEP, Untiled
+from stowplan.plan.tiles.segment import WHOLE_STEP, Segment, segment_of
+from stowplan.plan.tiles.sweeps import Sweeps, SweptGraph, with_moves
 from stowplan.units import format_bytes
 
 _MUCH = 2**50  # bytes: so much that it decides where the peak is
 
 
-def sample_ways(
+def sample_candidates(
     graph: Graph,
     pricing: Pricing,
-    step: PlainStep,
-    untiled: Untiled,
-    *,
-    allow: Iterable[str],
-    moves: int | None,
-) -> Iterator[Way]:
+    step: Baseline,
+    options: PlanOptions,
+    refusals: Refusals,
+) -> Iterator[Candidate]:
     """The one way to go sample by sample, if the step has several and ends in a loss that adds up."""
     try:
         segment = segment_of(graph, [op.id for op in graph.ops if op.phase is Phase.FORWARD])
         cut = shape_of(graph.tensors[cut_tensors(segment)[0]]) if segment.loss else ()
         if len(cut) > 1 and cut[0] > 1:
             parts = (cut[0], *(1 for _ in cut[1:]))
-            yield SampleWay(segment, parts, pricing, step, allow=allow, moves=moves)
+            yield SampleCandidate(segment, parts, pricing, step, options)
     except NotTileable as refusal:
-        untiled.add(f"{WHOLE_STEP}, sample by sample", refusal)
+        refusals.add(f"{WHOLE_STEP}, sample by sample", refusal)
 
 
-class SampleWay:
+class SampleCandidate:
     """A sweep over the samples. The plan of one is made for what the budget leaves beside all else."""
 
     def __init__(
@@ -61,13 +67,11 @@ class SampleWay:
         segment: Segment,
         parts: tuple[int, ...],
         pricing: Pricing,
-        step: PlainStep,
-        *,
-        allow: Iterable[str],
-        moves: int | None,
+        step: Baseline,
+        options: PlanOptions,
     ) -> None:
         self._segment, self._parts, self._pricing, self._step = segment, parts, pricing, step
-        self._allow, self._moves = tuple(allow), moves
+        self._options = options
         rounds = rounds_of(segment, parts)
         if len(rounds) > 1:
             raise NotTileable(f"{rounds[0].statistics[0].id} looks at all samples")
@@ -78,11 +82,17 @@ class SampleWay:
 
     @cached_property
     def floor_bytes(self) -> int:
-        return self._beside_bytes + min(way.floor_bytes for way in (self._inner.plain, *self._inner.ways))
+        return self._beside_bytes + min(
+            candidate.floor_bytes for candidate in (self._inner.plain, *self._inner.candidates)
+        )
 
     def bounds(self, allowed_bytes: int) -> Iterator[float]:
         room = allowed_bytes - self._beside_bytes
-        least = min(bound for way in (self._inner.plain, *self._inner.ways) for bound in way.bounds(room))
+        least = min(
+            bound
+            for candidate in (self._inner.plain, *self._inner.candidates)
+            for bound in candidate.bounds(room)
+        )
         yield self._other_seconds + self._costs.tiles * least
 
     def plan(self, allowed_bytes: int) -> Plan:
@@ -93,10 +103,10 @@ class SampleWay:
         found = self._around(inner).plan(allowed_bytes)
         return replace(found, minimum_bytes=inner.minimum_bytes + self._beside_bytes)
 
-    def offers(self) -> Iterator[Offer]:
-        for offer in self._inner.offers():
+    def tradeoffs(self) -> Iterator[Tradeoff]:
+        for offer in self._inner.tradeoffs():
             seconds = self._other_seconds + self._costs.tiles * offer.seconds
-            yield Offer(offer.peak_bytes + self._beside_bytes, seconds, Exactness.ROUNDING)
+            yield Tradeoff(offer.peak_bytes + self._beside_bytes, seconds, Exactness.ROUNDING)
 
     @cached_property
     def _collapsed(self) -> Collapsed:
@@ -118,28 +128,25 @@ class SampleWay:
         return floor_of(around) - _MUCH - self._sample.outside_bytes
 
     @cached_property
-    def _inner(self) -> MasterPlanner[Way]:
+    def _inner(self) -> Selector[Candidate]:
         """Answers budgets for the step of one sample, whose exactness is that of a tile in any case."""
         graph, pricing = self._sample.graph, self._sample.pricing
         seconds = sum(pricing.seconds[op.id] for op in graph.ops)
-        step = PlainStep(seconds, plain_peak_of(graph, pricing))
-        allow = set(self._allow).difference(ON_REQUEST)  # tensors leave the step, not a sweep in it
-        moves = search_moves(graph) if self._moves is None else self._moves
-        plain: Way = GraphWay(graph, pricing, step, allow=allow, moves=moves)
-        ways = partial(stage_ways, graph, pricing, step, allow=allow, moves=self._moves)
-        return MasterPlanner(plain, step, ways, Prefer.TIME)
+        step = Baseline(seconds, plain_peak_of(graph, pricing))
+        allow = set(self._options.allow).difference(ON_REQUEST)  # tensors leave the step, not a sweep in it
+        options = replace(self._options, allow=allow)
+        plain: Candidate = GraphCandidate(graph, pricing, step, with_moves(options, graph))
+        candidates = partial(stage_candidates, graph, pricing, step, options)
+        return Selector(plain, step, candidates, Prefer.TIME)
 
-    def _around(self, inner: Plan) -> GraphWay:
+    def _around(self, inner: Plan) -> SweptGraph:
         """The step of which each sample runs by this plan."""
         pricing, tiles = self._collapsed.pricing, self._costs.tiles
         seconds = {**pricing.seconds, self._name: tiles * inner.projected_seconds}
         peak = inner.projected_peak_bytes - self._sample.outside_bytes
         workspace = {**pricing.workspace_bytes, self._name: peak}
         priced = replace(pricing, seconds=seconds, workspace_bytes=workspace)
-        sweeps = self._sweeps(inner, peak)
-        return GraphWay(
-            self._collapsed.graph, priced, self._step, allow=self._allow, sweeps=sweeps, moves=self._moves
-        )
+        return SweptGraph(self._collapsed.graph, priced, self._step, self._options, self._sweeps(inner, peak))
 
     def _sweeps(self, inner: Plan, peak_bytes: int) -> Sweeps:
         extra = self._costs.tiles * inner.extra_macs

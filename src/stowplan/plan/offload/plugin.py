@@ -9,14 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stowplan.errors import BadUse
-from stowplan.ir import Graph
-from stowplan.plan.decision import Decision, Offload, Step, Store
+from stowplan.plan.decision import Step
 from stowplan.plan.frontier import Frontier, Point
 from stowplan.plan.judge.simulate import bytes_beside, simulate
 from stowplan.plan.offload.course import Course
 from stowplan.plan.offload.descent import descend
 from stowplan.plan.offload.stretches import stretches_of
 from stowplan.plan.offload.weave import Move, weave
+from stowplan.plan.options import PlanOptions
+from stowplan.plan.planner import FRONTIER_EXTENSIONS
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import Problem
 from stowplan.plan.schedule import steps_of
@@ -31,26 +32,16 @@ class MovedPoint(Point):
 
     moves: tuple[Move, ...] = ()
 
-
-def steps_at(problem: Problem, point: Point) -> tuple[Step, ...]:
-    """The schedule that a point stands for."""
-    steps = steps_of(problem, point.states)
-    return weave(steps, point.moves) if isinstance(point, MovedPoint) else steps
+    def steps(self, problem: Problem) -> tuple[Step, ...]:
+        return weave(steps_of(problem, self.states), self.moves)
 
 
-def offloaded(graph: Graph, steps: Iterable[Step], tier: Tier | None) -> dict[str, Decision]:
-    """The decisions of a schedule that moves storages, by their owners."""
-    stored = (step.tensors[0] for step in steps if isinstance(step, Store))
-    return {graph.storage_of(name): Offload(tier.name) for name in stored} if tier else {}
-
-
-def with_offload(
-    problem: Problem, frontier: Frontier, pricing: Pricing, *, gradients: bool = False
-) -> Frontier:
-    """The frontier of all that the tier adds; with `gradients` those of finished layers may leave, too."""
+@FRONTIER_EXTENSIONS.register("offload", "offload-gradients")
+def with_offload(problem: Problem, frontier: Frontier, pricing: Pricing, options: PlanOptions) -> Frontier:
+    """The frontier with schedules that use the tier, if allowed also for gradients of finished layers."""
     if pricing.tier is None:
         raise BadUse("offload was allowed, but no tier to move tensors to was priced")
-    tier = pricing.tier
+    tier, gradients = pricing.tier, "offload-gradients" in options.allow
     points = list(frontier.points)
     for start in _spread(frontier.points, _STARTS):
         points += _descended(problem, start, pricing, tier, gradients)

@@ -1,21 +1,18 @@
-"""Ways to run a captured step: as it is, or captured once more with stretches of it swept tile by tile."""
+"""Candidates for a captured step: captured once more, with segments of it computed tile by tile."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from math import inf
-from typing import Protocol
-
-from torch import nn
-from torch._ops import OpOverload
 
 from stowplan.capture import Captured
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor
-from stowplan.plan.candidate import GraphWay, Offer, PlainStep, Sweeps, Way, search_moves
+from stowplan.plan.candidate import Baseline, GraphCandidate, Refusals, Tradeoff, tradeoffs_of
 from stowplan.plan.decision import Decision
-from stowplan.plan.plan import Plan
+from stowplan.plan.options import PlanOptions
+from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import Basis, Pricing
 from stowplan.plan.tile_map import TileMap, tiled_inside
 from stowplan.plan.tiles.borders import in_tiling_order
@@ -24,76 +21,26 @@ from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.costs import SweepCosts
 from stowplan.plan.tiles.joins import divided_tilings
 from stowplan.plan.tiles.mapping import tile_map_of
+from stowplan.plan.tiles.segment import WHOLE_STEP, stretch_named
 from stowplan.plan.tiles.streaming import Streams, streamed_tilings
 from stowplan.plan.tiles.streams import Stream
-from stowplan.plan.untiled import WHOLE_STEP, Untiled, stretch_named
-from stowplan.run.cost.probe import Progress
-from stowplan.run.planning.price import plan_within, price_captured
+from stowplan.plan.tiles.sweeps import Sweeps, with_moves
+from stowplan.run.planning.planner import STEP_CANDIDATES, CapturedCandidate, StepCandidate
+from stowplan.run.planning.price import price_captured
+from stowplan.run.planning.recapture import check_differentiable
+from stowplan.run.planning.subject import Subject
 from stowplan.run.tiles.knee import Sweeping
 from stowplan.run.tiles.remade import with_skips_again
 from stowplan.run.tiles.streamed import Streamed, streamed_sweeps, with_streams
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.swept import Otherwise, capture_swept, check_differentiable
+from stowplan.run.tiles.swept import capture_swept
 
 _GATHER, _SWEEP = "stowplan.gather.default", "stowplan.sweep.default"
 _SWEEPS = (_SWEEP, "stowplan.sweep_loss.default")
 _SURE = 0.75  # of the memory of a tile that is differentiated, as projected
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A captured step and what it was captured of. Some of its calls may be run `otherwise`."""
-
-    captured: Captured
-    model: nn.Module
-    args: tuple[object, ...]
-    kwargs: Mapping[str, object]
-    otherwise: Mapping[OpOverload, Otherwise] = field(default_factory=dict)
-
-    def as_run(self, graph: Graph, sweeps: Sequence[Sweep] = ()) -> Captured:
-        """The step in the order of a graph, with sweeps."""
-        ordered = replace(self.captured, graph=graph)
-        return capture_swept(
-            ordered, self.model, self.args, self.kwargs, sweeps=sweeps, otherwise=self.otherwise
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """How plans are searched for."""
-
-    allow: frozenset[str]
-    moves: int | None = None
-    progress: Progress | None = None
-
-
-class StepWay(Way, Protocol):
-    """A way that can be run."""
-
-    @property
-    def captured(self) -> Captured:
-        """The step that its plans are for."""
-
-
-class CapturedWay(GraphWay):
-    """A step whose ops have been tried. Its plans are verified and leave room for the draws they replay."""
-
-    def __init__(
-        self,
-        captured: Captured,
-        pricing: Pricing,
-        step: PlainStep,
-        search: Search,
-        sweeps: Sweeps | None = None,
-    ) -> None:
-        super().__init__(captured.graph, pricing, step, allow=search.allow, sweeps=sweeps, moves=search.moves)
-        self.captured = captured
-
-    def plan(self, allowed_bytes: int) -> Plan:
-        return self.told(plan_within(self.planner, allowed_bytes))
-
-
-class SweptWay:
+class TiledCandidate:
     """Some stretches in sweeps. It is captured for its memory, and tried for its time and its plans."""
 
     def __init__(
@@ -102,10 +49,10 @@ class SweptWay:
         tiling: Tiling,
         streams: Streams,
         sweeping: Sweeping,
-        step: PlainStep,
-        search: Search,
+        step: Baseline,
+        options: PlanOptions,
     ) -> None:
-        self._subject, self._tiling, self._step, self._search = subject, tiling, step, search
+        self._subject, self._tiling, self._step, self._options = subject, tiling, step, options
         self._streams, self._sweeping = streams, sweeping
 
     @property
@@ -142,13 +89,14 @@ class SweptWay:
         swept = {op.id: costs.get(str(op.attributes.get("name"))) for op in ops}
         workspace = {op.id: _workspace(op, found) for op in ops if (found := swept[op.id])}
         pricing = Pricing({op.id: 0.0 for op in ops}, Basis.MEASURED, workspace)
-        return GraphWay(self.captured.graph, pricing, self._step, allow=()).floor_bytes
+        options = PlanOptions(allow=())
+        return GraphCandidate(self.captured.graph, pricing, self._step, options).floor_bytes
 
     def plan(self, allowed_bytes: int) -> Plan:
-        return self._tried.plan(allowed_bytes)
+        return self._decided().told(self._tried.plan(allowed_bytes), self._step)
 
-    def offers(self) -> Iterable[Offer]:
-        return self._tried.offers()
+    def tradeoffs(self) -> Iterable[Tradeoff]:
+        return tradeoffs_of(self._tried.planner, Exactness.ROUNDING)
 
     @cached_property
     def _sweeps(self) -> tuple[Sweep, ...]:
@@ -163,14 +111,14 @@ class SweptWay:
 
     @cached_property
     def captured(self) -> Captured:
-        swept = self._subject.as_run(self._subject.captured.graph, self._sweeps)
+        swept = swept_subject(self._subject, self._sweeps)
         return with_streams(swept, self._sweeps, self._streamed)
 
     @cached_property
-    def _tried(self) -> CapturedWay:
-        pricing = price_captured(self.captured, self._search.progress, self._search.allow)
-        search = replace(self._search, moves=self._search.moves or search_moves(self.captured.graph))
-        return CapturedWay(self.captured, pricing, self._step, search, self._decided())
+    def _tried(self) -> CapturedCandidate:
+        pricing = price_captured(self.captured, self._options)
+        options = with_moves(self._options, self.captured.graph)
+        return CapturedCandidate(self.captured, pricing, self._step, options)
 
     def _decided(self) -> Sweeps:
         decisions: dict[str, Decision] = {}
@@ -228,51 +176,62 @@ def _bytes_of(tensors: Iterable[Tensor], *kinds: Kind) -> int:
     return sum(t.nbytes or 0 for t in tensors if t.kind in kinds and t.alias_of is None)
 
 
-def ways_of(
-    subject: Subject, pricing: Pricing | None, step: PlainStep, search: Search, untiled: Untiled
-) -> Iterator[StepWay]:
+@STEP_CANDIDATES.register("tile")
+def tiled_candidates(
+    subject: Subject, pricing: Pricing | None, step: Baseline, options: PlanOptions, refusals: Refusals
+) -> Iterator[StepCandidate]:
     """All ways to tile a step; none if autograd would not do what the step does.
 
     `pricing` is that of its ops, which are tried first if there is none.
     """
-    if "tile" not in search.allow:
-        return
     try:
         refuse_untileable(subject)
     except NotTileable as refusal:
-        untiled.add(WHOLE_STEP, refusal)
+        refusals.add(WHOLE_STEP, refusal)
         return
-    pricing = pricing or price_captured(subject.captured, search.progress, search.allow)
-    yield from _swept_ways(subject, pricing, step, search, partial(_tilings, untiled=untiled))
+    pricing = pricing or price_captured(subject.captured, options)
+    yield from _candidates(subject, pricing, step, options, partial(_tilings, refusals=refusals))
     for captured in with_skips_again(subject.captured, subject.model, subject.args, subject.kwargs):
-        pricing = price_captured(captured, search.progress, search.allow)
-        again, divided = replace(subject, captured=captured), partial(_divided, untiled=untiled)
-        yield from _swept_ways(again, pricing, step, search, divided)
+        pricing = price_captured(captured, options)
+        again, divided = replace(subject, captured=captured), partial(_divided, refusals=refusals)
+        yield from _candidates(again, pricing, step, options, divided)
 
 
-def _tilings(graph: Graph, untiled: Untiled) -> Iterator[tuple[Tiling, Streams]]:
-    whole = ((tiled,) for tiled in whole_tilings(graph, untiled))
-    for tiling in chain(stage_tilings(graph, untiled), divided_tilings(graph, untiled), whole):
+def _tilings(graph: Graph, refusals: Refusals) -> Iterator[tuple[Tiling, Streams]]:
+    whole = ((tiled,) for tiled in whole_tilings(graph, refusals))
+    for tiling in chain(stage_tilings(graph, refusals), divided_tilings(graph, refusals), whole):
         yield tiling, {}
-    yield from streamed_tilings(graph, untiled)
+    yield from streamed_tilings(graph, refusals)
 
 
-def _divided(graph: Graph, untiled: Untiled) -> Iterator[tuple[Tiling, Streams]]:
-    return ((tiling, {}) for tiling in divided_tilings(graph, untiled))
+def _divided(graph: Graph, refusals: Refusals) -> Iterator[tuple[Tiling, Streams]]:
+    return ((tiling, {}) for tiling in divided_tilings(graph, refusals))
 
 
-def _swept_ways(
+def _candidates(
     subject: Subject,
     pricing: Pricing,
-    step: PlainStep,
-    search: Search,
+    step: Baseline,
+    options: PlanOptions,
     tilings_of: Callable[[Graph], Iterable[tuple[Tiling, Streams]]],
-) -> Iterator[StepWay]:
-    """A way for each tiling of the step, brought into the order that suits tiles."""
+) -> Iterator[StepCandidate]:
+    """A candidate for each tiling of the step, brought into the order that suits tiles."""
     early = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
-    sweeping = Sweeping(early.graph, early.program.calls, pricing, search.progress)
+    sweeping = Sweeping(early.graph, early.program.calls, pricing, options.progress)
     for tiling, streams in tilings_of(early.graph):
-        yield SweptWay(replace(subject, captured=early), tiling, streams, sweeping, step, search)
+        yield TiledCandidate(replace(subject, captured=early), tiling, streams, sweeping, step, options)
+
+
+def swept_subject(subject: Subject, sweeps: Sequence[Sweep]) -> Captured:
+    """The step with these sweeps, and with its replacements."""
+    return capture_swept(
+        subject.captured,
+        subject.model,
+        subject.args,
+        subject.kwargs,
+        sweeps=sweeps,
+        replacements=subject.replacements,
+    )
 
 
 def refuse_untileable(subject: Subject) -> None:

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stowplan.ops.tiling import CAUSAL_IN_TILES, PADS, RESHAPES, RESIZES, part_kernels
-from stowplan.run.tiles.attending import attended
-from stowplan.run.tiles.deferred import deferred
-from stowplan.run.tiles.folding import factors_of, written_over
-from stowplan.run.tiles.normalise import normalised
-from stowplan.run.tiles.part import LocalCall, call_with, index_of
-from stowplan.run.tiles.pooling import are_slices_faster, max_of_slices
-from stowplan.run.tiles.resizing import padded, resized
+from stowplan.run.parts.attending import attended
+from stowplan.run.parts.deferred import deferred
+from stowplan.run.parts.folding import factors_of, written_over
+from stowplan.run.parts.normalise import normalised
+from stowplan.run.parts.part import LocalCall, call_with, index_of
+from stowplan.run.parts.pooling import are_slices_faster, max_of_slices
+from stowplan.run.parts.resizing import padded, resized
 
 aten = torch.ops.aten
 Given: TypeAlias = dict[str, Any]

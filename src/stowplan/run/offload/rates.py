@@ -11,7 +11,7 @@ from stowplan.run.cost.machine import USER_CACHE, platform_of
 from stowplan.run.cost.probe_cache import ProbeCache
 
 if TYPE_CHECKING:
-    from stowplan.run.tiers.disk import DiskTier
+    from stowplan.run.offload.disk import DiskTier
 
 _MOVED_BYTES = 2**25
 _REPEATS = 5

@@ -1,68 +1,63 @@
 """Ways to tile a graph that cannot be run: segments collapsed into sweeps, priced by the region algebra."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph
-from stowplan.plan.candidate import GraphWay, PlainStep, Sweeps, Way, search_moves
+from stowplan.plan.candidate import Baseline, Candidate, Refusals
 from stowplan.plan.decision import Decision
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tile_map import TileMap, tiled_inside
 from stowplan.plan.tiles.candidates import Tiling, stage_tilings, whole_tilings
 from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep
 from stowplan.plan.tiles.mapping import tile_map_of
-from stowplan.plan.tiles.segment import segment_of
-from stowplan.plan.untiled import WHOLE_STEP, Untiled, stretch_named
+from stowplan.plan.tiles.segment import WHOLE_STEP, segment_of, stretch_named
+from stowplan.plan.tiles.sweeps import Sweeps, SweptGraph, with_moves
 
 
-def stage_ways(
+def stage_candidates(
     graph: Graph,
     pricing: Pricing,
-    step: PlainStep,
-    untiled: Untiled,
-    *,
-    allow: Iterable[str],
-    moves: int | None,
-) -> Iterator[Way]:
+    step: Baseline,
+    options: PlanOptions,
+    refusals: Refusals,
+) -> Iterator[Candidate]:
     """Some stages of the forward half in tiles, from the one that holds most to all."""
-    for tiling in stage_tilings(graph, untiled):
+    for tiling in stage_tilings(graph, refusals):
         try:
-            yield _way(graph, pricing, step, tiling, allow=allow, moves=moves)
+            yield _candidate(graph, pricing, step, tiling, options)
         except NotTileable as refusal:  # something outside reads what would be inside
-            untiled.add(_stretches(tiling)[0], refusal)
+            refusals.add(_stretches(tiling)[0], refusal)
 
 
-def whole_ways(
+def whole_candidates(
     graph: Graph,
     pricing: Pricing,
-    step: PlainStep,
-    untiled: Untiled,
-    *,
-    allow: Iterable[str],
-    moves: int | None,
-) -> Iterator[Way]:
+    step: Baseline,
+    options: PlanOptions,
+    refusals: Refusals,
+) -> Iterator[Candidate]:
     """All of the forward half in one sweep up to its loss, on some grids."""
-    for tiled in whole_tilings(graph, untiled):
+    for tiled in whole_tilings(graph, refusals):
         try:
-            yield _way(graph, pricing, step, (tiled,), allow=allow, moves=moves)
+            yield _candidate(graph, pricing, step, (tiled,), options)
         except NotTileable as refusal:
-            untiled.add(WHOLE_STEP, refusal)
+            refusals.add(WHOLE_STEP, refusal)
 
 
 def _stretches(tiling: Tiling) -> tuple[str, ...]:
     return tuple(stretch_named(tiled.segment.ops) for tiled in tiling)
 
 
-def _way(
+def _candidate(
     graph: Graph,
     pricing: Pricing,
-    step: PlainStep,
+    step: Baseline,
     tiling: Tiling,
-    *,
-    allow: Iterable[str],
-    moves: int | None,
-) -> Way:
+    options: PlanOptions,
+) -> Candidate:
     """The graph with all segments of a tiling collapsed, one after the other."""
     collapsed, extra = Collapsed(graph, pricing, 0), 0
     decisions: dict[str, Decision] = {}
@@ -78,5 +73,5 @@ def _way(
         draw = partial(tile_map_of, segment, tiled.parts, tiled.costs)
         drawn.append(partial(draw, sweep=sweep, extra_macs=collapsed.extra_macs))
     sweeps = Sweeps(decisions, extra, lambda: tuple(draw() for draw in drawn), macs, _stretches(tiling))
-    moves = search_moves(collapsed.graph) if moves is None else moves
-    return GraphWay(collapsed.graph, collapsed.pricing, step, allow=allow, sweeps=sweeps, moves=moves)
+    limited = with_moves(options, collapsed.graph)
+    return SweptGraph(collapsed.graph, collapsed.pricing, step, limited, sweeps)

@@ -12,11 +12,11 @@ from torch import Tensor, UntypedStorage
 from stowplan.errors import BadUse
 from stowplan.plan.tier import Tier
 from stowplan.run.cost import probe_cache
-from stowplan.run.tiers.calls import SystemCalls
-from stowplan.run.tiers.copying import Staging, read_back, write_out
-from stowplan.run.tiers.live import Look, bytes_of
-from stowplan.run.tiers.rates import rates_of
-from stowplan.run.tiers.spill import BLOCK, Extent, SpillFile, whole_blocks
+from stowplan.run.offload.calls import SystemCalls
+from stowplan.run.offload.copying import Staging, read_back, write_out
+from stowplan.run.offload.live import Look, bytes_of
+from stowplan.run.offload.rates import rates_of
+from stowplan.run.offload.spill import BLOCK, Extent, SpillFile, whole_blocks
 
 CHUNK_BYTES = 2**20  # moved at once: longer chunks are hardly faster, and staging counts against the budget
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from stowplan.capture import Call
 from stowplan.capture.schema import bound_arguments
 from stowplan.errors import NotTileable
-from stowplan.run.tiles.part import call_with, filled_in, slotted
+from stowplan.run.parts.part import call_with, filled_in, slotted
 
 aten = torch.ops.aten
 _SUM = 2  # ATen's number for reduction="sum"

@@ -18,7 +18,7 @@ from errno import EDQUOT, EIO, ENOSPC
 from pathlib import Path
 
 from stowplan.errors import BadUse, TierFailed, TierFull
-from stowplan.run.tiers.calls import SystemCalls
+from stowplan.run.offload.calls import SystemCalls
 from stowplan.units import format_bytes
 
 BLOCK = 4096  # what direct transfers are multiples of, in length, place and address

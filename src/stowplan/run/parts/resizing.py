@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stowplan.run.tiles.part import LocalCall
+from stowplan.run.parts.part import LocalCall
 
 aten = torch.ops.aten
 _PRECISE = torch.float64

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from stowplan.ir import DType, Graph
 from stowplan.ops.statistics import BATCH_NORMS
+from stowplan.run.parts.part import LocalCall
 from stowplan.run.step.last_uses import let_go_after
-from stowplan.run.tiles.part import LocalCall
 
 aten = torch.ops.aten
 _WRITTEN_OVER = (aten.relu.default, aten.add.Tensor)

@@ -9,7 +9,7 @@ from stowplan.errors import BadUse
 from stowplan.plan.tier import Tier
 from stowplan.run.cost.machine import free_bytes
 from stowplan.run.cost.timing import median_seconds
-from stowplan.run.tiers.live import Look, bytes_of
+from stowplan.run.offload.live import Look, bytes_of
 
 _MOVED_BYTES = 2**26
 _SHARE = 0.5  # of the host's free memory: pinned pages cannot be swapped out

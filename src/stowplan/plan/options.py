@@ -1,0 +1,53 @@
+"""PlanOptions: how a plan is searched for. One value travels from the verbs down to the search."""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+from stowplan.errors import BadUse
+from stowplan.plan.technique import is_installed
+
+Progress: TypeAlias = Callable[[int, int], None]  # called with how many of how many ops have been probed
+
+TECHNIQUES = tuple(filter(is_installed, ("recompute", "tile")))  # may cost time
+ON_REQUEST = tuple(filter(is_installed, ("offload", "offload-gradients")))  # also need room outside of memory
+
+
+class Prefer(StrEnum):
+    """What decides between plans that are within the budget."""
+
+    EXACTNESS = "exactness"  # bits before time
+    TIME = "time"  # whatever is fastest
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """`allow` names the techniques that may be used, `moves` limits the search of each candidate."""
+
+    allow: Collection[str] = TECHNIQUES
+    prefer: Prefer | str = Prefer.EXACTNESS
+    moves: int | None = None
+    progress: Progress | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "allow", known_techniques(self.allow))
+        if self.prefer not in set(Prefer):
+            raise BadUse(f"no preference {self.prefer!r}; there is {', '.join(Prefer)}")
+        object.__setattr__(self, "prefer", Prefer(self.prefer))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether tensors may leave for a tier."""
+        return not set(ON_REQUEST).isdisjoint(self.allow)
+
+
+def known_techniques(allow: Iterable[str]) -> frozenset[str]:
+    """The techniques by these names; BadUse names the first unknown one."""
+    allowed = frozenset(allow)
+    if unknown := sorted(allowed.difference(TECHNIQUES, ON_REQUEST)):
+        raise BadUse(f"no technique {unknown[0]!r}; there is {', '.join((*TECHNIQUES, *ON_REQUEST))}")
+    return allowed
+
+
+DEFAULT_OPTIONS = PlanOptions()

@@ -1,0 +1,58 @@
+"""Subject: a captured step and the call it was captured of. A planned step: its plan and how to run it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+from torch._ops import OpOverload
+
+from stowplan.capture import Captured
+from stowplan.plan.plan import Plan
+from stowplan.run.planning.recapture import Replacement, forward_ops, recapture
+from stowplan.run.step.straight import StraightStep
+from stowplan.run.step.waiting import waiting_of
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A captured step and the call that it was captured of. `replacements` are run for some of its calls."""
+
+    captured: Captured
+    model: nn.Module
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    replacements: Mapping[OpOverload, Replacement] = field(default_factory=dict)
+
+    def as_run(self) -> Captured:
+        """The step with the replacements."""
+        if not self.replacements:
+            return self.captured
+        order = forward_ops(self.captured.graph)
+        return recapture(self.captured, self.model, self.args, self.kwargs, order, self.replacements)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A plan and the step it is for, which techniques may have captured anew."""
+
+    plan: Plan
+    captured: Captured
+
+    def bound_to(
+        self,
+        model: nn.Module,
+        *,
+        loss: object = None,
+        places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
+    ) -> StraightStep:
+        """The step, ready to be called like the model; `places` has where some of its constants are found."""
+        return StraightStep(
+            self.captured,
+            model,
+            loss=loss,
+            steps=self.plan.steps,
+            waiting=waiting_of(model),
+            places=places,
+        )
