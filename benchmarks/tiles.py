@@ -103,7 +103,7 @@ def _allowances(
     if case.allowed_bytes is not None:
         return [case.allowed_bytes]
     standing = _standing_bytes(example)
-    activations = planner.step.peak_bytes - standing
+    activations = planner.baseline.peak_bytes - standing
     return [int(standing + share * activations) for share in shares or case.shares]
 
 
@@ -116,7 +116,7 @@ def _found(
     example: Example, planner: Selector[StepCandidate], allowed: int, rounds: int, float64: bool
 ) -> Findings:
     """Plan within the allowance, run and measure."""
-    plain, standing = planner.step.peak_bytes, _standing_bytes(example)
+    plain, standing = planner.baseline.peak_bytes, _standing_bytes(example)
     found: Findings = {
         "share": round((allowed - standing) / (plain - standing), 3),
         "plain_projected_bytes": plain,

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.plan.tiles.rounds import refusal, rounds_of
+from stowplan.run.parts.normalise import normalised
+from stowplan.run.parts.part import Index
 from stowplan.run.tiles.gathering import Moments, Totals
 from tests.support.models import images
 from tests.support.nets import NETS
