@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from stowplan.run.tiles.part import Index
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture

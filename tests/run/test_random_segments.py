@@ -4,7 +4,6 @@ from random import Random
 
 import pytest
 import torch
-from stowplan.run.tiles.losses import tiled_loss
 
 from stowplan.capture import Captured, capture
 from stowplan.errors import NotTileable
@@ -13,6 +12,7 @@ from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import refusal
 from stowplan.plan.tiles.segment import Segment
+from stowplan.run.parts.losses import tiled_loss
 from tests.support.nets import NETS
 from tests.support.sweeping import error_in_tiles, stretch
 

@@ -6,8 +6,6 @@ from random import Random
 
 import pytest
 import torch
-from stowplan.run.tiles.normalise import normalised
-from stowplan.run.tiles.part import Index
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture

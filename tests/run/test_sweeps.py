@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stowplan.run.tiles.losses import TiledLoss
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
@@ -15,6 +14,7 @@ from stowplan.errors import NotTileable
 from stowplan.geometry import Rect
 from stowplan.plan.tiles.rounds import refusal
 from stowplan.plan.tiles.segment import Segment
+from stowplan.run.parts.losses import TiledLoss
 from stowplan.run.tiles.sweep import Sweep
 from tests.support.models import images
 from tests.support.nets import NETS

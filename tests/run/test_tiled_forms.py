@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from stowplan.run.tiles.pooling import max_of_slices
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.plan.tiles.idle import idle_ops
 from stowplan.plan.tiles.rounds import refusal
-from stowplan.run.tiles import attending, resizing
+from stowplan.run.parts import attending, resizing
+from stowplan.run.parts.pooling import max_of_slices
 from tests.support.models import images
 from tests.support.sweeping import error_in_tiles, stretch
 

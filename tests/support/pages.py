@@ -5,8 +5,6 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from stowplan.plan.tiles.planner import planner_of as tile_planner_of
-
 from stowplan.formats import chainer
 from stowplan.plan.candidate import Candidate
 from stowplan.plan.explain.peers import Peer
@@ -15,6 +13,7 @@ from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.select import Selector
+from stowplan.plan.select import planner_of as tile_planner_of
 from stowplan.report.page import Subject, page_of, subject_of
 from tests.support.browser import Browser
 
@@ -57,7 +56,7 @@ def plan_of(document: Path) -> Plan:
 @cache
 def _tile_planner(document: Path) -> Selector[Candidate]:
     graph = chainer.read(document.read_text(), chainer.SavedView.RETAIN).graph
-    return tile_planner_of(graph, price_by_macs(graph), moves=400)
+    return tile_planner_of(graph, price_by_macs(graph), PlanOptions(moves=400))
 
 
 @cache
@@ -75,8 +74,8 @@ def plan_in_spatial_tiles() -> Plan:
 
     blocks = [layer for _ in range(4) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
     captured = capture(nn.Sequential(*blocks), (randn(1, 4, 64, 64),), loss=lambda made: made.square().mean())
-    planner = tile_planner_of(captured.graph, price_by_macs(captured.graph), allow=("tile",), moves=50)
-    return planner.plan(planner.step.peak_bytes // 3)
+    planner = tile_planner_of(captured.graph, price_by_macs(captured.graph), PlanOptions(("tile",), moves=50))
+    return planner.plan(planner.baseline.peak_bytes // 3)
 
 
 @cache
