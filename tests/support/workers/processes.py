@@ -21,7 +21,7 @@ from torch.multiprocessing import get_context
 
 from tests.support.workers.wires import Wires
 
-PATIENCE_SECONDS = 280.0
+PATIENCE_SECONDS = 600.0
 _WARM = (
     "tests.support.nets",
     "stowplan.run.shards.fit",
