@@ -54,6 +54,7 @@ def test_a_model_is_inspected_and_measured(model: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_plan_holds_explains_itself_and_checks_out(
     model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_plan_holds_explains_itself_and_checks_out(
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_budget_too_small_is_a_no_with_the_smallest_one(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

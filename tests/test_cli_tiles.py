@@ -7,7 +7,7 @@ import pytest
 
 from stowplan.cli.main import main
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
 _MODEL = """
 import torch

@@ -22,6 +22,7 @@ _LINK = re.compile(r"\]\(([^)#:]+)\)")
 
 @pytest.mark.torch
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+@pytest.mark.slow
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error::DeprecationWarning:stowplan", "-c", program_of(page)]

@@ -47,6 +47,7 @@ def test_every_parameter_gets_a_finite_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_step_and_another_seed_another(name: str) -> None:
     (loss, gradients), (again, gradients_again) = (step(NETS[name].build("tiny", seed=3)) for _ in range(2))
     assert torch.equal(loss, again)

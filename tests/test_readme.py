@@ -63,6 +63,7 @@ model, images, labels = Classifier(), torch.randn(4, 8), torch.tensor([0, 1, 2, 
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_the_python_lines_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lines = re.search(r"```python\n(.*?)```", README, re.DOTALL)

@@ -2,6 +2,7 @@
 
 from itertools import combinations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ def are_together(liveness: Liveness, one: str, other: str) -> bool:
 
 
 @given(legal_graphs(sized=True), st.data())
+@pytest.mark.slow
 def test_pairs_share_bytes_only_if_reported(graph: Graph, data: st.DataObject) -> None:
     liveness, spots = liveness_of(graph), st.tuples(st.integers(0, 6), st.integers(0, 4))
     places = {name: data.draw(spots) for name in graph.tensors}
@@ -39,6 +41,7 @@ def test_pairs_share_bytes_only_if_reported(graph: Graph, data: st.DataObject) -
 
 
 @given(legal_graphs(sized=True))
+@pytest.mark.slow
 def test_views_of_one_storage_are_no_overlap(graph: Graph) -> None:
     found = addresses_of(graph, Allocation(dict.fromkeys(graph.tensors, (0, 8))), liveness_of(graph))
     number_of = liveness_of(graph).storages.number_of

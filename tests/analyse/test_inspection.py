@@ -15,6 +15,7 @@ from tests.support.steps import training_step
 
 
 @given(legal_graphs(sized=True))
+@pytest.mark.slow
 def test_one_peak_bounds_another(graph: Graph) -> None:
     inspection = inspection_of(Document("stow", graph))
     facts = inspection.facts

@@ -45,6 +45,7 @@ def test_no_two_live_blocks_overlap(blocks: list[Block]) -> None:
 
 
 @given(block_lists())
+@pytest.mark.slow
 def test_lanes_alone_give_a_valid_packing(blocks: list[Block]) -> None:
     assert overlapping(blocks, lanes(blocks)) is None
 
@@ -81,6 +82,7 @@ def test_what_is_there_all_along_costs_the_search_nothing() -> None:
     assert [packing.offsets[name] for name in ("p0", "p1", "p2", "x")] == [0, 10, 20, 30]
 
 
+@pytest.mark.slow
 def test_same_blocks_same_offsets() -> None:
     random = Random(3)
     blocks = [

@@ -15,6 +15,7 @@ from tests.support.graphs import legal_graphs
 
 @given(legal_graphs(sized=True))
 @settings(max_examples=100)
+@pytest.mark.slow
 def test_stays_add_up_to_the_memory_curve(graph: Graph) -> None:
     timeline = timeline_of(graph)
     assert timeline.curve_bytes().tolist() == facts_of(graph).curve_bytes.tolist()

@@ -70,6 +70,7 @@ def test_samples_are_read(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("reader", [r for r in READERS if r.FORMAT in DOCUMENTS], ids=lambda r: str(r.FORMAT))
+@pytest.mark.slow
 def test_damaged_documents(reader: Reader, dump: Callable[[str], Path]) -> None:
     text = dump(reader.FORMAT).read_text(encoding="utf-8")
     for number in range(REAL_MUTANTS):

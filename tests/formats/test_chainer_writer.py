@@ -95,6 +95,7 @@ def steps(draw: st.DrawFn) -> str:
 
 
 @given(steps(), st.sampled_from(list(SavedView)))
+@pytest.mark.slow
 def test_any_step_survives_being_written(step: str, view: SavedView) -> None:
     graph = chainer.read(step, view).graph
     assert chainer.read(chainer.write(graph), view).graph == graph

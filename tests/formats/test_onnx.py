@@ -144,6 +144,7 @@ def test_the_derived_step_has_a_gradient_for_each_parameter(
     assert inspection.facts.costs.step_macs > 2 * inspection.facts.costs.forward_macs
 
 
+@pytest.mark.slow
 def test_a_derived_step_can_be_planned(tmp_path: Path) -> None:
     path = exported(*convolutional(), tmp_path / "model")
     plan = api.planner_for(path, training=True).plan(10**9)

@@ -47,6 +47,7 @@ def stow_document(file: str) -> str:
 
 
 @given(documents())
+@pytest.mark.slow
 def test_every_document_survives_its_file(document: Document) -> None:
     text = stow.write(document)
     assert stow.recognise(text)

@@ -205,6 +205,7 @@ LAYERS = st.builds(ChainLayer, st.sampled_from([2, 3, 8]), st.booleans(), st.boo
 
 
 @given(st.lists(LAYERS, min_size=1, max_size=6), st.integers(1, 3))
+@pytest.mark.slow
 def test_edges_of_other_chains(layers: list[ChainLayer], batch: int) -> None:
     table = chain((batch, 96, 96, 3), layers)
     document = tensorflow.read(table.text())

@@ -48,6 +48,7 @@ def histories(draw: st.DrawFn) -> tuple[dict[str, Any], list[int]]:
 
 @given(histories(), st.integers(2, pickle.HIGHEST_PROTOCOL))
 @settings(max_examples=200)
+@pytest.mark.slow
 def test_the_curve_is_the_history(history: tuple[dict[str, Any], list[int]], protocol: int) -> None:
     snapshot, totals = history
     document = read(pickle.dumps(snapshot, protocol))
@@ -89,6 +90,7 @@ def test_code_is_refused_and_not_run(tmp_path: Path, protocol: int) -> None:
     assert not (tmp_path / "in").exists()
 
 
+@pytest.mark.slow
 def test_shared_values_do_not_multiply() -> None:
     """A few kilobytes that stand for ten to the eighteen events."""
     events: list[Any] = [event("alloc", 0, 1, 0, [])] * 10**3

@@ -45,6 +45,7 @@ def memory_events(path: Path) -> list[dict[str, int]]:
     return [event["args"] for event in sorted(events, key=lambda e: e["ts"]) if event["name"] == "[memory]"]
 
 
+@pytest.mark.slow
 def test_the_peak_and_the_end_are_the_profilers(trace: Path) -> None:
     inspection, events = inspection_of(read_document(trace)), memory_events(trace)
     assert inspection.facts.peak.bytes == max(event["Total Allocated"] for event in events)
@@ -80,6 +81,7 @@ def test_ops_have_phases_and_times(trace: Path) -> None:
     assert 0 < spent <= max(i.end_seconds for i in host.values())
 
 
+@pytest.mark.slow
 def test_a_history_cannot_be_planned_away(trace: Path) -> None:
     """Its ops tell no operands, so nothing in it can be made again."""
     document = read_document(trace)
@@ -91,6 +93,7 @@ def test_a_history_cannot_be_planned_away(trace: Path) -> None:
         planner.plan(peak - 1)
 
 
+@pytest.mark.slow
 def test_it_can_be_reported(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(trace), "-o", str(tmp_path / "page.html")]) == 0
     assert main(["inspect", str(trace), "--json"]) == 0

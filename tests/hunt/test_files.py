@@ -14,6 +14,7 @@ CASES = 700  # of each kind, in the suite
 
 
 @pytest.mark.parametrize("name", kinds())
+@pytest.mark.slow
 def test_damaged_files_get_typed_answers(name: str, tmp_path: Path) -> None:
     tally = batch(kinds()[name], range(CASES))
     assert tally.cases == CASES
@@ -21,6 +22,7 @@ def test_damaged_files_get_typed_answers(name: str, tmp_path: Path) -> None:
     assert not any(tally.outcomes[name][outcome] for outcome in BAD)
 
 
+@pytest.mark.slow
 def test_a_number_repeats_its_case() -> None:
     for kind in kinds().values():
         assert drawn(kind, 3) == drawn(kind, 3)

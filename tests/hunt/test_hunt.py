@@ -53,6 +53,7 @@ def _same_everywhere() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("half", range(2))
+@pytest.mark.slow
 def test_nothing_is_found_in_cases_of_every_kind(half: int) -> None:
     tally = Tally()
     for seed in SEEDS[half::2]:
@@ -62,12 +63,14 @@ def test_nothing_is_found_in_cases_of_every_kind(half: int) -> None:
     assert all(tally.traits[trait] >= least for trait, least in LEAST.items()), tally.table()
 
 
+@pytest.mark.slow
 def test_a_crash_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{Child.__module__}.judge", lambda _: os._exit(3))
     with Child() as child:
         assert [child.judge(seed).message for seed in (0, 1)] == ["exit code 3"] * 2
 
 
+@pytest.mark.slow
 def test_every_op_runs_in_eager() -> None:
     for kind in KINDS:
         loss = _loss_with(kind)
@@ -84,6 +87,7 @@ def _loss_with(kind: Kind) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.slow
 def test_a_planted_fault_is_found_and_shrinks(plant: str) -> None:
     seed, verdict = PLANTED[plant]
     case = draw_case(seed)

@@ -16,6 +16,7 @@ from stowplan.plan.plan import Plan
 from stowplan.units import parse_bytes
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.torch,
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # of the partners' own making

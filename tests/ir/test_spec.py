@@ -61,6 +61,7 @@ BROKEN = {
 
 
 @given(legal_graphs())
+@pytest.mark.slow
 def test_a_legal_graph_passes_as_itself(graph: Graph) -> None:
     assert validate(graph) is graph
 

@@ -20,6 +20,7 @@ backward fc.b: MatMul(y, W saved, x shape) -> ("x grad") adjoint_of=fc
 
 
 @given(legal_graphs())
+@pytest.mark.slow
 def test_every_legal_graph_survives_its_text(graph: Graph) -> None:
     text = format_graph(validate(graph))
     assert parse_graph(text) == graph

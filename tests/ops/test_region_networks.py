@@ -18,12 +18,14 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.slow
 def test_no_forward_op_of_a_network_is_a_barrier(name: str) -> None:
     graph = capture(*NETS[name].build("tiny")).graph
     forward = (op for op in graph.ops if op.phase is Phase.FORWARD)
     assert {reason for op in forward if (reason := regions_of(site_of(graph, op)).barrier)} == set()
 
 
+@pytest.mark.slow
 def test_what_a_tile_of_the_unet_pulls_is_all_it_needs_and_no_row_more() -> None:
     example = NETS["unet"].build("tiny", dtype=torch.float64, resolution=380, width=2)
     image, _ = example.args

@@ -114,6 +114,7 @@ def check(sample: Sample, shape: tuple[int, ...], pull_of: Pull, needs: list[Nee
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.slow
 def test_nothing_needed_lies_outside_pull(name: str) -> None:
     tally, drawn = Tally(), 0
     for sample in samples(name):
@@ -128,6 +129,7 @@ def test_nothing_needed_lies_outside_pull(name: str) -> None:
     assert exact >= AT_LEAST_EXACT.get(name, 0.999)
 
 
+@pytest.mark.slow
 def test_every_aten_op_with_a_rule_is_checked_by_some_call() -> None:
     """Those that no family draws have an example each; a new entry fails here until it has one."""
     drawn = {s.type for name in ATEN_SAMPLERS for s in islice(samples(name), SAMPLES_PER_FAMILY)}

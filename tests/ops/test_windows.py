@@ -49,6 +49,7 @@ def test_pull_is_what_the_outputs_need(window: Window, outputs: Span) -> None:
 
 
 @given(WINDOWS, SPANS)
+@pytest.mark.slow
 def test_reach_is_what_reads_the_inputs(window: Window, inputs: Span) -> None:
     readers = hull({output for output in NEARBY if needs(window, output) & set(range(*inputs))})
     reached = range(*window.reach(inputs))

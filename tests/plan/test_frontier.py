@@ -95,6 +95,7 @@ def test_two_processes_make_the_same_plan(dump: Callable[[str], Path]) -> None:
     assert len(texts) == 1
 
 
+@pytest.mark.slow
 def test_small_steps_come_within_two_per_cent_of_the_true_optimum() -> None:
     """Against a search of all schedules in the order: nearly all within 2 %, the bound never above."""
     ratios, missed = [], 0

@@ -42,6 +42,7 @@ def plan_of(model: nn.Module, *args: Tensor) -> Plan:
     return plans_of(fitted)[0]
 
 
+@pytest.mark.slow
 def test_the_same_ops_are_bitwise() -> None:
     plan = plan_of(Normed(), images(2, 3, 8, 8))
     assert plan.against_eager is not None
@@ -167,6 +168,7 @@ def test_looking_keeps_no_activations_and_stays_within_the_budget() -> None:
     assert refused.measured_peak_bytes <= tight.allowed_bytes
 
 
+@pytest.mark.slow
 def test_attention_masks_of_transformers_are_not_claimed_bitwise() -> None:
     transformers = pytest.importorskip("transformers")
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 8}

@@ -114,6 +114,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.slow
 def test_a_change_after_fit_is_seen(change: str) -> None:
     eager, planned = Step(), fitted(Step())
     assert same(eager, planned)
@@ -510,6 +511,7 @@ class Scoring(Step):
         return F.cross_entropy(scores, y), scores
 
 
+@pytest.mark.slow
 def test_a_gradient_that_was_not_planned_for_is_refused_with_the_remedy() -> None:
     def both(model: Any) -> list[Tensor | None]:
         model.zero_grad(set_to_none=True)

@@ -93,6 +93,7 @@ def test_the_table_has_all_classes() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["what"] for row in ROWS])
+@pytest.mark.slow
 def test_an_example_is_dealt_with_as_its_row_says(row: dict[str, str]) -> None:
     place, _, code = (
         row["example"].rpartition(": `") if row["example"].startswith("in ") else ("", "", row["example"])

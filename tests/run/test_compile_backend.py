@@ -110,6 +110,7 @@ def peak_bytes(run: Callable[..., object], model: nn.Module, x: Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", ["resnet50", "gpt", "moe", "hf_gpt2"])
+@pytest.mark.slow
 def test_networks_train_as_in_eager(name: str) -> None:
     model, args = NETS[name].build("tiny")
     run, twin, options = compiled(model)
@@ -119,6 +120,7 @@ def test_networks_train_as_in_eager(name: str) -> None:
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
+@pytest.mark.slow
 def test_one_budget_across_graph_breaks(share: float) -> None:
     model, x = Broken(dropout=0.1), images(2048, 16)
     eager = copy.deepcopy(model)
@@ -129,6 +131,7 @@ def test_one_budget_across_graph_breaks(share: float) -> None:
     assert 0.8 * allowed < peak_bytes(run, twin, x) <= allowed
 
 
+@pytest.mark.slow
 def test_the_first_step_is_within_the_budget_too() -> None:
     """Nobody knows then how many graphs there will be. What ops cost is known from another compilation."""
     model, x = Broken(), images(2048, 16)
@@ -143,6 +146,7 @@ def test_the_first_step_is_within_the_budget_too() -> None:
     assert [plan.projected_peak_bytes for plan in plans_for(options)] > smallest
 
 
+@pytest.mark.slow
 def test_a_model_in_one_graph_is_planned_at_once() -> None:
     model, x = Chain(), images(2048, 16)
     run, _, options = compiled(model)
@@ -150,6 +154,7 @@ def test_a_model_in_one_graph_is_planned_at_once() -> None:
     assert [plan.time_ratio for plan in plans_for(options)] == [1.0]
 
 
+@pytest.mark.slow
 def test_larger_budgets_cost_less_time() -> None:
     model, x = Broken(), images(2048, 16)
     plain = peak_bytes(model, model, x)
@@ -167,6 +172,7 @@ def test_larger_budgets_cost_less_time() -> None:
     assert seconds[0] > seconds[-1]
 
 
+@pytest.mark.slow
 def test_too_small_a_budget_says_what_others_hold() -> None:
     model, x = Broken(), images(2048, 16)
     run, _, _ = compiled(model, peak_bytes(model, model, x) // 3)
@@ -177,6 +183,7 @@ def test_too_small_a_budget_says_what_others_hold() -> None:
     assert caught.value.minimum_bytes > caught.value.allowed_bytes
 
 
+@pytest.mark.slow
 def test_gradients_of_later_graphs_are_there_when_earlier_ones_run_backward() -> None:
     """With parameters larger than activations, graphs that fit forward may not fit backward."""
     model, x = Broken(width=128), images(16, 128)
@@ -204,6 +211,7 @@ def smallest_budget(model: nn.Module, x: Tensor, allowed: int) -> int | None:
 
 
 @pytest.mark.parametrize("share", [0.95, 0.8])
+@pytest.mark.slow
 def test_results_that_the_caller_holds_count(share: float) -> None:
     model, x = BrokenWithLogits(), images(1024, 16)
     allowed = int(share * peak_bytes(model, model, x))
@@ -213,6 +221,7 @@ def test_results_that_the_caller_holds_count(share: float) -> None:
     assert peak_bytes(run, twin, x) <= allowed
 
 
+@pytest.mark.slow
 def test_modules_compiled_with_the_same_options_share_the_budget() -> None:
     """What is computed between and after them is the caller's, who reserves for it."""
     model, x = Broken(), images(2048, 16)
@@ -231,6 +240,7 @@ def test_modules_compiled_with_the_same_options_share_the_budget() -> None:
     assert peak_bytes(run, twin, x) <= allowed
 
 
+@pytest.mark.slow
 def test_two_forwards_before_their_backwards() -> None:
     model, x = Broken(), images(512, 16)
     run, twin, _ = compiled(model)
@@ -241,6 +251,7 @@ def test_two_forwards_before_their_backwards() -> None:
     assert different(trained(of_two(model), model, (x,)), trained(of_two(run), twin, (x,))) == []
 
 
+@pytest.mark.slow
 def test_a_new_shape_is_another_step() -> None:
     model = Broken(dropout=0.1)
     run, twin, _ = compiled(model)
@@ -264,6 +275,7 @@ def test_without_gradients_the_graph_itself_runs() -> None:
     assert plans_for(options) == ()
 
 
+@pytest.mark.slow
 def test_results_that_the_loss_does_not_depend_on_are_found_out() -> None:
     """At first the logits might be differentiated. Their gradient is the largest tensor, then not there."""
     model, x = WithLogits(), images(64, 8)
@@ -325,6 +337,7 @@ assert "stowplan" in sys.modules
 """
 
 
+@pytest.mark.slow
 def test_torch_finds_the_backend_by_its_name() -> None:
     """In a process that has never heard of stowplan, by the entry point that installing it leaves."""
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=False)

@@ -78,6 +78,7 @@ def peak_bytes(step: StraightStep, model: nn.Module, args: tuple[Tensor, ...]) -
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.slow
 def test_every_network_at_every_budget(name: str) -> None:
     model, args = NETS[name].build("tiny", **SETTINGS.get(name, {}))
     captured = capture(model, args)
@@ -112,6 +113,7 @@ def assert_monotone(planner: Planner) -> None:
     assert peaks == sorted(peaks)
 
 
+@pytest.mark.slow
 def test_draws_that_are_made_again_are_the_same() -> None:
     """With activations of a megabyte, a mask is dearer to keep than the generator's state."""
     model, x = Chain(dropout=0.15), images(4096, 16)
@@ -129,6 +131,7 @@ def smallest_budget(model: nn.Module, x: Tensor) -> int:
     return caught.value.minimum_bytes + 64 * 1024
 
 
+@pytest.mark.slow
 def test_a_fitted_model_is_the_model() -> None:
     model, x = Chain(), images(64, 16)
     fitted = fit(model, (x,), budget="1GiB", moves=MOVES)
@@ -137,6 +140,7 @@ def test_a_fitted_model_is_the_model() -> None:
     assert [id(p) for p in fitted.parameters()] == [id(p) for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_a_new_shape_is_planned_once() -> None:
     model = Chain(dropout=0.1)
     fitted = fit(copy.deepcopy(model), (images(64, 16),), budget="1GiB", moves=MOVES)
@@ -146,6 +150,7 @@ def test_a_new_shape_is_planned_once() -> None:
     assert len(plans_of(fitted)) == 2
 
 
+@pytest.mark.slow
 def test_another_dtype_of_the_parameters_is_another_step() -> None:
     model, x = Chain(), images(64, 16)
     fitted = fit(copy.deepcopy(model), (x,), budget="1GiB", moves=MOVES).double()
@@ -153,6 +158,7 @@ def test_another_dtype_of_the_parameters_is_another_step() -> None:
     assert different(trained(model, model, (x.double(),)), trained(fitted, fitted, (x.double(),))) == []
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_mode() -> None:
     model, args = Normed(), (images(2, 3, 8, 8),)
     fitted = fit(copy.deepcopy(model), args, budget="1GiB", moves=MOVES)
@@ -178,6 +184,7 @@ def test_without_gradients_the_plain_forward_runs() -> None:
     assert len(plans_of(fitted)) == 1
 
 
+@pytest.mark.slow
 def test_an_output_that_the_loss_does_not_depend_on() -> None:
     def of_one_head(output: object) -> Tensor:
         assert isinstance(output, dict)
@@ -212,6 +219,7 @@ def test_hooks_of_the_model_run_once_around_the_step() -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.slow
 def test_too_small_a_budget_is_refused_before_anything_runs() -> None:
     model, x = Chain(dropout=0.1), images(4096, 16)
     before, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -223,6 +231,7 @@ def test_too_small_a_budget_is_refused_before_anything_runs() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_what_is_reserved_is_left_free() -> None:
     model, x = Chain(), images(4096, 16)
     smallest = smallest_budget(model, x)

@@ -44,6 +44,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@pytest.mark.slow
 def test_autocast() -> None:
     def train(model: nn.Module) -> Training:
         def under_autocast(x: Tensor) -> object:
@@ -55,6 +56,7 @@ def test_autocast() -> None:
     assert both(train, Chain(dropout=0.1)) == []
 
 
+@pytest.mark.slow
 def test_autocast_is_another_step() -> None:
     fitted = fitted_copy(Chain(), ARGS)
     with torch.autocast("cpu", torch.bfloat16):
@@ -62,6 +64,7 @@ def test_autocast_is_another_step() -> None:
     assert len(plans_of(fitted)) == 2
 
 
+@pytest.mark.slow
 def test_grad_scaler() -> None:
     """The first scale is too large for half precision: the scaler must see the overflow and skip a step."""
 
@@ -96,10 +99,12 @@ def accumulated(model: nn.Module) -> Training:
     return state_of(model)
 
 
+@pytest.mark.slow
 def test_gradient_accumulation() -> None:
     assert both(accumulated, Chain(dropout=0.1)) == []
 
 
+@pytest.mark.slow
 def test_two_forwards_before_their_backwards() -> None:
     """Statistics are updated twice before the first backward."""
 
@@ -109,6 +114,7 @@ def test_two_forwards_before_their_backwards() -> None:
     assert both(train, Chain(dropout=0.1)) == []
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_refused() -> None:
     """A penalty on gradients that came out as constants would be left out of the gradients without a word."""
     fitted = fitted_copy(Chain(), ARGS)
@@ -116,6 +122,7 @@ def test_second_derivatives_are_refused() -> None:
         torch.autograd.grad(fitted(*ARGS), list(fitted.parameters()), create_graph=True)
 
 
+@pytest.mark.slow
 def test_what_comes_out_can_be_written_into() -> None:
     def train(model: nn.Module) -> Training:
         def with_residual(x: Tensor) -> Tensor:
@@ -129,6 +136,7 @@ def test_what_comes_out_can_be_written_into() -> None:
     assert both(train, nn.Sequential(*layers)) == []
 
 
+@pytest.mark.slow
 def test_gradients_that_are_there_already_are_reserved_for() -> None:
     model = Chain()
     fitted = fitted_copy(model, ARGS)
@@ -145,6 +153,7 @@ def test_gradients_that_are_there_already_are_reserved_for() -> None:
     assert measure(step, before=there).measured_peak_bytes <= plan.allowed_bytes + reserve
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps() -> None:
     def train(model: nn.Module) -> Training:
         losses = []
@@ -164,6 +173,7 @@ def test_evaluation_between_steps() -> None:
     assert len(plans_of(fitted)) == 1
 
 
+@pytest.mark.slow
 def test_frozen_parameters() -> None:
     def train(model: nn.Module) -> Training:
         first = trained(model, model, ARGS)
@@ -173,6 +183,7 @@ def test_frozen_parameters() -> None:
     assert both(train, Chain(dropout=0.1)) == []
 
 
+@pytest.mark.slow
 def test_state_is_saved_and_loaded(tmp_path: Path) -> None:
     """Training goes on from a file as if it had not been interrupted, between eager and fitted either way."""
     model = Chain(dropout=0.1)

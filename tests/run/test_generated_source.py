@@ -59,6 +59,7 @@ def test_parameters_may_have_any_name(names: tuple[str, str]) -> None:
     assert different(expected, trained(straight, model, args)) == []
 
 
+@pytest.mark.slow
 def test_names_of_recomputed_draws_are_our_own() -> None:
     model, args = Named("now", "draws_0"), (images(64, 8),)
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -150,6 +151,7 @@ def draws(op: OpOverload) -> bool:
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("no kernel"), KeyboardInterrupt()])
+@pytest.mark.slow
 def test_a_replayed_draw_that_fails_leaves_the_generator_where_it_was(fault: BaseException) -> None:
     class Drawing(nn.Module):
         def __init__(self) -> None:

@@ -332,6 +332,7 @@ def test_arguments_and_results_that_change_before_backward_are_noticed(which: st
             made.sum().backward()
 
 
+@pytest.mark.slow
 def test_a_plan_says_that_it_recomputes_from_what_has_changed() -> None:
     class Chain(nn.Module):
         def __init__(self) -> None:

@@ -84,6 +84,7 @@ def gradients_of(model: nn.Module, run: nn.Module, x: Tensor, incoming: Tensor) 
 
 @pytest.mark.parametrize("given", [by_rows, channels_last])
 @pytest.mark.parametrize("kind", [Gates, Convolved, Folded])
+@pytest.mark.slow
 def test_gradients_of_any_layout(
     kind: type[nn.Module], given: Callable[[], Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:

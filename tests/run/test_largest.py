@@ -64,6 +64,7 @@ def test_the_search_ends_at_the_border(slope: int, base: int, allowed: int, powe
     assert after is None or after == trial(fit.size + 1).needed_bytes
 
 
+@pytest.mark.slow
 def test_techniques_make_room(target: str) -> None:
     plain, recompute = largest_of(target, 500_000, allow=["recompute"], multiple=64, most=2000, moves=20)
     assert plain.fit is not None
@@ -75,6 +76,7 @@ def test_techniques_make_room(target: str) -> None:
     assert recompute.fit.projected_peak_bytes <= 500_000
 
 
+@pytest.mark.slow
 def test_the_verb_prints_the_table(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["fit-largest", target, "--multiple", "64", "--moves", "20", "--allow"]
     assert main([*words, "", "--budget", "500kB"]) == 0

@@ -22,6 +22,7 @@ def block(mib: int) -> Tensor:
     return torch.empty(mib * MIB, dtype=torch.uint8)
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_what_lives_at_once() -> None:
     def step() -> Tensor:
         first = block(3)
@@ -50,6 +51,7 @@ def test_what_was_there_counts_and_its_end_is_noticed() -> None:
     assert measurement.measured_curve_bytes[-1] == 3 * MIB
 
 
+@pytest.mark.slow
 def test_tensors_that_python_knows_are_found() -> None:
     gc.collect()  # what tests before have left in cycles may end at any time
     held = block(7)
@@ -113,6 +115,7 @@ print(rise, measure(step).measured_rise_bytes)
     ("net", "settings"),
     [("resnet50", {"batch": 16, "resolution": 256}), ("gpt", {"batch": 8, "sequence": 512, "dim": 128})],
 )
+@pytest.mark.slow
 def test_the_operating_system_agrees(net: str, settings: dict[str, int]) -> None:
     """Blocks of 64 KiB and more go back to the system when freed, so that its high-water mark is ours."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}

@@ -34,6 +34,7 @@ SIZES: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("name", SIZES)
+@pytest.mark.slow
 def test_a_step_swept_between_its_norms(name: str) -> None:
     model, args = NETS[name].build("tiny", device="cpu", dtype=torch.float64, seed=0, **SIZES[name])
     captured = in_order(capture(model, args))
@@ -52,6 +53,7 @@ def error_of(captured: Captured, model: nn.Module, args: tuple[Tensor, ...], swe
     return relative_error([found, *swept, *updated], [loss, *gradients, *buffers])
 
 
+@pytest.mark.slow
 def test_a_step_swept_between_its_narrow_norms() -> None:
     """What a bottleneck widens to is never whole; what is handed on is as narrow as it gets."""
     model, args = NETS["resnet50"].build(
@@ -74,6 +76,7 @@ def _normed_bytes(sweep: Sweep) -> int:
     return sweep.segment.graph.tensors[sweep.rounds[0].statistics[0].inputs[0].tensor].nbytes or 0
 
 
+@pytest.mark.slow
 def test_what_differentiating_does_not_run_again_is_not_counted() -> None:
     """Norm, activation and convolution: the convolution runs once forward, as without tiles."""
     captured = in_order(capture(*NETS["resnet50"].build("tiny")))
@@ -84,6 +87,7 @@ def test_what_differentiating_does_not_run_again_is_not_counted() -> None:
     assert extra_macs_of(segment, costs) == 0
 
 
+@pytest.mark.slow
 def test_a_graph_with_norms_collapsed_updates_every_buffer_once() -> None:
     captured = in_order(capture(*NETS["resnet50"].build("tiny")))
     graph, pricing = captured.graph, price_by_macs(captured.graph)
@@ -118,6 +122,7 @@ def test_norms_of_branches_come_side_by_side() -> None:
     assert len(stretches_between_norms(captured.graph)) == 2
 
 
+@pytest.mark.slow
 def test_a_sweep_that_runs_again_does_not_gather_again() -> None:
     """Its statistics, a few numbers, are kept: however many norms it has, it is swept once."""
     model, args = NETS["resnet50"].build(

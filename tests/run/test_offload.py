@@ -38,6 +38,7 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.slow
 def test_all_that_can_be_moved_is_the_same_to_the_bit(name: str, tier: DiskTier) -> None:
     example = NETS[name].build("tiny")
     twin = copy.deepcopy(example.model)
@@ -48,6 +49,7 @@ def test_all_that_can_be_moved_is_the_same_to_the_bit(name: str, tier: DiskTier)
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.slow
 def test_what_a_budget_moves_is_the_same_to_the_bit(name: str, tier: DiskTier) -> None:
     example = NETS[name].build("tiny")
     twin = copy.deepcopy(example.model)
@@ -64,6 +66,7 @@ def test_what_a_budget_moves_is_the_same_to_the_bit(name: str, tier: DiskTier) -
 
 
 @pytest.mark.parametrize("name", ["unet3d", "densenet121", "hf_gpt2"])
+@pytest.mark.slow
 def test_the_measured_peak_is_the_projected_one(name: str, tier: DiskTier) -> None:
     example = NETS[name].build("tiny")
     captured = capture(example.model, example.args)
@@ -87,6 +90,7 @@ def _run(step: StraightStep, args: tuple[object, ...]) -> None:
     torch.autograd.backward(loss)
 
 
+@pytest.mark.slow
 def test_fit_moves_what_it_is_allowed_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOWPLAN_SPILL", str(tmp_path))
     torch.manual_seed(0)
@@ -98,6 +102,7 @@ def test_fit_moves_what_it_is_allowed_to(tmp_path: Path, monkeypatch: pytest.Mon
     assert not different(trained(twin, twin, (images,)), trained(fitted, fitted, (images,)))
 
 
+@pytest.mark.slow
 def test_rates_are_measured_once(tmp_path: Path, tier: DiskTier) -> None:
     cache = ProbeCache(tmp_path / "findings")
     first = rates_of(tier, cache)

@@ -77,6 +77,7 @@ def test_shares_are_the_measured_ones(kind: str, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("net", ["gpt", "resnet50", "vit", "unet"])
+@pytest.mark.slow
 def test_the_peak_of_training_is_known_beforehand(net: str) -> None:
     example = NETS[net].build("tiny")
     captured = capture(*example)

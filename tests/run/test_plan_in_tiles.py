@@ -40,6 +40,7 @@ def floor_bytes(vgg: Built) -> int:
     return planner_for_captured(capture(*vgg), options=PlanOptions(moves=MOVES)).minimum_bytes
 
 
+@pytest.mark.slow
 def test_below_the_floor_of_recomputation(vgg: Built, floor_bytes: int) -> None:
     model, args = copy.deepcopy(vgg[0]), vgg[1]
     allowed = int(0.75 * floor_bytes)

@@ -16,7 +16,7 @@ from stowplan.run.parts.losses import tiled_loss
 from tests.support.nets import NETS
 from tests.support.sweeping import error_in_tiles, stretch
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 SIZES: dict[str, dict[str, int]] = {"unet": {"batch": 2, "resolution": 220}}
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from stowplan.run.fit import plans_of
 from tests.support.side_by_side import differences_at_both_ends, fitted_at_both_ends, measured_peak
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 
 def folds(x: Tensor, w: Tensor) -> Tensor:

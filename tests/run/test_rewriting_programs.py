@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.support.models import images
 from tests.support.side_by_side import differences
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "rows": lambda x: x[1:],

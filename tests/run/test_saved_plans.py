@@ -13,7 +13,7 @@ from stowplan.plan.plan import Exactness, Plan
 from stowplan.run.auto_budget import MARGIN, automatic_budget
 from stowplan.run.cost.machine import free_bytes
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 
 class Chain(nn.Module):

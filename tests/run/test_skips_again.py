@@ -32,7 +32,7 @@ from stowplan.run.tiles.swept import capture_swept
 from tests.support.nets import NETS
 from tests.support.sweeping import gradients_of, relative_error
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 Args = tuple[Tensor, ...]
 
 

@@ -24,7 +24,7 @@ from tests.support.sweeping import (
     stretch,
 )
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 EXACT = 1e-12
 
 

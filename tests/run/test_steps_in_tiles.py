@@ -11,7 +11,7 @@ from stowplan.run.planning.recapture import check_differentiable
 from tests.support.nets import NETS
 from tests.support.sweeping import gradients_of, relative_error, step_in_tiles
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
 
 def error_of_step(

@@ -14,7 +14,7 @@ from tests.support.models import Normed, Rewriting, Tied, TwoHeads, images
 from tests.support.nets import NETS
 from tests.support.side_by_side import differences
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -22,7 +22,7 @@ from stowplan.run.tiles.knee import Sweeping
 from tests.support.nets import NETS
 from tests.support.sweeping import gradients_of, relative_error
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 BACKWARD = "stowplan.sweep_backward.default"
 SEARCH = PlanOptions({"recompute", "tile"}, moves=300)
 

@@ -20,7 +20,7 @@ from stowplan.run.tiles.swept import capture_swept
 from tests.support.nets import NETS
 from tests.support.sweeping import gradients_of, in_order, relative_error, step_in_tiles, stretch, sweeps_of
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 IN_PLACE, BESIDE = "stowplan.sweep_backward_.default(", "stowplan.sweep_backward.default("
 
 

@@ -28,7 +28,7 @@ from tests.support.sweeping import (
     whole,
 )
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 EXACT = 1e-12
 
 

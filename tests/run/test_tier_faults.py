@@ -98,6 +98,7 @@ def test_a_disk_that_fills_up_in_mid_step_leaves_no_trace(full_disk: Path) -> No
     tier.close()
 
 
+@pytest.mark.slow
 def test_flipped_bytes_are_found(tmp_path: Path) -> None:
     chance = random.Random(0)
     with spilling(tmp_path) as fine:
@@ -142,6 +143,7 @@ with spilling(Path(sys.argv[1]), calls=Killing()) as fine:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_nothing_on_disk(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     ended = subprocess.run(
@@ -151,6 +153,7 @@ def test_a_killed_process_leaves_nothing_on_disk(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_nothing_grows_over_many_steps(tmp_path: Path) -> None:
     with spilling(tmp_path) as fine:
         fine.train()

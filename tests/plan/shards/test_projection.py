@@ -36,6 +36,7 @@ def projected(captured: Captured, mesh: str, network: Network = NETWORK) -> Proj
     return project(graph, found, seeds_for(graph, found), ends, Machine(), network)
 
 
+@pytest.mark.slow
 def test_more_workers_take_less_compute_and_memory_each_and_talk_more(unet: Captured) -> None:
     alone, four, many = (projected(unet, f"space={n}x{n}") for n in (1, 2, 8))
     assert alone.network_seconds == alone.sent_bytes == 0
@@ -61,6 +62,7 @@ def test_workers_that_share_a_core_compute_slower(unet: Captured) -> None:
     assert shared.network_seconds == own.network_seconds
 
 
+@pytest.mark.slow
 def test_the_mesh_chosen_is_the_fastest_that_fits(unet: Captured) -> None:
     ends = ["nll_loss2d_forward.0"]
     best = choose_mesh(unet.graph, 4, ends, Machine(), Network())

@@ -13,7 +13,7 @@ from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
 from stowplan.run.tiles.candidates import TiledCandidate
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread", "fresh_cache")]
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.usefixtures("one_thread", "fresh_cache")]
 SHAPE = (2, 6, 12, 12)
 
 

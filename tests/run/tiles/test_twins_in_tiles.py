@@ -15,7 +15,7 @@ from stowplan.plan.tiles.segment import segment_of
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.tiles.sweep import Sweep
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread", "fresh_cache")]
+pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.usefixtures("one_thread", "fresh_cache")]
 IMAGE = (1, 2, 48, 48)
 
 
