@@ -267,6 +267,7 @@ def stowplan(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *map(str, words)], capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_reader_who_leaves_early_is_no_error(small: Path) -> None:
     command = f"{sys.executable} -c 'import sys; from stowplan.cli.main import main; sys.exit(main())'"
     shell = f"set -o pipefail; {command} inspect --json {small} | true; echo $?"
@@ -290,6 +291,7 @@ def test_starting_is_fast() -> None:
     assert min(seconds) <= 0.3
 
 
+@pytest.mark.slow
 def test_a_digest_that_does_not_fit_is_told(small: Path, tmp_path: Path) -> None:
     target = tmp_path / "small.stow.json"
     assert stowplan("convert", small, target).returncode == 0

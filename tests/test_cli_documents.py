@@ -13,6 +13,7 @@ _FORWARD_ONLY = ("megengine", "tilelog")
 
 @pytest.mark.parametrize("name", [*_FORWARD_ONLY, "regiongraph"])
 @pytest.mark.parametrize("budget", ["1", "60MiB", "2.44GiB"])
+@pytest.mark.slow
 def test_every_budget_of_a_document_is_answered(
     name: str, budget: str, dump: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -27,6 +28,7 @@ def test_every_budget_of_a_document_is_answered(
 
 
 @pytest.mark.parametrize("name", [*_FORWARD_ONLY, "regiongraph"])
+@pytest.mark.slow
 def test_a_document_has_a_frontier(
     name: str, dump: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

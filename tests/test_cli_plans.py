@@ -42,6 +42,7 @@ def _json_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, objec
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_model_is_inspected_and_measured(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = _json_of(capsys, "inspect", model, "--measure", "--optimizer", "adamw")
     eager = found["eager"]

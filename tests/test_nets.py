@@ -37,6 +37,7 @@ def parameter_count(example: Example) -> int:
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.slow
 def test_every_parameter_gets_a_finite_gradient(name: str) -> None:
     loss, gradients = step(NETS[name].build("tiny"))
     assert loss.shape == ()

@@ -126,6 +126,7 @@ def test_wrong_words(
         assert part in said
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_tells_the_line_and_the_next_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -134,6 +135,7 @@ def test_a_budget_that_is_too_small_tells_the_line_and_the_next_command(
     assert "--frontier" in said
 
 
+@pytest.mark.slow
 def test_a_plan_where_a_graph_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "refused_steps:fine", "--budget", "1MiB", "-o", "fine.json"]) == 0
     capsys.readouterr()
@@ -160,6 +162,7 @@ def test_misuse_of_fit() -> None:
         stowplan.plans_of(Little())
 
 
+@pytest.mark.slow
 def test_a_shape_that_does_not_fit_is_told_when_it_comes() -> None:
     model = stowplan.fit(Little(), (torch.randn(64, 16),), budget="1MiB", moves=20)
     with pytest.raises(BudgetTooSmall) as refused:

@@ -102,6 +102,7 @@ def test_gradients_of_forward_tensors_are_those_autograd_has() -> None:
 
 
 @pytest.mark.parametrize("name", ["unet", "resnet50", "swin", "llama", "hf_t5"])
+@pytest.mark.slow
 def test_whatever_is_differentiated_has_a_gradient_of_its_shape(name: str) -> None:
     captured = capture(*NETS[name].build("tiny"))
     graph, gradients = captured.graph, captured.gradients

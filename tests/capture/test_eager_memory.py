@@ -33,6 +33,7 @@ def measured_peak(model: nn.Module, args: tuple[Tensor, ...]) -> int:
 
 
 @pytest.mark.parametrize("name", WITHOUT_WORKSPACE)
+@pytest.mark.slow
 def test_networks_whose_kernels_need_nothing_besides(name: str) -> None:
     model, args = NETS[name].build("tiny")
     projected = capture(model, args).eager.peak_bytes()
@@ -40,6 +41,7 @@ def test_networks_whose_kernels_need_nothing_besides(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.slow
 def test_no_network_needs_less_than_its_tensors(name: str) -> None:
     model, args = NETS[name].build("tiny")
     assert measured_peak(model, args) >= capture(model, args).eager.peak_bytes()

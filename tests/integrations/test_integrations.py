@@ -58,6 +58,7 @@ def test_accelerate() -> None:
     holds(plan_of(model), "9MiB")
 
 
+@pytest.mark.slow
 def test_huggingface_trainer() -> None:
     from examples.huggingface_trainer import train
 

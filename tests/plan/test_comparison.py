@@ -27,6 +27,7 @@ def side(plan: Plan) -> Side:
     return Side(timeline_of_plan(plan), plan)
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_plans(planner: Planner) -> None:
     roomy, tight = planner.plan(planner.plain_peak_bytes), planner.plan(planner.minimum_bytes)
     comparison = comparison_of(side(roomy), side(tight))

@@ -22,6 +22,7 @@ def plan(request: pytest.FixtureRequest) -> Plan:
     return planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
 
 
+@pytest.mark.slow
 def test_a_tensor_is_in_memory_where_it_is_said_to_be(plan: Plan) -> None:
     owners = [set(alive_at(plan.graph, plan.steps, number)) for number in range(len(plan.steps))]
     aliased = {tensor.alias_of for tensor in plan.graph.tensors.values()}

@@ -39,6 +39,7 @@ def unet(dump: Callable[[str], Path]) -> Planner:
 
 
 @pytest.mark.parametrize("budget", _REFERENCE)
+@pytest.mark.slow
 def test_the_unet_document_costs_no_more_than_annealing_found(unet: Planner, budget: str) -> None:
     plan = verify(unet.plan(parse_bytes(budget)))
     assert plan.projected_peak_bytes <= parse_bytes(budget)
@@ -46,6 +47,7 @@ def test_the_unet_document_costs_no_more_than_annealing_found(unet: Planner, bud
     assert plan.bound <= plan.time_ratio * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_plans_are_optimal_for_the_unet_document_where_one_cut_binds(unet: Planner) -> None:
     for budget in ("5.6GiB", "5.0GiB", "4.5GiB", "4.0GiB", "3.5GiB", "3.25GiB"):
         assert unet.plan(parse_bytes(budget)).gap < 0.001
@@ -59,6 +61,7 @@ def test_a_budget_below_the_minimum_names_it_and_what_binds(unet: Planner) -> No
     assert refusal.value.binding[0] in str(refusal.value)
 
 
+@pytest.mark.slow
 def test_more_budget_never_costs_time_and_less_never_memory(unet: Planner) -> None:
     low, high = unet.minimum_bytes, unet.plain_peak_bytes
     plans = [unet.plan(low + (high - low) * i // 19) for i in range(20)]

@@ -29,6 +29,7 @@ def shown(inspection: Inspection, *, all_notes: bool = False, encoding: str = "u
 
 @given(documents(sized=True))
 @settings(max_examples=50)
+@pytest.mark.slow
 def test_whatever_a_file_holds_is_shown_in_lines_that_fit(document: Document) -> None:
     inspection = inspection_of(document)
     lines = shown(inspection, all_notes=True).split("\n")
@@ -78,6 +79,7 @@ def test_notes_that_are_alike_are_one_line_unless_all_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["chainer", "megengine", "regiongraph", "tensorflow", "tilelog"])
+@pytest.mark.slow
 def test_every_document_has_a_report(name: str, dump: Callable[[str], Path]) -> None:
     report = shown(api.inspect(dump(name)))
     assert max(map(len, report.split("\n"))) <= 100

@@ -82,6 +82,7 @@ def test_text_stands_at_its_anchor(anchor: str, begin: float) -> None:
     assert columns[-1] - columns[0] == pytest.approx(width_of(words, 11), abs=1.5)
 
 
+@pytest.mark.slow
 def test_there_is_a_letter_for_all_that_pictures_say(dump: Dump) -> None:
     said = [
         shape.words
@@ -102,5 +103,6 @@ def test_a_browser_shows_the_pixels(dump: Dump, tmp_path: Path) -> None:
         assert page.run("[document.images[0].naturalWidth, document.images[0].naturalHeight]") == [2160, 1020]
 
 
+@pytest.mark.slow
 def test_nothing_to_show_is_a_picture_of_nothing() -> None:
     assert decoded(png_of(subject_of(Document("graph", Graph({}, ())), "empty"))).shape == (1020, 2160, 3)

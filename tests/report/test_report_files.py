@@ -59,6 +59,7 @@ def record_path(plan: Plan, tmp_path: Path) -> Path:
 
 @given(documents(sized=True))
 @settings(max_examples=40)
+@pytest.mark.slow
 def test_whatever_a_document_holds_can_be_drawn(document: Document) -> None:
     subject = subject_of(document, "any")
     page = page_of([subject])
@@ -71,6 +72,7 @@ def test_whatever_a_document_holds_can_be_drawn(document: Document) -> None:
 
 
 @pytest.mark.parametrize("suffix", OPENING)
+@pytest.mark.slow
 def test_each_suffix_writes_its_kind(
     suffix: str, plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,6 +83,7 @@ def test_each_suffix_writes_its_kind(
     assert target.read_bytes().startswith(OPENING[suffix])
 
 
+@pytest.mark.slow
 def test_the_same_thing_is_written_the_same(plan_path: Path, tmp_path: Path) -> None:
     for suffix in (".html", ".json.gz"):
         one, two = tmp_path / f"one{suffix}", tmp_path / f"two{suffix}"
@@ -153,6 +156,7 @@ def test_a_plan_is_compared_with_its_document(
     assert told["after"]["peak_bytes"] < told["before"]["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_a_record_is_shown_with_what_it_measured(record_path: Path, tmp_path: Path) -> None:
     record = record_file.read(record_path.read_text())
     assert main(["report", str(record_path), "-o", str(tmp_path / "run.html")]) == 0
@@ -166,6 +170,7 @@ def test_a_record_is_shown_with_what_it_measured(record_path: Path, tmp_path: Pa
     assert {beside["name"] for beside in subject[0]["curve"]["beside"]} == {"baseline", "measured"}
 
 
+@pytest.mark.slow
 def test_notebooks_show_plans_in_a_frame_of_their_own(plan: Plan) -> None:
     shown = show(plan)._repr_html_()
     assert shown.startswith('<iframe sandbox="allow-scripts"')

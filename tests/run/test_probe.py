@@ -46,6 +46,7 @@ def seconds_of(probed: Probed) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.slow
 def test_projected_peaks_are_the_measured_ones(name: str) -> None:
     example = NETS[name].build("tiny")
     captured = capture(*example)

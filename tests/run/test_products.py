@@ -85,6 +85,7 @@ def test_rounded_products_and_cut_channels_are_not_either() -> None:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("offset", [0.0, 100.0])
+@pytest.mark.slow
 def test_float32_is_within_twice_eagers_own_error(offset: float) -> None:
     """Also where the mean is large against the deviations."""
     found = capture(Widened(), (images(2, 2, 40, 40).requires_grad_(),))

@@ -43,6 +43,7 @@ def test_a_tensor_given_twice_is_another_call_than_two_tensors() -> None:
         assert torch.equal(fitted(*args), model(*args))
 
 
+@pytest.mark.slow
 def test_a_parameter_given_as_an_argument_is_another_call() -> None:
     model, other = Product(), torch.randn(8)
     fitted = fit(model, (model.w, other), budget=AMPLE, allow=["recompute"], moves=10)

@@ -42,6 +42,7 @@ def after_two(model: nn.Module, run: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
+@pytest.mark.slow
 def test_norms_and_draws_of_each_forward_are_its_own(rate: float) -> None:
     model, twin = Normed(rate), Normed(rate)
     fitted = lowest(twin, (images(2, 3, 16, 16),))

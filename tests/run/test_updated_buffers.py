@@ -72,6 +72,7 @@ class Buffered(nn.Module):
         views_before_and_after,
     ],
 )
+@pytest.mark.slow
 def test_readers_see_what_eager_sees(apply: Callable[[Buffered, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     assert differences_at_both_ends(Buffered(apply), (torch.randn(32, 32),), steps=3) == []
