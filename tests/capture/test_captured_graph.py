@@ -37,7 +37,7 @@ def test_ops_carry_types_attributes_scopes_and_sources() -> None:
     assert convolution.attributes["padding"] == (1, 1)
     assert convolution.attributes["groups"] == 1
     assert convolution.scope == "conv"
-    assert convolution.source.partition(":")[0].endswith("little_models.py")
+    assert convolution.source.partition(":")[0].endswith("tests/support/models.py")
 
 
 def test_missing_tensors_and_defaults_are_attributes() -> None:

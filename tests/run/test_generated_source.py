@@ -178,7 +178,7 @@ def test_a_traceback_shows_the_generated_line_and_the_module() -> None:
         straight(x)
     text = "".join(traceback.format_exception(raised.value))
     assert "aten.bernoulli" in text
-    assert "In the planned step: drop  little_models.py:" in text
+    assert "In the planned step: drop  models.py:" in text
 
 
 def test_the_text_of_a_step_goes_with_the_step() -> None:

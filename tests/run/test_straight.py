@@ -178,7 +178,7 @@ def test_arguments_of_another_shape_are_refused() -> None:
 def test_the_source_can_be_read() -> None:
     model = Normed()
     text = StraightStep(capture(model, (images(2, 3, 8, 8),)), model).source
-    assert "# conv  little_models.py:" in text
+    assert "# conv  models.py:" in text
     assert "convolution_0 = aten.convolution.default(x0, p0, p1" in text
     assert "# p0: conv.weight\n" in text
     assert "relu_0 = aten.relu_.default(" in text
