@@ -76,10 +76,11 @@ import sys
 from pathlib import Path
 from stowplan.formats import chainer
 from stowplan.plan.files import plan_file
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
 graph = chainer.read(Path(sys.argv[1]).read_text(), chainer.SavedView.RETAIN).graph
-print(plan_file.write(Planner.of(graph, price_by_macs(graph), moves=500).plan(3 * 2**30)))
+print(plan_file.write(Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=500)).plan(3 * 2**30)))
 """
 
 
