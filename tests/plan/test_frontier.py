@@ -80,7 +80,8 @@ from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
 graph = chainer.read(Path(sys.argv[1]).read_text(), chainer.SavedView.RETAIN).graph
-print(plan_file.write(Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=500)).plan(3 * 2**30)))
+planner = Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=500))
+print(plan_file.write(planner.plan(3 * 2**30)))
 """
 
 
