@@ -3,29 +3,71 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from stowplan.errors import (
+    BadInput,
+    BadUse,
+    BudgetTooSmall,
+    CaptureError,
+    IllegalPlan,
+    InvalidGraph,
+    MalformedOp,
+    MissingRule,
+    NotTileable,
+    StowplanError,
+    TensorChanged,
+    TierDamaged,
+    TierFailed,
+    TierFull,
+    TooManyWorkers,
+    WorkerLost,
+)
+
 if TYPE_CHECKING:
-    from stowplan.api import convert, explain, inspect, planner_for, read_document, read_plan
+    from stowplan.api import check, convert, explain, inspect, load_plan, planner_for, read_document
+    from stowplan.plan.options import PlanOptions
+    from stowplan.plan.plan import Plan
     from stowplan.run.fit import fit, plans_of
     from stowplan.run.shards.fit import choices_of, shards_of
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BadInput",
+    "BadUse",
+    "BudgetTooSmall",
+    "CaptureError",
+    "IllegalPlan",
+    "InvalidGraph",
+    "MalformedOp",
+    "MissingRule",
+    "NotTileable",
+    "Plan",
+    "PlanOptions",
+    "StowplanError",
+    "TensorChanged",
+    "TierDamaged",
+    "TierFailed",
+    "TierFull",
+    "TooManyWorkers",
+    "WorkerLost",
     "__version__",
+    "check",
     "choices_of",
     "convert",
     "explain",
     "fit",
     "inspect",
+    "load_plan",
     "planner_for",
     "plans_of",
     "read_document",
-    "read_plan",
     "shards_of",
 ]
 
 # Looked up when first asked for: importing stowplan is quick, and only what runs models brings torch.
 _HOMES = {
+    "Plan": "stowplan.plan.plan",
+    "PlanOptions": "stowplan.plan.options",
     "fit": "stowplan.run.fit",
     "plans_of": "stowplan.run.fit",
     "choices_of": "stowplan.run.shards.fit",
@@ -37,3 +79,7 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'stowplan' has no attribute {name!r}")
     return getattr(import_module(_HOMES.get(name, "stowplan.api")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -18,7 +18,8 @@ from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import price_by_macs, price_by_profile
 from stowplan.plan.record import Record
 from stowplan.plan.select import Selector, planner_of
-from stowplan.plan.tiles.beside import our_tiles
+from stowplan.plan.technique import is_installed
+from stowplan.plan.tile_map import DOCUMENT_TILES, TileMap
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -41,11 +42,11 @@ __all__ = [
     "explain_tiled",
     "inspect",
     "inspect_step",
+    "load_plan",
     "names_a_function",
     "our_tiles",
     "planner_for",
     "read_document",
-    "read_plan",
 ]
 
 TARGET_HELP = "a graph file, or a function in a Python module that returns (model, args[, loss])"
@@ -107,6 +108,11 @@ def convert(
     return document
 
 
+def our_tiles(document: Document) -> TileMap | None:
+    """Tiles for the network of a file that has a tile schedule; None if there is none, or nothing fits."""
+    return DOCUMENT_TILES.of("tile")(document) if document.tiles and is_installed("tile") else None
+
+
 def names_a_function(target: str | Path) -> bool:
     """Whether a word of the command line is MODULE:FUNCTION rather than a file."""
     module, colon, function = str(target).rpartition(":")
@@ -164,7 +170,7 @@ def check(
     return run_check(load_target(target), planning, steps=steps)
 
 
-def read_plan(path: str | Path) -> Plan:
+def load_plan(path: str | Path) -> Plan:
     """Read a plan that `stowplan plan -o` wrote, and check that it is legal for its graph."""
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -334,13 +334,13 @@ def _sealed_kinds() -> Iterator[Kind]:
     plans = tuple(_plan_texts())
     sealed = _on_text(damaged_sealed)
 
-    def read_plan(data: bytes, _: Path) -> object:
+    def load_plan(data: bytes, _: Path) -> object:
         return plan_file.read(decoded(data))
 
     def read_record(data: bytes, _: Path) -> object:
         return record_file.read(decoded(data))
 
-    yield Kind("plan", tuple(map(str.encode, plans)), read_plan, sealed, _OF_PLANS)
+    yield Kind("plan", tuple(map(str.encode, plans)), load_plan, sealed, _OF_PLANS)
     worst = (Difference("w", 1e-9, 1.0, 1e-6),)
     record = Record(plan_file.read(plans[0]), "cpu", (0, 64, 0), (0.0, 0.5, 1.0), 1.5, 128, 1.25, worst)
     yield Kind("record", (record_file.write(record).encode(),), read_record, sealed, _SHOWN)

@@ -73,7 +73,7 @@ def test_a_damaged_plan_is_made_again(folder: Path) -> None:
 def test_a_saved_plan_runs(tmp_path: Path) -> None:
     (plan,) = stowplan.plans_of(fitted())
     (tmp_path / "plan.json").write_text(plan_file.write(plan))
-    model = fitted(plan=stowplan.read_plan(tmp_path / "plan.json"))
+    model = fitted(plan=stowplan.load_plan(tmp_path / "plan.json"))
     assert stowplan.plans_of(model) == (plan,)
     x = torch.randn(128, 16)
     plain = Chain()
@@ -164,7 +164,7 @@ def test_a_plan_with_tiles_comes_back(folder: Path, monkeypatch: pytest.MonkeyPa
     (plan,) = stowplan.plans_of(first)
     (path,) = folder.iterdir()
     monkeypatch.setattr("stowplan.run.fit.plan_step", None)
-    for again in (tiled(), tiled(plan=stowplan.read_plan(path))):
+    for again in (tiled(), tiled(plan=stowplan.load_plan(path))):
         assert stowplan.plans_of(again) == (plan,)
         again.load_state_dict(first.state_dict())
         first.zero_grad()

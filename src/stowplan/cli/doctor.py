@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from stowplan import __version__
 from stowplan.cli.patience import a_word_after_two_seconds
-from stowplan.errors import TierFailed
+from stowplan.errors import BadUse, TierFailed
 
 Findings: TypeAlias = dict[str, dict[str, object]]
 
@@ -83,6 +83,8 @@ def _disk() -> dict[str, object] | str:
 
     try:
         folder, tier = disk_here()
+    except BadUse as fault:
+        return str(fault)
     except (TierFailed, OSError) as fault:
         return f"{fault}; STOWPLAN_SPILL=FOLDER names another place"
     return {

@@ -15,7 +15,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Explain one tensor, or the plan as a whole."""
-    plan = api.read_plan(arguments.plan)
+    plan = api.load_plan(arguments.plan)
     if arguments.tensor is None:
         _print_plan(plan, arguments)
     elif tiled := api.explain_tiled(plan, arguments.tensor):

@@ -14,6 +14,7 @@ from io import TextIOWrapper
 
 from stowplan import __version__
 from stowplan.errors import BadUse, BudgetTooSmall, StowplanError
+from stowplan.plan.technique import is_installed
 
 INTERNAL_ERROR = 3
 TRACEBACK = "STOWPLAN_TRACEBACK"
@@ -32,6 +33,10 @@ VERBS = {
     "doctor": "say what is installed, what this machine has, and what is usable here",
     "convert": "write what is in a file in another format",
 }
+
+
+if not is_installed("mesh"):
+    del VERBS["simulate"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,11 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
+from stowplan.errors import BadUse
 from stowplan.ir import Graph, Phase
 from stowplan.plan.decision import Decision, Step
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tile_map import TileMap
+from stowplan.units import format_bytes
 
 
 class Exactness(StrEnum):
@@ -34,7 +37,7 @@ class AgainstEager:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """A schedule for one budget.
 
@@ -58,6 +61,33 @@ class Plan:
     extra_macs: int
     tile_maps: tuple[TileMap, ...] = ()
     against_eager: AgainstEager | None = None  # None: the plan is of a graph, which no model stands behind
+
+    def __repr__(self) -> str:
+        """Its figures in one line; the steps are thousands."""
+        budget, peak = format_bytes(self.allowed_bytes), format_bytes(self.projected_peak_bytes)
+        return f"<Plan for {budget}: peak {peak}, {self.time_ratio:.3f} x eager's time, {self.exactness}>"
+
+    def _repr_html_(self) -> str:
+        """The same figures as a small table, for notebooks."""
+        rows = (
+            ("budget", format_bytes(self.allowed_bytes)),
+            ("projected peak", format_bytes(self.projected_peak_bytes)),
+            ("peak without a plan", format_bytes(self.plain_peak_bytes)),
+            ("time", f"{self.time_ratio:.3f} x eager"),
+            ("gradients", str(self.exactness)),
+        )
+        return (
+            f"<table>{''.join(f'<tr><th>{name}</th><td>{value}</td></tr>' for name, value in rows)}</table>"
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, from which `stowplan.load_plan` reads it."""
+        from stowplan.plan.files import plan_file
+
+        try:
+            Path(path).write_text(plan_file.write(self), encoding="utf-8")
+        except OSError as fault:
+            raise BadUse(f"{path} cannot be written: {fault.strerror or fault}") from fault
 
     @property
     def is_tiled(self) -> bool:

@@ -1,9 +1,12 @@
 """TileMap: a segment and its tiles as a reader of a plan wants to see them, level by level."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from stowplan.analyse.tile_costs import Levels
+from stowplan.ir import Document
 from stowplan.plan.decision import Tile
+from stowplan.plan.technique import Socket
 
 Shape = tuple[int, ...]
 
@@ -57,3 +60,10 @@ class TileMap:
 def tiled_inside(sweep: str, parts: Shape, inside: Iterable[str]) -> dict[str, Tile]:
     """What is decided about the tensors inside of a sweep, whose names the plan's graph may have as well."""
     return {f"{sweep}/{name}": Tile(sweep, parts) for name in inside}
+
+
+TILE_LEVELS: Socket[Callable[[TileMap, int | None], Levels]] = Socket("plan", "tile")
+"""The Rects of some tiles of a map, level by level, for pictures."""
+
+DOCUMENT_TILES: Socket[Callable[[Document], TileMap | None]] = Socket("plan", "tile")
+"""Tiles for the network of a file that has a tile schedule, to compare with the file's."""

@@ -7,6 +7,7 @@ planned once; after that the plan's own code runs, as long as its guard holds.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -307,6 +308,7 @@ class Fitting:
     def _plan_once(
         self, kind: object, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Planned:
+        begun = time.perf_counter()
         refuse_shards(model)
         plain = with_forward(model, self.own_forward or _model_class(model).forward)
         observation = Observation(plain)
@@ -317,7 +319,10 @@ class Fitting:
         beside = _constant_bytes(captured.program)
         with _beside(beside, "tensors that are attributes, globals or written out"):
             found = self._planned_step(subject, self.allowed_bytes - beside)
-        return Planned(kind, replace(found, plan=compared(found.plan, subject)), dependencies)
+        plan = compared(found.plan, subject)
+        name, seconds = _model_class(model).__name__, time.perf_counter() - begun
+        _LOGGER.info("planned %s: %r, in %.1f s", name, plan, seconds)
+        return Planned(kind, replace(found, plan=plan), dependencies)
 
     def _planned_step(self, subject: Subject, allowed_bytes: int) -> PlannedStep:
         if self.given is not None and not self.planned:

@@ -10,7 +10,7 @@ from stowplan.plan.shards.plan import shard_plan
 from stowplan.plan.shards.projection import Network
 from stowplan.plan.shards.relayout import Relayout, State, choose_layouts
 from stowplan.plan.shards.seeds import seeds_for
-from stowplan.plan.shards.text import read_plan, write_sheet
+from stowplan.plan.shards.text import load_plan, write_sheet
 from tests.support.nets import unet
 
 MESH = parse_mesh("space=2")
@@ -34,7 +34,7 @@ def test_stages_are_gathered_where_messages_cost_more_than_they_save() -> None:
     fixed = [projection.step_seconds for projection in found.alike.values()]
     assert set(found.states.values()) == {State.FOLLOW, State.GATHER}
     assert found.projection.step_seconds < min(fixed)
-    assert read_plan(write_sheet(found.plan), captured.graph, ENDS) == found.plan
+    assert load_plan(write_sheet(found.plan), captured.graph, ENDS) == found.plan
     with pytest.raises(BudgetTooSmall) as refused:
         chosen(captured, allowed_bytes=1000)
     assert refused.value.minimum_bytes <= found.projection.peak_bytes

@@ -14,7 +14,7 @@ from stowplan.plan.shards.mesh import Axis, Mesh, parse_mesh
 from stowplan.plan.shards.plan import ShardPlan, outline_plan, shard_plan
 from stowplan.plan.shards.scale import mesh_traffic
 from stowplan.plan.shards.seeds import seeds_for
-from stowplan.plan.shards.text import read_plan, sheet_of, write_sheet
+from stowplan.plan.shards.text import load_plan, sheet_of, write_sheet
 from stowplan.plan.shards.traffic import traffic_of
 from tests.support.nets import gpt, resnet, unet, unet3d, vit
 from tests.support.nets.net import Net
@@ -106,7 +106,7 @@ def test_four_places_tell_the_traffic_of_a_long_even_axis(mesh: str) -> None:
 def test_region_text_of_four_workers_reads_back_into_the_same_plan() -> None:
     captured, plan = plan_of(*CASES[0])
     text = write_sheet(plan)
-    assert read_plan(text, captured.graph, ends_of(captured)) == plan
+    assert load_plan(text, captured.graph, ends_of(captured)) == plan
     assert text.count("read_rect=") == 4 * len(plan.layouts)
 
 
@@ -118,11 +118,11 @@ def test_region_text_that_does_not_follow_from_the_graph_is_refused() -> None:
     less = halo.replace(str(high), str([*high[:3], high[3] - 1]))
     assert halo in text
     with pytest.raises(IllegalPlan, match=r"worker 0 .*'args\.0'"):
-        read_plan(text.replace(halo, less, 1), captured.graph, ends_of(captured))
+        load_plan(text.replace(halo, less, 1), captured.graph, ends_of(captured))
     with pytest.raises(BadInput, match="4 low and 3 high"):
-        read_plan(text.replace(halo, halo.replace(str(high), str(high[:3])), 1), captured.graph, [])
+        load_plan(text.replace(halo, halo.replace(str(high), str(high[:3])), 1), captured.graph, [])
     with pytest.raises(BadInput, match="3 workers"):
-        read_plan(text[: text.index("worker 3")], captured.graph, ends_of(captured))
+        load_plan(text[: text.index("worker 3")], captured.graph, ends_of(captured))
 
 
 @pytest.mark.parametrize("text", ["data", "data=", "data=two", "da ta=2", "data=0", "space=2:0"])

@@ -109,7 +109,7 @@ class _Reading:
         return Sheet(self._mesh, tuple(map(Regions, self._tensors, self._ops)))
 
 
-def read_plan(text: str, graph: Graph, ends: Sequence[str]) -> ShardPlan:
+def load_plan(text: str, graph: Graph, ends: Sequence[str]) -> ShardPlan:
     """The plan of a graph that region text describes; IllegalPlan if the graph cannot have these rects."""
     sheet = read_sheet(text)
     inputs = [name for name, tensor in graph.tensors.items() if tensor.kind is Kind.INPUT]

@@ -1,4 +1,4 @@
-"""Tiles plug in here: candidates for a graph of which nothing but its file is known.
+"""Tiles plug in here: candidates for a graph of which nothing but its file is known, and tiles to look at.
 
 Sweeps are priced by the region algebra.
 """
@@ -9,9 +9,15 @@ from stowplan.ir import Graph, Phase
 from stowplan.plan.candidate import GRAPH_CANDIDATES, Baseline, Candidate, Refusals
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.pricing import Pricing
+from stowplan.plan.tile_map import DOCUMENT_TILES, TILE_LEVELS
+from stowplan.plan.tiles.beside import our_tiles
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.by_sample import sample_candidates
 from stowplan.plan.tiles.collapsed import stage_candidates, whole_candidates
+from stowplan.plan.tiles.levels import levels_of
+
+TILE_LEVELS.register("tile")(levels_of)
+DOCUMENT_TILES.register("tile")(our_tiles)
 
 
 @GRAPH_CANDIDATES.register("tile")

@@ -6,8 +6,7 @@ from stowplan.analyse.tile_costs import Level, Read, backward_levels, forward_le
 from stowplan.geometry import Point, Rect
 from stowplan.ir import Document, TileSchedule
 from stowplan.plan.plan import Plan
-from stowplan.plan.tile_map import TileMap
-from stowplan.plan.tiles.levels import levels_of
+from stowplan.plan.tile_map import TILE_LEVELS, TileMap
 from stowplan.report.page.columns import Columns
 from stowplan.report.page.subject import Subject
 from stowplan.units import format_bytes, format_count
@@ -36,7 +35,7 @@ def _all(maps: Sequence[TileMap]) -> Iterator[TileMap]:
 
 def _of_map(plan: Plan, tiled: TileMap) -> Columns:
     """A sweep of a plan. Backward recomputes each tile and differentiates it, on the same rects."""
-    levels = levels_of(tiled, most=max(1, _MOST_LEVELS // max(1, len(tiled.levels))))
+    levels = TILE_LEVELS.of("tile")(tiled, max(1, _MOST_LEVELS // max(1, len(tiled.levels))))
     macs = round(sum(level.macs * level.work for level in tiled.levels))
     untiled = sum(level.macs for level in tiled.levels)
     largest = format_bytes(tiled.backward_peak_bytes)

@@ -8,7 +8,7 @@ import torch
 from stowplan.plan.pricing import Machine
 from stowplan.plan.tier import Tier
 from stowplan.run.cost.machine import free_bytes, measure_machine, platform_of
-from stowplan.run.offload.disk import DiskTier, user_folder
+from stowplan.run.step.tier import DISKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,7 @@ def disk_here() -> tuple[str, Tier]:
 
     Raises TierFailed or OSError where nothing can be written.
     """
-    tier = DiskTier()
-    try:
-        return str(user_folder()), tier.described()
-    finally:
-        tier.close()
+    return DISKS.of("offload")()
 
 
 def threads_here() -> int:

@@ -4,9 +4,10 @@ from functools import cache
 
 import torch
 
-from stowplan.run.offload.disk import DiskTier
+from stowplan.plan.tier import Tier
+from stowplan.run.offload.disk import DiskTier, user_folder
 from stowplan.run.offload.host import HostTier
-from stowplan.run.step.tier import TIERS, LiveTier
+from stowplan.run.step.tier import DISKS, TIERS, LiveTier
 
 
 @TIERS.register("offload")
@@ -14,3 +15,13 @@ from stowplan.run.step.tier import TIERS, LiveTier
 def tier_of(device: torch.device) -> LiveTier:
     """The host's memory for an accelerator, the user's disk for a CPU."""
     return DiskTier() if device.type == "cpu" else HostTier(device)
+
+
+@DISKS.register("offload")
+def disk_here() -> tuple[str, Tier]:
+    """The folder of spill files and its disk as a tier, measured now or on an earlier day."""
+    tier = DiskTier()
+    try:
+        return str(user_folder()), tier.described()
+    finally:
+        tier.close()

@@ -1,11 +1,14 @@
 """LocalCall: one op of one tile as a call on the parts of its inputs that it needs."""
 
+from ast import literal_eval
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from stowplan import ir
 from stowplan.capture import Call, Ref
 from stowplan.capture.schema import bound_arguments
 from stowplan.geometry import Rect
@@ -125,3 +128,16 @@ def filled_in(value: object, parts: Sequence[Tensor | None]) -> object:
             return [item for item in filled if isinstance(item, Tensor)]
         case _:
             return value
+
+
+def empty_like_described(tensor: ir.Tensor, device: torch.device) -> Tensor:
+    """Room for a tensor, laid out as it was when captured if that leaves no gaps."""
+    shape, dtype = shape_of(tensor), getattr(torch, str(tensor.dtype))
+    if tensor.layout:
+        stride: tuple[int, ...] = literal_eval(tensor.layout)
+        order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+        dense = torch.empty([shape[dim] for dim in order], dtype=dtype, device=device)
+        laid_out = dense.permute([order.index(dim) for dim in range(len(shape))])
+        if laid_out.stride() == stride:
+            return laid_out
+    return torch.empty(shape, dtype=dtype, device=device)

@@ -11,8 +11,7 @@ from stowplan.ir import Shape
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
 from stowplan.plan.shards.cells import Cells
-from stowplan.run.parts.part import Index, index_of
-from stowplan.run.tiles.sweep import empty_like_described
+from stowplan.run.parts.part import Index, empty_like_described, index_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,9 @@ class LiveTier(Protocol):
 TIERS: Socket[Callable[[torch.device], LiveTier]] = Socket("run", "offload")
 """Which tier a device's tensors go to."""
 
+DISKS: Socket[Callable[[], tuple[str, Tier]]] = Socket("run", "offload")
+"""The folder of spill files and its disk as a tier."""
+
 
 def tier_for(device: torch.device) -> LiveTier:
     """The tier for a device, one for all steps of the process."""

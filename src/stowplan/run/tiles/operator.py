@@ -12,7 +12,8 @@ from torch import Tensor
 
 from stowplan.capture.program import handle_of
 from stowplan.ops.table import shape_of
-from stowplan.run.tiles.sweep import Sweep, empty_like_described
+from stowplan.run.parts.part import empty_like_described
+from stowplan.run.tiles.sweep import Sweep
 
 
 def call_sweep(sweep: Sweep, inputs: list[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:

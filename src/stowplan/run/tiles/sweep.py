@@ -6,7 +6,6 @@ round of their own before the tiles that need them; backward, they are inputs li
 add up over the tiles and are then handed on to what they were gathered of, in the rounds' reverse order.
 """
 
-from ast import literal_eval
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from stowplan.plan.tiles.segment import Segment
 from stowplan.plan.tiles.streams import Stream, tiles_before
 from stowplan.plan.tiles.succession import successors
 from stowplan.run.parts.losses import TiledLoss, tiled_loss
+from stowplan.run.parts.part import empty_like_described
 from stowplan.run.tiles.gathering import Gathering, gathering_of
 from stowplan.run.tiles.local import LocalStep, local_step
 from stowplan.run.tiles.sums import Sums, differentiate, differentiating
@@ -283,19 +283,6 @@ def _seeds(
         if name in tile.reads:
             sums.clear(name, tile.reads[name])
     return seeds
-
-
-def empty_like_described(tensor: Described, device: torch.device) -> Tensor:
-    """Room for a tensor, laid out as it was when captured if that leaves no gaps."""
-    shape, dtype = shape_of(tensor), getattr(torch, str(tensor.dtype))
-    if tensor.layout:
-        stride: tuple[int, ...] = literal_eval(tensor.layout)
-        order = sorted(range(len(shape)), key=lambda dim: -stride[dim])
-        dense = torch.empty([shape[dim] for dim in order], dtype=dtype, device=device)
-        laid_out = dense.permute([order.index(dim) for dim in range(len(shape))])
-        if laid_out.stride() == stride:
-            return laid_out
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _local_round(of_round: Round, calls: Mapping[str, Call], known: Mapping[str, Gathering]) -> LocalRound:
