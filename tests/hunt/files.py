@@ -57,7 +57,7 @@ from .structured import (
 )
 
 SAMPLES = Path(__file__).parents[1] / "formats" / "samples"
-MOST_SECONDS = 5.0  # of a busy processor, for reading or for one thing that is done with what was read
+MOST_SECONDS = 2.0  # of the processor, for reading or for one thing that is done with what was read
 MOST_BYTES = 2**30  # above what the process has when it begins
 GOOD = ("refused", "accepted")
 BAD = ("untyped", "slow", "large", "unplaced", "touched")

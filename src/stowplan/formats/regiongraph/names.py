@@ -120,13 +120,15 @@ def _longest_name(keys: Sequence[str], by_key: dict[str, Entry]) -> tuple[int, E
 
 _SHORTEST_KEY = 6  # shorter keys are too near to each other to be told apart once damaged
 _WORST = 0.35  # edits per readable character beyond which a word is debris
-_MOST_GUESSES = 250
+_MOST_GUESSES, _MOST_WORDS = 250, 600  # long words, and all: short ones may be parts of a name
 _READ_LAYER = re.compile(rf"(?:update_)?(L{NUMBER})\b")
 
 
 def claim_damaged(names: Names, rests: Sequence[Rest]) -> list[Words]:
     """Claim the names that `rests` can be read as; returns the words that are none."""
-    if sum(len(key_of(word)) >= _SHORTEST_KEY for rest in rests for word in rest.words) > _MOST_GUESSES:
+    words = [word for rest in rests for word in rest.words]
+    long = sum(len(key_of(word)) >= _SHORTEST_KEY for word in words)
+    if long > _MOST_GUESSES or len(words) > _MOST_WORDS:
         where = f"line {rests[0].line}"
         raise BadInput(f"more than {_MOST_GUESSES} words from here on are unreadable", where=where)
     if not rests:
