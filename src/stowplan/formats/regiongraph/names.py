@@ -126,9 +126,9 @@ _READ_LAYER = re.compile(rf"(?:update_)?(L{NUMBER})\b")
 
 def claim_damaged(names: Names, rests: Sequence[Rest]) -> list[Words]:
     """Claim the names that `rests` can be read as; returns the words that are none."""
-    words = [word for rest in rests for word in rest.words]
-    long = sum(len(key_of(word)) >= _SHORTEST_KEY for word in words)
-    if long > _MOST_GUESSES or len(words) > _MOST_WORDS:
+    unread = [word for rest in rests for word in rest.words]
+    long = sum(len(key_of(word)) >= _SHORTEST_KEY for word in unread)
+    if long > _MOST_GUESSES or len(unread) > _MOST_WORDS:
         where = f"line {rests[0].line}"
         raise BadInput(f"more than {_MOST_GUESSES} words from here on are unreadable", where=where)
     if not rests:
