@@ -26,7 +26,16 @@ autodoc_typehints_format = "short"
 maximum_signature_line_length = 140
 
 CONTENTS = {
-    "Use": ("repository/README", "tutorial", "how-to", "shards", "report", "limits", "reference"),
+    "Use": (
+        "repository/README",
+        "tutorial",
+        "how-to",
+        "shards",
+        "report",
+        "limits",
+        "reference",
+        "public-names",
+    ),
     "Understand": ("concepts", "glossary", "design", "decisions/index", "benchmarks", "security"),
     "Work on it": ("repository/CONTRIBUTING", "adding-a-reader", "adding-an-op-rule", "repository/CHANGELOG"),
 }

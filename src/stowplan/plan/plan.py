@@ -1,4 +1,4 @@
-"""Plan: a graph, a budget, what was decided and why it fits. Frozen; made by `make_plan`."""
+"""Plan: a graph, a budget, the decisions and the proof that it fits. Frozen; made by a `Planner`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,12 +39,11 @@ class AgainstEager:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """A schedule for one budget.
+    """A schedule for one budget, with the figures that show that it fits.
 
-    Bytes count everything alive during the step but constants. `decisions` are by the tensor that owns a
-    storage, for all forward tensors that the backward half needs or that are made again for it. With tiles,
-    `graph` has sweeps in place of the segments that `tile_maps` tell of, and `decisions` are also by the
-    tensors inside of these.
+    Bytes count everything alive during the step except constants. `decisions` has an entry for the owner of
+    each storage of the forward half that backward needs, or that is recomputed for it. With tiles, `graph`
+    has sweeps in place of segments, `tile_maps` describes them, and `decisions` also has the tensors inside.
     """
 
     graph: Graph
