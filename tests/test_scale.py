@@ -16,7 +16,7 @@ from tests.support.steps import training_step
 from tests.support.timing import timed
 
 SIZES = (1_000, 10_000, 100_000)
-SECONDS_ALLOWED = 10.0
+SECONDS_ALLOWED, PARSES_ALLOWED = 10.0, 10.0  # the second on slow machines: measured 5 to 6
 BYTES_ALLOWED = 2 * 2**30
 NOISE = 3.0  # how much slower a run may be because the machine is busy
 
@@ -27,12 +27,17 @@ import json, re, sys, time
 from pathlib import Path
 from stowplan.analyse import facts_of
 from stowplan.formats import stow
+text = Path(sys.argv[1]).read_text(encoding="utf-8")
 begin = time.process_time()
-document = stow.read(Path(sys.argv[1]).read_text(encoding="utf-8"))
+document = stow.read(text)
 facts = facts_of(document.graph)
 seconds = time.process_time() - begin
 peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-print(json.dumps({"ops": len(facts.curve_bytes), "seconds": seconds, "peak_bytes": peak}))
+begin = time.process_time()
+json.loads(text)
+parsing = time.process_time() - begin
+figures = {"ops": len(facts.curve_bytes), "seconds": seconds, "json_seconds": parsing, "peak_bytes": peak}
+print(json.dumps(figures))
 """
 
 
@@ -42,6 +47,7 @@ class Measured:
 
     ops: int
     seconds: float
+    json_seconds: float  # Python's own parser on the same file, which is as slow as the machine
     peak_bytes: int
 
 
@@ -62,7 +68,7 @@ def test_time_and_memory_grow_like_the_graph(tmp_path: Path, capsys: pytest.Capt
         for run in runs:
             print(f"\n{run.ops:>7,} ops: {run.seconds:6.2f} s, {run.peak_bytes / 2**20:6.0f} MiB", end="")
     assert [run.ops for run in runs] == pytest.approx(SIZES, rel=0.01)
-    assert runs[-1].seconds <= SECONDS_ALLOWED
+    assert runs[-1].seconds <= max(SECONDS_ALLOWED, PARSES_ALLOWED * runs[-1].json_seconds)
     assert runs[-1].peak_bytes <= BYTES_ALLOWED
     for fewer, more in pairwise(runs):
         assert more.seconds <= NOISE * fewer.seconds * growth(fewer.ops, more.ops)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Captured
@@ -39,7 +40,19 @@ class Binding:
         """All of them by id, for a call with these arguments."""
         found = {name: table[attribute] for name, (table, attribute) in self._homes.items()}
         found.update((name, owner[key]) for name, (owner, key) in self._found.items())
-        return {**found, **self._constants, **self._inputs(args, kwargs)}
+        found |= {**self._constants, **self._inputs(args, kwargs)}
+        self._refuse_unwritable(found)
+        return found
+
+    def _refuse_unwritable(self, found: Mapping[str, Tensor]) -> None:
+        """The step writes updates in place; a forward in inference mode leaves tensors that forbid that."""
+        for name in self._program.updates:
+            if found[name].is_inference() and not torch.is_inference_mode_enabled():
+                known = self._program.buffers.get(name, (name,))[0]
+                raise BadUse(
+                    f"{known!r} was made in inference mode, and the planned step writes into it: replace it by"
+                    " its clone(), or call the model under torch.no_grad() instead"
+                )
 
     def _inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
         leaves, spec = flatten(args, kwargs)
