@@ -50,8 +50,8 @@ class Binding:
             if found[name].is_inference() and not torch.is_inference_mode_enabled():
                 known = self._program.buffers.get(name, (name,))[0]
                 raise BadUse(
-                    f"{known!r} was made in inference mode, and the planned step writes into it: replace it by"
-                    " its clone(), or call the model under torch.no_grad() instead"
+                    f"{known!r} was made in inference mode, and the planned step writes into it: replace it"
+                    " by its clone(), or call the model under torch.no_grad() instead"
                 )
 
     def _inputs(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
