@@ -91,7 +91,7 @@ def _budget_exceeded() -> Iterator[None]:
         beyond = plan_within(planner, allowed_bytes + allowed_bytes // 4)
         return replace(beyond, allowed_bytes=within.allowed_bytes)
 
-    with patch("stowplan.run.tiles.candidates.plan_within", larger):
+    with patch("stowplan.run.planning.planner.plan_within", larger):
         yield
 
 

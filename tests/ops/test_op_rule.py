@@ -52,7 +52,7 @@ def test_one_call_makes_a_barrier_an_op_that_tiles(site: Site) -> None:
 def test_regions_alone_do_not_tile_an_op_of_pytorch(site: Site) -> None:
     """What the door adds: the table of regions alone leaves the op refused."""
     rules.entry(BLUR)(blur)
-    assert "has no form" in refusal_of(site)(Part(0, PART, pull(site, PART)))
+    assert "has no kernel for a part" in refusal_of(site)(Part(0, PART, pull(site, PART)))
 
 
 def test_a_second_answer_raises_and_leaves_no_half() -> None:

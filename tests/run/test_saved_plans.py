@@ -163,7 +163,7 @@ def test_a_plan_with_tiles_comes_back(folder: Path, monkeypatch: pytest.MonkeyPa
     first = tiled()
     (plan,) = stowplan.plans_of(first)
     (path,) = folder.iterdir()
-    monkeypatch.setattr("stowplan.run.fit.plan_step", None)
+    monkeypatch.setattr("stowplan.run.planning.plan_cache.plan_step", None)
     for again in (tiled(), tiled(plan=stowplan.load_plan(path))):
         assert stowplan.plans_of(again) == (plan,)
         again.load_state_dict(first.state_dict())

@@ -96,3 +96,28 @@ def test_numbers_drawn_into_a_part_are_eagers() -> None:
     expected = model(x)
     torch.manual_seed(1)
     assert torch.equal(fitted(x), expected)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4))
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return (x * self.weight / self.count).sum()
+
+
+def test_a_buffer_from_inference_mode_is_refused_by_name() -> None:
+    """The planned step writes updates in place, which such tensors forbid."""
+    x = torch.randn(3, 4)
+    fitted = stowplan.fit(Counting(), (x,), budget="1GiB", allow=("recompute",), moves=3)
+    fitted(x).backward()
+    with torch.inference_mode():
+        fitted(x)
+    with pytest.raises(stowplan.BadUse, match=r"'count' was made in inference mode.*clone"):
+        fitted(x)
+    fitted.count = fitted.count.clone()
+    assert torch.equal(fitted(x), (x * fitted.weight / 3).sum())
