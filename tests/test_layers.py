@@ -32,6 +32,7 @@ LAYERS = (
     ("api",),
     ("integrations",),
     ("cli",),
+    ("__main__",),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 TORCH_PARTS = ("capture", "run", "integrations")
