@@ -93,7 +93,7 @@ class TiledCandidate:
         return GraphCandidate(self.captured.graph, pricing, self._step, options).floor_bytes
 
     def plan(self, allowed_bytes: int) -> Plan:
-        return self._decided().told(self._tried.plan(allowed_bytes), self._step)
+        return self._decided.told(self._tried.plan(allowed_bytes), self._step)
 
     def tradeoffs(self) -> Iterable[Tradeoff]:
         return tradeoffs_of(self._tried.planner, Exactness.ROUNDING)
@@ -120,6 +120,7 @@ class TiledCandidate:
         options = with_moves(self._options, self.captured.graph)
         return CapturedCandidate(self.captured, pricing, self._step, options)
 
+    @cached_property
     def _decided(self) -> Sweeps:
         decisions: dict[str, Decision] = {}
         for sweep, tiled in zip(self._ops(), self._tiling, strict=True):

@@ -40,8 +40,9 @@ class Swept:
     def run(self, captured: Captured, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         sweep = self.sweep
         made, statistics = call_sweep(sweep, [values[name] for name in sweep.segment.inputs])
-        found = {**values, **dict(zip(sweep.segment.outputs, made, strict=True))}
-        return found | running_statistics(sweep, captured.program.calls, statistics, found)
+        outputs = dict(zip(sweep.segment.outputs, made, strict=True))
+        known = {**values, **outputs}
+        return outputs | running_statistics(sweep, captured.program.calls, statistics, known)
 
     def traces(self) -> tuple[Trace, ...]:
         """One op gathers its statistics, another runs it."""
