@@ -155,10 +155,13 @@ class _Functionaliser:
     def _keeps_layout(self, target: OpOverload, event: Event, view: StorageView) -> bool:
         """Whether a new value may replace the storage, or part of it.
 
-        A part may be replaced unless it is random: numbers are drawn in memory order.
+        A part may be replaced with two exceptions. Random numbers are drawn in memory order, and `aten.copy`
+        clones the whole storage of the part.
         """
         if self._places[view.storage].base == view:
             return result_stride(target, event.args, event.kwargs) == view.stride
+        if target is aten.copy.default:
+            return False
         lying = result_stride(aten.clone.default, (view,), {})
         return not draws(target) or result_stride(target, event.args, event.kwargs) == lying
 

@@ -4,7 +4,7 @@ Those that take most are among them, so that none takes more memory. What a swee
 room for sums of gradients, is found out by running it over no tile at all.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -64,7 +64,8 @@ def cost_of_sweep(signature: Signature, device: torch.device) -> Cost | None:
 
 
 def sample_of(of_round: Round, stream: Segment | None = None, before: Sequence[Tile | None] = ()) -> Sample:
-    """The tile that makes most, the one with the largest op, the largest one, and the largest unlike it.
+    """The tile that makes most, the one with the largest op, the largest one, the largest unlike it, and
+    for each op a tile in which it makes most.
 
     A tile is as large as what its ops make and read: of two that make as much, one at a border reads less
     than one in the middle, where kernels copy larger parts and make larger gradients. With a stream, the one
@@ -87,7 +88,8 @@ def sample_of(of_round: Round, stream: Segment | None = None, before: Sequence[T
     ]
     in_all = max(by_size, key=lambda number: sum(size for _, size in made[number]))
     by_op = max(by_size, key=lambda number: max((each * size for each, size in made[number]), default=0))
-    chosen = tuple(dict.fromkeys((in_all, by_op, by_size[0], unlike)))
+    by_each_op = [{level.op.id: _made_in_all(graph, level) for level in of_tile} for of_tile in levels]
+    chosen = _with_largest((in_all, by_op, by_size[0], unlike), by_each_op)
     work = [
         1.0
         + sum(price[level.op.id] * level.made.volume for level in of_tile)
@@ -95,6 +97,16 @@ def sample_of(of_round: Round, stream: Segment | None = None, before: Sequence[T
         for of_tile, seen in zip(levels, looked_at, strict=True)
     ]
     return Sample(chosen, sum(work[number] for number in chosen), sum(work))
+
+
+def _with_largest(chosen: Iterable[int], sizes: Sequence[Mapping[str, float]]) -> tuple[int, ...]:
+    """The chosen tiles and, for each op that is larger in another tile, one of the tiles where it is largest."""
+    taken = dict.fromkeys(chosen)
+    for op in dict.fromkeys(op for of_tile in sizes for op in of_tile):
+        largest = max(range(len(sizes)), key=lambda number: sizes[number].get(op, 0.0))
+        if all(sizes[number].get(op, 0.0) < sizes[largest].get(op, 0.0) for number in taken):
+            taken[largest] = None
+    return tuple(taken)
 
 
 def _prices(segment: Segment) -> dict[str, float]:
