@@ -100,7 +100,7 @@ def sample_of(of_round: Round, stream: Segment | None = None, before: Sequence[T
 
 
 def _with_largest(chosen: Iterable[int], sizes: Sequence[Mapping[str, float]]) -> tuple[int, ...]:
-    """The chosen tiles and, for each op that is larger in another tile, one of the tiles where it is largest."""
+    """The chosen tiles and, for each op that is larger in another tile, a tile where it is largest."""
     taken = dict.fromkeys(chosen)
     for op in dict.fromkeys(op for of_tile in sizes for op in of_tile):
         largest = max(range(len(sizes)), key=lambda number: sizes[number].get(op, 0.0))
