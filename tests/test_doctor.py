@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stowplan.cli import doctor
 from stowplan.cli.main import main
 
 _WITHOUT_TORCH = """
@@ -51,6 +52,17 @@ def test_a_disk_that_cannot_be_written_is_told(
     monkeypatch.setenv("STOWPLAN_SPILL", str(tmp_path / "file"))
     assert main(["doctor"]) == 0
     assert "STOWPLAN_SPILL=FOLDER" in capsys.readouterr().out
+
+
+@pytest.mark.torch
+def test_a_torch_that_is_newer_than_all_tested_ones_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda _: "2.99.0")
+    monkeypatch.setattr(doctor, "_devices", dict)
+    monkeypatch.setattr(doctor, "_disk", lambda: "not asked")
+    assert main(["doctor"]) == 1
+    assert "torch 2.99.0 is newer than 2.15" in " ".join(capsys.readouterr().out.split())
 
 
 def test_without_torch_it_says_what_to_install() -> None:

@@ -19,6 +19,7 @@ from stowplan.errors import (
     TierFailed,
     TierFull,
     TooManyWorkers,
+    TorchTooOld,
     WorkerLost,
 )
 
@@ -49,6 +50,7 @@ __all__ = [
     "TierFailed",
     "TierFull",
     "TooManyWorkers",
+    "TorchTooOld",
     "WorkerLost",
     "__version__",
     "check",

@@ -60,6 +60,10 @@ class CaptureError(StowplanError):
         super().__init__(f"{where + ': ' if where else ''}{what}{'; ' + advice if advice else ''}")
 
 
+class TorchTooOld(StowplanError):
+    """The installed PyTorch is older than the oldest that stowplan runs on."""
+
+
 class TensorChanged(StowplanError, RuntimeError):
     """A tensor that backward needs was changed in place after forward, as autograd reports it too."""
 

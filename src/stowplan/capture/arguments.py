@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stowplan.errors import CaptureError
+from stowplan.torch_private import pytree
 
 _PLAIN = (
     type(None),

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
-from torch._ops import OpOverload
 
 from stowplan.capture.program import Argument, Call, Ref, inputs_of
 from stowplan.capture.storage_views import StorageView
 from stowplan.ops.aten import RANDOM
+from stowplan.torch_private import OpOverload
 
 
 @dataclass(frozen=True, slots=True)

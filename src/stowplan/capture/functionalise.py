@@ -11,7 +11,6 @@ from dataclasses import replace
 from math import prod
 
 import torch
-from torch._ops import OpOverload
 
 from stowplan.capture.functional import FunctionalCall, FunctionalStep, Place, Value, draws
 from stowplan.capture.program import Argument, Call, Ref, handle_or_text
@@ -27,6 +26,7 @@ from stowplan.capture.schema import (
 from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import Event, Incoming
 from stowplan.errors import CaptureError
+from stowplan.torch_private import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -220,7 +220,7 @@ class _Functionaliser:
         return value  # type: ignore[return-value]  # what the dispatcher passes is an Argument
 
     def _new_name(self, target: OpOverload) -> str:
-        plain = target._schema.name.partition("::")[2]
+        plain = schema_of(target).name.partition("::")[2]
         count = self._used.get(plain, -1) + 1
         self._used[plain] = count
         name = f"{plain}_{count}" if count else plain
@@ -303,7 +303,7 @@ def _without_ignored(event: Event) -> Event:
     bound = bound_arguments(event.target, event.args, event.kwargs)
     if not names or not bound.get("train", True):
         return event
-    order = [argument.name for argument in event.target._schema.arguments]
+    order = [argument.name for argument in schema_of(event.target).arguments]
     ignored = {order.index(name) for name in names}
     return replace(event, args=tuple(None if n in ignored else value for n, value in enumerate(event.args)))
 
@@ -311,7 +311,7 @@ def _without_ignored(event: Event) -> Event:
 def _spelled_out(event: Event) -> Event:
     """The event with every argument given, because a functional variant may have other defaults."""
     bound = bound_arguments(event.target, event.args, event.kwargs)
-    by_name = {a.name for a in event.target._schema.arguments if a.kwarg_only}
+    by_name = {a.name for a in schema_of(event.target).arguments if a.kwarg_only}
     return replace(
         event,
         args=tuple(value for name, value in bound.items() if name not in by_name),

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stowplan.capture.program import Argument, Call, Program, Ref
 from stowplan.capture.schema import leaves, returns_tensors, written_names
@@ -29,6 +27,7 @@ from stowplan.capture.storage_views import (
     torch_dtype,
 )
 from stowplan.ir import Graph, Op
+from stowplan.torch_private import FakeTensorMode, OpOverload
 
 if TYPE_CHECKING:
     from stowplan.capture.watching import Event

@@ -10,14 +10,15 @@ from types import FrameType, TracebackType
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from stowplan.errors import CaptureError
+from stowplan.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+    fake_tensor_logger,
+)
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _RECORDER = str(Path(__file__).with_name("recorder.py"))  # frames above it are not part of the step
@@ -139,12 +140,12 @@ def explained() -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without PyTorch's log of failures on stand-ins: the error reports them."""
-    logger, silence = logging.getLogger("torch._subclasses.fake_tensor"), logging.Filter("nobody")
-    logger.addFilter(silence)
+    silence = logging.Filter("nobody")
+    fake_tensor_logger.addFilter(silence)
     try:
         yield
     finally:
-        logger.removeFilter(silence)
+        fake_tensor_logger.removeFilter(silence)
 
 
 def _where(error: Exception) -> str:

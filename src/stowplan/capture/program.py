@@ -13,13 +13,12 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._pytree import TreeSpec
 
 from stowplan.capture.arguments import Spec
 from stowplan.capture.schema import bound_arguments, leaves, tensor_names
 from stowplan.errors import BadUse
 from stowplan.ir import Attribute
+from stowplan.torch_private import OpOverload, TreeSpec
 
 _numbers = count(1)
 

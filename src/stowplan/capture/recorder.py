@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from stowplan.capture.arguments import flatten, refuse_opaque
 from stowplan.capture.origins import Origins
@@ -23,6 +22,7 @@ from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import KnownOverwritten, Rehearsal, Watch, followed
 from stowplan.errors import CaptureError
 from stowplan.ir import Kind
+from stowplan.torch_private import pytree
 
 
 def record(step: Step) -> Recording:

@@ -7,12 +7,12 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stowplan.capture.arguments import Spec, leaf_names
 from stowplan.capture.storage_views import Lifetime, StorageView
 from stowplan.capture.watching import Event, Incoming
 from stowplan.ir import Kind
+from stowplan.torch_private import pytree
 
 Loss: TypeAlias = Callable[..., object]
 

@@ -13,9 +13,9 @@ from math import prod
 import numpy as np
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 
 from stowplan.capture.storage_views import StorageView
+from stowplan.torch_private import OpOverload, OpOverloadPacket, schema_of
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def bound_arguments(
 ) -> dict[str, object]:
     """Every argument of the schema by name, with the schema's default where it was omitted."""
     bound: dict[str, object] = {}
-    for position, argument in enumerate(target._schema.arguments):
+    for position, argument in enumerate(schema_of(target).arguments):
         if position < len(args):
             bound[argument.name] = args[position]
         else:
@@ -45,7 +45,7 @@ def written_names(target: OpOverload) -> tuple[str, ...]:
     """The arguments that the schema marks as written to."""
     return tuple(
         argument.name
-        for argument in target._schema.arguments
+        for argument in schema_of(target).arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     )
 
@@ -71,18 +71,20 @@ def overloads_of(packet: OpOverloadPacket) -> Iterator[OpOverload]:
 
 def signature_of(target: OpOverload) -> list[tuple[str, str]]:
     """Names and types of the arguments."""
-    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+    return [(argument.name, str(argument.type)) for argument in schema_of(target).arguments]
 
 
 @cache
 def tensor_names(target: OpOverload) -> frozenset[str]:
     """The arguments that are tensors, optional tensors or lists of them."""
-    return frozenset(argument.name for argument in target._schema.arguments if "Tensor" in str(argument.type))
+    return frozenset(
+        argument.name for argument in schema_of(target).arguments if "Tensor" in str(argument.type)
+    )
 
 
 def returns_tensors(target: OpOverload) -> bool:
     """Whether the op returns tensors, not numbers or nothing."""
-    return any("Tensor" in str(returned.type) for returned in target._schema.returns)
+    return any("Tensor" in str(returned.type) for returned in schema_of(target).returns)
 
 
 def leaves(value: object) -> Iterator[object]:
@@ -102,7 +104,7 @@ def functional_variant(target: OpOverload) -> OpOverload | None:
     """`relu` for `relu_`, `bernoulli.p` for `bernoulli_.float`; None where PyTorch has no such op."""
     if target in IRREGULAR:
         return IRREGULAR[target]
-    namespace, _, name = target._schema.name.partition("::")
+    namespace, _, name = schema_of(target).name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     if not name.endswith("_") or not isinstance(packet, OpOverloadPacket):
         return None

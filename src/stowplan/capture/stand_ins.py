@@ -10,9 +10,9 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stowplan.errors import CaptureError
+from stowplan.torch_private import FakeTensorMode, storage_id
 
 
 class StandIns:
@@ -27,7 +27,7 @@ class StandIns:
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # likewise
         self._begins: dict[int, int] = {}  # by storage, the first byte in use
         for tensor in filter(_is_plain, tensors):
-            storage = tensor.untyped_storage()._cdata
+            storage = storage_id(tensor.untyped_storage())
             self._begins[storage] = min(self._begins.get(storage, _first_byte(tensor)), _first_byte(tensor))
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -50,16 +50,16 @@ class StandIns:
 
     def _storage_of(self, tensor: Tensor, device: torch.device) -> torch.UntypedStorage:
         original = tensor.untyped_storage()
-        if original._cdata not in self._storages:
+        if storage_id(original) not in self._storages:
             with self.fakes:
                 made = torch.empty(original.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
-            self._storages[original._cdata] = original, made
-        return self._storages[original._cdata][1]
+            self._storages[storage_id(original)] = original, made
+        return self._storages[storage_id(original)][1]
 
     def _offset_of(self, tensor: Tensor) -> int:
         """Counted from the first tensor in the storage: the next batch may lie elsewhere in it."""
         first = _first_byte(tensor)
-        begin = self._begins.get(tensor.untyped_storage()._cdata, first)
+        begin = self._begins.get(storage_id(tensor.untyped_storage()), first)
         offset, odd = divmod(first - begin, tensor.element_size())
         if odd:
             raise CaptureError(

@@ -11,6 +11,7 @@ from torch import Tensor
 from stowplan.errors import CaptureError
 from stowplan.ir import DType
 from stowplan.ir import Tensor as GraphTensor
+from stowplan.torch_private import storage_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class StorageBook:
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the storage of `tensor` has been seen."""
-        return tensor.untyped_storage()._cdata in self._open
+        return storage_id(tensor.untyped_storage()) in self._open
 
     def view_of(self, tensor: Tensor, *, born: int = -1) -> StorageView:
         """The storage view of `tensor`; a new storage is recorded as born at event `born`."""
@@ -102,7 +103,7 @@ class StorageBook:
         return sum(self.lifetimes[number].nbytes for number, _ in self._open.values())
 
     def _number_of(self, storage: torch.UntypedStorage, born: int) -> int:
-        address = storage._cdata
+        address = storage_id(storage)
         if address in self._open:
             return self._open[address][0]
         number = len(self.lifetimes)

@@ -12,16 +12,22 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stowplan.capture.layouts import as_made
 from stowplan.capture.origins import Origin, Origins
 from stowplan.capture.schema import extra_bytes, leaves, returns_tensors, written_arguments, written_names
 from stowplan.capture.storage_views import StorageBook, StorageView
 from stowplan.errors import CaptureError
+from stowplan.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    nodes_made,
+    running_node,
+    sequence_number,
+)
 
 _KNOWN_ELEMENTS = 1 << 16
 
@@ -129,7 +135,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self.incoming: list[Incoming] = []
         self.between_nodes = False  # then ops are the engine's sums of gradients
         self._rehearsal, self._origins = rehearsal, origins
-        self._nodes_made = _nodes_made()
+        self._nodes_made = nodes_made()
 
     def __torch_dispatch__(
         self,
@@ -173,8 +179,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             tuple(self.book.view_of(v, born=now) if isinstance(v, Tensor) else None for v in returned),
             isinstance(result, Tensor),
             self._origins.here(),
-            range(self._nodes_made, _nodes_made()),
-            _running_node(),
+            range(self._nodes_made, nodes_made()),
+            running_node(),
             self.between_nodes,
         )
         for view, nbytes in extra_bytes(target, args, kwargs, event.results):
@@ -205,17 +211,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self.constants[self.book.view_of(tensor).storage] = tensor
 
 
-def _nodes_made() -> int:
-    """The number of autograd nodes this thread has made: each gets the next number."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
-
-
-def _running_node() -> int | None:
-    node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
-
-
 @contextmanager
 def followed(watch: Watch, outputs: Sequence[Tensor]) -> Iterator[None]:
     """Within, `watch` learns when autograd enters a node, with which gradients, and when it leaves it."""
@@ -224,7 +219,7 @@ def followed(watch: Watch, outputs: Sequence[Tensor]) -> Iterator[None]:
         watch.between_nodes = True
 
     for node in _nodes_below(outputs):
-        node.register_prehook(partial(watch.enter_node, node._sequence_nr()))
+        node.register_prehook(partial(watch.enter_node, sequence_number(node)))
         node.register_hook(leave)
     yield
     watch.between_nodes = False

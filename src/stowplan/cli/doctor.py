@@ -15,7 +15,6 @@ from stowplan.errors import BadUse, TierFailed
 
 Findings: TypeAlias = dict[str, dict[str, object]]
 
-TESTED_TORCH = "2.13"
 _REQUIRED = ("msgspec", "numpy", "rich", "scipy")
 _PARTNERS = ("transformers", "accelerate", "lightning", "monai", "onnx")
 
@@ -99,9 +98,7 @@ def _disk() -> dict[str, object] | str:
 def _usable(torch_version: str | None, disk: dict[str, object] | str) -> dict[str, object]:
     """True, or why not."""
     missing = "needs torch: pip install 'stowplan[torch]'"
-    tested = torch_version is not None and torch_version.startswith(f"{TESTED_TORCH}.")
-    untested = f"torch {torch_version} is not {TESTED_TORCH}, the version that is tested: check first"
-    trains: bool | str = True if tested else missing if torch_version is None else untested
+    trains: bool | str = missing if torch_version is None else _trains_with(torch_version)
     return {
         "inspect, plan, report, convert on files": True,
         "fit": trains,
@@ -109,6 +106,13 @@ def _usable(torch_version: str | None, disk: dict[str, object] | str) -> dict[st
         "offload to disk": (disk if isinstance(disk, str) else True) if trains is True else trains,
         **{f"integration with {name}": _integration(name, trains) for name in _PARTNERS[:-1]},
     }
+
+
+def _trains_with(torch_version: str) -> bool | str:
+    from stowplan.torch_private import untested
+
+    why = untested(torch_version)
+    return f"{why}: run stowplan check first" if why else True
 
 
 def _integration(package: str, trains: bool | str) -> bool | str:

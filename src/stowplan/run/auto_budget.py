@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stowplan.run.cost.machine import free_bytes
+from stowplan.torch_private import pytree
 
 MARGIN = 0.1
 """The share of free memory that is left alone: for fragmentation, and for whoever else comes."""

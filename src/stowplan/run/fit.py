@@ -36,6 +36,7 @@ from stowplan.run.stand_in import seen_as, with_forward
 from stowplan.run.step.sharing import sharing_of
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import refuse_shards, refuse_wrapped
+from stowplan.torch_private import storage_id
 from stowplan.units import parse_bytes
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -380,7 +381,7 @@ def _beside(nbytes: int, what: str) -> Iterator[None]:
 
 def _constant_bytes(program: Program) -> int:
     """What tensors take that a plan does not count: plain attributes, globals, numbers in the code."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in program.constants.values()}
+    storages = {storage_id(t.untyped_storage()): t.untyped_storage() for t in program.constants.values()}
     return sum(storage.nbytes() for storage in storages.values())
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.utils import _pytree as pytree
 
 from stowplan.analyse.storages import is_resident, storages_of
 from stowplan.capture import Captured
@@ -22,6 +21,7 @@ from stowplan.capture.stand_ins import StandIns
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Kind
 from stowplan.run.measure.storage_watch import StorageWatch
+from stowplan.torch_private import pytree
 
 OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     name.lower(): kind

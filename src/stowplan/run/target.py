@@ -11,12 +11,12 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stowplan.capture import capture
 from stowplan.capture.origins import line_of
 from stowplan.errors import BadUse
 from stowplan.run.planning.subject import Subject
+from stowplan.torch_private import pytree
 
 
 @dataclass(frozen=True, slots=True)

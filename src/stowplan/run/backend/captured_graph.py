@@ -11,6 +11,7 @@ from stowplan.errors import CaptureError
 from stowplan.plan.plan import Plan
 from stowplan.run.backend.member import Member
 from stowplan.run.step.straight import StraightStep
+from stowplan.torch_private import storage_id
 
 
 @dataclass(slots=True)
@@ -82,11 +83,11 @@ def _refuse_hidden_writes(captured: Captured, inputs: Sequence[object]) -> None:
     """Writing into an input must be seen by autograd, and through every other input in the same memory."""
     named = zip(captured.program.inputs, inputs, strict=True)
     tensors = {name: leaf for name, leaf in named if name is not None and isinstance(leaf, Tensor)}
-    places = [tensor.untyped_storage()._cdata for tensor in tensors.values()]
+    places = [storage_id(tensor.untyped_storage()) for tensor in tensors.values()]
     for name in captured.program.updates.keys() & tensors.keys():
         if tensors[name].requires_grad:
             raise CaptureError(
                 f"the graph writes into {name}, which wants a gradient", advice="copy it first"
             )
-        if places.count(tensors[name].untyped_storage()._cdata) > 1:
+        if places.count(storage_id(tensors[name].untyped_storage())) > 1:
             raise CaptureError(f"the graph writes into {name}, which shares memory with another input")

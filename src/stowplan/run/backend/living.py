@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, UntypedStorage
 
+from stowplan.torch_private import storage_id
+
 
 class LivingStorages:
     """Keeps none of its members alive."""
@@ -16,8 +18,8 @@ class LivingStorages:
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Enter what is behind the tensors."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
-            if storage._cdata not in self._bytes:
-                self._enter(storage, storage._cdata)
+            if storage_id(storage) not in self._bytes:
+                self._enter(storage, storage_id(storage))
 
     def _enter(self, storage: UntypedStorage, address: int) -> None:
         self._bytes[address] = storage.nbytes()
@@ -27,7 +29,7 @@ class LivingStorages:
         del self._bytes[address], self._watched[address]
 
     def __contains__(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._bytes
+        return storage_id(tensor.untyped_storage()) in self._bytes
 
     @property
     def nbytes(self) -> int:
@@ -36,4 +38,6 @@ class LivingStorages:
 
     def bytes_among(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of the members that are behind these tensors."""
-        return sum(self._bytes.get(address, 0) for address in {t.untyped_storage()._cdata for t in tensors})
+        return sum(
+            self._bytes.get(address, 0) for address in {storage_id(t.untyped_storage()) for t in tensors}
+        )

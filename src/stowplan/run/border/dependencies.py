@@ -20,13 +20,13 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_modules
 from torch.overrides import TorchFunctionMode
 
 from stowplan.capture import Program
@@ -36,10 +36,9 @@ from stowplan.run.border.frozen import Frozen, Picture, Same, first_change, rest
 from stowplan.run.border.reach import Reach
 from stowplan.run.border.reads import MODULE_STATE, Reads
 from stowplan.run.step.sharing import sharing_of
+from stowplan.torch_private import GLOBAL_HOOKS, HOOKS, storage_id
 
 HELD_ARGUMENTS = "arguments that lie in the memory of parameters or buffers"
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-GLOBAL_HOOKS: tuple[Mapping[int, object], ...] = tuple(getattr(torch_modules, f"_global{n}") for n in HOOKS)
 
 _TENSOR_HOOKS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook)
 
@@ -47,10 +46,10 @@ _TENSOR_HOOKS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_
 SWITCHES: Mapping[str, Callable[[], object]] = {
     "torch.get_default_dtype()": torch.get_default_dtype,
     "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
-    "torch.backends.mkldnn.enabled": torch._C._get_mkldnn_enabled,
-    "torch.backends.cuda.flash_sdp_enabled()": torch._C._get_flash_sdp_enabled,
-    "torch.backends.cuda.mem_efficient_sdp_enabled()": torch._C._get_mem_efficient_sdp_enabled,
-    "torch.backends.cuda.math_sdp_enabled()": torch._C._get_math_sdp_enabled,
+    "torch.backends.mkldnn.enabled": partial(getattr, torch.backends.mkldnn, "enabled"),
+    "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
 }
 
 
@@ -216,14 +215,14 @@ def storages_of(model: nn.Module) -> dict[int, int]:
     """The storages of parameters and buffers, numbered in their order."""
     numbers: dict[int, int] = {}
     for tensor in chain(model.parameters(), model.buffers()):
-        numbers.setdefault(tensor.untyped_storage()._cdata, len(numbers))
+        numbers.setdefault(storage_id(tensor.untyped_storage()), len(numbers))
     return numbers
 
 
 def held_among(leaves: Sequence[object], storages: Mapping[int, int]) -> Frozen:
     """Which arguments lie in a storage of the model's own."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return tuple(storages.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+    return tuple(storages.get(storage_id(tensor.untyped_storage())) for tensor in tensors)
 
 
 def _add_module(

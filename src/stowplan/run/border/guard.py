@@ -8,21 +8,18 @@ the model anew and compares what it means: an equal value in a new object is no 
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import contains, getitem, is_
-from typing import Any
 
 from torch import Tensor, nn
-from torch._C._dynamo.guards import TensorGuards
 
 from stowplan.run.border.dependencies import (
-    GLOBAL_HOOKS,
     HELD_ARGUMENTS,
-    HOOKS,
     SWITCHES,
     Dependencies,
     held_among,
     storages_of,
 )
 from stowplan.run.border.frozen import Owner, Picture, first_change, state_of
+from stowplan.torch_private import GLOBAL_HOOKS, HOOKS, tensor_guards
 
 _TABLES = ("_modules", "_parameters", "_buffers")
 
@@ -34,11 +31,7 @@ class TensorLooks:
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        exact: Any = {  # which the stubs of torch call lists of numbers; they are lists of shapes
-            "dynamic_dims_sizes": [list(tensor.shape) for tensor in tensors],
-            "dynamic_dims_strides": [list(tensor.stride()) for tensor in tensors],
-        }
-        self._guards = TensorGuards(*tensors, **exact)
+        self._guards = tensor_guards(tensors)
 
     def holds(self, tensors: list[Tensor]) -> bool:
         """Whether these, in the same order, look as the tensors did."""

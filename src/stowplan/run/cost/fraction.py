@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from math import prod
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from stowplan.run.cost.operands import LARGE_BYTES, call_on
 from stowplan.run.cost.probe_cache import Cost
 from stowplan.run.cost.signature import Operand, Signature
+from stowplan.torch_private import pytree, storage_id
 
 _SIDE = 64  # an operand so many times smaller than the largest, such as a weight, stays whole
 _MARGIN = 1024  # so much less than the results may be missing: a step of 25 GiB took 2 kB more than by parts
@@ -110,11 +110,13 @@ def _made(signature: Signature) -> _Made | None:
     ]
     try:
         with FlopCounterMode(display=False, custom_mapping=_UNCOUNTED) as counter:
-            results = [made for made in tree_leaves(call_on(signature, tensors)()) if torch.is_tensor(made)]
+            results = [
+                made for made in pytree.tree_leaves(call_on(signature, tensors)()) if torch.is_tensor(made)
+            ]
     except (RuntimeError, ValueError, IndexError):
         return None
-    given = {tensor.untyped_storage()._cdata for tensor in tensors}
-    new = {r.untyped_storage()._cdata: r.untyped_storage().nbytes() for r in results}
+    given = {storage_id(tensor.untyped_storage()) for tensor in tensors}
+    new = {storage_id(r.untyped_storage()): r.untyped_storage().nbytes() for r in results}
     new_bytes = sum(size for storage, size in new.items() if storage not in given)
     return _Made(tuple(tuple(r.shape) for r in results), new_bytes, counter.get_total_flops())
 

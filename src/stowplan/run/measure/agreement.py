@@ -26,8 +26,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stowplan.capture import Captured, Program
 from stowplan.capture.arguments import flatten
@@ -38,6 +36,7 @@ from stowplan.capture.storage_views import StorageBook, StorageView
 from stowplan.capture.watching import Event
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.run.planning.subject import Subject
+from stowplan.torch_private import OpOverload, TorchDispatchMode, storage_id
 from stowplan.units import format_bytes
 
 _DETACH = torch.ops.aten.detach.default
@@ -109,17 +108,17 @@ class _Copies:
     """Storages are copied whole, so that tensors that share one still do."""
 
     def __init__(self, written: Iterable[Tensor]) -> None:
-        self._copies = {tensor.untyped_storage()._cdata: _storage_copy(tensor) for tensor in written}
+        self._copies = {storage_id(tensor.untyped_storage()): _storage_copy(tensor) for tensor in written}
         self._made: dict[int, Tensor] = {}
 
     def of(self, leaf: Any) -> Any:
         """A tensor in a copied storage as one in the copy; anything else as it is."""
-        if not isinstance(leaf, Tensor) or leaf.untyped_storage()._cdata not in self._copies:
+        if not isinstance(leaf, Tensor) or storage_id(leaf.untyped_storage()) not in self._copies:
             return leaf
         return self._made.setdefault(id(leaf), self._copy_of(leaf))
 
     def _copy_of(self, tensor: Tensor) -> Tensor:
-        storage = self._copies[tensor.untyped_storage()._cdata]
+        storage = self._copies[storage_id(tensor.untyped_storage())]
         look = int(tensor.storage_offset()), tensor.shape, tensor.stride()
         with torch.no_grad():
             made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *look)

@@ -8,7 +8,6 @@ from time import perf_counter
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stowplan.errors import BadUse
 from stowplan.plan.plan import Exactness
@@ -17,6 +16,7 @@ from stowplan.run.measure.agreement import compared
 from stowplan.run.measure.measure import Measurement, measure
 from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.run.target import Target, subject_of
+from stowplan.torch_private import pytree
 
 _ROUNDINGS = 4096  # so many steps between neighbouring numbers are rounding, where sums change their order
 _NOISE = 0.01  # of the largest such allowance counts for small gradients too

@@ -7,7 +7,6 @@ from enum import StrEnum
 import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from stowplan.analyse.costs import estimated_workspaces
 from stowplan.analyse.inspection import Inspection, inspection_of
@@ -21,6 +20,7 @@ from stowplan.run.measure.check import eager_step
 from stowplan.run.measure.measure import measure
 from stowplan.run.optimizers import OptimizerShare, optimizer_share, training_peak_bytes
 from stowplan.run.target import Target
+from stowplan.torch_private import pytree
 
 
 class Category(StrEnum):

@@ -15,8 +15,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
 from torch.profiler import ProfilerActivity, profile
+
+from stowplan.torch_private import allocations_seen
 
 Result = TypeVar("Result")
 
@@ -60,8 +61,7 @@ def measure(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes its start and stop on stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = step()
-    roots: list[_ProfilerEvent] = profiler.profiler.kineto_results.experimental_event_tree()
-    changes = sorted([*_allocations_below(roots), *standing.ends])
+    changes = sorted([*(_Change(*seen) for seen in allocations_seen(profiler)), *standing.ends])
     return Measurement(
         result, standing.nbytes, tuple(_curve(standing.blocks, changes)), tuple(_seconds(changes))
     )
@@ -117,17 +117,6 @@ def _living_tensors() -> Iterator[Tensor]:
             yield thing
             if thing.is_leaf and thing.grad is not None:  # which Python may not have seen yet
                 yield thing.grad
-
-
-def _allocations_below(roots: Iterable[_ProfilerEvent]) -> Iterator[_Change]:
-    """Every allocation and free on the CPU that the profiler saw."""
-    waiting = list(roots)
-    while waiting:
-        event = waiting.pop()
-        waiting.extend(event.children)
-        fields = event.extra_fields
-        if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == "cpu":
-            yield _Change(event.start_time_ns, fields.ptr, fields.alloc_size)
 
 
 def _seconds(changes: Sequence[_Change]) -> Iterator[float]:

@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stowplan.capture.storage_views import StorageBook
+from stowplan.torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
 aten = torch.ops.aten
 _ANY_NUMBER = 1000.0  # what a stand-in answers if its value is asked for: an optimizer counts its steps

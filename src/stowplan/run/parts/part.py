@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from stowplan import ir
 from stowplan.capture import Call, Ref
@@ -15,6 +14,7 @@ from stowplan.geometry import Rect
 from stowplan.ir import Graph, Shape
 from stowplan.ops.table import shape_of
 from stowplan.plan.level import Level
+from stowplan.torch_private import OpOverload, schema_of
 
 Index = tuple[slice, ...]
 
@@ -104,7 +104,7 @@ def index_of(rect: Rect) -> Index:
 
 def call_with(target: OpOverload, given: Mapping[str, object]) -> object:
     """Call `target` with all its arguments, which are by name."""
-    arguments = target._schema.arguments
+    arguments = schema_of(target).arguments
     args = [given[argument.name] for argument in arguments if not argument.kwarg_only]
     return target(*args, **{a.name: given[a.name] for a in arguments if a.kwarg_only})
 

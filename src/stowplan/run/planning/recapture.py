@@ -14,8 +14,6 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.utils import _pytree as pytree
 
 from stowplan.capture import Argument, Call, Captured, Handle, Ref, capture
 from stowplan.capture.storage_views import contiguous_stride
@@ -26,6 +24,7 @@ from stowplan.ops.regions import regions_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.run.stand_in import with_forward
 from stowplan.run.step.binding import Binding
+from stowplan.torch_private import OpOverload, pytree, schema_of
 
 aten = torch.ops.aten
 Replacement: TypeAlias = Callable[[Call, Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -216,7 +215,7 @@ def _shape_giver(tensor: Described) -> Tensor:
 
 def _copied(call: Call, args: list[object], kwargs: dict[str, object]) -> list[Tensor]:
     """Copies in place of the arguments that the target overwrites; they are its last outputs."""
-    order = [argument.name for argument in call.target._schema.arguments]
+    order = [argument.name for argument in schema_of(call.target).arguments]
     copies = []
     for name in call.fresh:
         position = order.index(name)

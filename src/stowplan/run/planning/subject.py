@@ -6,13 +6,13 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import nn
-from torch._ops import OpOverload
 
 from stowplan.capture import Captured
 from stowplan.plan.plan import Plan
 from stowplan.run.planning.recapture import Replacement, forward_ops, recapture
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.step.waiting import waiting_of
+from stowplan.torch_private import OpOverload
 
 
 @dataclass(frozen=True, slots=True)

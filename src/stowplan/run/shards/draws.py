@@ -34,7 +34,12 @@ def _go_on() -> bool:
     return torch.equal(torch.cat(pieces), whole) and torch.equal(first.get_state(), second.get_state())
 
 
-@torch.library.custom_op("stowplan::draw", mutates_args=())
+# The schema is written out: PyTorch 2.6 does not read `list[int]` in a signature.
+@torch.library.custom_op(
+    "stowplan::draw",
+    mutates_args=(),
+    schema="(float p, SymInt[] whole, SymInt[] low, SymInt[] sizes, ScalarType dtype) -> Tensor",
+)
 def _draw(p: float, whole: list[int], low: list[int], sizes: list[int], dtype: torch.dtype) -> Tensor:
     made = torch.empty(sizes, dtype=dtype)
     _fill(made, p, whole, low, made.new_empty(min(PIECE, prod(whole))))

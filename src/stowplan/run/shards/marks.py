@@ -9,7 +9,6 @@ from functools import wraps
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
 from stowplan.capture import Call, Ref, capture
 from stowplan.run.planning.recapture import Replacement
@@ -18,6 +17,7 @@ from stowplan.run.shards.actions import brought_in
 from stowplan.run.shards.operator import Collective
 from stowplan.run.shards.step import ShardedStep
 from stowplan.run.stand_in import with_forward
+from stowplan.torch_private import OpOverload
 
 
 def marked_subject(step: ShardedStep, model: nn.Module) -> Subject:

@@ -104,12 +104,19 @@ def _norm_back(
     return *collective_of(name).of_kind(Norm).backward(gradient, image, weight, mean, variance), token.clone()
 
 
-@torch.library.custom_op("stowplan::begin_sums", mutates_args=())
+# Schemas with lists are written out: PyTorch 2.6 does not read `list[Tensor]` in a signature.
+@torch.library.custom_op(
+    "stowplan::begin_sums",
+    mutates_args=(),
+    schema="(Tensor[] gradients, Tensor token, str name) -> (Tensor, Tensor)",
+)
 def _begin_sums(gradients: list[Tensor], token: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return collective_of(name).of_kind(Bucket).begin(gradients), token.clone()
 
 
-@torch.library.custom_op("stowplan::end_sums", mutates_args=())
+@torch.library.custom_op(
+    "stowplan::end_sums", mutates_args=(), schema="(Tensor flat, Tensor token, str name) -> Tensor[]"
+)
 def _end_sums(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
     del token  # all sums have been begun
     return collective_of(name).of_kind(Bucket).end(flat)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stowplan.capture import Captured, Ref, capture
 from stowplan.capture.arguments import flatten
@@ -30,6 +29,7 @@ from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.workers import Workers
 from stowplan.run.step.binding import Binding
 from stowplan.run.step.last_uses import let_go_after
+from stowplan.torch_private import pytree
 
 _trained: Any = Trained.apply
 

@@ -5,6 +5,8 @@ from types import TracebackType
 
 from torch import Tensor
 
+from stowplan.torch_private import version_of
+
 
 class Before:
     """Entered for the forward half and again for the backward half of a step.
@@ -14,7 +16,7 @@ class Before:
 
     def __init__(self, buffers: Iterable[Tensor]) -> None:
         self._kept = [(buffer, buffer.detach().clone()) for buffer in buffers]
-        self._versions: list[int] | None = None  # of the buffers after the forward half
+        self._versions: list[int | None] | None = None  # of the buffers after the forward half
 
     def __enter__(self) -> None:
         """Nothing to do."""
@@ -22,7 +24,7 @@ class Before:
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
-        now = [buffer._version for buffer, _ in self._kept]
+        now = [version_of(buffer) for buffer, _ in self._kept]
         if fault is None:
             self._versions = now
             return

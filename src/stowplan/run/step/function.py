@@ -21,6 +21,7 @@ from stowplan.run.step.before import Before
 from stowplan.run.step.halves import Halves
 from stowplan.run.step.incoming import IncomingGradients
 from stowplan.run.step.source import called
+from stowplan.torch_private import is_view, storage_id, version_of
 
 Zeros: TypeAlias = Callable[[], Tensor]
 
@@ -62,7 +63,7 @@ class Run:
         given.update((name, o.detach()) for name, o in zip(source.outputs, outputs, strict=True))
         self.saved, self._given = saved, [given[name] for name in source.backward_primals]
         read = dict.fromkeys(name for piece in source.pieces for name in piece.read)
-        self._watched = {name: _Watched(given[name], _version_of(given[name])) for name in read}
+        self._watched = {name: _Watched(given[name], version_of(given[name])) for name in read}
         self._zeros = tuple(map(_zeros_for, outputs))
         return outputs
 
@@ -70,7 +71,7 @@ class Run:
     def held_bytes(self) -> int:
         """Of tensors that wait for backward."""
         kept = (tensor.untyped_storage() for tensor in self.saved or () if isinstance(tensor, Tensor))
-        return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
+        return sum({storage_id(storage): storage.nbytes() for storage in kept}.values())
 
     def begin_backward(self, incoming: tuple[Tensor | None, ...]) -> None:
         """Called once, with the gradients that come in for the outputs."""
@@ -116,10 +117,10 @@ class Run:
         """As autograd does for what it saves: nobody may have changed what the gradients depend on."""
         for name, recomputes in self.halves.source.pieces[number].read.items():
             tensor, version = self._watched[name]
-            if _version_of(tensor) != version:
+            if version_of(tensor) != version:
                 raise TensorChanged(
                     f"{called(self.program, name)!r}, {tensor.dtype} of shape {tuple(tensor.shape)}, has been"
-                    f" modified by an inplace operation since forward (version {_version_of(tensor)},"
+                    f" modified by an inplace operation since forward (version {version_of(tensor)},"
                     f" expected {version}), and backward needs it as it was"
                     f"{': the plan recomputes from it' if recomputes else ''}; change it after backward, or"
                     " work on a copy"
@@ -192,14 +193,10 @@ def _is_differentiable(output: Tensor) -> bool:
     return output.is_floating_point() or output.is_complex()
 
 
-def _version_of(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
 def _alone(output: Tensor) -> Tensor:
     """Some losses leave their sum in the block that held its terms: it would stay to the end of backward."""
     oversized = output.dim() == 0 and output.untyped_storage().nbytes() > output.element_size()
-    return output.clone() if oversized and not output._is_view() else output
+    return output.clone() if oversized and not is_view(output) else output
 
 
 def _zeros_for(output: Tensor) -> Zeros:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stowplan.run.step.source import Source
 from stowplan.run.step.tier import LiveTier
+from stowplan.torch_private import below_autograd
 
 Forward: TypeAlias = Callable[[Sequence[Tensor]], tuple[tuple[Tensor, ...], list[Tensor]]]
 Backward: TypeAlias = Callable[
@@ -46,7 +47,7 @@ def compiled(source: Source, tier: LiveTier | None = None) -> Halves:
 
     def run_forward(primals: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """As kernels run in eager: some ask whether gradients are enabled, but none records anything."""
-        with places.noted(), torch._C._AutoDispatchBelowAutograd(), torch.enable_grad():
+        with places.noted(), below_autograd(), torch.enable_grad():
             return forward(primals)
 
     def run_backward(

@@ -5,11 +5,11 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from stowplan.capture import Call, Ref
 from stowplan.capture.schema import IRREGULAR, overloads_of, signature_of
 from stowplan.errors import MissingRule
+from stowplan.torch_private import OpOverload, OpOverloadPacket, schema_of, writes_out
 
 _SWEEPS_IN_PLACE = ("stowplan.sweep_.default", "stowplan.sweep_backward_.default")
 _IRREGULAR = {pure: writing for writing, pure in IRREGULAR.items()}
@@ -42,7 +42,7 @@ def in_place_target(target: OpOverload) -> OpOverload | None:
     """`relu_` for `relu`, `bernoulli_.float` for `bernoulli.p`."""
     if target in _IRREGULAR:
         return _IRREGULAR[target]
-    namespace, _, name = target._schema.name.partition("::")
+    namespace, _, name = schema_of(target).name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     if not isinstance(packet, OpOverloadPacket):
         return None
@@ -58,16 +58,11 @@ def out_target(target: OpOverload) -> OpOverload | None:
         (
             op
             for op in overloads_of(target.overloadpacket)
-            if _writes_out(op) and signature_of(op)[:-1] == wanted
+            if writes_out(op) and signature_of(op)[:-1] == wanted
         ),
         None,
     )
 
 
-def _writes_out(target: OpOverload) -> bool:
-    """Forms that PyTorch generates compute aside and copy, which saves nothing."""
-    return torch.Tag.out in target.tags and torch.Tag.generated not in target.tags
-
-
 def _out_name(target: OpOverload) -> str:
-    return str(target._schema.arguments[-1].name)
+    return str(schema_of(target).arguments[-1].name)

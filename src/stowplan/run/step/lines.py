@@ -8,6 +8,7 @@ import torch
 from stowplan.capture import Argument, Call, Ref
 from stowplan.run.step.in_place import overwriting
 from stowplan.run.step.literals import keyword_argument, literal, spelled
+from stowplan.torch_private import schema_of
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ def _into_part(call: Call, output: str, names: Mapping[str, str]) -> list[str]:
 def _on_copies(call: Call, overwrites: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
     """Run an op that writes into arguments, on copies of them; what nobody needs any more is not copied."""
     results = call.outputs[: len(call.outputs) - len(call.fresh)]
-    order = [argument.name for argument in call.target._schema.arguments]
+    order = [argument.name for argument in schema_of(call.target).arguments]
     args, kwargs, lines = list(call.args), dict(call.kwargs), []
     for name, output in zip(call.fresh, call.outputs[len(results) :], strict=True):
         position = order.index(name)

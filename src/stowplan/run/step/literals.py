@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Mapping
 
 import torch
-from torch._ops import OpOverload
 
 from stowplan.capture import Argument, Call, Handle, Ref
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Kind
+from stowplan.torch_private import OpOverload, schema_of
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _LETTERS = {Kind.PARAMETER: "p", Kind.BUFFER: "b", Kind.INPUT: "x", Kind.CONSTANT: "c"}
@@ -50,7 +50,7 @@ def identifiers_of(graph: Graph, calls: Mapping[str, Call]) -> dict[str, str]:
 
 def _base_of(target: OpOverload) -> str:
     """The name of an op of PyTorch's or ours; the names of others are not ours to write."""
-    namespace, _, name = target._schema.name.partition("::")
+    namespace, _, name = schema_of(target).name.partition("::")
     return name if namespace in ("aten", "stowplan") and _IDENTIFIER.fullmatch(name) else "op"
 
 

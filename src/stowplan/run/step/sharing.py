@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from stowplan.torch_private import storage_id
+
 Place = tuple[int, int, int]  # the first tensor in the same storage, bytes of it, bytes from that tensor on
 
 
@@ -16,6 +18,6 @@ def sharing_of(tensors: Iterable[Tensor]) -> tuple[Place, ...]:
     places = []
     for number, tensor in enumerate(tensors):
         storage, begin = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.element_size()
-        owner, owner_begin = first.setdefault(storage._cdata, (number, begin))
+        owner, owner_begin = first.setdefault(storage_id(storage), (number, begin))
         places.append((owner, storage.nbytes(), begin - owner_begin))
     return tuple(places)

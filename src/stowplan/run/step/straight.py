@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from stowplan.capture import Captured, Ref
 from stowplan.plan.decision import Step
@@ -20,6 +19,7 @@ from stowplan.run.step.incoming import IncomingGradients
 from stowplan.run.step.source import source_of
 from stowplan.run.step.tier import LiveTier, tier_for
 from stowplan.run.step.waiting import Waiting
+from stowplan.torch_private import pytree
 
 
 class StraightStep:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from torch._ops import OpOverload
 
 from stowplan.capture import Argument, Call, Ref
 from stowplan.errors import NotTileable
@@ -21,6 +20,7 @@ from stowplan.run.cost.machine import device_of
 from stowplan.run.cost.probe import costs_of_calls
 from stowplan.run.cost.signature import Signature, call_signature
 from stowplan.run.tiles.sweep import Sweep
+from stowplan.torch_private import OpOverload
 
 _OPS = torch.ops.stowplan
 _HOPE = 0.75  # of the time by work: no sweep is expected to be faster

@@ -45,18 +45,30 @@ def _sweep(key: str) -> Sweep:
     return found
 
 
-@torch.library.custom_op("stowplan::gather", mutates_args=())
+# Schemas are written out: PyTorch 2.6 does not read `list[Tensor]` in a signature.
+@torch.library.custom_op(
+    "stowplan::gather", mutates_args=(), schema="(Tensor[] inputs, str name) -> Tensor[]"
+)
 def _gather(inputs: list[Tensor], name: str) -> list[Tensor]:
     return _sweep(name).gather(inputs)
 
 
-@torch.library.custom_op("stowplan::sweep", mutates_args=())
+@torch.library.custom_op(
+    "stowplan::sweep",
+    mutates_args=(),
+    schema="(Tensor[] inputs, Tensor[] statistics, SymInt[] over, str name) -> Tensor[]",
+)
 def _forward(inputs: list[Tensor], statistics: list[Tensor], over: list[int], name: str) -> list[Tensor]:
     del over
     return _sweep(name).forward(inputs, statistics)
 
 
-@torch.library.custom_op("stowplan::sweep_backward", mutates_args=())
+@torch.library.custom_op(
+    "stowplan::sweep_backward",
+    mutates_args=(),
+    schema="(Tensor[] gradients, Tensor[] inputs, Tensor[] statistics, SymInt[] wanted, SymInt[] over,"
+    " str name) -> Tensor[]",
+)
 def _backward(
     gradients: list[Tensor],
     inputs: list[Tensor],
@@ -101,7 +113,11 @@ def _backward_in_place(
     return _sweep(name).backward(gradients, inputs, wanted, statistics, over, in_place=True)
 
 
-@torch.library.custom_op("stowplan::sweep_loss", mutates_args=())
+@torch.library.custom_op(
+    "stowplan::sweep_loss",
+    mutates_args=(),
+    schema="(Tensor[] inputs, Tensor[] statistics, SymInt[] wanted, str name) -> Tensor[]",
+)
 def _loss(inputs: list[Tensor], statistics: list[Tensor], wanted: list[int], name: str) -> list[Tensor]:
     return _sweep(name).loss(inputs, wanted, statistics)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stowplan.run.parts.part import Index
 from stowplan.run.tiles.local import LocalStep
+from stowplan.torch_private import autograd_in_kernels
 
 
 class Sums:
@@ -80,19 +81,11 @@ def differentiate(ends: dict[str, Tensor], incoming: Sequence[Tensor]) -> None:
         torch.autograd.backward([end for end, _ in pairs], [grad for _, grad in pairs])
 
 
-_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
-
-
 @contextmanager
 def differentiating() -> Iterator[None]:
     """Autograd on, also inside the kernel of a custom op, where PyTorch has switched it off."""
-    was_off = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, False)
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, was_off)
+    with autograd_in_kernels(), torch.enable_grad():
+        yield
 
 
 def _zeros_like(tensor: Tensor, device: torch.device) -> Tensor:

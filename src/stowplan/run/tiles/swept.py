@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
 from stowplan.capture import Captured
 from stowplan.ir import Graph, Op, Phase
@@ -14,6 +13,7 @@ from stowplan.run.planning.recapture import Insertion, Replacement, Trace, recap
 from stowplan.run.tiles.operator import call_sweep
 from stowplan.run.tiles.running import running_statistics
 from stowplan.run.tiles.sweep import Sweep
+from stowplan.torch_private import OpOverload
 
 
 def capture_swept(

@@ -1,0 +1,187 @@
+"""All that stowplan uses of PyTorch beyond its public interface, in one place, and the versions that have it.
+
+PyTorch may change these names in any release. `tests/test_torch_private.py` holds each to what is used of it,
+and keeps other modules from using private names. `docs/compatibility.md` has the results by version.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._C._dynamo.guards import TensorGuards
+from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.autograd.graph import Node
+from torch.nn.modules import module as torch_modules
+from torch.profiler import profile
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec
+
+from stowplan.errors import TorchTooOld
+
+__all__ = [
+    "GLOBAL_HOOKS",
+    "HOOKS",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "UnsupportedOperatorException",
+    "allocations_seen",
+    "autograd_in_kernels",
+    "below_autograd",
+    "check_version",
+    "fake_tensor_logger",
+    "is_view",
+    "nodes_made",
+    "pytree",
+    "running_node",
+    "schema_of",
+    "sequence_number",
+    "storage_id",
+    "tensor_guards",
+    "untested",
+    "version_of",
+    "writes_out",
+]
+
+OLDEST, NEWEST_TESTED = (2, 6), (2, 15)
+
+
+def untested(version: str) -> str | None:
+    """Why this PyTorch may not do, though it is tried: it is newer than all that were tested."""
+    if _numbers(version) <= NEWEST_TESTED:
+        return None
+    return f"torch {version} is newer than {NEWEST_TESTED[0]}.{NEWEST_TESTED[1]}, the newest that is tested"
+
+
+def check_version(version: str) -> None:
+    """Refuse a PyTorch that is too old, and log a warning for one that is untested."""
+    if _numbers(version) < OLDEST:
+        raise TorchTooOld(
+            f"torch {version} is too old: stowplan needs {OLDEST[0]}.{OLDEST[1]} or newer: upgrade it with"
+            f" pip install 'torch>={OLDEST[0]}.{OLDEST[1]}'"
+        )
+    if why := untested(version):
+        logging.getLogger("stowplan").warning(why)
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+check_version(str(torch.__version__))
+
+fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")
+"""Where PyTorch logs what failed on tensors without data."""
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The attributes of a module that hold its hooks."""
+
+GLOBAL_HOOKS: tuple[Mapping[int, object], ...] = tuple(getattr(torch_modules, f"_global{n}") for n in HOOKS)
+"""The hooks of all modules, in the same order."""
+
+
+def schema_of(target: OpOverload) -> torch.FunctionSchema:
+    """The name, arguments and returns of an op."""
+    return target._schema
+
+
+def writes_out(target: OpOverload) -> bool:
+    """Whether an op writes its result into an argument `out`, in a kernel of its own.
+
+    Variants that PyTorch generates compute their result aside and copy it.
+    """
+    return any(a.is_out for a in target._schema.arguments) and torch.Tag.generated not in target.tags
+
+
+def storage_id(storage: UntypedStorage) -> int:
+    """A number that tells a living storage from all others, whether or not it has data."""
+    number: int = storage._cdata
+    return number
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was written in place; None where PyTorch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd knows the tensor as a view of another."""
+    return tensor._is_view()
+
+
+def tensor_guards(tensors: list[Tensor]) -> TensorGuards:
+    """What `check` compares tensors with: types, shapes, strides, dtypes, devices and `requires_grad`."""
+    exact: Any = {  # which the stubs of torch call lists of numbers; they are lists of shapes
+        "dynamic_dims_sizes": [list(tensor.shape) for tensor in tensors],
+        "dynamic_dims_strides": [list(tensor.stride()) for tensor in tensors],
+    }
+    return TensorGuards(*tensors, **exact)
+
+
+def nodes_made() -> int:
+    """The number of autograd nodes this thread has made: each gets the next number."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def sequence_number(node: Node) -> int:
+    """The number of an autograd node."""
+    return node._sequence_nr()
+
+
+def running_node() -> int | None:
+    """The number of the autograd node whose backward is running."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""Within, ops go to their kernels and autograd records nothing, while gradients may count as enabled."""
+
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+
+
+@contextmanager
+def autograd_in_kernels() -> Iterator[None]:
+    """Within, autograd records also inside the kernel of a custom op, where PyTorch has switched it off."""
+    was_off = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, False)
+    try:
+        yield
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, was_off)
+
+
+def allocations_seen(profiler: profile) -> Iterator[tuple[int, int, int]]:
+    """Nanoseconds, address and bytes of each allocation (and free, below 0) on the CPU; in no order."""
+    assert profiler.profiler is not None
+    waiting: list[_ProfilerEvent] = list(_event_trees(profiler.profiler.kineto_results))
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        fields = event.extra_fields
+        if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == "cpu":
+            yield event.start_time_ns, fields.ptr, fields.alloc_size
+
+
+def _event_trees(results: Any) -> Iterable[_ProfilerEvent]:
+    trees: Iterable[_ProfilerEvent] = results.experimental_event_tree()
+    return trees

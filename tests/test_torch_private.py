@@ -1,0 +1,300 @@
+"""Each private name of PyTorch does what stowplan uses it for, and only `torch_private` uses them.
+
+These tests run on every version of docs/compatibility.md, so they need no more than torch and pytest.
+"""
+
+import ast
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import stowplan
+from stowplan import torch_private as private
+from stowplan.errors import TorchTooOld
+
+pytestmark = pytest.mark.torch
+
+SOURCE = Path(stowplan.__file__).parent
+ATTRIBUTES = {"_schema", "_cdata", "_version", "_is_view", "_sequence_nr", "_global_forward_hooks"}
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("version", ["2.5.1", "1.13.0+cu117", "2.0.0a0+git1"])
+def test_a_version_that_is_too_old_is_refused(version: str) -> None:
+    with pytest.raises(TorchTooOld, match=r"needs 2\.6 or newer.*pip install"):
+        private.check_version(version)
+
+
+def test_a_version_that_was_not_tested_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "stowplan"):
+        for version in ("2.6.0", "2.13.0+cpu", "2.15.3"):
+            private.check_version(version)
+        assert not caplog.records
+        private.check_version("2.16.0.dev20270101")
+    assert [record.getMessage() for record in caplog.records] == [
+        "torch 2.16.0.dev20270101 is newer than 2.15, the newest that is tested"
+    ]
+
+
+def _private_uses(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.partition(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute):
+            names = [name for name in (ast.unparse(node),) if all(map(str.isidentifier, name.split(".")))]
+            if node.attr in ATTRIBUTES:
+                yield ast.unparse(node)
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "torch" and "ops" not in parts and any(map(_is_private, parts)):
+                yield name
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_no_other_module_uses_a_private_name() -> None:
+    found = [
+        f"{path.relative_to(SOURCE)}: {use}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        if path.name != "torch_private.py"
+        for use in _private_uses(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch._ops import OpOverload",
+        "from torch.utils import _pytree",
+        "import torch._dynamo",
+        "torch._C._get_mkldnn_enabled()",
+        "op._schema.name",
+    ],
+)
+def test_the_check_itself_sees_a_private_name(code: str) -> None:
+    assert list(_private_uses(ast.parse(code)))
+
+
+def test_the_schema_of_an_op_names_its_arguments() -> None:
+    schema = private.schema_of(aten.add_.Tensor)
+    assert schema.name == "aten::add_"
+    assert [(a.name, a.kwarg_only) for a in schema.arguments] == [
+        ("self", False),
+        ("other", False),
+        ("alpha", True),
+    ]
+    written = schema.arguments[0].alias_info
+    assert written is not None
+    assert written.is_write
+    assert schema.arguments[2].default_value == 1
+    assert "Tensor" in str(schema.returns[0].type)
+
+
+def test_ops_and_their_overloads_are_told_apart() -> None:
+    assert isinstance(aten.add, private.OpOverloadPacket)
+    assert isinstance(aten.add.Tensor, private.OpOverload)
+    assert aten.add.Tensor.overloadpacket is aten.add
+    assert "Tensor" in aten.add.overloads()
+
+
+def test_variants_that_write_out_are_known_without_those_that_copy() -> None:
+    assert private.writes_out(aten.add.out)
+    assert not private.writes_out(aten.add.Tensor)
+    assert not private.writes_out(aten.add_.Tensor)
+    assert not private.writes_out(aten.native_dropout.out)  # generated: computes aside and copies
+
+
+def _attribute_chains(tree: ast.AST) -> Iterator[list[str]]:
+    """Overloads of aten ops that a module names: aten.op.overload, torch.ops.aten.op.overload."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            parts = ast.unparse(node).removeprefix("torch.ops.").split(".")
+            if parts[0] == "aten" and len(parts) == 3 and parts[1].isidentifier():
+                yield parts
+
+
+def test_every_op_that_is_named_exists() -> None:
+    named = {
+        (parts[1], parts[2])
+        for path in SOURCE.rglob("*.py")
+        for parts in _attribute_chains(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert len(named) > 50
+    missing = [f"aten.{op}.{overload}" for op, overload in sorted(named) if not _exists(op, overload)]
+    assert not missing
+
+
+def _exists(op: str, overload: str) -> bool:
+    return overload == "overloads" or hasattr(getattr(aten, op, None), overload)
+
+
+def test_tensors_without_data_behave_as_those_with() -> None:
+    with private.FakeTensorMode(allow_non_fake_inputs=True):
+        made = torch.empty(3, 4) @ torch.empty(4, 5)
+    assert isinstance(made, private.FakeTensor)
+    assert made.shape == (3, 5)
+    assert private.storage_id(made.untyped_storage()) != 0
+
+
+@pytest.mark.parametrize(
+    ("op", "error"),
+    [
+        (lambda x: x.sum().item(), private.DataDependentOutputException),
+        (torch.nonzero, private.DynamicOutputShapeException),
+    ],
+)
+def test_tensors_without_data_refuse_what_reads_it(op: object, error: type[Exception]) -> None:
+    assert callable(op)
+    with private.FakeTensorMode(), pytest.raises(error):
+        op(torch.empty(3))
+
+
+def test_an_op_without_a_fake_implementation_is_refused() -> None:
+    torch.library.define("stowplan_tests::unknown", "(Tensor x) -> Tensor")
+    torch.library.impl("stowplan_tests::unknown", "CPU", torch.clone)
+    with private.FakeTensorMode(), pytest.raises(private.UnsupportedOperatorException):
+        torch.ops.stowplan_tests.unknown(torch.empty(3))
+
+
+def test_failures_on_tensors_without_data_are_logged_where_capture_silences_them() -> None:
+    assert private.fake_tensor_logger.name == private.FakeTensorMode.__module__
+
+
+def test_a_dispatch_mode_sees_ops_below_autograd() -> None:
+    seen: list[str] = []
+
+    def dispatch(
+        _: object, func: Any, __: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    with type("Watching", (private.TorchDispatchMode,), {"__torch_dispatch__": dispatch})():
+        nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3, requires_grad=True))
+    assert "aten.mm.default" in seen
+
+
+def test_nests_are_flattened_in_one_order() -> None:
+    value = {"a": (torch.ones(1), [2, None]), "b": 3}
+    leaves, spec = private.pytree.tree_flatten(value)
+    assert leaves[1:] == [2, None, 3]
+    assert isinstance(spec, private.TreeSpec)
+    assert private.pytree.tree_unflatten([1, 2, None, 3], spec) == {"a": (1, [2, None]), "b": 3}
+    assert private.pytree.tree_leaves(value)[1:] == [2, None, 3]
+    assert private.pytree.tree_map(str, (1, [2])) == ("1", ["2"])
+    assert private.pytree.tree_map_only(int, str, [1, None]) == ["1", None]
+    paths = [private.pytree.keystr(path) for path, _ in private.pytree.tree_flatten_with_path(value)[0]]
+    assert paths == ["['a'][0]", "['a'][1][0]", "['a'][1][1]", "['b']"]
+
+
+def test_storages_are_told_apart_while_they_live() -> None:
+    tensor, other = torch.ones(4), torch.ones(4)
+    assert private.storage_id(tensor.untyped_storage()) == private.storage_id(tensor[1:].untyped_storage())
+    assert private.storage_id(tensor.untyped_storage()) != private.storage_id(other.untyped_storage())
+
+
+def test_writes_in_place_are_counted() -> None:
+    tensor = torch.ones(4)
+    before = private.version_of(tensor)
+    tensor[1:].add_(1)
+    assert before == 0
+    assert private.version_of(tensor) == 1
+    with torch.inference_mode():
+        assert private.version_of(torch.ones(1)) is None
+
+
+def test_views_are_known() -> None:
+    assert private.is_view(torch.ones(4)[1:])
+    assert not private.is_view(torch.ones(4))
+
+
+def test_guards_compare_shapes_strides_dtypes_and_gradients() -> None:
+    tensor = torch.ones(2, 3)
+    guards = private.tensor_guards([tensor])
+    assert guards.check(torch.zeros(2, 3))
+    others = (torch.ones(3, 2), torch.ones(3, 2).t(), tensor.double(), torch.ones(2, 3, requires_grad=True))
+    assert not any(guards.check(other) for other in others)
+    parameters = private.tensor_guards([nn.Parameter(tensor)])
+    assert not parameters.check(torch.ones(2, 3, requires_grad=True))
+
+
+def test_autograd_nodes_are_numbered_in_order() -> None:
+    x = torch.ones(2, requires_grad=True)
+    before = private.nodes_made()
+    made = x.exp()
+    assert made.grad_fn is not None
+    assert private.sequence_number(made.grad_fn) == before
+    assert private.nodes_made() == before + 1
+    running: list[int | None] = []
+    made.grad_fn.register_prehook(lambda _: running.append(private.running_node()))
+    torch.autograd.backward(made.sum())
+    assert private.running_node() is None
+    assert before in running
+
+
+def test_below_autograd_nothing_is_recorded_while_gradients_count_as_enabled() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with private.below_autograd(), torch.enable_grad():
+        made = aten.exp.default(x)
+        assert torch.is_grad_enabled()
+    assert not made.requires_grad
+
+
+def test_autograd_can_be_switched_on_in_kernels() -> None:
+    found: list[bool] = []
+
+    @torch.library.custom_op(
+        "stowplan_tests::kernel", mutates_args=(), schema="(Tensor x, Tensor[] others) -> Tensor[]"
+    )
+    def kernel(x: torch.Tensor, others: list[torch.Tensor]) -> list[torch.Tensor]:
+        del others
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            found.append(leaf.exp().requires_grad)
+            with private.autograd_in_kernels():
+                found.append(leaf.exp().requires_grad)
+            found.append(leaf.exp().requires_grad)
+        return [x.clone()]
+
+    kernel(torch.ones(2), [])
+    assert found == [False, True, False]
+
+
+def test_hooks_of_modules_are_found_in_their_tables() -> None:
+    module = nn.Linear(1, 1)
+    module.register_forward_pre_hook(lambda *_: None)
+    module.register_forward_hook(lambda *_: None)
+    module.register_full_backward_pre_hook(lambda *_: None)
+    module.register_full_backward_hook(lambda *_: None)
+    assert [len(getattr(module, name)) for name in private.HOOKS] == [1, 1, 1, 1]
+    registered = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert list(map(len, private.GLOBAL_HOOKS)) == [0, 1, 0, 0]
+    finally:
+        registered.remove()
+    assert {"_parameters", "_buffers", "_modules"} <= vars(module).keys()
+
+
+def test_the_profiler_tells_of_allocations_and_frees() -> None:
+    def step() -> int:
+        made = torch.empty(1000)
+        return made.data_ptr()
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        address = step()
+    seen = sorted(private.allocations_seen(profiler))
+    sizes = [nbytes for _, where, nbytes in seen if where == address]
+    assert sizes == [4000, -4000]
