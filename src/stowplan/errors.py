@@ -130,6 +130,23 @@ def _tiles_tried(untiled: tuple[str, ...]) -> str:
     return "\nTiles were tried:" + "".join(f"\n  {line}" for line in lines)
 
 
+class OutOfDeviceMemory(StowplanError):
+    """The model of the caching allocator has no room for a request, after it released all that was free."""
+
+    exit_code = 1
+
+    def __init__(
+        self, requested_bytes: int, *, limit_bytes: int, allocated_bytes: int, reserved_bytes: int
+    ) -> None:
+        self.requested_bytes, self.limit_bytes = requested_bytes, limit_bytes
+        self.allocated_bytes, self.reserved_bytes = allocated_bytes, reserved_bytes
+        super().__init__(
+            f"no room for {requested_bytes:,} bytes on a device of {limit_bytes:,}: {reserved_bytes:,} are"
+            f" reserved, of which {allocated_bytes:,} are allocated; if much is reserved but not allocated,"
+            " try expandable_segments:True"
+        )
+
+
 class TierFailed(StowplanError):
     """A tensor could not be offloaded or loaded back. Only gradients that were final have left the step."""
 
