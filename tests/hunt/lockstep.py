@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stowplan.errors import BudgetTooSmall, StowplanError
-from stowplan.plan.decision import Again, Store
+from stowplan.plan.decision import RecomputeOp, Store
 from stowplan.plan.plan import Exactness
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
@@ -273,7 +273,7 @@ class _Run:
         result = self.result
         result.tiles = any(plan.tile_maps for plan in plans)
         result.transfers = any(isinstance(step, Store) for step in steps)
-        result.recomputes = any(isinstance(step, Again) for step in steps)
+        result.recomputes = any(isinstance(step, RecomputeOp) for step in steps)
         return all(plan.exactness is Exactness.BITWISE for plan in plans)
 
     def _align(self) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from stowplan.errors import BadUse
-from stowplan.plan.decision import Again, Keep, Recompute
+from stowplan.plan.decision import Keep, Recompute, RecomputeOp
 from stowplan.plan.explain.explain import explain
 from stowplan.plan.judge.simulate import alive_at
 from stowplan.plan.options import PlanOptions
@@ -36,7 +36,7 @@ def test_a_tensor_is_in_memory_where_it_is_said_to_be(plan: Plan) -> None:
 
 def test_second_runs_and_their_price_are_counted(plan: Plan) -> None:
     told = {name: explain(plan, name) for name in plan.graph.tensors}
-    again = [step for step in plan.steps if isinstance(step, Again)]
+    again = [step for step in plan.steps if isinstance(step, RecomputeOp)]
     assert again
     for name, each in told.items():
         assert each.again_runs == sum(name in step.outputs for step in again)

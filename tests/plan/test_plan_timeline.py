@@ -10,7 +10,7 @@ import pytest
 from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.formats import chainer
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use
-from stowplan.plan.decision import Again, Free
+from stowplan.plan.decision import Free, RecomputeOp
 from stowplan.plan.explain.timeline import plain_timeline_of, timeline_of_plan
 from stowplan.plan.explain.transfers import clock_of
 from stowplan.plan.options import PlanOptions
@@ -35,7 +35,7 @@ def curve_of_runs(plan: Plan) -> list[int]:
 def check(plan: Plan) -> Timeline:
     timeline = timeline_of_plan(plan)
     assert timeline.curve_bytes().tolist() == curve_of_runs(plan)
-    repeated = sum(isinstance(step, Again) for step in plan.steps)
+    repeated = sum(isinstance(step, RecomputeOp) for step in plan.steps)
     assert sum(run.doing is Doing.AGAIN for run in timeline.runs) == repeated
     neighbours = defaultdict(list)
     for stay in sorted(timeline.stays, key=lambda stay: stay.first):
@@ -84,7 +84,7 @@ def test_a_tensor_made_again_has_a_copy_for_each_time(dump: Callable[[str], Path
     made = defaultdict(list)
     for stay in timeline.stays:
         made[stay.tensor].append(stay.copy)
-    remade = [name for step in plan.steps if isinstance(step, Again) for name in step.outputs]
+    remade = [name for step in plan.steps if isinstance(step, RecomputeOp) for name in step.outputs]
     assert remade
     assert all(sorted(made[name]) == list(range(1 + remade.count(name))) for name in remade)
 

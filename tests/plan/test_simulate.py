@@ -4,7 +4,7 @@ import pytest
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
-from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
+from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.judge.engines import Stall
 from stowplan.plan.judge.simulate import alive_at, simulate
 from stowplan.plan.tier import Tier
@@ -92,12 +92,12 @@ def test_writing_over_takes_the_place() -> None:
 
 
 def test_outputs_that_a_second_run_throws_away_are_there_while_it_runs() -> None:
-    again = (*FORWARD, Free(("m",)), Again("make", ("m",)), Free(("m",)))
+    again = (*FORWARD, Free(("m",)), RecomputeOp("make", ("m",)), Free(("m",)))
     assert _curve(*again) == [30, 30, 30, 40, 80, 60, 90, 60]
 
 
 def test_a_view_that_is_not_wanted_again_is_not_bound() -> None:
-    steps = (*FORWARD[:2], Free(("at",)), Again("look", ()), Free(("a",)))
+    steps = (*FORWARD[:2], Free(("at",)), RecomputeOp("look", ()), Free(("a",)))
     assert _curve(*steps) == [30, 30, 30, 30, 20]
 
 
@@ -107,7 +107,7 @@ def test_workspace_counts_while_its_op_runs() -> None:
 
 
 def test_seconds_of_second_runs_are_told_apart() -> None:
-    played = simulate(_graph(), (*FORWARD, Again("make", ("a",)), Again("relu", ("b",))), SECONDS)
+    played = simulate(_graph(), (*FORWARD, RecomputeOp("make", ("a",)), RecomputeOp("relu", ("b",))), SECONDS)
     assert (played.seconds, played.extra_seconds) == (31.0 + 9.0, 9.0)
 
 
@@ -179,5 +179,5 @@ def test_moving_without_a_tier_is_refused() -> None:
 
 
 def test_what_is_made_again_while_it_is_there_stands_beside_itself_until_it_is_made() -> None:
-    steps = (Compute("make"), Again("make", ("m",)), Free(("a", "m")))
+    steps = (Compute("make"), RecomputeOp("make", ("m",)), Free(("a", "m")))
     assert _curve(*steps) == [30, 30 + 20 + 10, 0]

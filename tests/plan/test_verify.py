@@ -7,7 +7,7 @@ import pytest
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
-from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
+from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
@@ -24,7 +24,7 @@ def plan() -> Plan:
     graph = random_step(5, layers=8)
     planner = Planner.of(graph, uneven_prices(graph, 5), options=PlanOptions(moves=300))
     found = planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
-    assert any(isinstance(step, Again) for step in found.steps)
+    assert any(isinstance(step, RecomputeOp) for step in found.steps)
     return verify(found)
 
 
@@ -35,7 +35,7 @@ def _with_steps(plan: Plan, steps: tuple[Step, ...]) -> Plan:
 
 
 def test_leaving_out_a_second_run_is_seen(plan: Plan) -> None:
-    number = next(i for i, step in enumerate(plan.steps) if isinstance(step, Again))
+    number = next(i for i, step in enumerate(plan.steps) if isinstance(step, RecomputeOp))
     with pytest.raises(IllegalPlan, match="does not hold its value"):
         verify(replace(plan, steps=plan.steps[:number] + plan.steps[number + 1 :]))
 
@@ -119,7 +119,7 @@ def test_an_op_that_read_a_buffer_before_its_update_never_runs_again() -> None:
     graph = _with_a_counter()
     pricing = Pricing({op.id: 1.0 for op in graph.ops}, Basis.MEASURED)
     plan = Planner.of(graph, pricing).plan(1000)
-    twice = (*plan.steps[:2], Again("plus_one", ("seen",)), *plan.steps[2:])
+    twice = (*plan.steps[:2], RecomputeOp("plus_one", ("seen",)), *plan.steps[2:])
     with pytest.raises(IllegalPlan, match="must run once or would not make the same"):
         verify(replace(plan, steps=twice))
 
@@ -201,10 +201,10 @@ AWAY: tuple[Step, ...] = (Store(("a", "view")), Free(("a", "view")), Load(("a", 
             id="loaded again after a sum elsewhere",
         ),
         pytest.param(
-            (*FORWARD, Free(("b", "mask")), Again("drop", ("b", "mask")), *BACKWARD), id="made again"
+            (*FORWARD, Free(("b", "mask")), RecomputeOp("drop", ("b", "mask")), *BACKWARD), id="made again"
         ),
         pytest.param(
-            (*FORWARD, Free(("mask",)), Again("drop", ("mask",)), *BACKWARD), id="one output made again"
+            (*FORWARD, Free(("mask",)), RecomputeOp("drop", ("mask",)), *BACKWARD), id="one output made again"
         ),
         pytest.param((*FORWARD, *BACKWARD, Store(("gw",))), id="a gradient leaves before the caller has it"),
         pytest.param(
@@ -212,7 +212,7 @@ AWAY: tuple[Step, ...] = (Store(("a", "view")), Free(("a", "view")), Load(("a", 
                 *FORWARD[:3],
                 Compute("drop", (("b", "view"),)),
                 *FORWARD[4:],
-                Again("make", ("a",)),
+                RecomputeOp("make", ("a",)),
                 *BACKWARD,
             ),
             id="written over and made again",
@@ -229,12 +229,12 @@ def test_what_computes_the_graph_is_let_through(steps: tuple[Step, ...]) -> None
     ("steps", "reason"),
     [
         ((Compute("nothing"),), "step 0 runs 'nothing', which is not an op"),
-        ((Again("nothing", ()),), "step 0 runs 'nothing', which is not an op"),
-        ((Again("make", ("a",)), *FORWARD), "step 0 repeats 'make', which has not run yet"),
-        ((*FORWARD, Again("add", ("total",))), "repeats 'add', which must run once"),
-        ((*FORWARD, *BACKWARD, Again("back end", ("gb",))), "repeats 'back end', which must run once"),
-        ((*FORWARD, Again("make", ("a", "seen"))), "the new contents of a buffer a second time"),
-        ((*FORWARD, Again("make", ("b",))), "wants outputs of 'make' that it does not have"),
+        ((RecomputeOp("nothing", ()),), "step 0 runs 'nothing', which is not an op"),
+        ((RecomputeOp("make", ("a",)), *FORWARD), "step 0 repeats 'make', which has not run yet"),
+        ((*FORWARD, RecomputeOp("add", ("total",))), "repeats 'add', which must run once"),
+        ((*FORWARD, *BACKWARD, RecomputeOp("back end", ("gb",))), "repeats 'back end', which must run once"),
+        ((*FORWARD, RecomputeOp("make", ("a", "seen"))), "the new contents of a buffer a second time"),
+        ((*FORWARD, RecomputeOp("make", ("b",))), "wants outputs of 'make' that it does not have"),
         ((Store(("a",)),), "stores 'a', which does not hold a value"),
         ((Store(("x",)),), "stores 'x', which does not hold a value made before"),
         ((*FORWARD, Free(("a",)), Store(("a",))), "stores 'a', which does not hold a value"),
@@ -250,10 +250,10 @@ def test_what_computes_the_graph_is_let_through(steps: tuple[Step, ...]) -> None
             "'add' reads 'total', which does not hold its value",
         ),
         (
-            (*FORWARD, Again("drop", ("mask",), (("b", "view"),))),
+            (*FORWARD, RecomputeOp("drop", ("mask",), (("b", "view"),))),
             "'drop' may not write 'b' over 'view'",
         ),
-        ((*FORWARD, Again("drop", ("b",), (("b", "x"),))), "'drop' may not write 'b' over 'x'"),
+        ((*FORWARD, RecomputeOp("drop", ("b",), (("b", "x"),))), "'drop' may not write 'b' over 'x'"),
         (
             (*FORWARD[:3], Compute("drop", (("b", "view"),)), *FORWARD[4:], *BACKWARD),
             "'back drop' reads 'a', which does not hold its value",

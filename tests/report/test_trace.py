@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stowplan.ir import Document, Graph
-from stowplan.plan.decision import Again
+from stowplan.plan.decision import RecomputeOp
 from stowplan.plan.record import Record
 from stowplan.report.files import opened
 from stowplan.report.page import Subject, subject_of
@@ -87,7 +87,7 @@ def test_a_plan_has_an_arrow_for_every_tensor_made_again(dump: Dump) -> None:
     plan = plan_of(dump("chainer"))
     events = events_of(subject_of(plan, "plan"))
     check(events)
-    remade = sum(len(step.outputs) for step in plan.steps if isinstance(step, Again))
+    remade = sum(len(step.outputs) for step in plan.steps if isinstance(step, RecomputeOp))
     assert sum(event["ph"] == "s" for event in events) == remade > 0
     memory = [sum(event["args"].values()) for event in events if event["ph"] == "C"]
     assert max(memory) == plan.projected_peak_bytes

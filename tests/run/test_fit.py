@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.errors import BudgetTooSmall, IllegalPlan
-from stowplan.plan.decision import Again, Compute, Step
+from stowplan.plan.decision import Compute, RecomputeOp, Step
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
@@ -259,7 +259,7 @@ class TestFaults:
     def test_a_missing_second_run_is_refused(self, captured: tuple[Captured, nn.Module, Tensor]) -> None:
         planner = planner_for_captured(captured[0], options=PlanOptions(moves=MOVES))
         plan = planner.plan(planner.minimum_bytes)
-        place = next(n for n, step in enumerate(plan.steps) if isinstance(step, Again))
+        place = next(n for n, step in enumerate(plan.steps) if isinstance(step, RecomputeOp))
         with pytest.raises(IllegalPlan):
             verify(replace(plan, steps=plan.steps[:place] + plan.steps[place + 1 :]))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from stowplan.capture import Call, Ref, capture
-from stowplan.plan.decision import Again
+from stowplan.plan.decision import RecomputeOp
 from stowplan.run.fit import plans_of
 from stowplan.run.plain import plain_steps
 from stowplan.run.step.lines import call_lines
@@ -64,7 +64,7 @@ def test_names_of_recomputed_draws_are_our_own() -> None:
     model, args = Named("now", "draws_0"), (images(64, 8),)
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     fitted = lowest(model, args)
-    assert any(isinstance(step, Again) for step in plans_of(fitted)[0].steps)
+    assert any(isinstance(step, RecomputeOp) for step in plans_of(fitted)[0].steps)
     expected = trained(model, model, args)
     model.load_state_dict(initial)
     assert different(expected, trained(fitted, model, args)) == []

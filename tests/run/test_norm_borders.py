@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stowplan.capture import Captured, capture
 from stowplan.errors import NotTileable
 from stowplan.ir import Phase
-from stowplan.plan.decision import Again
+from stowplan.plan.decision import RecomputeOp
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms, stretches_between_norms
@@ -135,7 +135,7 @@ def test_a_sweep_that_runs_again_does_not_gather_again() -> None:
     again = Counter(
         next(op.type for op in swept.graph.ops if op.id == step.op)
         for step in planner.plan(int(1.2 * planner.minimum_bytes)).steps
-        if isinstance(step, Again)
+        if isinstance(step, RecomputeOp)
     )
     assert again["stowplan.sweep.default"] > 0
     assert again["stowplan.gather.default"] == 0

@@ -185,12 +185,12 @@ def test_a_plan_with_a_skip_made_again_comes_back() -> None:
 
 
 def test_a_skip_whose_second_making_is_not_differentiated_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    made_again = swept._made_again
+    recomputed = swept._recomputed
 
     def detached(captured: Captured, skip: Skip, values: dict[str, Tensor]) -> Tensor:
-        return made_again(captured, skip, values).detach()
+        return recomputed(captured, skip, values).detach()
 
-    monkeypatch.setattr(swept, "_made_again", detached)
+    monkeypatch.setattr(swept, "_recomputed", detached)
     model, args = unet()
     captured = next(with_skips_again(capture(model, args), model, args, {}))
     assert error_of_step(captured, model, args) > 1e-6

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stowplan.plan.decision import Again
+from stowplan.plan.decision import RecomputeOp
 from stowplan.run.fit import plans_of
 from tests.support.models import images
 from tests.support.side_by_side import lowest
@@ -46,7 +46,7 @@ def after_two(model: nn.Module, run: nn.Module) -> list[Tensor]:
 def test_norms_and_draws_of_each_forward_are_its_own(rate: float) -> None:
     model, twin = Normed(rate), Normed(rate)
     fitted = lowest(twin, (images(2, 3, 16, 16),))
-    again = {step.op for step in plans_of(fitted)[0].steps if isinstance(step, Again)}
+    again = {step.op for step in plans_of(fitted)[0].steps if isinstance(step, RecomputeOp)}
     assert any("batch_norm" in op for op in again)
     for _ in range(2):
         assert all(map(torch.equal, after_two(model, model), after_two(twin, fitted)))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stowplan.capture import capture
-from stowplan.plan.decision import Again
+from stowplan.plan.decision import RecomputeOp
 from stowplan.plan.options import PlanOptions
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.planning.price import planner_for_captured
@@ -116,5 +116,5 @@ def budget_halfway(model: nn.Module, args: tuple[object, ...]) -> int:
 def fitted_copy(model: nn.Module, args: tuple[object, ...]) -> nn.Module:
     """A copy of `model` that has to make something again to stay within its budget."""
     fitted = fit(copy.deepcopy(model), args, budget=budget_halfway(model, args), moves=MOVES)
-    assert all(any(isinstance(step, Again) for step in plan.steps) for plan in plans_of(fitted))
+    assert all(any(isinstance(step, RecomputeOp) for step in plan.steps) for plan in plans_of(fitted))
     return fitted

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from stowplan.analyse.timeline import Doing
 from stowplan.ir import Kind, Phase
-from stowplan.plan.decision import Again, Compute, Free, Keep, Load, Offload, Step, Store
+from stowplan.plan.decision import Compute, Free, Keep, Load, Offload, RecomputeOp, Step, Store
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.judge.verify import verify
@@ -43,7 +43,7 @@ def _choices(plan: Plan) -> list[tuple[str, str, str]]:
     phases = {op.id: op.phase for op in plan.graph.ops}
     seen = {base for tensor in plan.graph.tensors.values() if (base := tensor.alias_of)}
     written_over = {
-        old for step in plan.steps if isinstance(step, Compute | Again) for _, old in step.overwrites
+        old for step in plan.steps if isinstance(step, Compute | RecomputeOp) for _, old in step.overwrites
     }
     found = []
     for stay in sorted(timeline.stays, key=lambda stay: (-stay.nbytes, stay.first)):

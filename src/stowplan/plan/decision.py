@@ -46,7 +46,7 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class RecomputeOp:
     """Run a forward op once more, for the outputs named; its other outputs are discarded at once."""
 
     op: str
@@ -81,4 +81,4 @@ class Load:
     tensors: tuple[str, ...]
 
 
-Step: TypeAlias = Compute | Again | Free | Store | Load
+Step: TypeAlias = Compute | RecomputeOp | Free | Store | Load

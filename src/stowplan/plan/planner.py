@@ -12,7 +12,7 @@ from stowplan.analyse.liveness import liveness_of
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
 from stowplan.plan.bound import bound_of
-from stowplan.plan.decision import Again, Decision, Keep, Offload, Recompute, Step, Store
+from stowplan.plan.decision import Decision, Keep, Offload, Recompute, RecomputeOp, Step, Store
 from stowplan.plan.frontier import Frontier, Point, frontier_of
 from stowplan.plan.judge.simulate import alive_at, simulate
 from stowplan.plan.ledger import State, gaps_of
@@ -147,7 +147,7 @@ def plain_peak_of(graph: Graph, pricing: Pricing) -> int:
 
 
 def _decisions_of(problem: Problem, point: Point, steps: tuple[Step, ...]) -> dict[str, Decision]:
-    remade = {name for step in steps if isinstance(step, Again) for name in step.outputs}
+    remade = {name for step in steps if isinstance(step, RecomputeOp) for name in step.outputs}
     needed = {value for op in range(problem.turn, len(problem.reads)) for value in problem.reads[op]}
     gaps = gaps_of(problem)
     decisions: dict[str, Decision] = {}
@@ -162,7 +162,7 @@ def _decisions_of(problem: Problem, point: Point, steps: tuple[Step, ...]) -> di
 
 def _extra_macs(graph: Graph, steps: tuple[Step, ...]) -> int:
     macs = dict(zip((op.id for op in graph.ops), costs_of(graph).macs.tolist(), strict=True))
-    return sum(macs[step.op] for step in steps if isinstance(step, Again))
+    return sum(macs[step.op] for step in steps if isinstance(step, RecomputeOp))
 
 
 def _offloaded(graph: Graph, steps: Iterable[Step], tier: Tier | None) -> dict[str, Decision]:

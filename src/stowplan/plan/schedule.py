@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from stowplan.analyse.storages import is_resident, storages_of
 from stowplan.ir import Graph, Op, Role
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Again, Compute, Free, Step
+from stowplan.plan.decision import Compute, Free, RecomputeOp, Step
 from stowplan.plan.ledger import State, gaps_of
 from stowplan.plan.problem import Problem, overwritable
 
@@ -37,7 +37,7 @@ def steps_of(problem: Problem, states: Sequence[State]) -> tuple[Step, ...]:
     for run, ending in zip(runs, _storages_ending(problem.graph, runs, homes), strict=True):
         overwrites = _overwrites_of(problem.graph, run, homes, ending, made)
         if run.again:
-            steps.append(Again(run.op.id, tuple(run.makes), overwrites))
+            steps.append(RecomputeOp(run.op.id, tuple(run.makes), overwrites))
         else:
             steps.append(Compute(run.op.id, overwrites))
         if run.ends:

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from stowplan.ir import Op
 from stowplan.plan.candidate import Tradeoff
-from stowplan.plan.decision import Again, Compute, Decision, Keep, Offload, Recompute, Tile
+from stowplan.plan.decision import Compute, Decision, Keep, Offload, Recompute, RecomputeOp, Tile
 from stowplan.plan.explain.explain import Explanation
 from stowplan.plan.explain.timeline import packed_bytes_of
 from stowplan.plan.plan import Exactness, Plan
@@ -29,8 +29,8 @@ def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float 
     width = console.width - _INDENT
     runs = [(bytes_, step) for bytes_, step in zip(plan.projected_curve_bytes, plan.steps, strict=True)]
     ops = {op.id: op for op in plan.graph.ops}
-    curve = [bytes_ for bytes_, step in runs if isinstance(step, Compute | Again)]
-    ran: list[Op] = [ops[step.op] for _, step in runs if isinstance(step, Compute | Again)]
+    curve = [bytes_ for bytes_, step in runs if isinstance(step, Compute | RecomputeOp)]
+    ran: list[Op] = [ops[step.op] for _, step in runs if isinstance(step, Compute | RecomputeOp)]
     drawing = memory_curve_drawing(curve, ran, width, blocks_of(console))
     _section(console, title, _figures(plan, solve_seconds))
     _section(console, "memory while each op of the plan runs", drawing)

@@ -48,7 +48,7 @@ def tiled_tensor_json(found: TiledTensor) -> Json:
         "whole": found.level.whole,
         "largest_part": found.level.part,
         "work": found.level.work,
-        "made_again": found.made_again,
+        "made_again": found.recomputed,
     }
 
 

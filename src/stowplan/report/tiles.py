@@ -33,7 +33,7 @@ def show_tiled_tensor(found: TiledTensor, console: Console) -> None:
         ("whole", _by(found.level.whole)),
         ("largest part", _by(found.level.part)),
         ("made in all", f"{found.level.work:.3f} of it; over 1 because tiles overlap"),
-        *((("in each tile", "recomputed for its backward"),) if found.made_again else ()),
+        *((("in each tile", "recomputed for its backward"),) if found.recomputed else ()),
     )
     table = Table.grid(padding=(0, 2))
     for name, text in rows:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stowplan.plan.decision import Again
+from stowplan.plan.decision import RecomputeOp
 from stowplan.plan.shards.buckets import LEAST_BYTES, buckets_of
 from stowplan.plan.shards.traffic import traffic_of
 from stowplan.run.fit import fit, plans_of
@@ -92,7 +92,7 @@ def plan_tightly() -> Planned:
     workers = sharded.workers
     traffic = traffic_of(sharded.plan)[workers.rank]
     return Planned(
-        sum(isinstance(step, Again) for step in plan.steps),
+        sum(isinstance(step, RecomputeOp) for step in plan.steps),
         distance(gradients_of(model), gradients_of(plain)),
         (workers.sent_bytes, traffic.sent_bytes),
         (workers.summed_bytes, traffic.summed_bytes),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from stowplan.errors import BadUse
 from stowplan.ir import Op
-from stowplan.plan.decision import Again, Compute, Decision, Free, Keep, Load, Step, Store
+from stowplan.plan.decision import Compute, Decision, Free, Keep, Load, RecomputeOp, Step, Store
 from stowplan.plan.judge.engines import Transfer
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.plan import Plan
@@ -39,7 +39,7 @@ def explain(plan: Plan, tensor: str) -> Explanation:
     peak = plan.projected_curve_bytes.index(plan.projected_peak_bytes)
     pricing = plan.pricing
     run = simulate(plan.graph, plan.steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
-    runs = sum(isinstance(step, Again) and name in step.outputs for step in plan.steps)
+    runs = sum(isinstance(step, RecomputeOp) and name in step.outputs for step in plan.steps)
     again_seconds = runs * pricing.seconds[maker.id] if maker else 0.0
     return Explanation(
         tensor=name,
@@ -65,7 +65,7 @@ class TiledTensor:
     tensor: str
     told: TileMap
     level: TileLevel
-    made_again: bool  # inside of each tile
+    recomputed: bool  # inside of each tile
 
 
 def explain_tiled(plan: Plan, tensor: str) -> TiledTensor | None:
@@ -73,7 +73,7 @@ def explain_tiled(plan: Plan, tensor: str) -> TiledTensor | None:
     sweep, _, bare = tensor.rpartition("/")
     for told in plan.tile_maps:
         if (found := told.find(bare)) and sweep in ("", told.sweep, found[0].sweep):
-            return TiledTensor(bare, *found, made_again=bare in told.again)
+            return TiledTensor(bare, *found, recomputed=bare in told.again)
     return None
 
 
@@ -107,7 +107,7 @@ def _makes(step: Step, name: str, makers: set[str]) -> bool:
     match step:
         case Compute(op):
             return op in makers
-        case Again(outputs=made) | Load(made):
+        case RecomputeOp(outputs=made) | Load(made):
             return name in made
         case Free() | Store():
             return False

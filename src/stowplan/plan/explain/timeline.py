@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from stowplan.analyse.timeline import Doing, Run, Stay, Timeline, curve_onto, packed_arena, timeline_of
 from stowplan.ir import Graph, Kind, Op, Role
-from stowplan.plan.decision import Again, Compute, Free, Load, Store
+from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Store
 from stowplan.plan.explain.transfers import transfer_id, with_transfers
 from stowplan.plan.judge.simulate import transfer_bytes
 from stowplan.plan.plan import Plan
@@ -25,7 +25,7 @@ def timeline_of_plan(plan: Plan) -> Timeline:
         match step:
             case Compute(name, overwrites):
                 walk.run(ops[name], tuple(ops[name].writes()), dict(overwrites), Doing.COMPUTE)
-            case Again(name, outputs, overwrites):
+            case RecomputeOp(name, outputs, overwrites):
                 walk.run(ops[name], outputs, dict(overwrites), Doing.AGAIN)
             case Free(names):
                 walk.free(names)

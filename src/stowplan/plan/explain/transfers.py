@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from stowplan.ir import Graph, Op, Phase, Use
-from stowplan.plan.decision import Again, Compute, Free, Load, Store
+from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Store
 from stowplan.plan.judge.engines import Stall
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.plan import Plan
@@ -66,7 +66,7 @@ def clock_of(plan: Plan) -> Clock:
     for number, step in enumerate(plan.steps):
         now += waits[number]
         match step:
-            case Compute(op) | Again(op):
+            case Compute(op) | RecomputeOp(op):
                 spans.append(Span(now, now + pricing.seconds[op]))
                 now = spans[-1].end_seconds
             case Store() | Load():

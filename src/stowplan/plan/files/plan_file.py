@@ -10,7 +10,6 @@ from stowplan.formats import stow
 from stowplan.formats.checked import bad_input_of
 from stowplan.ir import Document
 from stowplan.plan.decision import (
-    Again,
     Compute,
     Decision,
     Free,
@@ -18,6 +17,7 @@ from stowplan.plan.decision import (
     Load,
     Offload,
     Recompute,
+    RecomputeOp,
     Step,
     Store,
     Tile,
@@ -32,7 +32,7 @@ _SEAL = Seal("stowplan.plan", version=2)
 
 _STEPS: dict[str, type[Step]] = {
     "compute": Compute,
-    "again": Again,
+    "again": RecomputeOp,
     "free": Free,
     "store": Store,
     "load": Load,

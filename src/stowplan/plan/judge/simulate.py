@@ -12,7 +12,7 @@ from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Role
 from stowplan.ops.aliasing import aliasing_of
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
+from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.judge.engines import Engines, Stall, Transfer
 from stowplan.plan.problem import updated_buffers
 from stowplan.plan.tier import Tier
@@ -57,9 +57,9 @@ def simulate(
     for number, step in enumerate(steps):
         level = memory.take(number, step, ops) + beside
         match step:
-            case Compute(op) | Again(op):
+            case Compute(op) | RecomputeOp(op):
                 engines.run(number, seconds[op], _touched(ops[op]))
-                if isinstance(step, Again):
+                if isinstance(step, RecomputeOp):
                     again += seconds[op]
                 else:
                     first += seconds[op]
@@ -151,7 +151,7 @@ class _Memory:
             case Compute(op, overwrites):
                 wanted = tuple(use.tensor for use in ops[op].outputs)
                 return self.run(number, ops[op], wanted, dict(overwrites))
-            case Again(op, outputs, overwrites):
+            case RecomputeOp(op, outputs, overwrites):
                 return self.run(number, ops[op], outputs, dict(overwrites))
             case Free(tensors):
                 self.free(number, tensors)

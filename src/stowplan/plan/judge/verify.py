@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
+from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.plan import Plan
 from stowplan.plan.problem import can_run_again, outdated_tensors, overwritable
@@ -61,7 +61,7 @@ class _Check:
             match step:
                 case Compute(name, overwrites):
                     self._compute(number, self._op(number, name), overwrites)
-                case Again(name, outputs, overwrites):
+                case RecomputeOp(name, outputs, overwrites):
                     self._again(number, self._op(number, name), outputs, overwrites)
                 case Free(tensors):
                     self._sound.difference_update(tensors)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stowplan.plan.decision import Again, Compute, Step
+from stowplan.plan.decision import Compute, RecomputeOp, Step
 from stowplan.plan.judge.simulate import Simulation
 from stowplan.plan.offload.stretches import Stretch
 from stowplan.plan.offload.weave import Move
@@ -55,8 +55,8 @@ class Course:
         beside_bytes: int,
     ) -> None:
         self.stretches, self._tier, self._beside_bytes = stretches, tier, beside_bytes
-        runs = [isinstance(step, Compute | Again) for step in steps]
-        durations = [seconds[step.op] if isinstance(step, Compute | Again) else 0.0 for step in steps]
+        runs = [isinstance(step, Compute | RecomputeOp) for step in steps]
+        durations = [seconds[step.op] if isinstance(step, Compute | RecomputeOp) else 0.0 for step in steps]
         self.clock = np.array([0.0, *accumulate(durations)])  # when each step begins, if nobody waits
         self._ticks: list[float] = self.clock.tolist()
         levels = np.array([*plain.curve_bytes, *plain.curve_bytes[-1:]], dtype=np.int64)

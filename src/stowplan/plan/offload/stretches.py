@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from stowplan.analyse.storages import storages_of
 from stowplan.ir import Graph, Kind, Op, Role
-from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
+from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ def stretches_of(graph: Graph, steps: Sequence[Step], *, gradients: bool = False
         match step:
             case Compute(op, overwrites):
                 walk.run(number, ops[op], tuple(ops[op].writes()), dict(overwrites))
-            case Again(op, outputs, overwrites):
+            case RecomputeOp(op, outputs, overwrites):
                 walk.run(number, ops[op], outputs, dict(overwrites))
             case Free(tensors):
                 walk.free(number, tensors)

@@ -49,7 +49,7 @@ def _first_stages(tiling: Tiling) -> Tiling:
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class RecomputedInputs:
     """What a sweep makes again of its `sources`: in parts, or whole where several rounds read it."""
 
     sources: Names
@@ -89,7 +89,7 @@ class Chain:
         self._bare = self._of_nothing()
         self._shared = [self._bytes(successors(swept.rounds[-1])) for swept in self._swept]
         self._beside = [self._beside_bytes(place) for place in range(len(tiling))]
-        self._known: dict[tuple[int, Names], Again] = {}
+        self._known: dict[tuple[int, Names], RecomputedInputs] = {}
 
     def choices(self) -> Iterator[Streams]:
         """With less and less kept, first if all of it waits, then if only what is for sweeps that are near.
@@ -149,17 +149,17 @@ class Chain:
             held += [waiting, before]
         return State(kept, sum(each.whole_macs for each in again), tuple(needs), tuple(held))
 
-    def _again(self, place: int, kept: Names) -> Again:
+    def _again(self, place: int, kept: Names) -> RecomputedInputs:
         if (place, kept) not in self._known:
-            self._known[place, kept] = self._made_again(place, kept)
+            self._known[place, kept] = self._recomputed(place, kept)
         return self._known[place, kept]
 
-    def _made_again(self, place: int, kept: Names) -> Again:
+    def _recomputed(self, place: int, kept: Names) -> RecomputedInputs:
         missing = {name: self._makers(name, kept) for name in self._read[place] - kept}
         made = {name: found for name, found in missing.items() if self._bare.isdisjoint(found[1])}
         early = self._swept[place].read_early.intersection(made)
         late = made.keys() - early
-        return Again(
+        return RecomputedInputs(
             self._read[place].difference(made).union(*(read for _, read in made.values())),
             in_parts_macs=self._rounds(place, made) * self._macs_of(made, made),
             whole_macs=self._macs_of(made, early) + self._rounds(place, late) * self._macs_of(made, late),

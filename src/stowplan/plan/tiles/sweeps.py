@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from stowplan.ir import Graph
 from stowplan.plan.candidate import Baseline, GraphCandidate, Tradeoff, tradeoffs_of
-from stowplan.plan.decision import Again, Decision
+from stowplan.plan.decision import Decision, RecomputeOp
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import Pricing
@@ -35,7 +35,7 @@ class Sweeps:
 
     def told(self, plan: Plan, baseline: Baseline) -> Plan:
         """A plan for the graph with the sweeps, compared with the baseline."""
-        again = (self.macs.get(step.op, 0) for step in plan.steps if isinstance(step, Again))
+        again = (self.macs.get(step.op, 0) for step in plan.steps if isinstance(step, RecomputeOp))
         return replace(
             plan,
             decisions={**plan.decisions, **self.decisions},

@@ -12,7 +12,7 @@ from stowplan.errors import BudgetTooSmall
 from stowplan.ir import Graph, Op
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Again
+from stowplan.plan.decision import RecomputeOp
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions
 from stowplan.plan.plan import Plan
@@ -51,7 +51,7 @@ def replayed_bytes(plan: Plan) -> int:
 
     One more is there while draws are replayed: the state to return to.
     """
-    again = {step.op for step in plan.steps if isinstance(step, Again)}
+    again = {step.op for step in plan.steps if isinstance(step, RecomputeOp)}
     replayed = sum(op.id in again and is_random(plan.graph, op) for op in plan.graph.ops)
     return (replayed + bool(replayed)) * torch.get_rng_state().nbytes
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from stowplan.capture import Captured
 from stowplan.capture.layouts import swayed_ops
 from stowplan.capture.storage_views import same_strides, stride_of
-from stowplan.plan.decision import Again, Compute, Step
+from stowplan.plan.decision import Compute, RecomputeOp, Step
 
 _log = logging.getLogger("stowplan")
 _Strides = tuple[tuple[int, ...], ...]
@@ -28,7 +28,7 @@ class IncomingGradients:
         self._names = [name for name in captured.program.tangents if name is not None]
         tensors = (captured.graph.tensors[name] for name in self._names)
         self._expected: _Strides = tuple(map(stride_of, tensors))
-        runs = (step for step in steps if isinstance(step, (Compute, Again)))
+        runs = (step for step in steps if isinstance(step, (Compute, RecomputeOp)))
         self._overwriting = frozenset(step.op for step in runs if step.overwrites)
         self._taken: dict[_Strides, bool] = {}
 

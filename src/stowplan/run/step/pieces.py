@@ -15,7 +15,7 @@ from stowplan.capture.program import inputs_of
 from stowplan.ir import Graph, Op
 from stowplan.ops.effects import only_updates_statistics
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
+from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.problem import outdated_tensors
 
 _SHARE = 64  # no piece but the last hands on less than this part of the bytes of all gradients
@@ -74,7 +74,7 @@ def _last_touches(
 
 def _touched(ops: Mapping[str, Op], program: Program, step: Step) -> Iterable[str]:
     match step:
-        case Compute(op) | Again(op):
+        case Compute(op) | RecomputeOp(op):
             return *inputs_of(program.calls[op]), *ops[op].writes()
         case Store(tensors) | Load(tensors):
             return tensors

@@ -15,7 +15,7 @@ from stowplan.capture.program import inputs_of
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Again, Compute, Free, Load, Step, Store
+from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.problem import updated_buffers
 from stowplan.run.step.lines import call_lines
 from stowplan.run.step.literals import identifiers_of
@@ -134,7 +134,7 @@ def _turn(ops: Mapping[str, Op], steps: Sequence[Step]) -> int:
 
 def _replayed_draws(graph: Graph, steps: Sequence[Step]) -> dict[str, str]:
     """A variable for the generator's state before each random op that runs again, by op."""
-    again = {step.op for step in steps if isinstance(step, Again)}
+    again = {step.op for step in steps if isinstance(step, RecomputeOp)}
     random = [op.id for op in graph.ops if op.id in again and effect_of(site_of(graph, op)) & Effect.RANDOM]
     return {op: f"draws{number}" for number, op in enumerate(random)}
 
@@ -201,7 +201,7 @@ class _Half:
         match step:
             case Compute(op, overwrites):
                 self._run(self._ops[op], dict(overwrites), wanted=tuple(self._ops[op].writes()))
-            case Again(op, outputs, overwrites):
+            case RecomputeOp(op, outputs, overwrites):
                 self._run(self._ops[op], dict(overwrites), wanted=outputs, again=True)
             case Free(tensors):
                 self._free(tensors)

@@ -58,14 +58,14 @@ class Late:
     skips: tuple[Skip, ...]
 
     def run(self, captured: Captured, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        remade = {skip.tensor: _made_again(captured, skip, values) for skip in self.skips}
+        remade = {skip.tensor: _recomputed(captured, skip, values) for skip in self.skips}
         return run_call(captured.graph, self.op, captured.program.calls[self.op.id], {**values, **remade})
 
     def traces(self) -> tuple[Trace, ...]:
         return tuple(map(trace_of, (*(op for skip in self.skips for op in skip.makers), self.op)))
 
 
-def _made_again(captured: Captured, skip: Skip, values: Mapping[str, Tensor]) -> Tensor:
+def _recomputed(captured: Captured, skip: Skip, values: Mapping[str, Tensor]) -> Tensor:
     own = dict(values)
     for op in skip.makers:
         own.update(run_call(captured.graph, op, captured.program.calls[op.id], own))
