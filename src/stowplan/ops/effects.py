@@ -63,7 +63,7 @@ def updates_parameters(_: Site) -> Effect:
     *(f"stowplan.{name}.default" for name in ("exchange", "exchange_back", "total", "norm", "norm_back")),
     *(f"stowplan.{name}.default" for name in ("first_token", "bring", "begin_sums", "end_sums")),
 )
-def talks_to_other_workers(_: Site) -> Effect:
+def involves_other_workers(_: Site) -> Effect:
     """Other workers take part in it, once: a worker that repeated it would wait for them forever."""
     return Effect.OUTSIDE
 

@@ -75,7 +75,7 @@ def test_owned_rects_are_disjoint_and_cover_and_every_level_has_what_it_needs(
         assert covers(owned, Rect.of_shape(layout.cells.sizes))
     for shard in plan.shards.values():
         for level in shard.levels:
-            for use, need in zip(level.spread.op.inputs, level.needs, strict=True):
+            for use, need in zip(level.sharding.op.inputs, level.needs, strict=True):
                 if need is not None:
                     sizes = plan.layouts[use.tensor].cells.sizes
                     assert shard.held[use.tensor].contains(need.clip(sizes))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stowplan import fit, shards_of
-from stowplan.plan.shards.spread import Chosen
+from stowplan.plan.shards.propagation import Chosen
 from stowplan.run.shards.exchange import Exchange
 from stowplan.run.shards.norm import Norm
 from tests.support.nets import NETS

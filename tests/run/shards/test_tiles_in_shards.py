@@ -16,7 +16,7 @@ from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.segment import segment_of
 from stowplan.run.planning.subject import PlannedStep
-from stowplan.run.shards.marks import marked_subject
+from stowplan.run.shards.placeholders import subject_with_placeholders
 from stowplan.run.shards.step import ShardedStep
 from tests.support.workers.budgets import Part, Taken, within_budgets
 from tests.support.workers.compared import EXACT, distance, gradients_of
@@ -59,7 +59,7 @@ class Findings:
 
     taken: list[Taken]
     far: float
-    barriers: tuple[int, int]  # talks in the forward half, and stages that have talks and other work
+    barriers: tuple[int, int]  # collectives in forward; stages that have collectives and other work
     too_small: tuple[int, str]
     other_fault: str
 
@@ -92,15 +92,16 @@ def look_in_two_dims() -> tuple[int, int, int, float]:
 
 def barriers_in(mesh: str) -> tuple[int, int]:
     model, args = example()
-    graph = in_tiling_order(marked_subject(ShardedStep(model, args, mesh=mesh), model).captured.graph)
-    talks = {op.id for op in graph.ops if is_barrier(graph, op)}
+    subject = subject_with_placeholders(ShardedStep(model, args, mesh=mesh), model)
+    graph = in_tiling_order(subject.captured.graph)
+    collectives = {op.id for op in graph.ops if is_barrier(graph, op)}
     tensors = graph.tensors
     looks = {op.id for op in graph.ops if all(tensors[name].alias_of for name in op.writes())}
     looks |= {op.id for op in graph.ops if not op.inputs}  # a draw
-    walls = [stage for stage in stages_of(graph) if not talks.isdisjoint(stage)]
+    walls = [stage for stage in stages_of(graph) if not collectives.isdisjoint(stage)]
     with pytest.raises(NotTileable, match="other workers take part"):
         segment_of(graph, walls[0])
-    return len(talks), sum(not talks.union(looks).issuperset(stage) for stage in walls)
+    return len(collectives), sum(not collectives.union(looks).issuperset(stage) for stage in walls)
 
 
 def refusal_of_one(mesh: str) -> tuple[int, str]:
@@ -121,7 +122,7 @@ def fault_of_one(mesh: str) -> str:
     model, args = example()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr("stowplan.run.shards.hand_out.plan_step", failing)
+            patch.setattr("stowplan.run.shards.shard_planner.plan_step", failing)
         with pytest.raises((BadUse, CaptureError)) as fault:
             fit(model, args, budget="1GiB", mesh=mesh, allow=(), moves=1)
     return str(fault.value)
@@ -149,8 +150,8 @@ def test_tiles_in_shards_of_two_dims_are_the_step_of_one_process() -> None:
 
 def test_talks_are_between_stages_and_never_in_them(found: list[Findings]) -> None:
     for findings in found:
-        talks, inside = findings.barriers
-        assert talks >= 4
+        collectives, inside = findings.barriers
+        assert collectives >= 4
         assert inside == 0
 
 

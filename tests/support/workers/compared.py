@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.plan.shards.spread import Chosen
+from stowplan.plan.shards.propagation import Chosen
 from stowplan.plan.shards.traffic import traffic_of
 from stowplan.run.shards.step import ShardedStep
 from tests.support.nets import NETS, Example

@@ -7,10 +7,10 @@ from stowplan.geometry import Rect
 from stowplan.ops.regions.rules import dim_of
 from stowplan.ops.table import Site, shape_of
 from stowplan.ops.tiling import Part, refusal_of
+from stowplan.plan.shards.cell_relation import CellRelation
 from stowplan.plan.shards.cells import Cells
 from stowplan.plan.shards.even import is_followed_evenly, outline
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.lift import Lifted
 from stowplan.plan.shards.mesh import Mesh
 
 SCATTER = "aten.scatter.value"
@@ -19,7 +19,7 @@ _LOOKED_AT = 64
 
 
 def allowed(
-    site: Site, number: int, rule: Lifted, layout: Layout, inputs: Sequence[Layout], mesh: Mesh
+    site: Site, number: int, rule: CellRelation, layout: Layout, inputs: Sequence[Layout], mesh: Mesh
 ) -> tuple[Layout, str]:
     """The layout without the axes that would give a worker a part which the op cannot make, and why."""
     why = _refused(site, number, rule, layout, inputs, mesh)
@@ -33,7 +33,7 @@ def allowed(
 
 
 def _refused(
-    site: Site, number: int, rule: Lifted, layout: Layout, inputs: Sequence[Layout], mesh: Mesh
+    site: Site, number: int, rule: CellRelation, layout: Layout, inputs: Sequence[Layout], mesh: Mesh
 ) -> str:
     """Why some worker cannot make its share of output `number`; "" if all can."""
     if layout.is_everywhere:
@@ -46,7 +46,7 @@ def _refused(
 
 
 def refusal_of_parts(
-    site: Site, number: int, rule: Lifted, layout: Layout, inputs: Sequence[Cells]
+    site: Site, number: int, rule: CellRelation, layout: Layout, inputs: Sequence[Cells]
 ) -> Callable[[Rect], str]:
     """Tells of a part of output `number` why the op cannot make it from what it needs for it alone."""
     unmasked = refusal_of(_unmasked(site))
@@ -76,7 +76,7 @@ def _scattered(site: Site, part: Part) -> str:
 
 
 def _unmasked(site: Site) -> Site:
-    """Causal attention of some queries has a form here, with a mask of its own."""
+    """Causal attention of some of the queries has a kernel here, with its own mask."""
     if site.op.type != CAUSAL or not site.attributes.get("is_causal"):
         return site
     return replace(site, op=replace(site.op, attributes={**site.attributes, "is_causal": False}))

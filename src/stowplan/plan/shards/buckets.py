@@ -7,7 +7,7 @@ complete, and its sum begun, while backward goes on; what is left for the last o
 from collections.abc import Iterable, Iterator
 
 from stowplan.ir import Graph, Kind
-from stowplan.plan.shards.spread import forward_ops
+from stowplan.plan.shards.propagation import forward_ops
 
 MOST_BYTES = 25 * 2**20
 """Of one bucket that is not a single gradient: while it is summed, its gradients are there twice."""

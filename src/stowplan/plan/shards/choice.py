@@ -73,8 +73,8 @@ def _most_promising_first(
 
     def seconds(mesh: Mesh) -> float:
         plan = glance_plan(graph, mesh, seeds_for(graph, mesh), ends)
-        talk = max(_received_seconds(plan, worker, network) for worker in plan.shards)
-        return slowest_seconds(plan, whole, machine) + talk
+        received = max(_received_seconds(plan, worker, network) for worker in plan.shards)
+        return slowest_seconds(plan, whole, machine) + received
 
     return sorted(meshes, key=seconds)
 
@@ -86,7 +86,7 @@ def _received_seconds(plan: ShardPlan, worker: int, network: Network) -> float:
 
 
 def meshes_of(graph: Graph, workers: int) -> Iterator[Mesh]:
-    """All meshes of so many workers whose axes are no longer than the dims they cut."""
+    """All meshes of this number of workers whose axes are no longer than the dims they cut."""
     shapes = [shape_of(t) for t in graph.tensors.values() if t.kind is Kind.INPUT]
     image = max(shapes, key=len, default=())
     is_image = len(image) > 3
@@ -98,7 +98,7 @@ def meshes_of(graph: Graph, workers: int) -> Iterator[Mesh]:
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of so many factors, in order."""
+    """All ordered products of `count` factors that equal a number."""
     if count == 1:
         yield (number,)
         return

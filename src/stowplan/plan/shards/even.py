@@ -8,14 +8,14 @@ places, it does so everywhere. So these four are worked out, and it is checked t
 
 from collections.abc import Collection, Iterable
 
+from stowplan.plan.shards.cell_relation import CellRelation
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.lift import Lifted
 from stowplan.plan.shards.mesh import Axis, Mesh
 
 _ENDS = 2  # places at either end of an even axis that are worked out
 
 
-def is_followed_evenly(mesh: Mesh, axis: int, rule: Lifted, layout: Layout) -> bool:
+def is_followed_evenly(mesh: Mesh, axis: int, rule: CellRelation, layout: Layout) -> bool:
     """Whether what a place needs for its share of an output is what the first needs, further along."""
     cell = layout.axes[axis]
     if cell is None:

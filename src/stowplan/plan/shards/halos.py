@@ -1,8 +1,8 @@
-"""Halos of convolutions: made by the worker that needs them, or received, whichever takes less time.
+"""Halos of convolutions: computed by the worker that needs them, or received, whichever takes less time.
 
-Made, they take multiply-accumulates, forward and twice as many backward. Received, they take two messages,
-and copies of what is held, forward and backward. All is told in multiply-accumulates: these ratios differ
-less from machine to machine than seconds do, and all workers must come to the same answer.
+A computed halo takes multiply-accumulates, forward and twice as many backward. A received halo takes two
+messages, and copies of the held part, forward and backward. Both costs are in multiply-accumulates, because
+their ratio differs less from machine to machine than seconds do, and all workers must decide alike.
 """
 
 from collections.abc import Sequence

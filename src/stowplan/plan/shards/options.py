@@ -1,8 +1,8 @@
-"""Options: the ways that a step could be handed out to workers, of which the fastest that fits is taken.
+"""Options: the divisions of a step over workers. The fastest that fits is used.
 
-A number of workers may stand in several meshes, which is to say cut several dims. On each, stages of a net
-may be cut otherwise than its inputs are, where that pays: by less than `_PAYS` it does not, for projections
-are not that good, and what is gathered takes memory.
+The same number of workers can form several meshes, which cut different dims. On each mesh a stage may be cut
+along other dims than its inputs if that saves at least the share `_PAYS` of the time. Projections are not
+accurate enough for less, and gathered tensors take memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.choice import meshes_of
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.projection import Network, Projection, project
+from stowplan.plan.shards.propagation import Chosen
 from stowplan.plan.shards.relayout import MOST_WORKERS, State, choose_layouts
-from stowplan.plan.shards.spread import Chosen
 
 _PAYS = 0.05
 _RELAID = 2  # meshes, the fastest, whose stages are looked at
@@ -24,7 +24,7 @@ _RELAID = 2  # meshes, the fastest, whose stages are looked at
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A mesh, the outputs of ops that are cut otherwise than what they are made from, and what that takes."""
+    """A mesh, the op outputs that are cut along other dims than their inputs, and the projection."""
 
     mesh: Mesh
     projection: Projection
@@ -33,8 +33,8 @@ class Option:
 
     def expected_seconds(self, scale: float = 1.0) -> float:
         """As projected, if computing takes `scale` times as long."""
-        talking = self.projection.step_seconds - self.projection.compute_seconds
-        return scale * self.projection.compute_seconds + talking
+        waiting = self.projection.step_seconds - self.projection.compute_seconds
+        return scale * self.projection.compute_seconds + waiting
 
     def __str__(self) -> str:
         relaid = [f"{state} from {name}" for name, state in self.states.items() if state is not State.FOLLOW]
@@ -42,8 +42,8 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a step is projected for: how inputs are cut on a mesh, what comes out, machine and network."""
+class Environment:
+    """The fixed part of a projection: how a mesh cuts inputs, the step's outputs, machine and network."""
 
     seeds: Callable[[Mesh], Chosen]
     ends: Sequence[str]
@@ -51,17 +51,17 @@ class Surroundings:
     network: Network
 
 
-def options_of(graph: Graph, meshes: Iterable[Mesh], around: Surroundings) -> tuple[Option, ...]:
+def options_of(graph: Graph, meshes: Iterable[Mesh], around: Environment) -> tuple[Option, ...]:
     """All that are worth a look, the fastest as projected first; BadUse if no mesh is one."""
     plain = sorted(_plain(graph, meshes, around), key=Option.expected_seconds)
     if not plain:
-        raise BadUse("on no mesh of so many workers would each have something to do")
+        raise BadUse("no mesh of this number of workers gives each of them work; use fewer workers")
     relaid = (found for option in plain[:_RELAID] if (found := _relaid(graph, option, around)))
     return tuple(sorted((*plain, *relaid), key=Option.expected_seconds))
 
 
 def meshes_for(graph: Graph, workers: int) -> tuple[Mesh, ...]:
-    """All meshes of so many workers. Axes of one worker tell which dims of space the others cut."""
+    """All meshes of this number of workers. An axis of one worker shows which dims of space others cut."""
     if workers < 2:
         raise BadUse(f"{workers} workers are no mesh: leave mesh out for a step in one process")
     kept = (
@@ -71,14 +71,14 @@ def meshes_for(graph: Graph, workers: int) -> tuple[Mesh, ...]:
     return tuple(Mesh(tuple(axes)) for axes in kept)
 
 
-def _plain(graph: Graph, meshes: Iterable[Mesh], around: Surroundings) -> Iterator[Option]:
+def _plain(graph: Graph, meshes: Iterable[Mesh], around: Environment) -> Iterator[Option]:
     for mesh in meshes:
         with suppress(TooManyWorkers):
             seeds = around.seeds(mesh)
             yield Option(mesh, project(graph, mesh, seeds, around.ends, around.machine, around.network))
 
 
-def _relaid(graph: Graph, option: Option, around: Surroundings) -> Option | None:
+def _relaid(graph: Graph, option: Option, around: Environment) -> Option | None:
     """The same mesh with stages cut otherwise, if that pays."""
     mesh, ends = option.mesh, around.ends
     cuts_space = any(axis.name == "space" and axis.size > 1 for axis in mesh.axes)

@@ -5,11 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from stowplan.geometry import Rect
 from stowplan.plan.shards.even import divides, is_followed_evenly, outline, places_on
 from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.propagation import ShardPropagation
 from stowplan.plan.shards.shard import Pulling, Shard
-from stowplan.plan.shards.spread import Spreading
 
 
-def outlined(found: Spreading, ends: Sequence[str]) -> dict[int, Shard]:
+def outlined(found: ShardPropagation, ends: Sequence[str]) -> dict[int, Shard]:
     """The shards of workers on the axes, and of one in the middle."""
     even = even_axes(found)
     while True:
@@ -21,15 +21,15 @@ def outlined(found: Spreading, ends: Sequence[str]) -> dict[int, Shard]:
         even -= bent
 
 
-def even_axes(found: Spreading) -> frozenset[int]:
+def even_axes(found: ShardPropagation) -> frozenset[int]:
     """The axes that are even for all tensors and ops of a step."""
     mesh, axes = found.mesh, set(range(len(found.mesh.axes)))
     for layout in set(found.layouts.values()):
         for axis, cell in enumerate(layout.axes):
             if cell is not None and not divides(mesh.axes[axis], layout.cells.sizes[cell]):
                 axes.discard(axis)
-    for spread in found.spreads:
-        for use, rule in zip(spread.op.outputs, spread.rules, strict=True):
+    for sharding in found.shardings:
+        for use, rule in zip(sharding.op.outputs, sharding.rules, strict=True):
             layout = found.layouts[use.tensor]
             axes = {axis for axis in axes if is_followed_evenly(mesh, axis, rule, layout)}
     return frozenset(axes)

@@ -13,8 +13,8 @@ from stowplan.plan.shards.even import outline
 from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.mesh import Axis, Mesh
 from stowplan.plan.shards.outline import outlined
+from stowplan.plan.shards.propagation import Chosen, OpSharding, ShardPropagation, forward_ops, propagate
 from stowplan.plan.shards.shard import Pulling, Shard
-from stowplan.plan.shards.spread import Chosen, Spread, Spreading, forward_ops, spread_over
 
 RESIDENT = (Kind.PARAMETER, Kind.BUFFER, Kind.CONSTANT)
 """What every worker has whole. Gradients of parameters are partial sums, added up over the mesh once."""
@@ -40,7 +40,7 @@ class ShardPlan:
     graph: Graph
     mesh: Mesh
     layouts: Mapping[str, Layout]
-    spreads: tuple[Spread, ...]
+    shardings: tuple[OpSharding, ...]
     shards: Mapping[int, Shard]
     differentiated: frozenset[str]
     exchanged: tuple[str, ...]  # of these, in the order they are made, some worker needs more than it makes
@@ -48,12 +48,12 @@ class ShardPlan:
     @property
     def gathered(self) -> Mapping[str, str]:
         """The ops before which something is gathered, and why."""
-        return {spread.op.id: spread.gathered for spread in self.spreads if spread.gathered}
+        return {sharding.op.id: sharding.gathered for sharding in self.shardings if sharding.gathered}
 
     @property
     def made_in_order(self) -> Sequence[str]:
         """The first output of every op."""
-        return [spread.op.outputs[0].tensor for spread in self.spreads if spread.op.outputs]
+        return [sharding.op.outputs[0].tensor for sharding in self.shardings if sharding.op.outputs]
 
     def received(self, worker: int) -> Iterator[Transfer]:
         """All that a worker must be sent forward, by tensor in the order of the graph."""
@@ -73,40 +73,40 @@ def shard_plan(
 
     `chosen` are outputs of ops that are cut otherwise than what they are made from, which is sent around.
     """
-    spreading = spread_over(graph, mesh, seeds, chosen)
-    return _planned(spreading, Pulling(spreading, ends, range(mesh.size)).run())
+    propagated = propagate(graph, mesh, seeds, chosen)
+    return _planned(propagated, Pulling(propagated, ends, range(mesh.size)).run())
 
 
 def outline_plan(graph: Graph, mesh: Mesh, seeds: Chosen, ends: Sequence[str]) -> ShardPlan:
     """The same with the shards of a few workers, who tell what the others have."""
-    spreading = spread_over(graph, mesh, seeds)
-    return _planned(spreading, outlined(spreading, ends))
+    propagated = propagate(graph, mesh, seeds)
+    return _planned(propagated, outlined(propagated, ends))
 
 
 def glance_plan(graph: Graph, mesh: Mesh, seeds: Chosen, ends: Sequence[str]) -> ShardPlan:
     """The same with the shards of workers at the ends and in the middle of axes, even or not."""
-    spreading = spread_over(graph, mesh, seeds)
+    propagated = propagate(graph, mesh, seeds)
     workers = {*outline(mesh, range(len(mesh.axes))), mesh.middle}
-    return _planned(spreading, Pulling(spreading, ends, sorted(workers)).run())
+    return _planned(propagated, Pulling(propagated, ends, sorted(workers)).run())
 
 
-def _planned(spreading: Spreading, shards: Mapping[int, Shard]) -> ShardPlan:
+def _planned(propagated: ShardPropagation, shards: Mapping[int, Shard]) -> ShardPlan:
     plan = ShardPlan(
-        spreading.graph,
-        spreading.mesh,
-        spreading.layouts,
-        tuple(spreading.spreads),
+        propagated.graph,
+        propagated.mesh,
+        propagated.layouts,
+        tuple(propagated.shardings),
         shards,
-        _differentiated(spreading.graph),
-        tuple(_exchanged(spreading, shards)),
+        _differentiated(propagated.graph),
+        tuple(_exchanged(propagated, shards)),
     )
     check(plan)
     return plan
 
 
-def _exchanged(found: Spreading, shards: Mapping[int, Shard]) -> Iterator[str]:
+def _exchanged(found: ShardPropagation, shards: Mapping[int, Shard]) -> Iterator[str]:
     inputs = [name for name, tensor in found.graph.tensors.items() if tensor.kind is Kind.INPUT]
-    for name in (*inputs, *(use.tensor for spread in found.spreads for use in spread.op.outputs)):
+    for name in (*inputs, *(use.tensor for sharding in found.shardings for use in sharding.op.outputs)):
         layout = found.layouts[name]
         if not layout.is_everywhere and any(
             _lacks(shard, name, layout.share(found.mesh, worker)) for worker, shard in shards.items()

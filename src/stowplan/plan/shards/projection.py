@@ -1,8 +1,8 @@
-"""Projection: what a step on a mesh would take, of meshes far larger than any at hand.
+"""Projection: the seconds and bytes of a step on a mesh, also on meshes far larger than any at hand.
 
-Seconds are a roofline's for compute and for the copies that talks take, and, for messages, a latency each
-and bytes over bandwidth. Sums run in a ring, with a latency per doubling of the workers. At every talk
-workers wait for the slowest of those they talk to. Nothing is assumed to overlap.
+A roofline gives the seconds of compute and of the copies that collectives make. A message takes a latency and
+its bytes over the bandwidth. Sums run in a ring, with a latency per doubling of the workers. At each
+collective a worker waits for the slowest worker that takes part. Nothing is assumed to overlap.
 """
 
 import sys
@@ -18,9 +18,9 @@ from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.shards.buckets import buckets_of
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.plan import RESIDENT, ShardPlan, outline_plan
+from stowplan.plan.shards.propagation import ShardingKind
 from stowplan.plan.shards.scale import MeshTraffic, mesh_traffic
 from stowplan.plan.shards.shard import Level, Shard
-from stowplan.plan.shards.spread import Form
 from stowplan.plan.shards.traffic import itemsize_of, summed_by, trained_bytes
 
 Seeds = Mapping[str, Sequence[int | None]]
@@ -28,15 +28,15 @@ Seeds = Mapping[str, Sequence[int | None]]
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What working together costs: a latency per message, and its bytes over the bandwidth of a worker.
+    """The price of a message: a latency, and its bytes over the bandwidth of a worker.
 
-    What takes a worker t seconds by itself takes sqrt(jitter_seconds * t) more or less from time to time.
+    The time of work that takes t seconds alone has a standard deviation of sqrt(jitter_seconds * t).
     """
 
     latency_seconds: float = 2e-5
     bytes_per_second: float = 1e9
     jitter_seconds: float = 0.0
-    workers_per_core: float = 1.0  # who share one compute so many times slower
+    workers_per_core: float = 1.0  # workers that share a core compute slower by this factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Projection:
     mesh: Mesh
     compute_seconds: float
     network_seconds: float
-    waiting_seconds: float  # for the slowest of those that are talked to
+    waiting_seconds: float  # for the slowest worker of each collective
     sent_bytes: int  # by the worker that sends most, point to point
     summed_bytes: int  # handed to sums by each worker
     peak_bytes: int
@@ -146,7 +146,7 @@ def _share_held(plan: ShardPlan, shard: Shard, name: str) -> float:
 def _compute_seconds(plan: ShardPlan, shard: Shard, whole: Mapping[str, float], machine: Machine) -> float:
     """Each op takes its share of what it would take whole, and a backward op that of its forward op."""
     shares = _shares_of_tensors(plan, shard)
-    done = {level.spread.op.id: _share_done(plan, level) for level in shard.levels}
+    done = {level.sharding.op.id: _share_done(plan, level) for level in shard.levels}
 
     def share(op: Op) -> float:
         first = shares.get(op.outputs[0].tensor, 1.0) if op.outputs else 1.0
@@ -158,7 +158,7 @@ def _compute_seconds(plan: ShardPlan, shard: Shard, whole: Mapping[str, float], 
 
 
 def _copied_bytes(plan: ShardPlan, shard: Shard) -> int:
-    """Read and written for talks: what is held, of its share; gradients, into buckets and out of them."""
+    """The bytes that collectives copy: shares into held parts, and gradients into buckets and out of them."""
     if plan.mesh.size == 1:
         return 0
     tensors = (name for name in plan.exchanged if name in shard.held)
@@ -172,13 +172,13 @@ def _copied_bytes(plan: ShardPlan, shard: Shard) -> int:
 def _share_done(plan: ShardPlan, level: Level) -> float:
     """The share of an op that a worker does: of what it makes, or of what it adds up."""
     name, rect = level.name, level.made
-    if level.spread.form is Form.SUMS and level.needs[0] is not None:
-        name, rect = level.spread.op.inputs[0].tensor, level.needs[0]
+    if level.sharding.kind is ShardingKind.SUMS and level.needs[0] is not None:
+        name, rect = level.sharding.op.inputs[0].tensor, level.needs[0]
     return rect.volume / max(1, prod(plan.layouts[name].cells.sizes))
 
 
 def _waiting_seconds(plan: ShardPlan, compute: float, sums: int, network: Network) -> float:
-    """What is computed between two talks takes each worker more or less: the slowest is waited for."""
+    """Compute time between two collectives differs from worker to worker; all wait for the slowest."""
     exchanges = sum(1 + (name in plan.differentiated) for name in plan.exchanged)
     waited = sums - len(buckets_of(plan.graph)) + 1  # buckets are summed meanwhile, and waited for once
     neighbours = min(plan.mesh.size, 1 + 2 * sum(axis.size > 1 for axis in plan.mesh.axes))
@@ -187,7 +187,7 @@ def _waiting_seconds(plan: ShardPlan, compute: float, sums: int, network: Networ
 
 
 def expected_most(count: int) -> float:
-    """The largest of so many numbers of a normal distribution, on average (Blom)."""
+    """The expected largest of `count` numbers of a normal distribution (Blom)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 

@@ -37,8 +37,8 @@ from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
 from stowplan.plan.shards.projection import Network, Projection, projection_of
+from stowplan.plan.shards.propagation import Chosen, forward_ops
 from stowplan.plan.shards.scale import MeshTraffic
-from stowplan.plan.shards.spread import Chosen, forward_ops
 from stowplan.plan.shards.traffic import traffic_of
 from stowplan.units import format_bytes
 

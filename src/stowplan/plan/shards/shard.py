@@ -16,7 +16,7 @@ from stowplan.ops.windows import Span
 from stowplan.plan.shards.allowed import refusal_of_parts
 from stowplan.plan.shards.halos import is_made
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.spread import SUMMED, Form, Spread, Spreading
+from stowplan.plan.shards.propagation import SUMMED, OpSharding, ShardingKind, ShardPropagation
 
 CARRIED = frozenset(
     {
@@ -39,7 +39,7 @@ _CONVOLUTION = "aten.convolution.default"
 class Level:
     """One output of one op on one worker: the part made, and per input what that needs, not clipped."""
 
-    spread: Spread
+    sharding: OpSharding
     output: int
     made: Rect
     needs: tuple[Rect | None, ...]
@@ -47,7 +47,7 @@ class Level:
     @property
     def name(self) -> str:
         """The tensor it makes a part of."""
-        return self.spread.op.outputs[self.output].tensor
+        return self.sharding.op.outputs[self.output].tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class Shard:
 class Pulling:
     """Pulls demands back through the ops for several workers at once: some decisions are theirs together."""
 
-    def __init__(self, spreading: Spreading, ends: Sequence[str], workers: Sequence[int]) -> None:
-        self._found, self._mesh = spreading, spreading.mesh
+    def __init__(self, propagated: ShardPropagation, ends: Sequence[str], workers: Sequence[int]) -> None:
+        self._found, self._mesh = propagated, propagated.mesh
         self._workers = tuple(workers)
         self._known_shares: dict[Layout, list[Rect]] = {}
         self._needed: list[dict[str, Rect]] = [{} for _ in self._workers]
@@ -75,12 +75,12 @@ class Pulling:
 
     def run(self) -> dict[int, Shard]:
         """The shards by worker."""
-        for spread in reversed(self._found.spreads):
-            if spread.form in (Form.SUMS, Form.NORM):
-                self._take_together(spread)
+        for sharding in reversed(self._found.shardings):
+            if sharding.kind in (ShardingKind.SUMS, ShardingKind.NORM):
+                self._take_together(sharding)
                 continue
-            for number in reversed(range(len(spread.op.outputs))):
-                self._take(spread, number)
+            for number in reversed(range(len(sharding.op.outputs))):
+                self._take(sharding, number)
         return {worker: self._shard(place) for place, worker in enumerate(self._workers)}
 
     def _shard(self, place: int) -> Shard:
@@ -95,86 +95,86 @@ class Pulling:
             known = self._needed[place].get(name)
             self._needed[place][name] = part if known is None else known.hull(part)
 
-    def _take(self, spread: Spread, number: int) -> None:
-        name = spread.op.outputs[number].tensor
-        draws = number == 0 and self._draws(spread.op)
+    def _take(self, sharding: OpSharding, number: int) -> None:
+        name = sharding.op.outputs[number].tensor
+        draws = number == 0 and self._draws(sharding.op)
         if not draws and not any(name in needed for needed in self._needed):
             return
-        for place, made in enumerate(self._parts_made(spread, number, name, draws)):
+        for place, made in enumerate(self._parts_made(sharding, number, name, draws)):
             self._made[place][name] = made
-            self._append(place, Level(spread, number, made, spread.rules[number].pull(made)))
+            self._append(place, Level(sharding, number, made, sharding.rules[number].pull(made)))
 
     def _append(self, place: int, level: Level) -> None:
         self._levels[place].append(level)
-        for use, need in zip(level.spread.op.inputs, level.needs, strict=True):
+        for use, need in zip(level.sharding.op.inputs, level.needs, strict=True):
             self._need(place, use.tensor, need)
 
-    def _take_together(self, spread: Spread) -> None:
+    def _take_together(self, sharding: OpSharding) -> None:
         """Sums and statistics: all workers take part, whatever they need, and all outputs come at once."""
-        names = [use.tensor for use in spread.op.outputs]
+        names = [use.tensor for use in sharding.op.outputs]
         if not any(name in needed for needed in self._needed for name in names):
             return
         for place, worker in enumerate(self._workers):
             made = self._made[place]
             made.update((name, self._layout(name).share(self._mesh, worker)) for name in names)
-            if spread.form is Form.NORM:
+            if sharding.kind is ShardingKind.NORM:
                 made[names[0]] = self._needed[place].get(names[0], _nothing_of(made[names[0]]))
-            needs = self._counted(spread, made[names[0]], worker)
-            self._append(place, Level(spread, 0, made[names[0]], needs))
+            needs = self._counted(sharding, made[names[0]], worker)
+            self._append(place, Level(sharding, 0, made[names[0]], needs))
 
     def _draws(self, op: Op) -> bool:
         return bool(effect_of(site_of(self._found.graph, op)) & Effect.RANDOM)
 
-    def _parts_made(self, spread: Spread, number: int, name: str, draws: bool) -> list[Rect]:
+    def _parts_made(self, sharding: OpSharding, number: int, name: str, draws: bool) -> list[Rect]:
         layout = self._layout(name)
         shares = self._shares(layout)
         wanted = [needed.get(name, _nothing_of(shares[p])) for p, needed in enumerate(self._needed)]
         if draws:
             return shares
         if layout.is_everywhere or all(map(Rect.contains, shares, wanted)):
-            return wanted if self._can(spread, number, wanted) else shares
-        return wanted if self._is_carried(spread, number, shares, wanted) else shares
+            return wanted if self._can(sharding, number, wanted) else shares
+        return wanted if self._is_carried(sharding, number, shares, wanted) else shares
 
     def _shares(self, layout: Layout) -> list[Rect]:
         if layout not in self._known_shares:
             self._known_shares[layout] = [layout.share(self._mesh, worker) for worker in self._workers]
         return self._known_shares[layout]
 
-    def _is_carried(self, spread: Spread, number: int, shares: list[Rect], wanted: list[Rect]) -> bool:
-        if spread.op.type == _CONVOLUTION:
-            site = site_of(self._found.graph, spread.op)
-            return is_made(site, shares, wanted) and self._can(spread, number, wanted)
-        if number or spread.op.type not in CARRIED:
+    def _is_carried(self, sharding: OpSharding, number: int, shares: list[Rect], wanted: list[Rect]) -> bool:
+        if sharding.op.type == _CONVOLUTION:
+            site = site_of(self._found.graph, sharding.op)
+            return is_made(site, shares, wanted) and self._can(sharding, number, wanted)
+        if number or sharding.op.type not in CARRIED:
             return False
         owned, hulls = (sum(rect.volume for rect in rects) for rects in (shares, wanted))
-        return hulls <= _MOST_CARRIED * owned and self._can(spread, number, wanted)
+        return hulls <= _MOST_CARRIED * owned and self._can(sharding, number, wanted)
 
-    def _can(self, spread: Spread, number: int, made: Sequence[Rect]) -> bool:
+    def _can(self, sharding: OpSharding, number: int, made: Sequence[Rect]) -> bool:
         """Whether the op makes these parts of an output, one on each worker."""
-        if spread.op.type in LIKES:
+        if sharding.op.type in LIKES:
             return True
-        site = site_of(self._found.graph, spread.op)
-        cells = [self._layout(use.tensor).cells for use in spread.op.inputs]
-        layout = self._layout(spread.op.outputs[number].tensor)
-        refusal = refusal_of_parts(site, number, spread.rules[number], layout, cells)
+        site = site_of(self._found.graph, sharding.op)
+        cells = [self._layout(use.tensor).cells for use in sharding.op.inputs]
+        layout = self._layout(sharding.op.outputs[number].tensor)
+        refusal = refusal_of_parts(site, number, sharding.rules[number], layout, cells)
         return not any(map(refusal, set(made)))
 
-    def _counted(self, spread: Spread, made: Rect, worker: int) -> tuple[Rect | None, ...]:
+    def _counted(self, sharding: OpSharding, made: Rect, worker: int) -> tuple[Rect | None, ...]:
         """What sums over the worker's share need, and for a norm what normalising `made` does."""
-        share = self._layout(spread.op.inputs[0].tensor).share(self._mesh, worker)
-        if spread.form is Form.NORM:
-            image = spread.rules[0].pull(made)[0]
-            vectors = (Rect.of_shape(cells.sizes) for cells in spread.rules[0].inputs[1:])
+        share = self._layout(sharding.op.inputs[0].tensor).share(self._mesh, worker)
+        if sharding.kind is ShardingKind.NORM:
+            image = sharding.rules[0].pull(made)[0]
+            vectors = (Rect.of_shape(cells.sizes) for cells in sharding.rules[0].inputs[1:])
             return (share if image is None else share.hull(image), *vectors)
-        if spread.op.type in SUMMED:
+        if sharding.op.type in SUMMED:
             return (share,)
-        return tuple(self._operand(spread, number, share) for number in range(len(spread.op.inputs)))
+        return tuple(self._operand(sharding, number, share) for number in range(len(sharding.op.inputs)))
 
-    def _operand(self, spread: Spread, number: int, share: Rect) -> Rect:
+    def _operand(self, sharding: OpSharding, number: int, share: Rect) -> Rect:
         """What belongs to the share of a loss's first operand in operand `number`; other dims are whole."""
-        reduction = spread.rules[0].relation.reduction
+        reduction = sharding.rules[0].relation.reduction
         assert reduction is not None
-        first, cells = (self._layout(spread.op.inputs[n].tensor).cells for n in (0, number))
+        first, cells = (self._layout(sharding.op.inputs[n].tensor).cells for n in (0, number))
         dims = reduction.dims.get(number, ())
         spans: list[Span] = []
         for dim, group in enumerate(cells.groups):

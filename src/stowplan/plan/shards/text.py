@@ -18,7 +18,7 @@ from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Regions, TensorRegion
 from stowplan.plan.shards.mesh import Mesh, parse_mesh
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
-from stowplan.plan.shards.spread import Chosen
+from stowplan.plan.shards.propagation import Chosen
 
 
 @dataclass(frozen=True, slots=True)

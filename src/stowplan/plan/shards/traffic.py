@@ -7,8 +7,8 @@ from stowplan.errors import MissingRule
 from stowplan.ir import Graph, Kind
 from stowplan.plan.shards.buckets import buckets_of
 from stowplan.plan.shards.plan import ShardPlan
+from stowplan.plan.shards.propagation import SUMMED, ShardingKind
 from stowplan.plan.shards.shard import Level
-from stowplan.plan.shards.spread import SUMMED, Form
 
 _LOSS_BYTES = 16  # a sum and a weight, in float64
 
@@ -61,7 +61,7 @@ def summed_by(plan: ShardPlan, worker: int) -> tuple[int, int]:
     """Bytes that a worker hands to sums in a step, parameters' gradients included, and how many sums."""
     nbytes, count = trained_bytes(plan), len(buckets_of(plan.graph))
     for level in plan.shards[worker].levels:
-        if level.spread.form in (Form.SUMS, Form.NORM):
+        if level.sharding.kind in (ShardingKind.SUMS, ShardingKind.NORM):
             forward, backward = _payloads(plan, level)
             nbytes += sum(forward) + sum(backward)
             count += len(forward) + len(backward)
@@ -70,20 +70,20 @@ def summed_by(plan: ShardPlan, worker: int) -> tuple[int, int]:
 
 def _payloads(plan: ShardPlan, level: Level) -> tuple[list[int], list[int]]:
     """Bytes of the sums of one op, forward and backward."""
-    source = level.spread.op.inputs[0].tensor
+    source = level.sharding.op.inputs[0].tensor
     back = source in plan.differentiated
-    if level.spread.form is Form.NORM:
+    if level.sharding.kind is ShardingKind.NORM:
         statistic = _channels(plan, level) * itemsize_of(plan.graph, source)
         return [statistic, statistic], [2 * statistic]
     nbytes = _LOSS_BYTES
-    if level.spread.op.type in SUMMED:
+    if level.sharding.op.type in SUMMED:
         nbytes = level.made.volume * itemsize_of(plan.graph, level.name)
     return [nbytes], [nbytes] * back
 
 
 def _channels(plan: ShardPlan, level: Level) -> int:
-    source, need = level.spread.op.inputs[0].tensor, level.needs[0]
+    source, need = level.sharding.op.inputs[0].tensor, level.needs[0]
     assert need is not None
     shape = plan.layouts[source].cells.local(need).shape
-    groups = level.spread.op.attributes.get("group")
+    groups = level.sharding.op.attributes.get("group")
     return shape[0] * groups if isinstance(groups, int) else prod(shape[1:2])

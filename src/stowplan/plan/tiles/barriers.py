@@ -11,7 +11,7 @@ from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import shape_of, site_of
 
-_MARK = "stowplan.bring.default"
+_PLACEHOLDER = "stowplan.bring.default"
 
 
 def is_barrier(graph: Graph, op: Op) -> bool:
@@ -65,19 +65,19 @@ def _sums_up(graph: Graph, op: Op) -> bool:
     return makes_numbers and any(shape_of(t) != () for t in read if t.kind is Kind.ACTIVATION)
 
 
-def marks_early(graph: Graph) -> Graph:
-    """The same graph with marks of where parameters come in right behind the talk before."""
+def placeholders_early(graph: Graph) -> Graph:
+    """The same graph, with each bucket's placeholder right after the collective before it."""
     forward = (op for op in graph.ops if op.phase is Phase.FORWARD)
-    marks = {op.inputs[0].tensor: op for op in forward if op.type == _MARK and op.inputs}
+    placeholders = {op.inputs[0].tensor: op for op in forward if op.type == _PLACEHOLDER and op.inputs}
     ops: list[Op] = []
     for op in graph.ops:
-        if op.type != _MARK:
-            _append(ops, op, marks)
+        if op.type != _PLACEHOLDER:
+            _append(ops, op, placeholders)
     return replace(graph, ops=tuple(ops))
 
 
-def _append(ops: list[Op], op: Op, marks: dict[str, Op]) -> None:
+def _append(ops: list[Op], op: Op, placeholders: dict[str, Op]) -> None:
     ops.append(op)
     for name in op.writes():
-        if name in marks:
-            _append(ops, marks[name], marks)
+        if name in placeholders:
+            _append(ops, placeholders[name], placeholders)

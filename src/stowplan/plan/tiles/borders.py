@@ -17,7 +17,7 @@ from stowplan.ops.regions import Partial
 from stowplan.ops.statistics import statistic_of
 from stowplan.ops.table import site_of
 from stowplan.ops.tiling import RESHAPES
-from stowplan.plan.tiles.barriers import marks_early, runs_between_barriers
+from stowplan.plan.tiles.barriers import placeholders_early, runs_between_barriers
 from stowplan.plan.tiles.crops import crops_early
 from stowplan.plan.tiles.products import is_product
 
@@ -25,8 +25,8 @@ _WIDE = 2  # times the bytes at the borders before and behind: what is handed on
 
 
 def in_tiling_order(graph: Graph) -> Graph:
-    """The same graph with crops and marks as early and norms as late as they can be."""
-    return norms_late(crops_early(marks_early(graph)))
+    """The same graph with crops and placeholders as early, and norms as late, as they can be."""
+    return norms_late(crops_early(placeholders_early(graph)))
 
 
 def norms_late(graph: Graph) -> Graph:

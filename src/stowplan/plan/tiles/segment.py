@@ -64,8 +64,8 @@ def segment_of(graph: Graph, ops: Iterable[str]) -> Segment:
     if len(places) != len(chosen) or not places or places[-1] - places[0] + 1 != len(places):
         raise BadUse("a segment is a stretch of forward ops without gaps")
     stretch = forward[places[0] : places[-1] + 1]
-    if talk := next((op.id for op in stretch if is_barrier(graph, op)), None):
-        raise NotTileable(f"other workers take part in {talk}, once")
+    if collective := next((op.id for op in stretch if is_barrier(graph, op)), None):
+        raise NotTileable(f"other workers take part in {collective}, once")
     if idle := next((op.id for op in stretch if not op.outputs), None):
         raise NotTileable(f"{idle} makes nothing that could be cut")
     apart = _made_of_nothing(graph, stretch)

@@ -48,7 +48,7 @@ class Sweeps:
 
 
 class SweptGraph(GraphCandidate):
-    """A graph in which sweeps stand for some of its segments."""
+    """A graph in which sweeps replace some of the segments."""
 
     def __init__(
         self, graph: Graph, pricing: Pricing, baseline: Baseline, options: PlanOptions, sweeps: Sweeps

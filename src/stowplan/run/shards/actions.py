@@ -13,7 +13,7 @@ from stowplan.run.parts.losses import TiledLoss
 from stowplan.run.parts.part import Index, LocalCall
 from stowplan.run.shards.attention import causal_part, is_causal_part
 from stowplan.run.shards.functions import Bucketed
-from stowplan.run.shards.operator import Collective, bring, exchange, norm, quotient, total
+from stowplan.run.shards.operator import Collective, bucket_placeholder, exchange, norm, quotient, total
 from stowplan.run.shards.take import Blank, Take
 
 _bucketed: Any = Bucketed.apply
@@ -23,18 +23,18 @@ _bucketed: Any = Bucketed.apply
 class Values:
     """What a worker holds while its step runs: parts by tensor, and the token that orders its messages.
 
-    `stands` are for buckets whose parameters have not been used yet. Without any, parameters are used as they
-    are, and where a bucket's would come in is only marked.
+    `flats` has a flat tensor for each bucket whose parameters are still unused. If it is empty, a placeholder
+    stands in the step for each bucket, and the parameters are used without buckets.
     """
 
     parts: dict[str, Tensor]
     token: Tensor
-    stands: list[Tensor]
+    flats: list[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Bring:
-    """The parameters of the next bucket, before the first is used: backward has all their gradients here."""
+class EnterBucket:
+    """Enters the next bucket, before its first parameter is used: backward has all its gradients by then."""
 
     parameters: tuple[str, ...]
     collective: Collective
@@ -43,19 +43,19 @@ class Bring:
         return self.parameters
 
     def run(self, values: Values) -> None:
-        if not values.stands:
-            values.token = bring(values.token, self.collective.key)
+        if not values.flats:
+            values.token = bucket_placeholder(values.token, self.collective.key)
             return
         given = [values.parts[name] for name in self.parameters]
-        values.token, *brought = brought_in(self.collective, values.stands.pop(0), values.token, given)
-        values.parts.update(zip(self.parameters, brought, strict=True))
+        values.token, *parameters = entered(self.collective, values.flats.pop(0), values.token, given)
+        values.parts.update(zip(self.parameters, parameters, strict=True))
 
 
-def brought_in(
-    collective: Collective, stand: Tensor, token: Tensor, parameters: Sequence[Tensor]
+def entered(
+    collective: Collective, flat: Tensor, token: Tensor, parameters: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """The next token, and the parameters of a bucket, whose gradients are summed over the workers."""
-    found: tuple[Tensor, ...] = _bucketed(stand, token, collective, *(p.detach() for p in parameters))
+    found: tuple[Tensor, ...] = _bucketed(flat, token, collective, *(p.detach() for p in parameters))
     return found
 
 
@@ -216,4 +216,4 @@ class Normalise:
         return made, mean.view(samples, self.groups), variance.view(samples, self.groups)
 
 
-Action: TypeAlias = Bring | Make | Draw | Swap | Sum | Loss | Normalise
+Action: TypeAlias = EnterBucket | Make | Draw | Swap | Sum | Loss | Normalise

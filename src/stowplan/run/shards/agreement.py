@@ -29,9 +29,9 @@ def agreed(
     except BudgetTooSmall as fault:
         refusal, need = fault, fault.minimum_bytes
     except Exception:
-        workers.everyones([_FAILED], device)
+        workers.all_gather([_FAILED], device)
         raise
-    needs = [int(said) for (said,) in workers.everyones([need], device)]
+    needs = [int(said) for (said,) in workers.all_gather([need], device)]
     if min(needs) == _FAILED:
         raise BadUse(f"worker {needs.index(_FAILED)} could not plan its part of the step; it says why")
     if max(needs) == _FITS:

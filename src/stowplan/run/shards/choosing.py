@@ -1,7 +1,7 @@
-"""Choosing how a step is handed out: every worker plans its part of an option, and the fastest is taken.
+"""Choosing among divisions of a step: each worker plans its part of an option, and the fastest is used.
 
-What a worker's part takes is known when it is planned: its ops have been tried, and what does not fit is made
-again or tiled. Options are looked at by what is expected of them, and only while one could still be faster.
+The plan of a worker's part shows its time: ops are probed, and tensors that do not fit are recomputed or
+tiled. Options are planned in the order of their expected time, and only while one could still be faster.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Attempt:
     plain_seconds: float
 
     def step_seconds(self, option: Option) -> float:
-        """With what is said to others, as projected."""
+        """The planned seconds of this worker and the projected seconds of its collectives."""
         return self.planned_seconds + option.expected_seconds(0.0)
 
 

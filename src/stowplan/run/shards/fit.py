@@ -19,8 +19,8 @@ from stowplan.run.border.guard import Guard
 from stowplan.run.fit import ShardRequest
 from stowplan.run.planning.subject import PlannedStep
 from stowplan.run.shards.choosing import Tried
-from stowplan.run.shards.hand_out import HandingOut
 from stowplan.run.shards.processes import MeshLike
+from stowplan.run.shards.shard_planner import ShardPlanner
 from stowplan.run.shards.step import ShardedStep
 from stowplan.run.stand_in import seen_as, with_forward
 from stowplan.run.step.straight import StraightStep
@@ -39,7 +39,7 @@ def fit_on_mesh(
     kind = type(f"Fitted{type(model).__name__}", (_FittedOnMesh, type(model)), {})
     fitted: Model = seen_as(kind, model)
     dependencies = _dependencies(model, args, kwargs)
-    found, tried = HandingOut(model, args, kwargs, request).on(cast("MeshLike | int", request.mesh))
+    found, tried = ShardPlanner(model, args, kwargs, request).on(cast("MeshLike | int", request.mesh))
     fitted.__dict__["_fitting"] = FittingOnMesh(
         found.sharded, found.planned, dependencies, _autocast(model), tried
     )

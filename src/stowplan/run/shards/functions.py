@@ -1,4 +1,4 @@
-"""What workers say to each other as differentiable functions: how each op's gradient is another talk."""
+"""Collectives as differentiable functions: the gradient of a collective is another collective."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,10 +12,10 @@ from stowplan.run.shards.exchange import Exchange
 from stowplan.run.shards.operator import (
     Collective,
     Total,
-    bring,
+    after_collectives,
+    bucket_placeholder,
     collective_of,
     exchange,
-    fence,
     first_token,
     norm,
     quotient,
@@ -33,11 +33,11 @@ def _keep_exchange(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[T
 
 
 def _send_back(ctx: Any, gradient: Tensor | None, token: Tensor) -> tuple[Tensor | None, Tensor, None]:
-    talk = ctx.collective.of_kind(Exchange)
-    if not talk.differentiated:
+    operation = ctx.collective.of_kind(Exchange)
+    if not operation.differentiated:
         return None, token, None
     if gradient is None:
-        gradient = torch.zeros(talk.held.shape, **ctx.options)
+        gradient = torch.zeros(operation.held.shape, **ctx.options)
     return *torch.ops.stowplan.exchange_back(gradient, token, ctx.collective.key), None
 
 
@@ -84,29 +84,29 @@ def _by_the_sum_alone(ctx: Any, gradient: Tensor) -> Tensor:
     return torch.stack((share, torch.zeros_like(share)))
 
 
-def _keep_fence(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+def _keep_device(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
     del output
     _, token, ctx.counts = inputs
     ctx.device = token.device
 
 
 def _first_token_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Of a result that several workers have, the gradient of one alone counts."""
+    """If several workers have the same result, only one of their gradients counts."""
     found = gradient if ctx.counts else torch.zeros_like(gradient)
     return found, torch.zeros((), dtype=torch.float32, device=ctx.device), None
 
 
 first_token.register_autograd(lambda _, __: None)
-bring.register_autograd(lambda _, token: (token, None))
+bucket_placeholder.register_autograd(lambda _, token: (token, None))
 exchange.register_autograd(_send_back, setup_context=_keep_exchange)
 total.register_autograd(_total_back, setup_context=_keep_total)
 norm.register_autograd(_norm_back, setup_context=_keep_norm)
 quotient.register_autograd(_by_the_sum_alone, setup_context=_keep_pair)
-fence.register_autograd(_first_token_back, setup_context=_keep_fence)
+after_collectives.register_autograd(_first_token_back, setup_context=_keep_device)
 
 
 class Trained(torch.autograd.Function):
-    """Parameters in buckets become the first token and a stand-in per bucket; backward ends the sums."""
+    """Turns bucketed parameters into the first token and a flat tensor per bucket; backward ends the sums."""
 
     @staticmethod
     def forward(ctx: Any, collectives: Sequence[Collective], *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -115,8 +115,8 @@ class Trained(torch.autograd.Function):
         buckets = [collective.of_kind(Bucket) for collective in collectives]
         firsts = accumulate((len(bucket.shapes) for bucket in buckets[:-1]), initial=0)
         pairs = zip(buckets, firsts, strict=True)
-        stands = (parameters[at].new_empty(()).expand(bucket.size) for bucket, at in pairs)
-        return parameters[0].new_zeros((), dtype=torch.float32), *stands
+        flats = (parameters[at].new_empty(()).expand(bucket.size) for bucket, at in pairs)
+        return parameters[0].new_zeros((), dtype=torch.float32), *flats
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *flats: Tensor) -> tuple[Tensor | None, ...]:
@@ -129,13 +129,13 @@ class Trained(torch.autograd.Function):
 
 
 class Bucketed(torch.autograd.Function):
-    """A bucket's stand-in becomes its parameters, which all workers have; backward begins to sum."""
+    """Turns a bucket's flat tensor into its parameters, which all workers have; backward begins the sum."""
 
     @staticmethod
     def forward(
-        ctx: Any, stand: Tensor, token: Tensor, collective: Collective, *parameters: Tensor
+        ctx: Any, flat: Tensor, token: Tensor, collective: Collective, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        del stand
+        del flat
         ctx.collective = collective
         return token.view_as(token), *(parameter.view_as(parameter) for parameter in parameters)
 

@@ -15,11 +15,11 @@ from stowplan.ops.table import shape_of
 from stowplan.plan.level import Level as TileLevel
 from stowplan.plan.shards.cells import Cells
 from stowplan.plan.shards.plan import RESIDENT, ShardPlan
+from stowplan.plan.shards.propagation import SUMMED, ShardingKind
 from stowplan.plan.shards.shard import LIKES, Level
-from stowplan.plan.shards.spread import SUMMED, Form
 from stowplan.run.parts.losses import tiled_loss
 from stowplan.run.parts.part import Index, LocalCall, local_call
-from stowplan.run.shards.actions import Action, Bring, Draw, Loss, Make, Normalise, Sum, Swap
+from stowplan.run.shards.actions import Action, Draw, EnterBucket, Loss, Make, Normalise, Sum, Swap
 from stowplan.run.shards.draws import is_drawn_in_pieces
 from stowplan.run.shards.exchange import exchange_of
 from stowplan.run.shards.norm import Norm
@@ -32,7 +32,7 @@ class LocalStep:
     """Builds the actions of this process's worker."""
 
     def __init__(
-        self, captured: Captured, plan: ShardPlan, workers: Workers, buckets: Sequence[Bring]
+        self, captured: Captured, plan: ShardPlan, workers: Workers, buckets: Sequence[EnterBucket]
     ) -> None:
         self._buckets = list(buckets)  # that no op has read from
         self._calls, self._graph = captured.program.calls, captured.graph
@@ -57,23 +57,23 @@ class LocalStep:
                     yield self._swap(name)
         yield from self._buckets
 
-    def _bring_for(self, level: Level) -> Iterator[Bring]:
+    def _bring_for(self, level: Level) -> Iterator[EnterBucket]:
         """Buckets up to the last that the op reads from, on all workers alike, even those that do nothing."""
-        read = set(level.spread.op.reads())
+        read = set(level.sharding.op.reads())
         while any(not read.isdisjoint(bucket.parameters) for bucket in self._buckets):
             yield self._buckets.pop(0)
 
     def _names(self, level: Level) -> Sequence[str]:
-        together = level.spread.form in (Form.SUMS, Form.NORM)
-        return [use.tensor for use in level.spread.op.outputs] if together else [level.name]
+        together = level.sharding.kind in (ShardingKind.SUMS, ShardingKind.NORM)
+        return [use.tensor for use in level.sharding.op.outputs] if together else [level.name]
 
     def _level(self, level: Level) -> Iterator[Action]:
         self._rects.update((name, self._shard.made[name]) for name in self._names(level))
-        if level.spread.form is Form.NORM:
+        if level.sharding.kind is ShardingKind.NORM:
             yield self._norm(level)
-        elif level.spread.form is Form.SUMS and level.spread.op.type in SUMMED:
+        elif level.sharding.kind is ShardingKind.SUMS and level.sharding.op.type in SUMMED:
             yield self._sum(level)
-        elif level.spread.form is Form.SUMS:
+        elif level.sharding.kind is ShardingKind.SUMS:
             yield self._loss(level)
         elif not level.made.is_empty:
             yield self._make(level)
@@ -100,9 +100,9 @@ class LocalStep:
         return Swap(name, collective, self._blank(name))
 
     def _make(self, level: Level) -> Make | Draw:
-        op = level.spread.op
+        op = level.sharding.op
         if self._calls[op.id].fresh:
-            raise BadUse(f"{op.id} ({op.type}) overwrites its input, and has no form on parts")
+            raise BadUse(f"{op.id} ({op.type}) overwrites its input, and has no kernel on a part")
         takes: dict[str, Take | Blank] = {}
         seen: list[Rect | None] = []
         held: dict[str, Rect] = {}
@@ -127,15 +127,15 @@ class LocalStep:
 
     def _operand(self, level: Level, number: int) -> tuple[Take | Blank | None, Rect | None]:
         """Where an input comes from, and its rect as the op sees it; what only tells a shape is blank."""
-        name, need = level.spread.op.inputs[number].tensor, level.needs[number]
+        name, need = level.sharding.op.inputs[number].tensor, level.needs[number]
         described, cells = self._described(name), self._cells(name)
         if need is None:
-            if level.spread.form is not Form.ANYWHERE:
+            if level.sharding.kind is not ShardingKind.ANYWHERE:
                 return None, None
-            is_like = level.spread.op.type in LIKES
+            is_like = level.sharding.op.type in LIKES
             shape = level.made.shape if is_like else shape_of(described)
             return Blank(described, shape), Rect.of_shape(shape)
-        seen = level.spread.rules[level.output].seen(number, level.made, need, cells)
+        seen = level.sharding.rules[level.output].seen(number, level.made, need, cells)
         return self._take(name, need.clip(cells.sizes), seen.clip(shape_of(described))), seen
 
     def _kept(self, level: Level) -> Index | None:
@@ -148,25 +148,25 @@ class LocalStep:
 
     def _total(self, level: Level) -> Collective:
         """The sum over workers that a level takes part in."""
-        axes = level.spread.summed_axes
-        differentiated = level.spread.op.inputs[0].tensor in self._plan.differentiated
+        axes = level.sharding.summed_axes
+        differentiated = level.sharding.op.inputs[0].tensor in self._plan.differentiated
         return Collective(level.name, Total(self._workers, axes, differentiated))
 
     def _sum(self, level: Level) -> Sum:
-        source, reduction = level.spread.op.inputs[0].tensor, level.spread.rules[0].relation.reduction
+        source, reduction = level.sharding.op.inputs[0].tensor, level.sharding.rules[0].relation.reduction
         need = level.needs[0]
         assert reduction is not None
         assert need is not None
         dims = tuple(dim for dim in reduction.dims[0] if dim is not None)
         shape = shape_of(self._described(source))
-        divisor = prod(shape[dim] for dim in dims) if ".mean." in level.spread.op.type else 1
+        divisor = prod(shape[dim] for dim in dims) if ".mean." in level.sharding.op.type else 1
         part = None if need.is_empty else self._take(source, need)
         return Sum(
             level.name, part, dims, level.made.shape, divisor, self._total(level), self._blank(level.name)
         )
 
     def _loss(self, level: Level) -> Loss:
-        op = level.spread.op
+        op = level.sharding.op
         empty = any(need is None or need.is_empty for need in level.needs)
         pairs = zip(op.inputs, level.needs, strict=True)
         takes = None if empty else tuple(self._take(u.tensor, n) for u, n in pairs if n is not None)
@@ -174,7 +174,7 @@ class LocalStep:
         return Loss(call.outputs, takes, tiled_loss(call), self._total(level), self._blank(level.name))
 
     def _norm(self, level: Level) -> Normalise:
-        op, call = level.spread.op, self._calls[level.spread.op.id]
+        op, call = level.sharding.op, self._calls[level.sharding.op.id]
         bound = bound_arguments(call.target, call.args, call.kwargs)
         name, need = op.inputs[0].tensor, level.needs[0]
         assert need is not None
@@ -185,7 +185,7 @@ class LocalStep:
         assert isinstance(eps, float)
         count = self._count(level, groups)
         space = None if counted.is_empty else within(cells.local(counted), local)
-        norm = Norm(self._workers, level.spread.summed_axes, _grouped(space, groups), count, eps)
+        norm = Norm(self._workers, level.sharding.summed_axes, _grouped(space, groups), count, eps)
         momentum = bound.get("momentum", 0.0)
         return Normalise(
             names=(None, *call.outputs[1:]) if level.made.is_empty else call.outputs,
@@ -206,7 +206,7 @@ class LocalStep:
 
     def _count(self, level: Level, groups: object) -> int:
         """How many values each statistic is of, over all workers."""
-        shape = shape_of(self._described(level.spread.op.inputs[0].tensor))
+        shape = shape_of(self._described(level.sharding.op.inputs[0].tensor))
         if isinstance(groups, int):
             return prod(shape[1:]) // groups
         return prod(shape) // shape[1]

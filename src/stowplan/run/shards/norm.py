@@ -34,8 +34,8 @@ class Norm:
         total = zeros if share is None else share.sum(dims)
         mean = self.workers.add_up(total, self.axes) / self.count
         shape = [1, channels, *(1 for _ in dims[1:])]
-        spread = zeros if share is None else (share - mean.view(shape)).square_().sum(dims)
-        return mean, self.workers.add_up(spread, self.axes) / self.count
+        sharding = zeros if share is None else (share - mean.view(shape)).square_().sum(dims)
+        return mean, self.workers.add_up(sharding, self.axes) / self.count
 
     def forward(
         self, image: Tensor, weight: Tensor | None, bias: Tensor | None

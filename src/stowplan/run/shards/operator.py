@@ -1,8 +1,8 @@
-"""What workers say to each other as ops of PyTorch, so that a worker's step is captured and planned like any.
+"""Collectives as PyTorch ops, so that a worker's step is captured and planned like any other step.
 
-A token goes through all of them, forward and backward: it puts every worker's messages in the same order, and
-makes sure that a worker whose results nobody uses still takes part in what comes back. An op is given the key
-of a collective, which the step that it belongs to holds.
+A token passes through all of them, forward and backward. It gives the messages of all workers one order, and
+a worker whose results nobody uses still takes part in the backward collectives. Each op receives the key of
+its collective; the step holds the collective.
 """
 
 from dataclasses import dataclass
@@ -28,21 +28,21 @@ class Total:
     differentiated: bool = True
 
 
-Talk: TypeAlias = Exchange | Norm | Total | Bucket
-AnyTalk = TypeVar("AnyTalk", Exchange, Norm, Total, Bucket)
+Operation: TypeAlias = Exchange | Norm | Total | Bucket
+AnyOperation = TypeVar("AnyOperation", Exchange, Norm, Total, Bucket)
 
 
 class Collective(Handle):
-    """What workers do together at one place of one step."""
+    """An operation of all workers at one place of one step."""
 
-    def __init__(self, name: str, talk: Talk) -> None:
-        super().__init__(name, title=type(talk).__name__.lower())
-        self.talk = talk
+    def __init__(self, name: str, operation: Operation) -> None:
+        super().__init__(name, title=type(operation).__name__.lower())
+        self.operation = operation
 
-    def of_kind(self, kind: type[AnyTalk]) -> AnyTalk:
-        """What is done, which is of this kind."""
-        assert isinstance(self.talk, kind), f"{self.name} is no {kind.__name__}"
-        return self.talk
+    def of_kind(self, kind: type[AnyOperation]) -> AnyOperation:
+        """The operation, which must be of this kind."""
+        assert isinstance(self.operation, kind), f"{self.name} is no {kind.__name__}"
+        return self.operation
 
 
 def collective_of(key: str) -> Collective:
@@ -54,20 +54,20 @@ def collective_of(key: str) -> Collective:
 
 @torch.library.custom_op("stowplan::first_token", mutates_args=())
 def first_token(parameter: Tensor) -> Tensor:
-    """Marks where talks begin: the first token, which is differentiated as far as a parameter is."""
+    """The token before the first collective; it requires a gradient if the parameter does."""
     return parameter.new_zeros((), dtype=torch.float32)
 
 
 @torch.library.custom_op("stowplan::bring", mutates_args=())
-def bring(token: Tensor, name: str) -> Tensor:
-    """Marks where the parameters of a bucket come in."""
+def bucket_placeholder(token: Tensor, name: str) -> Tensor:
+    """The placeholder for the parameters of a bucket."""
     del name
     return token.clone()
 
 
 @torch.library.custom_op("stowplan::exchange", mutates_args=())
 def exchange(share: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """A share becomes what is held."""
+    """The part that this worker holds, from its own share and the shares of others."""
     return collective_of(name).of_kind(Exchange).forward(share), token.clone()
 
 
@@ -79,8 +79,8 @@ def _exchange_back(gradient: Tensor, token: Tensor, name: str) -> tuple[Tensor, 
 @torch.library.custom_op("stowplan::total", mutates_args=())
 def total(part: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """A part of a sum becomes the sum."""
-    talk = collective_of(name).of_kind(Total)
-    return talk.workers.add_up(part, talk.axes), token.clone()
+    operation = collective_of(name).of_kind(Total)
+    return operation.workers.add_up(part, operation.axes), token.clone()
 
 
 @torch.library.custom_op("stowplan::norm", mutates_args=())
@@ -129,8 +129,8 @@ def quotient(pair: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("stowplan::fence", mutates_args=())
-def fence(value: Tensor, token: Tensor, counts: bool) -> Tensor:
-    """What the caller gets, once all has been said that others wait for."""
+def after_collectives(value: Tensor, token: Tensor, counts: bool) -> Tensor:
+    """A result for the caller, after all collectives that other workers wait for."""
     del token, counts
     return value.clone()
 
@@ -140,7 +140,7 @@ def _(parameter: Tensor) -> Tensor:
     return parameter.new_empty((), dtype=torch.float32)
 
 
-@bring.register_fake
+@bucket_placeholder.register_fake
 def _(token: Tensor, name: str) -> Tensor:
     del name
     return torch.empty_like(token)
@@ -206,7 +206,7 @@ def _(pair: Tensor) -> Tensor:
     return pair.new_empty(())
 
 
-@fence.register_fake
+@after_collectives.register_fake
 def _(value: Tensor, token: Tensor, counts: bool) -> Tensor:
     del token, counts
     return torch.empty_like(value)

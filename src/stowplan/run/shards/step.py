@@ -16,15 +16,15 @@ from stowplan.ops.table import shape_of
 from stowplan.plan.shards.buckets import buckets_of
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
+from stowplan.plan.shards.propagation import Chosen
 from stowplan.plan.shards.seeds import seeds_for
-from stowplan.plan.shards.spread import Chosen
 from stowplan.run.parts.part import index_of
 from stowplan.run.planning.recapture import check_differentiable
-from stowplan.run.shards.actions import Bring, Values
+from stowplan.run.shards.actions import EnterBucket, Values
 from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.functions import Trained
 from stowplan.run.shards.local import LocalStep
-from stowplan.run.shards.operator import Collective, fence, first_token
+from stowplan.run.shards.operator import Collective, after_collectives, first_token
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.workers import Workers
 from stowplan.run.step.binding import Binding
@@ -54,21 +54,21 @@ class ShardedStep:
         captured = captured or step_to_shard(model, args, kwargs)
         self.captured, self.workers = captured, mesh if isinstance(mesh, Workers) else Workers(mesh)
         self.plan = plan_sharded(captured, self.workers.mesh, dims, chosen)
-        self.workers.join(spread.summed_axes for spread in self.plan.spreads if spread.summed_axes)
-        self.buckets = tuple(self._brought(captured))
+        self.workers.join(sharding.summed_axes for sharding in self.plan.shardings if sharding.summed_axes)
+        self.buckets = tuple(self._entries(captured))
         local = LocalStep(captured, self.plan, self.workers, self.buckets)
         self._actions = tuple(local.actions())
         self._frees = let_go_after([action.touches() for action in self._actions], ends_of(captured))
         self._local = _local(captured, self.plan, self.workers.rank)
         self._binding = self.bound_to(model)
 
-    def _brought(self, captured: Captured) -> Iterator[Bring]:
+    def _entries(self, captured: Captured) -> Iterator[EnterBucket]:
         """Buckets of trained parameters, whose gradients are summed over the whole mesh."""
         trained = [name for name in captured.program.gradients if name in captured.program.parameters]
         for number, names in enumerate(buckets_of(captured.graph, trained)):
             shapes = tuple(shape_of(captured.graph.tensors[name]) for name in names)
             bucket = Bucket(self.workers, self.workers.everyone, shapes)
-            yield Bring(names, Collective(f"bucket {number}", bucket))
+            yield EnterBucket(names, Collective(f"bucket {number}", bucket))
 
     def bound_to(self, model: nn.Module) -> Binding:
         """This worker's step on the parameters and buffers of a model."""
@@ -104,7 +104,7 @@ class ShardedStep:
         return self.run(tensors)
 
     def begun(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """The first token, and a stand-in for each bucket."""
+        """The first token, and a flat tensor for each bucket."""
         trained = (parameters[name] for bucket in self.buckets for name in bucket.parameters)
         found: tuple[Tensor, ...] = _trained([bucket.collective for bucket in self.buckets], *trained)
         return found
@@ -120,15 +120,16 @@ class ShardedStep:
         changed = (self.captured.graph.tensors[buffer] for buffer in self.captured.program.updates)
         return sum(buffer.nbytes or 0 for buffer in changed)
 
-    def run(self, tensors: Mapping[str, Tensor], *, marked: bool = False) -> object:
-        """All actions, on tensors by the names of the captured graph.
+    def run(self, tensors: Mapping[str, Tensor], *, with_placeholders: bool = False) -> object:
+        """Run all actions on tensors by the names of the captured graph.
 
-        Parameters come in buckets; where that is to be `marked` only, gradients are this worker's alone.
+        Gradients are summed over the workers in buckets; `with_placeholders`, they are this worker's alone.
         """
         program = self.captured.program
         parts = dict(tensors)
-        token, *stands = (first_token(parts[self.buckets[0].parameters[0]]),) if marked else self.begun(parts)
-        values = Values(parts, token, stands)
+        first = parts[self.buckets[0].parameters[0]]
+        token, *flats = (first_token(first),) if with_placeholders else self.begun(parts)
+        values = Values(parts, token, flats)
         for action, gone in zip(self._actions, self._frees, strict=True):
             action.run(values)
             for name in gone:
@@ -143,7 +144,7 @@ class ShardedStep:
         names = list(dict.fromkeys(leaf.tensor for leaf in program.outputs if isinstance(leaf, Ref)))
         layouts = self.plan.layouts
         found = {
-            name: fence(values.parts[name], values.token, layouts[name].is_first(mesh, rank))
+            name: after_collectives(values.parts[name], values.token, layouts[name].is_first(mesh, rank))
             for name in names
         }
         leaves = [found[leaf.tensor] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]

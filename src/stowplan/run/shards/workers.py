@@ -92,7 +92,7 @@ class Workers:
             with self._in_step(self._others[axes]):
                 dist.all_reduce(total, group=self._groups[axes])
         found = total.clone()
-        total.untyped_storage().resize_(0)  # gloo's thread lets go of it some time after it was waited for
+        total.untyped_storage().resize_(0)  # gloo's thread keeps its reference for a while after the wait
         return found
 
     def begin_sum(self, tensor: Tensor, axes: tuple[int, ...]) -> None:
@@ -111,18 +111,18 @@ class Workers:
             with self._in_step(self._others[axes]):
                 self._sums.pop(tensor.data_ptr()).wait()
 
-    def everyones(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-        """What each worker says, by worker: as many numbers. No part of a step, and not counted."""
-        said = torch.zeros(self.mesh.size, len(numbers), dtype=torch.float64, device=device)
-        said[self.rank] = torch.tensor(numbers, dtype=torch.float64)
+    def all_gather(self, numbers: Sequence[float], device: torch.device) -> list[list[float]]:
+        """The numbers of each worker, by worker. Not part of a step, so its bytes are not counted."""
+        gathered = torch.zeros(self.mesh.size, len(numbers), dtype=torch.float64, device=device)
+        gathered[self.rank] = torch.tensor(numbers, dtype=torch.float64)
         with self.naming_who_is_lost():
-            dist.all_reduce(said, group=self._groups[self.everyone])
-        found: list[list[float]] = said.tolist()
+            dist.all_reduce(gathered, group=self._groups[self.everyone])
+        found: list[list[float]] = gathered.tolist()
         return found
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Within, nothing is sent: this worker tries by itself what its part in a talk costs."""
+        """Inside this context nothing is sent: the worker probes its own part of each collective."""
         self._is_rehearsal = True
         try:
             yield
@@ -131,7 +131,7 @@ class Workers:
 
     @contextmanager
     def naming_who_is_lost(self, suspects: tuple[int, ...] = ()) -> Iterator[None]:
-        """Within, a connection that fails becomes `WorkerLost`; `suspects` are those that are talked to."""
+        """Turn a failed connection into `WorkerLost`; `suspects` are the workers at its other end."""
         try:
             yield
         except (RuntimeError, dist.DistError) as fault:

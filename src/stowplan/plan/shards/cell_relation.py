@@ -1,4 +1,4 @@
-"""Region rules over cells: what a rect of an output's cells needs of the cells of each input."""
+"""Region rules over cells: which cells of each input a Rect of an output's cells needs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ _POINT = Window()
 
 
 @dataclass(frozen=True, slots=True)
-class Lifted:
+class CellRelation:
     """A relation between cells. That of a reshape is the reshape's own rule, with cells for dims."""
 
     relation: Relation
@@ -115,14 +115,14 @@ def followed_dim(need: Need, dim: int) -> int | None:
     return dim_map.dim if isinstance(dim_map, Sliding) and dim_map.window == _POINT else None
 
 
-def lifted(site: Site, relation: Relation, inputs: Sequence[Cells], output: Cells) -> Lifted:
+def cell_relation(site: Site, relation: Relation, inputs: Sequence[Cells], output: Cells) -> CellRelation:
     """The relation of one output of an op between cells."""
     if site.op.type not in RESHAPES:
-        return Lifted(relation, tuple(inputs), output)
+        return CellRelation(relation, tuple(inputs), output)
     cell_site = replace(
         site,
         inputs=tuple(replace(t, shape=c.sizes) for t, c in zip(site.inputs, inputs, strict=True)),
         outputs=tuple(replace(t, shape=output.sizes) for t in site.outputs),
     )
     plain = tuple(Cells.of_shape(cells.sizes) for cells in inputs)
-    return Lifted(regions_of(cell_site).outputs[0], plain, Cells.of_shape(output.sizes))
+    return CellRelation(regions_of(cell_site).outputs[0], plain, Cells.of_shape(output.sizes))

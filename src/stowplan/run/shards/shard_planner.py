@@ -1,4 +1,4 @@
-"""Handing out a step: each worker's part is planned within its budget, on a mesh that is given or chosen."""
+"""The shard planner: plans each worker's part of a step within its budget, on a given or a chosen mesh."""
 
 from collections.abc import Mapping
 from dataclasses import astuple
@@ -9,26 +9,26 @@ from torch import nn
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.mesh import Axis, Mesh
-from stowplan.plan.shards.options import Option, Surroundings, meshes_for, options_of
+from stowplan.plan.shards.options import Environment, Option, meshes_for, options_of
 from stowplan.plan.shards.projection import Network
-from stowplan.plan.shards.spread import Chosen
+from stowplan.plan.shards.propagation import Chosen
 from stowplan.run.cost.machine import device_of, measure_machine
 from stowplan.run.fit import ShardRequest
 from stowplan.run.planning.planner import plan_step
 from stowplan.run.planning.subject import PlannedStep
 from stowplan.run.shards.agreement import agreed
 from stowplan.run.shards.choosing import Attempt, Tried, fastest_that_fits
-from stowplan.run.shards.marks import marked_subject
+from stowplan.run.shards.placeholders import subject_with_placeholders
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep, ends_of, seeds_of, step_to_shard
 from stowplan.run.shards.workers import Workers
 
 LAYOUTS = ("follow", "choose")
-"""Stages are cut as the inputs are, or otherwise where that pays."""
+"""Stages are cut along the dims of the inputs, or along other dims where that is faster."""
 
 
-class HandingOut:
-    """A model's step, captured once, to be planned on meshes."""
+class ShardPlanner:
+    """Captures a model's step once and plans it on meshes."""
 
     def __init__(
         self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], request: ShardRequest
@@ -40,7 +40,7 @@ class HandingOut:
         self._device = device_of(self._captured.graph)
 
     def on(self, mesh: MeshLike | int) -> tuple[Attempt, tuple[Tried, ...]]:
-        """The step on a mesh, or on the mesh of so many workers that is fastest."""
+        """The step on a mesh, or on the fastest mesh of a number of workers."""
         if isinstance(mesh, int) and self._request.dims is not None:
             raise BadUse("dims says what the axes of a mesh cut; of a number of workers, that is chosen")
         if not isinstance(mesh, int) and self._request.layouts == "follow":
@@ -54,16 +54,16 @@ class HandingOut:
         meeting = Workers(Mesh((Axis("data", mesh),)) if isinstance(mesh, int) else mesh)
         meshes = meshes_for(graph, mesh) if isinstance(mesh, int) else (meeting.mesh,)
         machine = astuple(measure_machine(self._device))
-        first = Machine(*meeting.everyones(machine, self._device)[0])
+        first = Machine(*meeting.all_gather(machine, self._device)[0])
         seeds = partial(seeds_of, self._captured, dims=self._request.dims)
-        return options_of(graph, meshes, Surroundings(seeds, ends_of(self._captured), first, Network()))
+        return options_of(graph, meshes, Environment(seeds, ends_of(self._captured), first, Network()))
 
     def _attempt(self, mesh: MeshLike, chosen: Chosen | None = None) -> Attempt:
         workers = Workers(mesh)
         plan = partial(self._planned, workers, chosen)
         sharded, planned = agreed(workers, plan, self._request.budget_bytes, self._device)
         own = planned.plan.projected_seconds, planned.plan.plain_seconds
-        slowest = map(max, zip(*workers.everyones(own, self._device), strict=True))
+        slowest = map(max, zip(*workers.all_gather(own, self._device), strict=True))
         return Attempt(sharded, planned, *slowest)
 
     def _planned(self, workers: Workers, chosen: Chosen | None) -> tuple[ShardedStep, PlannedStep]:
@@ -72,7 +72,7 @@ class HandingOut:
         given = self._model, self._args, self._kwargs
         sharded = ShardedStep(*given, mesh=workers, dims=request.dims, chosen=chosen, captured=self._captured)
         beside = request.reserve_bytes + sharded.remembered_bytes
-        subject = marked_subject(sharded, self._model)
+        subject = subject_with_placeholders(sharded, self._model)
         try:
             with workers.rehearsing():
                 planned = plan_step(subject, request.budget_bytes - beside, request.options)

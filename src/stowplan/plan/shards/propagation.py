@@ -1,8 +1,8 @@
-"""How each op of a step is spread over a mesh: layouts handed from its inputs to its outputs, op by op.
+"""Op sharding: layouts propagate from the inputs of each op to its outputs, in the order of the ops.
 
-An axis follows a dim through every op that keeps it. An op that runs over a dim that is cut is computed from
-partial sums where there is a form for that. Where neither is possible the axis is given up: what the op reads
-is gathered, and it is computed by every worker along that axis, with the reason noted. All three are exact.
+An axis follows a dim through every op that keeps the dim. An op that reduces over a cut dim is computed from
+partial sums, if its type is known to allow it. Otherwise the axis is dropped: the op's inputs are gathered,
+every worker along that axis computes the whole op, and the reason is recorded. All three are exact.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,16 +17,16 @@ from stowplan.ops.regions import Partial, Regions, Relation, regions_of
 from stowplan.ops.table import Site, shape_of, site_of
 from stowplan.ops.tiling import RESHAPES
 from stowplan.plan.shards.allowed import allowed
+from stowplan.plan.shards.cell_relation import CellRelation, cell_relation, followed_dim
 from stowplan.plan.shards.cells import Cells, regrouped
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.lift import Lifted, followed_dim, lifted
 from stowplan.plan.shards.mesh import Mesh
 
 Chosen: TypeAlias = Mapping[str, Sequence[int | None]]
 """By tensor, the dim that each axis cuts, or None."""
 
 
-class Form(StrEnum):
+class ShardingKind(StrEnum):
     """How the workers compute one op."""
 
     ANYWHERE = "anywhere"  # reads nothing that is cut: each worker makes what it needs of it
@@ -51,25 +51,25 @@ NORMS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """One op on a mesh: its form, the axes its sums are added up along, and the rules between cells."""
+class OpSharding:
+    """How one op is divided over a mesh: the kind, the axes that its sums run along, rules between cells."""
 
     op: Op
-    form: Form
-    rules: tuple[Lifted, ...]
+    kind: ShardingKind
+    rules: tuple[CellRelation, ...]
     summed_axes: tuple[int, ...] = ()
-    gathered: str = ""  # why an axis was given up here
+    gathered: str = ""  # why an axis was dropped here
 
 
 @dataclass(slots=True)
-class Spreading:
-    """Layouts of all forward tensors, and the spread of all forward ops, as they are found."""
+class ShardPropagation:
+    """The layouts of all forward tensors and the shardings of all forward ops found so far."""
 
     graph: Graph
     mesh: Mesh
     layouts: dict[str, Layout]
     chosen: Chosen
-    spreads: list[Spread] = field(default_factory=list)
+    shardings: list[OpSharding] = field(default_factory=list)
 
     def run(self) -> None:
         for op in forward_ops(self.graph):
@@ -85,7 +85,7 @@ class Spreading:
         cut = [number for number, layout in enumerate(inputs) if not layout.is_everywhere]
         is_read = any(_is_read(regions, number) for number in cut)
         if not is_read and not any(dim is not None for dim in self.chosen.get(op.outputs[0].tensor, ())):
-            self._settle(op, Form.ANYWHERE, *_everywhere(site, regions, inputs, self.mesh))
+            self._settle(op, ShardingKind.ANYWHERE, *_everywhere(site, regions, inputs, self.mesh))
         elif axes and op.type in NORMS:
             self._norm(site, regions, inputs, axes)
         elif axes and op.type in (*SUMMED, *LOSSES) and _operands_match(regions.outputs[0], inputs):
@@ -96,14 +96,14 @@ class Spreading:
     def _settle(
         self,
         op: Op,
-        form: Form,
+        kind: ShardingKind,
         outputs: Sequence[Layout],
-        rules: Sequence[Lifted],
+        rules: Sequence[CellRelation],
         axes: tuple[int, ...] = (),
         why: str = "",
     ) -> None:
         self.layouts.update((use.tensor, layout) for use, layout in zip(op.outputs, outputs, strict=True))
-        self.spreads.append(Spread(op, form, tuple(rules), axes, why))
+        self.shardings.append(OpSharding(op, kind, tuple(rules), axes, why))
 
     def _norm(self, site: Site, regions: Regions, inputs: Sequence[Layout], axes: tuple[int, ...]) -> None:
         """The output is cut like the input; statistics are the same all along the axes they run over."""
@@ -111,16 +111,16 @@ class Spreading:
         assert reduction is not None
         relation = reduction.after or regions.outputs[0]
         cells = [layout.cells for layout in inputs]
-        outputs, rules = [inputs[0]], [lifted(site, relation, cells, inputs[0].cells)]
+        outputs, rules = [inputs[0]], [cell_relation(site, relation, cells, inputs[0].cells)]
         for statistic in regions.outputs[1:]:
             layout, rule = self._following(site, statistic, inputs, skipped=axes)
             outputs.append(layout)
             rules.append(rule)
-        self._settle(site.op, Form.NORM, outputs, rules, axes)
+        self._settle(site.op, ShardingKind.NORM, outputs, rules, axes)
 
     def _sums(self, site: Site, regions: Regions, inputs: Sequence[Layout], axes: tuple[int, ...]) -> None:
         found = [self._following(site, relation, inputs, skipped=axes) for relation in regions.outputs]
-        self._settle(site.op, Form.SUMS, [f[0] for f in found], [f[1] for f in found], axes)
+        self._settle(site.op, ShardingKind.SUMS, [f[0] for f in found], [f[1] for f in found], axes)
 
     def _parts(self, site: Site, regions: Regions, inputs: Sequence[Layout]) -> None:
         outputs, rules, why = [], [], ""
@@ -132,10 +132,10 @@ class Spreading:
             why = why or (reason if number == 0 else "")
             outputs.append(layout)
             rules.append(rule)
-        self._settle(site.op, Form.PARTS, outputs, rules, why=why)
+        self._settle(site.op, ShardingKind.PARTS, outputs, rules, why=why)
 
     def _as_chosen(self, op: Op, layout: Layout) -> Layout:
-        """The layout of an op's first output, cut otherwise than its inputs if that was chosen."""
+        """The layout of an op's first output: the chosen one if there is one, else that of its inputs."""
         name = op.outputs[0].tensor
         if name not in self.chosen:
             return layout
@@ -147,10 +147,10 @@ class Spreading:
 
     def _following(
         self, site: Site, relation: Relation, inputs: Sequence[Layout], skipped: Sequence[int] = ()
-    ) -> tuple[Layout, Lifted]:
+    ) -> tuple[Layout, CellRelation]:
         """Each axis on the output cell that follows what it cuts, of the first input that has one."""
         cells = _output_cells(site, relation, inputs)
-        rule = lifted(site, relation, [layout.cells for layout in inputs], cells)
+        rule = cell_relation(site, relation, [layout.cells for layout in inputs], cells)
         taken: set[int] = set()
         axes: list[int | None] = []
         for axis in range(len(self.mesh.axes)):
@@ -160,10 +160,11 @@ class Spreading:
         return Layout(cells, tuple(axes)), rule
 
 
-def spread_over(graph: Graph, mesh: Mesh, seeds: Chosen, chosen: Chosen | None = None) -> Spreading:
-    """The forward half on a mesh whose axes cut dims of its inputs: `seeds` has by axis a dim or None.
+def propagate(graph: Graph, mesh: Mesh, seeds: Chosen, chosen: Chosen | None = None) -> ShardPropagation:
+    """The forward half on a mesh.
 
-    Outputs of ops are cut like what they are made from, but for those `chosen` otherwise.
+    `seeds` gives, for each input and axis, the dim that the axis cuts, or None. Outputs follow the layout
+    of their inputs, except those for which `chosen` has a layout.
     """
     layouts: dict[str, Layout] = {}
     for name, tensor in graph.tensors.items():
@@ -174,9 +175,9 @@ def spread_over(graph: Graph, mesh: Mesh, seeds: Chosen, chosen: Chosen | None =
             layouts[name] = Layout(Cells.of_shape(shape_of(tensor)), axes)
     if unknown := (chosen or {}).keys() - {op.outputs[0].tensor for op in forward_ops(graph) if op.outputs}:
         raise BadUse(f"no op makes {min(unknown)!r} first, so that its layout cannot be chosen")
-    spreading = Spreading(graph, mesh, layouts, chosen or {})
-    spreading.run()
-    return spreading
+    propagated = ShardPropagation(graph, mesh, layouts, chosen or {})
+    propagated.run()
+    return propagated
 
 
 def forward_ops(graph: Graph) -> Iterator[Op]:
@@ -201,10 +202,12 @@ def _is_read(regions: Regions, number: int) -> bool:
 
 def _everywhere(
     site: Site, regions: Regions, inputs: Sequence[Layout], mesh: Mesh
-) -> tuple[list[Layout], list[Lifted]]:
+) -> tuple[list[Layout], list[CellRelation]]:
     outputs = [Layout.everywhere(shape_of(tensor), mesh) for tensor in site.outputs]
     cells = [layout.cells for layout in inputs]
-    return outputs, [lifted(site, r, cells, o.cells) for r, o in zip(regions.outputs, outputs, strict=True)]
+    return outputs, [
+        cell_relation(site, r, cells, o.cells) for r, o in zip(regions.outputs, outputs, strict=True)
+    ]
 
 
 def _reduced_axes(site: Site, relation: Relation, inputs: Sequence[Layout]) -> tuple[int, ...]:
@@ -250,7 +253,7 @@ def _output_cells(site: Site, relation: Relation, inputs: Sequence[Layout]) -> C
     return Cells(tuple(groups))
 
 
-def _follower(rule: Lifted, inputs: Sequence[Layout], axis: int, taken: set[int]) -> int | None:
+def _follower(rule: CellRelation, inputs: Sequence[Layout], axis: int, taken: set[int]) -> int | None:
     for number, layout in enumerate(inputs):
         cell = layout.axes[axis]
         found = None if cell is None else rule.follower(number, cell)
