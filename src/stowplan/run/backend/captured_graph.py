@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 from stowplan.capture import Captured, Ref, capture
 from stowplan.errors import CaptureError
 from stowplan.plan.plan import Plan
-from stowplan.run.backend.member import Member
+from stowplan.run.backend.budgeted_graph import BudgetedGraph
 from stowplan.run.step.straight import StraightStep
 from stowplan.torch_private import storage_id
 
@@ -23,7 +23,7 @@ class CapturedGraph:
 
     graph: GraphModule
     captured: Captured
-    member: Member
+    budgeted: BudgetedGraph
     as_vector: int | None
     _latest: tuple[Plan, StraightStep] | None = None
 
@@ -43,8 +43,8 @@ class CapturedGraph:
 
         captured = capture(graph, inputs, loss=None if as_vector is None else shaped)
         _refuse_hidden_writes(captured, inputs)
-        member = Member(captured, allow, moves, is_followed=_is_followed(captured))
-        return CapturedGraph(graph, captured, member, as_vector)
+        budgeted = BudgetedGraph(captured, allow, moves, is_followed=_is_followed(captured))
+        return CapturedGraph(graph, captured, budgeted, as_vector)
 
     @property
     def outputs(self) -> list[str]:

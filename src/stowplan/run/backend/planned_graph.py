@@ -17,8 +17,8 @@ from torch.fx import Node as GraphNode
 from stowplan.capture.arguments import flatten
 from stowplan.errors import BadUse
 from stowplan.run.backend.captured_graph import CapturedGraph
+from stowplan.run.backend.graph_run import PlannedRun
 from stowplan.run.backend.shared_budget import SharedBudget
-from stowplan.run.backend.visit import Run
 from stowplan.run.fit import kind_of_call
 from stowplan.run.step.function import ends_of_chain
 
@@ -65,8 +65,8 @@ class PlannedGraph:
         kind = kind_of_call(*flatten(inputs, {}))
         captured = self._captured_for(kind, inputs)
         there = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
-        run = self._settings.budget.begin(captured.member, there, captured.wanted(inputs))
-        outputs = captured.run(run.rung.plan, inputs)
+        run = self._settings.budget.begin(captured.budgeted, there, captured.wanted(inputs))
+        outputs = captured.run(run.point.plan, inputs)
         self._follow(kind, captured, run, outputs)
         return outputs
 
@@ -83,15 +83,17 @@ class PlannedGraph:
             )
         return self._captured[key]
 
-    def _follow(self, kind: object, captured: CapturedGraph, run: Run, outputs: Sequence[object]) -> None:
+    def _follow(
+        self, kind: object, captured: CapturedGraph, run: PlannedRun, outputs: Sequence[object]
+    ) -> None:
         """Tell the budget when the backward of this run is done, and learn from it what is differentiated."""
         tensors = [output for output in outputs if isinstance(output, Tensor)]
-        (first, last), account = ends_of_chain(tensors), self._settings.budget.opened(run, tensors)
+        (first, last), memory = ends_of_chain(tensors), self._settings.budget.opened(run, tensors)
         if self._loss is not None:
             first.register_prehook(partial(self._learn, kind, captured, self._loss))
-        first.register_prehook(lambda _: account.turned())
-        last.register_hook(lambda *_: account.closed(run))
-        weakref.finalize(last, account.dropped, run).atexit = False
+        first.register_prehook(lambda _: memory.turned())
+        last.register_hook(lambda *_: memory.closed(run))
+        weakref.finalize(last, memory.dropped, run).atexit = False
 
     def _learn(
         self, kind: object, captured: CapturedGraph, loss: int, gradients: Sequence[Tensor | None]
@@ -104,7 +106,7 @@ class PlannedGraph:
         self._only_loss.discard(kind)
         if captured.as_vector is None:
             raise BadUse(
-                "a gradient came in for an output besides the loss, which it did not in earlier steps;"
+                "a gradient came in for an output other than the loss, which it did not in earlier steps;"
                 " the plan has no part for it, but will have from the next step on"
             )
 

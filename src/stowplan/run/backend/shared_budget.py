@@ -1,10 +1,10 @@
-"""One budget for several graphs that run within one step, as graph breaks make them.
+"""One budget for the graphs of one step, into which graph breaks split a model.
 
-The first time a sequence of graphs runs nobody knows what is still to come, so each takes the smallest plan
-it has, unless it is a step of its own: a loss of which nothing was computed before. Once the step is over its
-sequence is known, and from the next one on its graphs are planned together: from their smallest plans they go
-up to faster ones, step by step where most seconds are gained per byte, as long as none is over the budget. A
-graph that belongs to several sequences takes the smallest of the plans they leave it.
+When a sequence of graphs runs for the first time, its later graphs are unknown. Each graph therefore uses its
+smallest plan, unless it is a whole step: it returns a loss and no graph ran before it. After the step the
+sequence is known, and from the next step on its graphs are planned together: they begin at their smallest
+plans and move to faster ones, always the move that saves the most seconds per byte, while all stay within the
+budget. A graph of several sequences uses the smallest of the plans that they leave to it.
 """
 
 from bisect import bisect_left
@@ -17,90 +17,88 @@ from torch import Tensor
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.judge.simulate import alive_at
 from stowplan.plan.plan import Plan
-from stowplan.run.backend.account import Account
-from stowplan.run.backend.ladder import Ladder, Rung
-from stowplan.run.backend.member import Member
-from stowplan.run.backend.visit import Run, Visit, most_bytes
+from stowplan.run.backend.budgeted_graph import BudgetedGraph
+from stowplan.run.backend.frontier_plans import FrontierPlans, PlannedPoint
+from stowplan.run.backend.graph_run import GraphRun, PlannedRun, most_bytes
+from stowplan.run.backend.step_memory import StepMemory
 from stowplan.units import format_bytes
 
 
 class SharedBudget:
-    """Hands out plans for one graph after another."""
+    """Gives each graph of a step a plan, one after the other."""
 
     def __init__(self, allowed_bytes: int) -> None:
         self.allowed_bytes = allowed_bytes
-        self._account = Account()
-        self._known: set[tuple[Member, ...]] = set()
+        self._memory = StepMemory()
+        self._known: set[tuple[BudgetedGraph, ...]] = set()
 
     @property
     def plans(self) -> Sequence[Plan]:
-        """Of the step that is under way, or was last."""
-        return self._account.plans
+        """The plans of the current step, or of the last one."""
+        return self._memory.plans
 
-    def begin(self, member: Member, inputs: Sequence[Tensor], wanted: Iterable[Tensor]) -> Run:
-        """What to run `member` by, now. `wanted` are the inputs whose gradients stay when it is done."""
-        if not self._account.waiting:
-            self._learn_from(self._account)
-            self._account = Account()
-        return self._fitting_run(self._account.visit(member, inputs, wanted))
+    def begin(self, graph: BudgetedGraph, inputs: Sequence[Tensor], wanted: Iterable[Tensor]) -> PlannedRun:
+        """The plan to run `graph` with now. `wanted` are the inputs whose gradients stay after the run."""
+        if not self._memory.waiting:
+            self._learn_from(self._memory)
+            self._memory = StepMemory()
+        return self._fitting_run(self._memory.about_to_run(graph, inputs, wanted))
 
-    def opened(self, run: Run, results: Iterable[Tensor]) -> Account:
-        """The run's forward is done. Returns the account that is to be told when its backward is."""
-        self._account.opened(run, results)
-        return self._account
+    def opened(self, planned: PlannedRun, results: Iterable[Tensor]) -> StepMemory:
+        """The run's forward is done. Returns the step memory, which must learn when its backward is done."""
+        self._memory.opened(planned, results)
+        return self._memory
 
-    def _learn_from(self, step: Account) -> None:
-        members = tuple(visit.member for visit in step.sequence)
-        if members and members not in self._known:
-            for member, height in self._heights(step).items():
-                member.learn(height, is_followed=member in members[:-1])
-            self._known.add(members)
+    def _learn_from(self, step: StepMemory) -> None:
+        graphs = tuple(run.graph for run in step.sequence)
+        if graphs and graphs not in self._known:
+            for graph, index in self._indices(step).items():
+                graph.learn(index, is_followed=graph in graphs[:-1])
+            self._known.add(graphs)
 
-    def _fitting_run(self, visit: Visit) -> Run:
-        """By the rung that the graph may stand on, or the next lower one that fits at present."""
-        for rung in self._rungs_down(visit):
-            run = Run(visit, rung)
-            if max(self._account.needed_bytes(run)) <= self.allowed_bytes:
-                return run
-        raise self._too_small(run)
+    def _fitting_run(self, run: GraphRun) -> PlannedRun:
+        """The run with the point that the graph may use, or with the next smaller one that fits now."""
+        for point in self._points_down(run):
+            planned = PlannedRun(run, point)
+            if max(self._memory.needed_bytes(planned)) <= self.allowed_bytes:
+                return planned
+        raise self._too_small(planned)
 
-    def _rungs_down(self, visit: Visit) -> Iterator[Rung]:
-        for height in range(self._height(visit), -1, -1):
-            yield visit.member.rung(height)
-        yield visit.member.smallest()
+    def _points_down(self, run: GraphRun) -> Iterator[PlannedPoint]:
+        for index in range(self._index(run), -1, -1):
+            yield run.graph.point(index)
+        yield run.graph.smallest()
 
-    def _height(self, visit: Visit) -> int:
-        """How high it may stand. One that nothing precedes and nothing follows is a step of its own."""
-        member = visit.member
-        if member.is_known or member.is_followed or self._account.waiting:
-            return member.height
-        return member.ladder(is_followed=False).height_within(
-            self._account.room_bytes(visit, self.allowed_bytes)
-        )
+    def _index(self, run: GraphRun) -> int:
+        """The point that a graph may use. A graph with none before and none after it is a whole step."""
+        graph = run.graph
+        if graph.is_known or graph.is_followed or self._memory.waiting:
+            return graph.index
+        return graph.plans(is_followed=False).index_within(self._memory.room_bytes(run, self.allowed_bytes))
 
-    def _heights(self, step: Account) -> dict[Member, int]:
-        """Where the graphs stand after as many steps up as fit, the most gainful first.
+    def _indices(self, step: StepMemory) -> dict[BudgetedGraph, int]:
+        """The point of each graph after as many moves to faster plans as fit, the largest gains first.
 
-        The steps are the same for every budget, so that a larger one means more of them.
+        The order of the moves does not depend on the budget, so a larger budget allows more of them.
         """
-        steps = _steps_up(step.sequence)
-        counts = range(1, len(steps) + 1)
-        taken = bisect_left(counts, True, key=lambda n: not self._fits(step, Counter(steps[:n])))
-        heights = Counter(steps[:taken])
-        return {visit.member: heights[visit.member] for visit in step.sequence}
+        moves = _moves(step.sequence)
+        counts = range(1, len(moves) + 1)
+        taken = bisect_left(counts, True, key=lambda n: not self._fits(step, Counter(moves[:n])))
+        indices = Counter(moves[:taken])
+        return {run.graph: indices[run.graph] for run in step.sequence}
 
-    def _fits(self, step: Account, heights: Counter[Member]) -> bool:
-        """Whether each graph is within the budget while it runs, with all that the others hold then."""
-        runs = [
-            Run(visit, _ladder_in(step.sequence, visit.member).rung(heights[visit.member]))
-            for visit in step.sequence
+    def _fits(self, step: StepMemory, indices: Counter[BudgetedGraph]) -> bool:
+        """Whether each run is within the budget, with everything that the other runs hold meanwhile."""
+        planned_runs = [
+            PlannedRun(run, _plans_in(step.sequence, run.graph).point(indices[run.graph]))
+            for run in step.sequence
         ]
-        return max(most_bytes(runs, step.standing_bytes)) <= self.allowed_bytes
+        return max(most_bytes(planned_runs, step.standing_bytes)) <= self.allowed_bytes
 
-    def _too_small(self, newcomer: Run) -> BudgetTooSmall:
-        needed = self._account.needed_bytes(newcomer)
-        run = [*self._account.waiting, newcomer][int(np.argmax(needed))]
-        plan, own = run.rung.plan, run.rung.peak_bytes
+    def _too_small(self, newcomer: PlannedRun) -> BudgetTooSmall:
+        needed = self._memory.needed_bytes(newcomer)
+        planned = [*self._memory.waiting, newcomer][int(np.argmax(needed))]
+        plan, own = planned.point.plan, planned.point.peak_bytes
         binding = alive_at(plan.graph, plan.steps, int(np.argmax(plan.projected_curve_bytes)))
         named = (f"{name} ({format_bytes(plan.graph.tensors[name].nbytes or 0)})" for name in binding[:4])
         return BudgetTooSmall(
@@ -113,12 +111,12 @@ class SharedBudget:
         )
 
 
-def _ladder_in(sequence: Sequence[Visit], member: Member) -> Ladder:
-    return member.ladder(is_followed=any(visit.member is member for visit in sequence[:-1]))
+def _plans_in(sequence: Sequence[GraphRun], graph: BudgetedGraph) -> FrontierPlans:
+    return graph.plans(is_followed=any(run.graph is graph for run in sequence[:-1]))
 
 
-def _steps_up(sequence: Sequence[Visit]) -> list[Member]:
-    """All steps from a rung to the next by the graphs of a sequence, those that gain most first."""
-    members = dict.fromkeys(visit.member for visit in sequence)
-    steps = [(gain, member) for member in members for gain in _ladder_in(sequence, member).gains]
-    return [member for _, member in sorted(steps, key=lambda step: -step[0])]
+def _moves(sequence: Sequence[GraphRun]) -> list[BudgetedGraph]:
+    """All moves from one point to the next, by the graph that moves, the largest gains first."""
+    graphs = dict.fromkeys(run.graph for run in sequence)
+    steps = [(gain, graph) for graph in graphs for gain in _plans_in(sequence, graph).gains]
+    return [graph for _, graph in sorted(steps, key=lambda step: -step[0])]

@@ -1,4 +1,4 @@
-"""Ladder: the plans of one graph, from the smallest on rung 0 to the fastest on the last."""
+"""The plans at the points of one graph's frontier, from the smallest peak to the fastest."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Pricing
 from stowplan.run.planning.price import replayed_bytes
 
-_RUNGS = 32  # a frontier is thinned to about as many
+_MOST_POINTS = 32  # a frontier is thinned to about as many
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """A plan, the most its halves have at once, and what it keeps between them besides what it is given."""
+class PlannedPoint:
+    """A plan, the peaks of its two halves, and the bytes that it keeps between them beyond its inputs."""
 
     plan: Plan
     forward_bytes: int
@@ -27,10 +27,10 @@ class Rung:
     kept_bytes: int
 
     @staticmethod
-    def of(plan: Plan) -> "Rung":
-        """All figures with the states that the plan replays draws from."""
+    def of(plan: Plan) -> "PlannedPoint":
+        """The figures include the generator states from which the plan repeats random draws."""
         curve, turn, replayed = plan.projected_curve_bytes, _turn(plan), replayed_bytes(plan)
-        return Rung(
+        return PlannedPoint(
             plan,
             forward_bytes=max(curve[: turn + 1]) + replayed,
             backward_bytes=max(curve[turn:]) + replayed,
@@ -39,31 +39,31 @@ class Rung:
 
     @property
     def peak_bytes(self) -> int:
-        """The most it has at once."""
+        """The larger of the two peaks."""
         return max(self.forward_bytes, self.backward_bytes)
 
 
-class Ladder:
-    """Plans that `planner` makes, told with `pricing`, which may assume less of others than the planner's."""
+class FrontierPlans:
+    """The plans of `planner`, simulated with `pricing`, which may assume less workspace."""
 
     def __init__(self, planner: Planner, pricing: Pricing) -> None:
         self._planner, self._pricing = planner, pricing
         self._points = _thinned(planner.frontier.points)
-        self._rungs: dict[int, Rung] = {}
+        self._planned: dict[int, PlannedPoint] = {}
 
-    def rung(self, height: int) -> Rung:
-        """The rung at this height."""
-        if height not in self._rungs:
-            self._rungs[height] = Rung.of(self._plan(self._points[height]))
-        return self._rungs[height]
+    def point(self, index: int) -> PlannedPoint:
+        """The plan at a point, by its index."""
+        if index not in self._planned:
+            self._planned[index] = PlannedPoint.of(self._plan(self._points[index]))
+        return self._planned[index]
 
-    def height_within(self, allowed_bytes: int) -> int:
-        """The highest rung that the planner found to be within so many bytes; -1 if there is none."""
+    def index_within(self, allowed_bytes: int) -> int:
+        """The index of the last point within these bytes, as the planner found them; -1 if there is none."""
         return bisect_right(self._points, allowed_bytes, key=lambda point: point.peak_bytes) - 1
 
     @property
     def gains(self) -> list[float]:
-        """Seconds saved per byte by each rung over the one below; those after a poor one count no more."""
+        """Seconds saved per byte by each point over the one before it; no gain exceeds the one before."""
         gains = (
             (lower.extra_seconds - upper.extra_seconds) / (upper.peak_bytes - lower.peak_bytes)
             for lower, upper in pairwise(self._points)
@@ -79,13 +79,13 @@ class Ladder:
 def _thinned(points: tuple[Point, ...]) -> list[Point]:
     """Points at about even distances in bytes, the first and the last among them."""
     lowest, highest = points[0].peak_bytes, points[-1].peak_bytes
-    sizes = (lowest + (highest - lowest) * rung // _RUNGS for rung in range(_RUNGS + 1))
+    sizes = (lowest + (highest - lowest) * part // _MOST_POINTS for part in range(_MOST_POINTS + 1))
     places = {bisect_right(points, size, key=lambda point: point.peak_bytes) - 1 for size in sizes}
     return [points[place] for place in sorted(places)]
 
 
 def _given_bytes(plan: Plan) -> int:
-    """What comes from outside: parameters, inputs, incoming gradients."""
+    """The bytes that come from outside: parameters, inputs, incoming gradients."""
     made = {name for op in plan.graph.ops for name in op.writes()}
     outside = (tensor for name, tensor in plan.graph.tensors.items() if name not in made)
     return sum(t.nbytes or 0 for t in outside if t.alias_of is None and t.kind is not Kind.CONSTANT)
