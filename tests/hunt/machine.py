@@ -21,8 +21,8 @@ import torch
 from stowplan.plan.pricing import Machine
 from stowplan.plan.tier import Tier
 from stowplan.run.cost.probe_cache import Cost, Findings, Platform, ProbeCache, Rates
+from stowplan.run.cost.probe_call import cost_of_call
 from stowplan.run.cost.signature import Signature
-from stowplan.run.cost.trial import cost_of_call
 from stowplan.run.offload.disk import DiskTier
 
 _UNIT_SECONDS = 1e-4

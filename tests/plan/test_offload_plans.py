@@ -12,9 +12,9 @@ from stowplan.plan.explain.explain import explain
 from stowplan.plan.files import plan_file
 from stowplan.plan.judge.simulate import bytes_beside, simulate
 from stowplan.plan.judge.verify import verify
-from stowplan.plan.offload.course import Caps, Course
-from stowplan.plan.offload.stretches import stretches_of
-from stowplan.plan.offload.weave import weave
+from stowplan.plan.offload.idle_intervals import idle_intervals_of
+from stowplan.plan.offload.insert_transfers import insert_transfers
+from stowplan.plan.offload.transfer_schedule import Caps, TransferSchedule
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
@@ -81,22 +81,24 @@ def test_the_clock_counts_what_is_waited_for(seconds: float, gone: str, back: st
 
 def test_transfers_of_one_way_come_one_after_the_other() -> None:
     graph = chain(4)
-    stretches = stretches_of(graph, plain_steps(graph))
-    chosen = [stretch for stretch in stretches if stretch.tensors[0] in ("a0", "a1")]
-    course = _course(graph, 0.1, TIER)
-    caps = {course.stretches.index(stretch): Caps(stretch.after, stretch.before) for stretch in chosen}
-    steps = weave(plain_steps(graph), course.outcome(caps).moves)
+    intervals = idle_intervals_of(graph, plain_steps(graph))
+    chosen = [interval for interval in intervals if interval.tensors[0] in ("a0", "a1")]
+    transfers = _transfers(graph, 0.1, TIER)
+    caps = {transfers.intervals.index(interval): Caps(interval.after, interval.before) for interval in chosen}
+    steps = insert_transfers(plain_steps(graph), transfers.outcome(caps).moves)
     first, second = (
         t for t in simulate(graph, steps, priced(graph, 0.1).seconds, tier=TIER).transfers if t.is_store
     )
     assert second.start_seconds >= first.end_seconds
 
 
-def _course(graph: Graph, seconds: float, tier: Tier) -> Course:
+def _transfers(graph: Graph, seconds: float, tier: Tier) -> TransferSchedule:
     steps = plain_steps(graph)
     plain = simulate(graph, steps, priced(graph, seconds).seconds)
-    stretches = stretches_of(graph, steps, gradients=True)
-    return Course(steps, stretches, plain, priced(graph, seconds).seconds, tier, bytes_beside(graph, tier))
+    intervals = idle_intervals_of(graph, steps, gradients=True)
+    return TransferSchedule(
+        steps, intervals, plain, priced(graph, seconds).seconds, tier, bytes_beside(graph, tier)
+    )
 
 
 def test_the_search_and_the_judge_agree() -> None:
@@ -107,15 +109,15 @@ def test_the_search_and_the_judge_agree() -> None:
             chance.choice((0.05, 0.3, 1.0, 3.0)),
             replace(TIER, latency_seconds=0.01, staging_bytes=7),
         )
-        course = _course(graph, seconds, tier)
+        transfers = _transfers(graph, seconds, tier)
         caps = {
-            i: Caps(middle, course.run_behind(middle + 1))
-            for i, stretch in enumerate(course.stretches)
-            if chance.random() < 0.6 and stretch.before - stretch.after > 1
-            for middle in [chance.randrange(stretch.after, stretch.before - 1)]
+            i: Caps(middle, transfers.run_from(middle + 1))
+            for i, interval in enumerate(transfers.intervals)
+            if chance.random() < 0.6 and interval.before - interval.after > 1
+            for middle in [chance.randrange(interval.after, interval.before - 1)]
         }
-        outcome = course.outcome(caps)
-        steps = weave(plain_steps(graph), outcome.moves)
+        outcome = transfers.outcome(caps)
+        steps = insert_transfers(plain_steps(graph), outcome.moves)
         judged = simulate(graph, steps, priced(graph, seconds).seconds, tier=tier)
         assert judged.peak_bytes == outcome.peak_bytes
         assert judged.seconds == pytest.approx(outcome.seconds)

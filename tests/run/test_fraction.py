@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.run.cost.fraction import fraction_of
+from stowplan.run.cost.probe_call import probed_cost
 from stowplan.run.cost.signature import Signature, call_signature
-from stowplan.run.cost.trial import tried
 from tests.support.nets import NETS
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
@@ -35,7 +35,7 @@ def test_the_memory_of_the_whole_follows_from_a_part() -> None:
     found = [(each, fraction) for each, fraction in fractions if fraction]
     assert len(found) > 0.8 * len(signatures)
     for signature, fraction in found:
-        part, whole = (tried(each, CPU, repeats=1) for each in (fraction.signature, signature))
+        part, whole = (probed_cost(each, CPU, repeats=1) for each in (fraction.signature, signature))
         assert part is not None, signature.text
         assert whole is not None
         assert fraction.whole(part).rise_bytes == pytest.approx(whole.rise_bytes, rel=0.1), signature.text

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stowplan.cli.main import main
-from stowplan.run.largest import Fit, Trial, largest_of, search
+from stowplan.run.largest import Fit, SizeAttempt, largest_of, search
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
@@ -51,17 +51,17 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_search_ends_at_the_border(slope: int, base: int, allowed: int, power: float) -> None:
     """For needs that grow in any smooth way, not only in a line."""
 
-    def trial(step: int) -> Trial:
+    def attempt(step: int) -> SizeAttempt:
         need = base + round(slope * step**power)
-        return Trial(need, Fit(step, need, 1.0, 1.0) if need <= allowed else None)
+        return SizeAttempt(need, Fit(step, need, 1.0, 1.0) if need <= allowed else None)
 
-    fit, after = search(trial, allowed, limit=10**4)
+    fit, after = search(attempt, allowed, limit=10**4)
     if fit is None:
         assert base > allowed
         return
     assert fit.projected_peak_bytes <= allowed
     assert fit.size == 10**4 or (after is not None and after > allowed)
-    assert after is None or after == trial(fit.size + 1).needed_bytes
+    assert after is None or after == attempt(fit.size + 1).needed_bytes
 
 
 @pytest.mark.slow

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from stowplan.capture import capture
+from stowplan.run.cost.probe_call import cost_of_call, probed_cost
 from stowplan.run.cost.signature import Signature
-from stowplan.run.cost.trial import cost_of_call, tried
 from stowplan.run.tiles.knee import signatures_of
 from stowplan.run.tiles.sampling import sample_of
 from stowplan.run.tiles.sweep import Sweep
@@ -47,7 +47,7 @@ def test_the_largest_tiles_take_as_much_memory_as_all(net: str, settings: dict[s
     assert all(len(sample_of(each).tiles) <= 4 for each in sweep.rounds)
     assert len(signatures) == (1 if sweep.segment.loss else 2) + bool(sweep.statistics)
     for signature in signatures:
-        some, whole = cost_of_call(signature, CPU, repeats=1), tried(signature, CPU, repeats=1)
+        some, whole = cost_of_call(signature, CPU, repeats=1), probed_cost(signature, CPU, repeats=1)
         assert some is not None
         assert whole is not None
         assert some.rise_bytes == whole.rise_bytes

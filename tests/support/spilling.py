@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.plan.decision import Step
-from stowplan.plan.offload.stretches import stretches_of
-from stowplan.plan.offload.weave import Move, weave
+from stowplan.plan.offload.idle_intervals import idle_intervals_of
+from stowplan.plan.offload.insert_transfers import Move, insert_transfers
 from stowplan.run.offload.calls import SystemCalls
 from stowplan.run.offload.disk import DiskTier
 from stowplan.run.offload.spill import BLOCK
@@ -42,8 +42,10 @@ class Little(nn.Module):
 def everything_moved(captured: Captured, *, gradients: bool = True) -> tuple[Step, ...]:
     """The plain step with every idle stretch in the tier, from its first to its last moment."""
     steps = plain_steps(captured.graph)
-    stretches = stretches_of(captured.graph, steps, gradients=gradients)
-    return weave(steps, [Move(stretch, stretch.after, stretch.before) for stretch in stretches])
+    intervals = idle_intervals_of(captured.graph, steps, gradients=gradients)
+    return insert_transfers(
+        steps, [Move(interval, interval.after, interval.before) for interval in intervals]
+    )
 
 
 @dataclass(frozen=True, slots=True)

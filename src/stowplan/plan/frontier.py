@@ -86,7 +86,7 @@ def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
             )
         for cooling in _HEATS:
             search.sweep([(anchors[-1], 1.0)], total // 5, cooling, down=True)
-        search.quench(trials=max(1, total // 8))
+        search.quench(attempts=max(1, total // 8))
     return search.frontier()
 
 
@@ -201,10 +201,10 @@ class _Search:
         ]
         self._anneal([self._budget_at(share) for share in (shares if down else shares[::-1])], cooling)
 
-    def quench(self, trials: int) -> None:
+    def quench(self, attempts: int) -> None:
         """From points all along the archive, keep every value that can be kept within the point's peak."""
         dropped = max(1, sum(1 for _, states in self._points for state in states if state))
-        every = -(-dropped // trials)
+        every = -(-dropped // attempts)
         for peak, (_, states) in list(zip(self._peaks, self._points, strict=True))[::every]:
             self._ledger.load([State(state) for state in states])
             self._keep_what_fits(peak)

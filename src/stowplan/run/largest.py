@@ -1,8 +1,8 @@
 """The largest batch, resolution or sequence whose step fits a budget, technique by technique.
 
-Sizes are `first + k * multiple`. What a step needs grows with its size, nearly in a straight line: so the
-next size to try lies where the line through two known ones meets the budget, between what fits and what does
-not. Every size that is named was captured, tried and planned; none is extrapolated.
+Sizes are `first + k * multiple`. The memory of a step grows nearly linearly with its size, so the next size
+is where the line through two known sizes meets the budget, between the largest that fits and the smallest
+that does not. Every reported size was captured, probed and planned; none is extrapolated.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ _GROWTH = 4  # how many times larger than the largest that fits the next may be
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A size that fits: its projected peak and seconds, and the seconds of the plain step of that size."""
+    """A size that fits: its projected peak and seconds, and the seconds of the baseline at that size."""
 
     size: int
     projected_peak_bytes: int
@@ -42,7 +42,7 @@ class Largest:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class SizeAttempt:
     """One size: the least bytes that it was found to take, and how it fits if it does."""
 
     needed_bytes: int
@@ -60,22 +60,22 @@ class Sizes:
     moves: int | None = None
     progress: Progress | None = None
 
-    def trial(self, techniques: Techniques, allowed_bytes: int, step: int) -> Trial:
-        """Whether a size fits: captured, its ops tried, a plan made for the budget."""
+    def attempt(self, techniques: Techniques, allowed_bytes: int, step: int) -> SizeAttempt:
+        """Whether a size fits: capture it, probe its ops, and plan it for the budget."""
         size = self.first + step * self.multiple
         subject = subject_of(load_target(self.target, **{self.vary: size}))
         planner = step_planner(subject, PlanOptions(techniques, moves=self.moves, progress=self.progress))
         plain = planner.baseline
         if plain.peak_bytes <= allowed_bytes:
-            return Trial(plain.peak_bytes, Fit(size, plain.peak_bytes, plain.seconds, plain.seconds))
+            return SizeAttempt(plain.peak_bytes, Fit(size, plain.peak_bytes, plain.seconds, plain.seconds))
         if not techniques:
-            return Trial(plain.peak_bytes, None)
+            return SizeAttempt(plain.peak_bytes, None)
         try:
             plan = planner.plan(allowed_bytes)
         except BudgetTooSmall as refused:
-            return Trial(refused.minimum_bytes, None)
+            return SizeAttempt(refused.minimum_bytes, None)
         fit = Fit(size, plan.projected_peak_bytes, plan.projected_seconds, plain.seconds)
-        return Trial(plan.projected_peak_bytes, fit)
+        return SizeAttempt(plan.projected_peak_bytes, fit)
 
 
 def largest_of(
@@ -99,7 +99,7 @@ def largest_of(
     sizes = Sizes(target, vary, start, multiple, moves, progress)
     limit = _MOST_STEPS if most is None else (most - sizes.first) // multiple
     for techniques in _growing(allow):
-        fit, next_needs = search(partial(sizes.trial, techniques, allowed_bytes), allowed_bytes, limit)
+        fit, next_needs = search(partial(sizes.attempt, techniques, allowed_bytes), allowed_bytes, limit)
         yield Largest(techniques, fit, next_needs)
 
 
@@ -121,31 +121,31 @@ def _growing(techniques: Iterable[str]) -> Iterator[Techniques]:
 
 
 def search(
-    trial: Callable[[int], Trial], allowed_bytes: int, limit: int = _MOST_STEPS
+    attempt: Callable[[int], SizeAttempt], allowed_bytes: int, limit: int = _MOST_STEPS
 ) -> tuple[Fit | None, int | None]:
     """The last step that fits, and what the one after it needs; None where no limit was met."""
-    tried = {0: trial(0)}
-    if tried[0].fit is None:
-        return None, tried[0].needed_bytes
+    attempts = {0: attempt(0)}
+    if attempts[0].fit is None:
+        return None, attempts[0].needed_bytes
     low, high = 0, limit + 1
     while high - low > 1:
-        step = _next_step(tried, low, high, allowed_bytes)
-        tried[step] = trial(step)
-        if tried[step].fit is None:
+        step = _next_step(attempts, low, high, allowed_bytes)
+        attempts[step] = attempt(step)
+        if attempts[step].fit is None:
             high = step
         else:
             low = step
-    return tried[low].fit, tried[high].needed_bytes if high in tried else None
+    return attempts[low].fit, attempts[high].needed_bytes if high in attempts else None
 
 
-def _next_step(tried: dict[int, Trial], low: int, high: int, allowed_bytes: int) -> int:
+def _next_step(attempts: dict[int, SizeAttempt], low: int, high: int, allowed_bytes: int) -> int:
     """Where the budget is met by the line through the two sizes nearest to it; every third time, halfway."""
-    if high in tried and len(tried) % 3 == 0:
+    if high in attempts and len(attempts) % 3 == 0:
         return (low + high) // 2
-    before = high if high in tried else max((step for step in tried if step < low), default=None)
-    furthest = high - 1 if high in tried else min(high - 1, _GROWTH * (low + 1))
+    before = high if high in attempts else max((step for step in attempts if step < low), default=None)
+    furthest = high - 1 if high in attempts else min(high - 1, _GROWTH * (low + 1))
     if before is None:
         return min(low + 1, furthest)
-    slope = (tried[low].needed_bytes - tried[before].needed_bytes) / (low - before)
-    met = low + int((allowed_bytes - tried[low].needed_bytes) / slope) if slope > 0 else 2 * low + 1
+    slope = (attempts[low].needed_bytes - attempts[before].needed_bytes) / (low - before)
+    met = low + int((allowed_bytes - attempts[low].needed_bytes) / slope) if slope > 0 else 2 * low + 1
     return min(max(met, low + 1), furthest)

@@ -68,7 +68,7 @@ class _Judge:
     def _recomputed(self, stays: list[Stay], price: float, *, hold: bool) -> str:
         again = stays[1:]
         if not again:
-            return "let go of after its last forward reader"
+            return "freed after its last forward reader"
         times = "once" if len(again) == 1 else f"{len(again)} times"
         manner = " and held to its last reader" if hold else ""
         cost = f"recomputed {times}{manner}, {format_share(price)} of the baseline each time"

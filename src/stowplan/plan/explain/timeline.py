@@ -114,7 +114,7 @@ class _Walk:
     def free(self, names: Iterable[str]) -> None:
         """Let go of names after the run before."""
         for name in names:
-            self._let_go(name, last=len(self.runs) - 1)
+            self._unbind(name, last=len(self.runs) - 1)
 
     def store(self, transfer: Op, names: Sequence[str]) -> None:
         """Written to the tier, and in memory until it is freed."""
@@ -171,11 +171,11 @@ class _Walk:
         return copy
 
     def _bind(self, name: str, place: _Place) -> None:
-        self._let_go(name, last=len(self.runs) - 1)
+        self._unbind(name, last=len(self.runs) - 1)
         self._place_of[name] = place
         place.names += 1
 
-    def _let_go(self, name: str, last: int) -> None:
+    def _unbind(self, name: str, last: int) -> None:
         place = self._place_of.pop(name, None)
         if place is not None:
             place.names -= 1

@@ -134,11 +134,11 @@ class _Memory:
         self._join(name, storage)
 
     def _join(self, name: str, storage: int) -> None:
-        self._let_go(name)
+        self._unbind(name)
         self._storage_of[name] = storage
         self._bound[storage] += 1
 
-    def _let_go(self, name: str) -> None:
+    def _unbind(self, name: str) -> None:
         storage = self._storage_of.pop(name, None)
         if storage is not None:
             self._bound[storage] -= 1
@@ -210,7 +210,7 @@ class _Memory:
         for name in tensors:
             if name not in self._storage_of or is_resident(self._graph.tensors[name]):
                 raise IllegalPlan(f"step {number}: frees {name!r}, which is not there to be freed")
-            self._let_go(name)
+            self._unbind(name)
 
     def size_of(self, name: str) -> int:
         """Bytes of the storage that a bound tensor is in."""

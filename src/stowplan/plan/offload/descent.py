@@ -1,8 +1,7 @@
-"""Descent: from a schedule down to ever smaller peaks, by moving away one storage after the other.
+"""Descent: from a schedule to ever smaller peaks, by offloading one storage after the other.
 
-At each peak something must leave: a storage that waits there is spent in the tier, or one that is on its way
-out or back there hurries, whatever costs least time for the bytes it spares. Moves that a lower peak has made
-pointless are taken back.
+At each peak a storage must leave: an idle one is offloaded, or a transfer that overlaps the peak is shifted
+away from it, whichever costs the fewest seconds per byte. Moves that a smaller peak does not need are undone.
 """
 
 from collections.abc import Iterator
@@ -10,16 +9,16 @@ from heapq import nlargest
 
 import numpy as np
 
-from stowplan.plan.offload.course import Caps, Course, Outcome
+from stowplan.plan.offload.transfer_schedule import Caps, Outcome, TransferSchedule
 
 _LEVELS = 24  # peaks that are aimed at, one below the other
 _LOOKED_AT = 4  # candidates of each kind that are tried before one is taken
 _TRIED_BACK = 48  # moves that are tried to be taken back at each level
 
 
-def descend(course: Course, floor_bytes: int, capacity_bytes: int) -> Iterator[Outcome]:
-    """Outcomes of smaller and smaller peaks, as far down as they go, though not below the floor."""
-    descent = _Descent(course, capacity_bytes)
+def descend(transfers: TransferSchedule, floor_bytes: int, capacity_bytes: int) -> Iterator[Outcome]:
+    """Outcomes with smaller and smaller peaks, down to the smallest possible, but not below the floor."""
+    descent = _Descent(transfers, capacity_bytes)
     top = descent.now.peak_bytes
     for level in range(1, _LEVELS + 1):
         target = top - (top - floor_bytes) * level // _LEVELS
@@ -30,15 +29,15 @@ def descend(course: Course, floor_bytes: int, capacity_bytes: int) -> Iterator[O
 
 
 class _Descent:
-    """The moves chosen so far and what they come to."""
+    """The moves chosen so far and their outcome."""
 
-    def __init__(self, course: Course, capacity_bytes: int) -> None:
-        self._course, self._capacity_bytes = course, capacity_bytes
+    def __init__(self, transfers: TransferSchedule, capacity_bytes: int) -> None:
+        self._transfers, self._capacity_bytes = transfers, capacity_bytes
         self._chosen: dict[int, Caps] = {}
-        self.now = course.outcome({})
+        self.now = transfers.outcome({})
 
     def reach(self, target: int) -> Iterator[Outcome]:
-        """Choose until the peak is within the target or nothing more can leave it."""
+        """Choose moves until the peak is within the target, or no more storage can leave it."""
         while self.now.peak_bytes > target:
             tried = [(i, caps, self._with(i, caps)) for i, caps in self._candidates(self.now.peak_step)]
             if not tried:
@@ -48,25 +47,25 @@ class _Descent:
             yield self.now
 
     def _price(self, i: int, outcome: Outcome, target: int) -> tuple[float, float]:
-        """Seconds for each byte that it spares of those that are too many; of equals the longest idle."""
-        spared = min(self._course.stretches[i].nbytes, self.now.peak_bytes - target)
-        return (outcome.seconds - self.now.seconds) / spared, -self._course.idle_share(i)
+        """Seconds per byte removed from the excess over the target; among equals the longest idle first."""
+        spared = min(self._transfers.intervals[i].nbytes, self.now.peak_bytes - target)
+        return (outcome.seconds - self.now.seconds) / spared, -self._transfers.idle_share(i)
 
     def _with(self, i: int, caps: Caps) -> Outcome:
-        return self._course.outcome({**self._chosen, i: caps})
+        return self._transfers.outcome({**self._chosen, i: caps})
 
     def _candidates(self, peak: int) -> Iterator[tuple[int, Caps]]:
-        """What could leave step `peak`, with the caps that make it do so."""
-        course, after, before = self._course, peak - 1, self._course.run_behind(peak + 1)
-        around = np.flatnonzero((course.afters < peak) & (peak < course.befores)).tolist()
+        """The intervals whose storage could leave step `peak`, with the caps that make it leave."""
+        transfers, after, before = self._transfers, peak - 1, self._transfers.run_from(peak + 1)
+        around = np.flatnonzero((transfers.afters < peak) & (peak < transfers.befores)).tolist()
         new = [i for i in around if i not in self._chosen and self._fits(i)]
-        for i in {*nlargest(_LOOKED_AT, new, course.idle_share), *nlargest(_LOOKED_AT, new, self._nbytes)}:
+        for i in {*nlargest(_LOOKED_AT, new, transfers.idle_share), *nlargest(_LOOKED_AT, new, self._nbytes)}:
             yield i, Caps(after, before)
-        moving = {move.stretch: move for move in self.now.moves}
+        moving = {move.interval: move for move in self.now.moves}
         hurried = [
             (i, self._hurried(self._chosen[i], move.out >= peak, after, before))
             for i in around
-            if (move := moving.get(course.stretches[i])) and not move.out < peak < move.back
+            if (move := moving.get(transfers.intervals[i])) and not move.out < peak < move.back
         ]
         yield from nlargest(_LOOKED_AT, hurried, lambda pair: self._nbytes(pair[0]))
 
@@ -74,16 +73,16 @@ class _Descent:
         return Caps(min(caps.out, after), caps.back) if is_leaving else Caps(caps.out, max(caps.back, before))
 
     def _nbytes(self, i: int) -> int:
-        return self._course.stretches[i].nbytes
+        return self._transfers.intervals[i].nbytes
 
     def _fits(self, i: int) -> bool:
         return sum(map(self._nbytes, self._chosen)) + self._nbytes(i) <= self._capacity_bytes
 
     def take_back(self, target: int) -> Iterator[Outcome]:
-        """Undo what is not needed for the target: those that are hidden worst first."""
-        for i in sorted(self._chosen, key=self._course.idle_share)[:_TRIED_BACK]:
+        """Undo moves that the target does not need, those with the least idle time first."""
+        for i in sorted(self._chosen, key=self._transfers.idle_share)[:_TRIED_BACK]:
             fewer = {j: caps for j, caps in self._chosen.items() if j != i}
-            outcome = self._course.outcome(fewer)
+            outcome = self._transfers.outcome(fewer)
             if outcome.peak_bytes <= target and outcome.seconds <= self.now.seconds:
                 self._chosen, self.now = fewer, outcome
                 yield outcome

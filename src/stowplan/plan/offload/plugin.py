@@ -1,8 +1,8 @@
-"""The frontier with a tier: schedules that recompute, and what they come to if they move storages besides.
+"""The frontier with a tier: schedules that recompute some tensors and offload others.
 
-The search for what to recompute and this one go hand in hand: from points all along the frontier of
-recomputation, the one that recomputes nothing among them, a descent moves storages away. All that is met,
-and the frontier itself, is offered to one archive: with a tier no budget costs more time than without.
+A descent starts at points all along the frontier of recomputation, among them the one that recomputes
+nothing, and offloads storages. The result is the frontier of all outcomes and the points of recomputation
+together, so a tier never makes a budget slower.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,10 +12,10 @@ from stowplan.errors import BadUse
 from stowplan.plan.decision import Step
 from stowplan.plan.frontier import Frontier, Point
 from stowplan.plan.judge.simulate import bytes_beside, simulate
-from stowplan.plan.offload.course import Course
 from stowplan.plan.offload.descent import descend
-from stowplan.plan.offload.stretches import stretches_of
-from stowplan.plan.offload.weave import Move, weave
+from stowplan.plan.offload.idle_intervals import idle_intervals_of
+from stowplan.plan.offload.insert_transfers import Move, insert_transfers
+from stowplan.plan.offload.transfer_schedule import TransferSchedule
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import FRONTIER_EXTENSIONS
 from stowplan.plan.pricing import Pricing
@@ -28,22 +28,22 @@ _STARTS = 8  # points of the frontier that are descended from
 
 @dataclass(frozen=True, slots=True)
 class MovedPoint(Point):
-    """A schedule that moves storages. Moves tell steps by their place among those that the states mean."""
+    """A schedule that offloads storages. Moves name steps by their place in the schedule of the states."""
 
     moves: tuple[Move, ...] = ()
 
     def steps(self, problem: Problem) -> tuple[Step, ...]:
-        return weave(steps_of(problem, self.states), self.moves)
+        return insert_transfers(steps_of(problem, self.states), self.moves)
 
 
 @FRONTIER_EXTENSIONS.register("offload", "offload-gradients")
 def with_offload(problem: Problem, frontier: Frontier, pricing: Pricing, options: PlanOptions) -> Frontier:
-    """The frontier with schedules that use the tier, if allowed also for gradients of finished layers."""
+    """The frontier with schedules that use the tier, also for gradients of finished layers if allowed."""
     if pricing.tier is None:
         raise BadUse("offload was allowed, but no tier to move tensors to was priced")
     tier, gradients = pricing.tier, "offload-gradients" in options.allow
     points = list(frontier.points)
-    for start in _spread(frontier.points, _STARTS):
+    for start in _evenly_spaced(frontier.points, _STARTS):
         points += _descended(problem, start, pricing, tier, gradients)
     return Frontier(tuple(_undominated(points)))
 
@@ -52,15 +52,15 @@ def _descended(
     problem: Problem, start: Point, pricing: Pricing, tier: Tier, gradients: bool
 ) -> Iterator[Point]:
     graph, steps = problem.graph, steps_of(problem, start.states)
-    plain = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes)
-    stretches = stretches_of(graph, steps, gradients=gradients)
-    course = Course(steps, stretches, plain, pricing.seconds, tier, bytes_beside(graph, tier))
-    base = plain.seconds - start.extra_seconds
-    for outcome in descend(course, problem.standing_bytes, tier.capacity_bytes):
+    baseline = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes)
+    intervals = idle_intervals_of(graph, steps, gradients=gradients)
+    transfers = TransferSchedule(steps, intervals, baseline, pricing.seconds, tier, bytes_beside(graph, tier))
+    base = baseline.seconds - start.extra_seconds
+    for outcome in descend(transfers, problem.standing_bytes, tier.capacity_bytes):
         yield MovedPoint(outcome.peak_bytes, outcome.seconds - base, start.states, outcome.moves)
 
 
-def _spread(points: Sequence[Point], count: int) -> list[Point]:
+def _evenly_spaced(points: Sequence[Point], count: int) -> list[Point]:
     """Some of the points at even distances, the first and the last among them."""
     last = len(points) - 1
     return [points[place] for place in sorted({number * last // (count - 1) for number in range(count)})]

@@ -17,8 +17,8 @@ from stowplan.plan.options import Progress
 from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.run.cost.machine import USER_CACHE, device_of, measure_machine, platform_of
 from stowplan.run.cost.probe_cache import Cost, ProbeCache
+from stowplan.run.cost.probe_call import PROBES, cost_of_call
 from stowplan.run.cost.signature import Signature, call_signature
-from stowplan.run.cost.trial import PROBES, cost_of_call
 
 CLOCK = "probe"
 

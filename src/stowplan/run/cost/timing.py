@@ -8,7 +8,7 @@ import torch
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:
-    """How long one call takes, until the device has done it and its result is let go of."""
+    """The seconds of one call, until the device is done and the result is freed."""
     clock = clock_of(device)
     started = clock()
     run()

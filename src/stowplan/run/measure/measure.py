@@ -57,7 +57,7 @@ def measure(
     if chosen.type != "cpu":
         return _measure_accelerator(step, chosen)
     standing = _Standing(_living_tensors() if before is None else before)
-    del before  # else it would keep alive what the step lets go of
+    del before  # it would keep tensors alive that the step frees
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes its start and stop on stderr
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = step()

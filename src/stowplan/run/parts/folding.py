@@ -14,7 +14,7 @@ from torch import Tensor
 from stowplan.ir import DType, Graph
 from stowplan.ops.statistics import BATCH_NORMS
 from stowplan.run.parts.part import LocalCall
-from stowplan.run.step.last_uses import let_go_after
+from stowplan.run.step.last_uses import last_uses
 
 aten = torch.ops.aten
 _WRITTEN_OVER = (aten.relu.default, aten.add.Tensor)
@@ -54,7 +54,7 @@ def _fold(graph: Graph, before: LocalCall, call: LocalCall) -> bool:
 def _over_the_dead(
     graph: Graph, calls: Sequence[LocalCall], kept: Mapping[str, object]
 ) -> Iterator[LocalCall]:
-    gone = let_go_after([tuple(read_by(call)) for call in calls], kept)
+    gone = last_uses([tuple(read_by(call)) for call in calls], kept)
     fresh = dict[str, LocalCall]()
     for call, dead in zip(calls, gone, strict=True):
         if call.target in _FRESH or call.statistics:

@@ -28,7 +28,7 @@ from stowplan.run.shards.operator import Collective, after_collectives, first_to
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.workers import Workers
 from stowplan.run.step.binding import Binding
-from stowplan.run.step.last_uses import let_go_after
+from stowplan.run.step.last_uses import last_uses
 from stowplan.torch_private import pytree
 
 _trained: Any = Trained.apply
@@ -58,7 +58,7 @@ class ShardedStep:
         self.buckets = tuple(self._entries(captured))
         local = LocalStep(captured, self.plan, self.workers, self.buckets)
         self._actions = tuple(local.actions())
-        self._frees = let_go_after([action.touches() for action in self._actions], ends_of(captured))
+        self._frees = last_uses([action.touches() for action in self._actions], ends_of(captured))
         self._local = _local(captured, self.plan, self.workers.rank)
         self._binding = self.bound_to(model)
 

@@ -176,7 +176,7 @@ class _Half:
 
     @property
     def made(self) -> set[str]:
-        """What the half has made and not let go of."""
+        """The tensors that the half has made and not freed."""
         return self.bound - self.needed.keys()
 
     def give(self, tensors: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from stowplan.plan.tiles.segment import Segment
 from stowplan.run.parts.folding import folded, read_by
 from stowplan.run.parts.forms import run_local
 from stowplan.run.parts.part import Index, LocalCall, Source, index_of, local_call
-from stowplan.run.step.last_uses import let_go_after
+from stowplan.run.step.last_uses import last_uses
 from stowplan.run.tiles.gathering import Gathering
 
 
@@ -105,4 +105,4 @@ def _inside(part: Rect, held: Rect) -> Index:
 
 
 def _in_order(calls: Sequence[LocalCall], kept: Container[str]) -> Calls:
-    return Calls(tuple(calls), let_go_after([tuple(read_by(call)) for call in calls], kept))
+    return Calls(tuple(calls), last_uses([tuple(read_by(call)) for call in calls], kept))

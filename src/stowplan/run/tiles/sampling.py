@@ -19,8 +19,8 @@ from stowplan.plan.tiles.rounds import Round, source_of
 from stowplan.plan.tiles.segment import Segment
 from stowplan.run.cost.machine import free_bytes
 from stowplan.run.cost.probe_cache import Cost
+from stowplan.run.cost.probe_call import PROBES, probed_cost
 from stowplan.run.cost.signature import Signature
-from stowplan.run.cost.trial import PROBES, tried
 from stowplan.run.tiles.sweep import Sweep
 
 SWEEPS = {
@@ -150,7 +150,7 @@ def _tried(
 ) -> Cost | None:
     call = signature.call
     some = replace(signature, call=replace(call, args=(*call.args[:-1], sweep.only(tiles))))
-    return tried(some, device, repeats=1)
+    return probed_cost(some, device, repeats=1)
 
 
 PROBES.update(dict.fromkeys(SWEEPS, cost_of_sweep))

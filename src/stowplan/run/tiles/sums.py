@@ -34,7 +34,7 @@ class Sums:
         self._sums[name][index].zero_()
 
     def leaves(self, tile: LocalStep) -> dict[str, Tensor]:
-        """The parts that a tile reads. What arrives as gradient of one is added to its sum and let go of."""
+        """The parts that a tile reads. The gradient of a part is added to its sum and freed."""
         made = tile.made_before(self._given)
         return {
             name: self._leaf(name, index, made.pop(name) if name in made else self._given[name][index])

@@ -1,4 +1,4 @@
-"""Stretches: while which steps of a schedule a storage is in memory and nobody uses it."""
+"""Idle intervals: the steps of a schedule during which a storage is in memory and no step uses it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """A storage under its names, idle behind step `after` and used next by step `before`.
+class IdleInterval:
+    """A storage with its names, idle after step `after` and used next by step `before`.
 
-    `contents` is the same for stretches between which nothing was written into the storage: it is stored once
-    for all of them. A stretch that lasts to the end has the number of steps for `before`.
+    Intervals have the same `contents` if nothing was written into the storage between them: it is stored once
+    for all of them. An interval that lasts to the end has the number of steps as `before`.
     """
 
     tensors: tuple[str, ...]
@@ -23,8 +23,10 @@ class Stretch:
     contents: tuple[int, int]
 
 
-def stretches_of(graph: Graph, steps: Sequence[Step], *, gradients: bool = False) -> tuple[Stretch, ...]:
-    """All stretches of storages that may leave; with `gradients` those of parameter gradients, too."""
+def idle_intervals_of(
+    graph: Graph, steps: Sequence[Step], *, gradients: bool = False
+) -> tuple[IdleInterval, ...]:
+    """All idle intervals of storages that may leave; with `gradients` also those of parameter gradients."""
     walk = _Walk(graph, gradients)
     ops = {op.id: op for op in graph.ops}
     for number, step in enumerate(steps):
@@ -36,7 +38,7 @@ def stretches_of(graph: Graph, steps: Sequence[Step], *, gradients: bool = False
             case Free(tensors):
                 walk.free(number, tensors)
             case Store() | Load():
-                raise AssertionError("stretches are looked for before anything is moved")
+                raise AssertionError("idle intervals are found before transfers are inserted")
     walk.end(len(steps))
     return tuple(walk.found)
 
@@ -54,7 +56,7 @@ class _Place:
 
 
 class _Walk:
-    """Binds names to places as the steps go by; a place that was idle when it is used had a stretch."""
+    """Binds names to places, step by step; a place that was idle before its use had an idle interval."""
 
     def __init__(self, graph: Graph, gradients: bool) -> None:
         self._graph = graph
@@ -63,10 +65,10 @@ class _Walk:
         self._places = 0
         self._held = {self._storages.number_of[name] for name in graph.held}
         self._gradients = gradients
-        self.found: list[Stretch] = []
+        self.found: list[IdleInterval] = []
 
     def run(self, number: int, op: Op, wanted: tuple[str, ...], overwrites: dict[str, str]) -> None:
-        """One execution: places that it uses are idle no more, and idle again behind it."""
+        """One execution of an op: the places that it uses become idle after it."""
         added = [use.tensor for use in op.outputs if use.role is Role.ACCUMULATE]
         used = {id(place): place for name in (*op.reads(), *added) if (place := self._place_of.get(name))}
         for place in used.values():
@@ -78,7 +80,7 @@ class _Walk:
             self._bind(name, self._target(number, op, name, overwrites))
 
     def _target(self, number: int, op: Op, name: str, overwrites: dict[str, str]) -> _Place | None:
-        """Where an output comes to lie: over an input, in what it is a view of, or in a place of its own."""
+        """The place of an output: an input's that it overwrites, its base's if it is a view, or a new one."""
         if name in overwrites:
             place = self._place_of.get(overwrites[name])
             if place:
@@ -94,45 +96,45 @@ class _Walk:
         return _Place(self._places, nbytes, self._may_leave(name), number)
 
     def _may_leave(self, owner: str) -> bool:
-        """What the caller gets at the end of the forward half stays; so do numbers with an imaginary part,
-        which PyTorch may keep conjugated in name only."""
+        """Whether a storage may be offloaded. Results of the forward half stay, and so do complex tensors,
+        whose conjugation PyTorch may keep as a flag instead of in the data."""
         tensor = self._graph.tensors[owner]
         if self._storages.number_of[owner] in self._held:
             return self._gradients and tensor.kind is Kind.GRADIENT
         return tensor.kind is not Kind.CONSTANT and "complex" not in str(tensor.dtype)
 
     def _bind(self, name: str, place: _Place | None) -> None:
-        self._let_go(name)
+        self._unbind(name)
         if place:
             self._place_of[name] = place
             place.names.add(name)
 
-    def _let_go(self, name: str) -> None:
+    def _unbind(self, name: str) -> None:
         place = self._place_of.pop(name, None)
         if place:
             place.names.discard(name)
 
     def _use(self, place: _Place, number: int) -> None:
         if number - place.idle_since > 1:
-            self.found.extend(self._stretch(place, number))
+            self.found.extend(self._interval(place, number))
         place.idle_since = number
 
-    def _stretch(self, place: _Place, before: int) -> Iterator[Stretch]:
+    def _interval(self, place: _Place, before: int) -> Iterator[IdleInterval]:
         if place.may_leave and place.nbytes and place.names:
             names = sorted(
                 place.names, key=lambda name: (self._graph.tensors[name].alias_of is not None, name)
             )
             contents = (place.number, place.writes)
-            yield Stretch(tuple(names), place.nbytes, place.idle_since, before, contents)
+            yield IdleInterval(tuple(names), place.nbytes, place.idle_since, before, contents)
 
     def free(self, number: int, tensors: Sequence[str]) -> None:
-        """Names go; the place is not idle before they are gone."""
+        """Free names; the place is idle only after that."""
         for name in tensors:
             if place := self._place_of.get(name):
                 place.idle_since = number
-            self._let_go(name)
+            self._unbind(name)
 
     def end(self, number: int) -> None:
-        """Gradients that are held wait for the end of the step."""
+        """Intervals that last to the end of the step: gradients that the caller holds."""
         for place in {id(place): place for place in self._place_of.values()}.values():
             self._use(place, number)

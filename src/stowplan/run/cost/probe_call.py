@@ -1,4 +1,4 @@
-"""A trial: one op, or a part of one, run by itself on operands made for it, shows what it costs."""
+"""Probing one call: an op, or a part of one, runs alone on generated operands and shows its cost."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,15 +15,15 @@ from stowplan.run.measure.measure import measure
 
 OP_LIMIT_SECONDS = 0.1  # an op that takes longer is run twice in all
 _LONG_SECONDS = 2.0  # and one that takes longer than this once
-_ROOM = 4  # results and workspace may be larger than the operands: so many times their bytes must be free
+_ROOM = 4  # this many times the operands' bytes must be free, because results and workspace may be larger
 
 
 PROBES: dict[str, Callable[[Signature, torch.device], Cost | None]] = {}
-"""By op, the probe of those that techniques add: running them whole would take too long."""
+"""By op type, the probes of ops that techniques add: running these whole would take too long."""
 
 
 def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) -> Cost | None:
-    """None if the op refuses the operands made for it, or if there is no room to try it."""
+    """The cost of a call; None if the op refuses the operands, or memory is too short to probe it."""
     if own := PROBES.get(str(signature.call.target)):
         return own(signature, device)
     fraction = fraction_of(signature)
@@ -31,11 +31,11 @@ def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) ->
         return fraction.whole(part)
     if _ROOM * signature.operand_bytes > free_bytes(device):
         return None
-    return tried(signature, device, repeats=repeats)
+    return probed_cost(signature, device, repeats=repeats)
 
 
-def tried(signature: Signature, device: torch.device, *, repeats: int) -> Cost | None:
-    """What a call was seen to take; None if it refuses the operands made for it."""
+def probed_cost(signature: Signature, device: torch.device, *, repeats: int) -> Cost | None:
+    """The measured cost of a call; None if the op refuses the generated operands."""
     with _undisturbed(device):
         try:
             return _cost(signature, device, repeats)
