@@ -44,9 +44,9 @@ __all__ = [
     "inspect_step",
     "load_plan",
     "names_a_function",
-    "our_tiles",
     "planner_for",
     "read_document",
+    "tiles_for_document",
 ]
 
 TARGET_HELP = "a graph file, or a function in a Python module that returns (model, args[, loss])"
@@ -108,7 +108,7 @@ def convert(
     return document
 
 
-def our_tiles(document: Document) -> TileMap | None:
+def tiles_for_document(document: Document) -> TileMap | None:
     """Tiles for the network of a file that has a tile schedule; None if there is none, or nothing fits."""
     return DOCUMENT_TILES.of("tile")(document) if document.tiles and is_installed("tile") else None
 

@@ -36,7 +36,7 @@ class Interrupt(KeyboardInterrupt):
     """As if the user had pressed Ctrl-C inside a step."""
 
 
-class Needs(Flag):
+class BackwardFootprint(Flag):
     """What must hold for an action to be comparable."""
 
     NOTHING = 0
@@ -52,16 +52,16 @@ class Action:
     perform: Perform
     comes_before_fit: bool
     kinds: tuple[str, ...] = ()
-    needs: Needs = Needs.NOTHING
+    needs: BackwardFootprint = BackwardFootprint.NOTHING
     rounds: bool = False  # eager itself adds up in another order than step after step
     weight: int = 3  # 1 for what is mostly refused, which ends a program
 
     def suits(self, network: Network, *, has_tiles: bool) -> bool:
         if self.kinds and not network.owners(*self.kinds):
             return False
-        if Needs.BITS in self.needs and has_tiles:
+        if BackwardFootprint.BITS in self.needs and has_tiles:
             return False
-        return not (Needs.REPEATABLE in self.needs and network.has(Trait.RANDOM | Trait.UPDATES))
+        return not (BackwardFootprint.REPEATABLE in self.needs and network.has(Trait.RANDOM | Trait.UPDATES))
 
 
 ACTIONS: dict[str, Action] = {}
@@ -79,7 +79,7 @@ def change(*kinds: str, weight: int = 3) -> Callable[[Perform], Perform]:
 
 
 def drive(
-    *kinds: str, needs: Needs = Needs.NOTHING, rounds: bool = False, weight: int = 3
+    *kinds: str, needs: BackwardFootprint = BackwardFootprint.NOTHING, rounds: bool = False, weight: int = 3
 ) -> Callable[[Perform], Perform]:
     traits: dict[str, Any] = {"kinds": kinds, "needs": needs, "rounds": rounds, "weight": weight}
     return partial(_entered, comes_before_fit=False, **traits)
@@ -335,7 +335,7 @@ def other_flag(side: Side, random: Random) -> None:
         side.step(_seed(random), flag=flag)
 
 
-@drive(needs=Needs.BITS)
+@drive(needs=BackwardFootprint.BITS)
 def autocast(side: Side, random: Random) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         batch = side.batch(_seed(random))
@@ -444,7 +444,7 @@ def other_thread(side: Side, random: Random) -> None:
     _in_threads([partial(side.step, _seed(random))])
 
 
-@drive(needs=Needs.REPEATABLE)
+@drive(needs=BackwardFootprint.REPEATABLE)
 def two_threads(side: Side, random: Random) -> None:
     """Two threads ask for gradients at once, each for its own batch."""
     found: dict[int, list[Tensor | None]] = {}
@@ -498,7 +498,7 @@ def sgd(side: Side, random: Random) -> None:
     _train(side, random, torch.optim.SGD(side.model.parameters(), lr=0.01, momentum=0.9))
 
 
-@drive(needs=Needs.BITS)
+@drive(needs=BackwardFootprint.BITS)
 def adamw(side: Side, random: Random) -> None:
     foreach = random.choice((True, False))
     _train(side, random, torch.optim.AdamW(side.model.parameters(), lr=0.01, foreach=foreach))

@@ -22,10 +22,10 @@ from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.select import Selector, planner_of
-from stowplan.plan.tiles.beside import our_tiles
 from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.crops import crops_early
+from stowplan.plan.tiles.file_tiles import tiles_for_document
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import segment_of
 
@@ -159,7 +159,7 @@ def test_tiles_of_ours_do_less_than_those_of_a_file_in_no_more_memory(
     dump: Callable[[str], Path],
 ) -> None:
     document = read_document(dump("tilelog"))
-    ours = our_tiles(document)
+    ours = tiles_for_document(document)
     assert document.tiles is not None
     assert ours is not None
     assert ours.tiles > 1

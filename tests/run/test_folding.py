@@ -11,8 +11,8 @@ from stowplan.capture import Captured, capture
 from stowplan.run.parts.folding import factors_of
 from stowplan.run.parts.part import LocalCall
 from stowplan.run.tiles.sweep import Sweep
+from tests.support.in_tiles import error_in_tiles, random_inputs, relative_error, stretch, whole
 from tests.support.models import images
-from tests.support.sweeping import error_in_tiles, random_inputs, relative_error, stretch, whole
 
 pytestmark = pytest.mark.torch
 EXACT = 1e-12
@@ -94,6 +94,6 @@ def test_a_norm_that_is_folded_wrongly_is_caught(monkeypatch: pytest.MonkeyPatch
         factors = factors_of(call, norm, values)
         return {**factors, "bias": torch.zeros_like(factors["bias"])}
 
-    monkeypatch.setattr("stowplan.run.parts.forms.factors_of", unshifted)
+    monkeypatch.setattr("stowplan.run.parts.kernels.factors_of", unshifted)
     found = captured(Joined(JOINS["a sum"]))
     assert error_in_tiles(found, stretch(found), GRID) > 1e-3

@@ -21,10 +21,10 @@ from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import segment_of
 from stowplan.run.planning.price import planner_for_captured
 from stowplan.run.step.straight import StraightStep
+from stowplan.run.tiles.insertions import capture_with_sweeps
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.swept import capture_swept
+from tests.support.in_tiles import gradients_of, in_order, relative_error, sweeps_of
 from tests.support.nets import NETS
-from tests.support.sweeping import gradients_of, in_order, relative_error, sweeps_of
 
 pytestmark = pytest.mark.torch
 SIZES: dict[str, dict[str, object]] = {
@@ -46,7 +46,7 @@ def test_a_step_swept_between_its_norms(name: str) -> None:
 def error_of(captured: Captured, model: nn.Module, args: tuple[Tensor, ...], sweeps: list[Sweep]) -> float:
     """Of loss, gradients and buffers of the step with these sweeps, against eager."""
     twin = copy.deepcopy(model)
-    step = StraightStep(capture_swept(captured, twin, args, sweeps=sweeps), twin)
+    step = StraightStep(capture_with_sweeps(captured, twin, args, sweeps=sweeps), twin)
     loss, gradients = gradients_of(model, model, args)
     found, swept = gradients_of(step, twin, args)
     buffers, updated = ([buffer.double() for buffer in net.buffers()] for net in (model, twin))
@@ -130,7 +130,7 @@ def test_a_sweep_that_runs_again_does_not_gather_again() -> None:
     )
     captured = in_order(capture(model, args))
     sweeps = sweeps_of(captured, stretches_between_narrow_norms(captured.graph))
-    swept = capture_swept(captured, model, args, sweeps=sweeps)
+    swept = capture_with_sweeps(captured, model, args, sweeps=sweeps)
     planner = planner_for_captured(swept, options=PlanOptions(moves=500))
     again = Counter(
         next(op.type for op in swept.graph.ops if op.id == step.op)

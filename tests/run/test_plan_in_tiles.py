@@ -18,8 +18,8 @@ from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import plan_step
 from stowplan.run.planning.price import planner_for_captured
 from stowplan.run.planning.subject import Subject
+from tests.support.in_tiles import gradients_of, relative_error
 from tests.support.nets import NETS
-from tests.support.sweeping import gradients_of, relative_error
 
 pytestmark = pytest.mark.torch
 

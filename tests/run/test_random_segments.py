@@ -13,8 +13,8 @@ from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import refusal
 from stowplan.plan.tiles.segment import Segment
 from stowplan.run.parts.losses import tiled_loss
+from tests.support.in_tiles import error_in_tiles, stretch
 from tests.support.nets import NETS
-from tests.support.sweeping import error_in_tiles, stretch
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 SIZES: dict[str, dict[str, int]] = {"unet": {"batch": 2, "resolution": 220}}

@@ -8,11 +8,11 @@ import torch
 from stowplan.capture import capture
 from stowplan.run.cost.probe_call import cost_of_call, probed_cost
 from stowplan.run.cost.signature import Signature
-from stowplan.run.tiles.knee import signatures_of
 from stowplan.run.tiles.sampling import sample_of
 from stowplan.run.tiles.sweep import Sweep
+from stowplan.run.tiles.sweep_probes import signatures_of
+from tests.support.in_tiles import stretch
 from tests.support.nets import NETS
-from tests.support.sweeping import stretch
 from tests.support.timing import timed
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]

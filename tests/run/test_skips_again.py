@@ -13,24 +13,24 @@ from stowplan.ops.macs import macs_of
 from stowplan.ops.table import site_of
 from stowplan.plan.candidate import Baseline, Refusals
 from stowplan.plan.options import PlanOptions
+from stowplan.plan.tiles.backward_footprint import BackwardFootprint
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiling, stages_of
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.joins import divided_tilings
-from stowplan.plan.tiles.needs import Needs
 from stowplan.plan.tiles.skips import Skip, cheap_skips
 from stowplan.run.planning.plan_cache import saved_step
 from stowplan.run.planning.price import price_captured
 from stowplan.run.planning.subject import Subject
 from stowplan.run.step.straight import StraightStep
-from stowplan.run.tiles import swept
+from stowplan.run.tiles import insertions
 from stowplan.run.tiles.candidates import TiledCandidate
-from stowplan.run.tiles.knee import Sweeping
-from stowplan.run.tiles.remade import with_skips_again
+from stowplan.run.tiles.insertions import capture_with_sweeps
+from stowplan.run.tiles.remade import with_skips_recomputed
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.swept import capture_swept
+from stowplan.run.tiles.sweep_probes import SweepProbes
+from tests.support.in_tiles import gradients_of, relative_error
 from tests.support.nets import NETS
-from tests.support.sweeping import gradients_of, relative_error
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 Args = tuple[Tensor, ...]
@@ -53,7 +53,7 @@ def early(captured: Captured) -> Captured:
 def error_of(captured: Captured, model: nn.Module, args: Args, tiling: Tiling) -> float:
     """Of loss and gradients of the step with this tiling, against eager."""
     sweeps = [Sweep(tiled.segment, captured.program.calls, tiled.parts) for tiled in tiling]
-    return error_of_step(capture_swept(early(captured), model, args, sweeps=sweeps), model, args)
+    return error_of_step(capture_with_sweeps(early(captured), model, args, sweeps=sweeps), model, args)
 
 
 def error_of_step(captured: Captured, model: nn.Module, args: Args) -> float:
@@ -124,7 +124,7 @@ def test_every_pool_ends_a_stage() -> None:
 
 def test_two_stages_as_one_need_less_than_the_second_alone() -> None:
     graph = in_tiling_order(capture(*vgg()).graph)
-    need, (first, second, *_) = Needs(graph), stages_of(graph)
+    need, (first, second, *_) = BackwardFootprint(graph), stages_of(graph)
     assert need.beside((*first, *second)) < need.beside(second)
 
 
@@ -133,7 +133,7 @@ def test_needs_count_what_there_is() -> None:
     net = nn.Sequential(nn.Conv2d(1, 2, 1, bias=False), nn.Conv2d(2, 4, 1, bias=False))
     graph = capture(Summed(net), (torch.zeros(1, 1, 8, 8),)).graph
     first, second = [op.id for op in graph.ops if op.phase is Phase.FORWARD][:2]
-    need, weights, image = Needs(graph), [2 * 4, 8 * 4], 64 * 4
+    need, weights, image = BackwardFootprint(graph), [2 * 4, 8 * 4], 64 * 4
     assert need.standing_bytes == 2 * sum(weights) + image
     assert need.beside([first]) == 2 * sum(weights) + image + 2 * image
     assert need.beside([second]) == sum(weights) + weights[1] + image + 2 * 2 * image + 4 * image
@@ -162,7 +162,7 @@ def test_the_largest_skip_of_a_unet_is_cheap_to_make_again() -> None:
 
 def test_a_step_with_skips_made_again_computes_what_eager_does() -> None:
     model, args = unet()
-    captured = next(with_skips_again(capture(model, args), model, args, {}))
+    captured = next(with_skips_recomputed(capture(model, args), model, args, {}))
     tilings = list(divided_tilings(in_tiling_order(captured.graph), Refusals()))
     assert error_of_step(captured, model, args) < 1e-12
     assert error_of(captured, model, args, tilings[-1]) < 1e-12
@@ -171,28 +171,26 @@ def test_a_step_with_skips_made_again_computes_what_eager_does() -> None:
 def test_a_plan_with_a_skip_made_again_comes_back() -> None:
     model, args = NETS["unet"].build("tiny", resolution=236)
     subject = Subject(capture(model, args), model, args, {})
-    remade = next(with_skips_again(subject.captured, model, args, {}))
+    remade = next(with_skips_recomputed(subject.captured, model, args, {}))
     pricing, graph = price_captured(remade), in_tiling_order(remade.graph)
-    sweeping = Sweeping(graph, remade.program.calls, pricing)
+    probes = SweepProbes(graph, remade.program.calls, pricing)
     tiling = list(divided_tilings(graph, Refusals()))[-1]
     search = PlanOptions({"recompute", "tile"}, moves=20)
-    way = TiledCandidate(
-        replace(subject, captured=remade), tiling, {}, sweeping, Baseline(1.0, 2**30), search
-    )
+    way = TiledCandidate(replace(subject, captured=remade), tiling, {}, probes, Baseline(1.0, 2**30), search)
     plan = way.plan(2**30)
     assert plan.tile_maps
     assert saved_step(plan, subject, 2**30).captured.graph == way.captured.graph
 
 
 def test_a_skip_whose_second_making_is_not_differentiated_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    recomputed = swept._recomputed
+    recomputed = insertions._recomputed
 
     def detached(captured: Captured, skip: Skip, values: dict[str, Tensor]) -> Tensor:
         return recomputed(captured, skip, values).detach()
 
-    monkeypatch.setattr(swept, "_recomputed", detached)
+    monkeypatch.setattr(insertions, "_recomputed", detached)
     model, args = unet()
-    captured = next(with_skips_again(capture(model, args), model, args, {}))
+    captured = next(with_skips_recomputed(capture(model, args), model, args, {}))
     assert error_of_step(captured, model, args) > 1e-6
 
 

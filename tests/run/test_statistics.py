@@ -13,9 +13,7 @@ from stowplan.plan.tiles.rounds import refusal, rounds_of
 from stowplan.run.parts.normalise import normalised
 from stowplan.run.parts.part import Index
 from stowplan.run.tiles.gathering import Moments, Totals
-from tests.support.models import images
-from tests.support.nets import NETS
-from tests.support.sweeping import (
+from tests.support.in_tiles import (
     error_in_tiles,
     errors_in_float32,
     gradients_of,
@@ -23,6 +21,8 @@ from tests.support.sweeping import (
     step_in_tiles,
     stretch,
 )
+from tests.support.models import images
+from tests.support.nets import NETS
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 EXACT = 1e-12

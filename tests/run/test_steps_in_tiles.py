@@ -8,8 +8,8 @@ from stowplan.capture import capture
 from stowplan.errors import NotTileable
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.recapture import check_differentiable
+from tests.support.in_tiles import gradients_of, relative_error, step_in_tiles
 from tests.support.nets import NETS
-from tests.support.sweeping import gradients_of, relative_error, step_in_tiles
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
@@ -66,7 +66,7 @@ def test_a_sweep_is_one_line_of_source() -> None:
     assert all("'convolution to max_pool2d_with_indices in 1x1x2x2 tiles (" in line for line in lines)
     assert step.source.count("aten.convolution.default(") == 11  # of thirteen
     assert "# network.features.0  vgg.py:" in step.source
-    assert "swept.py" not in step.source
+    assert "insertions.py" not in step.source
 
 
 @pytest.mark.parametrize("name", ["unet", "vgg16", "resnet50", "gpt", "llama", "vit", "diffusion"])

@@ -16,9 +16,7 @@ from stowplan.plan.tiles.rounds import refusal
 from stowplan.plan.tiles.segment import Segment
 from stowplan.run.parts.losses import TiledLoss
 from stowplan.run.tiles.sweep import Sweep
-from tests.support.models import images
-from tests.support.nets import NETS
-from tests.support.sweeping import (
+from tests.support.in_tiles import (
     error_in_tiles,
     errors_in_float32,
     in_tiles,
@@ -27,6 +25,8 @@ from tests.support.sweeping import (
     stretch,
     whole,
 )
+from tests.support.models import images
+from tests.support.nets import NETS
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 EXACT = 1e-12

@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> int:
         from stowplan.report.inspect_json import inspection_json
         from stowplan.report.plan_json import tiles_json
 
-        ours = api.our_tiles(inspection.document)
+        ours = api.tiles_for_document(inspection.document)
         shown = inspection_json(inspection) | ({"tiles_of_ours": tiles_json(ours)} if ours else {})
         print(json.dumps(shown, indent=2))
     else:
@@ -53,7 +53,7 @@ def run(arguments: Namespace) -> int:
 
         console = console_for_output()
         show_inspection(inspection, console, title=arguments.target, all_notes=arguments.notes)
-        if ours := api.our_tiles(inspection.document):
+        if ours := api.tiles_for_document(inspection.document):
             show_tile_map(
                 ours, console, heading=f"its network in {ours.tiles} tiles of ours, as small as its"
             )

@@ -1,11 +1,11 @@
-"""Stretches that begin with a norm: what a norm is taken of is handed on whole, everything else is in tiles.
+"""Segments that begin with a norm: the norm's input is kept whole, everything after it is in tiles.
 
-A norm whose input is a segment's input costs one more reading of that; inside of a segment it costs all that
-stands before it once more. So a network with norms is cut right before each of them. What a norm makes, and
-the activation behind it, is then never whole: half of what plain training keeps.
+If a norm's input is the segment's input, its statistics cost one more reading of that input. Inside a segment
+they cost a second computation of all ops before the norm. A network with norms is therefore cut right before
+each norm. The norm's output and the activation after it are then never whole: half of what eager keeps.
 
-Where a block hands on little but widens inside, as a bottleneck does, it is also cut before its narrow norms
-alone: what the wide ones are taken of is computed once more, and never whole either.
+A block with narrow ends that is wide inside, such as a bottleneck, is also cut before its narrow norms alone:
+the inputs of its wide norms are computed a second time, and are never whole either.
 """
 
 from collections.abc import Iterator, Sequence

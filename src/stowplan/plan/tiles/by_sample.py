@@ -35,7 +35,7 @@ from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.samples import sample_step
 from stowplan.plan.tiles.segment import WHOLE_STEP, Segment, segment_of
-from stowplan.plan.tiles.sweeps import Sweeps, SweptGraph, with_moves
+from stowplan.plan.tiles.sweeps import GraphWithSweeps, Sweeps, with_moves
 from stowplan.units import format_bytes
 
 _MUCH = 2**50  # bytes: so much that it decides where the peak is
@@ -139,14 +139,16 @@ class SampleCandidate:
         candidates = partial(stage_candidates, graph, pricing, step, options)
         return Selector(plain, step, candidates, Prefer.TIME)
 
-    def _around(self, inner: Plan) -> SweptGraph:
+    def _around(self, inner: Plan) -> GraphWithSweeps:
         """The step of which each sample runs by this plan."""
         pricing, tiles = self._collapsed.pricing, self._costs.tiles
         seconds = {**pricing.seconds, self._name: tiles * inner.projected_seconds}
         peak = inner.projected_peak_bytes - self._sample.outside_bytes
         workspace = {**pricing.workspace_bytes, self._name: peak}
         priced = replace(pricing, seconds=seconds, workspace_bytes=workspace)
-        return SweptGraph(self._collapsed.graph, priced, self._step, self._options, self._sweeps(inner, peak))
+        return GraphWithSweeps(
+            self._collapsed.graph, priced, self._step, self._options, self._sweeps(inner, peak)
+        )
 
     def _sweeps(self, inner: Plan, peak_bytes: int) -> Sweeps:
         extra = self._costs.tiles * inner.extra_macs

@@ -1,8 +1,9 @@
-"""Which segments on which grids are worth a look: a handful, from none to every stage that has much inside.
+"""The tilings that are worth planning: from one stage in tiles to every stage that holds much memory.
 
-Stages end where little is handed on. A stage is cut finer until a tile is small against it, samples first:
-cutting between samples costs nothing. The stages that hold most are tiled first. Where the whole forward half
-can be cut up to its loss, running sample by sample is one more way, and needs no recomputation.
+Stages end at narrow cuts, where few bytes pass to the next op. A stage is cut finer until a tile is small
+compared with it, along samples first, because cuts between samples cost nothing. The stages that hold the
+most are tiled first. If the whole forward half can be cut up to its loss, running sample by sample is one
+more candidate, which needs no recomputation.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +25,7 @@ _SMALL = (4, 16)  # a tile that takes this much less than its stage is small eno
 _EVEN = ((1.0, 8 << 20), (0.4, 4 << 20))  # of the largest tile that is small enough, where all are about as
 # large; and bytes of a part, which caches should hold: what is larger is read from memory by each op
 _GAIN = 0.9  # of the peak before: a grid that is finer for less is not worth it
-_HALO = 0.35  # a stage whose tiles do so much twice is cut no finer
+_HALO = 0.35  # a stage whose tiles compute this share twice is cut no finer
 _DIP = 0.95  # bytes handed on at the end of a stage, against the most inside it, at most
 _RISE = 1.01  # of these bytes is a rise
 _FALL = 0.3  # of the most inside it: so little handed on ends a stage, if it is not less yet behind
@@ -34,7 +35,7 @@ _STAGES = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tiled:
-    """A segment on a grid, and what that costs; equal to itself alone."""
+    """A segment on a grid, and its costs; compared by identity."""
 
     segment: Segment
     parts: tuple[int, ...]
@@ -45,7 +46,7 @@ Tiling = tuple[Tiled, ...]
 
 
 def stage_tilings(graph: Graph, refusals: Refusals) -> Iterator[Tiling]:
-    """Ways to tile some stages, from the one that holds most to all that can be, coarsely and finely."""
+    """Tilings of some stages, from the largest one alone to all that can be tiled, coarse and fine."""
     for stretches in _kinds_of_stretches(graph):
         stages = [list(_until_small(grids_tried(graph, stretch, refusals))) for stretch in stretches]
         for small in _SMALL:

@@ -165,7 +165,7 @@ def _priced(
 
 
 def extra_macs_of(segment: Segment, costs: SweepCosts) -> int:
-    """The multiply-accumulates that sweeping adds to computing and differentiating a segment once."""
+    """The multiply-accumulates that a sweep adds to computing and differentiating its segment once."""
     graph = segment.graph
     adjoints = [op for op in graph.ops if op.phase is Phase.BACKWARD and op.adjoint_of in costs.work]
     macs: Mapping[str, int] = {op.id: macs_of(site_of(graph, op)) for op in (*segment.ops, *adjoints)}

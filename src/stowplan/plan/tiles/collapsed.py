@@ -1,4 +1,4 @@
-"""Ways to tile a graph that cannot be run: segments collapsed into sweeps, priced by the region algebra."""
+"""Tiled candidates for a graph that cannot be run: segments collapsed into sweeps, priced by region rules."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +14,7 @@ from stowplan.plan.tiles.candidates import Tiling, stage_tilings, whole_tilings
 from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep
 from stowplan.plan.tiles.mapping import tile_map_of
 from stowplan.plan.tiles.segment import WHOLE_STEP, segment_of, stretch_named
-from stowplan.plan.tiles.sweeps import Sweeps, SweptGraph, with_moves
+from stowplan.plan.tiles.sweeps import GraphWithSweeps, Sweeps, with_moves
 
 
 def stage_candidates(
@@ -74,4 +74,4 @@ def _candidate(
         drawn.append(partial(draw, sweep=sweep, extra_macs=collapsed.extra_macs))
     sweeps = Sweeps(decisions, extra, lambda: tuple(draw() for draw in drawn), macs, _stretches(tiling))
     limited = with_moves(options, collapsed.graph)
-    return SweptGraph(collapsed.graph, collapsed.pricing, step, limited, sweeps)
+    return GraphWithSweeps(collapsed.graph, collapsed.pricing, step, limited, sweeps)

@@ -10,7 +10,7 @@ from stowplan.ir import Graph, Kind, Phase
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.level import Level
-from stowplan.plan.tiles.idle import idle_ops
+from stowplan.plan.tiles.not_needed import not_needed_in_backward
 from stowplan.plan.tiles.rects import Tile
 from stowplan.plan.tiles.rounds import Round
 from stowplan.plan.tiles.segment import Segment
@@ -18,13 +18,14 @@ from stowplan.plan.tiles.segment import Segment
 
 @dataclass(frozen=True, slots=True)
 class SweepCosts:
-    """`work` is by op how much of its output all tiles together make, 1.0 if nothing is made twice.
+    """The work and the memory of a sweep.
 
-    `idle` is how much of that differentiating does not run again, for nobody looks at it; `gathered`, by
-    product, the work of gathering covariances of what it reads, against its own. Peaks are what the
-    largest tile takes besides the segment's inputs, outputs and their gradients: gathering statistics,
-    running forward only, and running forward and backward. `part_bytes` are those of the largest single part
-    that a tile makes; `again_macs` are for a second run forward, when statistics are known.
+    `work` is, by op, the share of its output that all tiles together compute; 1.0 if nothing is computed
+    twice. `idle` is the part of that work that is not needed in backward. `gathered` is, by product, the work
+    of gathering covariances of its input, relative to the product. Peaks are the memory of the largest tile,
+    without the segment's inputs, outputs and their gradients: while it gathers statistics, runs forward only,
+    or runs forward and backward. `part_bytes` is the largest single part that a tile computes; `again_macs`
+    are the multiply-accumulates of recomputing the segment when its statistics are known.
     """
 
     tiles: int
@@ -58,7 +59,7 @@ def costs_of_sweep(segment: Segment, rounds: Sequence[Round]) -> SweepCosts:
     return SweepCosts(
         tiles=max(len(each.tiles) for each in rounds),
         work=work,
-        idle={op: last_work[op] for op in idle_ops(last.segment)},
+        idle={op: last_work[op] for op in not_needed_in_backward(last.segment)},
         gathered=gathered,
         forward_macs=round(sum(macs[op] * share for op, share in (*work.items(), *gathered.items()))),
         again_macs=round(sum(macs[op] * share for op, share in last_work.items())),

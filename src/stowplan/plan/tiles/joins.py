@@ -1,9 +1,10 @@
-"""Stages joined: what one hands to the next is never whole either, and neither is its gradient.
+"""Joined stages: the tensors between two stages of one segment are never whole, and neither are their
+gradients.
 
-The forward half is divided into pieces, each of one or several stages on a grid, or a stage left as it is, so
-that no piece needs more than a limit while it is differentiated, at the least work. Lower and lower limits
-give such tilings, from the one that costs least to the one that needs least; those are offered after which
-any that needs less costs clearly more.
+The forward half is divided into pieces: one or several stages on a grid, or a stage without tiles. For a
+limit on the memory of each piece while it is differentiated, the division with the least work is found. Lower
+and lower limits give tilings from the least work to the least memory. A tiling is used if every one with less
+memory costs clearly more work.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,17 +18,17 @@ from stowplan.ops.regions import Partial
 from stowplan.ops.statistics import statistic_of
 from stowplan.ops.table import site_of
 from stowplan.plan.candidate import Refusals
+from stowplan.plan.tiles.backward_footprint import BackwardFootprint
 from stowplan.plan.tiles.barriers import is_barrier
 from stowplan.plan.tiles.candidates import Tiled, Tiling, grids_tried, stages_of
 from stowplan.plan.tiles.collapse import extra_macs_of
-from stowplan.plan.tiles.needs import Needs
 
 _JOINED = 3  # stages between valleys in one segment at most
 _FINEST = 64  # tiles
-_DEARER = 0.01  # of the step's work: a division that saves less is not worth the memory that it takes more
-_PART = 2**25  # bytes: memory of larger blocks is not used again but asked for anew, page by page
+_DEARER = 0.01  # of the step's work: a division that saves less is not worth its additional memory
+_PART = 2**25  # bytes: the allocator returns larger blocks to the system instead of reusing them
 _MANY = 16  # stages: in more of them none is large enough to be worth the time that all joins take
-_LOWER = 0.04  # of what the tiling before needs besides parameters and gradients: less is much the same
+_LOWER = 0.04  # of the previous tiling's memory without parameters and gradients: a smaller saving is ignored
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def divided_tilings(graph: Graph, refusals: Refusals) -> Iterator[Tiling]:
     barriers = {op.id for op in graph.ops if is_barrier(graph, op)}
     if sum(barriers.isdisjoint(stage) for stage in stages) > _MANY:
         return
-    need = Needs(graph)
+    need = BackwardFootprint(graph)
     divisions = list(_divisions(_pieces(graph, need, stages, refusals), need.standing_bytes))
     step_macs = sum(macs_of(site_of(graph, op)) for op in graph.ops)
     yield from (each.tiling for each in _told(divisions, _DEARER * step_macs) if each.tiling)
@@ -106,7 +107,7 @@ def _cheapest(pieces: Sequence[Sequence[Piece]], limit: float) -> Division | Non
 
 
 def _pieces(
-    graph: Graph, need: Needs, stages: Sequence[tuple[str, ...]], refusals: Refusals
+    graph: Graph, need: BackwardFootprint, stages: Sequence[tuple[str, ...]], refusals: Refusals
 ) -> list[list[Piece]]:
     """All pieces, by their last stage."""
     valley = {op: number for number, ops in enumerate(stages_of(graph, fall=0)) for op in ops}
@@ -133,12 +134,14 @@ def _can_join(graph: Graph, ops: tuple[str, ...]) -> bool:
     return bool(ops) and not any(taken and taken.partial is Partial.MOMENTS for taken in takers)
 
 
-def _untiled(need: Needs, stage: Sequence[str]) -> Piece:
-    """What its most demanding op needs: all else can be made again."""
+def _untiled(need: BackwardFootprint, stage: Sequence[str]) -> Piece:
+    """The memory of its most demanding op; everything else can be recomputed."""
     return Piece(1, None, max(need.beside([op]) + need.kernels([op]) for op in stage), 0)
 
 
-def _tiled(need: Needs, ops: tuple[str, ...], grids: Sequence[Tiled], stages: int) -> Iterator[Piece]:
+def _tiled(
+    need: BackwardFootprint, ops: tuple[str, ...], grids: Sequence[Tiled], stages: int
+) -> Iterator[Piece]:
     beside = need.beside(ops)
     for tiled in grids:
         inside = tiled.costs.backward_peak_bytes + need.kernels(ops, tiled.costs.tiles)

@@ -35,7 +35,7 @@ def _level(segment: Segment, parts: Point, place: Point, level: PartLevel, macs:
 
 
 def _reads(segment: Segment, parts: Point, place: Point, level: PartLevel) -> Iterator[Read]:
-    """What is read besides parameters, which every tile reads as they are."""
+    """The parts that a level reads, without parameters, which every tile reads whole."""
     for use, wanted in zip(level.op.inputs, level.needs, strict=True):
         tensor = segment.graph.tensors[use.tensor]
         if wanted is not None and wanted.ndim and tensor.kind not in (Kind.PARAMETER, Kind.BUFFER):

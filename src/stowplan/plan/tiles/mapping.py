@@ -7,9 +7,9 @@ from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.tile_map import Shape, TileLevel, TileMap
 from stowplan.plan.tiles.costs import SweepCosts
 from stowplan.plan.tiles.cutout import segment_text
+from stowplan.plan.tiles.rematerialise import RematerialisedInputs
 from stowplan.plan.tiles.rounds import Round, rounds_of
 from stowplan.plan.tiles.segment import Segment
-from stowplan.plan.tiles.streams import Stream
 
 
 def tile_map_of(
@@ -19,7 +19,7 @@ def tile_map_of(
     *,
     sweep: str,
     extra_macs: int,
-    stream: Stream | None = None,
+    remat: RematerialisedInputs | None = None,
 ) -> TileMap:
     """The map of a segment on a grid that fits it; `sweep` is the op that runs it."""
     return TileMap(
@@ -30,8 +30,8 @@ def tile_map_of(
         halo_share=costs.halo_share,
         extra_macs=extra_macs,
         backward_peak_bytes=costs.backward_peak_bytes,
-        made_of=stream.kept if stream else (),
-        made_whole=stream.at_once.outputs if stream and stream.at_once else (),
+        made_of=remat.kept if remat else (),
+        made_whole=remat.at_once.outputs if remat and remat.at_once else (),
         text=segment_text(segment),
     )
 

@@ -10,14 +10,14 @@ from stowplan.plan.candidate import GRAPH_CANDIDATES, Baseline, Candidate, Refus
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tile_map import DOCUMENT_TILES, TILE_LEVELS
-from stowplan.plan.tiles.beside import our_tiles
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.by_sample import sample_candidates
 from stowplan.plan.tiles.collapsed import stage_candidates, whole_candidates
+from stowplan.plan.tiles.file_tiles import tiles_for_document
 from stowplan.plan.tiles.levels import levels_of
 
 TILE_LEVELS.register("tile")(levels_of)
-DOCUMENT_TILES.register("tile")(our_tiles)
+DOCUMENT_TILES.register("tile")(tiles_for_document)
 
 
 @GRAPH_CANDIDATES.register("tile")

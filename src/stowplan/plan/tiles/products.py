@@ -20,7 +20,7 @@ _EXACT = (DType.FLOAT32, DType.FLOAT64)  # what is narrower is rounded when the 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """An op that multiplies every place of `source`, or every so many as `strides` tell, by `weight`."""
+    """An op that multiplies the vector at each position of `source` by `weight`, in steps of `strides`."""
 
     op: Op
     strides: tuple[int, ...]

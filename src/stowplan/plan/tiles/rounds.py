@@ -1,9 +1,10 @@
-"""Rounds: a segment with statistics inside is swept several times, each time knowing more.
+"""Rounds: a segment with statistics needs several passes over its tiles.
 
-An op that has to know all its input (batch norm in training, a norm or a mean over places) is made in parts
-once its statistics are known. Each round gathers the statistics of the ops that stand behind known ones only,
-and the last round makes the outputs. What stands before a statistic is computed in every round up to there:
-a statistic of a segment's own input costs no more than reading it, and one deep inside doubles the work.
+An op that needs its whole input (batch norm in training, a norm or a mean over positions) can be computed in
+parts once its statistics are known. Each pass gathers the statistics of ops that depend on known statistics
+only, and the last pass computes the outputs. Ops before a statistic are computed in every pass up to it: a
+statistic of the segment's input costs one reading of that input, and one deep inside the segment doubles the
+work.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +22,11 @@ from stowplan.plan.tiles.segment import Segment
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One sweep: tiles of a part of the segment, whose outputs are what `statistics` are gathered of.
+    """One pass over the tiles of a part of the segment; its outputs are the tensors that `statistics`
+    describe.
 
-    The last round has none, and makes the segment's own outputs. Those of norms behind `products`, which are
-    by norm, are gathered of what the product reads.
+    The last pass has no statistics and computes the segment's own outputs. `products` are by norm: the
+    statistics of a norm after a product are gathered from the product's input.
     """
 
     segment: Segment
@@ -34,7 +36,7 @@ class Round:
 
 
 def rounds_of(segment: Segment, parts: Sequence[int]) -> tuple[Round, ...]:
-    """The sweeps that compute a segment on a grid; NotTileable says why, if there are none."""
+    """The passes that compute a segment on a grid; raises NotTileable if it cannot be tiled."""
     gathered = _gathered(segment, parts)
     products = _products(segment, gathered, parts)
     rounds, known = list[Round](), list[Op]()
@@ -99,14 +101,14 @@ def _is_cut(segment: Segment, op: Op, tile: Tile) -> bool:
 
 
 def _products(segment: Segment, gathered: Sequence[Op], parts: Sequence[int]) -> dict[str, Product]:
-    """By norm the product that it stands behind; channels that are cut do not meet all others in a tile."""
+    """By norm, the product before it; none if channels are cut: a tile then lacks the other channels."""
     if len(parts) > 1 and parts[1] > 1:
         return {}
     return {op.id: product for op in gathered if (product := product_before(segment, op))}
 
 
 def source_of(op: Op, products: Mapping[str, Product]) -> str:
-    """What the statistics of an op are gathered of."""
+    """The tensor that the statistics of an op are gathered from."""
     return products[op.id].source if op.id in products else op.inputs[0].tensor
 
 
@@ -125,7 +127,7 @@ def _by_depth(
 
 
 def _depths(segment: Segment, gathered: set[str]) -> dict[str, int]:
-    """By op, the largest number of statistics that stand before its input, one after the other."""
+    """By op, the largest number of statistics in a row before its input."""
     below: dict[str, int] = {}
     depths: dict[str, int] = {}
     for op in segment.ops:

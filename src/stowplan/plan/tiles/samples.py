@@ -19,7 +19,7 @@ _OUTSIDE = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)
 
 @dataclass(frozen=True, slots=True)
 class SampleStep:
-    """The step of one group, its prices, and what of its memory is outside: parameters, the group itself."""
+    """The step of one group, its prices, and the bytes that come from outside: parameters and the samples."""
 
     graph: Graph
     pricing: Pricing
@@ -38,7 +38,7 @@ def sample_step(segment: Segment, tile: Tile, pricing: Pricing) -> SampleStep:
 
 
 def _beside(graph: Graph, held: Mapping[str, Rect]) -> dict[str, Rect]:
-    """What an op makes besides what tiles pull, such as a mask: alike, if it has the shape of that."""
+    """Rects of outputs that no tile pulls, such as a mask: as the pulled output, if shapes are equal."""
     found: dict[str, Rect] = {}
     for op in graph.ops:
         pulled = next((name for name in op.writes() if name in held), None)

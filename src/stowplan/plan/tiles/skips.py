@@ -1,8 +1,8 @@
-"""Skips made again where they are read: one that is cheap to make need not wait for a late reader.
+"""Recomputed skips: a skip that is cheap to compute is recomputed for its late reader instead of kept.
 
-In a tile, the reader's part of a skip is made of the network's input right there. The skip is then never
-whole, and neither is its gradient, which would wait for the stage that made it: the gradients of the two
-makings add up.
+A tile computes the reader's part of the skip from the network's input. The skip is then never whole, and
+neither is its gradient, which would otherwise wait for the stage that made the skip: the gradients through
+the two computations add up.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from stowplan.ops.statistics import statistic_of
 from stowplan.ops.table import site_of
 from stowplan.plan.tiles.candidates import stages_of
 
-_CHEAP = 0.3  # of the forward half's multiply-accumulates: what making skips again may take
+_CHEAP = 0.3  # of the forward half's multiply-accumulates: the most that recomputing skips may take
 _MOST = 2  # skips: each is one more step to capture and look for tiles in
 _LATE = 2  # stages from the maker to a late reader, at least
 
@@ -30,7 +30,7 @@ class Skip:
 
 
 def cheap_skips(graph: Graph) -> tuple[Skip, ...]:
-    """The largest skips that together are cheap to make again, the largest first."""
+    """The largest skips that together are cheap to recompute, the largest first."""
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
     macs = {op.id: macs_of(site_of(graph, op)) for op in forward}
     room, chosen = _CHEAP * sum(macs.values()), list[Skip]()
@@ -49,7 +49,7 @@ def _late_skips(graph: Graph, forward: Sequence[Op]) -> Iterator[Skip]:
         for name in dict.fromkeys(reader.reads()):
             if name in maker and stage[reader.id] - stage[maker[name].id] >= _LATE:
                 makers = _makers(forward, maker, name)
-                if graph.tensors[name].kind is Kind.ACTIVATION and _can_be_made_again(graph, makers):
+                if graph.tensors[name].kind is Kind.ACTIVATION and _can_be_recomputed(graph, makers):
                     yield Skip(name, reader.id, makers)
 
 
@@ -63,7 +63,7 @@ def _makers(forward: Sequence[Op], maker: Mapping[str, Op], name: str) -> tuple[
     return tuple(op for op in forward if op.id in found)
 
 
-def _can_be_made_again(graph: Graph, makers: Sequence[Op]) -> bool:
-    """Nothing is drawn or counted, and no statistic gathered, a second time."""
+def _can_be_recomputed(graph: Graph, makers: Sequence[Op]) -> bool:
+    """Whether a second run draws no random numbers, updates no buffers and gathers no statistics."""
     sites = [site_of(graph, op) for op in makers]
     return all(effect_of(site) is Effect.NONE and statistic_of(site) is None for site in sites)

@@ -47,7 +47,7 @@ class Sweeps:
         )
 
 
-class SweptGraph(GraphCandidate):
+class GraphWithSweeps(GraphCandidate):
     """A graph in which sweeps replace some of the segments."""
 
     def __init__(

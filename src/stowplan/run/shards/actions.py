@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stowplan.ir import Shape
-from stowplan.run.parts.forms import run_local
+from stowplan.run.parts.kernels import run_local
 from stowplan.run.parts.losses import TiledLoss
 from stowplan.run.parts.part import Index, LocalCall
 from stowplan.run.shards.attention import causal_part, is_causal_part

@@ -1,1 +1,1 @@
-"""Segments run tile by tile: forms of ops on parts, sweeps over tiles, and steps that contain sweeps."""
+"""Segments that run tile by tile: sweeps, and captured steps that contain sweeps."""

@@ -21,19 +21,23 @@ from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.costs import SweepCosts
 from stowplan.plan.tiles.joins import divided_tilings
 from stowplan.plan.tiles.mapping import tile_map_of
+from stowplan.plan.tiles.rematerialise import RematerialisedInputs
+from stowplan.plan.tiles.rematerialised_tilings import Rematerialised, rematerialised_tilings
 from stowplan.plan.tiles.segment import WHOLE_STEP, stretch_named
-from stowplan.plan.tiles.streaming import Streams, streamed_tilings
-from stowplan.plan.tiles.streams import Stream
 from stowplan.plan.tiles.sweeps import Sweeps, with_moves
 from stowplan.run.planning.planner import STEP_CANDIDATES, CapturedCandidate, StepCandidate
 from stowplan.run.planning.price import price_captured
 from stowplan.run.planning.recapture import check_differentiable
 from stowplan.run.planning.subject import Subject
-from stowplan.run.tiles.knee import Sweeping
-from stowplan.run.tiles.remade import with_skips_again
-from stowplan.run.tiles.streamed import Streamed, streamed_sweeps, with_streams
+from stowplan.run.tiles.insertions import capture_with_sweeps
+from stowplan.run.tiles.remade import with_skips_recomputed
+from stowplan.run.tiles.rematerialised import (
+    RematerialisedSweep,
+    rematerialised_sweeps,
+    with_rematerialised_inputs,
+)
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.swept import capture_swept
+from stowplan.run.tiles.sweep_probes import SweepProbes
 
 _GATHER, _SWEEP = "stowplan.gather.default", "stowplan.sweep.default"
 _SWEEPS = (_SWEEP, "stowplan.sweep_loss.default")
@@ -41,53 +45,55 @@ _SURE = 0.75  # of the memory of a tile that is differentiated, as projected
 
 
 class TiledCandidate:
-    """Some stretches in sweeps. It is captured for its memory, and tried for its time and its plans."""
+    """Some segments in sweeps. Capturing it shows its memory; probing it shows its time and its plans."""
 
     def __init__(
         self,
         subject: Subject,
         tiling: Tiling,
-        streams: Streams,
-        sweeping: Sweeping,
+        remats: Rematerialised,
+        probes: SweepProbes,
         step: Baseline,
         options: PlanOptions,
     ) -> None:
         self._subject, self._tiling, self._step, self._options = subject, tiling, step, options
-        self._streams, self._sweeping = streams, sweeping
+        self._remats, self._probes = remats, probes
 
     @property
     def stretches(self) -> tuple[str, ...]:
         return tuple(stretch_named(tiled.segment.ops) for tiled in self._tiling)
 
     def bounds(self, allowed_bytes: int) -> Iterator[float]:
-        """By the work of its sweeps; by their trials, if memory can do; as captured with them."""
+        """Lower bounds: by the work of the sweeps; by their probes, if it can fit; by the captured step."""
         if self._surely_there_bytes > allowed_bytes:
             yield inf
             return
-        streamed = sum(map(self._sweeping.hoped_seconds, self._streams.values()))
-        hoped = sum(map(self._sweeping.hoped_extra_seconds, self._tiling))
-        yield self._step.seconds + hoped + streamed
+        rematerialised = sum(map(self._probes.optimistic_seconds, self._remats.values()))
+        optimistic = sum(map(self._probes.optimistic_extra_seconds, self._tiling))
+        yield self._step.seconds + optimistic + rematerialised
         if self.floor_bytes > allowed_bytes:
             yield inf
             return
-        yield self._step.seconds + sum(map(self._sweeping.extra_seconds, self._tiling)) + streamed
+        yield self._step.seconds + sum(map(self._probes.extra_seconds, self._tiling)) + rematerialised
         yield self._tried.least_seconds(allowed_bytes)
 
     @cached_property
     def _surely_there_bytes(self) -> int:
-        """While a tile is differentiated: parameters, what the sweep reads, sums of gradients, the tile."""
+        """The least memory of a tile's backward: parameters, inputs, sums of gradients, the tile."""
         tensors = self._subject.captured.graph.tensors
         parameters = _bytes_of(tensors.values(), Kind.PARAMETER)
-        return parameters + max(_beside_parameters(t, self._streams.get(t)) for t in self._tiling)
+        return parameters + max(_beside_parameters(t, self._remats.get(t)) for t in self._tiling)
 
     @cached_property
     def floor_bytes(self) -> int:
-        """What the graph needs if tiles take little more than they hold."""
+        """The smallest budget of the graph if a tile takes little more memory than its tensors."""
         costs = {s.name: t.costs for s, t in zip(self._sweeps, self._tiling, strict=True)}
-        costs |= {streamed.sweep.name: costs[name] for name, streamed in self._streamed.items()}
+        costs |= {
+            rematerialised.sweep.name: costs[name] for name, rematerialised in self._rematerialised.items()
+        }
         ops = self.captured.graph.ops
-        swept = {op.id: costs.get(str(op.attributes.get("name"))) for op in ops}
-        workspace = {op.id: _workspace(op, found) for op in ops if (found := swept[op.id])}
+        with_sweeps = {op.id: costs.get(str(op.attributes.get("name"))) for op in ops}
+        workspace = {op.id: _workspace(op, found) for op in ops if (found := with_sweeps[op.id])}
         pricing = Pricing({op.id: 0.0 for op in ops}, Basis.MEASURED, workspace)
         options = PlanOptions(allow=())
         return GraphCandidate(self.captured.graph, pricing, self._step, options).floor_bytes
@@ -100,19 +106,19 @@ class TiledCandidate:
 
     @cached_property
     def _sweeps(self) -> tuple[Sweep, ...]:
-        return tuple(map(self._sweeping.sweep, self._tiling))
+        return tuple(map(self._probes.sweep, self._tiling))
 
     @cached_property
-    def _streamed(self) -> dict[str, Streamed]:
-        """By the names of sweeps, how those with a stream are differentiated."""
+    def _rematerialised(self) -> dict[str, RematerialisedSweep]:
+        """By the name of the sweep, the sweep and its backward that rematerialises inputs."""
         pairs = zip(self._tiling, self._sweeps, strict=True)
-        streams = {sweep.name: self._streams[tiled] for tiled, sweep in pairs if tiled in self._streams}
-        return streamed_sweeps(self._sweeps, streams, self._subject.captured.program.calls)
+        remats = {sweep.name: self._remats[tiled] for tiled, sweep in pairs if tiled in self._remats}
+        return rematerialised_sweeps(self._sweeps, remats, self._subject.captured.program.calls)
 
     @cached_property
     def captured(self) -> Captured:
-        swept = swept_subject(self._subject, self._sweeps)
-        return with_streams(swept, self._sweeps, self._streamed)
+        with_sweeps = subject_with_sweeps(self._subject, self._sweeps)
+        return with_rematerialised_inputs(with_sweeps, self._sweeps, self._rematerialised)
 
     @cached_property
     def _tried(self) -> CapturedCandidate:
@@ -137,24 +143,24 @@ class TiledCandidate:
                 tiled.costs,
                 sweep=sweep,
                 extra_macs=self._extra_macs(tiled),
-                stream=self._streams.get(tiled),
+                remat=self._remats.get(tiled),
             )
             for sweep, tiled in zip(self._ops(), self._tiling, strict=True)
         )
 
     def _extra_macs(self, tiled: Tiled) -> int:
-        stream = self._streams.get(tiled)
-        return extra_macs_of(tiled.segment, tiled.costs) + (stream.macs if stream else 0)
+        remat = self._remats.get(tiled)
+        return extra_macs_of(tiled.segment, tiled.costs) + (remat.macs if remat else 0)
 
     def _ops(self) -> list[str]:
-        """The ops that the sweeps have become."""
+        """The forward ops of the sweeps in the captured graph."""
         forward = [op for op in self.captured.graph.ops if op.phase is Phase.FORWARD and op.type in _SWEEPS]
         named = {str(op.attributes.get("name")): op.id for op in forward}
         return [named[sweep.name] for sweep in self._sweeps]
 
 
 def _workspace(sweep: Op, costs: SweepCosts) -> int:
-    """The memory of a tile, not overestimated: of what backward would hold some may be spared."""
+    """A lower estimate of a tile's memory: backward may hold less than the sum of its tensors."""
     ahead = {_GATHER: costs.gathering_peak_bytes, _SWEEP: costs.forward_peak_bytes}
     return ahead.get(sweep.type, _differentiated_bytes(costs))
 
@@ -163,11 +169,11 @@ def _differentiated_bytes(costs: SweepCosts) -> int:
     return max(costs.forward_peak_bytes, round(_SURE * costs.backward_peak_bytes))
 
 
-def _beside_parameters(tiled: Tiled, stream: Stream | None) -> int:
+def _beside_parameters(tiled: Tiled, remat: RematerialisedInputs | None) -> int:
     """Bytes of what a sweep reads, of the gradients that it makes, and of a tile."""
     segment = tiled.segment
     tensors = segment.graph.tensors
-    read = [tensors[name] for name in (stream.read if stream else segment.inputs)]
+    read = [tensors[name] for name in (remat.read if remat else segment.inputs)]
     differentiated = {t.gradient_of for t in tensors.values()}
     sums = [tensors[name] for name in segment.inputs if name in differentiated]
     return _bytes_of(read, Kind.ACTIVATION) + _bytes_of(sums, *Kind) + _differentiated_bytes(tiled.costs)
@@ -181,9 +187,9 @@ def _bytes_of(tensors: Iterable[Tensor], *kinds: Kind) -> int:
 def tiled_candidates(
     subject: Subject, pricing: Pricing | None, step: Baseline, options: PlanOptions, refusals: Refusals
 ) -> Iterator[StepCandidate]:
-    """All ways to tile a step; none if autograd would not do what the step does.
+    """All tiled candidates for a step; none if autograd would compute something else than the step.
 
-    `pricing` is that of its ops, which are tried first if there is none.
+    `pricing` has the prices of its ops; without it, the ops are probed first.
     """
     try:
         refuse_untileable(subject)
@@ -192,20 +198,20 @@ def tiled_candidates(
         return
     pricing = pricing or price_captured(subject.captured, options)
     yield from _candidates(subject, pricing, step, options, partial(_tilings, refusals=refusals))
-    for captured in with_skips_again(subject.captured, subject.model, subject.args, subject.kwargs):
+    for captured in with_skips_recomputed(subject.captured, subject.model, subject.args, subject.kwargs):
         pricing = price_captured(captured, options)
         again, divided = replace(subject, captured=captured), partial(_divided, refusals=refusals)
         yield from _candidates(again, pricing, step, options, divided)
 
 
-def _tilings(graph: Graph, refusals: Refusals) -> Iterator[tuple[Tiling, Streams]]:
+def _tilings(graph: Graph, refusals: Refusals) -> Iterator[tuple[Tiling, Rematerialised]]:
     whole = ((tiled,) for tiled in whole_tilings(graph, refusals))
     for tiling in chain(stage_tilings(graph, refusals), divided_tilings(graph, refusals), whole):
         yield tiling, {}
-    yield from streamed_tilings(graph, refusals)
+    yield from rematerialised_tilings(graph, refusals)
 
 
-def _divided(graph: Graph, refusals: Refusals) -> Iterator[tuple[Tiling, Streams]]:
+def _divided(graph: Graph, refusals: Refusals) -> Iterator[tuple[Tiling, Rematerialised]]:
     return ((tiling, {}) for tiling in divided_tilings(graph, refusals))
 
 
@@ -214,18 +220,18 @@ def _candidates(
     pricing: Pricing,
     step: Baseline,
     options: PlanOptions,
-    tilings_of: Callable[[Graph], Iterable[tuple[Tiling, Streams]]],
+    tilings_of: Callable[[Graph], Iterable[tuple[Tiling, Rematerialised]]],
 ) -> Iterator[StepCandidate]:
     """A candidate for each tiling of the step, brought into the order that suits tiles."""
     early = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
-    sweeping = Sweeping(early.graph, early.program.calls, pricing, options.progress)
-    for tiling, streams in tilings_of(early.graph):
-        yield TiledCandidate(replace(subject, captured=early), tiling, streams, sweeping, step, options)
+    probes = SweepProbes(early.graph, early.program.calls, pricing, options.progress)
+    for tiling, remats in tilings_of(early.graph):
+        yield TiledCandidate(replace(subject, captured=early), tiling, remats, probes, step, options)
 
 
-def swept_subject(subject: Subject, sweeps: Sequence[Sweep]) -> Captured:
+def subject_with_sweeps(subject: Subject, sweeps: Sequence[Sweep]) -> Captured:
     """The step with these sweeps, and with its replacements."""
-    return capture_swept(
+    return capture_with_sweeps(
         subject.captured,
         subject.model,
         subject.args,

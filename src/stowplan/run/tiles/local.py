@@ -9,11 +9,11 @@ from torch import Tensor
 from stowplan.capture import Call
 from stowplan.geometry import Rect
 from stowplan.plan.level import Level
-from stowplan.plan.tiles.idle import idle_ops
+from stowplan.plan.tiles.not_needed import not_needed_in_backward
 from stowplan.plan.tiles.rects import Tile
 from stowplan.plan.tiles.segment import Segment
 from stowplan.run.parts.folding import folded, read_by
-from stowplan.run.parts.forms import run_local
+from stowplan.run.parts.kernels import run_local
 from stowplan.run.parts.part import Index, LocalCall, Source, index_of, local_call
 from stowplan.run.step.last_uses import last_uses
 from stowplan.run.tiles.gathering import Gathering
@@ -71,7 +71,7 @@ def local_step(
     Where its ends are outputs, and not what something is gathered of, backward does not look at them.
     """
     local = (_local(segment, calls, tile, level, gatherings) for level in tile.levels)
-    idle = idle_ops(segment) if ends_are_outputs else frozenset()
+    idle = not_needed_in_backward(segment) if ends_are_outputs else frozenset()
     made = [replace(call, idle=level.op.id in idle) for level, call in zip(tile.levels, local, strict=True)]
     reads = {name: index_of(tile.held[name]) for name in segment.inputs if name in tile.held}
     reads |= {source.tensor: () for call in made for source in call.statistics}

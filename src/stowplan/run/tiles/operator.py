@@ -31,7 +31,7 @@ def call_sweep(sweep: Sweep, inputs: list[Tensor]) -> tuple[list[Tensor], dict[s
 
 
 def _gathered(sweep: Sweep, given: Mapping[str, Tensor]) -> list[Tensor]:
-    """All statistics, as an op of their own: a sweep that is run again need not gather them again."""
+    """All statistics, from a separate op: a recomputed sweep does not gather them a second time."""
     if not sweep.statistics:
         return []
     with torch.no_grad():  # the sweep itself differentiates them

@@ -13,19 +13,19 @@ from stowplan.plan.plan import Plan
 from stowplan.plan.tile_map import TileMap
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.cutout import segment_text
+from stowplan.plan.tiles.rematerialise import PlannedSweep, RematerialisedInputs, rematerialise
 from stowplan.plan.tiles.segment import Segment, segment_of
-from stowplan.plan.tiles.streams import Stream, Swept, stream_from
 from stowplan.run.planning.plan_cache import RESUMED
 from stowplan.run.planning.subject import Subject
-from stowplan.run.tiles.candidates import refuse_untileable, swept_subject
-from stowplan.run.tiles.remade import with_skips_again
-from stowplan.run.tiles.streamed import streamed_sweeps, with_streams
+from stowplan.run.tiles.candidates import refuse_untileable, subject_with_sweeps
+from stowplan.run.tiles.remade import with_skips_recomputed
+from stowplan.run.tiles.rematerialised import rematerialised_sweeps, with_rematerialised_inputs
 from stowplan.run.tiles.sweep import Sweep
 
 
 @RESUMED.register("tile")
 def resumed(plan: Plan, subject: Subject) -> Captured:
-    """The step that a plan is for, swept as the plan says; IllegalPlan names the first op that differs."""
+    """The step of a plan, with the plan's sweeps; IllegalPlan names the first op that differs."""
     try:
         refuse_untileable(subject)
     except NotTileable as refusal:
@@ -33,7 +33,7 @@ def resumed(plan: Plan, subject: Subject) -> Captured:
     refusals = list[str]()
     for captured in _bases(subject):  # which of them a plan is for it does not tell
         try:
-            found = _swept(plan, replace(subject, captured=captured))
+            found = _with_sweeps(plan, replace(subject, captured=captured))
             difference = first_difference(plan.graph, slices_last(found.graph))
         except (IllegalPlan, NotTileable) as refusal:
             difference = str(refusal)
@@ -44,35 +44,35 @@ def resumed(plan: Plan, subject: Subject) -> Captured:
 
 
 def _bases(subject: Subject) -> Iterator[Captured]:
-    """The step as it is, then with skips made again."""
+    """The step as captured, then with skips recomputed."""
     yield subject.captured
-    yield from with_skips_again(subject.captured, subject.model, subject.args, subject.kwargs)
+    yield from with_skips_recomputed(subject.captured, subject.model, subject.args, subject.kwargs)
 
 
-def _swept(plan: Plan, subject: Subject) -> Captured:
+def _with_sweeps(plan: Plan, subject: Subject) -> Captured:
     graph, calls = in_tiling_order(subject.captured.graph), subject.captured.program.calls
     ordered = replace(subject.captured, graph=graph)
     segments = [_segment(told, graph) for told in plan.tile_maps]
     sweeps = [
         Sweep(segment, calls, told.parts) for told, segment in zip(plan.tile_maps, segments, strict=True)
     ]
-    streams = dict(_streams(plan.tile_maps, sweeps))
-    return with_streams(
-        swept_subject(replace(subject, captured=ordered), sweeps),
+    remats = dict(_remats(plan.tile_maps, sweeps))
+    return with_rematerialised_inputs(
+        subject_with_sweeps(replace(subject, captured=ordered), sweeps),
         sweeps,
-        streamed_sweeps(sweeps, streams, calls),
+        rematerialised_sweeps(sweeps, remats, calls),
     )
 
 
-def _streams(maps: Sequence[TileMap], sweeps: Sequence[Sweep]) -> Iterator[tuple[str, Stream]]:
-    """By the names of sweeps, the streams that the plan tells of."""
-    known = [Swept(sweep.segment, sweep.rounds) for sweep in sweeps]
+def _remats(maps: Sequence[TileMap], sweeps: Sequence[Sweep]) -> Iterator[tuple[str, RematerialisedInputs]]:
+    """By the name of the sweep, the inputs that it rematerialises in the plan."""
+    known = [PlannedSweep(sweep.segment, sweep.rounds) for sweep in sweeps]
     for place, (told, sweep) in enumerate(zip(maps, sweeps, strict=True)):
         if told.made_of:
-            stream = stream_from(known[:place], known[place], told.made_of, told.made_whole)
-            if stream is None:
+            remat = rematerialise(known[:place], known[place], told.made_of, told.made_whole)
+            if remat is None:
                 raise IllegalPlan(f"nothing makes what {told.sweep!r} reads of {', '.join(told.made_of)}")
-            yield sweep.name, stream
+            yield sweep.name, remat
 
 
 def _segment(told: TileMap, graph: Graph) -> Segment:

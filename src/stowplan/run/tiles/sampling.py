@@ -51,7 +51,7 @@ def cost_of_sweep(signature: Signature, device: torch.device) -> Cost | None:
     if signature.operand_bytes > free_bytes(device):
         return None
     samples = [
-        sample_of(of_round, sweep.stream, before)
+        sample_of(of_round, sweep.remat, before)
         for of_round, before in zip(sweep.rounds, sweep.before, strict=True)
     ]
     seen = samples[rounds_run]
@@ -63,16 +63,16 @@ def cost_of_sweep(signature: Signature, device: torch.device) -> Cost | None:
     return Cost(once.seconds + max(0.0, some.seconds - once.seconds) * times, some.rise_bytes)
 
 
-def sample_of(of_round: Round, stream: Segment | None = None, before: Sequence[Tile | None] = ()) -> Sample:
+def sample_of(of_round: Round, remat: Segment | None = None, before: Sequence[Tile | None] = ()) -> Sample:
     """The tile that makes most, the one with the largest op, the largest one, the largest unlike it, and
     for each op a tile in which it makes most.
 
     A tile is as large as what its ops make and read: of two that make as much, one at a border reads less
-    than one in the middle, where kernels copy larger parts and make larger gradients. With a stream, the one
-    of `before` that makes what a tile reads counts with it.
+    than one in the middle, where kernels copy larger parts and make larger gradients. If inputs are
+    rematerialised, the tile of `before` that recomputes a tile's inputs counts as part of it.
     """
     pairs = list(zip(of_round.tiles, before or (None,) * len(of_round.tiles), strict=True))
-    price = _prices(of_round.segment) | (_prices(stream) if stream else {})
+    price = _prices(of_round.segment) | (_prices(remat) if remat else {})
     levels = [[level for tile in pair if tile for level in tile.levels] for pair in pairs]
     looked_at = [list(_looked_at(of_round, tile)) for tile, _ in pairs]
     graph = of_round.segment.graph

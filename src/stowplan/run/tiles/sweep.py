@@ -19,11 +19,11 @@ from stowplan.capture import Call, Handle
 from stowplan.geometry import Rect
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
+from stowplan.plan.tiles.buffer_reuse import buffers_reused
 from stowplan.plan.tiles.rects import Tile
+from stowplan.plan.tiles.rematerialise import RematerialisedInputs, tiles_before
 from stowplan.plan.tiles.rounds import Round, rounds_of
 from stowplan.plan.tiles.segment import Segment
-from stowplan.plan.tiles.streams import Stream, tiles_before
-from stowplan.plan.tiles.succession import successors
 from stowplan.run.parts.losses import TiledLoss, tiled_loss
 from stowplan.run.parts.part import empty_like_described
 from stowplan.run.tiles.gathering import Gathering, gathering_of
@@ -87,9 +87,9 @@ class LocalRound:
 class Sweep(Handle):
     """A segment on a grid, with the calls that compute it. Inputs and outputs are in the segment's order.
 
-    What others have gathered of ops that are known in the segment is `given`. `reads` and `known` are what is
-    read and what statistics there have to be when it is run. `before` are by round the tiles of the `stream`
-    that make what each tile reads, if there is one.
+    `given` are statistics that other sweeps have gathered. `reads` are the tensors, and `known` the
+    statistics, that must exist when the sweep runs. `before` has, by pass, the tiles of the segment `remat`
+    that recompute the inputs of each tile, if inputs are rematerialised.
     """
 
     def __init__(
@@ -108,31 +108,33 @@ class Sweep(Handle):
         }
         known = {**given, **self.gatherings}
         *self._rounds, self._last = (_local_round(of_round, calls, known) for of_round in self.rounds)
-        self._successors = successors(self.rounds[-1])
+        self._reused = buffers_reused(self.rounds[-1])
         self._loss: TiledLoss | None = None if segment.loss is None else tiled_loss(calls[segment.loss.id])
         name = _name_of(segment, self.parts)
         super().__init__(name, title=name)
         self.reads, self.known = segment.inputs, (*self.statistics, *_known_in(segment, given))
-        self.stream: Segment | None = None
+        self.remat: Segment | None = None
         self.before: tuple[tuple[Tile | None, ...], ...] = ((),) * len(self.rounds)
 
     def only(self, tiles: Sequence[Sequence[int]]) -> "Sweep":
-        """The same over some tiles, by number for each round: it shows what they take, and makes nothing."""
+        """The same sweep over some tiles, by number for each pass: a probe of their cost, without results."""
         some = copy(self)
         rounds = zip((*self._rounds, self._last), tiles, strict=True)
         *some._rounds, some._last = (of_round.only(numbers) for of_round, numbers in rounds)
         some.identify(f"{self.name}, of which {[list(numbers) for numbers in tiles]}")
         return some
 
-    def streaming(self, stream: Stream, calls: Mapping[str, Call], given: Mapping[str, Gathering]) -> "Sweep":
-        """The same, but differentiated with inputs made in parts, given what others have gathered."""
-        made = stream.in_parts
+    def rematerialising(
+        self, remat: RematerialisedInputs, calls: Mapping[str, Call], given: Mapping[str, Gathering]
+    ) -> "Sweep":
+        """The same sweep with a backward that recomputes inputs in parts; `given` has their statistics."""
+        made = remat.in_parts
         assert made is not None, "nothing is made in parts"
         some = copy(self)
-        some.reads = stream.read
+        some.reads = remat.read
         some.known = tuple(dict.fromkeys((*self.known, *_known_in(made, given))))
-        some.identify(f"{self.name}, of {', '.join(stream.kept)} ({_digest(made)})")
-        some.stream, some.before = made, tuple(tiles_before(of_round, made) for of_round in self.rounds)
+        some.identify(f"{self.name}, of {', '.join(remat.kept)} ({_digest(made)})")
+        some.remat, some.before = made, tuple(tiles_before(of_round, made) for of_round in self.rounds)
         *some._rounds, some._last = (
             local.behind([_before(tile, made, calls, given) for tile in tiles])
             for local, tiles in zip((*self._rounds, self._last), some.before, strict=True)
@@ -189,10 +191,10 @@ class Sweep(Handle):
         *,
         in_place: bool = False,
     ) -> list[Tensor]:
-        """The gradients of the inputs at positions `wanted`: each tile is run again and differentiated.
+        """The gradients of the inputs at positions `wanted`: each tile is recomputed and differentiated.
 
-        `over` is the answer of the method, or a part of it: such gradients are written there if `in_place`,
-        and otherwise in a place of their own by the same steps, which show what the others take.
+        `over` is the result of `over_gradients`, or a part of it: such gradients overwrite incoming ones if
+        `in_place`. Otherwise the same steps write them to new memory, so that a probe shows the cost.
         """
         incoming = dict(zip(self.segment.outputs, gradients, strict=True))
         given = self._given(inputs, statistics)
@@ -213,13 +215,13 @@ class Sweep(Handle):
     def over_inputs(self) -> list[int]:
         """For each output, the position of the input that it may be written over, or -1."""
         inputs = self.segment.inputs  # a total that was gathered is none of them
-        taken = {output: inputs.index(name) for name, output in self._successors.items() if name in inputs}
+        taken = {output: inputs.index(name) for name, output in self._reused.items() if name in inputs}
         return [taken.get(output, -1) for output in self.segment.outputs]
 
     def over_gradients(self, wanted: Sequence[int]) -> list[int]:
         """For each input wanted, the position of the gradient that its own may be written over, or -1."""
         outputs = self.segment.outputs
-        taken = (self._successors.get(self.segment.inputs[position]) for position in wanted)
+        taken = (self._reused.get(self.segment.inputs[position]) for position in wanted)
         return [-1 if output is None else outputs.index(output) for output in taken]
 
     def loss(
@@ -294,9 +296,9 @@ def _local_round(of_round: Round, calls: Mapping[str, Call], known: Mapping[str,
 
 
 def _before(
-    tile: Tile | None, stream: Segment, calls: Mapping[str, Call], known: Mapping[str, Gathering]
+    tile: Tile | None, remat: Segment, calls: Mapping[str, Call], known: Mapping[str, Gathering]
 ) -> LocalStep | None:
-    return None if tile is None else local_step(stream, calls, tile, known, ends_are_outputs=True)
+    return None if tile is None else local_step(remat, calls, tile, known, ends_are_outputs=True)
 
 
 def _known_in(segment: Segment, gatherings: Mapping[str, Gathering]) -> tuple[str, ...]:

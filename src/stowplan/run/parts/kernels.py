@@ -1,8 +1,8 @@
-"""How each op makes a part of its output from parts of its inputs: as it is, or in another form.
+"""Kernels on a part: how each op computes a part of its output from parts of its inputs.
 
-Padding belongs to the borders of the whole image. A window op gets what it needs clipped to the image and is
-run with the padding that this part has; where that differs between two sides, with the larger one on both,
-and the outputs that come too many are cut off. Only where strides do not allow that is a padded copy made.
+Padding belongs to the borders of the whole image. A window op receives its inputs clipped to the image and
+runs with the padding of this part. If the padding of two sides differs, it runs with the larger one on both
+and the additional outputs are cut off. If strides do not allow that, it runs on a padded copy.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +24,11 @@ from stowplan.run.parts.resizing import padded, resized
 
 aten = torch.ops.aten
 Given: TypeAlias = dict[str, Any]
-Form: TypeAlias = Callable[[LocalCall, Given], Tensor]
+PartKernel: TypeAlias = Callable[[LocalCall, Given], Tensor]
 
 
 def run_local(call: LocalCall, values: Mapping[str, Tensor]) -> Tensor:
-    """The part that `call` makes, from what the tile holds."""
+    """The part that `call` computes, from the parts that the tile holds."""
     kind = str(call.target)
     if call.over is not None:
         made = written_over(call, values)
@@ -36,7 +36,7 @@ def run_local(call: LocalCall, values: Mapping[str, Tensor]) -> Tensor:
         made = _normalise(call.given(values), [source.of(values) for source in call.statistics])
     else:
         factors = factors_of(call, call.norm, values) if call.norm else {}
-        kernel = _FORMS.get(kind) or part_kernels.get(kind, _as_is)
+        kernel = _KERNELS.get(kind) or part_kernels.get(kind, _as_is)
         made = kernel(call, {**call.given(values), **factors})
     if tuple(made.shape) != call.shape:
         raise RuntimeError(f"{kind} made {tuple(made.shape)} of {call.name}, not {call.shape}")
@@ -105,7 +105,7 @@ def _convolution(call: LocalCall, given: Given) -> Tensor:
 
 
 def _at_places_read(given: Given) -> Given:
-    """A convolution of every so many places as one of all: strided kernels take several times as long."""
+    """A strided 1x1 convolution as one without strides on a strided view, which is several times faster."""
     seen = (slice(None), slice(None), *(slice(None, None, step) for step in given["stride"]))
     ones = [1 for _ in given["stride"]]
     return {**given, "input": given["input"][seen], "stride": ones, "padding": [0 for _ in ones]}
@@ -187,7 +187,7 @@ def _group_norm(call: LocalCall, given: Given) -> Tensor:
     return _as_is(call, {**given, "N": call.shape[0]})
 
 
-_FORMS: Mapping[str, Form] = {
+_KERNELS: Mapping[str, PartKernel] = {
     "aten.convolution.default": _convolution,
     **dict.fromkeys(
         ("aten.max_pool2d_with_indices.default", "aten.max_pool3d_with_indices.default"), _max_pool

@@ -1,9 +1,10 @@
-"""Streams: inputs of a sweep that are made again to differentiate it, without what they were first made of.
+"""Rematerialised inputs: a sweep's backward recomputes inputs of the sweep instead of keeping them.
 
-What a sweep reads was made by sweeps before it. Their statistics are known by then, so that it can be made of
-what is further back in one go, whatever norms lie between: part by part in the tiles that read it, never
-whole; or whole, just before, so that it is made once even if several rounds read it. That is a choice, as is
-how far back to begin: fewer bytes wait, and more is computed twice.
+The inputs of a sweep are the outputs of earlier sweeps. The statistics of those are known in backward, so an
+input can be recomputed from tensors further back in one pass, whatever norms lie between. It is recomputed
+part by part in the tiles that read it, never whole; or whole, just before, so that it is computed once even
+if several passes read it. The further back the recomputation begins, the fewer bytes are kept and the more is
+computed twice.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -21,8 +22,8 @@ from stowplan.plan.tiles.segment import Segment
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
-    """A segment and the rounds that it is swept in."""
+class PlannedSweep:
+    """A segment and its passes over the tiles."""
 
     segment: Segment
     rounds: tuple[Round, ...]
@@ -34,15 +35,16 @@ class Swept:
 
     @property
     def read_early(self) -> frozenset[str]:
-        """The inputs that other rounds than the last read as well."""
+        """The inputs that passes before the last one read."""
         return frozenset(name for each in self.rounds[:-1] for name in each.segment.inputs)
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
-    """What makes some inputs of a segment again: in parts, and at once, each None if there are none such.
+class RematerialisedInputs:
+    """The segments that recompute some inputs of `reader`: in parts, and at once; None if there are no such
+    inputs.
 
-    Both are segments that read what is whole, and in which all statistics are known.
+    Both read whole tensors, and all their statistics are known.
     """
 
     reader: Segment
@@ -56,20 +58,20 @@ class Stream:
 
     @property
     def macs(self) -> int:
-        """The work of making them, as often as they are read."""
+        """The multiply-accumulates of recomputing the inputs, as often as they are read."""
         in_parts = self.rounds * _macs(self.in_parts) if self.in_parts else 0
         return in_parts + (_macs(self.at_once) if self.at_once else 0)
 
     @property
     def read(self) -> tuple[str, ...]:
-        """What is read as a whole while the reader is differentiated."""
+        """The tensors that the reader's backward reads whole."""
         made = self.in_parts.outputs if self.in_parts else ()
         sources = self.in_parts.inputs if self.in_parts else ()
         return tuple(dict.fromkeys((*(name for name in self.reader.inputs if name not in made), *sources)))
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The activations that have to wait for it: what tells one stream of a reader from another."""
+        """The activations that are kept for the reader's backward; they identify this choice."""
         tensors = self.reader.graph.tensors
         remade = {name for segment in self.segments for name in segment.outputs}
         sources = (name for segment in self.segments for name in segment.inputs)
@@ -77,46 +79,46 @@ class Stream:
         return tuple(name for name in names if tensors[name].kind is Kind.ACTIVATION)
 
 
-def tiles_before(of_round: Round, stream: Segment) -> tuple[Tile | None, ...]:
-    """For each tile of a round, the one that makes parts for it; NotTileable if that cannot be made apart."""
-    regions = regions_by_op(stream)
-    tiles = tuple(_tile_for(reader, stream, regions) for reader in of_round.tiles)
+def tiles_before(of_round: Round, remat: Segment) -> tuple[Tile | None, ...]:
+    """For each tile of a pass, the tile that recomputes its inputs; NotTileable if those cannot be cut so."""
+    regions = regions_by_op(remat)
+    tiles = tuple(_tile_for(reader, remat, regions) for reader in of_round.tiles)
     for tile in filter(None, tiles):
-        if refusal := refusal_of_tile(stream, tile):
+        if refusal := refusal_of_tile(remat, tile):
             raise NotTileable(refusal)
     return tiles
 
 
-def _tile_for(reader: Tile, stream: Segment, regions: Mapping[str, tuple[Relation, ...]]) -> Tile | None:
-    read = {name: reader.held[name] for name in stream.outputs if name in reader.held}
-    return tile_of(stream, read, regions) if read else None
+def _tile_for(reader: Tile, remat: Segment, regions: Mapping[str, tuple[Relation, ...]]) -> Tile | None:
+    read = {name: reader.held[name] for name in remat.outputs if name in reader.held}
+    return tile_of(remat, read, regions) if read else None
 
 
-def stream_from(
-    before: Sequence[Swept], reader: Swept, kept: Iterable[str], whole: Container[str] = ()
-) -> Stream | None:
-    """What makes the inputs of a sweep of what is `kept`, by the sweeps before it; None if nothing does.
+def rematerialise(
+    before: Sequence[PlannedSweep], reader: PlannedSweep, kept: Iterable[str], whole: Container[str] = ()
+) -> RematerialisedInputs | None:
+    """The segments of earlier sweeps that recompute a sweep's inputs from `kept` tensors; None if none does.
 
-    Those in `whole` are made at once.
+    Inputs in `whole` are recomputed at once.
     """
     stop = frozenset(kept)
-    ops = [op for swept in before for op in swept.segment.ops if stop.isdisjoint(op.writes())]
+    ops = [op for sweep in before for op in sweep.segment.ops if stop.isdisjoint(op.writes())]
     made = {name for op in ops for name in op.writes()}
-    outside = (name for swept in before for name in swept.segment.inputs if name not in made)
+    outside = (name for sweep in before for name in sweep.segment.inputs if name not in made)
     inputs = dict.fromkeys((*outside, *sorted(stop)))
     merged = replace(reader.segment, ops=tuple(ops), apart=(), inputs=tuple(inputs), loss=None)
     chosen = {op.id for op in ops}
-    known = [op for swept in before for op in swept.statistics if op.id in chosen]
+    known = [op for sweep in before for op in sweep.statistics if op.id in chosen]
     wanted = [name for name in reader.segment.inputs if name in made]
     in_parts = tuple(name for name in wanted if name not in whole)
     at_once = tuple(name for name in wanted if name in whole)
-    stream = Stream(
+    remat = RematerialisedInputs(
         reader.segment,
         towards(merged, known, in_parts) if in_parts else None,
         towards(merged, known, at_once) if at_once else None,
         sum(not set(in_parts).isdisjoint(each.segment.inputs) for each in reader.rounds),
     )
-    return stream if stream.segments else None
+    return remat if remat.segments else None
 
 
 def _macs(segment: Segment) -> int:

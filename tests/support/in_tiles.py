@@ -16,8 +16,8 @@ from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.rects import cut_tensors
 from stowplan.plan.tiles.segment import Segment, segment_of
 from stowplan.run.step.straight import StraightStep
+from stowplan.run.tiles.insertions import capture_with_sweeps
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.swept import capture_swept
 
 
 def stretch(captured: Captured, first: str | None = None, last: str | None = None) -> Segment:
@@ -184,7 +184,7 @@ def step_in_tiles(
     sweeps = [
         Sweep(stretch(captured, first, last), captured.program.calls, parts) for first, last, parts in cuts
     ]
-    return StraightStep(capture_swept(captured, model, args, sweeps=sweeps), model)
+    return StraightStep(capture_with_sweeps(captured, model, args, sweeps=sweeps), model)
 
 
 def gradients_of(run: object, model: nn.Module, args: tuple[object, ...]) -> tuple[Tensor, list[Tensor]]:

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
-from stowplan.plan.tiles.idle import idle_ops
+from stowplan.plan.tiles.not_needed import not_needed_in_backward
 from stowplan.plan.tiles.rounds import refusal
 from stowplan.run.parts import attending, resizing
 from stowplan.run.parts.pooling import max_of_slices
+from tests.support.in_tiles import error_in_tiles, stretch
 from tests.support.models import images
-from tests.support.sweeping import error_in_tiles, stretch
 
 pytestmark = pytest.mark.torch
 EXACT = 1e-12
@@ -158,6 +158,6 @@ def test_a_mask_that_counts_from_the_tile_is_caught(monkeypatch: pytest.MonkeyPa
 def test_products_whose_results_no_gradient_reads_are_idle() -> None:
     layers = (nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3))
     ends_linear = stretch(capture(nn.Sequential(*layers), (images(1, 2, 9, 9),)))
-    assert idle_ops(ends_linear) == {"convolution_1"}
+    assert not_needed_in_backward(ends_linear) == {"convolution_1"}
     ends_curved = stretch(capture(nn.Sequential(*layers, nn.Tanh()), (images(1, 2, 9, 9),)))
-    assert idle_ops(ends_curved) == frozenset()
+    assert not_needed_in_backward(ends_curved) == frozenset()

@@ -1,7 +1,9 @@
-"""The knee: how much longer a segment takes in tiles than whole, as this machine runs tiles of that size.
+"""Sweep probes: how much longer a segment takes in tiles than whole, on this machine and with tiles of this
+size.
 
-Small parts may be slower, when starting an op counts, or faster, when they stay in a cache. Both show when
-tiles are tried, before a step with the sweep in it is captured: each sweep once, whatever ways have it.
+Small parts may be slower, if launching ops dominates, or faster, if they stay in a cache. A probe of some
+tiles shows both before a step with the sweep is captured. Each sweep is probed once, however many candidates
+have it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +17,7 @@ from stowplan.ir import DType, Graph, Kind, Phase, Tensor
 from stowplan.plan.options import Progress
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.candidates import Tiled
-from stowplan.plan.tiles.streams import Stream
+from stowplan.plan.tiles.rematerialise import RematerialisedInputs
 from stowplan.run.cost.machine import device_of
 from stowplan.run.cost.probe import costs_of_calls
 from stowplan.run.cost.signature import Signature, call_signature
@@ -23,11 +25,11 @@ from stowplan.run.tiles.sweep import Sweep
 from stowplan.torch_private import OpOverload
 
 _OPS = torch.ops.stowplan
-_HOPE = 0.75  # of the time by work: no sweep is expected to be faster
+_OPTIMISM = 0.75  # of the time by work: no sweep is expected to be faster
 
 
-class Sweeping:
-    """The sweeps of the ways to tile a step: each is made and tried once, when first asked for."""
+class SweepProbes:
+    """The sweeps of a step's tiled candidates: each is built and probed once, when it is first needed."""
 
     def __init__(
         self, graph: Graph, calls: Mapping[str, Call], pricing: Pricing, progress: Progress | None = None
@@ -37,33 +39,35 @@ class Sweeping:
         self._extra: dict[str, float] = {}
 
     def sweep(self, tiled: Tiled) -> Sweep:
-        """A segment on its grid, made ready to run."""
+        """The sweep of a segment on its grid."""
         if tiled not in self._sweeps:
             self._sweeps[tiled] = Sweep(tiled.segment, self._calls, tiled.parts)
         return self._sweeps[tiled]
 
     def extra_seconds(self, tiled: Tiled) -> float:
-        """What a sweep takes forward and backward, beyond what its segment takes whole."""
+        """The measured seconds of a sweep, forward and backward, beyond those of its segment untiled."""
         sweep = self.sweep(tiled)
         if sweep.name not in self._extra:
             self._extra[sweep.name] = self._seconds_in_tiles(sweep) - sum(self._seconds_whole(tiled))
         return self._extra[sweep.name]
 
-    def hoped_extra_seconds(self, tiled: Tiled) -> float:
-        """The same as far as it is known without trying: by work, which small tiles may do faster."""
+    def optimistic_extra_seconds(self, tiled: Tiled) -> float:
+        """A lower bound on them without a probe: by work, which small tiles may do faster."""
         forward, backward = self._seconds_whole(tiled)
         times = tiled.costs.forward_macs / max(1, tiled.costs.untiled_macs)
         again = 1 if tiled.segment.loss is None else 0
-        return _HOPE * ((1 + again) * times * forward + backward) - forward - backward
+        return _OPTIMISM * ((1 + again) * times * forward + backward) - forward - backward
 
-    def hoped_seconds(self, stream: Stream) -> float:
-        """What making the inputs of a sweep once more takes at least, as far as that is known."""
-        return _HOPE * sum(self._pricing.seconds[op.id] for segment in stream.segments for op in segment.ops)
+    def optimistic_seconds(self, remat: RematerialisedInputs) -> float:
+        """A lower bound on the seconds of recomputing the inputs of a sweep."""
+        return _OPTIMISM * sum(
+            self._pricing.seconds[op.id] for segment in remat.segments for op in segment.ops
+        )
 
     def _seconds_in_tiles(self, sweep: Sweep) -> float:
         costs = costs_of_calls(signatures_of(sweep), device_of(self._graph), progress=self._progress)
         if None in costs.values():
-            raise NotTileable(f"{sweep.name} could not be tried here")
+            raise NotTileable(f"{sweep.name} could not be probed on this machine")
         return sum(cost.seconds for cost in costs.values() if cost)
 
     def _seconds_whole(self, tiled: Tiled) -> tuple[float, float]:
@@ -76,7 +80,7 @@ class Sweeping:
 
 
 def signatures_of(sweep: Sweep) -> list[Signature]:
-    """The calls that a step with the sweep will have, on tensors as the step without it has them."""
+    """The calls of a sweep in a captured step, on the tensors of the step without it."""
     segment, tensors = sweep.segment, sweep.segment.graph.tensors
     gradients = {t.gradient_of: t.id for t in tensors.values() if t.gradient_of is not None}
     wanted = tuple(place for place, name in enumerate(segment.inputs) if name in gradients)
@@ -104,7 +108,7 @@ def _signature(sweep: Sweep, target: OpOverload, *args: Argument) -> Signature:
 
 
 def _statistics(sweep: Sweep) -> Iterator[Tensor]:
-    """What is gathered on the way, described."""
+    """Descriptions of the statistics that a sweep gathers."""
     device = sweep.segment.graph.tensors[sweep.segment.inputs[0]].device
     for gathering in sweep.gatherings.values():
         dtype = DType(str(gathering.dtype).removeprefix("torch."))

@@ -1,7 +1,7 @@
-"""Which ops of a segment need not be run again to be differentiated: products whose values nobody looks at.
+"""Ops that are not needed in backward: products whose results no gradient reads.
 
-The gradients of a convolution or a matrix product do not read its result. Where that only goes through sums
-and views to the segment's end, running the product again would be work for nothing.
+The gradients of a convolution or a matrix product do not read its result. If only sums and views lie between
+the product and the segment's end, no other gradient reads it either, and backward need not recompute it.
 """
 
 from stowplan.ops.tiling import RESHAPES
@@ -19,8 +19,8 @@ _LINEAR = frozenset(
 )
 
 
-def idle_ops(segment: Segment) -> frozenset[str]:
-    """The products, by op, whose values no gradient of the segment needs."""
+def not_needed_in_backward(segment: Segment) -> frozenset[str]:
+    """The ids of the products whose results no gradient of the segment reads."""
     if segment.loss is not None:
         return frozenset()
     needed, idle = set[str](), set[str]()

@@ -1,7 +1,8 @@
-"""What there is while ops that follow each other are differentiated as one, besides what they hold inside.
+"""Backward footprint: the memory that is live around a segment while the segment is differentiated.
 
-That is what they read, the gradients of what they read and make and of all that passes them by, the step's
-inputs, all parameters, and the gradients of those that were read from there on. All else can be made again.
+It holds the segment's inputs, the gradients of its inputs, of its outputs and of tensors that bypass it, the
+inputs of the step, all parameters, and the gradients of the parameters that this segment and later ops read.
+Everything else can be recomputed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,8 +11,8 @@ from stowplan.analyse.costs import estimated_workspaces
 from stowplan.ir import Graph, Kind, Phase
 
 
-class Needs:
-    """The forward half by places, for one graph."""
+class BackwardFootprint:
+    """Finds the backward footprint of segments of one graph."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -27,12 +28,12 @@ class Needs:
 
     @property
     def standing_bytes(self) -> int:
-        """All parameters and their gradients, and what comes from outside."""
+        """The bytes of all parameters and their gradients, and of the step's inputs."""
         outside = self._readers.keys() - self._made.keys() - self._parameters
         return 2 * self._bytes(self._parameters) + self._bytes(outside)
 
     def beside(self, ops: Sequence[str]) -> int:
-        """What there is besides what these ops hold inside."""
+        """The live bytes around these ops, without the tensors inside them."""
         first, last = self._place[ops[0]], self._place[ops[-1]]
         total = self._bytes(self._parameters)
         for name, places in self._readers.items():
@@ -40,7 +41,7 @@ class Needs:
         return total
 
     def _times(self, name: str, places: Sequence[int], first: int, last: int) -> int:
-        """How often a tensor's bytes are there: itself, its gradient, both or none."""
+        """How many copies of a tensor's bytes are live: the tensor, its gradient, both or none."""
         if name in self._parameters:
             return int(places[-1] >= first)
         if name not in self._made:
@@ -52,7 +53,7 @@ class Needs:
         return is_read + int(is_read or places[-1] > last)
 
     def kernels(self, ops: Sequence[str], tiles: int = 1) -> int:
-        """What a kernel takes for itself, coarsely: its share in a tile, but for a copy of its weight."""
+        """A rough estimate of a kernel's workspace: divided by the tiles, but at least its weight."""
         whole = max(self._kernels[op] for op in ops) // tiles
         return whole if tiles == 1 else max(whole, *map(self._weight_bytes, ops))
 
@@ -64,7 +65,7 @@ class Needs:
 
 
 def _kernels(graph: Graph) -> dict[str, int]:
-    """By forward op, the most that it or its adjoint takes, estimated."""
+    """By forward op, the larger estimated workspace of the op and its adjoint."""
     found: dict[str, int] = {}
     estimated = estimated_workspaces(graph)
     for op in graph.ops:

@@ -1,7 +1,8 @@
-"""Succession: which outputs of a segment may be written over inputs, and which gradients over gradients.
+"""Buffer reuse: which outputs of a segment may overwrite inputs, and which gradients may overwrite gradients.
 
-Where each tile reads of an input just what it writes of an output, as on the skip of a residual block, no
-other tile reads there. One block is enough for both; and so it is, on the way back, for their gradients.
+If each tile reads exactly the part of an input that it writes of an output, as on the skip of a residual
+block, no other tile reads that part. The output can then take the input's memory, and in backward the input's
+gradient can take the memory of the output's gradient.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +16,11 @@ from stowplan.plan.tiles.rounds import Round
 _SUMMED_AS_THEY_ARE = (DType.FLOAT32, DType.FLOAT64)  # gradients of narrower ones are added up in float32
 
 
-def successors(last: Round) -> Mapping[str, str]:
-    """By input, the output that may take its place, and whose gradient its own may; each at most once.
+def buffers_reused(last: Round) -> Mapping[str, str]:
+    """By input, the output that may overwrite it; in backward its gradient may overwrite the output's
+    gradient.
 
-    `last` is the round that makes the outputs. Others differentiate after it, and only add.
+    `last` is the pass that computes the outputs. Other passes are differentiated after it, and only add.
     """
     if last.segment.loss is not None:
         return {}
@@ -28,13 +30,13 @@ def successors(last: Round) -> Mapping[str, str]:
 def _pairs(last: Round) -> Iterator[tuple[str, str]]:
     left = list(last.segment.outputs)
     for name in last.segment.inputs:
-        output = next((each for each in left if _may_succeed(last, name, each)), None)
+        output = next((each for each in left if _may_overwrite(last, name, each)), None)
         if output is not None:
             left.remove(output)
             yield name, output
 
 
-def _may_succeed(last: Round, name: str, output: str) -> bool:
+def _may_overwrite(last: Round, name: str, output: str) -> bool:
     return _look_alike(last.segment.graph, name, output) and _is_read_where_written(last, name, output)
 
 

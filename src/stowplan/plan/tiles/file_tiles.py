@@ -1,4 +1,4 @@
-"""A file's tile schedule beside ours: the same network, in tiles that take no more memory than the file's."""
+"""Tiles to compare with the file's tiles: the same network, in tiles that take no more memory."""
 
 from itertools import product
 from math import prod
@@ -17,7 +17,7 @@ from stowplan.plan.tiles.segment import Segment, segment_of
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # of parts along a dim that are tried
 
 
-def our_tiles(document: Document) -> TileMap | None:
+def tiles_for_document(document: Document) -> TileMap | None:
     """The grid with the least work among those whose tiles fit; None if there are none."""
     schedule = document.tiles
     if schedule is None:

@@ -15,10 +15,10 @@ from stowplan.run.measure.measure import measure
 from stowplan.run.planning.price import plan_within, price_captured
 from stowplan.run.planning.subject import PlannedStep
 from stowplan.run.step.straight import StraightStep
+from stowplan.run.tiles.insertions import capture_with_sweeps
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.swept import capture_swept
+from tests.support.in_tiles import gradients_of, in_order, relative_error, step_in_tiles, stretch, sweeps_of
 from tests.support.nets import NETS
-from tests.support.sweeping import gradients_of, in_order, relative_error, step_in_tiles, stretch, sweeps_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 IN_PLACE, BESIDE = "stowplan.sweep_backward_.default(", "stowplan.sweep_backward.default("
@@ -48,12 +48,12 @@ class Residual(nn.Module):
         return found.square().mean()
 
 
-def swept_residual() -> tuple[Residual, tuple[Tensor, ...], Captured]:
+def residual_with_sweeps() -> tuple[Residual, tuple[Tensor, ...], Captured]:
     torch.manual_seed(0)
     model, args = Residual().double(), (torch.randn(1, 2, 32, 32, dtype=torch.float64),)
     captured = in_order(capture(model, args))
     sweeps = sweeps_of(captured, stretches_between_narrow_norms(captured.graph))
-    return model, args, capture_swept(captured, model, args, sweeps=sweeps)
+    return model, args, capture_with_sweeps(captured, model, args, sweeps=sweeps)
 
 
 def never_over(graph: Graph) -> Graph:
@@ -82,7 +82,7 @@ def error_of(step: StraightStep, model: nn.Module, args: tuple[Tensor, ...]) -> 
 
 
 def test_a_residual_net_needs_one_block_for_both_gradients() -> None:
-    model, args, captured = swept_residual()
+    model, args, captured = residual_with_sweeps()
     pricing = price_captured(captured)
     graphs = captured.graph, never_over(captured.graph)
     over, beside = (

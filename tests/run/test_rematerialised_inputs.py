@@ -11,16 +11,16 @@ from stowplan.ir import validate
 from stowplan.plan.candidate import Baseline, Refusals
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.tiles.borders import in_tiling_order
-from stowplan.plan.tiles.streaming import streamed_tilings
+from stowplan.plan.tiles.rematerialised_tilings import rematerialised_tilings
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.plan_cache import saved_step
 from stowplan.run.planning.price import price_captured
 from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.candidates import TiledCandidate
-from stowplan.run.tiles.knee import Sweeping
+from stowplan.run.tiles.sweep_probes import SweepProbes
+from tests.support.in_tiles import gradients_of, relative_error
 from tests.support.nets import NETS
-from tests.support.sweeping import gradients_of, relative_error
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 BACKWARD = "stowplan.sweep_backward.default"
@@ -38,14 +38,14 @@ def built(name: str) -> Subject:
     return Subject(capture(model, args), model, args, {})
 
 
-def streamed_ways(subject: Subject) -> list[TiledCandidate]:
+def rematerialising_candidates(subject: Subject) -> list[TiledCandidate]:
     early = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
-    sweeping = Sweeping(early.graph, early.program.calls, price_captured(early))
+    probes = SweepProbes(early.graph, early.program.calls, price_captured(early))
     ordered, step = replace(subject, captured=early), Baseline(1.0, 2**30)
     return [
-        TiledCandidate(ordered, tiling, streams, sweeping, step, SEARCH)
-        for tiling, streams in streamed_tilings(early.graph, Refusals())
-        if streams
+        TiledCandidate(ordered, tiling, remats, probes, step, SEARCH)
+        for tiling, remats in rematerialised_tilings(early.graph, Refusals())
+        if remats
     ]
 
 
@@ -53,7 +53,7 @@ def streamed_ways(subject: Subject) -> list[TiledCandidate]:
 def test_gradients_are_the_same(name: str) -> None:
     subject = built(name)
     loss, gradients = gradients_of(subject.model, subject.model, subject.args)
-    ways = streamed_ways(subject)
+    ways = rematerialising_candidates(subject)
     assert len(ways) > 1
     for way in ways:
         graph = validate(way.captured.graph)
@@ -68,7 +68,7 @@ def test_a_plan_with_streams_keeps_its_budget_and_comes_back() -> None:
     """The smallest that the ways with streams have: as projected, and the same step from the plan alone."""
     subject = built("resnet50")
     model, args = subject.model, subject.args
-    way = min(streamed_ways(subject), key=lambda way: way.floor_bytes)
+    way = min(rematerialising_candidates(subject), key=lambda way: way.floor_bytes)
     allowed = min(offer.peak_bytes for offer in way.tradeoffs())
     plan = way.plan(allowed)
     assert any(told.made_of for told in plan.tile_maps)

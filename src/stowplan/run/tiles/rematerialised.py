@@ -1,4 +1,4 @@
-"""A step in which sweeps are differentiated with streams: their inputs are made again of what is kept."""
+"""A step in which the backward of sweeps rematerialises inputs: it recomputes them from kept tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,39 +10,39 @@ from stowplan.capture.program import attributes_of, inputs_of
 from stowplan.capture.schema import leaves
 from stowplan.ir import Op, Phase, Role, Use
 from stowplan.ops.table import shape_of
+from stowplan.plan.tiles.rematerialise import RematerialisedInputs
 from stowplan.plan.tiles.segment import Segment
-from stowplan.plan.tiles.streams import Stream
 from stowplan.run.tiles.sweep import Sweep
 
 _GATHER, _BACKWARD = "stowplan.gather.default", "stowplan.sweep_backward.default"
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
-    """How a sweep is differentiated: as `sweep`, behind one that makes what it reads whole, if any."""
+class RematerialisedSweep:
+    """How a sweep is differentiated: as `sweep`, after `before`, which recomputes whole inputs, if any."""
 
     sweep: Sweep
     before: Sweep | None
 
 
-def streamed_sweeps(
-    sweeps: Sequence[Sweep], streams: Mapping[str, Stream], calls: Mapping[str, Call]
-) -> dict[str, Streamed]:
-    """By the names of sweeps, how those with streams are differentiated; others gather their statistics."""
+def rematerialised_sweeps(
+    sweeps: Sequence[Sweep], remats: Mapping[str, RematerialisedInputs], calls: Mapping[str, Call]
+) -> dict[str, RematerialisedSweep]:
+    """By the name of a sweep that rematerialises inputs, how it is differentiated."""
     gathered = {op: gathering for sweep in sweeps for op, gathering in sweep.gatherings.items()}
-    found: dict[str, Streamed] = {}
-    for sweep in (sweep for sweep in sweeps if sweep.name in streams):
-        stream = streams[sweep.name]
-        whole, parts = stream.at_once, stream.in_parts
-        found[sweep.name] = Streamed(
-            sweep if parts is None else sweep.streaming(stream, calls, gathered),
+    found: dict[str, RematerialisedSweep] = {}
+    for sweep in (sweep for sweep in sweeps if sweep.name in remats):
+        remat = remats[sweep.name]
+        whole, parts = remat.at_once, remat.in_parts
+        found[sweep.name] = RematerialisedSweep(
+            sweep if parts is None else sweep.rematerialising(remat, calls, gathered),
             None if whole is None else Sweep(whole, calls, _grid(whole, sweeps), gathered),
         )
     return found
 
 
 def _grid(segment: Segment, sweeps: Sequence[Sweep]) -> tuple[int, ...]:
-    """As fine as those of the sweeps that it repeats, as far as its outputs can be cut so."""
+    """A grid as fine as those of the sweeps that the segment repeats, as far as its outputs allow."""
     inside = {op.id for op in segment.ops}
     grids = [sweep.parts for sweep in sweeps if not inside.isdisjoint(op.id for op in sweep.segment.ops)]
     shapes = [shape_of(segment.graph.tensors[name]) for name in segment.outputs]
@@ -50,11 +50,13 @@ def _grid(segment: Segment, sweeps: Sequence[Sweep]) -> tuple[int, ...]:
     return tuple(min(of_dim) for of_dim in zip(finest, *shapes, strict=False))
 
 
-def with_streams(captured: Captured, sweeps: Sequence[Sweep], streamed: Mapping[str, Streamed]) -> Captured:
-    """The step, captured with `sweeps`, in which those that `streamed` has by name are differentiated so."""
+def with_rematerialised_inputs(
+    captured: Captured, sweeps: Sequence[Sweep], rematerialised: Mapping[str, RematerialisedSweep]
+) -> Captured:
+    """The step, captured with `sweeps`, with the backward of those that `rematerialised` names replaced."""
     rewriting = _Rewriting(captured, _names_in(captured, sweeps))
     for op in captured.graph.ops:
-        found = streamed.get(str(op.attributes.get("name")))
+        found = rematerialised.get(str(op.attributes.get("name")))
         if found is not None and op.type == _BACKWARD:
             rewriting.add(op, found)
         else:
@@ -63,7 +65,7 @@ def with_streams(captured: Captured, sweeps: Sequence[Sweep], streamed: Mapping[
 
 
 class _Rewriting:
-    """The ops, tensors and calls of a step so far."""
+    """The ops, tensors and calls of the rewritten step so far."""
 
     def __init__(self, captured: Captured, names: Mapping[str, str]) -> None:
         self._captured, self._names = captured, names
@@ -71,8 +73,8 @@ class _Rewriting:
         self._ahead = {n for op in captured.graph.ops if op.phase is Phase.FORWARD for n in op.writes()}
         self.ops: list[Op] = []
 
-    def add(self, op: Op, found: Streamed) -> None:
-        """A backward sweep, behind what makes some of its inputs."""
+    def add(self, op: Op, found: RematerialisedSweep) -> None:
+        """Add a backward sweep, after the op that recomputes some of its inputs."""
         names = dict(self._names)
         if found.before is not None:
             names |= self._remake(op, found.before)
@@ -81,7 +83,7 @@ class _Rewriting:
         self._put(op, replace(self._calls[op.id], args=args))
 
     def _remake(self, reader: Op, sweep: Sweep) -> dict[str, str]:
-        """An op that makes inputs of the reader; what they are called in the step, by their names before."""
+        """Add an op that recomputes inputs of the reader; returns their new names by the old ones."""
         outputs = sweep.segment.outputs
         made = {name: f"{self._names[name]}_for_{reader.id}" for name in outputs}
         for name, again in made.items():
@@ -106,12 +108,12 @@ class _Rewriting:
 
 
 def _operands(sweep: Sweep, names: Mapping[str, str]) -> tuple[tuple[Ref, ...], ...]:
-    """What a sweep reads, and the statistics that it knows."""
+    """The tensors that a sweep reads, and the statistics that it is given."""
     return tuple(tuple(Ref(names[name]) for name in of) for of in (sweep.reads, sweep.known))
 
 
 def _names_in(captured: Captured, sweeps: Sequence[Sweep]) -> dict[str, str]:
-    """What sweeps read, make and gather, by its name in the step that they were cut out of."""
+    """The names of tensors that sweeps read, make and gather, by their names in the step without sweeps."""
     by_name = {sweep.name: sweep for sweep in sweeps}
     names: dict[str, str] = {}
     for op in captured.graph.ops:

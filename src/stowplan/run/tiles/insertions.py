@@ -1,4 +1,4 @@
-"""A captured step with segments of its forward half replaced by sweeps, captured once more."""
+"""Capturing a step a second time, with sweeps in place of segments of its forward half."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from stowplan.run.tiles.sweep import Sweep
 from stowplan.torch_private import OpOverload
 
 
-def capture_swept(
+def capture_with_sweeps(
     captured: Captured,
     model: nn.Module,
     args: tuple[object, ...],
@@ -32,7 +32,7 @@ def capture_swept(
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
+class SweepInsertion:
     """A sweep in the place of its segment's ops."""
 
     sweep: Sweep
@@ -81,4 +81,4 @@ def _in_order(graph: Graph, sweeps: Sequence[Sweep], skips: Sequence[Skip]) -> I
             late = tuple(skip for skip in skips if skip.reader == op.id)
             yield Late(op, late) if late else op
         elif op.id in last:
-            yield Swept(last[op.id])
+            yield SweepInsertion(last[op.id])
