@@ -32,9 +32,9 @@ from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
+from stowplan.run.baseline import baseline_steps
 from stowplan.run.measure.measure import measure
 from stowplan.run.offload.disk import DiskTier
-from stowplan.run.plain import plain_steps
 from stowplan.run.planning.planner import step_planner
 from stowplan.run.planning.price import price_captured
 from stowplan.run.planning.subject import Subject
@@ -93,7 +93,7 @@ def time_lines(name: str, shares: Sequence[float], tier: DiskTier) -> Iterator[s
     captured = capture(*example)
     pricing = replace(price_captured(captured), tier=tier.described())
     planner = Planner.of(captured.graph, pricing, options=PlanOptions(allow=("offload",)))
-    plain = StraightStep(captured, example.model, steps=plain_steps(captured.graph))
+    plain = StraightStep(captured, example.model, steps=baseline_steps(captured.graph))
     for share in shares:
         plan = verify(planner.plan(_between(planner.minimum_bytes, planner.plain_peak_bytes, share)))
         moved = StraightStep(captured, example.model, steps=plan.steps, tier=tier)

@@ -77,7 +77,7 @@ def inspect_step(
     optimizer: str | None = None,
     progress: Progress | None = None,
 ) -> "StepInspection":
-    """What the plain training step of MODULE:FUNCTION takes; `measured` runs it once besides."""
+    """The memory and the work of the eager training step of MODULE:FUNCTION; `measured` also runs it once."""
     from stowplan.run.measure.inspect_step import inspect_step as look
     from stowplan.run.target import load_target
 

@@ -20,7 +20,7 @@ from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Basis, Pricing
 from stowplan.plan.tier import Tier
-from stowplan.run.plain import plain_steps
+from stowplan.run.baseline import baseline_steps
 
 MB = 10**6
 TIER = Tier("disk", 10**9, store_bytes_per_second=MB, load_bytes_per_second=MB)
@@ -72,7 +72,7 @@ def moved(steps: tuple[Step, ...], name: str, *, gone: str, back: str) -> list[S
 )
 def test_the_clock_counts_what_is_waited_for(seconds: float, gone: str, back: str, stalls: float) -> None:
     graph = chain(5)
-    steps = moved(plain_steps(graph), "a0", gone=gone, back=back)
+    steps = moved(baseline_steps(graph), "a0", gone=gone, back=back)
     run = simulate(graph, steps, priced(graph, seconds).seconds, tier=TIER)
     assert run.stall_seconds == pytest.approx(stalls)
     assert run.seconds == pytest.approx(10 * seconds + stalls)
@@ -81,11 +81,11 @@ def test_the_clock_counts_what_is_waited_for(seconds: float, gone: str, back: st
 
 def test_transfers_of_one_way_come_one_after_the_other() -> None:
     graph = chain(4)
-    intervals = idle_intervals_of(graph, plain_steps(graph))
+    intervals = idle_intervals_of(graph, baseline_steps(graph))
     chosen = [interval for interval in intervals if interval.tensors[0] in ("a0", "a1")]
     transfers = _transfers(graph, 0.1, TIER)
     caps = {transfers.intervals.index(interval): Caps(interval.after, interval.before) for interval in chosen}
-    steps = insert_transfers(plain_steps(graph), transfers.outcome(caps).moves)
+    steps = insert_transfers(baseline_steps(graph), transfers.outcome(caps).moves)
     first, second = (
         t for t in simulate(graph, steps, priced(graph, 0.1).seconds, tier=TIER).transfers if t.is_store
     )
@@ -93,7 +93,7 @@ def test_transfers_of_one_way_come_one_after_the_other() -> None:
 
 
 def _transfers(graph: Graph, seconds: float, tier: Tier) -> TransferSchedule:
-    steps = plain_steps(graph)
+    steps = baseline_steps(graph)
     plain = simulate(graph, steps, priced(graph, seconds).seconds)
     intervals = idle_intervals_of(graph, steps, gradients=True)
     return TransferSchedule(
@@ -117,7 +117,7 @@ def test_the_search_and_the_judge_agree() -> None:
             for middle in [chance.randrange(interval.after, interval.before - 1)]
         }
         outcome = transfers.outcome(caps)
-        steps = insert_transfers(plain_steps(graph), outcome.moves)
+        steps = insert_transfers(baseline_steps(graph), outcome.moves)
         judged = simulate(graph, steps, priced(graph, seconds).seconds, tier=tier)
         assert judged.peak_bytes == outcome.peak_bytes
         assert judged.seconds == pytest.approx(outcome.seconds)
@@ -191,7 +191,7 @@ def test_a_sum_that_was_stored_before_its_last_part_is_not_loaded() -> None:
     ops = list(graph.ops)
     ops.insert(5, added)
     graph = replace(graph, ops=tuple(ops))
-    steps = list(plain_steps(graph))
+    steps = list(baseline_steps(graph))
     made, summed = (_place(steps, op) for op in ("b1", "b9"))
     steps[summed + 1 : summed + 1] = [Free(("g1",)), Load(("g1",))]
     steps.insert(made + 1, Store(("g1",)))

@@ -11,7 +11,7 @@ from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.formats import chainer
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use
 from stowplan.plan.decision import Free, RecomputeOp
-from stowplan.plan.explain.timeline import plain_timeline_of, timeline_of_plan
+from stowplan.plan.explain.timeline import baseline_timeline_of, timeline_of_plan
 from stowplan.plan.explain.transfers import clock_of
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
@@ -97,7 +97,7 @@ def test_the_plain_timeline_peaks_where_the_plan_says() -> None:
         graph, Pricing(prices.seconds, Basis.MEASURED, workspace), options=PlanOptions(moves=50)
     )
     plan = planner.plan(planner.plain_peak_bytes)
-    assert plain_timeline_of(plan).curve_bytes().max() == plan.plain_peak_bytes
+    assert baseline_timeline_of(plan).curve_bytes().max() == plan.plain_peak_bytes
 
 
 @pytest.fixture

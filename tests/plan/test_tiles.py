@@ -11,7 +11,7 @@ from stowplan.errors import BadUse
 from stowplan.formats.door import read_document
 from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.ir import Graph, Phase
-from stowplan.plan.planner import plain_peak_of
+from stowplan.plan.planner import baseline_peak_of
 from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.tiles.collapse import collapse
 from stowplan.plan.tiles.costs import costs_of_sweep
@@ -87,7 +87,7 @@ def test_the_documents_unet_in_tiles(
     pricing = price_by_macs(unet.graph)
     costs = costs_of_sweep(unet, rounds_of(unet, parts))
     collapsed = collapse(unet, costs, pricing)
-    assert plain_peak_of(collapsed.graph, collapsed.pricing) <= peak_mib * MIB
+    assert baseline_peak_of(collapsed.graph, collapsed.pricing) <= peak_mib * MIB
     assert 0 <= collapsed.extra_macs <= extra * costs_of(unet.graph).step_macs
 
 

@@ -13,8 +13,8 @@ from torch._ops import OpOverload
 
 from stowplan.capture import Call, Ref, capture
 from stowplan.plan.decision import RecomputeOp
+from stowplan.run.baseline import baseline_steps
 from stowplan.run.fit import plans_of
-from stowplan.run.plain import plain_steps
 from stowplan.run.step.lines import call_lines
 from stowplan.run.step.literals import literal
 from stowplan.run.step.source import Source, source_of
@@ -46,7 +46,7 @@ class Named(nn.Module):
 
 def source_for(model: nn.Module, *args: Tensor) -> Source:
     captured = capture(model, args)
-    return source_of(captured.graph, captured.program, plain_steps(captured.graph))
+    return source_of(captured.graph, captured.program, baseline_steps(captured.graph))
 
 
 @pytest.mark.parametrize("names", [*((name, "b") for name in NAMES), *ALIKE])

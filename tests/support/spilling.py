@@ -16,10 +16,10 @@ from stowplan.capture import Captured, capture
 from stowplan.plan.decision import Step
 from stowplan.plan.offload.idle_intervals import idle_intervals_of
 from stowplan.plan.offload.insert_transfers import Move, insert_transfers
+from stowplan.run.baseline import baseline_steps
 from stowplan.run.offload.calls import SystemCalls
 from stowplan.run.offload.disk import DiskTier
 from stowplan.run.offload.spill import BLOCK
-from stowplan.run.plain import plain_steps
 from stowplan.run.step.straight import StraightStep
 
 SMALL = 2**14  # bytes of a chunk, so that small tensors take several
@@ -41,7 +41,7 @@ class Little(nn.Module):
 
 def everything_moved(captured: Captured, *, gradients: bool = True) -> tuple[Step, ...]:
     """The plain step with every idle stretch in the tier, from its first to its last moment."""
-    steps = plain_steps(captured.graph)
+    steps = baseline_steps(captured.graph)
     intervals = idle_intervals_of(captured.graph, steps, gradients=gradients)
     return insert_transfers(
         steps, [Move(interval, interval.after, interval.before) for interval in intervals]

@@ -1,7 +1,7 @@
 """A lower bound on the extra seconds of any schedule that keeps the graph's order within a budget.
 
-Cut the order at one op s after the turn and look only at what must cross. With k_v the share of forward value
-v that crosses the cut and r_o the share of forward op o that runs again after it:
+Cut the order at one op s after the turn and consider only the values that cross the cut. Let k_v be the share
+of forward value v that crosses it, and r_o the share of forward op o that is recomputed after it:
 
     minimise    sum of seconds_o * r_o
     subject to  k_v + r_maker(v) >= 1          v is read by an op after s           (_needed_later)
@@ -9,7 +9,7 @@ v that crosses the cut and r_o the share of forward op o that runs again after i
                 sum of bytes_v * k_v <= room   what the budget leaves at s          (_room_at)
 
 Every schedule within the budget gives such k and r for every s, so the largest optimum over some cuts is a
-bound. What s itself reads and writes is in memory at s in any case and takes no room.
+bound. The operands and results of s are in memory at s in any case and take no room.
 """
 
 from dataclasses import dataclass

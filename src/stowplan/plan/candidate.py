@@ -37,30 +37,30 @@ class Baseline:
 
 
 class Candidate(Protocol):
-    """A source of plans, of which some things can be known before plans are searched for.
+    """A graph for the step that can answer a budget. Its bounds are known before its plans are searched.
 
-    Every method may raise NotTileable: then it turns out to be no candidate.
+    Every method may raise NotTileable; the graph is then dropped as a candidate.
     """
 
     @property
     def stretches(self) -> tuple[str, ...]:
-        """The parts of the step that it computes otherwise, by names that a user knows."""
+        """The parts of the step that it computes in another way, by names that a user knows."""
 
     @property
     def floor_bytes(self) -> int:
-        """No plan of it is expected to need less."""
+        """The smallest peak expected of its plans."""
 
     def bounds(self, allowed_bytes: int) -> Iterator[float]:
-        """Seconds that no plan of it within so many bytes is expected to be below; infinite if there is none.
+        """Lower bounds on the seconds of its plans within a budget; infinite if no plan is.
 
-        Each is closer than the one before, and takes longer to know.
+        Each bound is closer than the one before, and takes longer to compute.
         """
 
     def plan(self, allowed_bytes: int) -> Plan:
         """The fastest plan found; raises BudgetTooSmall."""
 
     def tradeoffs(self) -> Iterable[Tradeoff]:
-        """All that it can answer with."""
+        """All pairs of peak and time that its plans have."""
 
 
 class Refusals:
@@ -120,7 +120,7 @@ class GraphCandidate:
         yield self.least_seconds(allowed_bytes)
 
     def least_seconds(self, allowed_bytes: int) -> float:
-        """What no plan within so many bytes is below; infinite if there is none."""
+        """A lower bound on the seconds of any plan within a budget; infinite if no plan is."""
         if allowed_bytes < self.floor_bytes:
             return inf
         bound = 0.0 if self.options.offloads else relaxed_bound_of(self._problem, allowed_bytes)

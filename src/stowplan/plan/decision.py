@@ -1,4 +1,4 @@
-"""Decision: the closed set of answers to "how long does this tensor live". Step: what a plan does in turn."""
+"""Decision: the closed set of answers to "how long does this tensor live". Step: one action of a plan."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -11,9 +11,10 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """Dropped after its last forward reader and made again late.
+    """Freed after its last forward reader and recomputed in backward.
 
-    `hold`: made once before the first backward reader and held to the last; otherwise made for each reader.
+    `hold`: recomputed once, before the first backward reader, and kept to the last; otherwise for each
+    reader.
     """
 
     hold: bool
@@ -21,7 +22,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Moved to a tier while nobody reads it, and back before its next reader."""
+    """Stored in a tier while no op reads it, and loaded back before its next reader."""
 
     tier: str
 
@@ -47,7 +48,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeOp:
-    """Run a forward op once more, for the outputs named; its other outputs are discarded at once."""
+    """Run a forward op a second time, for the outputs named; its other outputs are discarded at once."""
 
     op: str
     outputs: tuple[str, ...]
@@ -56,7 +57,7 @@ class RecomputeOp:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Let go of tensors; a storage is freed with the last tensor in it."""
+    """Free tensors; a storage is freed with the last tensor in it."""
 
     tensors: tuple[str, ...]
 
@@ -75,7 +76,7 @@ class Store:
 class Load:
     """Begin to read a storage back into new memory, under the names it was stored by.
 
-    The next op that uses one of them waits until all is read. What was stored can be loaded many times.
+    The next op that uses one of them waits until all is read. A stored storage can be loaded many times.
     """
 
     tensors: tuple[str, ...]

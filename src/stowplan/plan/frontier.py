@@ -4,13 +4,14 @@ Every schedule met during the search is offered to an archive that keeps those n
 seconds. A budget is answered by looking it up, so larger budgets never cost more time, smaller ones never
 more memory, and the same graph always gives the same plans.
 
-The search starts, budget by budget, from the values that cross the plain peak in the optimum of `bound`, and
-goes on by simulated annealing on the Ledger. Then the budget sweeps slowly between the plain peak and the
-floor, over the stretches where that start did not meet its bound: a good schedule for one budget is a few
-changes away from a good one for the next. Last comes the stretch above the floor, where it takes heat to get
-from one narrow way to another. Where the present peak is over the present budget, a value in memory across it
-is reconsidered; otherwise any. In networks of repeated blocks a value's twins in other blocks may follow
-it: what was found for one is tried on all. In the end, along the archive, whatever can be kept is kept.
+For each of some budgets the search starts from the values that cross the baseline's peak in the optimum of
+`bound`, and continues by simulated annealing on the Ledger. Then the budget moves slowly between the
+baseline's peak and the floor, through the ranges where the start did not meet its bound: a good schedule for
+one budget is a few changes away from a good one for the next. The range just above the floor comes last, at a
+higher temperature. If the current peak is over the current budget, a move changes a value that is in memory
+at the peak; otherwise any value. In networks of repeated blocks the same change may be applied to a value's
+twins in other blocks. At the end, at points along the archive, every value that can be kept within the
+point's peak is kept.
 """
 
 from bisect import bisect_right
@@ -33,13 +34,13 @@ from stowplan.plan.watch import Searching, tell
 _ANCHORS = 16  # budgets that get a start of their own
 _LARGE = 1500  # gaps from which on starts are rounded from a fractional optimum
 _TIGHTENED = 4  # how often such a start is asked for less
-_SETTLED = 0.001  # of the plain step: so near to the bound, a budget needs no further search
+_SETTLED = 0.001  # of the baseline's seconds: a budget this near to its bound needs no further search
 _SWEEPS = 6
 _HEATS = (-1.5, -1.0, -0.5)  # cooling of the last sweeps: so hot that a higher peak may come before a lower
 _OF_A_START, _OF_A_SWEEP = 0.3 / _ANCHORS, 0.6 / (_SWEEPS + len(_HEATS))  # shares of the time, roughly
 _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
 _HOT, _COLD = 0.1, 0.007  # temperatures, in seconds of an average droppable value's op
-_PENALTY = 4.0  # price of being over the budget by the whole plain peak, in seconds of the plain step
+_PENALTY = 4.0  # price of exceeding the budget by the baseline's whole peak, in seconds of the baseline
 _AT_PEAK = 0.7  # share of moves aimed at the peak while over the budget
 _ALONE = 0.1  # share of moves that decide about one gap only; the others about all that follow as well
 _USUAL = (State.KEEP, State.HOLD, State.EACH)  # what makes sense for all that follows
@@ -49,7 +50,7 @@ _TWINS = 0.05  # share of moves that take the twins along
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One schedule: its peak, its extra seconds over the plain step, and a state per gap."""
+    """One schedule: its peak, its extra seconds over the baseline, and a state per gap."""
 
     peak_bytes: int
     extra_seconds: float
@@ -73,7 +74,7 @@ class Frontier:
 
 
 def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
-    """Search all budgets between the floor and the plain peak; deterministic."""
+    """Search all budgets between the floor and the baseline's peak; deterministic."""
     search = _Search(problem)
     if search.has_room():
         total = default_moves(problem) if moves is None else moves
@@ -148,9 +149,9 @@ class _Search:
         return len(self._gaps.value_of) > _LARGE
 
     def start_at(self, share: float, moves: int) -> bool:
-        """Take the best crossing of the plain peak for a budget this far down, and anneal from there.
+        """Take the best crossing of the baseline's peak for a budget this far down, and anneal from there.
 
-        Says whether that met the bound, so that there is nothing left to gain.
+        Returns whether the result met the bound, so that nothing is left to gain.
         """
         budget = self._budget_at(share)
         crossing = crossing_at(self._ledger.problem, self._cut, int(budget), whole=not self.is_large())

@@ -1,17 +1,17 @@
 """Ledger: the accounts of a schedule, kept exact while single decisions change.
 
 A schedule is the graph's order plus one state per gap. The gaps of a forward value lie between the ops that
-use it: from its maker to its first reader, from there to the next, and one behind the last. In a gap it is
+use it: from its maker to its first reader, from there to the next, and one after the last. In a gap it is
 
-- KEEP: in memory all along;
-- HOLD: dropped, made again for the first op that needs it on the way to something else, then held;
-- EACH: dropped, and made again for each op that needs it;
-- AHEAD: dropped, and made again one op before its next reader, while there is room yet.
+- KEEP: in memory throughout;
+- HOLD: dropped, recomputed for the first op that needs it to recompute another value, then kept;
+- EACH: dropped, and recomputed for each op that needs it;
+- AHEAD: dropped, and recomputed one op before its next reader, where memory is still free.
 
-Before an op runs, the forward ops that make what it misses run again in their order (its chain). So the
-memory while op s runs, or its chain does, is `standing + through[s] + local[s]`: `through[s]` counts the
-values that live from before to after s, `local[s]` is the highest sum of those that come or go at s. A change
-of one gap touches only the ops whose chains involve the value there; all else stays as it was booked.
+Before an op runs, the forward ops that make its missing inputs are recomputed in their order (its chain). The
+memory while op s or its chain runs is `standing + through[s] + local[s]`: `through[s]` counts the values that
+live from before s to after s, and `local[s]` is the highest sum of those that begin or end at s. A change of
+one gap affects only the ops whose chains involve the value there; all other entries stay.
 """
 
 from bisect import bisect_left
@@ -85,7 +85,7 @@ def gaps_of(problem: Problem) -> Gaps:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """What runs again before an op; a value is demanded if made there, involved if made or read there."""
+    """The ops recomputed before an op; a value is demanded if made there, involved if made or read there."""
 
     op: int
     ops: Numbers = ()
@@ -126,7 +126,7 @@ class Ledger:
         ops, values, gaps = len(problem.reads), len(problem.nbytes), len(self.gaps.value_of)
         self.states = [State.KEEP] * gaps
         self.extra_seconds = 0.0
-        self._remade = [_NEVER] * gaps  # the op before which a HOLD value is made again
+        self._remade = [_NEVER] * gaps  # the op before which a HOLD value is recomputed
         self._ahead: list[set[int]] = [set() for _ in range(ops)]  # AHEAD values to be made before the op
         self._chains = [_Chain(op) for op in range(ops)]
         self._via: list[set[int]] = [set() for _ in range(values)]  # ops whose chain involves the value
@@ -236,7 +236,7 @@ class Ledger:
         )
 
     def _rechain(self, op: int, dirty: set[int]) -> list[int]:
-        """Find anew what must run again before `op`; returns later ops whose chains may change by it."""
+        """Update the chain of ops recomputed before `op`; returns later ops whose chains may change by it."""
         before, now = self._chains[op], self._chain_of(op)
         if now != before:
             self._changes.append(before)
@@ -260,7 +260,7 @@ class Ledger:
         self._chains[chain.op] = chain
 
     def _move_remake(self, gap: int, op: int, demanded: bool) -> bool:
-        """Note that the gap's value is made again before `op`, or no longer is; says whether that is news."""
+        """Set whether the gap's value is recomputed before `op`; returns whether that changed."""
         if demanded == (self._remade[gap] == op):
             return False
         self._changes.append(_Remake(gap, self._remade[gap]))

@@ -1,4 +1,4 @@
-"""What costs nothing: another order of the same ops that needs less memory. Each pass returns a new graph."""
+"""Orders of the same ops that need less memory and cost no time. Each pass returns a new graph."""
 
 from dataclasses import replace
 
@@ -8,10 +8,10 @@ from stowplan.ops.table import site_of
 
 
 def slices_last(graph: Graph) -> Graph:
-    """Where several ops contribute to a gradient, let one that adds in place come after one that does not.
+    """If two ops contribute to a gradient, the one that adds in place comes after the one that does not.
 
-    The gradient of a slice, made first, is a whole tensor of zeros around it, and the next contribution needs
-    room of its own besides. Added last, it needs none. With two contributions the sum is the same to the bit.
+    If the gradient of a slice comes first, it is a whole tensor with zeros around the slice, and the next
+    contribution needs as much memory again. Added last, it needs none. The sum is the same to the bit.
     """
     ops = list(graph.ops)
     for name, contributors in _contributors(graph).items():

@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def exactness(self) -> Exactness:
-        """What its decisions, and the ops that were captured, leave of the plain step's bits."""
+        """Whether its gradients equal eager's bit for bit, by its decisions and the captured ops."""
         verdict = self.against_eager.verdict if self.against_eager else Verdict.SAME
         if self.is_tiled or verdict is Verdict.DIFFERS:
             return Exactness.ROUNDING
@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def time_ratio(self) -> float:
-        """Projected seconds over those of the plain step."""
+        """Projected seconds over those of the baseline."""
         return self.projected_seconds / self.plain_seconds if self.plain_seconds else 1.0
 
     @property

@@ -62,7 +62,7 @@ class Planner:
         problem = problem_of(ordered, seconds, pricing.workspace_bytes)
         if "recompute" not in options.allow:
             problem = replace(problem, droppable=(False,) * len(problem.droppable))
-        plain = plain_peak_of(graph, pricing) if plain_peak_bytes is None else plain_peak_bytes
+        plain = baseline_peak_of(graph, pricing) if plain_peak_bytes is None else plain_peak_bytes
         frontier = frontier_of(problem, options.moves)
         for extend in FRONTIER_EXTENSIONS.offered(options.allow):
             frontier = extend(problem, frontier, pricing, options)
@@ -97,11 +97,11 @@ class Planner:
         )
 
     def _bound(self, allowed_bytes: int) -> float:
-        """Extra seconds that cannot be avoided; what is moved away instead may be hidden altogether."""
+        """A lower bound on the extra seconds; 0 with a tier, because transfers may be hidden completely."""
         return bound_of(self.problem, allowed_bytes) if self.pricing.tier is None else 0.0
 
     def refusal(self, allowed_bytes: int) -> BudgetTooSmall:
-        """What is said of a budget below the smallest."""
+        """The error for a budget below the smallest."""
         graph, pricing = self.problem.graph, self.pricing
         steps = self.frontier.points[0].steps(self.problem)
         curve = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier).curve_bytes
@@ -139,8 +139,8 @@ def refuse_without_ops(graph: Graph) -> None:
         raise BadUse("the graph has no ops, so there is nothing to plan; `stowplan inspect` says what it has")
 
 
-def plain_peak_of(graph: Graph, pricing: Pricing) -> int:
-    """The peak of the graph run in its order, nothing overwritten, nothing made again."""
+def baseline_peak_of(graph: Graph, pricing: Pricing) -> int:
+    """The peak of the baseline: the graph in its order, with nothing overwritten and nothing recomputed."""
     curve = memory_curve(graph, liveness_of(graph))
     workspace = np.array([pricing.workspace_bytes.get(op.id, 0) for op in graph.ops], dtype=np.int64)
     return int((curve + workspace).max(initial=0))

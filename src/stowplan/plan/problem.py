@@ -1,8 +1,8 @@
 """Problem: a graph as a planner sees it. Values are storages; views cost nothing and are folded away.
 
-Ops are positions in the graph's order. Everything before `turn` is the forward half; a value made there may
-be dropped and made again for the ops after it, which are the only ones with a choice. Without a backward half
-there is no such op, and nothing to drop.
+Ops are positions in the graph's order. Ops before `turn` are the forward half. A value made there may be
+dropped and recomputed for the ops after `turn`; there is no other choice. Without a backward half nothing can
+be dropped.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -43,11 +43,11 @@ class Problem:
 def problem_of(
     graph: Graph, seconds: Sequence[float], workspace_bytes: Mapping[str, int] | None = None
 ) -> Problem:
-    """Number the values and ops of `graph`; `workspace_bytes` is what kernels take besides, by op id."""
+    """Number the values and ops of `graph`; `workspace_bytes` has the workspace of kernels, by op id."""
     values = _Values(graph)
     turn = next((i for i, op in enumerate(graph.ops) if op.phase is Phase.BACKWARD), len(graph.ops))
     outdated = outdated_tensors(graph)
-    again = [can_run_again(graph, op, outdated) for op in graph.ops]
+    again = [can_recompute(graph, op, outdated) for op in graph.ops]
     booked = {values.number_of(name) for op in graph.ops if op.phase is Phase.UPDATE for name in op.reads()}
     producer = tuple(values.maker.get(owner, -1) for owner in values.owners)
     held = {values.number_of(name) for name in graph.held}
@@ -118,7 +118,7 @@ def outdated_tensors(graph: Graph) -> frozenset[str]:
     return frozenset(outdated)
 
 
-def can_run_again(graph: Graph, op: Op, outdated: frozenset[str]) -> bool:
+def can_recompute(graph: Graph, op: Op, outdated: frozenset[str]) -> bool:
     """Whether a second run makes the same: a forward op or a view, no effect that happens once, nothing read
     that was changed meanwhile."""
     site = site_of(graph, op)
@@ -192,6 +192,6 @@ class _Values:
         return tuple((output[0], victims) for output, victims in pairs if output and victims)
 
     def temporary_of(self, op: Op, workspace_bytes: Mapping[str, int]) -> int:
-        """What the op needs besides operands and results: kernel workspace, a second contribution."""
+        """The bytes of an op beyond operands and results: kernel workspace, a second contribution."""
         added = self._numbers(made_aside(self._graph, op))
         return workspace_bytes.get(op.id, 0) + sum(self.nbytes[value] for value in added)

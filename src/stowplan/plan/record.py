@@ -7,14 +7,14 @@ from stowplan.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far a gradient, buffer or result is from that of the plain step.
+    """How far a gradient, buffer or result is from eager's.
 
-    `allowed` is what rounding explains where the plan changes the order of sums; otherwise nothing is.
+    `allowed` is the difference that rounding explains if the plan changes the order of sums, else zero.
     """
 
     tensor: str
     largest: float  # absolute difference over all elements
-    scale: float  # the largest magnitude in the plain step's tensor
+    scale: float  # the largest magnitude in eager's tensor
     allowed: float = 0.0
 
     @property
@@ -26,8 +26,8 @@ class Difference:
 class Record:
     """One run. The curve has a value after each allocation and each free, with the time it happened.
 
-    `measured_seconds` is a step's time without the measuring. The plain step's figures are measured
-    on the same machine, and None where it was not run (it may not fit).
+    `measured_seconds` is a step's time without the measurement. The `plain_` figures are those of eager,
+    measured on the same machine; they are None if eager was not run (it may not fit).
     """
 
     plan: Plan
@@ -45,7 +45,7 @@ class Record:
 
     @property
     def measured_time_ratio(self) -> float | None:
-        """Measured seconds over those of the plain step, if that was run."""
+        """Measured seconds over those of eager, if eager was run."""
         return self.measured_seconds / self.plain_measured_seconds if self.plain_measured_seconds else None
 
     @property
@@ -55,6 +55,6 @@ class Record:
 
     @property
     def holds(self) -> bool:
-        """Whether the budget held and nothing differs from the plain step by more than the plan may."""
+        """Whether the budget held and no tensor differs from eager's by more than the plan allows."""
         within = self.measured_peak_bytes <= self.plan.allowed_bytes
         return within and all(difference.largest <= difference.allowed for difference in self.differences)

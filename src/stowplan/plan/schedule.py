@@ -100,7 +100,7 @@ class _Runs:
         return [name for name in reads if name in ahead and self._position[self._maker[name].id] < position]
 
     def _chain_of(self, names: list[str]) -> list[tuple[Op, list[str]]]:
-        """The ops to run again to have the tensors, in forward order, each with the outputs wanted of it."""
+        """The ops to recompute for these tensors, in forward order, each with the outputs that are wanted."""
         wanted: dict[str, list[str]] = {}
         missing = [name for name in dict.fromkeys(names) if name not in self._there]
         seen = set(missing)

@@ -1,10 +1,10 @@
-"""Selection: the step as it is and other candidates for it answer a budget, and one answer is taken.
+"""Selection: the baseline graph and other candidates answer a budget, and the best answer is used.
 
-The budget comes first, exactness second, time third. A plan without tiles gives the plain step's gradients
-bit for bit, one with tiles within rounding: so tiles enter where nothing else is within the budget, or, for
-whoever prefers time, where they are faster. The way that could take least is always looked at next, closer
-each time, and only while it could still win; a budget that the step as it is meets is answered without
-looking at any.
+The budget comes first, exactness second, time third. A plan without tiles gives eager's gradients bit for
+bit, one with tiles gives them within rounding. Tiles are therefore used if nothing else is within the budget,
+or, if the caller prefers time, if they are faster. The candidate with the smallest bound is examined next,
+more closely each time, and only while it could still win. If the baseline graph has a plan within the budget,
+no other candidate is examined.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +25,7 @@ from stowplan.plan.candidate import (
 )
 from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.plan import Exactness, Plan
-from stowplan.plan.planner import plain_peak_of, refuse_without_ops
+from stowplan.plan.planner import baseline_peak_of, refuse_without_ops
 from stowplan.plan.pricing import Pricing
 from stowplan.units import format_bytes
 
@@ -35,7 +35,7 @@ _ROUNDING = 1e-9  # of sums of seconds in another order
 
 @dataclass(slots=True)
 class Selector(Generic[C]):
-    """Answers budgets from the plain step and, where that asks for it, from the ways to tile it."""
+    """Answers budgets from the baseline graph and, if that is not enough, from the tiled candidates."""
 
     plain: C
     baseline: Baseline
@@ -71,7 +71,7 @@ class Selector(Generic[C]):
 
     @property
     def candidates(self) -> tuple[C, ...]:
-        """All ways to tile."""
+        """All tiled candidates."""
         if self._candidates is None:
             self._candidates = tuple(self.find_candidates(self._refusals))
         return self._candidates
@@ -189,7 +189,7 @@ def planner_of(graph: Graph, pricing: Pricing, options: PlanOptions) -> Selector
     """Plans a graph of which nothing but its file is known; searches when a budget first asks for it."""
     refuse_without_ops(graph)
     seconds = sum(pricing.seconds[op.id] for op in graph.ops)
-    baseline = Baseline(seconds, plain_peak_of(graph, pricing))
+    baseline = Baseline(seconds, baseline_peak_of(graph, pricing))
     plain: Candidate = GraphCandidate(graph, pricing, baseline, options)
 
     def find_candidates(refusals: Refusals) -> Iterator[Candidate]:

@@ -22,9 +22,9 @@ class Tier:
     staging_bytes: int = 0
 
     def store_seconds(self, nbytes: int) -> float:
-        """How long the engine is busy writing so many bytes."""
+        """How long the engine is busy writing `nbytes`."""
         return self.latency_seconds + nbytes / self.store_bytes_per_second
 
     def load_seconds(self, nbytes: int) -> float:
-        """How long the engine is busy reading so many bytes."""
+        """How long the engine is busy reading `nbytes`."""
         return self.latency_seconds + nbytes / self.load_bytes_per_second

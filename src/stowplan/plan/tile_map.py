@@ -28,12 +28,12 @@ class TileLevel:
 
 @dataclass(frozen=True, slots=True)
 class TileMap:
-    """A segment, its grid and what that costs.
+    """A segment, its grid and its costs.
 
-    Peaks are what the largest tile takes besides the segment's inputs, outputs and their gradients. Where a
-    tile is planned in its own right, `again` are the tensors that it makes a second time, and `within` are
-    the segments that are tiled inside of it. Where inputs are made again to differentiate it, `made_of` is
-    what is kept for that, and `made_whole` are those that are made at once and not part by part.
+    Peaks are the memory of the largest tile without the segment's inputs, outputs and their gradients. If a
+    tile has a plan of its own, `again` are the tensors that it recomputes, and `within` are the segments that
+    are tiled inside it. If its backward rematerialises inputs, `made_of` are the tensors kept for that, and
+    `made_whole` are the inputs that are recomputed at once and not part by part.
     """
 
     sweep: str  # the op that runs it

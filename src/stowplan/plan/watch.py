@@ -1,7 +1,7 @@
-"""Watching a search: plans take seconds to minutes, and whoever waits may look at the best one so far.
+"""Watching a search: a plan takes seconds to minutes, and a caller can watch the best plan so far.
 
-Searches are run deep inside of planners, and several for one budget. The watcher comes by context rather than
-through all their signatures; without one, nothing is told.
+Searches run deep inside planners, and there are several for one budget. The watcher is a context variable
+rather than a parameter of all of them; without a watcher nothing is reported.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ class Searching:
     bounds: Pairs = ()
 
     def ratio_within(self, allowed_bytes: int) -> float | None:
-        """Time over the plain step of the best schedule so far that stays within a budget."""
+        """The time of the best schedule so far within a budget, over that of the baseline."""
         fitting = [seconds for peak, seconds in self.points if peak <= allowed_bytes]
         return 1 + min(fitting) / self.plain_seconds if fitting and self.plain_seconds else None
 

@@ -1,4 +1,4 @@
-"""The budget "auto": what the device has free, less a margin, and what of the step is there already."""
+"""The budget "auto": the device's free bytes less a margin, plus the bytes of the step that exist already."""
 
 from collections.abc import Iterable
 

@@ -190,7 +190,7 @@ def _model_class(model: nn.Module) -> type[nn.Module]:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A planned step, the kind of call it is for, and what it depends on besides."""
+    """A planned step, the kind of call it is for, and everything else that it depends on."""
 
     kind: object
     step: PlannedStep

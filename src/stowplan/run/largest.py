@@ -90,10 +90,10 @@ def largest_of(
     moves: int | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Largest]:
-    """The answers for the plain step and for ever more techniques, as they are found.
+    """The largest sizes of the baseline and with more and more techniques, as they are found.
 
-    `first` is what the function takes if it is not told; `most` bounds the search for a size, `moves` that
-    for each plan.
+    `first` is the function's default size if it is not given; `most` bounds the search for a size, `moves`
+    the search for each plan.
     """
     start = _first_size(target, vary) if first is None else first
     sizes = Sizes(target, vary, start, multiple, moves, progress)

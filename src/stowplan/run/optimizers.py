@@ -1,7 +1,7 @@
-"""The optimizer's share: the state it keeps, and what its step takes besides for a while.
+"""The optimizer's share: the state that it keeps, and the temporary memory of its step.
 
-PyTorch's own optimizer takes two steps on stand-ins without data, and the storages that come and go are
-counted. So any optimizer can be asked about, in the implementation that it would choose on the device.
+PyTorch's own optimizer takes two steps on tensors without data, and the storages that it allocates and frees
+are counted. This works for any optimizer, in the implementation that it would choose on the device.
 """
 
 from collections import OrderedDict, defaultdict
@@ -32,7 +32,7 @@ OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
 
 @dataclass(frozen=True, slots=True)
 class OptimizerShare:
-    """Bytes that an optimizer keeps from step to step, and bytes that its own step takes besides.
+    """Bytes that an optimizer keeps from step to step, and temporary bytes of its own step.
 
     `implementation` is PyTorch's: fused, foreach (all parameters at a time) or single-tensor (one by one).
     """

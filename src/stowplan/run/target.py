@@ -35,7 +35,7 @@ def subject_of(target: Target) -> Subject:
 
 
 def with_batches(target: Target, times: int) -> Target:
-    """The step on a batch so many times as large, without contents."""
+    """The step on a batch `times` as large, without contents."""
     args: tuple[object, ...] = pytree.tree_map(lambda leaf: _longer(leaf, times), target.args)
     return replace(target, args=args)
 

@@ -1,4 +1,4 @@
-"""Two plans, runs or plain steps side by side: what changed, and what it bought."""
+"""Two plans, runs or baselines side by side: changed decisions, and differences in bytes and seconds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from stowplan.plan.record import Record
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two. A graph without a plan is the plain step."""
+    """One of the two. A graph without a plan is the baseline."""
 
     timeline: Timeline
     plan: Plan | None = None
@@ -20,7 +20,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What there is to compare; None where a side has no such figure."""
+    """The figures of one side; None where the side has no such figure."""
 
     peak_bytes: int
     peak_op: str

@@ -1,4 +1,4 @@
-"""Why a tensor is kept, made again or moved away, at what price, and what another decision would change."""
+"""Why a tensor is kept, recomputed or offloaded, at what price, and what another decision would change."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Peers: what other ways of saving memory reached on the same step, as a benchmark file tells it."""
+"""Peers: peak and time of other memory-saving methods on the same step, read from a benchmark file."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from stowplan.formats.checked import bad_input_of
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One way on one step: its peak, and its seconds over those of the plain step."""
+    """One method on one step: its peak, and its seconds over those of eager."""
 
     name: str
     peak_bytes: int

@@ -16,7 +16,7 @@ from stowplan.units import format_bytes, format_share
 
 
 def decisions_of(plan: Plan, timeline: Timeline) -> dict[str, Decision]:
-    """The plan's decisions, and Keep for what stays only because other tensors are made again from it."""
+    """The plan's decisions, and Keep for tensors that stay only because others are recomputed from them."""
     again = {at for at, run in enumerate(timeline.runs) if run.doing is Doing.AGAIN}
     forward = {name for op in plan.graph.ops if op.phase is Phase.FORWARD for name in op.writes()}
     sources = (stay.tensor for stay in timeline.stays if not stay.copy and again.intersection(stay.uses))

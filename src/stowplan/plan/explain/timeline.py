@@ -46,19 +46,19 @@ def packed_bytes_of(plan: Plan) -> int:
     return packed_arena(timeline_of_plan(plan)).nbytes
 
 
-def plain_timeline_of(plan: Plan) -> Timeline:
-    """The same graph without the plan: in its order, nothing overwritten, nothing made again."""
+def baseline_timeline_of(plan: Plan) -> Timeline:
+    """The baseline: the same graph in its order, with nothing overwritten and nothing recomputed."""
     return timeline_of(plan.graph, plan.pricing.workspace_bytes)
 
 
-def plain_curve_of(plan: Plan, axis: Timeline) -> tuple[str, NDArray[np.int64]]:
+def baseline_curve_of(plan: Plan, axis: Timeline) -> tuple[str, NDArray[np.int64]]:
     """The memory of the step without the plan, for each run of `axis`, and what to call it.
 
     A plan with tiles has no longer the graph without them, and knows only how high that went.
     """
     if plan.tile_maps:
         return "baseline peak", np.full(len(axis.runs), plan.plain_peak_bytes, dtype=np.int64)
-    return "baseline", curve_onto(axis, plain_timeline_of(plan))
+    return "baseline", curve_onto(axis, baseline_timeline_of(plan))
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class _Walk:
         self.runs.append(Run(op.id, doing, aside))
 
     def free(self, names: Iterable[str]) -> None:
-        """Let go of names after the run before."""
+        """Free names after the latest run."""
         for name in names:
             self._unbind(name, last=len(self.runs) - 1)
 

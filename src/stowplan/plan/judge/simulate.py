@@ -77,14 +77,14 @@ def simulate(
 
 
 def transfer_bytes(graph: Graph, steps: Sequence[Step], tier: Tier | None) -> int:
-    """What the steps take all along besides their tensors, if they move any."""
+    """The bytes that offloading takes throughout the steps, in addition to tensors; 0 without Store steps."""
     moves = any(isinstance(step, Store) for step in steps)
     return bytes_beside(graph, tier) if tier and moves else 0
 
 
 def bytes_beside(graph: Graph, tier: Tier) -> int:
-    """What moving costs in memory: the engines' staging, and copies of the buffers that the step changes, to
-    put back if a transfer fails."""
+    """The memory that offloading needs: the engines' staging, and copies of the buffers that the step
+    changes, which are restored if a transfer fails."""
     return tier.staging_bytes + sum(graph.tensors[name].nbytes or 0 for name in updated_buffers(graph))
 
 
@@ -206,7 +206,7 @@ class _Memory:
         return self._storage_of[viewed]
 
     def free(self, number: int, tensors: Sequence[str]) -> None:
-        """Let go of `tensors`."""
+        """Free `tensors`."""
         for name in tensors:
             if name not in self._storage_of or is_resident(self._graph.tensors[name]):
                 raise IllegalPlan(f"step {number}: frees {name!r}, which is not there to be freed")

@@ -13,7 +13,7 @@ from stowplan.ops.table import site_of
 from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.plan import Plan
-from stowplan.plan.problem import can_run_again, outdated_tensors, overwritable
+from stowplan.plan.problem import can_recompute, outdated_tensors, overwritable
 from stowplan.units import format_bytes
 
 
@@ -91,7 +91,7 @@ class _Check:
     ) -> None:
         if op.id not in self._done:
             raise IllegalPlan(f"step {number} repeats {op.id!r}, which has not run yet")
-        if _accumulates(op) or not can_run_again(self.graph, op, self._outdated):
+        if _accumulates(op) or not can_recompute(self.graph, op, self._outdated):
             raise IllegalPlan(
                 f"step {number} repeats {op.id!r}, which must run once or would not make the same"
             )

@@ -23,7 +23,7 @@ from stowplan.plan.decision import Recompute, Tile
 from stowplan.plan.frontier import floor_of
 from stowplan.plan.options import ON_REQUEST, PlanOptions, Prefer
 from stowplan.plan.plan import Exactness, Plan
-from stowplan.plan.planner import plain_peak_of
+from stowplan.plan.planner import baseline_peak_of
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.select import Selector
 from stowplan.plan.tile_map import TileMap, tiled_inside
@@ -132,7 +132,7 @@ class SampleCandidate:
         """Answers budgets for the step of one sample, whose exactness is that of a tile in any case."""
         graph, pricing = self._sample.graph, self._sample.pricing
         seconds = sum(pricing.seconds[op.id] for op in graph.ops)
-        step = Baseline(seconds, plain_peak_of(graph, pricing))
+        step = Baseline(seconds, baseline_peak_of(graph, pricing))
         allow = set(self._options.allow).difference(ON_REQUEST)  # tensors leave the step, not a sweep in it
         options = replace(self._options, allow=allow)
         plain: Candidate = GraphCandidate(graph, pricing, step, with_moves(options, graph))

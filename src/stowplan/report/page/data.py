@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from stowplan.analyse.timeline import Arena, curve_onto, packed_arena, recorded_arena, timed_onto
 from stowplan.ir import Document, Graph, Regions
-from stowplan.plan.explain.timeline import plain_curve_of
+from stowplan.plan.explain.timeline import baseline_curve_of
 from stowplan.plan.plan import Plan
 from stowplan.plan.record import Record
 from stowplan.report.page.columns import (
@@ -44,7 +44,7 @@ def curve_of(subject: Subject, others: Sequence[Subject]) -> Columns:
 def _beside(subject: Subject, others: Sequence[Subject]) -> Iterator[Columns]:
     axis = subject.timeline
     if subject.plan:
-        name, plain = plain_curve_of(subject.plan, axis)
+        name, plain = baseline_curve_of(subject.plan, axis)
         yield {"name": name, "bytes": plain.tolist()}
     if axis.away:
         yield {"name": "offloaded", "bytes": axis.away_bytes().tolist()}

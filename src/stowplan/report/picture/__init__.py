@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.ir import Kind
-from stowplan.plan.explain.timeline import plain_curve_of
+from stowplan.plan.explain.timeline import baseline_curve_of
 from stowplan.report.page.subject import Subject
 from stowplan.report.picture.letters import width_of
 from stowplan.report.picture.png import png_of_drawing
@@ -73,7 +73,7 @@ def drawing_of(subject: Subject) -> Drawing:
 def _lines(subject: Subject) -> Iterator[Curve]:
     """The curves to compare with."""
     if subject.plan:
-        name, plain = plain_curve_of(subject.plan, subject.timeline)
+        name, plain = baseline_curve_of(subject.plan, subject.timeline)
         yield Curve(name, _thinned(plain), _LINE, _DASH)
     if subject.timeline.away:
         yield Curve("offloaded", _thinned(subject.timeline.away_bytes()), _AWAY)

@@ -1,8 +1,9 @@
-"""A fraction of an op: on large tensors an op takes as long as all its parts do, so only one is tried.
+"""A fraction of an op: on large tensors an op takes as long as all its parts together, so one part is probed.
 
-Trying an op on gigabytes takes as long as the step does with it, and more memory than may be there. The same
-op on operands that are shorter along one dim costs in proportion, as long as they are far larger than any
-cache. Whether it has so much less to do is asked of PyTorch's count of operations, on tensors without data.
+Probing an op on gigabytes takes as long as the op takes in the step, and may need more memory than is free.
+The same op on operands that are shorter along one dim costs in proportion, as long as they are far larger
+than any cache. PyTorch's count of operations, on tensors without data, shows whether the work is in
+proportion.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,8 @@ from stowplan.run.cost.probe_cache import Cost
 from stowplan.run.cost.signature import Operand, Signature
 from stowplan.torch_private import pytree, storage_id
 
-_SIDE = 64  # an operand so many times smaller than the largest, such as a weight, stays whole
-_MARGIN = 1024  # so much less than the results may be missing: a step of 25 GiB took 2 kB more than by parts
+_SIDE = 64  # an operand smaller than the largest by this factor, such as a weight, stays whole
+_MARGIN = 1024  # results // this are added as a margin: a step of 25 GiB took 2 kB more than its parts
 _META = torch.device("meta")
 _ATEN = torch.ops.aten
 _UNCOUNTED = {
@@ -77,7 +78,7 @@ def _bytes_of(operand: Operand) -> int:
 def _shorter(operands: Sequence[Operand], largest: Operand, parts: int) -> Iterator[tuple[Operand, ...]]:
     """All but small operands shorter along one dim, counted from the first or, as they broadcast, the last.
 
-    Long dims come first: short ones may be channels, whose number is told elsewhere as well.
+    Long dims come first: short ones may be channels, whose number other arguments state as well.
     """
     least, rank = _bytes_of(largest) // _SIDE, len(largest.shape)
     for dim in sorted((*range(rank), *range(-rank, 0)), key=lambda dim: -largest.shape[dim]):

@@ -24,7 +24,7 @@ def device_of(graph: Graph) -> torch.device:
 
 
 def platform_of(device: torch.device) -> Platform:
-    """What findings on `device` depend on besides the op itself."""
+    """Everything that the cost of an op on `device` depends on, except the op itself."""
     return Platform(
         cpu=_cpu_name(),
         device=_device_name(device),

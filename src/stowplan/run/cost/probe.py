@@ -1,6 +1,6 @@
-"""The probe: each distinct op of a step is tried by itself, for its seconds and its kernel's workspace.
+"""The probe: each distinct op of a step runs alone, to measure its seconds and its kernel's workspace.
 
-Operands are made for one op at a time, so a step can be probed on a machine that it does not fit.
+Operands exist for one op at a time, so a step can be probed on a machine that it does not fit.
 """
 
 import time
@@ -25,10 +25,10 @@ CLOCK = "probe"
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a captured step costs here, op by op.
+    """The cost of a captured step on this machine, op by op.
 
-    `workspace_bytes` is what kernels take besides operands and results. `estimated` are the ops that could
-    not be tried: their figures come from tables and the machine's roofline.
+    `workspace_bytes` is the memory of kernels beyond operands and results. `estimated` are the ops that could
+    not be probed: their figures come from tables and the machine's roofline.
     """
 
     profile: Profile
@@ -44,10 +44,10 @@ def probe(
     progress: Progress | None = None,
     cache: ProbeCache | None = USER_CACHE,
 ) -> Probed:
-    """Try each distinct op of the step on real tensors; what `cache` knows is not tried again.
+    """Probe each distinct op of the step on real tensors, except those that `cache` knows.
 
-    `progress(done, of)` is told how far it is. The dearest ops come first, and after `limit_seconds` no other
-    is begun.
+    `progress(done, of)` is called after each op. The most expensive ops come first, and after `limit_seconds`
+    no other op is probed.
     """
     graph, device = captured.graph, device_of(captured.graph)
     signatures = {op.id: call_signature(graph, captured.program.calls[op.id]) for op in _dearest_first(graph)}
@@ -72,7 +72,7 @@ def costs_of_calls(
     progress: Progress | None = None,
     cache: ProbeCache | None = USER_CACHE,
 ) -> Mapping[str, Cost | None]:
-    """By the text of signatures, tried in their order; None for what was not or could not be tried."""
+    """Costs by the text of signatures, probed in their order; None for calls that were not probed."""
     distinct = {signature.text: signature for signature in signatures}
     book = _CostBook(device, cache)
     missing = [signature for text, signature in distinct.items() if text not in book.costs]
@@ -114,9 +114,9 @@ def _probed(captured: Captured, costs: Mapping[str, Cost | None], machine: Calla
     estimated = frozenset(op for op, cost in costs.items() if cost is None)
     _refuse_unprobed(graph, estimated)
     if estimated:
-        guessed, besides = price_by_roofline(graph, machine()).seconds, estimated_workspaces(graph)
+        guessed, workspace = price_by_roofline(graph, machine()).seconds, estimated_workspaces(graph)
         seconds.update((op, guessed[op]) for op in estimated)
-        workspaces.update((op, besides[op]) for op in estimated)
+        workspaces.update((op, workspace[op]) for op in estimated)
     for op, cost in costs.items():
         if cost is not None:
             seconds[op] = cost.seconds
@@ -128,7 +128,7 @@ def _refuse_unprobed(graph: Graph, estimated: frozenset[str]) -> None:
     """No table has the memory of an op with a probe of its own: one that was not probed cannot be planned."""
     for op in graph.ops:
         if op.id in estimated and op.type in PROBES:
-            raise NotTileable(f"{op.id} could not be tried here")
+            raise NotTileable(f"{op.id} could not be probed on this machine")
 
 
 def _result_bytes(graph: Graph, call: Call) -> int:

@@ -95,7 +95,7 @@ class ProbeCache:
 
 
 def user_folder(part: str) -> Path:
-    """Where the user keeps what can be made again; OSError for a user without a home."""
+    """The user's cache folder; OSError for a user without a home."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as fault:

@@ -99,7 +99,7 @@ def _written(program: Program, roots: Sequence[nn.Module], given: Sequence[objec
 
 
 def _workspaces(plan: Plan, captured: Captured) -> tuple[int, ...]:
-    """What kernels take besides their results, by captured op, as far as the plan's prices tell."""
+    """The workspace of kernels by captured op, as far as the plan's prices have it."""
     known = plan.pricing.workspace_bytes
     return tuple(max((known.get(op, 0) for op in ops), default=0) for ops in captured.eager.ops)
 

@@ -18,7 +18,7 @@ from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.run.target import Target, subject_of
 from stowplan.torch_private import pytree
 
-_ROUNDINGS = 4096  # so many steps between neighbouring numbers are rounding, where sums change their order
+_ROUNDINGS = 4096  # a difference of this many units in the last place is rounding, if sums change their order
 _NOISE = 0.01  # of the largest such allowance counts for small gradients too
 _RATE = 1e-3  # of the update between two steps, so that each step starts from other parameters
 
@@ -84,7 +84,7 @@ def check(
 
 
 def eager_step(target: Target) -> Callable[[], None]:
-    """One plain training step of the target, from fresh gradients."""
+    """One eager training step of the target, from fresh gradients."""
     side = _eager_side(target.model, target)
     side.model.zero_grad(set_to_none=True)
     return lambda: _discard(side.step())

@@ -1,4 +1,4 @@
-"""A living training step, inspected: what its plain eager run will take, and what one real run took."""
+"""Inspecting a training step of PyTorch: the projected memory of its eager run, and one measured run."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Category(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepInspection:
-    """The graph's inspection and the eager step's memory. `estimated`: no op was tried for its workspace."""
+    """The graph's inspection and the eager step's memory. `estimated`: no op was probed for its workspace."""
 
     inspection: Inspection
     projected_peak_bytes: int
@@ -55,9 +55,9 @@ def inspect_step(
     optimizer: str | Optimizer | None = None,
     progress: Progress | None = None,
 ) -> StepInspection:
-    """Capture a step and tell its peak; `tried` runs each distinct op once, `measured` the whole step.
+    """Capture a step and project its peak; `tried` probes each distinct op, `measured` runs the whole step.
 
-    With an `optimizer` (one that exists, or one of torch.optim by name) its share is told as well.
+    With an `optimizer` (an object, or a name of torch.optim) the result includes its memory.
     """
     captured = capture(target.model, target.args, loss=target.loss)
     probed = probe(captured, progress=progress) if tried else None

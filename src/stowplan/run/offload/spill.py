@@ -55,7 +55,7 @@ class SpillFile:
         return self._end
 
     def close(self) -> None:
-        """Let go of the file and all that is in it."""
+        """Delete the file with everything in it."""
         self._closing()
 
     def take(self, nbytes: int) -> Extent:

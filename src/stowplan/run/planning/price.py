@@ -1,6 +1,6 @@
-"""From a captured step to plans: its ops are tried on this machine, and draws that run again find room.
+"""Pricing a captured step: its ops are probed on this machine, and repeated random draws get memory.
 
-A plan that replays random draws keeps the generator's states, which are no tensors of the graph.
+A plan that repeats random draws keeps states of the generator, which are not tensors of the graph.
 """
 
 from dataclasses import replace
@@ -31,9 +31,9 @@ def planner_for_captured(captured: Captured, options: PlanOptions = DEFAULT_OPTI
 
 
 def plan_within(planner: Planner, allowed_bytes: int) -> Plan:
-    """The fastest verified plan that, with the generator states it replays draws from, is within the budget.
+    """The fastest verified plan that is within the budget together with its generator states.
 
-    Plans are tried from the fastest on, so that a larger budget never costs more time.
+    Plans are examined from the fastest on, so that a larger budget never costs more time.
     """
     try:
         plan = planner.plan(allowed_bytes)
@@ -47,9 +47,9 @@ def plan_within(planner: Planner, allowed_bytes: int) -> Plan:
 
 
 def replayed_bytes(plan: Plan) -> int:
-    """What a plan keeps besides its tensors: the generator's state before each random op that runs again.
+    """The bytes that a plan keeps beyond tensors: the generator's state before each recomputed random op.
 
-    One more is there while draws are replayed: the state to return to.
+    One more state exists while draws are repeated: the state to return to.
     """
     again = {step.op for step in plan.steps if isinstance(step, RecomputeOp)}
     replayed = sum(op.id in again and is_random(plan.graph, op) for op in plan.graph.ops)
@@ -57,9 +57,9 @@ def replayed_bytes(plan: Plan) -> int:
 
 
 def price_captured(captured: Captured, options: PlanOptions = DEFAULT_OPTIONS) -> Pricing:
-    """Seconds and workspace of every op, tried on this machine or remembered from before.
+    """Seconds and workspace of every op, probed on this machine or read from the cache.
 
-    Where it is allowed to move tensors away, the tier of the step's device is priced as well.
+    If offloading is allowed, the tier of the step's device is priced as well.
     """
     probed = probe(captured, progress=options.progress)
     pricing = price_by_profile(captured.graph, probed.profile, probed.workspace_bytes)
@@ -69,7 +69,7 @@ def price_captured(captured: Captured, options: PlanOptions = DEFAULT_OPTIONS) -
 
 
 def replay_bytes(captured: Captured) -> int:
-    """Room for the generator states that let random ops be run again with the same draws."""
+    """The bytes of the generator states that let every random op be recomputed with the same draws."""
     random = sum(is_random(captured.graph, op) for op in captured.graph.ops)
     return (random + bool(random)) * torch.get_rng_state().nbytes
 

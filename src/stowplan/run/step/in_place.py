@@ -26,11 +26,11 @@ def overwriting(call: Call, overwrites: Mapping[str, str]) -> Call:
     target = out_target(call.target)
     if target is not None:
         return replace(call, target=target, kwargs={**call.kwargs, _out_name(target): Ref(victim)})
-    raise MissingRule(f"{call.target} has no form that writes over {victim!r}")
+    raise MissingRule(f"{call.target} has no variant that overwrites {victim!r}")
 
 
 def _overwriting_some(call: Call, target: OpOverload, outputs: Container[str]) -> Call:
-    """A sweep is told for each output whether it is written over what it may be."""
+    """The call of a sweep, with the outputs that overwrite an input."""
     *given, over, name = call.args
     assert isinstance(over, tuple)
     chosen = (place if output in outputs else -1 for output, place in zip(call.outputs, over, strict=True))

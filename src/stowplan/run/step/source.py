@@ -133,7 +133,7 @@ def _turn(ops: Mapping[str, Op], steps: Sequence[Step]) -> int:
 
 
 def _replayed_draws(graph: Graph, steps: Sequence[Step]) -> dict[str, str]:
-    """A variable for the generator's state before each random op that runs again, by op."""
+    """By op, a variable for the generator's state before each random op that is recomputed."""
     again = {step.op for step in steps if isinstance(step, RecomputeOp)}
     random = [op.id for op in graph.ops if op.id in again and effect_of(site_of(graph, op)) & Effect.RANDOM]
     return {op: f"draws{number}" for number, op in enumerate(random)}
@@ -249,10 +249,10 @@ class _Half:
         self.bound.update(wanted)
 
     def _drawing_the_same(self, op: Op, lines: list[str], again: bool) -> list[str]:
-        """Around an op that draws random numbers and runs again: the draws of the first time.
+        """The lines of a recomputed random op, within lines that repeat the draws of its first run.
 
-        However it ends, the generator goes on where it was. On the CPU its state is set by a method of
-        PyTorch's own, at whose beginning no interrupt is handled.
+        However the op ends, the generator continues where it was. On the CPU a method of PyTorch sets the
+        state; no interrupt is handled at its beginning.
         """
         if op.id not in self._draws:
             return lines

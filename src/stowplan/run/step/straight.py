@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from stowplan.capture import Captured, Ref
 from stowplan.plan.decision import Step
+from stowplan.run.baseline import baseline_steps
 from stowplan.run.cost.machine import device_of
-from stowplan.run.plain import plain_steps
 from stowplan.run.step.binding import Binding
 from stowplan.run.step.function import Run, latch, run_step
 from stowplan.run.step.halves import compiled
@@ -36,13 +36,13 @@ class StraightStep:
         waiting: Waiting | None = None,
         places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
     ) -> None:
-        """`tier` is where steps that store do so; if none is given, the one for the step's device.
+        """`tier` is the target of Store steps, by default the tier for the step's device.
 
-        `waiting` is told of each forward.
+        `waiting` learns of each forward.
         """
         self._waiting = waiting
         self._program, self._device = captured.program, device_of(captured.graph)
-        steps = steps or plain_steps(captured.graph)
+        steps = steps or baseline_steps(captured.graph)
         source = source_of(captured.graph, captured.program, steps)
         self._incoming = IncomingGradients(captured, steps)
         if source.stored_bytes:

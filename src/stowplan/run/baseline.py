@@ -1,7 +1,7 @@
-"""The plain step: every op once, in the graph's order, each tensor freed behind its last reader.
+"""The baseline: every op once, in the graph's order, each tensor freed after its last reader.
 
-An input that ends with an op is overwritten by it where the op allows: then this step needs no more memory
-than eager, whose in-place ops were made pure by capture.
+If an input dies with an op and the op can overwrite it, it does: the baseline then needs no more memory than
+eager, whose in-place ops capture has functionalised.
 """
 
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from stowplan.ops.table import site_of
 from stowplan.plan.decision import Compute, Free, Step
 
 
-def plain_steps(graph: Graph) -> tuple[Step, ...]:
-    """Compute and Free, nothing else."""
-    return tuple(_Plain(graph).steps())
+def baseline_steps(graph: Graph) -> tuple[Step, ...]:
+    """The steps of the baseline: Compute and Free, nothing else."""
+    return tuple(_BaselineWalk(graph).steps())
 
 
-class _Plain:
+class _BaselineWalk:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._storages: Storages = storages_of(graph)
