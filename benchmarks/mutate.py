@@ -3,8 +3,8 @@
 Each mutant is one small change to one file: a comparison turned, an arithmetic sign flipped, a condition
 negated, `and` for `or`, a constant off by one, a statement or a body left out. It is written into a copy of
 the source, never into the tree, and the subject's own tests run against the copy up to the first that fails,
-each time in a fork of a process that has imported what is slow to import besides stowplan. Which mutants are
-drawn follows from the seed.
+each time in a fork of a process that has imported all slow modules except stowplan. The seed determines which
+mutants are drawn.
 """
 
 import argparse

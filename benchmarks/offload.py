@@ -1,11 +1,11 @@
-"""Moving tensors to this machine's disk: what it costs beside what was projected, and beside other ways.
+"""Offloading to this machine's disk: its measured cost against the projection and against other techniques.
 
     python -m benchmarks.offload time     [NET ...]   peaks and seconds, projected and measured; stalls
     python -m benchmarks.offload joint    [NET ...]   time ratios of each technique alone, and of all together
     python -m benchmarks.offload endure               1,000 flipped bytes and 2,000 steps
 
-One thread computes. Peaks are the allocator's own; seconds are medians of steps that alternate with the plain
-step. Budgets lie between the smallest that can be met without tiles and the plain peak.
+One thread computes. Peaks are the allocator's own; seconds are medians of steps that alternate with the
+baseline. Budgets lie between the smallest budget without tiles and the baseline's peak.
 """
 
 import argparse
@@ -49,14 +49,14 @@ SIZES: dict[str, dict[str, Any]] = {  # steps of about a second
     "gpt": {"layers": 4, "vocabulary": 8000},
     "vit": {"batch": 4, "layers": 6},
 }
-SMALL_SIZES: dict[str, dict[str, Any]] = {  # steps of which many ways to tile can be tried
+SMALL_SIZES: dict[str, dict[str, Any]] = {  # steps small enough to plan many tiled candidates
     "unet": {"resolution": 220, "width": 8, "batch": 2},
     "resnet50": {"batch": 32, "resolution": 64},
     "gpt": {"batch": 64, "sequence": 64},
     "vit": {"batch": 64, "resolution": 64},
 }
 SHARES = (0.9, 0.7, 0.5, 0.3, 0.1)
-_SHARES_HELP = "budgets, by how far they are from the smallest to the plain peak"
+_SHARES_HELP = "budgets, by how far they are from the smallest to the baseline's peak"
 ALONE = ("recompute", "tile", "offload")
 _ROUNDS = 5
 _MOVES = 1500
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def time_lines(name: str, shares: Sequence[float], tier: DiskTier) -> Iterator[str]:
-    """Plans that only move, run beside the plain step."""
+    """Plans that only offload, run in turns with the baseline."""
     example = NETS[name].build("real", **SIZES[name])
     captured = capture(*example)
     pricing = replace(price_captured(captured), tier=tier.described())
@@ -114,7 +114,7 @@ def _time_line(name: str, example: Example, plan: Plan, plain: StraightStep, mov
         f" ({peak / plan.projected_peak_bytes - 1:+.2%} of projected) moved {format_bytes(stored):>8}"
         f" seconds {seconds:.3f}, projected {plan.projected_seconds:.3f}"
         f" ({seconds / plan.projected_seconds - 1:+.1%},"
-        f" beside the plain step {seconds / projected - 1:+.1%}), plain {plain_seconds:.3f}"
+        f" beside the baseline {seconds / projected - 1:+.1%}), baseline {plain_seconds:.3f}"
         f" stalls {run.stall_seconds / run.seconds:.1%}"
     )
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.peers unet resnet50 gpt vit
 
-For every peer's point (peak, seconds) stowplan is asked for a plan of at most that peak, and besides for half
-and a quarter of the plain activation memory: what eager's peak has beyond parameters, gradients, buffers
-and inputs. Peaks are the allocator's own, in all; times are medians of ratios to eager in the same round, in
-which every method runs once. One thread.
+For every peer's point (peak, seconds) stowplan makes a plan of at most that peak. It also makes plans for
+half and a quarter of eager's activation memory: eager's peak without parameters, gradients, buffers and
+inputs. Peaks are the allocator's own totals. Each round runs every method once; times are medians over rounds
+of the ratio to eager. One thread.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def _peers(example: Example, inductor: bool) -> Iterator[Method]:
 
 
 def _checkpointed(model: nn.Module) -> nn.Module:
-    """The same parameters, with each block's forward run again in backward."""
+    """The same parameters, with each block's forward recomputed in backward."""
     blocked = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     for block in (module for module in blocked.modules() if type(module).__name__ in BLOCKS):
         block.forward = _recomputed(block.forward)

@@ -3,7 +3,7 @@
     python -m benchmarks.planning [--shallow]
 
 Each row is one network: ops, seconds to capture, to search the frontier, to answer a budget of 70 % of the
-plain peak with its bound, and what that plan costs against the bound.
+baseline's peak with its bound, and the plan's time against the bound.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Plots of measured figures: points with their spread over two axes, bars beside those of the plain step."""
+"""Plots of measured figures: points with their spread over two axes, and bars beside those of eager."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What is told along an axis, in which words, and whether it begins at nothing."""
+    """The title of an axis, the text of its values, and whether it begins at zero."""
 
     title: str
     told: Callable[[float], str]
@@ -44,7 +44,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A value beside that of the plain step, and a word on it."""
+    """A value, eager's value, and a note."""
 
     label: str
     value: float
@@ -83,7 +83,7 @@ def scatter(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> Drawing:
 
 
 def bars(title: str, rows: Sequence[Bar], told: Callable[[float], str]) -> Drawing:
-    """One row for each, the plain step's bar behind."""
+    """One row for each, in front of eager's bar."""
     most = max(bar.plain for bar in rows)
     room = WIDTH - _BAR_LEFT - _BAR_RIGHT
     shapes: list[Shape] = []

@@ -92,7 +92,7 @@ def spread_of(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ratio_of(seconds: Sequence[float], plain: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """Times over those of the plain step in the same round: the median, and the quartiles."""
+    """Times over those of eager in the same round: the median, and the quartiles."""
     ratios = [one / other for one, other in zip(seconds, plain, strict=True)]
     return median(ratios), spread_of(ratios)
 

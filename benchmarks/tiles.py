@@ -2,11 +2,11 @@
 
     python -m benchmarks.tiles [CASE ...] [--shares 0.2 0.1] [--rounds 3] [--threads 1] [--float64] [--json F]
 
-A share is of what eager takes besides what stands anyway: parameters, their gradients, buffers, inputs. A
-case with an allowance of its own is planned within that. Where eager has room, it takes turns with the step
-in tiles, and ratios are told as the median of the rounds and their quartiles, by the clock and by processor
-time, which other work on the machine disturbs less; where it has none, its forward half alone must come to
-the same loss. With `--rounds 0` steps are planned only.
+A share is a share of eager's activation memory: its peak without parameters, their gradients, buffers and
+inputs. A case with an allowance of its own is planned within that. If eager fits, it takes turns with the
+step in tiles, and ratios are medians and quartiles over rounds, by the clock and by processor time, which
+other work on the machine disturbs less. If eager does not fit, its forward half alone must give the same
+loss. With `--rounds 0` steps are planned only.
 """
 
 import argparse
@@ -146,24 +146,26 @@ def _compared(example: Example, planned: PlannedStep, rounds: int, float64: bool
     model, twin = example.model, copy.deepcopy(example.model)
     tiled = planned.bound_to(twin)
     times = [(_seconds(example, model, model), _seconds(example, tiled, twin)) for _ in range(rounds)]
-    by_clock, by_processor = ([(eager[clock], swept[clock]) for eager, swept in times] for clock in range(2))
-    ratio, spread = ratio_of([swept for _, swept in by_clock], [eager for eager, _ in by_clock])
-    eager, swept = (median(column) for column in zip(*by_clock, strict=True))
+    by_clock, by_processor = (
+        [(eager[clock], in_tiles[clock]) for eager, in_tiles in times] for clock in range(2)
+    )
+    ratio, spread = ratio_of([in_tiles for _, in_tiles in by_clock], [eager for eager, _ in by_clock])
+    eager, in_tiles = (median(column) for column in zip(*by_clock, strict=True))
     return {
         "plain_measured_bytes": _peak_bytes(example, model, model),
         "measured_bytes": _peak_bytes(example, tiled, twin),
         "plain_seconds": round(eager, 3),
-        "seconds": round(swept, 3),
+        "seconds": round(in_tiles, 3),
         "ratio": round(ratio, 3),
         "ratio_spread": [round(end, 3) for end in spread],
-        "processor_ratio": round(median(swept / eager for eager, swept in by_processor), 3),
+        "processor_ratio": round(median(in_tiles / eager for eager, in_tiles in by_processor), 3),
         "gradients_apart": _apart(twin, model),
         **(_against_float64(example, model, twin) if float64 else {}),
     }
 
 
 def _alone(example: Example, planned: PlannedStep) -> Findings:
-    """What can be said of a step that eager has no room for: one step, measured, and its loss made again."""
+    """A step that does not fit in eager: one measured step, and the loss of eager's forward."""
     model, tiled = example.model, planned.bound_to(example.model)
     model.zero_grad(set_to_none=True)
     standing = [*model.parameters(), *model.buffers(), *example.args]

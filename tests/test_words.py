@@ -4,17 +4,18 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import pytest
 
 import stowplan
 from stowplan import errors
 from stowplan.cli.main import VERBS, main
+from stowplan.plan.decision import Decision, Step
 
 ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
-PLACES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "examples", "src")
+PLACES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "examples", "benchmarks", "src")
 """Files and folders that are searched; of a folder, all files in it that people write."""
 SUFFIXES = (".md", ".py", ".js", ".css")
 EXCEPTIONS = {
@@ -125,6 +126,21 @@ def test_folders_and_modules_that_are_named_exist(page: Path) -> None:
     named = re.findall(rf"`((?:{parts})/[\w/]*(?:\.py)?)`", page.read_text(encoding="utf-8"))
     assert len(named) > 20
     assert not [name for name in named if not (SOURCE / name).exists()]
+
+
+def test_the_design_names_the_decisions_and_steps_of_a_plan() -> None:
+    row = re.search(r"^\| `Plan` \| (.*) \|$", DESIGN.read_text(encoding="utf-8"), re.MULTILINE)
+    assert row is not None
+    decisions, steps = (re.findall(r"`(\w+)`", listed) for listed in re.findall(r"\(([^)]*)\)", row[1]))
+    assert decisions == [kind.__name__ for kind in get_args(Decision)]
+    assert steps == [kind.__name__ for kind in get_args(Step)]
+
+
+def test_types_that_the_design_names_exist() -> None:
+    named = set(re.findall(r"`([A-Z][a-z]\w*)`", DESIGN.read_text(encoding="utf-8")))
+    source = "\n".join(path.read_text(encoding="utf-8") for path in SOURCE.rglob("*.py"))
+    assert "RecomputeOp" in named
+    assert not [name for name in named if not re.search(rf"^class {name}\b", source, re.MULTILINE)]
 
 
 def test_the_design_names_the_verbs_of_the_command_line() -> None:

@@ -28,7 +28,7 @@ def _lines(net: str, mesh: str, found: list[list[Taken]]) -> Iterator[str]:
                 f" {each.tiled}, {each.longer:.2f} of the time, gradients {each.far:.1e} apart: {told}"
             )
             share = each.measured_bytes / each.allowed_bytes
-            case = f"{net} on {mesh}, {each.allowed_bytes / each.plain_bytes:.2f} of the plain peak"
+            case = f"{net} on {mesh}, {each.allowed_bytes / each.plain_bytes:.2f} of the baseline's peak"
             Study("shards").tell(case, f"worker {rank}", "measured", share, "of the budget")
 
 

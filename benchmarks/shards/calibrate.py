@@ -35,9 +35,9 @@ from tests.support.workers.processes import on_workers
 SIZE = {"resolution": 316, "width": 16}
 ROUNDS = 15
 CHECKS = {2: ("data=2", "space=2"), 4: ("data=4", "data=2,space=2", "space=2x2")}
-# Pieces of about a millisecond between two talks, and elements that are sent.
-TALKS = ((1, 0), (1, 1), (4, 0), (4, 1), (4, 2**16), (4, 2**19), (16, 0), (16, 1))
-_TALKS = 8
+# Pieces of work of about a millisecond before a message, and the elements that it has.
+MESSAGES = ((1, 0), (1, 1), (4, 0), (4, 1), (4, 2**16), (4, 2**19), (16, 0), (16, 1))
+_REPEATS = 8
 Rounds = dict[str, list[float]]
 
 
@@ -49,8 +49,8 @@ def step_on(mesh: MeshLike, batch: int) -> Callable[[], None]:
     return partial(differentiate, step, shares)
 
 
-class Talking:
-    """Pieces of computing with a message to the next worker after every so many, or without."""
+class Messaging:
+    """Pieces of work, with a message to the next worker after each group of them, or without messages."""
 
     def __init__(self, count: int) -> None:
         self._workers = Workers(parse_mesh(f"space={count}"))
@@ -58,9 +58,9 @@ class Talking:
         self._image, self._kernel = torch.randn(1, 32, 64, 64), torch.randn(32, 32, 3, 3)
 
     def run(self, pieces: int, elements: int) -> None:
-        """Several times; without `elements` nothing is said."""
+        """Run `pieces` and send a message, several times; without `elements` nothing is sent."""
         parcel, room = torch.zeros(elements), torch.zeros(elements)
-        for _ in range(_TALKS):
+        for _ in range(_REPEATS):
             for _ in range(pieces):
                 torch.conv2d(self._image, self._kernel)
             if elements:
@@ -70,10 +70,10 @@ class Talking:
 def rounds(count: int) -> Rounds:
     """Seconds of everything, round by round, on one of several workers that all do the same."""
     apart = init_device_mesh("cpu", (count, 1), mesh_dim_names=("apart", "data"))["data"]
-    talking = Talking(count)
+    messaging = Messaging(count)
     work: dict[str, Callable[[], object]] = {"alone": step_on(apart, 1)}
     work |= {mesh: step_on(mesh, count) for mesh in CHECKS[count]}
-    work |= {f"{p} {e}": partial(talking.run, p, e) for p, e in TALKS}
+    work |= {f"{p} {e}": partial(messaging.run, p, e) for p, e in MESSAGES}
     found: Rounds = {name: [] for name in work}
     for _ in range(ROUNDS + 1):
         for name, run in work.items():
@@ -97,19 +97,20 @@ def compute(alone: float, workers_per_core: float) -> Machine:
 
 
 def network(took: Rounds, workers_per_core: float) -> Network:
-    """Of what a talk adds to t seconds: latency + bytes / bandwidth + sqrt(jitter * t) * the most of two."""
-    talks = [(p, e) for p, e in TALKS if e]
-    added = np.array([_added(took[f"{p} {e}"], took[f"{p} 0"]) for p, e in talks])
-    roots = [np.sqrt(median(took[f"{p} 0"]) / _TALKS) for p, _ in talks]
-    terms = np.array([[1.0, 4.0 * e, root] for (_, e), root in zip(talks, roots, strict=True)])
+    """Fitted to the seconds that a message adds to t: latency + bytes / bandwidth + sqrt(jitter * t) * the
+    expected larger of two."""
+    messages = [(p, e) for p, e in MESSAGES if e]
+    added = np.array([_added(took[f"{p} {e}"], took[f"{p} 0"]) for p, e in messages])
+    roots = [np.sqrt(median(took[f"{p} 0"]) / _REPEATS) for p, _ in messages]
+    terms = np.array([[1.0, 4.0 * e, root] for (_, e), root in zip(messages, roots, strict=True)])
     latency, slope, root = _not_negative(terms, added)
     jitter = (root / expected_most(2)) ** 2
     return Network(latency, 1 / slope, jitter, workers_per_core)
 
 
-def _added(talking: Sequence[float], silent: Sequence[float]) -> float:
-    """By one talk, in the middle of all rounds."""
-    return median(one - other for one, other in zip(talking, silent, strict=True)) / _TALKS
+def _added(messaging: Sequence[float], silent: Sequence[float]) -> float:
+    """The seconds that one message adds, as the median of all rounds."""
+    return median(one - other for one, other in zip(messaging, silent, strict=True)) / _REPEATS
 
 
 def _not_negative(terms: np.ndarray, values: np.ndarray) -> list[float]:

@@ -81,7 +81,7 @@ def works(size: Size) -> dict[str, Work]:
 
 
 def step_on(mesh: MeshLike, work: Work, size: Size) -> tuple[float, Callable[[], None]]:
-    """A U-Net's step on a mesh, ready to be run again and again, and its multiply-accumulates."""
+    """A U-Net's step on a mesh, which can be repeated, and its multiply-accumulates."""
     model, _ = NETS["unet"].build("real", resolution=size.resolution, width=size.width, batch=1)
     across = size.resolution
     label = torch.randint(0, 2, (work.batch, work.height - _BORDER, across - _BORDER))
@@ -134,7 +134,7 @@ class Rate:
 
 
 def rate_of(found: Sequence[Rounds], workers: int) -> Rate:
-    """`workers` share the work that is told."""
+    """The work per second of each worker, if `workers` share the work."""
     seconds = [max(each.wall for each in row) for row in zip(*(one.took for one in found), strict=True)]
     return Rate(tuple(seconds), tuple(found[0].macs / workers / second for second in seconds))
 
