@@ -64,7 +64,7 @@ def show_explanation(explanation: Explanation, console: Console) -> None:
         ("at the peak", "in memory" if explanation.alive_at_peak else "not in memory"),
         *_price(explanation),
         *_moved(explanation),
-        ("otherwise", explanation.otherwise),
+        ("alternative", explanation.otherwise),
     )
     _section(console, explanation.tensor, _pairs(rows))
 

@@ -366,7 +366,7 @@ def _refuse_on_mesh(budget: int | str, plan: Plan | None, options: PlanOptions) 
         raise BadUse("a saved plan is of a step in one process; with a mesh, each worker makes its own")
     if moved := sorted(set(options.allow).intersection(ON_REQUEST)):
         raise BadUse(
-            f"{moved[0]} is not offered with a mesh: gradients that are being summed cannot be moved"
+            f"{moved[0]} is not available with a mesh: gradients that are being summed cannot be offloaded"
         )
 
 

@@ -75,8 +75,8 @@ class _Judge:
         return f"{cost}; {self._if_kept(stays[0], again[-1])}"
 
     def _moved(self, stays: list[Stay], tier: str) -> str:
-        moved = f"moved to {tier} while nobody reads it, and back before it is read again"
-        return f"{moved}; {self._if_kept(stays[0], stays[-1])}" if len(stays) > 1 else moved
+        offloaded = f"offloaded to {tier} while no op reads it, and loaded back before its next reader"
+        return f"{offloaded}; {self._if_kept(stays[0], stays[-1])}" if len(stays) > 1 else offloaded
 
     def _if_kept(self, first: Stay, last: Stay) -> str:
         """What the step would come to while the tensor waits in memory."""

@@ -84,7 +84,7 @@ class Engines:
 
     def _tier(self, step: int) -> Tier:
         if self._given is None:
-            raise IllegalPlan(f"step {step} moves a tensor, but the plan names no tier to move it to")
+            raise IllegalPlan(f"step {step} offloads a tensor, but the plan names no tier")
         return self._given
 
     def _begin(

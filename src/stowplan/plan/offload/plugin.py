@@ -40,7 +40,7 @@ class MovedPoint(Point):
 def with_offload(problem: Problem, frontier: Frontier, pricing: Pricing, options: PlanOptions) -> Frontier:
     """The frontier with schedules that use the tier, also for gradients of finished layers if allowed."""
     if pricing.tier is None:
-        raise BadUse("offload was allowed, but no tier to move tensors to was priced")
+        raise BadUse("offload is allowed, but the prices have no tier to offload to")
     tier, gradients = pricing.tier, "offload-gradients" in options.allow
     points = list(frontier.points)
     for start in _evenly_spaced(frontier.points, _STARTS):

@@ -62,7 +62,7 @@ def segment_of(graph: Graph, ops: Iterable[str]) -> Segment:
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
     places = [place for place, op in enumerate(forward) if op.id in chosen]
     if len(places) != len(chosen) or not places or places[-1] - places[0] + 1 != len(places):
-        raise BadUse("a segment is a stretch of forward ops without gaps")
+        raise BadUse("a segment must be consecutive ops of the forward half")
     stretch = forward[places[0] : places[-1] + 1]
     if collective := next((op.id for op in stretch if is_barrier(graph, op)), None):
         raise NotTileable(f"other workers take part in {collective}, once")

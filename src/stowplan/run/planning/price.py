@@ -42,7 +42,7 @@ def plan_within(planner: Planner, allowed_bytes: int) -> Plan:
     except BudgetTooSmall:
         beside = replayed_bytes(planner.plan(planner.minimum_bytes))
         refusal = planner.refusal(allowed_bytes - beside)
-        raise refusal.beside(beside, "states of the generator to draw from again") from None
+        raise refusal.beside(beside, "states of the generator to repeat random draws") from None
     return verify(plan)
 
 

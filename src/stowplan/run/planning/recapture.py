@@ -92,7 +92,7 @@ def check_differentiable(
     """
     if reader := _reader_of_updates(captured.graph):
         op, name = reader
-        raise NotTileable(f"{op.id} reads {name}: what the step overwrites on its way")
+        raise NotTileable(f"{op.id} reads {name}, which the step overwrites before it ends")
     try:
         again = recapture(captured, model, args, kwargs, forward_ops(captured.graph))
     except CaptureError as fault:

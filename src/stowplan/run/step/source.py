@@ -273,7 +273,7 @@ class _Half:
 
 
 def _place_of(op: Op, again: bool) -> str:
-    prefix = "again: " if again else "backward of " if op.phase is Phase.BACKWARD and op.scope else ""
+    prefix = "recomputed: " if again else "backward of " if op.phase is Phase.BACKWARD and op.scope else ""
     return f"{prefix}{op.scope}  {PurePath(op.source).name}".strip()
 
 
