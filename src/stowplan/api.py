@@ -23,6 +23,7 @@ from stowplan.plan.tile_map import DOCUMENT_TILES, TileMap
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
+    from stowplan.plan.allocator.survey import HeapSurvey
     from stowplan.run.measure.inspect_step import StepInspection
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "convert",
     "explain",
     "explain_tiled",
+    "heap_of",
     "inspect",
     "inspect_step",
     "load_plan",
@@ -99,7 +101,7 @@ def convert(
     """
     document = read_document(source, saved=saved)
     if graph_only:
-        document = replace(document, profile=None, allocation=None, regions=None, tiles=None)
+        document = replace(document, profile=None, allocation=None, regions=None, tiles=None, heap=None)
     text = text_of(document, to or format_for(Path(target)))
     try:
         Path(target).write_text(text, encoding="utf-8", newline="\n")
@@ -111,6 +113,15 @@ def convert(
 def tiles_for_document(document: Document) -> TileMap | None:
     """Tiles for the network of a file that has a tile schedule; None if there is none, or nothing fits."""
     return DOCUMENT_TILES.of("tile")(document) if document.tiles and is_installed("tile") else None
+
+
+def heap_of(document: Document) -> "HeapSurvey | None":
+    """What the caching allocator did in a memory snapshot, and what other settings would give."""
+    if document.heap is None:
+        return None
+    from stowplan.plan.allocator.survey import survey_of
+
+    return survey_of(document)
 
 
 def names_a_function(target: str | Path) -> bool:

@@ -39,12 +39,15 @@ def run(arguments: Namespace) -> int:
             packed=arguments.pack or None,
             training=arguments.training,
         )
+        heap = api.heap_of(inspection.document)
     if arguments.json:
+        from stowplan.report.heap import heap_json
         from stowplan.report.inspect_json import inspection_json
         from stowplan.report.plan_json import tiles_json
 
         ours = api.tiles_for_document(inspection.document)
         shown = inspection_json(inspection) | ({"tiles_of_ours": tiles_json(ours)} if ours else {})
+        shown["heap"] = heap_json(heap) if heap else None
         print(json.dumps(shown, indent=2))
     else:
         from stowplan.report.inspect import show_inspection
@@ -53,6 +56,10 @@ def run(arguments: Namespace) -> int:
 
         console = console_for_output()
         show_inspection(inspection, console, title=arguments.target, all_notes=arguments.notes)
+        if heap:
+            from stowplan.report.heap import show_heap
+
+            show_heap(heap, console)
         if ours := api.tiles_for_document(inspection.document):
             show_tile_map(
                 ours, console, heading=f"its network in {ours.tiles} tiles of ours, as small as its"

@@ -146,7 +146,7 @@ def decoded(data: bytes) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-FACETS = ("profile", "allocation", "regions", "tiles")
+FACETS = ("profile", "allocation", "regions", "tiles", "heap")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Document: the content of one file (graph, times, addresses, regions, tiles) and the notes of its reader."""
+"""Document: the content of one file (graph, times, addresses, regions, tiles, heap) and notes on it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from stowplan.geometry import Rect
 from stowplan.ir.graph import Graph
+from stowplan.ir.heap import HeapTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +108,4 @@ class Document:
     tiles: TileSchedule | None = None
     notes: tuple[Note, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
+    heap: HeapTrace | None = None

@@ -1,7 +1,9 @@
 """Heap: the memory that a caching allocator holds, block by block, and the history of its requests."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -42,8 +44,7 @@ class HeapAction(StrEnum):
     """What the allocator did. The values are PyTorch's."""
 
     ALLOC = "alloc"
-    FREE_REQUESTED = "free_requested"
-    FREE = "free_completed"
+    FREE = "free_completed"  # at the moment the block can be used again
     SEGMENT_ALLOC = "segment_alloc"
     SEGMENT_FREE = "segment_free"
     SEGMENT_MAP = "segment_map"
@@ -69,3 +70,31 @@ class HeapTrace:
     events: tuple[HeapEvent, ...]
     after: tuple[HeapSegment, ...]
     settings: str = ""
+
+
+MOST_BYTES = 2**62
+GRAIN = 512
+"""Blocks and segments are multiples of this many bytes."""
+
+
+def fault_in(trace: HeapTrace) -> str:
+    """What cannot be in a trace, if anything: blocks that do not tile a segment, segments that overlap."""
+    if not all(0 <= event.address < MOST_BYTES and 0 <= event.nbytes < MOST_BYTES for event in trace.events):
+        return f"an event with an address or a size that is not within 0 and {MOST_BYTES}"
+    for segment in trace.after:
+        if not _is_tiled(segment.address, segment.nbytes, segment.blocks):
+            return f"the blocks of segment {segment.address:#x} do not tile it"
+    ends = sorted((segment.address, segment.address + segment.nbytes) for segment in trace.after)
+    if any(end > start for (_, end), (start, _) in pairwise(ends)):
+        return "segments overlap"
+    return ""
+
+
+def _is_tiled(address: int, nbytes: int, blocks: Iterable[HeapBlock]) -> bool:
+    end = address + nbytes
+    for block in blocks:
+        is_sized = 0 < block.nbytes < MOST_BYTES and block.nbytes % GRAIN == 0
+        if block.address != address or not is_sized or not 0 <= block.requested_bytes <= block.nbytes:
+            return False
+        address += block.nbytes
+    return 0 <= address == end < 2 * MOST_BYTES and nbytes > 0

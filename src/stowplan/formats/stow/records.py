@@ -32,6 +32,7 @@ from stowplan.ir import (
     TileStep,
     Use,
 )
+from stowplan.ir.heap import HeapTrace, fault_in
 
 _FLOAT = "$float"
 _NON_FINITE = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
@@ -139,6 +140,7 @@ class DocumentRecord(_Record):
     tiles: TilesRecord | None = None
     notes: tuple[Note, ...] = ()
     counts: dict[str, int] = {}
+    heap: HeapTrace | None = None
 
 
 def record_of(document: Document) -> DocumentRecord:
@@ -157,6 +159,7 @@ def record_of(document: Document) -> DocumentRecord:
         tiles=_tiles_record(document.tiles) if document.tiles else None,
         notes=document.notes,
         counts=dict(document.counts),
+        heap=document.heap,
     )
 
 
@@ -212,6 +215,8 @@ def document_of(record: DocumentRecord, format_name: str) -> Document:
     """The document a file describes, its graph not yet validated."""
     if record.profile and (fault := _impossible_time(record.profile)):
         raise BadInput(fault, where="$.profile")
+    if record.heap and (fault := fault_in(record.heap)):
+        raise BadInput(fault, where="$.heap")
     graph = Graph(
         _unique(((tensor.id, _tensor(tensor)) for tensor in record.tensors), "$.tensors"),
         tuple(map(_op, record.ops)),
@@ -227,6 +232,7 @@ def document_of(record: DocumentRecord, format_name: str) -> Document:
         _tiles(record.tiles) if record.tiles else None,
         record.notes,
         record.counts,
+        record.heap,
     )
 
 

@@ -1,7 +1,7 @@
 """PyTorch's memory snapshots: what `torch.cuda.memory._dump_snapshot` pickles, read without unpickling."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from stowplan.formats.allocations import AllocationHistory, Work
@@ -18,6 +18,7 @@ from stowplan.formats.torch_snapshot.records import (
     parse,
 )
 from stowplan.ir import Document, Interval, Note, NoteKind, Phase
+from stowplan.ir.heap import BlockState, HeapAction, HeapBlock, HeapEvent, HeapSegment, HeapTrace, fault_in
 
 FORMAT = "torch_snapshot"
 _PROTOCOLS = range(2, 6)
@@ -31,7 +32,12 @@ def recognise(data: bytes) -> bool:
 def read(data: bytes) -> Document:
     """The allocations and frees of the busiest device in their order, with addresses and times."""
     snapshot = parse(decode(data))
-    history, notes = history_of(snapshot)
+    device = busiest_device_of(snapshot)
+    history, notes = history_of(snapshot, device)
+    heap = heap_of(snapshot, device)
+    if heap and (fault := fault_in(heap)):
+        notes.append(Note(NoteKind.ODD, "segments", f"{fault}: requests are not replayed"))
+        heap = None
     return Document(
         FORMAT,
         checked(history.graph(), {}, otherwise="device_traces"),
@@ -43,6 +49,7 @@ def read(data: bytes) -> Document:
             "segment_bytes": sum(segment.total_size for segment in snapshot.segments),
             "events": sum(map(len, snapshot.traces)),
         },
+        heap=heap,
     )
 
 
@@ -51,10 +58,53 @@ _LIBRARY = "/torch/"
 _FREED = "free_completed"  # a requested free is completed at once, or when the streams that use it are done
 
 
-def history_of(snapshot: Snapshot) -> tuple[AllocationHistory, list[Note]]:
-    """The history of the device with most events, and notes on the others."""
+def busiest_device_of(snapshot: Snapshot) -> int:
+    """The device with most events."""
+    return max(range(len(snapshot.traces)), key=lambda number: len(snapshot.traces[number]), default=0)
+
+
+_BLOCK_STATES = {"active_allocated": BlockState.ALLOCATED, "inactive": BlockState.FREE}  # others wait
+_ACTIONS = {str(action): action for action in HeapAction}
+
+
+def heap_of(snapshot: Snapshot, device: int) -> HeapTrace | None:
+    """What the allocator of a device did, and the segments that it had at the end; None if it did nothing."""
+    pools: dict[tuple[int, int], int] = {(0, 0): 0}
+    segments = [segment for segment in snapshot.segments if segment.device == device]
+    after = tuple(
+        HeapSegment(
+            segment.address,
+            segment.total_size,
+            segment.segment_type == "small",
+            tuple(_heap_blocks(segment)),
+            segment.stream,
+            pools.setdefault(segment.segment_pool_id, len(pools)),
+            segment.is_expandable,
+        )
+        for segment in segments
+    )
+    trace = snapshot.traces[device] if device < len(snapshot.traces) else ()
+    events = tuple(
+        HeapEvent(_ACTIONS[event.action], event.addr, event.size, event.stream)
+        for event in (traced.event for traced in trace)
+        if event.action in _ACTIONS and event.addr is not None
+    )
+    return HeapTrace(events, after, snapshot.settings) if events or after else None
+
+
+def _heap_blocks(segment: Segment) -> Iterator[HeapBlock]:
+    address = segment.address
+    for block in segment.blocks:
+        address = address if block.address is None else block.address
+        state = _BLOCK_STATES.get(block.state, BlockState.WAITING)
+        known = block.size if block.requested_size is None else block.requested_size
+        yield HeapBlock(address, block.size, 0 if state is BlockState.FREE else known, state)
+        address += block.size
+
+
+def history_of(snapshot: Snapshot, device: int) -> tuple[AllocationHistory, list[Note]]:
+    """The history of one device, and notes on the others."""
     traces = snapshot.traces or ((),)
-    device = max(range(len(traces)), key=lambda number: len(traces[number]))
     history = AllocationHistory(f"cuda:{device}")
     segments = [segment for segment in snapshot.segments if segment.device == device]
     _place_what_was_there(history, segments, traces[device])

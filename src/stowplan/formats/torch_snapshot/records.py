@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Generic, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from stowplan.errors import BadInput
 
@@ -43,6 +43,10 @@ class Segment(Struct, frozen=True):
     total_size: Count
     blocks: tuple[Block, ...]
     device: Annotated[int, Meta(ge=0, lt=2**16)] = 0
+    segment_type: Name = ""
+    stream: Count = 0
+    is_expandable: bool = False
+    segment_pool_id: tuple[Count, Count] = (0, 0)
 
 
 class Event(Struct, frozen=True):
@@ -52,6 +56,22 @@ class Event(Struct, frozen=True):
     size: Count = 0
     addr: Count | None = None
     time_us: Annotated[int, Meta(ge=0, lt=2**62)] = 0
+    stream: Count = 0
+
+
+class Settings(Struct, frozen=True):
+    """How the allocator was configured."""
+
+    conf: Name = field(name="PYTORCH_CUDA_ALLOC_CONF", default="")
+    expandable_segments: bool = False
+    max_split_size: Annotated[int, Meta(ge=-1, lt=2**62)] = -1
+
+    def spelled(self) -> str:
+        """As in PYTORCH_CUDA_ALLOC_CONF, which some snapshots leave empty."""
+        if self.conf:
+            return self.conf
+        split = f"max_split_size_mb:{self.max_split_size >> 20}" if self.max_split_size > 0 else ""
+        return ",".join(filter(None, ("expandable_segments:True" * self.expandable_segments, split)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +84,11 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The whole file: the segments at its end, and for each device what happened before."""
+    """The whole file: the segments at its end, for each device what happened before, and the settings."""
 
     segments: tuple[Segment, ...]
     traces: tuple[tuple[Traced, ...], ...]
+    settings: str = ""
 
 
 def parse(value: object) -> Snapshot:
@@ -87,6 +108,7 @@ def parse(value: object) -> Snapshot:
     return Snapshot(
         tuple(_typed(segment, Segment, f"segments[{at}]") for at, segment in enumerate(segments)),
         tuple(_trace(trace, f"device_traces[{device}]") for device, trace in enumerate(traces)),
+        _typed(_field(value, "allocator_settings") or {}, Settings, "allocator_settings").spelled(),
     )
 
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 FREE, ALLOCATED, WAITING, UNMAPPED = range(4)
-ADDRESS_BITS = 64
+ADDRESS_BITS = 96
 ADDRESS = (1 << ADDRESS_BITS) - 1
 """A key of a free list is `size << ADDRESS_BITS | address`, so that keys sort by size, then by address."""
 

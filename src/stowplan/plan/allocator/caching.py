@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from stowplan.errors import BadUse, OutOfDeviceMemory
-from stowplan.ir.heap import BlockState, HeapAction, HeapBlock, HeapSegment
+from stowplan.ir.heap import BlockState, HeapAction, HeapBlock, HeapEvent, HeapSegment
 from stowplan.plan.allocator.blocks import (
     ADDRESS,
     ADDRESS_BITS,
@@ -127,7 +127,7 @@ class CachingAllocator:
         settings: AllocatorSettings | None = None,
         *,
         place: Callable[[int], int] | None = None,
-        observe: Callable[[HeapAction, int, int], None] | None = None,
+        observe: Callable[[HeapEvent], None] | None = None,
         callbacks: Sequence[Callable[[], bool]] = (),
     ) -> None:
         """`place` gives the address for a segment of a size, `observe` hears of segments that come and go,
@@ -380,7 +380,7 @@ class CachingAllocator:
         self.block_at[address] = block
         self.ranges[address] = Range(address, stream, heap)
         if self._observe is not None:
-            self._observe(HeapAction.SEGMENT_ALLOC, address, taken)
+            self._observe(HeapEvent(HeapAction.SEGMENT_ALLOC, address, taken, stream))
         return block
 
     def _take(self, nbytes: int) -> bool:
@@ -401,7 +401,7 @@ class CachingAllocator:
         del self.block_at[block.address], self.ranges[block.address]
         self.reserved_bytes -= block.size
         if self._observe is not None:
-            self._observe(HeapAction.SEGMENT_FREE, block.address, block.size)
+            self._observe(HeapEvent(HeapAction.SEGMENT_FREE, block.address, block.size, block.stream))
 
     def _release_free(self, heap: Heap) -> None:
         """Release the segments that are one free block, and the pages that are wholly free."""
@@ -517,7 +517,7 @@ class CachingAllocator:
         if not self._take(mapped):
             return None
         if self._observe is not None:
-            self._observe(HeapAction.SEGMENT_MAP, block.address, mapped)
+            self._observe(HeapEvent(HeapAction.SEGMENT_MAP, block.address, mapped, block.stream))
         self._unlist(block)
         if mapped < block.size:
             self._list(self._cut(block, mapped))
@@ -538,7 +538,7 @@ class CachingAllocator:
             self._list(self._cut(block, last - block.address))
         self.reserved_bytes -= block.size
         if self._observe is not None:
-            self._observe(HeapAction.SEGMENT_UNMAP, block.address, block.size)
+            self._observe(HeapEvent(HeapAction.SEGMENT_UNMAP, block.address, block.size, block.stream))
         block.state = UNMAPPED
         block = self._settle(block)
         if block.prev is None and block.next is None:
