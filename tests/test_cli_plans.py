@@ -24,6 +24,30 @@ def no_loss():
     return nn.Linear(2, 2), (torch.randn(3, 2),)
 
 
+class Scored(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, *, scale):
+        hidden = self.inner(x).tanh() * scale
+        return {"mean": hidden.mean(), "square": hidden.square().mean(), "hidden": hidden}
+
+
+def named():
+    torch.manual_seed(0)
+    return Scored(), (torch.randn(16, 8),), {"scale": torch.rand(8)}, "square"
+
+
+def keywords():
+    torch.manual_seed(0)
+    return Scored(), (), {"x": torch.randn(16, 8), "scale": torch.rand(8)}, lambda out: out["hidden"].sum()
+
+
+def misnamed():
+    return Scored(), (torch.randn(16, 8),), {"scale": torch.rand(8)}, "cube"
+
+
 def not_a_step():
     return 3
 """
@@ -105,6 +129,7 @@ def test_a_budget_too_small_is_a_no_with_the_smallest_one(
         (["plan", "nowhere_at_all:step", "--budget", "1MB"], "there is no module"),
         (["inspect", "little_step:not_a_step"], "must return (model, args)"),
         (["check", "little_step:no_loss", "--budget", "1MB"], "return (model, args, loss)"),
+        (["inspect", "little_step:misnamed"], "loss names one of 0, 1, 2, 'mean', 'square', 'hidden'"),
         (["explain", "little_step.py"], "little_step.py"),
     ],
 )
@@ -114,3 +139,16 @@ def test_what_cannot_be_done_is_said(
     assert model
     assert main(words) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("function", ["named", "keywords"])
+def test_a_step_takes_keyword_arguments_and_names_its_loss(
+    model: str, function: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = f"{model.partition(':')[0]}:{function}"
+    checked = _json_of(capsys, "check", target, "--budget", "1MiB", "--steps", "1")
+    assert checked["holds"] is True
+    eager = _json_of(capsys, "inspect", target, "--measure", "--no-probe")["eager"]
+    assert isinstance(eager, dict)
+    assert eager["measured_peak_bytes"]

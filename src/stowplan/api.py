@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stowplan.run.measure.inspect_step import StepInspection
 
 __all__ = [
+    "FUNCTION_HELP",
     "ON_REQUEST",
     "TARGET_HELP",
     "TECHNIQUES",
@@ -51,7 +52,11 @@ __all__ = [
     "tiles_for_document",
 ]
 
-TARGET_HELP = "a graph file, or a function in a Python module that returns (model, args[, loss])"
+FUNCTION_HELP = (
+    "a function in a Python module that returns (model, args[, kwargs][, loss]): kwargs is a dict, loss a"
+    " function of the model's output, or the name or index of the output that is the loss"
+)
+TARGET_HELP = f"a graph file, or {FUNCTION_HELP}"
 
 
 def inspect(
@@ -152,10 +157,9 @@ def planner_for(
         from stowplan.run.planning.planner import step_planner
         from stowplan.run.target import load_target, subject_of
 
-        living = load_target(str(target))
-        subject = subject_of(living)
+        subject = subject_of(load_target(str(target)))
         planner = step_planner(subject, options)
-        return replace(planner, compare=partial(compared, subject=subject, loss=living.loss))
+        return replace(planner, compare=partial(compared, subject=subject))
     document = _document(target, saved, training=training)
     graph = document.graph
     pricing = price_by_profile(graph, document.profile, {}) if document.profile else price_by_macs(graph)

@@ -46,15 +46,18 @@ def capture(
     loss: Loss | None = None,
     device: torch.device | str = "cpu",
     all_outputs: bool = False,
+    differentiated: tuple[int, ...] | None = None,
 ) -> Captured:
     """The training step of `model(*args, **kwargs)`: forward, loss and backward.
 
-    `loss(output)` is captured with the model. Without `loss`, gradients come in from outside: for the one
-    scalar among the outputs, which is then the loss unless `all_outputs` is set, or else for every output
-    that has a gradient. Tensors on the meta device are captured as if on `device`. A step that branches on
-    data raises CaptureError.
+    A function `loss` is captured with the model, as `loss(output)`. Gradients come in from outside: for the
+    output that `loss` names, for the outputs at the positions `differentiated`, for the one scalar among the
+    outputs unless `all_outputs` is set, or else for every output that has a gradient. Tensors on the meta
+    device are captured as if on `device`. A step that branches on data raises CaptureError.
     """
-    step = Step(model, tuple(args), dict(kwargs or {}), loss, torch.device(device), all_outputs)
+    step = Step(
+        model, tuple(args), dict(kwargs or {}), loss, torch.device(device), all_outputs, differentiated
+    )
     for _ in range(_MOST_LAYOUTS):
         with explained():
             recording = record(step)

@@ -13,9 +13,11 @@ from stowplan.capture.recording import (
     ExternalTensor,
     Recording,
     Step,
+    after_loss,
     argument_names,
     module_paths,
     named_tensors,
+    output_named,
 )
 from stowplan.capture.stand_ins import StandIns
 from stowplan.capture.storage_views import StorageView
@@ -57,9 +59,10 @@ class _Recorder:
             return self._recorded(buffers=self._enter_externals())
 
     def _recorded(self, buffers: Mapping[str, Tensor]) -> Recording:
-        outputs, output_spec = pytree.tree_flatten(self._forward())
+        returned = self._forward()
+        outputs, output_spec = pytree.tree_flatten(returned)
         replaced, turn = self._replaced(buffers), len(self._watch.events)
-        tangents = self._backward(outputs)
+        tangents = self._backward(outputs, self._differentiated(returned, outputs))
         constants = self._watch.constants
         named = [(f"constants.{number}", tensor) for number, tensor in enumerate(constants.values())]
         self._enter(Kind.CONSTANT, named)
@@ -122,9 +125,7 @@ class _Recorder:
     def _forward(self) -> object:
         args, kwargs = self._input_spec.unflatten(self._inputs)
         with self._origins.following(), self._watch:
-            if self._step.loss is None:
-                return self._step.model(*args, **kwargs)
-            return self._step.loss(self._step.model(*args, **kwargs))
+            return after_loss(self._step.model(*args, **kwargs), self._step.loss)
 
     def _replaced(self, before: Mapping[str, Tensor]) -> dict[StorageView, StorageView]:
         now = named_tensors(self._step, "buffers")
@@ -134,9 +135,10 @@ class _Recorder:
             if name in now and now[name] is not tensor
         }
 
-    def _backward(self, outputs: Sequence[object]) -> list[Tensor | None]:
+    def _backward(
+        self, outputs: Sequence[object], differentiated: Mapping[int, Tensor]
+    ) -> list[Tensor | None]:
         """Differentiate, and return the gradients that came in for the outputs."""
-        differentiated = self._differentiated(outputs)
         tangents = [
             self._tangent(differentiated[position]) if position in differentiated else None
             for position in range(len(outputs))
@@ -171,8 +173,8 @@ class _Recorder:
                 output.shape, output.stride(), dtype=output.dtype, device=output.device
             )
 
-    def _differentiated(self, outputs: Sequence[object]) -> dict[int, Tensor]:
-        """The outputs that receive gradients: all that can have one, or only the loss if it is among them.
+    def _differentiated(self, returned: object, outputs: Sequence[object]) -> dict[int, Tensor]:
+        """The outputs that receive gradients, by position: see `Step`.
 
         A tensor that is returned twice is one output: its gradient comes in once.
         """
@@ -185,5 +187,16 @@ class _Recorder:
                 "no output depends on a parameter that requires a gradient",
                 advice="check requires_grad, torch.no_grad and what the model returns",
             )
+        if self._step.differentiated is not None:
+            given = set(self._step.differentiated)
+            return {position: leaf for position, leaf in able.values() if position in given}
+        if isinstance(self._step.loss, str | int):
+            named = output_named(returned, self._step.loss)
+            if not named.requires_grad:
+                raise CaptureError(
+                    f"loss is {self._step.loss!r}, and no gradient can be computed for that output: it"
+                    " depends on no parameter and no input that requires one"
+                )
+            return dict([able[self._view(named)]])
         losses = {position: leaf for position, leaf in able.values() if leaf.dim() == 0}
         return losses if len(losses) == 1 and not self._step.all_outputs else dict(able.values())

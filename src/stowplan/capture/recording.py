@@ -11,17 +11,21 @@ from torch import Tensor, nn
 from stowplan.capture.arguments import Spec, leaf_names
 from stowplan.capture.storage_views import Lifetime, StorageView
 from stowplan.capture.watching import Event, Incoming
+from stowplan.errors import CaptureError
 from stowplan.ir import Kind
 from stowplan.torch_private import pytree
 
-Loss: TypeAlias = Callable[..., object]
+Loss: TypeAlias = Callable[..., object] | str | int
+"""A function of the model's output, or the name or index of the output that is the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A training step as the user gives it: `model(*args, **kwargs)`, then `loss` of the result if given.
+    """A training step as the user gives it: `model(*args, **kwargs)`, then a loss function of the result.
 
-    With `all_outputs`, gradients come in for every output that can have one, in addition to a scalar loss.
+    Gradients come in for the outputs at the positions `differentiated`, as the leaves of the result are
+    counted. Without them, they come in for the output that `loss` names, with `all_outputs` for every output
+    that can have one, or else for the only scalar.
     """
 
     model: nn.Module
@@ -30,6 +34,7 @@ class Step:
     loss: Loss | None
     device: torch.device
     all_outputs: bool = False
+    differentiated: tuple[int, ...] | None = None
 
     def modules(self) -> dict[str, nn.Module]:
         """The modules that hold parameters, by the prefix of their names."""
@@ -72,6 +77,45 @@ class Recording:
     replaced: Mapping[StorageView, StorageView]
     literals: frozenset[StorageView]
     looks_at_values: bool
+
+
+def after_loss(output: object, loss: Loss | None) -> object:
+    """What a step returns: the model's output, or the result of the loss function for it."""
+    return loss(output) if callable(loss) else output
+
+
+def output_named(output: object, name: str | int) -> Tensor:
+    """The output of a model that `loss` names by key, attribute or index."""
+    found = _entries(output).get(name)
+    if isinstance(found, Tensor):
+        return found
+    entries = [entry for entry, value in _entries(output).items() if isinstance(value, Tensor)]
+    raise CaptureError(
+        f"loss is {name!r}, and the model returns no tensor of that name or index",
+        advice=f"loss names one of {', '.join(map(repr, entries))}, or is a function of the model's output"
+        if entries
+        else "leave loss out, or give a function of the model's output",
+    )
+
+
+def output_keys(spec: pytree.TreeSpec) -> list[str | int | None]:
+    """The name or index under which each leaf of a model's result is returned; None for the only one."""
+    returned = pytree.tree_unflatten(range(spec.num_leaves), spec)
+    keys: list[str | int | None] = [None] * spec.num_leaves
+    for key, value in _entries(returned).items():
+        for leaf in pytree.tree_leaves(value):
+            keys[leaf] = key
+    return keys
+
+
+def _entries(output: object) -> dict[str | int, object]:
+    """The values that a model returns together, by name and by index."""
+    if isinstance(output, Mapping):
+        return dict(enumerate(output.values())) | dict(output)
+    if isinstance(output, tuple | list):
+        fields: tuple[str, ...] = getattr(output, "_fields", ())
+        return dict(enumerate(output)) | dict(zip(fields, output, strict=False))
+    return {}
 
 
 def module_paths(step: Step) -> dict[nn.Module, str]:

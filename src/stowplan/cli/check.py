@@ -11,9 +11,7 @@ from stowplan.units import parse_bytes
 
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
-    parser.add_argument(
-        "target", metavar="MODULE:FUNCTION", help="a function that returns (model, args[, loss])"
-    )
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help=api.FUNCTION_HELP)
     parser.add_argument(
         "--budget", required=True, help="bytes for everything alive during the step, such as 6GiB"
     )

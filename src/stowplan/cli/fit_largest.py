@@ -4,6 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
+from stowplan import api
 from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.units import format_bytes, format_seconds, parse_bytes
 
@@ -18,7 +19,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="MODULE:FUNCTION",
-        help="a function that takes the size and returns (model, args[, loss])",
+        help=f"{api.FUNCTION_HELP}; it takes the size",
     )
     parser.add_argument(
         "--budget", required=True, help="bytes for everything alive during the step, such as 8GiB"

@@ -14,15 +14,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from threading import RLock
-from types import MethodType
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, NoneType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from stowplan.capture import Program, capture
+from stowplan.capture import Captured, Program, Ref, capture
 from stowplan.capture.arguments import Spec, flatten, look_of
+from stowplan.capture.recording import Loss, after_loss, output_keys
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
+from stowplan.ir import Kind
 from stowplan.plan.options import ON_REQUEST, TECHNIQUES, PlanOptions, Prefer, Progress
 from stowplan.plan.plan import Plan
 from stowplan.plan.technique import Socket
@@ -82,6 +84,7 @@ def fit(
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
     plan: Plan | None = None,
+    loss: Loss | None = None,
     outputs: str = "loss",
     progress: Progress | None = None,
     moves: int | None = None,
@@ -103,8 +106,11 @@ def fit(
     which. `moves` limits the search for a plan. `progress` is called with the number of probed ops and their
     total.
 
-    If the model returns one scalar, it is taken as the loss: the plan computes gradients for it alone and
-    refuses gradients for other outputs. `outputs="all"` plans for gradients of all outputs.
+    `loss` says what is differentiated. The name or index of an output means this output; the module still
+    returns all of them. A function of the model's output becomes part of the plan, and the module returns
+    the function's result. Without `loss`, a model that returns one scalar returns its loss in it. The plan
+    computes gradients for the loss alone and refuses those for other outputs; `outputs="all"` plans for
+    gradients of all outputs.
 
     Plans are cached in the user's cache folder for the same step, budget and machine, except plans that
     offload. A saved `plan` is used instead of a new one; it is refused if it is for another step.
@@ -117,20 +123,22 @@ def fit(
     that fits the budget on each; `choices_of(fitted)` lists the options.
     """
     _refuse_misuse(model, args)
+    _refuse_loss(loss, outputs)
     refuse_wrapped(model)
     options = PlanOptions(tuple(allow), prefer, moves, progress)
     if mesh is not None:
         _refuse_on_mesh(budget, plan, options)
+        if loss is not None or outputs != "loss":
+            raise BadUse("loss and outputs are not offered with a mesh: there the model returns its loss")
         request = ShardRequest(mesh, parse_bytes(budget), parse_bytes(reserve), options, dims, layouts)
         return cast(Model, MESHES.of("mesh")(model, tuple(args), dict(kwargs or {}), request))
-    if outputs not in ("loss", "all"):
-        raise BadUse(f"outputs is {outputs!r}; it is 'loss' for the loss alone, or 'all'")
     if dims is not None or layouts != "follow":
         raise BadUse("dims and layouts are of a step on a mesh, and there is no mesh; give mesh= as well")
     whole = automatic_budget(model, (args, dict(kwargs or {}))) if budget == "auto" else parse_bytes(budget)
     beside = parse_bytes(reserve)
     fitting = Fitting(_own_forward(model), whole - beside, options)
-    fitting.given, fitting.reserve_bytes, fitting.all_outputs = plan, beside, outputs == "all"
+    fitting.given, fitting.reserve_bytes = plan, beside
+    fitting.loss, fitting.all_outputs = loss, outputs == "all"
     fitted: Model = seen_as(_fitted_class(_model_class(model)), model)
     fitted.__dict__.pop("forward", None)
     fitted.__dict__["_fitting"] = fitting
@@ -217,6 +225,7 @@ class Fitting:
     bound: list[_Bound] = field(default_factory=list)  # the latest last
     given: Plan | None = None  # a saved plan, for the first kind of call
     reserve_bytes: int = 0  # of the budget, beside what is allowed
+    loss: Loss | None = None
     all_outputs: bool = False  # gradients may come in for all, not for the loss alone
     cache: PlanCache = USER_PLANS
     said: set[str] = field(default_factory=set)
@@ -234,17 +243,21 @@ class Fitting:
     def __reduce__(self) -> Any:
         """For a file or another process: how to plan. What was planned is planned there when it is called."""
         how = (self.own_forward, self.allowed_bytes, replace(self.options, progress=None))
-        return Fitting, how, (None, {"reserve_bytes": self.reserve_bytes, "all_outputs": self.all_outputs})
+        more = {name: getattr(self, name) for name in ("reserve_bytes", "loss", "all_outputs")}
+        return Fitting, how, (None, more)
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Call the model: by a plan if a gradient is wanted, and as it is if not."""
         if not torch.is_grad_enabled():
-            return self.eager_forward(model)(*args, **kwargs)
+            return self._eager(model, args, kwargs)
         step = self.step_for(model, args, kwargs)
         if step is None:
             self._say_once("nothing wants a gradient: the model is run as it is, without a plan")
-            return self.eager_forward(model)(*args, **kwargs)
+            return self._eager(model, args, kwargs)
         return step(*args, **kwargs)
+
+    def _eager(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        return after_loss(self.eager_forward(model)(*args, **kwargs), self.loss)
 
     def eager_forward(self, model: nn.Module) -> Callable[..., Any]:
         """The model's own forward, bound to it."""
@@ -312,11 +325,13 @@ class Fitting:
         begun = time.perf_counter()
         refuse_shards(model)
         plain = with_forward(model, self.own_forward or _model_class(model).forward)
-        observation = Observation(plain)
+        observation = Observation(plain, self.loss)
         with observation.watching():
-            captured = capture(plain, args, kwargs, all_outputs=self.all_outputs)
+            captured = capture(plain, args, kwargs, loss=self.loss, all_outputs=self.all_outputs)
+        if self.loss is None:
+            _refuse_given_back(captured)
         dependencies = observation.dependencies(captured.program, flatten(args, kwargs)[0])
-        subject = Subject(captured, plain, args, kwargs)
+        subject = Subject(captured, plain, args, kwargs, loss=self.loss)
         beside = _constant_bytes(captured.program)
         with _beside(beside, "tensors that are attributes, globals or written out"):
             found = self._planned_step(subject, self.allowed_bytes - beside)
@@ -357,6 +372,36 @@ def _refuse_misuse(model: object, args: object) -> None:
         )
     if not isinstance(args, tuple | list):
         raise BadUse(f"args is a {type(args).__name__}; write fit(model, (x, y), budget=...) for model(x, y)")
+
+
+def _refuse_loss(loss: object, outputs: str) -> None:
+    if outputs not in ("loss", "all"):
+        raise BadUse(f"outputs is {outputs!r}; it is 'loss' for the loss alone, or 'all'")
+    if isinstance(loss, str | int) and outputs == "all":
+        raise BadUse(f"loss={loss!r} plans for gradients of one output, and outputs='all' for all: give one")
+    if not isinstance(loss, NoneType | str | int | FunctionType | BuiltinFunctionType | MethodDescriptorType):
+        raise BadUse(
+            f"loss is a {type(loss).__name__}; it is the name or index of an output, or a function of the"
+            " model's output. Write a lambda around it, or put a loss with parameters into a module with the"
+            " model"
+        )
+
+
+def _refuse_given_back(captured: Captured) -> None:
+    """A parameter or input that is returned beside the loss: the caller may well want its gradient too."""
+    program, graph, keys = captured.program, captured.graph, output_keys(captured.program.output_spec)
+    loss = next(key for key, tangent in zip(keys, program.tangents, strict=True) if tangent is not None)
+    for key, leaf, attached, tangent in zip(
+        keys, program.outputs, program.attached, program.tangents, strict=True
+    ):
+        if isinstance(leaf, Ref) and attached and tangent is None:
+            given = graph.tensors[graph.storage_of(leaf.tensor)]
+            if given.kind in (Kind.PARAMETER, Kind.INPUT):
+                raise BadUse(
+                    f"output {key!r} is the {given.kind} {given.id!r} or a view of it, and requires a"
+                    f' gradient like the loss, output {loss!r}; use fit(..., outputs="all") if you'
+                    f" differentiate both, and fit(..., loss={loss!r}) if not"
+                )
 
 
 def _refuse_on_mesh(budget: int | str, plan: Plan | None, options: PlanOptions) -> None:

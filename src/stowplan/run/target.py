@@ -2,9 +2,9 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import capture
+from stowplan.capture.arguments import flatten
 from stowplan.capture.origins import line_of
+from stowplan.capture.recording import Loss
 from stowplan.errors import BadUse
 from stowplan.run.planning.subject import Subject
 from stowplan.torch_private import pytree
@@ -21,23 +23,35 @@ from stowplan.torch_private import pytree
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the function returned: `model(*args)`, or `loss(model(*args))`, is differentiated."""
+    """What the function returned: the call `model(*args, **kwargs)`, and its loss.
+
+    The loss is a function of the model's output, or the name or index of the output that is the loss. Without
+    it, the model returns its loss.
+    """
 
     model: nn.Module
     args: tuple[object, ...]
-    loss: Callable[[object], Tensor] | None = None
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+    loss: Loss | None = None
+
+    def tensors_before(self, model: nn.Module) -> list[Tensor]:
+        """The tensors that exist before a step of this call, by `model` or a copy of it."""
+        leaves = flatten(self.args, self.kwargs)[0]
+        given = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        return [*model.parameters(), *model.buffers(), *given]
 
 
 def subject_of(target: Target) -> Subject:
     """The captured step of a target."""
-    captured = capture(target.model, target.args, loss=target.loss)
-    return Subject(captured, target.model, target.args, {})
+    captured = capture(target.model, target.args, target.kwargs, loss=target.loss)
+    return Subject(captured, target.model, target.args, target.kwargs, loss=target.loss)
 
 
 def with_batches(target: Target, times: int) -> Target:
     """The step on a batch `times` as large, without contents."""
-    args: tuple[object, ...] = pytree.tree_map(lambda leaf: _longer(leaf, times), target.args)
-    return replace(target, args=args)
+    call = target.args, dict(target.kwargs)
+    args, kwargs = pytree.tree_map(lambda leaf: _longer(leaf, times), call)
+    return replace(target, args=args, kwargs=kwargs)
 
 
 def _longer(leaf: object, times: int) -> object:
@@ -99,8 +113,15 @@ def _told(text: str, alone: str) -> Iterator[None]:
 
 
 def _checked(text: str, returned: object) -> Target:
-    if isinstance(returned, tuple) and 2 <= len(returned) <= 3:
-        model, args, *loss = returned
-        if isinstance(model, nn.Module) and isinstance(args, tuple | list) and all(map(callable, loss)):
-            return Target(model, tuple(args), *loss)
-    raise BadUse(f"{text} must return (model, args) or (model, args, loss), with args a tuple")
+    if isinstance(returned, tuple) and 2 <= len(returned) <= 4:
+        model, args, *more = returned
+        kwargs = more.pop(0) if more and isinstance(more[0], Mapping) else {}
+        loss = more.pop(0) if more else None
+        is_loss = loss is None or callable(loss) or isinstance(loss, str | int)
+        if isinstance(model, nn.Module) and isinstance(args, tuple | list) and is_loss and not more:
+            return Target(model, tuple(args), kwargs, loss)
+    raise BadUse(
+        f"{text} must return (model, args), optionally with a dict of keyword arguments and a loss after it:"
+        " (model, args, kwargs, loss). args is a tuple; loss is a function of the model's output, or the name"
+        " or index of the output that is the loss"
+    )

@@ -81,8 +81,8 @@ class Dependencies:
 class Observation:
     """What a step was seen to depend on while it was captured."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._reads, self._reach = model, Reads(), Reach.of(model)
+    def __init__(self, model: nn.Module, loss: object = None) -> None:
+        self._model, self._reads, self._reach = model, Reads(), Reach.of(model, loss)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -26,14 +26,15 @@ class Reach:
     _followed: set[CodeType] = field(default_factory=set)
 
     @staticmethod
-    def of(model: nn.Module) -> "Reach":
-        """What the forward functions of the model's classes can come to."""
+    def of(model: nn.Module, loss: object = None) -> "Reach":
+        """What the forward functions of the model's classes, and a loss function, can come to."""
         found = Reach()
         for kind in dict.fromkeys(type(module) for module in model.modules()):
             found._method(kind, "forward")
         for module in model.modules():
             own = vars(module).get("forward")
             found._value(getattr(own, "__func__", own))
+        found._value(loss)
         return found
 
     def _method(self, kind: type, name: str) -> None:

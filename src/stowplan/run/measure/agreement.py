@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from stowplan.capture import Captured, Program
 from stowplan.capture.arguments import flatten
 from stowplan.capture.layouts import learn
+from stowplan.capture.recording import after_loss
 from stowplan.capture.schema import returns_tensors, written_names
 from stowplan.capture.stand_ins import with_tensors
 from stowplan.capture.storage_views import StorageBook, StorageView
@@ -42,18 +43,18 @@ from stowplan.units import format_bytes
 _DETACH = torch.ops.aten.detach.default
 
 
-def compared(plan: Plan, subject: Subject, loss: Callable[..., object] | None = None) -> Plan:
-    """The plan with what one eager forward of its step shows; `loss` is captured after the model."""
-    return replace(plan, against_eager=against_eager(plan, subject, loss))
+def compared(plan: Plan, subject: Subject) -> Plan:
+    """The plan with what one eager forward of its step shows."""
+    return replace(plan, against_eager=against_eager(plan, subject))
 
 
-def against_eager(plan: Plan, subject: Subject, loss: Callable[..., object] | None = None) -> AgainstEager:
+def against_eager(plan: Plan, subject: Subject) -> AgainstEager:
     """Compare the captured forward with one in eager, within the plan's budget.
 
     Raises Relaid where a kernel lays out its result otherwise than was captured: the plan would be wrong.
     """
     captured, given, spec = subject.captured, *flatten(subject.args, subject.kwargs)
-    roots = [subject.model, *((loss,) if isinstance(loss, nn.Module) else ())]
+    roots = [subject.model, *((subject.loss,) if isinstance(subject.loss, nn.Module) else ())]
     tensors = [*_held_by(roots), *(leaf for leaf in given if isinstance(leaf, Tensor))]
     if any(tensor.is_meta for tensor in tensors):
         return AgainstEager(Verdict.UNCHECKED, "the model or its arguments are on the meta device")
@@ -69,9 +70,7 @@ def against_eager(plan: Plan, subject: Subject, loss: Callable[..., object] | No
             stack.enter_context(_leaving_no_trace({tensor.device for tensor in tensors}))
             stack.enter_context(_keeping_nothing())
             with comparison:
-                output = subject.model(*args, **kwargs)
-                if loss is not None:
-                    loss(output)
+                after_loss(subject.model(*args, **kwargs), subject.loss)
         return comparison.verdict()
     except _Ended as end:
         return end.found

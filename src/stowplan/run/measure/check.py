@@ -9,6 +9,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
+from stowplan.capture.recording import Loss, after_loss, output_named
 from stowplan.errors import BadUse
 from stowplan.plan.plan import Exactness
 from stowplan.plan.record import Difference, Record
@@ -62,10 +63,10 @@ def check(
     """
     subject = subject_of(target)
     planned_step = planning(subject)
-    plan = compared(planned_step.plan, subject, target.loss)
+    plan = compared(planned_step.plan, subject)
     eager = _eager_side(copy.deepcopy(target.model), target)
     straight = planned_step.bound_to(target.model, loss=target.loss)
-    planned = _Side(target.model, lambda: _loss_in(straight(*target.args)))
+    planned = _Side(target.model, lambda: _loss_in(straight(*target.args, **target.kwargs), target.loss))
     rounded = plan.exactness is Exactness.ROUNDING
     differences = _differences(eager, planned, steps, roundings=_ROUNDINGS if rounded else 0)
     plain = _measured(eager, target)
@@ -92,18 +93,23 @@ def eager_step(target: Target) -> Callable[[], None]:
 
 def _eager_side(model: nn.Module, target: Target) -> _Side:
     def loss() -> Tensor:
-        output = model(*target.args)
-        return target.loss(output) if target.loss else _loss_in(output)
+        output = model(*target.args, **target.kwargs)
+        return _loss_in(after_loss(output, target.loss), target.loss)
 
     return _Side(model, loss)
 
 
-def _loss_in(output: object) -> Tensor:
-    """The scalar among what a step returns, as capture takes it."""
+def _loss_in(output: object, loss: Loss | None) -> Tensor:
+    """The loss among what a step returns, as capture takes it."""
+    if isinstance(loss, str | int):
+        output = output_named(output, loss)
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     scalars = [leaf for leaf in leaves if leaf.dim() == 0]
     if len(scalars) != 1:
-        raise BadUse("to check a step its loss must be known: return (model, args, loss)")
+        raise BadUse(
+            "check needs one scalar to differentiate: return (model, args, loss), where loss is a function of"
+            " the model's output, or the name or index of the output that is the loss"
+        )
     return scalars[0]
 
 
@@ -148,10 +154,7 @@ def _difference(name: str, expected: Tensor, got: Tensor, roundings: int) -> Dif
 def _measured(side: _Side, target: Target) -> Measurement[None]:
     """One step from fresh gradients; all that the step can see is there before it."""
     side.model.zero_grad(set_to_none=True)
-    inputs = [leaf for leaf in pytree.tree_leaves(target.args) if isinstance(leaf, Tensor)]
-    return measure(
-        lambda: _discard(side.step()), before=[*side.model.parameters(), *side.model.buffers(), *inputs]
-    )
+    return measure(lambda: _discard(side.step()), before=target.tensors_before(side.model))
 
 
 def _discard(_: Tensor) -> None:

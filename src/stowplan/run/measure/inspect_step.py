@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from torch import Tensor
 from torch.optim import Optimizer
 
 from stowplan.analyse.costs import estimated_workspaces
@@ -59,7 +58,7 @@ def inspect_step(
 
     With an `optimizer` (an object, or a name of torch.optim) the result includes its memory.
     """
-    captured = capture(target.model, target.args, loss=target.loss)
+    captured = capture(target.model, target.args, target.kwargs, loss=target.loss)
     probed = probe(captured, progress=progress) if tried else None
     workspace = probed.workspace_bytes if probed else estimated_workspaces(captured.graph)
     document = Document(
@@ -81,9 +80,7 @@ def inspect_step(
 
 
 def _measured_peak(target: Target) -> int:
-    inputs = [leaf for leaf in pytree.tree_leaves(target.args) if isinstance(leaf, Tensor)]
-    before = [*target.model.parameters(), *target.model.buffers(), *inputs]
-    return measure(eager_step(target), before=before).measured_peak_bytes
+    return measure(eager_step(target), before=target.tensors_before(target.model)).measured_peak_bytes
 
 
 def _notes(graph: Graph) -> Iterator[Note]:

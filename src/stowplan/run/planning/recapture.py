@@ -71,8 +71,9 @@ def recapture(
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         return _run(captured, Binding(captured, self).tensors(args, kwargs), order, replacements)
 
-    several = sum(tangent is not None for tangent in captured.program.tangents) > 1
-    found = capture(with_forward(model, forward), args, kwargs, all_outputs=several)
+    tangents = enumerate(captured.program.tangents)
+    differentiated = tuple(position for position, tangent in tangents if tangent is not None)
+    found = capture(with_forward(model, forward), args, kwargs, differentiated=differentiated)
     return replace(found, graph=_with_origins(found.graph, order))
 
 

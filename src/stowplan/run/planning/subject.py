@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from stowplan.capture import Captured
+from stowplan.capture.recording import Loss
 from stowplan.plan.plan import Plan
 from stowplan.run.planning.recapture import Replacement, forward_ops, recapture
 from stowplan.run.step.straight import StraightStep
@@ -17,13 +18,17 @@ from stowplan.torch_private import OpOverload
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A captured step and the call that it was captured of. `replacements` are run for some of its calls."""
+    """A captured step and the call that it was captured of, with the loss after it.
+
+    `replacements` are run for some of its calls.
+    """
 
     captured: Captured
     model: nn.Module
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
     replacements: Mapping[OpOverload, Replacement] = field(default_factory=dict)
+    loss: Loss | None = None
 
     def as_run(self) -> Captured:
         """The step with the replacements."""

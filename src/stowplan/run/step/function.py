@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from stowplan.capture import Program
+from stowplan.capture import Program, Ref
+from stowplan.capture.recording import output_keys
 from stowplan.errors import BadUse, TensorChanged
 from stowplan.run.step.before import Before
 from stowplan.run.step.halves import Halves
@@ -211,13 +212,23 @@ def _tangents(run: Run, incoming: tuple[Tensor | None, ...], zeros: tuple[Zeros,
         if expected and gradient is None:
             gradient = zeros[position]().zero_()
         if gradient is not None and not expected:
-            raise BadUse(
-                f"a gradient came in for output {position}, but the step was captured as one in which only"
-                ' its scalar loss is differentiated; fit(..., outputs="all") plans for all of them'
-            )
+            raise BadUse(_unplanned(run.program, run.halves.source.outputs[position]))
         if gradient is not None:
             tangents.append(run.latched.pop(position, gradient))
     return run.incoming.suited(tangents)
+
+
+def _unplanned(program: Program, output: str) -> str:
+    """Why a gradient for this output is refused, and what to do."""
+    keys = output_keys(program.output_spec)
+    key = keys[program.outputs.index(Ref(output))]
+    pairs = zip(keys, program.tangents, strict=True)
+    planned = ", ".join(repr(known) for known, tangent in pairs if tangent is not None)
+    return (
+        f"a gradient came in for output {key!r}, but the step is planned for a gradient of output {planned}"
+        f' alone; use fit(..., outputs="all") for gradients of all outputs, or fit(..., loss={key!r}) if that'
+        " is the loss"
+    )
 
 
 def latch(run: Run, position: int, gradient: Tensor | None) -> Tensor | None:
