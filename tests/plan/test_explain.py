@@ -25,13 +25,15 @@ def plan(request: pytest.FixtureRequest) -> Plan:
 @pytest.mark.slow
 def test_a_tensor_is_in_memory_where_it_is_said_to_be(plan: Plan) -> None:
     owners = [set(alive_at(plan.graph, plan.steps, number)) for number in range(len(plan.steps))]
-    aliased = {tensor.alias_of for tensor in plan.graph.tensors.values()}
     sharing = {name for step in plan.steps for pair in getattr(step, "overwrites", ()) for name in pair}
+    views: dict[str, set[str]] = {}
+    for name in plan.graph.tensors:
+        views.setdefault(plan.graph.storage_of(name), set()).add(name)
     for name, tensor in plan.graph.tensors.items():
-        if tensor.alias_of is None and name not in aliased | sharing:
+        if tensor.alias_of is None and sharing.isdisjoint(views[name]):
             inside = {at for start, end in explain(plan, name).spans for at in range(start, end)}
             last = len(plan.steps) - 1
-            assert inside == {at for at, there in enumerate(owners) if name in there and at != last}
+            assert inside == {at for at, there in enumerate(owners) if views[name] & there and at != last}
 
 
 def test_second_runs_and_their_price_are_counted(plan: Plan) -> None:
@@ -40,7 +42,7 @@ def test_second_runs_and_their_price_are_counted(plan: Plan) -> None:
     assert again
     for name, each in told.items():
         assert each.again_runs == sum(name in step.outputs for step in again)
-        if each.again_runs:
+        if each.again_runs and plan.graph.tensors[name].alias_of is None:
             assert len(each.spans) == 1 + each.again_runs
             assert each.again_share * plan.plain_seconds == pytest.approx(each.again_seconds)
             assert each.otherwise.startswith("kept, the step would")

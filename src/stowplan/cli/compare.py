@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 from os.path import basename
 
 from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.ir.labels import Labels
 from stowplan.plan.explain.comparison import Side, comparison_of
 from stowplan.report.compare import comparison_json, show_comparison
 from stowplan.report.files import opened
@@ -33,5 +34,6 @@ def run(arguments: Namespace) -> int:
         print(json.dumps(comparison_json(comparison), indent=2))
     else:
         names = (basename(arguments.before), basename(arguments.after))
-        show_comparison(comparison, console_for_output(), names=names)
+        labels = Labels(subjects[1].graph)
+        show_comparison(comparison, labels, console_for_output(), names=names)
     return 0

@@ -9,7 +9,12 @@ from stowplan import api
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
     parser.add_argument("plan", metavar="PLAN", help="a file that `stowplan plan -o` wrote")
-    parser.add_argument("tensor", metavar="TENSOR", nargs="?", help="one tensor, by id or name")
+    parser.add_argument(
+        "tensor",
+        metavar="TENSOR",
+        nargs="?",
+        help="one tensor, by id or name, or the path of the module that makes it",
+    )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
@@ -21,7 +26,7 @@ def run(arguments: Namespace) -> int:
     elif tiled := api.explain_tiled(plan, arguments.tensor):
         _print_tiled(tiled, as_json=arguments.json)
     else:
-        _print_tensor(api.explain(plan, arguments.tensor), as_json=arguments.json)
+        _print_tensor(api.explain(plan, arguments.tensor), plan, as_json=arguments.json)
     return 0
 
 
@@ -47,7 +52,8 @@ def _print_tiled(found: "api.TiledTensor", *, as_json: bool) -> None:
         show_tiled_tensor(found, console_for_output())
 
 
-def _print_tensor(explanation: "api.Explanation", *, as_json: bool) -> None:
+def _print_tensor(explanation: "api.Explanation", plan: "api.Plan", *, as_json: bool) -> None:
+    from stowplan.ir.labels import Labels
     from stowplan.report.plan import show_explanation
     from stowplan.report.plan_json import explanation_json
     from stowplan.report.terminal import console_for_output
@@ -55,4 +61,4 @@ def _print_tensor(explanation: "api.Explanation", *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(explanation_json(explanation), indent=2))
     else:
-        show_explanation(explanation, console_for_output())
+        show_explanation(explanation, Labels(plan.graph), console_for_output())

@@ -11,6 +11,7 @@ from stowplan.analyse.facts import memory_curve
 from stowplan.analyse.liveness import liveness_of
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
+from stowplan.ir.labels import Labels, TensorGroup
 from stowplan.plan.bound import bound_of
 from stowplan.plan.decision import Decision, Keep, Offload, Recompute, RecomputeOp, Step, Store
 from stowplan.plan.frontier import Frontier, Point, frontier_of
@@ -107,11 +108,13 @@ class Planner:
         curve = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier).curve_bytes
         peak = int(np.argmax(curve))
         alive = alive_at(graph, steps, peak)
-        named = ", ".join(f"{name} ({format_bytes(graph.tensors[name].nbytes or 0)})" for name in alive[:4])
+        labels = Labels(graph)
+        named = ", ".join(map(_sized, labels.groups(alive)[:4]))
         return BudgetTooSmall(
             f"{format_bytes(allowed_bytes)} allowed, but the smallest plan found needs "
-            f"{format_bytes(self.minimum_bytes)} ({self.minimum_bytes} bytes) at {self._place(steps[peak])}; "
-            f"it binds through {named}; {_ADVICE if self._can_recompute else _NO_BACKWARD}",
+            f"{format_bytes(self.minimum_bytes)} ({self.minimum_bytes} bytes) at"
+            f" {self._place(labels, steps[peak])}; it binds through {named};"
+            f" {_ADVICE if self._can_recompute else _NO_BACKWARD}",
             allowed_bytes=allowed_bytes,
             minimum_bytes=self.minimum_bytes,
             binding=alive,
@@ -121,16 +124,22 @@ class Planner:
     def _can_recompute(self) -> bool:
         return self.problem.turn < len(self.problem.reads)
 
-    def _place(self, step: Step) -> str:
-        """The op, its line in the user's code, and what its kernel takes for itself."""
-        by_id = {op.id: op for op in self.problem.graph.ops}
-        op = by_id.get(getattr(step, "op", ""))
-        if op is None:
+    def _place(self, labels: Labels, step: Step) -> str:
+        """The op with its module and line, and what its kernel takes for itself."""
+        name = getattr(step, "op", "")
+        if not name:
             return "a free"
-        source = op.source or by_id[op.adjoint_of or op.id].source
-        workspace = self.pricing.workspace_bytes.get(op.id, 0)
+        workspace = self.pricing.workspace_bytes.get(name, 0)
         inside = f", {format_bytes(workspace)} of it inside the kernel" if workspace else ""
-        return f"{op.id}{f' ({source})' if source else ''}{inside}"
+        return f"{labels.op(name, with_source=True)}{inside}"
+
+
+def _sized(group: TensorGroup) -> str:
+    """The tensors of a refusal, and their bytes."""
+    size = format_bytes(group.nbytes)
+    if len(group.names) > 1:
+        return f"{group.module} {group.what} ({len(group.names)} tensors, {size})"
+    return f"{group.names[0]}{f' of {group.module}' if group.line else ''} ({size})"
 
 
 def refuse_without_ops(graph: Graph) -> None:

@@ -9,8 +9,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from stowplan.ir.labels import Labels
 from stowplan.plan.explain.comparison import Change, Comparison
-from stowplan.report.terminal import print_trimmed
+from stowplan.report.terminal import module_columns, print_trimmed
 from stowplan.units import format_bytes, format_count, format_seconds
 
 _LISTED = 15
@@ -20,13 +21,15 @@ Row: TypeAlias = tuple[str, str, str, str]
 Number = TypeVar("Number", int, float)
 
 
-def show_comparison(comparison: Comparison, console: Console, *, names: tuple[str, str]) -> None:
-    """Print the changes from the first to the second."""
+def show_comparison(
+    comparison: Comparison, labels: Labels, console: Console, *, names: tuple[str, str]
+) -> None:
+    """Print the changes from the first to the second. `labels` are of a graph that has the tensors."""
     print_trimmed(console, Text(f"{names[0]} -> {names[1]}", "bold"))
-    print_trimmed(console, Padding(_figures(comparison), (0, 0, 1, _INDENT)))
+    print_trimmed(console, Padding(_figures(comparison, labels), (0, 0, 1, _INDENT)))
     if comparison.changes:
         title = f"tensors with other decisions ({len(comparison.changes):,})"
-        print_trimmed(console, Text(title, "bold"), Padding(_changes(comparison), (0, 0, 1, _INDENT)))
+        print_trimmed(console, Text(title, "bold"), Padding(_changes(comparison, labels), (0, 0, 1, _INDENT)))
     if comparison.only_before or comparison.only_after:
         apart = f"{comparison.only_before:,} tensors only before, {comparison.only_after:,} only after"
         print_trimmed(console, Text(apart, "dim"))
@@ -39,17 +42,17 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _figures(comparison: Comparison) -> Table:
+def _figures(comparison: Comparison, labels: Labels) -> Table:
     table = _table("", "before", "after", "change")
-    for row in _rows(comparison):
+    for row in _rows(comparison, labels):
         table.add_row(*row)
     return table
 
 
-def _rows(comparison: Comparison) -> Iterator[Row]:
+def _rows(comparison: Comparison, labels: Labels) -> Iterator[Row]:
     before, after = comparison.before, comparison.after
     yield _bytes("peak", before.peak_bytes, after.peak_bytes)
-    yield "  while", before.peak_op, after.peak_op, ""
+    yield "  while", labels.op(before.peak_op), labels.op(after.peak_op), ""
     if before.allowed_bytes is not None or after.allowed_bytes is not None:
         yield _bytes("allowed", before.allowed_bytes, after.allowed_bytes)
     if before.measured_peak_bytes is not None or after.measured_peak_bytes is not None:
@@ -77,7 +80,9 @@ def _share(before: float | None, after: float | None) -> str:
     return f"{after / before - 1:+.1%}" if before and after is not None else ""
 
 
-def _changes(comparison: Comparison) -> Table:
+def _changes(comparison: Comparison, labels: Labels) -> Table:
+    if labels.captured:
+        return _changes_by_module(comparison, labels)
     table = _table("tensor", "bytes", "before", "after", "at the peak")
     for change in comparison.changes[:_LISTED]:
         name = Text(change.tensor, no_wrap=True, overflow="ellipsis")
@@ -85,6 +90,22 @@ def _changes(comparison: Comparison) -> Table:
     if len(comparison.changes) > _LISTED:
         rest = sum(change.nbytes for change in comparison.changes[_LISTED:])
         table.add_row(f"{len(comparison.changes) - _LISTED:,} more", format_bytes(rest))
+    return table
+
+
+def _changes_by_module(comparison: Comparison, labels: Labels) -> Table:
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for change in comparison.changes:
+        alike.setdefault((change.before, change.after, _at_peak(change)), []).append(change.tensor)
+    rows = [(group, fate) for fate, names in alike.items() for group in labels.groups(names)]
+    shown, rest = rows[:_LISTED], rows[_LISTED:]
+    others = ("op", "before", "after", "at the peak")
+    table = module_columns(("bytes", "n"), [group for group, _ in shown], others)
+    for group, fate in shown:
+        table.add_row(format_bytes(group.nbytes), f"{len(group.names):,}", group.module, group.what, *fate)
+    if rest:
+        size, count = sum(group.nbytes for group, _ in rest), sum(len(group.names) for group, _ in rest)
+        table.add_row(format_bytes(size), f"{count:,}", "more")
     return table
 
 

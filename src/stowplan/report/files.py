@@ -8,6 +8,7 @@ from pathlib import Path
 from stowplan.analyse.timeline import Stay
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats.door import read_document
+from stowplan.ir.labels import Labels
 from stowplan.plan.explain.reasons import decisions_of
 from stowplan.plan.files import plan_file, record_file
 from stowplan.report.page import page_of
@@ -61,6 +62,8 @@ COLUMNS = (
     "uses",
     "alive_at_peak",
     "decision",
+    "module",
+    "line",
 )
 
 
@@ -79,7 +82,7 @@ def _cell(value: object) -> object:
 
 
 def _rows(subject: Subject) -> Iterator[tuple[object, ...]]:
-    timeline, graph = subject.timeline, subject.graph
+    timeline, graph, labels = subject.timeline, subject.graph, Labels(subject.graph)
     stays: dict[str, list[Stay]] = {}
     for stay in timeline.stays:
         stays.setdefault(stay.tensor, []).append(stay)
@@ -90,7 +93,8 @@ def _rows(subject: Subject) -> Iterator[tuple[object, ...]]:
         shape = "" if tensor.shape is None else "x".join(map(str, tensor.shape))
         told = type(decisions[tensor.id]).__name__.lower() if tensor.id in decisions else ""
         known = (tensor.id, tensor.name, tensor.kind, tensor.dtype or "", shape, tensor.nbytes)
-        yield (*known, maker.get(tensor.id, ""), *_life(stays.get(tensor.id, []), peak), told)
+        home = labels.module_of(tensor.id), labels.line_of(tensor.id)
+        yield (*known, maker.get(tensor.id, ""), *_life(stays.get(tensor.id, []), peak), told, *home)
 
 
 def _life(stays: list[Stay], peak: int) -> tuple[object, ...]:

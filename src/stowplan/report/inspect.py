@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from os.path import basename
 from typing import TypeAlias
@@ -14,7 +14,16 @@ from rich.text import Text
 
 from stowplan.analyse.inspection import Inspection
 from stowplan.ir import Kind, Note, Tensor
-from stowplan.report.terminal import bar, blocks_of, memory_curve_drawing, print_trimmed, wrapped
+from stowplan.ir.labels import Labels, shape_text
+from stowplan.report.terminal import (
+    bar,
+    blocks_of,
+    memory_curve_drawing,
+    module_columns,
+    modules_table,
+    print_trimmed,
+    wrapped,
+)
 from stowplan.units import format_bytes, format_count, format_seconds
 
 _GROUPS = 8
@@ -104,7 +113,8 @@ def _running(inspection: Inspection) -> str:
     """The op at the peak, with its type where its name is only a number."""
     for op in inspection.document.graph.ops:
         if op.id == inspection.facts.peak.op:
-            return f"while {op.id} runs" + (f" ({op.type})" if op.id.isdecimal() else "")
+            name = Labels(inspection.document.graph).op(op.id)
+            return f"while {name} runs" + (f" ({op.type})" if op.id.isdecimal() else "")
     return "as nothing runs"
 
 
@@ -174,21 +184,19 @@ def _largest(inspection: Inspection) -> Table | None:
     tensors, alive = inspection.document.graph.tensors, inspection.facts.peak.tensors
     if not alive:
         return None
+    labels = Labels(inspection.document.graph)
+    if labels.captured:
+        return modules_table(labels.groups(alive), _LARGEST)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
     table.add_column("bytes", justify="right")
     for heading in ("kind", "shape", "tensor"):
         table.add_column(heading)
     for tensor in (tensors[name] for name in alive[:_LARGEST]):
-        table.add_row(format_bytes(tensor.nbytes or 0), tensor.kind, _shape(tensor), _label(tensor))
+        table.add_row(format_bytes(tensor.nbytes or 0), tensor.kind, shape_text(tensor), _label(tensor))
     if len(alive) > _LARGEST:
         rest = sum(tensors[name].nbytes or 0 for name in alive[_LARGEST:])
         table.add_row(format_bytes(rest), f"{len(alive) - _LARGEST:,} more")
     return table
-
-
-def _shape(tensor: Tensor) -> str:
-    sizes = "?" if tensor.shape is None else "x".join(map(str, tensor.shape)) or "scalar"
-    return f"{tensor.dtype or '?'} {sizes}"
 
 
 def _label(tensor: Tensor) -> Text:
@@ -200,10 +208,25 @@ def _label(tensor: Tensor) -> Text:
 def _times(inspection: Inspection, blocks: str) -> Group | None:
     """Per clock its span, the op types that take the time, and the longest single ops."""
     parts: list[RenderableType] = []
+    labels = Labels(inspection.document.graph)
     for clock, times in inspection.times.items():
-        ops = islice(times.seconds_by_op.items(), _LONGEST)
-        longest = ", ".join(f"{op} ({format_seconds(seconds)})" for op, seconds in ops)
         types = islice(times.seconds_by_type.items(), _LONGEST)
         bars = _bars([(name, seconds, format_seconds(seconds)) for name, seconds in types], blocks)
-        parts += [f"{clock}: {format_seconds(times.span_seconds)} in all; longest ops {longest}", bars or ""]
+        span = f"{clock}: {format_seconds(times.span_seconds)} in all"
+        if labels.captured:
+            parts += [span, bars or "", _slowest(labels, times.seconds_by_op)]
+            continue
+        ops = islice(times.seconds_by_op.items(), _LONGEST)
+        longest = ", ".join(f"{op} ({format_seconds(seconds)})" for op, seconds in ops)
+        parts += [f"{span}; longest ops {longest}", bars or ""]
     return Group(*parts) if parts else None
+
+
+def _slowest(labels: Labels, seconds_by_op: Mapping[str, float]) -> Table:
+    """The modules of a captured step whose ops take the longest."""
+    groups = labels.op_groups(seconds_by_op)[:_LONGEST]
+    table = module_columns(("time", "n"), groups, ("op, line",))
+    for group in groups:
+        what = ", ".join(filter(None, (group.what, group.line)))
+        table.add_row(format_seconds(group.seconds), f"{group.count:,}", group.module, what)
+    return table

@@ -8,13 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from stowplan.ir import Op
+from stowplan.ir.labels import Labels
 from stowplan.plan.candidate import Tradeoff
 from stowplan.plan.decision import Compute, Decision, Keep, Offload, Recompute, RecomputeOp, Tile
 from stowplan.plan.explain.explain import Explanation
 from stowplan.plan.explain.timeline import packed_bytes_of
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import Basis
-from stowplan.report.terminal import bar, blocks_of, memory_curve_drawing, print_trimmed
+from stowplan.report.terminal import bar, blocks_of, memory_curve_drawing, modules_table, print_trimmed
 from stowplan.report.tiles import show_tile_map
 from stowplan.units import format_bytes, format_count, format_seconds, format_share
 
@@ -52,14 +53,15 @@ def show_frontier(offers: Sequence[Tradeoff], plain_seconds: float, console: Con
     _section(console, "budget and time against the baseline", table)
 
 
-def show_explanation(explanation: Explanation, console: Console) -> None:
+def show_explanation(explanation: Explanation, labels: Labels, console: Console) -> None:
     """All about one tensor."""
     spans = ", ".join(f"{start} to {end}" for start, end in explanation.spans)
+    readers = map(labels.op, explanation.readers)
     rows = (
         ("bytes", format_bytes(explanation.nbytes)),
         ("decided", _word(explanation.decision)),
-        ("made by", explanation.maker or "outside the step"),
-        ("read by", ", ".join(explanation.readers) or "nothing"),
+        ("made by", labels.op(explanation.maker) or "outside the step"),
+        ("read by", (",\n" if labels.captured else ", ").join(readers) or "nothing"),
         ("in memory during steps", spans or "never"),
         ("at the peak", "in memory" if explanation.alive_at_peak else "not in memory"),
         *_price(explanation),
@@ -146,6 +148,11 @@ def _recomputed(plan: Plan) -> Table | None:
     remade = [name for name, decision in plan.decisions.items() if isinstance(decision, Recompute)]
     if not remade:
         return None
+    labels = Labels(plan.graph)
+    if labels.captured:
+        return modules_table(
+            labels.groups(remade), _LARGEST, ("recomputed", lambda group: _words(plan, group.names))
+        )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
     table.add_column("bytes", justify="right")
     for heading in ("tensor", "recomputed", "by"):
@@ -155,6 +162,10 @@ def _recomputed(plan: Plan) -> Table | None:
         size = format_bytes(plan.graph.tensors[name].nbytes or 0)
         table.add_row(size, name, _word(plan.decisions[name]), makers[name].scope or makers[name].id)
     return table
+
+
+def _words(plan: Plan, names: Iterable[str]) -> str:
+    return " / ".join(dict.fromkeys(_word(plan.decisions[name]) for name in names))
 
 
 def _word(decision: Decision | None) -> str:

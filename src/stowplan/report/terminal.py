@@ -1,15 +1,17 @@
 """Drawing in a terminal: a console of readable width, bars and memory curves made of block characters."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from math import ceil
 from textwrap import fill
 
 from rich.console import Console, Group, RenderableType
 from rich.segment import Segment, Segments
+from rich.table import Table
 from rich.text import Text
 
 from stowplan.ir import Op, Phase
+from stowplan.ir.labels import OpGroup, TensorGroup
 from stowplan.units import format_bytes, printable
 
 WIDTH = 100
@@ -75,6 +77,36 @@ def bar(share: float, width: int, blocks: str) -> str:
     return blocks[-1] * (max(1, round(share * width)) if share > 0 else 0)
 
 
+def modules_table(
+    groups: Sequence[TensorGroup], most: int, *more: tuple[str, Callable[[TensorGroup], str]]
+) -> Table:
+    """Tensors of a captured step by module, with further columns; those over `most` are summed up."""
+    shown, rest = groups[:most], groups[most:]
+    table = module_columns(("bytes", "n"), shown, ("op or tensor, shape, line", *(name for name, _ in more)))
+    for group in shown:
+        figures = format_bytes(group.nbytes), f"{len(group.names):,}"
+        table.add_row(*figures, group.module, group.details, *(cell(group) for _, cell in more))
+    if rest:
+        size, count = sum(group.nbytes for group in rest), sum(len(group.names) for group in rest)
+        table.add_row(format_bytes(size), f"{count:,}", "more")
+    return table
+
+
+def module_columns(
+    figures: Iterable[str], groups: Iterable[TensorGroup | OpGroup], others: Iterable[str]
+) -> Table:
+    """A table with figures, a module path that is not broken if there is room, and other columns."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
+    for heading in figures:
+        table.add_column(heading, justify="right", no_wrap=True)
+    longest = max((len(group.module) for group in groups), default=0)
+    table.add_column("module", overflow="fold", no_wrap=longest <= _MODULE)
+    for heading in others:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+_MODULE = 44  # characters of a module path that are never broken
 _ROWS = 4
 
 

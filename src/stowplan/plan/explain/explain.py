@@ -1,15 +1,20 @@
 """Why a tensor is kept, recomputed or offloaded, at what price, and what another decision would change."""
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from stowplan.errors import BadUse
-from stowplan.ir import Op
+from stowplan.ir import Graph, Op
+from stowplan.ir.labels import Labels
 from stowplan.plan.decision import Compute, Decision, Free, Keep, Load, RecomputeOp, Step, Store
 from stowplan.plan.judge.engines import Transfer
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.plan import Plan
 from stowplan.plan.tile_map import TileLevel, TileMap
 from stowplan.units import format_bytes, format_share
+
+_LISTED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,8 @@ def explain(plan: Plan, tensor: str) -> Explanation:
     """Why the plan treats a tensor as it does, and what another decision would cost; by id or name."""
     name = _find(plan, tensor)
     maker = next((op for op in plan.graph.ops if name in op.writes()), None)
-    spans = _spans(plan, name)
+    names = _storage(plan.graph, name)
+    spans = _spans(plan, names)
     peak = plan.projected_curve_bytes.index(plan.projected_peak_bytes)
     pricing = plan.pricing
     run = simulate(plan.graph, plan.steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
@@ -46,7 +52,7 @@ def explain(plan: Plan, tensor: str) -> Explanation:
         nbytes=plan.graph.tensors[name].nbytes or 0,
         decision=plan.decisions.get(name),
         maker=maker.id if maker else "",
-        readers=tuple(op.id for op in plan.graph.ops if name in op.reads()),
+        readers=tuple(_readers(plan.graph, names)),
         spans=spans,
         alive_at_peak=any(start <= peak <= end for start, end in spans),
         again_runs=runs,
@@ -80,37 +86,65 @@ def explain_tiled(plan: Plan, tensor: str) -> TiledTensor | None:
 def _find(plan: Plan, tensor: str) -> str:
     if tensor in plan.graph.tensors:
         return tensor
+    labels = Labels(plan.graph)
     named = [known.id for known in plan.graph.tensors.values() if known.name == tensor]
+    named = named or labels.made_in(tensor)
     if len(named) == 1:
         return named[0]
-    close = [name for name in plan.graph.tensors if tensor in name] or list(plan.decisions)
-    raise BadUse(f"the plan has no tensor {tensor!r}; it has {', '.join(close[:5])} and others")
+    if named:
+        raise BadUse(f"{tensor!r} is {len(named)} tensors: name one of {_listed(map(labels.tensor, named))}")
+    known = dict.fromkeys((*plan.graph.tensors, *labels.modules()))
+    close = [name for name in known if tensor in name] or get_close_matches(tensor, known, n=_LISTED)
+    raise BadUse(f"the plan has no tensor {tensor!r}; it has {_listed(close or list(plan.decisions))}")
 
 
-def _spans(plan: Plan, name: str) -> tuple[tuple[int, int], ...]:
-    makers = {op.id for op in plan.graph.ops if name in op.writes()}
+def _listed(names: Iterable[str]) -> str:
+    all_of_them = list(names)
+    return ", ".join(all_of_them[:_LISTED]) + (" and others" if len(all_of_them) > _LISTED else "")
+
+
+def _storage(graph: Graph, name: str) -> set[str]:
+    """The tensor and all views that share its storage."""
+    owner = graph.storage_of(name)
+    return {known for known in graph.tensors if graph.storage_of(known) == owner}
+
+
+def _readers(graph: Graph, names: set[str]) -> Iterator[str]:
+    """The ops that read the tensor or a view of it; ops that only make another view are left out."""
+    for op in graph.ops:
+        if not names.isdisjoint(op.reads()) and not names.issuperset(op.writes()):
+            yield op.id
+
+
+def _spans(plan: Plan, names: set[str]) -> tuple[tuple[int, int], ...]:
+    """The steps between which one of the names is in memory."""
+    made_by = {op.id: names.intersection(op.writes()) for op in plan.graph.ops}
+    alive = names.difference(*made_by.values())
     spans: list[tuple[int, int]] = []
-    start: int | None = None if makers else 0
+    start: int | None = 0 if alive else None
     for number, step in enumerate(plan.steps):
-        if isinstance(step, Free) and name in step.tensors and start is not None:
-            spans.append((start, number))
-            start = None
-        elif start is None and _makes(step, name, makers):
-            start = number
+        if isinstance(step, Free):
+            alive = alive.difference(step.tensors)
+            if start is not None and not alive:
+                spans.append((start, number))
+                start = None
+        elif made := _made(step, names, made_by):
+            alive |= made
+            start = number if start is None else start
     if start is not None:
         spans.append((start, len(plan.steps) - 1))
     return tuple(spans)
 
 
-def _makes(step: Step, name: str, makers: set[str]) -> bool:
-    """Whether the tensor is in memory from this step on."""
+def _made(step: Step, names: set[str], made_by: Mapping[str, set[str]]) -> set[str]:
+    """Which of the names are in memory from this step on."""
     match step:
         case Compute(op):
-            return op in makers
+            return made_by[op]
         case RecomputeOp(outputs=made) | Load(made):
-            return name in made
+            return names.intersection(made)
         case Free() | Store():
-            return False
+            return set()
 
 
 def _otherwise(plan: Plan, name: str, maker: Op | None, spans: tuple[tuple[int, int], ...], peak: int) -> str:

@@ -14,6 +14,7 @@ from stowplan.analyse.costs import costs_of
 from stowplan.analyse.storages import is_resident
 from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor
+from stowplan.ir.labels import Labels
 from stowplan.plan.decision import Decision
 from stowplan.plan.explain.reasons import decisions_of, reasons_of
 from stowplan.plan.plan import Plan
@@ -120,10 +121,10 @@ def tensors_columns(subject: Subject) -> Columns:
     plan, timeline = subject.plan, subject.timeline
     decisions = _words(decisions_of(plan, timeline)) if plan else {}
     reasons = reasons_of(plan, timeline) if plan else {}
-    gradients = _gradients(subject.graph)
+    gradients, labels = _gradients(subject.graph), Labels(subject.graph)
     return {
         "id": list(tensors),
-        "name": _shared(tensor.name if tensor.name != tensor.id else "" for tensor in tensors.values()),
+        "name": _shared(_name(tensor, labels) for tensor in tensors.values()),
         "kind": [_NUMBER[tensor.kind] for tensor in tensors.values()],
         "shape": _shared(shape_text(tensor) for tensor in tensors.values()),
         "bytes": [tensor.nbytes for tensor in tensors.values()],
@@ -132,6 +133,13 @@ def tensors_columns(subject: Subject) -> Columns:
         "decision": _shared(decisions.get(name, "") for name in tensors),
         "reason": _shared(reasons.get(name, "") for name in tensors),
     }
+
+
+def _name(tensor: Tensor, labels: Labels) -> str:
+    """What the id does not say: the tensor's own name, or the module that makes it."""
+    if tensor.name:
+        return tensor.name if tensor.name != tensor.id else ""
+    return labels.module_of(tensor.id) if tensor.gradient_of is None else ""
 
 
 def _gradients(graph: Graph) -> dict[str, str]:
