@@ -19,7 +19,6 @@ from stowplan.run.measure.check import eager_step
 from stowplan.run.measure.measure import measure
 from stowplan.run.optimizers import OptimizerShare, optimizer_share, training_peak_bytes
 from stowplan.run.target import Target
-from stowplan.torch_private import pytree
 
 
 class Category(StrEnum):
