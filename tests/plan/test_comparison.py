@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stowplan.analyse.timeline import timeline_of
+from stowplan.analyse.timeline import Doing, timeline_of
 from stowplan.formats import chainer
 from stowplan.plan.decision import Keep, Recompute
 from stowplan.plan.explain.comparison import Side, comparison_of
@@ -80,5 +80,5 @@ def test_what_others_are_made_again_from_counts_as_kept(planner: Planner) -> Non
     timeline = timeline_of_plan(plan)
     added = decisions_of(plan, timeline).keys() - plan.decisions.keys()
     stays = {stay.tensor: stay for stay in timeline.stays if not stay.copy}
-    again = {at for at, run in enumerate(timeline.runs) if run.doing == "again"}
+    again = {at for at, run in enumerate(timeline.runs) if run.doing is Doing.RECOMPUTE}
     assert all(again & set(stays[name].uses) for name in added)

@@ -36,7 +36,7 @@ def check(plan: Plan) -> Timeline:
     timeline = timeline_of_plan(plan)
     assert timeline.curve_bytes().tolist() == curve_of_runs(plan)
     repeated = sum(isinstance(step, RecomputeOp) for step in plan.steps)
-    assert sum(run.doing is Doing.AGAIN for run in timeline.runs) == repeated
+    assert sum(run.doing is Doing.RECOMPUTE for run in timeline.runs) == repeated
     neighbours = defaultdict(list)
     for stay in sorted(timeline.stays, key=lambda stay: stay.first):
         assert stay.first <= stay.last < len(timeline.runs)

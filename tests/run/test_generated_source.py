@@ -168,7 +168,7 @@ def test_a_replayed_draw_that_fails_leaves_the_generator_where_it_was(fault: Bas
     with pytest.raises(type(fault)) as raised, Failing(fault, draws):
         loss.backward()
     assert torch.equal(torch.get_rng_state(), before)
-    assert any("again" in note for note in raised.value.__notes__)
+    assert any("recomputed" in note for note in raised.value.__notes__)
 
 
 def test_a_traceback_shows_the_generated_line_and_the_module() -> None:

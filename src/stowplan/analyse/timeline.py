@@ -22,7 +22,7 @@ class Doing(StrEnum):
     """The reason why an op runs."""
 
     COMPUTE = "compute"  # for the first time
-    AGAIN = "again"  # recomputed, because its result was freed
+    RECOMPUTE = "recompute"  # a second time, because its result was freed
     STORE = "store"  # to write a tensor to a tier
     LOAD = "load"  # to read it back
 

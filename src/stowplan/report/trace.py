@@ -113,7 +113,7 @@ def record_events(name: str, record: Record, process: int) -> Iterator[Event]:
 
 
 _MACS_PER_SECOND = 1e12  # only ratios mean anything there; this puts steps into a range that viewers like
-_THREADS = {Doing.COMPUTE: 1, Doing.AGAIN: 1, Doing.STORE: 2, Doing.LOAD: 3}
+_THREADS = {Doing.COMPUTE: 1, Doing.RECOMPUTE: 1, Doing.STORE: 2, Doing.LOAD: 3}
 _TRACKS = {1: "steps", 2: "stores", 3: "loads"}
 
 

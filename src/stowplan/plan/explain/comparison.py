@@ -115,7 +115,7 @@ def _figures(side: Side) -> Figures:
         seconds=plan.projected_seconds if plan else None,
         time_ratio=plan.time_ratio if plan else None,
         runs=len(timeline.runs),
-        runs_again=sum(run.doing is Doing.AGAIN for run in timeline.runs),
+        runs_again=sum(run.doing is Doing.RECOMPUTE for run in timeline.runs),
         extra_macs=plan.extra_macs if plan else 0,
         measured_peak_bytes=record.measured_peak_bytes if record else None,
         measured_seconds=record.measured_seconds if record else None,

@@ -17,7 +17,7 @@ from stowplan.units import format_bytes, format_share
 
 def decisions_of(plan: Plan, timeline: Timeline) -> dict[str, Decision]:
     """The plan's decisions, and Keep for tensors that stay only because others are recomputed from them."""
-    again = {at for at, run in enumerate(timeline.runs) if run.doing is Doing.AGAIN}
+    again = {at for at, run in enumerate(timeline.runs) if run.doing is Doing.RECOMPUTE}
     forward = {name for op in plan.graph.ops if op.phase is Phase.FORWARD for name in op.writes()}
     sources = (stay.tensor for stay in timeline.stays if not stay.copy and again.intersection(stay.uses))
     return {name: Keep() for name in sources if name in forward} | dict(plan.decisions)

@@ -26,7 +26,7 @@ def timeline_of_plan(plan: Plan) -> Timeline:
             case Compute(name, overwrites):
                 walk.run(ops[name], tuple(ops[name].writes()), dict(overwrites), Doing.COMPUTE)
             case RecomputeOp(name, outputs, overwrites):
-                walk.run(ops[name], outputs, dict(overwrites), Doing.AGAIN)
+                walk.run(ops[name], outputs, dict(overwrites), Doing.RECOMPUTE)
             case Free(names):
                 walk.free(names)
             case Store(names):

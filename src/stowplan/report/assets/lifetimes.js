@@ -39,7 +39,7 @@ stow.lifetimes = (() => {
     const tensor = model.raw.stays.tensor[stay];
     context.fillStyle = of(model.group(tensor));
     context.fillRect(x, y + 3, Math.max(1, end - x), ROW - 6);
-    if (model.madeBy(stay) === "again") hatch(context, x, y + 3, end - x, ROW - 6);
+    if (model.madeBy(stay) === "recompute") hatch(context, x, y + 3, end - x, ROW - 6);
     drawUses(context, strip, stay, y);
   }
 

@@ -78,7 +78,7 @@ stow.model = (() => {
       return this.raw.ops.type[op].startsWith("stowplan.sweep");
     }
 
-    // How a stay came to be: "compute", "again" or "load".
+    // How a stay came to be: "compute", "recompute" or "load".
     madeBy(stay) {
       return this.doing(this.first[stay]);
     }
@@ -183,7 +183,7 @@ stow.model = (() => {
     }
 
     #keptFor(stay, step, next) {
-      const again = { again: "recomputed, ", load: "loaded back, " }[this.madeBy(stay)] ?? "";
+      const again = { recompute: "recomputed, ", load: "loaded back, " }[this.madeBy(stay)] ?? "";
       const ahead = next - step;
       return `${again}kept for ${this.opName(this.opAt(next))} in ${whole(ahead)} ${ahead === 1 ? "step" : "steps"}`;
     }

@@ -89,7 +89,7 @@ stow.network = (() => {
     if (width <= 3) return;
     for (let run = low; run < high; run += 1) {
       const box = [strip.x(run), y(run), width, height];
-      if (model.doing(run) === "again") hatch(context, ...box);
+      if (model.doing(run) === "recompute") hatch(context, ...box);
       if (width > 34 && height >= 12) label(context, model, run, box);
     }
   }
