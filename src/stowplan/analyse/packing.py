@@ -150,7 +150,7 @@ def lanes(blocks: Sequence[Block]) -> dict[str, int]:
 
 
 def _rests(slot: _Slot, block: Block) -> Iterator[_Slot]:
-    """What a block leaves of a slot. Where its like fits above, the slot is cut lengthwise, else across."""
+    """The free rests of a slot around a block: cut lengthwise if an equal block fits above, else across."""
     above, offset = slot.height - block.nbytes, slot.offset + block.nbytes
     lengthwise = above >= block.nbytes
     height = block.nbytes if lengthwise else slot.height

@@ -37,7 +37,7 @@ class Reader(Protocol):
         """Whether a text begins like a file of this format; cheap."""
 
     def read(self, text: str) -> Document:
-        """What the text says; BadInput if it breaks the format."""
+        """The document in a text; BadInput if the text breaks the format."""
 
 
 _TARGETS = "give a file, or MODULE:FUNCTION for a training step in Python"
@@ -52,7 +52,7 @@ class BinaryReader(Protocol):
         """Whether a file begins like one of this format; cheap."""
 
     def read(self, data: bytes) -> Document:
-        """What the file says; BadInput if it breaks the format."""
+        """The document in a file; BadInput if the file breaks the format."""
 
 
 BINARY_READERS: tuple[BinaryReader, ...] = (onnx, torch_snapshot)

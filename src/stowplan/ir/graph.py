@@ -12,7 +12,7 @@ Attributes: TypeAlias = Mapping[str, Attribute]
 
 
 class Kind(StrEnum):
-    """What a tensor is to the training step."""
+    """The part that a tensor has in the training step."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"

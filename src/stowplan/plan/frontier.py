@@ -124,7 +124,7 @@ class _Search:
         self._penalty = _PENALTY * (self._plain_seconds or 1.0) / max(1, self._plain_bytes)
 
     def frontier(self) -> Frontier:
-        """What the archive holds."""
+        """The frontier of all schedules in the archive."""
         return Frontier(
             tuple(
                 Point(peak, seconds, tuple(map(State, states)))
@@ -315,7 +315,7 @@ class _Search:
 
 
 def floor_of(problem: Problem) -> int:
-    """What no choice of states can go below: values that may not be dropped, and each op's own operands."""
+    """A lower bound on the peak of any choice of states: values that must stay, and each op's operands."""
     ops = len(problem.reads)
     last = list(problem.producer)
     for op, values in enumerate(problem.reads):
@@ -332,7 +332,7 @@ def floor_of(problem: Problem) -> int:
 
 
 def _own_bytes(problem: Problem, op: int, last: list[int]) -> int:
-    """What `op` itself needs beyond the values counted as living across it."""
+    """The bytes of `op` beyond the values that are counted as living across it."""
     own = sum(
         problem.nbytes[value]
         for value in (*problem.reads[op], *problem.writes[op])

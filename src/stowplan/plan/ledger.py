@@ -31,7 +31,7 @@ Span = tuple[int, int]
 
 
 class State(IntEnum):
-    """What happens to a value in a gap between two of its uses."""
+    """The treatment of a value in a gap between two of its uses."""
 
     KEEP = 0
     HOLD = 1

@@ -15,7 +15,7 @@ ON_REQUEST = tuple(filter(is_installed, ("offload", "offload-gradients")))  # al
 
 
 class Prefer(StrEnum):
-    """What decides between plans that are within the budget."""
+    """The criterion between plans that are within the budget."""
 
     EXACTNESS = "exactness"  # bits before time
     TIME = "time"  # whatever is fastest

@@ -22,7 +22,7 @@ class Exactness(StrEnum):
 
 
 class Verdict(StrEnum):
-    """What became of comparing the captured forward with one in eager, op by op."""
+    """The result of comparing the captured forward with an eager one, op by op."""
 
     SAME = "same ops"
     DIFFERS = "other ops"

@@ -86,7 +86,7 @@ class _Runs:
         return self._problem.reads[position + 1] if position + 1 < len(self._problem.reads) else ()
 
     def _wanted_ahead(self, position: int) -> list[str]:
-        """What the next op reads and should be made before this one already."""
+        """The inputs of the next op that are recomputed before this one."""
         ahead = {
             name
             for value in self._next_reads(position)

@@ -139,7 +139,7 @@ class Selector(Generic[C]):
             return inf
 
     def _answered(self, candidate: C, allowed_bytes: int) -> tuple[Plan, C] | None:
-        """What a candidate answers, unless it now knows that it takes too much memory."""
+        """A candidate's plan; None if it turns out to need more memory."""
         try:
             return (
                 None if candidate.floor_bytes > allowed_bytes else (candidate.plan(allowed_bytes), candidate)

@@ -23,7 +23,7 @@ def is_installed(technique: str) -> bool:
 
 
 class Socket(Generic[T]):
-    """What some techniques offer for one purpose. `layer` is the folder that has their folders."""
+    """The entries that techniques register for one purpose. `layer` is the folder that has their folders."""
 
     def __init__(self, layer: str, *techniques: str) -> None:
         self._layer, self._techniques = layer, techniques
@@ -41,7 +41,7 @@ class Socket(Generic[T]):
         return add
 
     def of(self, technique: str) -> T:
-        """What one technique offers; BadUse if it is not installed."""
+        """The entry of one technique; BadUse if it is not installed."""
         if technique not in self._offered:
             if not is_installed(technique):
                 raise BadUse(f"the technique {technique!r} is not installed")
@@ -49,5 +49,5 @@ class Socket(Generic[T]):
         return self._offered[technique]
 
     def offered(self, allowed: Iterable[str]) -> list[T]:
-        """What the allowed ones of its techniques offer, each thing once."""
+        """The entries of the allowed techniques, each entry once."""
         return list(dict.fromkeys(self.of(name) for name in self._techniques if name in set(allowed)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """What a planner must know of a tier. Rates and latency were measured where the step runs.
+    """The properties of a tier that planning needs. Rates and latency are measured where the step runs.
 
     `staging_bytes` is what the engines themselves take of the device's memory in a step that uses them.
     """

@@ -58,7 +58,7 @@ class TileMap:
 
 
 def tiled_inside(sweep: str, parts: Shape, inside: Iterable[str]) -> dict[str, Tile]:
-    """What is decided about the tensors inside of a sweep, whose names the plan's graph may have as well."""
+    """The decisions about tensors inside a sweep; the plan's graph may have tensors of the same names."""
     return {f"{sweep}/{name}": Tile(sweep, parts) for name in inside}
 
 

@@ -20,7 +20,7 @@ _HEAD = 256  # bytes by which plans and records are recognised
 
 
 def opened(path: str | Path, *, saved: str | None = None) -> Thing:
-    """What is in a file. `saved` chooses between the two views of a Chainer file."""
+    """The content of a file. `saved` chooses between the two views of a Chainer file."""
     head = _head(Path(path))
     if plan_file.recognise(head):
         return _read(Path(path), plan_file.read)

@@ -43,7 +43,7 @@ def plain_slice(name: str, category: str, process: int, thread: int, start: floa
 
 
 def counter(process: int, name: str, at: float, values: Mapping[str, int]) -> Event:
-    """What is counted from here on."""
+    """A counter event: the values from this time on."""
     return {"ph": "C", "name": name, "pid": process, "tid": 0, "ts": at, "args": dict(values)}
 
 
@@ -158,7 +158,7 @@ def _clock(subject: Subject) -> str:
 
 
 def _waits(subject: Subject, process: int) -> Iterator[Event]:
-    """What the ops wait for, in the gaps between them."""
+    """The waits of ops for transfers, as slices in the gaps between them."""
     scale = _scale(subject)
     for stall in subject.clock.stalls if subject.clock else ():
         name, start = f"wait for {stall.tensor}", stall.start_seconds * scale

@@ -57,7 +57,7 @@ def optimizer_share(
     device: torch.device | str = "cpu",
     **options: object,
 ) -> OptimizerShare:
-    """What an optimizer takes: one that exists, or one of `torch.optim` by name, with these options.
+    """The memory of an optimizer: an object, or a name of `torch.optim` with these options.
 
     By name it needs the `parameters`; those on the meta device are taken to live on `device`.
     """
@@ -91,7 +91,7 @@ def training_peak_bytes(
 
 
 def resting_bytes(graph: Graph) -> int:
-    """What is there after the backward half: parameters, buffers, gradients, results and inputs."""
+    """The bytes alive after the backward half: parameters, buffers, gradients, results and inputs."""
     storages = storages_of(graph)
     staying = {
         storages.number_of[name]

@@ -23,7 +23,7 @@ from stowplan.torch_private import pytree
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the function returned: the call `model(*args, **kwargs)`, and its loss.
+    """The result of the function: the call `model(*args, **kwargs)`, and its loss.
 
     The loss is a function of the model's output, or the name or index of the output that is the loss. Without
     it, the model returns its loss.
@@ -85,7 +85,7 @@ def function_named(text: str) -> Callable[..., object]:
 
 
 def _nearest(module: ModuleType) -> str:
-    """What the module has instead."""
+    """The names that the module has instead."""
     own = (
         value for value in vars(module).values() if isfunction(value) and value.__module__ == module.__name__
     )
@@ -95,7 +95,7 @@ def _nearest(module: ModuleType) -> str:
 
 @contextmanager
 def _told(text: str, alone: str) -> Iterator[None]:
-    """What the user's own code raises, in one line with its place, and how to see it without stowplan."""
+    """Turn an error of the user's code into one line with its place, and how to see it without stowplan."""
     module, _, function = text.rpartition(":")
     try:
         yield

@@ -77,7 +77,7 @@ _INTEGERS = {1: DType.INT8, 2: DType.INT16, 4: DType.INT32, 8: DType.INT64}
 
 @dataclass(slots=True)
 class Inference:
-    """What is known so far, and the notes on it."""
+    """The facts inferred so far, and the notes on them."""
 
     tensors: dict[str, Tensor]
     where: Mapping[str, str]

@@ -119,7 +119,7 @@ def _op(sighting: Sighting, edges: Edges, result: Shape | None, ids: Mapping[str
 
 
 def regions_of(found: Mapping[str, Sighting], rects: Mapping[str, Mapping[str, Rect | None]]) -> Regions:
-    """What the worker reads and writes of each tensor, and the rects at the ports of ops that show them."""
+    """The rects of each tensor that the worker reads and writes, and the rects at the ports of ops."""
     tensors, ops = {}, {}
     for name, sighting in found.items():
         written = rects[name]

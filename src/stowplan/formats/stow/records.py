@@ -144,7 +144,7 @@ class DocumentRecord(_Record):
 
 
 def record_of(document: Document) -> DocumentRecord:
-    """What the file of a document says."""
+    """The record of a document, as its file holds it."""
     graph = document.graph
     if document.profile and (fault := _impossible_time(document.profile)):
         raise BadUse(fault)
@@ -202,7 +202,7 @@ def _tiles_record(tiles: TileSchedule) -> TilesRecord:
 
 
 def _impossible_time(profile: Profile) -> str:
-    """What is wrong with a profile's times, if anything: sums and differences of them must stay numbers."""
+    """The fault in a profile's times, "" if there is none: sums and differences of them must stay numbers."""
     for clock, times in profile.clocks.items():
         for op, time in times.items():
             moments = (time.start_seconds, time.kernel_seconds, time.end_seconds)

@@ -161,7 +161,7 @@ def _tensor(row: Row, kind: Kind, alias_of: str | None = None, gradient_of: str 
 
 
 def _copied_tensor(listing: Listing, wiring: Wiring, row: Row) -> Tensor:
-    """What a device-to-host copy leaves on the host."""
+    """The host tensor that a device-to-host copy makes."""
     source = copied_by(row)
     kind, target = _meaning(listing, wiring, source)
     value = listing.rows[source].output

@@ -147,7 +147,7 @@ def _number_of(name: str) -> str:
 
 
 def _downstream(op: str, readers: Mapping[str, list[str]]) -> set[str]:
-    """What depends on an op, by the edges that are certain."""
+    """The ops that depend on an op, by the edges that are certain."""
     found, waiting = {op}, [op]
     while waiting:
         fresh = set(readers.get(waiting.pop(), ())) - found

@@ -36,7 +36,7 @@ _INPUTS = {
 
 
 class RowKind(StrEnum):
-    """What a row stands for; the values name the document's counts."""
+    """The kind of a row; the values name the document's counts."""
 
     OP = "ops"
     TRANSPOSE = "transposes"

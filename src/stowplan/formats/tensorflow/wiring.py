@@ -45,7 +45,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class GradientRule:
-    """What a gradient op reads, in order, and which of the forward op's inputs it makes the gradient of."""
+    """The inputs of a gradient op, in order, and the forward input whose gradient it makes."""
 
     operands: tuple[Operand, ...]
     makes: int
@@ -106,7 +106,7 @@ class _Search:
     readers: defaultdict[str, list[Slot]]
 
     def values_of(self, adjoint: Adjoint) -> Iterator[str | None]:
-        """What a gradient op's inputs read, in order."""
+        """The values that a gradient op's inputs read, in order."""
         for position, operand in enumerate(adjoint.rule.operands):
             if operand.part is Part.INPUT:
                 yield self.forward.get((adjoint.forward, operand.index))

@@ -82,7 +82,7 @@ def _name(device: Device) -> str:
 
 
 def _bytes_before(trace: Trace, device: Device) -> int:
-    """What was allocated when the trace began, by the count of its first event."""
+    """The bytes that were allocated when the trace began, by the count of its first event."""
     events = (event for event in trace.events if event.is_memory and _device(event) == device)
     first = min(events, key=lambda event: event.ts)
     total = first.args.total_bytes

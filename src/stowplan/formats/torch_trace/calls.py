@@ -112,7 +112,7 @@ class Calls:
 
 @dataclass(slots=True)
 class _Thread:
-    """What is open on one thread while its events are read in order of time."""
+    """The open calls of one thread, while its events are read in order of time."""
 
     open: list[Call] = field(default_factory=list)
 

@@ -15,7 +15,7 @@ from stowplan.ops.windows import Span
 
 
 class DimKind(IntEnum):
-    """What cutting an output dim into tiles does to what they need, from harmless to useless."""
+    """The effect of cutting an output dim on the inputs that tiles need, from harmless to useless."""
 
     SHARED = 0  # every tile needs the same: nothing follows this dim
     FREE = 1  # tiles need disjoint parts
@@ -37,7 +37,7 @@ class DimMap(Protocol):
         """A part of `outputs`, as large as the map can tell, for which the indices `inputs` suffice."""
 
     def kind_of(self, dim: int) -> DimKind:
-        """What tiles of output dim `dim` mean for this input dim."""
+        """The effect of cutting output dim `dim` on this input dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Need:
         return self._bridged(outputs, narrowed)
 
     def kind_of(self, dim: int) -> DimKind:
-        """What tiles of output dim `dim` mean for this input."""
+        """The effect of cutting output dim `dim` on this input."""
         return max((dim_map.kind_of(dim) for dim_map in self.dims), default=DimKind.SHARED)
 
     def _part(self, outputs: Rect) -> Rect:
@@ -101,7 +101,7 @@ class Need:
 
 
 class Partial(StrEnum):
-    """What a tile of a reduced dim contributes, and how the contributions of all tiles merge."""
+    """The partial result of a tile of a reduced dim, and how the partial results of all tiles merge."""
 
     SUM = "sum"  # sums add up
     MEAN = "mean"  # sums and counts (or weights) add up, then divide
@@ -126,7 +126,7 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """What one output of an op needs of the op's inputs; None for an input whose values it does not read.
+    """The parts of an op's inputs that one output needs; None for an input whose values it does not read.
 
     `whole` says by output dim, as a sentence, why tiles of that dim would each need everything.
     """
@@ -164,7 +164,7 @@ class Relation:
         )
 
     def kind_of(self, dim: int) -> DimKind:
-        """What tiles of output dim `dim` mean for the input that suffers most."""
+        """The worst effect of cutting output dim `dim` on any input."""
         if dim in self.whole:
             return DimKind.WHOLE
         return max((need.kind_of(dim) for need in self.needs if need), default=DimKind.SHARED)

@@ -206,7 +206,7 @@ def _adaptive(site: Site, shape: Shape, output: Shape, first: int) -> Relation:
 
 @rules.entry("aten.constant_pad_nd.default")
 def constant_pad(site: Site) -> Regions:
-    """What the pull has outside the input is the pad, of the op's value."""
+    """The part of the pulled rect outside the input is padding with the op's value."""
     return _padded(site, "constant", integers(site, "pad"))
 
 

@@ -1,1 +1,1 @@
-"""What a person reads of a plan: its timeline, its reasons, and how two plans differ."""
+"""Explanations of a plan for people: its timeline, its reasons, and how two plans differ."""

@@ -76,7 +76,7 @@ def comparison_of(before: Side, after: Side) -> Comparison:
 
 
 def _by_weight(change: Change) -> tuple[bool, int, str]:
-    """What makes the difference at the peak first, then the largest."""
+    """A sort key: changes that count at the peak first, then the largest."""
     return change.at_peak_before == change.at_peak_after, -change.nbytes, change.tensor
 
 

@@ -19,7 +19,7 @@ _LISTED = 5
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What the plan does with one tensor. Steps are positions in the plan's list."""
+    """The plan's decision about one tensor and its effects. Steps are positions in the plan's list."""
 
     tensor: str
     nbytes: int
@@ -75,7 +75,7 @@ class TiledTensor:
 
 
 def explain_tiled(plan: Plan, tensor: str) -> TiledTensor | None:
-    """What tiles do with a tensor, named as in its segment or with the sweep before it; None if none do."""
+    """The tiles of a tensor, named as in its segment or with the sweep before it; None if none do."""
     sweep, _, bare = tensor.rpartition("/")
     for told in plan.tile_maps:
         if (found := told.find(bare)) and sweep in ("", told.sweep, found[0].sweep):

@@ -79,7 +79,7 @@ class _Judge:
         return f"{offloaded}; {self._if_kept(stays[0], stays[-1])}" if len(stays) > 1 else offloaded
 
     def _if_kept(self, first: Stay, last: Stay) -> str:
-        """What the step would come to while the tensor waits in memory."""
+        """The peak of the step if the tensor stayed in memory meanwhile, as words."""
         waiting = int(self.curve[first.last + 1 : last.first].max(initial=0)) + first.nbytes
         over = waiting - self.allowed_bytes
         reach = f"if it were kept, the step would reach {format_bytes(waiting)}"

@@ -17,7 +17,7 @@ from stowplan.plan.problem import made_aside
 
 
 def timeline_of_plan(plan: Plan) -> Timeline:
-    """What a legal plan runs, and every copy of every tensor it holds meanwhile."""
+    """The runs of a legal plan, and every copy of every tensor that is in memory meanwhile."""
     graph = with_transfers(plan)
     walk = _Walk(plan.graph)
     ops = {op.id: op for op in graph.ops}
@@ -133,7 +133,7 @@ class _Walk:
         self.runs.append(Run(transfer.id, Doing.LOAD))
 
     def away(self) -> tuple[Stay, ...]:
-        """What was in the tier, until it was read for the last time or the step ended."""
+        """The stays in the tier, each until its last load or the end of the step."""
         end = len(self.runs) - 1
         return tuple(
             Stay(name, self._size(name), first, max(loads, default=end), True, tuple(loads), number)

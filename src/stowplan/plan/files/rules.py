@@ -1,4 +1,4 @@
-"""What a plan from a file is held to before anything computes with it: figures in range, legal steps.
+"""The checks of a plan from a file before anything computes with it: figures in range, legal steps.
 
 Whoever explains, draws or runs a plan may then rely on it as on one that was just made.
 """

@@ -23,7 +23,7 @@ class _Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What files of one kind open with."""
+    """The first fields of all files of one kind."""
 
     format: str
     version: int

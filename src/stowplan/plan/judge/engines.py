@@ -51,7 +51,7 @@ class Engines:
 
     @property
     def stall_seconds(self) -> float:
-        """What was waited for so far."""
+        """The seconds that steps have waited so far."""
         return sum((stall.seconds for stall in self.stalls), 0.0)
 
     def run(self, step: int, seconds: float, uses: Iterable[str]) -> None:

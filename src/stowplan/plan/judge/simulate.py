@@ -37,7 +37,7 @@ class Simulation:
 
     @property
     def stall_seconds(self) -> float:
-        """What ops and frees wait for transfers in all."""
+        """The seconds that ops and frees wait for transfers in all."""
         return sum((stall.seconds for stall in self.stalls), 0.0)
 
 

@@ -50,7 +50,7 @@ class CellRelation:
         return found
 
     def seen(self, number: int, outputs: Rect, need: Rect, cells: Cells) -> Rect:
-        """What is needed of an input as the op sees it, whose dims are not parted into cells."""
+        """The needed rect of an input as the op sees it, without cells."""
         if cells.is_plain or self.inputs[number] != cells:
             return cells.local(need)
         flat = self.relation.pull(self.output.flat(outputs))[number]

@@ -17,7 +17,7 @@ from stowplan.plan.shards.propagation import Chosen, OpSharding, ShardPropagatio
 from stowplan.plan.shards.shard import Pulling, Shard
 
 RESIDENT = (Kind.PARAMETER, Kind.BUFFER, Kind.CONSTANT)
-"""What every worker has whole. Gradients of parameters are partial sums, added up over the mesh once."""
+"""Kinds of tensors that every worker has whole. Gradients of parameters are summed over the mesh once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def project(
 def projection_of(
     plan: ShardPlan, traffic: MeshTraffic, machine: Machine, network: Network, started: float
 ) -> Projection:
-    """What a plan takes that was begun to be made at `started`."""
+    """The projection of a plan; `started` is when its planning began."""
     graph, mesh = plan.graph, plan.mesh
     summed, sums = summed_by(plan, 0)
     whole = price_by_roofline(graph, machine).seconds

@@ -30,7 +30,7 @@ class MeshTraffic:
 
 
 def mesh_traffic(plan: ShardPlan) -> MeshTraffic:
-    """What every worker of a mesh sends, from the shards of those on its axes."""
+    """The bytes that every worker of a mesh sends, from the shards of the workers on its axes."""
     sent = np.zeros(plan.mesh.size, np.int64)
     messages = np.zeros(plan.mesh.size, np.int64)
     for name in plan.exchanged:

@@ -160,7 +160,7 @@ class Pulling:
         return not any(map(refusal, set(made)))
 
     def _counted(self, sharding: OpSharding, made: Rect, worker: int) -> tuple[Rect | None, ...]:
-        """What sums over the worker's share need, and for a norm what normalising `made` does."""
+        """The inputs that the worker's sums need, and for a norm also those that normalising `made` needs."""
         share = self._layout(sharding.op.inputs[0].tensor).share(self._mesh, worker)
         if sharding.kind is ShardingKind.NORM:
             image = sharding.rules[0].pull(made)[0]
@@ -171,7 +171,7 @@ class Pulling:
         return tuple(self._operand(sharding, number, share) for number in range(len(sharding.op.inputs)))
 
     def _operand(self, sharding: OpSharding, number: int, share: Rect) -> Rect:
-        """What belongs to the share of a loss's first operand in operand `number`; other dims are whole."""
+        """The part of operand `number` that belongs to the share of a loss's first operand; else whole."""
         reduction = sharding.rules[0].relation.reduction
         assert reduction is not None
         first, cells = (self._layout(sharding.op.inputs[n].tensor).cells for n in (0, number))

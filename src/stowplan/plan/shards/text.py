@@ -23,7 +23,7 @@ from stowplan.plan.shards.propagation import Chosen
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """What region text says: the mesh, and for every worker the rects of its tensors and ops."""
+    """The content of region text: the mesh, and for every worker the rects of its tensors and ops."""
 
     mesh: Mesh
     workers: tuple[Regions, ...]

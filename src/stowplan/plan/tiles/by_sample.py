@@ -115,13 +115,13 @@ class SampleCandidate:
 
     @cached_property
     def _other_seconds(self) -> float:
-        """What is done once for all samples."""
+        """The seconds of ops that run once for all samples."""
         pricing, graph = self._collapsed.pricing, self._collapsed.graph
         return sum(pricing.seconds[op.id] for op in graph.ops if op.id != self._name)
 
     @cached_property
     def _beside_bytes(self) -> int:
-        """What is there while the step of a sample runs and is not its own: samples, sums of gradients."""
+        """The bytes around the step of a sample: other samples, sums of gradients."""
         pricing = self._collapsed.pricing
         workspace = {**pricing.workspace_bytes, self._name: _MUCH}
         around = problem_in_order(self._collapsed.graph, replace(pricing, workspace_bytes=workspace))

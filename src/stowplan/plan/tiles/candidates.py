@@ -133,7 +133,7 @@ def _crossing_bytes(graph: Graph, forward: Sequence[Op]) -> list[int]:
 
 
 def _size(tiled: Tiled) -> int:
-    """What the stage would hold if it were one tile, coarsely: twins are of one size."""
+    """A rough size of the stage as one tile; twins have equal sizes."""
     inside = (tiled.segment.graph.tensors[name] for name in tiled.segment.inside)
     return sum(tensor.nbytes or 0 for tensor in inside if tensor.alias_of is None) >> 20
 

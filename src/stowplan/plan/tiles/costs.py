@@ -1,4 +1,4 @@
-"""What a sweep costs: the work of its tiles against computing the segment once, and the peak in a tile."""
+"""The costs of a sweep: the work of its tiles against computing the segment once, and the peak in a tile."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -30,7 +30,7 @@ def cut_tensors(segment: Segment) -> tuple[str, ...]:
 
 
 def _under_totals(segment: Segment) -> tuple[str, ...]:
-    """What sums and means are taken of, if all outputs follow from these alone."""
+    """The tensors that sums and means reduce, if all outputs follow from these alone."""
     tensors, sources = segment.graph.tensors, dict[str, None]()
     whole = {name for name in segment.inputs if tensors[name].kind is Kind.PARAMETER}
     for op in segment.ops:

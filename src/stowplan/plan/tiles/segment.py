@@ -32,7 +32,7 @@ class Segment:
     known: frozenset[str] = frozenset()
 
     def relations(self, op: Op) -> tuple[Relation, ...]:
-        """What each output of an op needs, by what is known of it."""
+        """The relation of each output of an op to its inputs, with known statistics."""
         site = site_of(self.graph, op)
         found = statistic_of(site) if op.id in self.known else None
         outputs = regions_of(site).outputs
@@ -44,7 +44,7 @@ class Segment:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """What its ops make and nobody outside sees."""
+        """The tensors that its ops make and no other op reads."""
         seen = {*self.outputs, *self.updates}
         return tuple(name for op in self.ops for name in op.writes() if name not in seen)
 
@@ -132,7 +132,7 @@ def _values_read(graph: Graph, op: Op) -> set[str]:
 
 
 def _seen_outside(graph: Graph, tiled: tuple[Op, ...]) -> tuple[str, ...]:
-    """What others read or hold, and what nothing in the forward half reads: where it ends."""
+    """The outputs: tensors that others read or hold, and tensors that nothing in the forward half reads."""
     inside = {op.id for op in tiled}
     forward = [op for op in graph.ops if op.phase is not Phase.BACKWARD]
     read_by = {op.id: _values_read(graph, op) for op in forward}
@@ -154,12 +154,12 @@ def _are_dead(graph: Graph, tiled: tuple[Op, ...], outputs: Iterable[str]) -> bo
 
 
 def _made(graph: Graph, op: Op) -> Iterable[str]:
-    """What an op makes, without the statistics of a norm."""
+    """The outputs of an op, without the statistics of a norm."""
     return op.writes() if statistic_of(site_of(graph, op)) is None else (op.outputs[0].tensor,)
 
 
 def stretch_named(ops: Sequence[Op]) -> str:
-    """What a user knows a stretch by: the modules of its first and last op, or the ops."""
+    """A name for some consecutive ops that a user knows: the modules of the first and last op, or the ops."""
     if not ops:
         return "nothing"
     first, last = ((op.scope or op.id) for op in (ops[0], ops[-1]))

@@ -205,7 +205,7 @@ def stays_columns(timeline: Timeline, offsets: Sequence[int | None]) -> Columns:
 
 
 def away_columns(timeline: Timeline) -> Columns:
-    """What waits in a tier outside of the device's memory."""
+    """The tensors that wait in a tier, outside the device's memory."""
     number_of = {name: number for number, name in enumerate(timeline.graph.tensors)}
     return {
         "tensor": [number_of[stay.tensor] for stay in timeline.away],

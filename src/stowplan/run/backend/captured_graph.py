@@ -65,7 +65,7 @@ class CapturedGraph:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_leaf]
 
     def run(self, plan: Plan, inputs: Sequence[object]) -> Sequence[object]:
-        """What the graph returns, computed by the plan."""
+        """The results of the graph, computed by the plan."""
         if self._latest is None or self._latest[0] is not plan:
             self._latest = plan, StraightStep(self.captured, self.graph, steps=plan.steps)
         outputs = self._latest[1](*inputs)

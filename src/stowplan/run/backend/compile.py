@@ -33,7 +33,7 @@ _DYNAMOS_WORDS = re.compile(r"^L_(self_)?|(?<![^_])(modules|parameters|buffers)_
 
 
 class _Choices(msgspec.Struct, forbid_unknown_fields=True):
-    """What `options` may say."""
+    """The keys that `options` may have."""
 
     budget: int | str
     reserve: int | str = 0

@@ -25,7 +25,7 @@ from stowplan.run.step.function import ends_of_chain
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Settings:
-    """What the graphs of one compilation have in common, and the options that it was made of."""
+    """The settings that all graphs of one compilation share, and the options that they come from."""
 
     options: Mapping[str, object]
     budget: SharedBudget
@@ -35,14 +35,14 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What Dynamo says of something that a graph returns."""
+    """Dynamo's description of one result of a graph."""
 
     is_attached: bool  # part of autograd's graph
     is_scalar: bool
 
 
 def results_of(graph: GraphModule) -> list[Result]:
-    """What the graph returns, by the stand-ins that Dynamo has traced it with."""
+    """The results of the graph, as described by the tensors that Dynamo traced it with."""
     (returned,) = graph.graph.output_node().args
     assert isinstance(returned, (tuple, list))
     values = (node.meta.get("example_value") if isinstance(node, GraphNode) else node for node in returned)

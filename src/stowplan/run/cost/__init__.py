@@ -1,1 +1,1 @@
-"""What ops cost on this machine: each distinct op is probed for its seconds and workspace."""
+"""The cost of ops on this machine: each distinct op is probed for its seconds and workspace."""

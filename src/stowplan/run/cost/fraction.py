@@ -38,7 +38,7 @@ class Fraction:
     whole_result_bytes: int
 
     def whole(self, part: Cost) -> Cost:
-        """What the whole costs by the part's cost: workspace grows along, results are as they are."""
+        """The cost of the whole op from the cost of a part: workspace in proportion, results as known."""
         workspace = self.parts * max(0, part.rise_bytes - self.result_bytes)
         margin = self.whole_result_bytes // _MARGIN
         return Cost(self.parts * part.seconds, workspace + self.whole_result_bytes + margin)
@@ -46,7 +46,7 @@ class Fraction:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What an op makes and does, found without data."""
+    """The results and the work of an op, found without data."""
 
     shapes: tuple[tuple[int, ...], ...]
     new_bytes: int

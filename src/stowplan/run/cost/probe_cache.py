@@ -27,7 +27,7 @@ Rates: TypeAlias = tuple[Rate, Rate, Seconds]  # of a tier: bytes per second out
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What one run takes: seconds, and how far memory rises above what was there before."""
+    """The cost of one run: its seconds, and how far memory rises above its level before."""
 
     seconds: Seconds
     rise_bytes: Bytes
@@ -44,7 +44,7 @@ class Platform(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """What is known of one platform: costs by the text of signatures, its roofline, the rates of tiers."""
+    """The known costs on one platform: by the text of signatures, its roofline, the rates of tiers."""
 
     platform: Platform
     costs: dict[str, Cost] = {}
@@ -65,7 +65,7 @@ class ProbeCache:
     folder: Path | None = None
 
     def read(self, platform: Platform) -> Findings:
-        """What is known of `platform`, which may be nothing."""
+        """The findings for `platform`, which may be empty."""
         try:
             findings = _unpacked(self._path(platform).read_bytes())
         except (OSError, ValueError, RecursionError, msgspec.MsgspecError):

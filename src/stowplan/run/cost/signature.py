@@ -46,7 +46,7 @@ class Signature:
 
     @property
     def operand_bytes(self) -> int:
-        """What making the operands takes."""
+        """The bytes of all operands."""
         return sum(operand.extent * operand.dtype.itemsize for operand in self.operands)
 
 

@@ -1,1 +1,1 @@
-"""What a step takes when it runs, and how it compares with eager."""
+"""Measuring the memory and the time of a step, and comparing it with eager."""

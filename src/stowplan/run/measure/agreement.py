@@ -259,7 +259,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         return type(captured) is type(eager) and (captured == eager or both_nan)
 
     def _same_view(self, captured: StorageView, eager: StorageView) -> bool:
-        """What comes from outside may begin elsewhere in its storage than its stand-in does."""
+        """Whether two views are equal; a tensor from outside may begin at another offset of its storage."""
         pair = eager.storage, eager.offset - captured.offset
         storage, further = self._storages.setdefault(captured.storage, pair)
         return replace(captured, storage=storage, offset=captured.offset + further) == eager

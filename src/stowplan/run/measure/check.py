@@ -39,7 +39,7 @@ class _Side:
         return loss.detach()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What both sides must agree on after a step."""
+        """The tensors that both sides must agree on after a step."""
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
             if parameter.grad is not None:

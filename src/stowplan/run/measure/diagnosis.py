@@ -1,4 +1,4 @@
-"""What this machine offers to a training step: its devices, their memory, its disk, and how fast they are."""
+"""This machine as a training step sees it: its devices, their memory, its disk, and their speed."""
 
 import os
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ from stowplan.run.target import Target
 
 
 class Category(StrEnum):
-    """What people ask after when they ask where the memory went."""
+    """The categories in which people ask where the memory went."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"

@@ -1,4 +1,4 @@
-"""What a step really takes: the allocator's own events on the CPU, its statistics on an accelerator.
+"""The measured memory of a step: the allocator's events on the CPU, its statistics on an accelerator.
 
 The profiler tells of a free only if it saw the allocation, and then with the size it remembers for that
 address, which may be an older block's. So frees are matched here by address, and storages that were there

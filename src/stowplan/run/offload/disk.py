@@ -44,12 +44,12 @@ class DiskTier:
 
     @property
     def staging_bytes(self) -> int:
-        """What a step that uses the tier pays for it."""
+        """The device memory that the engines take in a step that uses the tier."""
         return 2 * (self.chunk_bytes + BLOCK)
 
     @property
     def capacity_bytes(self) -> int:
-        """What the file has, and what the disk has left for it."""
+        """The bytes of the file, and those that the disk has left for it."""
         disk = os.statvfs(self.spill.folder)
         return self.spill.nbytes + disk.f_bavail * disk.f_frsize
 

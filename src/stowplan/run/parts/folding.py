@@ -91,7 +91,7 @@ def factors_of(call: LocalCall, norm: LocalCall, values: Mapping[str, Tensor]) -
 
 
 def written_over(call: LocalCall, values: Mapping[str, Tensor]) -> Tensor:
-    """What a call makes, in the place of the operand that it may write over."""
+    """The result of a call, written over the operand that it may overwrite."""
     assert call.over is not None
     parts = [source.of(values) for source in call.sources if source is not None]
     place = parts.pop(call.over)

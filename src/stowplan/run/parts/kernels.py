@@ -160,7 +160,7 @@ def _expand(call: LocalCall, given: Given) -> Tensor:
 
 
 def _slice(_: LocalCall, given: Given) -> Tensor:
-    """What is needed begins and ends with an index that is taken; without gaps it is the part itself."""
+    """The needed input begins and ends with a selected index; without gaps it is the part itself."""
     part: Tensor = given["self"]
     return part if given["step"] == 1 else aten.slice.Tensor(part, given["dim"], 0, None, given["step"])
 

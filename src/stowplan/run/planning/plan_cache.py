@@ -106,7 +106,7 @@ def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
 
 
 def _key_of(graph: Graph, allowed_bytes: int, options: PlanOptions) -> str:
-    """What a plan depends on, as a name for a file."""
+    """A file name from everything that a plan depends on."""
     device = device_of(graph)
     settings = (sorted(options.allow), options.prefer, options.moves)
     rules = sorted(registered_types & {op.type for op in graph.ops})

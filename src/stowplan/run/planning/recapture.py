@@ -48,13 +48,13 @@ class Trace:
 
 
 class Insertion(Protocol):
-    """What runs in the place of some ops of the step."""
+    """A replacement for some ops of the step."""
 
     def run(self, captured: Captured, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """From all values before it, by name, those that it makes."""
 
     def traces(self) -> Iterable[Trace]:
-        """What it leaves in the new graph, in order."""
+        """The ops that it adds to the new graph, in order."""
 
 
 def recapture(

@@ -21,7 +21,7 @@ _bucketed: Any = Bucketed.apply
 
 @dataclass(slots=True)
 class Values:
-    """What a worker holds while its step runs: parts by tensor, and the token that orders its messages.
+    """The tensors of a worker while its step runs: parts by tensor, and the token that orders its messages.
 
     `flats` has a flat tensor for each bucket whose parameters are still unused. If it is empty, a placeholder
     stands in the step for each bucket, and the parameters are used without buckets.

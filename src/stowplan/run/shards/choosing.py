@@ -32,7 +32,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What became of an option."""
+    """The outcome of one option."""
 
     option: Option
     verdict: str

@@ -14,7 +14,7 @@ from stowplan.run.shards.workers import Workers
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """What goes to, or comes from, a worker: a part of the share, or of what is held."""
+    """A message to or from a worker: a part of the share, or of the held part."""
 
     peer: int
     index: Index
@@ -33,7 +33,7 @@ class Exchange:
     differentiated: bool
 
     def forward(self, share: Tensor) -> Tensor:
-        """What is held, from the worker's share."""
+        """The held part, from the worker's share."""
         sends = [(swap.peer, share[swap.index].contiguous()) for swap in self.sends]
         received = [(swap.peer, _room(share, swap.index)) for swap in self.receives]
         wait = self.workers.swap(sends, received)

@@ -113,7 +113,7 @@ class FittingOnMesh:
 
 
 def _dependencies(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Dependencies:
-    """What the whole step depends on, whatever is handed out of it."""
+    """The dependencies of the whole step, whatever part this worker runs."""
     plain = with_forward(model, type(model).forward)
     observation = Observation(plain)
     with observation.watching():

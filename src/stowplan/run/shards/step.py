@@ -180,7 +180,7 @@ def seeds_of(captured: Captured, mesh: Mesh, dims: Chosen | None = None) -> Chos
 
 
 def ends_of(captured: Captured) -> tuple[str, ...]:
-    """What a step returns, and the new contents of buffers."""
+    """The results of a step, and the new contents of buffers."""
     outputs = [leaf.tensor for leaf in captured.program.outputs if isinstance(leaf, Ref)]
     return (*outputs, *captured.program.updates.values())
 

@@ -111,7 +111,7 @@ class _Line(NamedTuple):
 
 
 def called(program: Program, tensor: str) -> str:
-    """What the user calls a tensor."""
+    """The user's name for a tensor."""
     known = program.parameters.get(tensor) or program.buffers.get(tensor) or (tensor,)
     return ", ".join(known)
 
@@ -141,7 +141,7 @@ def _replayed_draws(graph: Graph, steps: Sequence[Step]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """What both halves are written with."""
+    """The writer of both halves."""
 
     ops: Mapping[str, Op]
     calls: Mapping[str, Call]

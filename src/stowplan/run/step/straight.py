@@ -67,7 +67,7 @@ class StraightStep:
         self._binding = Binding(self._captured, model, self._loss, places)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        """What the model returns for these arguments, which must look like those it was captured with."""
+        """The model's results for these arguments, which must look like those of the capture."""
         found = self._binding.tensors(args, kwargs)
         run = Run(self._halves, self._program, self._primals, self._differentiated, self._incoming)
         if self._waiting:
@@ -82,7 +82,7 @@ class StraightStep:
         return pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
 
     def _leaves(self, outputs: Mapping[str, Tensor]) -> list[object]:
-        """What the caller gets: a tensor that eager would return detached is so here."""
+        """The results for the caller, detached where eager's are."""
         return [
             (outputs[leaf.tensor] if attached else outputs[leaf.tensor].detach())
             if isinstance(leaf, Ref)

@@ -32,7 +32,7 @@ class OfProduct:
 
     @property
     def read(self) -> tuple[str, ...]:
-        """What the norm itself reads."""
+        """The tensors that the norm itself reads."""
         return self.names[:2]
 
     def seen_by(self, made: Rect) -> Index:

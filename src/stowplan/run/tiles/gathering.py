@@ -53,7 +53,7 @@ class OfInput:
 
     @property
     def read(self) -> tuple[str, ...]:
-        """What the op itself reads."""
+        """The tensors that the op itself reads."""
         return self.names
 
     def seen_by(self, made: Rect) -> Index:
@@ -112,7 +112,7 @@ class Totals:
         self.sums[0][place] += part.sum(dims) if dims else part
 
     def statistics(self, _: Mapping[str, Tensor]) -> list[Tensor]:
-        """What was gathered."""
+        """The gathered statistics."""
         how = self.gathering
         total = self.sums[0] / (how.count if how.partial is Partial.MEAN else 1)
         return [total.reshape(how.shapes[0]).to(how.dtype)]

@@ -44,7 +44,7 @@ class Sample:
 
 
 def cost_of_sweep(signature: Signature, device: torch.device) -> Cost | None:
-    """What one run of a sweep takes, by its sample; None if that cannot be tried."""
+    """The cost of one run of a sweep, from a sample of its tiles; None if that cannot be probed."""
     rounds_run = SWEEPS[str(signature.call.target)]
     sweep = signature.call.args[-1]
     assert isinstance(sweep, Sweep), "an op that runs a sweep has it as its last argument"

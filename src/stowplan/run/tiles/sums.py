@@ -12,7 +12,7 @@ from stowplan.torch_private import autograd_in_kernels
 
 
 class Sums:
-    """What a segment reads as leaves of one tile after another, and the sums of the gradients wanted."""
+    """A segment's inputs as autograd leaves of one tile after another, and the sums of their gradients."""
 
     def __init__(
         self,

@@ -143,12 +143,12 @@ class Sweep(Handle):
 
     @property
     def outputs(self) -> tuple[Described, ...]:
-        """What the outputs look like."""
+        """Descriptions of the outputs."""
         return tuple(self.segment.graph.tensors[name] for name in self.segment.outputs)
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """What is gathered on the way, by name."""
+        """The names of the statistics that it gathers."""
         return tuple(name for gathering in self.gatherings.values() for name in gathering.names)
 
     @property
@@ -257,7 +257,7 @@ class Sweep(Handle):
         return dict(zip(names, (*inputs, *statistics), strict=True))
 
     def _likes(self, names: Sequence[str], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What gradients look like that are summed up: as what they are of, which may not be there."""
+        """By name, a tensor that looks like the gradient: the input, or one on meta."""
         tensors, nowhere = self.segment.graph.tensors, torch.device("meta")
         wanted = (*names, *self.statistics)
         return {n: given[n] if n in given else empty_like_described(tensors[n], nowhere) for n in wanted}
@@ -307,7 +307,7 @@ def _known_in(segment: Segment, gatherings: Mapping[str, Gathering]) -> tuple[st
 
 
 def _name_of(segment: Segment, parts: tuple[int, ...]) -> str:
-    """What is computed and how, and a digest, so that no two sweeps that differ have one name.
+    """The segment's ends, the grid and a digest, so that two different sweeps never have one name.
 
     It is the same in every process: plans on disk and the cache of prices know a sweep by it.
     """
