@@ -60,6 +60,12 @@ docs: ## the documentation as a site, build/site, with the reference from the co
 wheel-test: ## the built wheel in clean environments: without torch on files, beside torch through the tutorial
 	PYTHON=$(PYTHON) tools/wheel_test.sh
 
+VERSIONS ?= 2.6 2.8 2.10 2.12 2.13 2.14 2.15
+
+.PHONY: compatibility
+compatibility: ## try every feature on VERSIONS of PyTorch, one environment after another, and write docs/compatibility.md
+	$(PYTHON) -m tools.compatibility $(VERSIONS)
+
 .PHONY: mutants
 mutants: ## plant faults in verify, simulate and regions, and count those that their tests see
 	$(PYTHON) -m benchmarks.mutate

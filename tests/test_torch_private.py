@@ -6,11 +6,14 @@ These tests run on every version of docs/compatibility.md, so they need no more 
 import ast
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,7 +24,7 @@ from stowplan.errors import TorchTooOld
 pytestmark = pytest.mark.torch
 
 SOURCE = Path(stowplan.__file__).parent
-ATTRIBUTES = {"_schema", "_cdata", "_version", "_is_view", "_sequence_nr", "_global_forward_hooks"}
+ATTRIBUTES = {"_schema", "_cdata", "_version", "_is_view", "_sequence_nr", "_get_backend", "_device_types"}
 aten = torch.ops.aten
 
 
@@ -286,6 +289,24 @@ def test_hooks_of_modules_are_found_in_their_tables() -> None:
     finally:
         registered.remove()
     assert {"_parameters", "_buffers", "_modules"} <= vars(module).keys()
+
+
+def test_a_group_has_a_store_and_a_timeout(tmp_path: Path) -> None:
+    meeting = f"file://{tmp_path}/meeting"
+    patience = timedelta(seconds=7)
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1, timeout=patience)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        store = private.store_of(group)
+        store.set("said", "here")
+        assert store.check(["said"])
+        assert store.delete_key("said")
+        assert private.timeout_of(group) == patience
+        with suppress(RuntimeError):  # gloo has nothing to give up
+            private.abort(group)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_profiler_tells_of_allocations_and_frees() -> None:

@@ -7,7 +7,7 @@ and keeps other modules from using private names. `docs/compatibility.md` has th
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -30,6 +30,11 @@ from torch.utils._pytree import TreeSpec
 
 from stowplan.errors import TorchTooOld
 
+if TYPE_CHECKING:  # a PyTorch may be built without
+    from datetime import timedelta
+
+    from torch.distributed import ProcessGroup, Store
+
 __all__ = [
     "GLOBAL_HOOKS",
     "HOOKS",
@@ -42,6 +47,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "UnsupportedOperatorException",
+    "abort",
     "allocations_seen",
     "autograd_in_kernels",
     "below_autograd",
@@ -54,7 +60,9 @@ __all__ = [
     "schema_of",
     "sequence_number",
     "storage_id",
+    "store_of",
     "tensor_guards",
+    "timeout_of",
     "untested",
     "version_of",
     "writes_out",
@@ -168,6 +176,27 @@ def autograd_in_kernels() -> Iterator[None]:
         yield
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, was_off)
+
+
+def store_of(group: "ProcessGroup") -> "Store":
+    """The store through which the members of a group found each other."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    from torch.distributed.distributed_c10d import _get_process_group_store  # before PyTorch 2.7
+
+    store: Store = _get_process_group_store(group)
+    return store
+
+
+def abort(group: "ProcessGroup") -> None:
+    """Give up what a group waits for, where PyTorch can (2.7 and newer)."""
+    if hasattr(group, "abort"):
+        group.abort()
+
+
+def timeout_of(group: "ProcessGroup") -> "timedelta":
+    """How long a group waits for a message."""
+    return group._get_backend(group._device_types[0]).options._timeout
 
 
 def allocations_seen(profiler: profile) -> Iterator[tuple[int, int, int]]:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from stowplan.torch_private import abort, store_of
+
 ANSWER_SECONDS = 0.6
 """How long the others have to answer."""
 
@@ -45,7 +47,7 @@ class _Call(Thread):
 
     def run(self) -> None:
         with suppress(RuntimeError):  # the store went with the worker that served it
-            store = world().get_group_store()
+            store = store_of(world())
             store.set(_key(self._rank), "here")
             self.said.set()
             ends = time.monotonic() + ANSWER_SECONDS
@@ -57,22 +59,17 @@ class _Call(Thread):
 
 def forget_losses(rank: int) -> None:
     """Take back what this worker said in the same store before it was started again."""
-    world().get_group_store().delete_key(_key(rank))
+    store_of(world()).delete_key(_key(rank))
 
 
 def hang_up(group: ProcessGroup) -> None:
     """Close all connections of a group, so that whoever waits for this worker stops waiting."""
     with suppress(RuntimeError):
-        group.abort()  # NCCL; gloo lets nothing go before a message is overdue
+        abort(group)  # NCCL; gloo lets nothing go before a message is overdue
     for peer in range(group.size()):
         if peer != group.rank() and "gloo" in dist.get_backend(group):
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, _HANG_UP_TAG).wait(timedelta(milliseconds=1))
-
-
-def patience_of(group: ProcessGroup) -> timedelta:
-    """How long its messages are waited for."""
-    return group._get_backend(group._device_types[0]).options._timeout
 
 
 def world() -> ProcessGroup:

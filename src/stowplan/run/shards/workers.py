@@ -15,8 +15,9 @@ from torch.distributed import P2POp, ProcessGroup
 
 from stowplan.errors import WorkerLost
 from stowplan.run.shards.processes import MeshLike, processes_of
-from stowplan.run.shards.roll_call import forget_losses, lost_among, patience_of, world
+from stowplan.run.shards.roll_call import forget_losses, lost_among, world
 from stowplan.run.shards.threads import let_computing_go_on
+from stowplan.torch_private import timeout_of
 
 
 class Workers:
@@ -50,7 +51,7 @@ class Workers:
     def _group_of(self, ranks: list[int]) -> ProcessGroup | None:
         if len(ranks) == dist.get_world_size():
             return None  # everyone: the group there is
-        patience = patience_of(world())  # a new group has a default of its own: half an hour
+        patience = timeout_of(world())  # a new group has a default of its own: half an hour
         group: ProcessGroup = dist.new_group(ranks, timeout=patience, use_local_synchronization=True)
         return group
 
