@@ -1,8 +1,8 @@
 """Small training steps, one for each feature, compared with eager to the bit.
 
 `python -m tools.compatibility.features` prints one line of JSON for each feature: its name, and what failed,
-or "". Tiles and workers add up in another order than eager; their net has whole numbers for weights and inputs,
-whose sums are exact in any order.
+or "". Tiles and workers add up in another order than eager; their net has whole numbers for weights and
+inputs, whose sums are exact in any order.
 """
 
 import copy
@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -21,9 +22,14 @@ import torch.multiprocessing
 from torch import Tensor, nn
 
 import stowplan
+from stowplan.capture import capture
 from stowplan.cli.main import main as command
 from stowplan.plan.decision import Decision, Offload, Recompute, Tile
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Exactness
+from stowplan.plan.planner import Planner
+from stowplan.plan.pricing import Machine, price_by_roofline
+from stowplan.plan.tier import Tier
 from stowplan.run.measure.measure import measure
 
 _MOVES, _STEPS = 20, 2
@@ -118,7 +124,12 @@ def _tiles() -> None:
 
 def _offload() -> None:
     model = Decoder()
-    _compared(model, _tokens(), int(0.8 * _peak(model, next(_tokens()))), ("offload",), Offload)
+    graph = capture(copy.deepcopy(model), (next(_tokens()),)).graph
+    slow = price_by_roofline(graph, Machine(macs_per_second=1e8, bytes_per_second=1e8))  # time for transfers
+    pricing = replace(slow, tier=Tier("disk", 2**30, 1e9, 1e9, 1e-5))
+    planner = Planner.of(graph, pricing, options=PlanOptions(allow=("offload",)))
+    plan = planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
+    _compared(model, _tokens(), plan.allowed_bytes, ("offload",), Offload, plan)
 
 
 def _shards() -> None:
@@ -186,10 +197,11 @@ def _compared(
     budget: int | str,
     allow: tuple[str, ...],
     decided: type[Decision] | None = None,
+    given: stowplan.Plan | None = None,
 ) -> stowplan.Plan:
     """Train a fitted model beside its copy in eager; the plan must have made decisions of this kind."""
     eager = copy.deepcopy(model)
-    fitted = stowplan.fit(model, (next(batches),), budget=budget, allow=allow, moves=_MOVES)
+    fitted = stowplan.fit(model, (next(batches),), budget=budget, allow=allow, moves=_MOVES, plan=given)
     (plan,) = stowplan.plans_of(fitted)
     assert decided is None or any(isinstance(d, decided) for d in plan.decisions.values()), decided
     _train_alike(eager, fitted, fitted, batches)
