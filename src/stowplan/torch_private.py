@@ -33,7 +33,8 @@ from stowplan.errors import TorchTooOld
 if TYPE_CHECKING:  # a PyTorch may be built without
     from datetime import timedelta
 
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
 
 __all__ = [
     "GLOBAL_HOOKS",

@@ -12,13 +12,14 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import islice, pairwise
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 
 import stowplan
@@ -65,7 +66,8 @@ class Layer(nn.Module):
         queries, keys, values = self.mixed(self.norm(hidden)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
         found = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         hidden = hidden + found.transpose(1, 2).flatten(2)
-        return hidden + self.outer(self.inner(hidden))
+        result: Tensor = hidden + self.outer(self.inner(hidden))
+        return result
 
 
 class Whole(nn.Module):
@@ -133,8 +135,8 @@ def _offload() -> None:
 
 
 def _shards() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_worker, (f"file://{folder}/meeting",), nprocs=2)
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        list(pool.map(_worker, range(2), [f"file://{folder}/meeting"] * 2))
 
 
 def _worker(rank: int, meeting: str) -> None:
