@@ -1,4 +1,4 @@
-"""Candidates: graphs for one step that answer budgets. The step as it is is one; techniques add others."""
+"""Candidates: graphs for one step that answer budgets. The baseline graph is one; techniques add others."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -133,7 +133,7 @@ class _Search:
         )
 
     def _advance(self, share: float) -> None:
-        """Tell whoever watches what there is, before a part of the search that takes `share` of its time."""
+        """Report the points so far to the watcher, before a part that takes `share` of the search."""
         tell(lambda: Searching(self._share, self._plain_seconds, self._offers(), tuple(self._bounds)))
         self._share += share
 
@@ -276,7 +276,7 @@ class _Search:
         return self._gaps.at(value, self._ledger.problem.turn)
 
     def _whole_value(self, gap: int, state: State) -> list[tuple[int, State]]:
-        """One answer for all gaps: kept before this one; behind it kept again, or made for each reader."""
+        """One answer for all gaps: kept before this one; after it kept, or recomputed for each reader."""
         after = State.EACH if state is State.EACH else State.KEEP
         gaps = self._gaps.of(self._gaps.value_of[gap])
         return [(g, State.KEEP if g < gap else state if g == gap else after) for g in gaps]
@@ -343,7 +343,7 @@ def _own_bytes(problem: Problem, op: int, last: list[int]) -> int:
 
 
 def twins_of(problem: Problem, gaps: Gaps) -> dict[int, tuple[int, ...]]:
-    """By gap: the gaps that stand at the same place in other blocks, itself included."""
+    """By gap, the gaps at the same place in other blocks, itself included."""
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for gap, value in enumerate(gaps.value_of):
         op = problem.producer[value]

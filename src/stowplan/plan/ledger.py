@@ -51,7 +51,7 @@ class Gaps:
     value_of: Numbers
 
     def at(self, value: int, op: int) -> int:
-        """The gap in which `op` finds the value: behind the last use before `op`."""
+        """The gap in which `op` finds the value: after the last use before `op`."""
         return self.first[value] + bisect_left(self.uses[value], op) - 1
 
     def of(self, value: int) -> range:
@@ -59,12 +59,12 @@ class Gaps:
         return range(self.first[value], self.first[value + 1])
 
     def start(self, gap: int) -> int:
-        """The use the gap lies behind."""
+        """The use that the gap begins after."""
         value = self.value_of[gap]
         return self.uses[value][gap - self.first[value]]
 
     def next_use(self, gap: int) -> int | None:
-        """The use the gap ends at; None for the gap behind the last one."""
+        """The use that the gap ends at; None for the gap after the last use."""
         value = self.value_of[gap]
         place = gap - self.first[value] + 1
         return self.uses[value][place] if place < len(self.uses[value]) else None
@@ -175,11 +175,13 @@ class Ledger:
                     self._local[op] = nbytes
 
     def load(self, states: Sequence[State]) -> None:
-        """Take other states for all gaps at once, and book everything anew: final like a commit."""
+        """Set the states of all gaps at once and recompute every entry; final like a commit."""
         for gap, state in enumerate(states):
             self._enter_state(gap, state)
         self._remade = [_NEVER] * len(self.states)
-        for op in range(len(self._local)):  # in order, so that what is held is known to the ops behind
+        for op in range(
+            len(self._local)
+        ):  # in order, because later ops depend on the values held by earlier ones
             self._rechain(op, set())
         for value in range(len(self._spans)):
             self._rebook(value)
@@ -218,7 +220,7 @@ class Ledger:
             (self._ahead[reader - 1].add if state is State.AHEAD else self._ahead[reader - 1].discard)(value)
 
     def _touched(self, gap: int, after: int) -> list[int]:
-        """The ops behind `after` that find the value in this gap: its next reader, and chains on the way."""
+        """The ops after `after` that find the value in this gap: its next reader, and chains before it."""
         value, reader = self.gaps.value_of[gap], self.gaps.next_use(gap)
         if reader is None:
             return [op for op in self._via[value] if after < op]
@@ -319,7 +321,7 @@ class Ledger:
                 return _NEVER
 
     def _rebook(self, value: int) -> set[int]:
-        """Enter the lifetimes of `value` anew; returns the ops at which it now comes or goes otherwise."""
+        """Update the lifetimes of `value`; returns the ops at which it now begins or ends differently."""
         spans, before = self._spans_of(value), self._spans[value]
         if spans == before:
             return set()

@@ -36,7 +36,7 @@ def _adds_in_place(graph: Graph, op: Op) -> bool:
 
 
 def _swap(ops: list[Op], first: Op, second: Op, name: str) -> None:
-    """Run `first` right behind `second`, and let `second` make the tensor."""
+    """Run `first` right after `second`, and let `second` make the tensor."""
     ids = [op.id for op in ops]
     ops.pop(ids.index(first.id))
     place = ids.index(second.id) - 1

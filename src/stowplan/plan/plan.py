@@ -59,7 +59,7 @@ class Plan:
     bound_seconds: float  # no schedule in this order is faster within the budget
     extra_macs: int
     tile_maps: tuple[TileMap, ...] = ()
-    against_eager: AgainstEager | None = None  # None: the plan is of a graph, which no model stands behind
+    against_eager: AgainstEager | None = None  # None: the plan is of a graph without a model
 
     def __repr__(self) -> str:
         """Its figures in one line; the steps are thousands."""

@@ -19,7 +19,7 @@ Copy = tuple[str, int]  # a tensor and how many times it had been made before
 
 @dataclass(slots=True)
 class _Run:
-    """One execution of an op: the copies it reads, those it leaves behind, those that end with it."""
+    """One execution of an op: the copies that it reads, those that it leaves, those that end with it."""
 
     op: Op
     again: bool
@@ -72,7 +72,7 @@ class _Runs:
         return self._runs
 
     def _stays(self, value: int, position: int, *, made_for_others: bool) -> bool:
-        """Whether the states leave the value in memory behind `position`."""
+        """Whether the states leave the value in memory after `position`."""
         state = self._state_at(value, position if made_for_others else position + 1)
         ahead = state is State.AHEAD and value in self._next_reads(position)
         return state is State.KEEP or ahead or (made_for_others and state is State.HOLD)
@@ -155,7 +155,7 @@ def _homes_of(graph: Graph, runs: list[_Run]) -> dict[Copy, Copy]:
 
 
 def _storages_ending(graph: Graph, runs: list[_Run], homes: dict[Copy, Copy]) -> list[set[Copy]]:
-    """By run: the storages nobody uses afterwards. Notes at each run the copies that end with it, too."""
+    """By run, the storages that no later run uses. Also records at each run the copies that end with it."""
     last: dict[Copy, int] = {}
     for index, run in enumerate(runs):
         for copy in (*run.reads.values(), *run.makes.values()):

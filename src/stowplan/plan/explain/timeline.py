@@ -1,4 +1,4 @@
-"""The timeline of a plan: its steps walked once more, this time noting who was in memory and when."""
+"""The timeline of a plan: a walk over its steps that records which tensor was in memory when."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

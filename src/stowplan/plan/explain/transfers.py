@@ -1,4 +1,4 @@
-"""Transfers as ops and on a clock, for whoever looks at a plan: when each begins and ends, and who waits."""
+"""Transfers as ops and on a clock, for reports: when each begins and ends, and which op waits."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class Clock:
 
 
 def transfer_id(step: Store | Load) -> str:
-    """The op that stands for a transfer; it runs as often as its tensor is moved that way."""
+    """The op that represents a transfer; it runs as often as its tensor is stored, or loaded."""
     return f"{'store' if isinstance(step, Store) else 'load'} {step.tensors[0]}"
 
 

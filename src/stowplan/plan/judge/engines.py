@@ -38,7 +38,7 @@ class Stall:
 
 
 class Engines:
-    """Mutable on purpose: told of one step after the other."""
+    """Mutable on purpose: it receives one step after the other."""
 
     def __init__(self, tier: Tier | None) -> None:
         self._given = tier

@@ -1,4 +1,4 @@
-"""The only judge of peaks: the exact memory curve and seconds of a list of steps, whoever made it.
+"""The only judge of peaks: the exact memory curve and seconds of any list of steps.
 
 Works on tensors and storages as PyTorch does: a storage exists while any tensor in it is bound. It shares no
 code with the search, so that each can show the other wrong.

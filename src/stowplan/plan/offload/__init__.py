@@ -1,1 +1,1 @@
-"""Offload: storages that nobody uses for a while wait in a tier, if the way there and back is worth it."""
+"""Offload: storages that no op uses for a while wait in a tier, if the two transfers are worth it."""

@@ -1,4 +1,4 @@
-"""Layout: how a mesh cuts a tensor. Each axis follows one cell of the tensor, or leaves it as it is."""
+"""Layout: how a mesh cuts a tensor. Each axis cuts one cell of the tensor, or none."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

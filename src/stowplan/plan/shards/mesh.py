@@ -60,7 +60,7 @@ class Mesh:
         return product(*(range(axis.size) for axis in self.axes))
 
     def place(self, worker: int) -> tuple[int, ...]:
-        """Where a worker stands on each axis."""
+        """A worker's position on each axis."""
         found = []
         for axis in reversed(self.axes):
             worker, position = divmod(worker, axis.size)
@@ -68,14 +68,14 @@ class Mesh:
         return tuple(reversed(found))
 
     def worker(self, place: Sequence[int]) -> int:
-        """Who stands there."""
+        """The worker at a position."""
         number = 0
         for axis, position in zip(self.axes, place, strict=True):
             number = number * axis.size + position
         return number
 
     def on_axis(self, axis: int, place: int) -> int:
-        """Who stands at a place of one axis, and first on all others."""
+        """The worker at a position of one axis, and at the first of all others."""
         return self.worker([place if number == axis else 0 for number in range(len(self.axes))])
 
     @property

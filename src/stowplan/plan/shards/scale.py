@@ -1,4 +1,4 @@
-"""Scale: the traffic of meshes of thousands of workers, exactly, from the few that stand on their axes.
+"""Scale: the exact traffic of meshes of thousands of workers, from the few workers on their axes.
 
 A rect is a product of spans, and each span depends on the place on one axis alone. So the overlaps of all
 shares with all that is held are products too, of what the places of one axis have in common: on a mesh of 64

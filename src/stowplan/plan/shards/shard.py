@@ -26,7 +26,7 @@ CARRIED = frozenset(
         *(f"aten.{name}.default" for name in ("cat", "clone", "_to_copy", "constant_pad_nd")),
     }
 )
-"""Ops cheap enough to be done once more for what a neighbour has done."""
+"""Ops cheap enough to repeat for a part that a neighbour has computed."""
 
 LIKES = tuple(f"aten.{name}_like.default" for name in ("empty", "full", "ones", "zeros"))
 """Ops that fill any part of their output alike, and ask their input for nothing but its looks."""

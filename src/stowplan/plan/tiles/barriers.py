@@ -52,7 +52,7 @@ def _prepares(graph: Graph, op: Op) -> bool:
 
 
 def _cut_behind_sum(graph: Graph, forward: Sequence[Op], run: range) -> Iterator[range]:
-    """A run that others wait for ends in a few numbers: cut behind the op that first makes one."""
+    """A run that other workers wait for ends in a few numbers: cut after the first op that makes one."""
     ends = (place + 1 for place in run if _sums_up(graph, forward[place]))
     middle = next(ends, run.stop)
     yield from (part for part in (range(run.start, middle), range(middle, run.stop)) if part)

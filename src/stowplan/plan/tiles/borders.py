@@ -21,7 +21,7 @@ from stowplan.plan.tiles.barriers import placeholders_early, runs_between_barrie
 from stowplan.plan.tiles.crops import crops_early
 from stowplan.plan.tiles.products import is_product
 
-_WIDE = 2  # times the bytes at the borders before and behind: what is handed on there is better not whole
+_WIDE = 2  # times the bytes at the borders before and after: a border this wide is better not whole
 
 
 def in_tiling_order(graph: Graph) -> Graph:

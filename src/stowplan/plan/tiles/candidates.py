@@ -26,9 +26,9 @@ _EVEN = ((1.0, 8 << 20), (0.4, 4 << 20))  # of the largest tile that is small en
 # large; and bytes of a part, which caches should hold: what is larger is read from memory by each op
 _GAIN = 0.9  # of the peak before: a grid that is finer for less is not worth it
 _HALO = 0.35  # a stage whose tiles compute this share twice is cut no finer
-_DIP = 0.95  # bytes handed on at the end of a stage, against the most inside it, at most
+_DIP = 0.95  # the most bytes that may leave a stage, as a share of the most inside it
 _RISE = 1.01  # of these bytes is a rise
-_FALL = 0.3  # of the most inside it: so little handed on ends a stage, if it is not less yet behind
+_FALL = 0.3  # of the most inside it: a cut with fewer bytes ends a stage, unless the next cut has fewer still
 _TILES = 256
 _STAGES = 8
 
@@ -83,7 +83,7 @@ def _kinds_of_stretches(graph: Graph) -> Iterator[list[tuple[str, ...]]]:
 
 
 def stages_of(graph: Graph, fall: float = _FALL) -> list[tuple[str, ...]]:
-    """The forward half cut at barriers, and where the bytes that are handed on are fewest for a while.
+    """The forward half cut at barriers, and at local minima of the bytes that cross the cut.
 
     They are also cut where the bytes are below `fall` of the most inside, and not fewer right behind.
     """

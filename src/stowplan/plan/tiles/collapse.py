@@ -58,7 +58,7 @@ def collapse(segment: Segment, costs: SweepCosts, pricing: Pricing) -> Collapsed
 
 
 def _refuse_readers_of_what_is_gone(graph: Graph, ops: list[Op]) -> None:
-    """Such as sums of gradients that a captured step writes out: nobody says which forward op they are of."""
+    """Ops such as sums of gradients, which a captured step has explicitly and which have no forward op."""
     before, after = ({name for op in side for name in op.writes()} for side in (graph.ops, ops))
     for op in ops:
         if missing := sorted((before - after).intersection(op.reads())):
@@ -147,7 +147,7 @@ def _priced(
     forward: tuple[Op, ...],
     backward: tuple[Op, ...],
 ) -> Pricing:
-    """Each op of the segment by the work its tiles do; differentiating runs them once more, unless fused."""
+    """Each op of the segment by the work of its tiles; backward recomputes them, unless it is fused."""
     ahead = sum(pricing.seconds[op.id] * costs.work[op.id] for op in segment.ops)
     back = sum(pricing.seconds[op.id] * costs.work[op.adjoint_of or ""] for op in adjoints)
     again = ahead - sum(pricing.seconds[op] * share for op, share in costs.idle.items())

@@ -1,4 +1,4 @@
-"""Crops right behind what they crop: a segment then hands on no more of a skip than is read."""
+"""Crops right after the tensor that they crop: a segment then outputs only the needed part of a skip."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def crops_early(graph: Graph) -> Graph:
 
 
 def _append(ops: list[Op], op: Op, followers: dict[str, list[Op]]) -> None:
-    """An op, the crops of what it makes, and the crops of those, each right behind its own."""
+    """An op, the crops of its outputs, and the crops of those, each right after its input."""
     waiting = [op]
     while waiting:
         ops.append(waiting.pop())

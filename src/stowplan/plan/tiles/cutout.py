@@ -1,4 +1,4 @@
-"""A segment cut out of its graph, as text: with it, whoever has a plan can see into its tiles."""
+"""A segment cut out of its graph, as text: a plan with it shows the ops inside its tiles."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from stowplan.plan.tiles.segment import Segment, segment_of
 
 
 def segment_text(segment: Segment) -> str:
-    """The ops of a segment as a graph of their own, which holds what they hand on."""
+    """The ops of a segment as a separate graph, which holds the segment's outputs."""
     made = {name for op in segment.ops for name in op.writes()}
     tensors = segment.graph.tensors
     used = made | {use.tensor for op in segment.ops for use in op.inputs}

@@ -125,7 +125,7 @@ def _pieces(
 
 
 def _can_join(graph: Graph, ops: tuple[str, ...]) -> bool:
-    """Not with norms inside: each would have all before it computed once more. Nor over barriers."""
+    """Whether stages can be one segment: not with barriers, nor with norms, which repeat the ops before."""
     chosen = set(ops)
     inside = [op for op in graph.ops if op.id in chosen]
     if any(is_barrier(graph, op) for op in inside):

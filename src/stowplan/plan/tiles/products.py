@@ -1,4 +1,4 @@
-"""Norms behind products: what such a norm has to know follows from what the product reads.
+"""Norms after products: the statistics of such a norm follow from the input of the product.
 
 A convolution of single places is a matrix product, y = W a + b at every place: the mean of y is that of a
 times W, plus b, and its variances are the diagonal of W cov(a) Wᵀ. Where a has fewer channels than y, its

@@ -16,7 +16,7 @@ class LivingStorages:
         self._watched: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Enter what is behind the tensors."""
+        """Add the storages of these tensors."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
             if storage_id(storage) not in self._bytes:
                 self._enter(storage, storage_id(storage))
@@ -37,7 +37,7 @@ class LivingStorages:
         return sum(self._bytes.values())
 
     def bytes_among(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of the members that are behind these tensors."""
+        """Bytes of the members that these tensors are in."""
         return sum(
             self._bytes.get(address, 0) for address in {storage_id(t.untyped_storage()) for t in tensors}
         )

@@ -83,7 +83,7 @@ class HostAway:
         return tuple(look.on(target.untyped_storage()) for look in self._looks)
 
     def _copy(self, stream: torch.Stream, target: Tensor, source: Tensor) -> torch.Event:
-        """On `stream`, behind all ops that were begun before."""
+        """Copy on `stream`, after all ops that were launched before."""
         stream.wait_event(torch.accelerator.current_stream(self._tier.device).record_event())
         with stream:
             target.copy_(source, non_blocking=True)

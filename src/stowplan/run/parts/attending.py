@@ -1,4 +1,4 @@
-"""Causal attention of some queries: their mask counts from where they stand among all queries."""
+"""Causal attention of some queries: their mask depends on their position among all queries."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ def attended(call: LocalCall, given: Mapping[str, Any]) -> Tensor:
 
 
 def _mask(query: Tensor, key: Tensor, first: int) -> Tensor:
-    """Nothing for keys up to each query's own place, minus infinity for those behind it."""
+    """Zero for keys up to each query's own position, minus infinity for later ones."""
     shape = (query.shape[-2], key.shape[-2])
     hidden = torch.full(shape, float("-inf"), dtype=query.dtype, device=query.device)
     return hidden.triu(first + 1)

@@ -1,1 +1,1 @@
-"""From a captured step to a plan, searched anew or read from the cache."""
+"""From a captured step to a plan, searched or read from the cache."""

@@ -1,4 +1,4 @@
-"""A captured step captured once more: in another order, with calls replaced, or with parts run otherwise.
+"""Capturing a step a second time: in another order, with calls replaced, or with insertions for some ops.
 
 What comes out is the graph of a step like any other: it is priced, planned and run as if the user had written
 it so.

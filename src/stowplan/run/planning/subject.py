@@ -40,7 +40,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A plan and the step it is for, which techniques may have captured anew."""
+    """A plan and its step, which techniques may have captured a second time."""
 
     plan: Plan
     captured: Captured

@@ -25,7 +25,7 @@ class Bucket:
         return sum(map(prod, self.shapes))
 
     def begin(self, gradients: Sequence[Tensor]) -> Tensor:
-        """This worker's parts, in one tensor that turns into the sum behind everybody's back."""
+        """This worker's parts in one flat tensor, which becomes the sum asynchronously."""
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         self.workers.begin_sum(flat, self.axes)
         return flat

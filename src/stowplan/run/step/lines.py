@@ -44,7 +44,7 @@ def _into_part(call: Call, output: str, names: Mapping[str, str]) -> list[str]:
 
 
 def _on_copies(call: Call, overwrites: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
-    """Run an op that writes into arguments, on copies of them; what nobody needs any more is not copied."""
+    """Run an op that writes into its arguments on copies; an argument without a later use is not copied."""
     results = call.outputs[: len(call.outputs) - len(call.fresh)]
     order = [argument.name for argument in schema_of(call.target).arguments]
     args, kwargs, lines = list(call.args), dict(call.kwargs), []

@@ -122,7 +122,7 @@ def _harmless(text: str) -> str:
 
 
 def _turn(ops: Mapping[str, Op], steps: Sequence[Step]) -> int:
-    """Where the backward half begins: behind the last op of the forward half and what is freed with it."""
+    """The step at which the backward half begins: after the last forward op and the frees that follow it."""
     turn = 0
     for number, step in enumerate(steps):
         if isinstance(step, Compute):
@@ -157,7 +157,7 @@ class _Half:
     def __init__(
         self, writer: _Writer, steps: Sequence[Step], ends: Iterable[tuple[int, tuple[str, ...]]] = ()
     ) -> None:
-        """`ends` says after which steps which tensors are handed on; what is freed there is freed before."""
+        """`ends` has, by step, the tensors that leave after it; tensors freed there are freed first."""
         self.lines: list[_Line] = []
         self.needed: dict[str, None] = {}
         self.bound: set[str] = set()

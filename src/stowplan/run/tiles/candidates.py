@@ -1,4 +1,4 @@
-"""Candidates for a captured step: captured once more, with segments of it computed tile by tile."""
+"""Tiled candidates for a captured step: captured a second time, with segments computed tile by tile."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace

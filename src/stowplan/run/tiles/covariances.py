@@ -18,7 +18,7 @@ from stowplan.run.parts.part import Index
 
 @dataclass(frozen=True, slots=True)
 class OfProduct:
-    """Mean and variances of what a product makes, behind these the mean and covariances of what it reads."""
+    """Mean and variances of a product's result, then the mean and covariances of its input."""
 
     product: Product
     count: int  # of places

@@ -48,7 +48,7 @@ class OfInput:
 
     @property
     def count(self) -> int:
-        """How many elements one number stands for."""
+        """The number of elements that one statistic summarises."""
         return prod(self.folded[dim] for dim in self.dims)
 
     @property
@@ -151,7 +151,7 @@ Gathering: TypeAlias = OfInput | OfProduct
 
 
 def gathering_of(segment: Segment, op: Op, product: Product | None) -> Gathering:
-    """How the statistics of an op of the segment are gathered, which may stand behind a product."""
+    """How the statistics of an op of the segment are gathered; the op may follow a product."""
     statistic = segment.statistic(op)
     assert statistic is not None, f"{op.id} takes no statistic"
     tensors = segment.graph.tensors

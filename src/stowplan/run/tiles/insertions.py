@@ -73,7 +73,7 @@ def _recomputed(captured: Captured, skip: Skip, values: Mapping[str, Tensor]) ->
 
 
 def _in_order(graph: Graph, sweeps: Sequence[Sweep], skips: Sequence[Skip]) -> Iterator[Op | Insertion]:
-    """Forward ops and sweeps in an order that can be run: a sweep stands where its last op stood."""
+    """Forward ops and sweeps in an executable order: a sweep takes the place of its last op."""
     last = {sweep.segment.ops[-1].id: sweep for sweep in sweeps}
     inside = {op.id for sweep in sweeps for op in sweep.segment.ops}
     for op in graph.ops:
