@@ -52,6 +52,10 @@ bench: ## all studies and their page, build/bench/index.html: hours, or five min
 pictures: ## screenshots of reports on three screens, into build/pictures
 	$(PYTHON) -m pytest tests/report/test_page_looks.py
 
+.PHONY: docs-pictures
+docs-pictures: ## the reports shown in docs/pictures, from real plans and a real run; needs Chromium
+	$(PYTHON) -m tools.pictures
+
 .PHONY: docs
 docs: ## the documentation as a site, build/site, with the reference from the code; a warning is an error
 	$(PYTHON) -m sphinx --fail-on-warning --keep-going --quiet -b html docs build/site

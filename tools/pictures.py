@@ -1,0 +1,97 @@
+"""The pictures in docs/pictures that show reports, from real plans and runs: `python -m tools.pictures [NAME
+...]`.
+
+It needs Chromium, and some minutes: one picture shows a measured run. `make pictures` is for looking at pages
+on several screens, and writes none of these.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from stowplan import api
+from stowplan.capture import capture
+from stowplan.formats import chainer
+from stowplan.plan.explain.peers import Peer
+from stowplan.plan.options import PlanOptions
+from stowplan.plan.planner import Planner
+from stowplan.plan.pricing import Machine, price_by_macs, price_by_roofline
+from stowplan.plan.tier import Tier
+from stowplan.report.files import write_report
+from stowplan.report.page import Subject, subject_of
+from tests.support.nets import NETS
+from tests.support.pages import browser, tiled_plan_of, written
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "pictures"
+UNET = ROOT / "examples" / "data" / "unet_step.txt"
+GIB = 1 << 30
+SEGMENTS = Peer("8 equal segments", 4_090_912_016, 1.219)  # as in tests/formats/test_chainer_segments.py
+DISK = Tier("disk", 1 << 40, store_bytes_per_second=4e8, load_bytes_per_second=8e8)
+
+
+@cache
+def unet_plans() -> tuple[Subject, Subject]:
+    """Two plans of the U-Net document, the first with the frontier of both."""
+    graph = chainer.read(UNET.read_text(encoding="utf-8"), chainer.SavedView.RETAIN).graph
+    planner = Planner.of(graph, price_by_macs(graph))
+    tight, roomy = (planner.plan(int(size * GIB)) for size in (3.11, 4.84))
+    return (
+        subject_of(tight, "unet_3.1GiB.plan.json", frontier=planner.frontier, peers=(SEGMENTS,)),
+        subject_of(roomy, "unet_4.8GiB.plan.json"),
+    )
+
+
+def offloading() -> Subject:
+    """A plan of a small ResNet-50 with a disk, at its smallest budget."""
+    graph = capture(*NETS["resnet50"].build("tiny")).graph
+    pricing = replace(price_by_roofline(graph, Machine()), tier=DISK)
+    planner = Planner.of(graph, pricing, PlanOptions(("recompute", "offload"), moves=400))
+    return subject_of(planner.plan(planner.minimum_bytes), "a plan that offloads")
+
+
+def tiled() -> Subject:
+    """The U-Net document in tiles."""
+    return subject_of(tiled_plan_of(UNET, 400 << 20), "U-Net within 400 MiB")
+
+
+def run() -> Subject:
+    """A step that was run and measured."""
+    return subject_of(api.check("examples.unet:step", "329MiB"), "unet.run.json")
+
+
+def taken(name: str, *subjects: Subject, show: str = "", height: int = 800) -> None:
+    """A picture of the page after the script `show`."""
+    with browser().page(written(*subjects), 1280, height) as page:
+        page.run(show)
+        page.settle()
+        page.screenshot(FOLDER / f"{name}.png")
+        assert page.errors == []
+
+
+def _scrolled_to(title: str) -> str:
+    """A script that scrolls to a heading, with some space above it."""
+    found = f"[...document.querySelectorAll('h2')].find((h) => h.textContent.startsWith({title!r}))"
+    return f"{found}.scrollIntoView(); scrollBy(0, -8)"
+
+
+_SELECTED = """(() => { const { shownState: state } = stow, { model } = state;
+  const numbers = [...model.raw.tensors.id.keys()];
+  state.select({ tensor: numbers.find((number) => model.tensorName(number) === "71 of ReLU.71") }); })()"""
+
+PICTURES: Mapping[str, Callable[[], object]] = {
+    "plan": lambda: taken("plan", *unet_plans(), show=_SELECTED),
+    "frontier": lambda: taken(
+        "frontier", *unet_plans(), show=_scrolled_to("What a budget costs"), height=330
+    ),
+    "curve": lambda: write_report(unet_plans()[:1], FOLDER / "curve.png"),
+    "tiles": lambda: taken("tiles", tiled(), show=_scrolled_to("Tile ")),
+    "offload": lambda: taken("offload", offloading()),
+    "run": lambda: taken("run", run()),
+}
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or PICTURES:
+        PICTURES[chosen]()
