@@ -34,6 +34,7 @@ SUITES = {
         "tiles unet3d-large",
         "planning",
         "guards",
+        "iteration",
         "offload time",
         "offload joint",
         "shards memory",

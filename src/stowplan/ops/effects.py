@@ -23,6 +23,8 @@ def no_effect(site: Site) -> Effect:
     return Effect.OUTSIDE if site.attributes.get("operands") == "unknown" else Effect.NONE
 
 
+UPDATE = "stowplan.update.default"  # of parameters, by an optimizer: they hold other values from then on
+
 ONCE = Effect.BUFFER_UPDATE | Effect.OUTSIDE  # no way to run it a second time; random draws can be replayed
 
 effect_of: Table[Effect] = Table("effects", default=no_effect)
@@ -53,7 +55,7 @@ def updates_a_buffer(_: Site) -> Effect:
     return Effect.BUFFER_UPDATE
 
 
-@effect_of.entry("update")
+@effect_of.entry("update", UPDATE)
 def updates_parameters(_: Site) -> Effect:
     """Changes a parameter in place: a second run would take the step twice."""
     return Effect.BUFFER_UPDATE

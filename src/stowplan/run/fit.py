@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain
 from threading import RLock
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, NoneType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,11 @@ from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import refuse_shards, refuse_wrapped
 from stowplan.torch_private import storage_id
 from stowplan.units import parse_bytes
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from stowplan.run.iteration.iteration import Iteration
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -88,6 +93,10 @@ def fit(
     outputs: str = "loss",
     progress: Progress | None = None,
     moves: int | None = None,
+    optimizer: "Optimizer | None" = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    keep_gradients: bool | Iterable[str] = False,
 ) -> Model:
     """Plan the training step of `model(*args, **kwargs)` so that it stays within `budget` bytes.
 
@@ -112,6 +121,15 @@ def fit(
     computes gradients for the loss alone and refuses those for other outputs; `outputs="all"` plans for
     gradients of all outputs.
 
+    With an `optimizer`, which has the parameters of the model, the budget is for the whole iteration: it also
+    counts the optimizer's state and the temporaries of its step. Each parameter is updated in backward as
+    soon as its gradient is final and nothing needs the parameter, and the gradient ends there; the parameters
+    and the state are those of the usual loop to the bit. Keep that loop: `loss.backward()`,
+    `optimizer.step()`, `optimizer.zero_grad()`. `clip_norm` clips as `clip_grad_norm_` before the step, which
+    keeps all gradients until then. `accumulate` is the number of backwards before each step.
+    `keep_gradients` names parameters whose gradients stay, or is True for all; other gradients are None after
+    backward.
+
     Plans are cached in the user's cache folder for the same step, budget and machine, except plans that
     offload. A saved `plan` is used instead of a new one; it is refused if it is for another step.
 
@@ -126,8 +144,14 @@ def fit(
     _refuse_loss(loss, outputs)
     refuse_wrapped(model)
     options = PlanOptions(tuple(allow), prefer, moves, progress)
+    iteration = None
+    if optimizer is not None:
+        iteration = _iteration(options, optimizer, clip_norm, accumulate, keep_gradients)
+        options = replace(options, allow=("recompute",) if "recompute" in options.allow else ())
+    elif clip_norm is not None or accumulate != 1 or keep_gradients is not False:
+        raise BadUse("clip_norm, accumulate and keep_gradients are of an iteration; give optimizer= as well")
     if mesh is not None:
-        _refuse_on_mesh(budget, plan, options)
+        _refuse_on_mesh(budget, plan, options, iteration)
         if loss is not None or outputs != "loss":
             raise BadUse("loss and outputs are not offered with a mesh: there the model returns its loss")
         request = ShardRequest(mesh, parse_bytes(budget), parse_bytes(reserve), options, dims, layouts)
@@ -142,6 +166,9 @@ def fit(
     fitted: Model = seen_as(_fitted_class(_model_class(model)), model)
     fitted.__dict__.pop("forward", None)
     fitted.__dict__["_fitting"] = fitting
+    if iteration is not None:
+        iteration.belongs_to(fitted)
+        fitting.iteration = iteration
     with torch.enable_grad():
         if fitting.step_for(fitted, tuple(args), dict(kwargs or {})) is None:
             raise BadUse(
@@ -227,6 +254,7 @@ class Fitting:
     reserve_bytes: int = 0  # of the budget, beside what is allowed
     loss: Loss | None = None
     all_outputs: bool = False  # gradients may come in for all, not for the loss alone
+    iteration: "Iteration | None" = None  # the optimizer that the plans update with
     cache: PlanCache = USER_PLANS
     said: set[str] = field(default_factory=set)
     lock: AbstractContextManager[object] = field(default_factory=RLock)
@@ -237,8 +265,12 @@ class Fitting:
         return tuple(planned.step.plan for planned in self.planned)
 
     def __deepcopy__(self, _: dict[int, Any]) -> "Fitting":
-        """For a copy of the model: the same plans, bound to it when it is called."""
-        return replace(self, planned=list(self.planned), bound=[], said=set(), lock=RLock())
+        """For a copy of the model: the same plans, bound to it when it is called.
+
+        An optimizer is not that of the copy, so plans that update with it are not either.
+        """
+        planned = [] if self.iteration else list(self.planned)
+        return replace(self, planned=planned, bound=[], said=set(), lock=RLock(), iteration=None)
 
     def __reduce__(self) -> Any:
         """For a file or another process: how to plan. What was planned is planned there when it is called."""
@@ -248,6 +280,8 @@ class Fitting:
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Call the model: by a plan if a gradient is wanted, and as it is if not."""
+        if self.iteration:
+            self.iteration.refuse_between()
         if not torch.is_grad_enabled():
             return self._eager(model, args, kwargs)
         step = self.step_for(model, args, kwargs)
@@ -303,7 +337,7 @@ class Fitting:
             step = known.step
             step.bind(model, guard.tensors())
         else:
-            step = planned.step.bound_to(model, places=guard.tensors())
+            step = planned.step.bound_to(model, places=guard.tensors(), consumer=self.iteration)
         others = [b for b in self.bound if b is not known and any(b.planned is p for p in self.planned)]
         self.bound = [*others, _Bound(planned, guard, step)]
         return step
@@ -331,6 +365,8 @@ class Fitting:
         if self.loss is None:
             _refuse_given_back(captured)
         dependencies = observation.dependencies(captured.program, flatten(args, kwargs)[0])
+        if self.iteration:
+            captured = self.iteration.planned(captured, model)
         subject = Subject(captured, plain, args, kwargs, loss=self.loss)
         beside = _constant_bytes(captured.program)
         with _beside(beside, "tensors that are attributes, globals or written out"):
@@ -404,7 +440,29 @@ def _refuse_given_back(captured: Captured) -> None:
                 )
 
 
-def _refuse_on_mesh(budget: int | str, plan: Plan | None, options: PlanOptions) -> None:
+def _iteration(
+    options: PlanOptions,
+    optimizer: "Optimizer",
+    clip_norm: float | None,
+    accumulate: int,
+    keep_gradients: bool | Iterable[str],
+) -> "Iteration":
+    if moved := sorted(set(options.allow).intersection(ON_REQUEST)):
+        raise BadUse(f"{moved[0]} is not offered together with optimizer=")
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise BadUse(f"accumulate is {accumulate!r}; it is a number of backwards, at least 1")
+    if clip_norm is not None and not clip_norm > 0:
+        raise BadUse(f"clip_norm is {clip_norm!r}; it is the largest norm that gradients may have, above 0")
+    if isinstance(keep_gradients, str):
+        raise BadUse(f"keep_gradients is {keep_gradients!r}; it is True, or a list of names of parameters")
+    from stowplan.run.iteration.iteration import Iteration  # most fits have no optimizer
+
+    return Iteration(optimizer, clip_norm=clip_norm, accumulate=accumulate, keep_gradients=keep_gradients)
+
+
+def _refuse_on_mesh(budget: int | str, plan: Plan | None, options: PlanOptions, iteration: object) -> None:
+    if iteration is not None:
+        raise BadUse("optimizer= is for one process; with a mesh, use reserve= for the optimizer's state")
     if budget == "auto":
         raise BadUse('budget="auto" is what is free here, and workers may share that: give each its bytes')
     if plan is not None:

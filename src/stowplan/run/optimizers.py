@@ -66,12 +66,14 @@ def optimizer_share(
     given = parameters if isinstance(optimizer, str) else _parameters_of(optimizer)
     trained = [stand_ins.of(parameter) for parameter in given]
     fixed = watch.enter(_with_gradients(trained, stand_ins))
-    with _explained(optimizer), watch:
+    with explained(optimizer), watch:
         made = (
-            _named(optimizer, trained, options) if isinstance(optimizer, str) else _twin(optimizer, stand_ins)
+            _named(optimizer, trained, options)
+            if isinstance(optimizer, str)
+            else twin_of(optimizer, stand_ins.of)
         )
-        _choose_implementation(made)
-        watch.enter(_tensors_in(made.state.values()))
+        choose_implementation(made)
+        watch.enter(tensors_in(made.state.values()))
         for _ in range(2):  # the first makes the state
             type(made).step(made)
     resting = watch.living_bytes()
@@ -124,23 +126,29 @@ def _named(name: str, parameters: list[Tensor], options: Mapping[str, Any]) -> O
     return kind(parameters, **options)
 
 
-def _twin(optimizer: Optimizer, stand_ins: StandIns) -> Optimizer:
-    """The same optimizer of stand-ins, with as much state. It runs no hook and knows no scheduler."""
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
+def without_hooks(optimizer: Optimizer) -> Optimizer:
+    """The same optimizer in another object, which runs no hook and knows no scheduler."""
+    other = object.__new__(type(optimizer))
+    other.__dict__.update(optimizer.__dict__)
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    twin.__dict__.update((name, OrderedDict()) for name in hooks)
+    other.__dict__.update((name, OrderedDict()) for name in hooks)
+    return other
+
+
+def twin_of(optimizer: Optimizer, other: Callable[[Tensor], Tensor]) -> Optimizer:
+    """The same optimizer of other tensors, with the same options and as much state, without hooks."""
+    twin = without_hooks(optimizer)
     twin.param_groups = [
-        {**group, "params": [stand_ins.of(parameter) for parameter in group["params"]]}
+        {**group, "params": [other(parameter) for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
     twin.state = defaultdict(dict)
     for parameter, state in optimizer.state.items():
-        twin.state[stand_ins.of(parameter)] = pytree.tree_map_only(Tensor, stand_ins.of, state)
+        twin.state[other(parameter)] = pytree.tree_map_only(Tensor, other, state)
     return twin
 
 
-def _choose_implementation(optimizer: Optimizer) -> None:
+def choose_implementation(optimizer: Optimizer) -> None:
     """As PyTorch does, which looks at the type of tensors too, and does not know that of stand-ins."""
     supported = torch_optimizer._get_foreach_kernels_supported_devices()  # type: ignore[attr-defined]  # private
     for group in optimizer.param_groups:
@@ -155,15 +163,16 @@ def _implementation(optimizer: Optimizer) -> str:
     return next(chosen, "single-tensor")
 
 
-def _tensors_in(values: Iterable[object]) -> list[Tensor]:
+def tensors_in(values: Iterable[object]) -> list[Tensor]:
+    """All tensors, at any depth."""
     return [leaf for leaf in pytree.tree_leaves(list(values)) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
-def _explained(optimizer: Optimizer | str) -> Iterator[None]:
+def explained(optimizer: Optimizer | str) -> Iterator[None]:
     """An optimizer that looks at data, or wants a closure, cannot be followed: say so."""
     name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
     try:
         yield
-    except (RuntimeError, TypeError, ValueError, AssertionError) as fault:
+    except (RuntimeError, TypeError, ValueError, AssertionError, KeyError, AttributeError) as fault:
         raise BadUse(f"{name} took no step on tensors without data: {fault}") from fault

@@ -4,11 +4,12 @@ A plan computes its graph if every op runs once, with every value it reads being
 in memory, not overwritten since, made from inputs of which the same holds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role
+from stowplan.ops.effects import UPDATE
 from stowplan.ops.table import site_of
 from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.judge.simulate import simulate
@@ -137,6 +138,8 @@ class _Check:
             if output not in outputs or victim not in allowed.get(output, ()) or victim not in self._sound:
                 raise IllegalPlan(f"step {number}: {op.id!r} may not write {output!r} over {victim!r}")
             self._spoil(victim)
+        for name in _updated(self.graph, op):
+            self._spoil(name)
         for name in _accumulates(op):  # what the tier has is only a part of the sum from now on
             self._forget(self.graph.storage_of(name))
         self._sound.update(outputs)
@@ -152,3 +155,9 @@ class _Check:
 
 def _accumulates(op: Op) -> tuple[str, ...]:
     return tuple(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
+
+
+def _updated(graph: Graph, op: Op) -> Iterator[str]:
+    """The parameters that an update changes in place."""
+    if op.type == UPDATE:
+        yield from (name for name in op.reads() if graph.tensors[name].kind is Kind.PARAMETER)

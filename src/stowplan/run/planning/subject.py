@@ -11,6 +11,7 @@ from stowplan.capture import Captured
 from stowplan.capture.recording import Loss
 from stowplan.plan.plan import Plan
 from stowplan.run.planning.recapture import Replacement, forward_ops, recapture
+from stowplan.run.step.function import Consumer
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.step.waiting import waiting_of
 from stowplan.torch_private import OpOverload
@@ -51,8 +52,12 @@ class PlannedStep:
         *,
         loss: object = None,
         places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
+        consumer: Consumer | None = None,
     ) -> StraightStep:
-        """The step, ready to be called like the model; `places` has where some of its constants are found."""
+        """The step, ready to be called like the model; `places` has where some of its constants are found.
+
+        `consumer` takes the gradients that the plan consumes.
+        """
         return StraightStep(
             self.captured,
             model,
@@ -60,4 +65,5 @@ class PlannedStep:
             steps=self.plan.steps,
             waiting=waiting_of(model),
             places=places,
+            consumer=consumer,
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,16 @@ from stowplan.run.step.source import called
 from stowplan.torch_private import is_view, storage_id, version_of
 
 Zeros: TypeAlias = Callable[[], Tensor]
+
+
+class Consumer(Protocol):
+    """Takes gradients that leave a step, and updates their parameters with them."""
+
+    def begins(self, differentiated: Sequence[Tensor], consumed: Sequence[Tensor]) -> None:
+        """Called within backward: gradients of these are about to leave, some to be consumed at once."""
+
+    def fails(self, fault: BaseException) -> None:
+        """The step's backward ended in between."""
 
 
 class _Watched(NamedTuple):
@@ -43,6 +53,7 @@ class Run:
     primals: tuple[tuple[str, ...], ...]
     differentiated: tuple[bool, ...]  # by output of the source
     incoming: IncomingGradients
+    consumer: Consumer | None = None
     latched: dict[int, Tensor] = field(default_factory=dict)  # incoming gradients by output
     saved: list[Tensor] | None = None  # between the halves
     _given: list[Tensor] = field(default_factory=list)
@@ -51,6 +62,7 @@ class Run:
     _before: Before | None = None
     _backward: Generator[None, None, None] | None = None
     _handed: list[Tensor] = field(default_factory=list)
+    _leaving: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
 
     def forward(self, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The outputs, none of which is a tensor that came in."""
@@ -66,6 +78,10 @@ class Run:
         read = dict.fromkeys(name for piece in source.pieces for name in piece.read)
         self._watched = {name: _Watched(given[name], version_of(given[name])) for name in read}
         self._zeros = tuple(map(_zeros_for, outputs))
+        if self.consumer:
+            pieces = list(zip(source.pieces, self.primals, strict=True))
+            every = [found[name] for _, names in pieces for name in names]
+            self._leaving = every, [found[n] for piece, names in pieces if piece.consumed for n in names]
         return outputs
 
     @property
@@ -80,6 +96,8 @@ class Run:
             raise BadUse(
                 "backward ran a second time; what it needs is freed by the first (retain_graph is not kept)"
             )
+        if self.consumer:
+            self.consumer.begins(*self._leaving)
         tangents = _tangents(self, incoming, self._zeros)
         self._backward = self.halves.backward(self._given, self.saved, tangents, self._handed)
         self.saved, self._given = None, []
@@ -101,6 +119,8 @@ class Run:
                     f"{left} of {sum(map(len, self.primals))} gradients had left the step when its backward"
                     " failed, as in eager: clear .grad before the step is repeated"
                 )
+            if self.consumer:
+                self.consumer.fails(fault)
             raise
         found = dict(zip(pieces[number].gradients, self._handed, strict=True))
         self._handed.clear()

@@ -3,17 +3,19 @@
 A gradient is final when no later step reads or writes its storage, nor reads the parameter it is of: from
 then on hooks and optimizers may change both. Gradients leave in the order in which they are final, and those
 that are final at once, or share a storage, together in the order of the step's parameters. Small ones wait
-until there is enough to be worth an autograd node.
+until there is enough to be worth an autograd node. In the plan of a whole iteration, gradients that an update
+in backward consumes leave where the plan has that update.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stowplan.analyse.storages import Storages, storages_of
-from stowplan.capture import Program
+from stowplan.capture import Program, Ref
 from stowplan.capture.program import inputs_of
 from stowplan.ir import Graph, Op
-from stowplan.ops.effects import only_updates_statistics
+from stowplan.ops.effects import UPDATE, only_updates_statistics
 from stowplan.ops.table import site_of
 from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.problem import outdated_tensors
@@ -25,39 +27,79 @@ _SHARE = 64  # no piece but the last hands on less than this part of the bytes o
 class Piece:
     """`read` are the tensors from outside the step whose contents the piece relies on.
 
-    They are paired with whether something is recomputed from them that eager would have kept.
+    They are paired with whether something is recomputed from them that eager would have kept. The gradients
+    may be `consumed`: whoever takes them lets go of them before the next piece.
     """
 
     gradients: tuple[str, ...]
     read: Mapping[str, bool]
+    consumed: bool = False
 
 
-def ends_of_pieces(
-    graph: Graph, program: Program, steps: Sequence[Step]
-) -> list[tuple[int, tuple[str, ...]]]:
-    """After which of the `steps` of the backward half which gradients leave; the last is the last step."""
+class End(NamedTuple):
+    """A piece ends after a step of the backward half, and gradients leave it there."""
+
+    step: int
+    gradients: tuple[str, ...]
+    consumed: bool = False
+
+
+def ends_of_pieces(graph: Graph, program: Program, steps: Sequence[Step]) -> list[End]:
+    """Where pieces end among the `steps` of the backward half; the last one does with the last step.
+
+    If the last gradients are consumed, nothing is left to do behind that.
+    """
+    consumed = list(_consumed(graph, program, steps))
+    gone = {gradient for end in consumed for gradient in end.gradients}
     storages = storages_of(graph)
     final = _last_touches(graph, program, steps, storages)
     wanted: dict[int, list[str]] = {}  # by storage
     for gradient in dict.fromkeys(program.gradients.values()):
-        wanted.setdefault(storages.number_of[gradient], []).append(gradient)
+        if gradient not in gone:
+            wanted.setdefault(storages.number_of[gradient], []).append(gradient)
     last: dict[int, int] = {}
     for name, gradient in program.gradients.items():
         number = storages.number_of[gradient]
         ends = (final.get(storages.number_of[name], -1), final.get(number, -1))
-        last[number] = max(last.get(number, -1), *ends)
+        if number in wanted:
+            last[number] = max(last.get(number, -1), *ends)
     nbytes = {number: int(storages.nbytes[number]) for number in wanted}
-    pieces: list[tuple[int, tuple[str, ...]]] = []
-    group: list[str] = []
-    enough, gathered = sum(nbytes.values()) / _SHARE, 0
-    order = sorted(wanted, key=lambda number: last[number])
+    others = (
+        End(step, tuple(gradient for number in numbers for gradient in wanted[number]))
+        for step, numbers in grouped(last, nbytes)
+    )
+    found = sorted([*consumed, *others], key=lambda end: end.step)
+    return found if found[-1].consumed else [*found[:-1], found[-1]._replace(step=len(steps) - 1)]
+
+
+def _consumed(graph: Graph, program: Program, steps: Sequence[Step]) -> Iterator[End]:
+    """Where updates in backward take their gradients."""
+    updates = {op.id for op in graph.ops if is_in_backward(op)}
+    for position, step in enumerate(steps):
+        if isinstance(step, Compute) and step.op in updates:
+            gradients = program.calls[step.op].args[0]
+            assert isinstance(gradients, tuple)
+            yield End(position, tuple(ref.tensor for ref in gradients if isinstance(ref, Ref)), consumed=True)
+
+
+def is_in_backward(op: Op) -> bool:
+    """Whether an op is an update, or an addition, to which backward hands gradients on."""
+    return op.type == UPDATE and op.attributes["when"] in ("in backward", "later")
+
+
+def grouped(last: Mapping[int, int], nbytes: Mapping[int, int]) -> Iterator[tuple[int, list[int]]]:
+    """Storages that leave together, in order, after which step: enough of them, but for the last group.
+
+    `last` has the step by which each may leave.
+    """
+    enough, gathered, group = sum(nbytes.values()) / _SHARE, 0, list[int]()
+    order = sorted(last, key=lambda number: last[number])
     for number, following in zip(order, [*order[1:], None], strict=True):
-        group += wanted[number]
+        group.append(number)
         gathered += nbytes[number]
-        if following is not None and gathered >= enough and last[following] > last[number]:
-            pieces.append((last[number], tuple(group)))
+        if following is None or (gathered >= enough and last[following] > last[number]):
+            yield last[number], group
             group, gathered = [], 0
-    return [*pieces, (len(steps) - 1, tuple(group))]
 
 
 def _last_touches(
@@ -74,6 +116,8 @@ def _last_touches(
 
 def _touched(ops: Mapping[str, Op], program: Program, step: Step) -> Iterable[str]:
     match step:
+        case Compute(op) if ops[op].type == UPDATE:
+            return ()
         case Compute(op) | RecomputeOp(op):
             return *inputs_of(program.calls[op]), *ops[op].writes()
         case Store(tensors) | Load(tensors):

@@ -13,14 +13,14 @@ from typing import NamedTuple
 from stowplan.capture import Call, Program, Ref
 from stowplan.capture.program import inputs_of
 from stowplan.ir import Graph, Op, Phase
-from stowplan.ops.effects import Effect, effect_of
+from stowplan.ops.effects import UPDATE, Effect, effect_of
 from stowplan.ops.table import site_of
 from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.problem import updated_buffers
 from stowplan.run.step.lines import call_lines
 from stowplan.run.step.literals import identifiers_of
 from stowplan.run.step.moves import Moves
-from stowplan.run.step.pieces import Outside, Piece, ends_of_pieces
+from stowplan.run.step.pieces import End, Outside, Piece, ends_of_pieces, is_in_backward
 
 _DROPPED = "_"  # takes the outputs of a second run that nobody misses
 
@@ -63,6 +63,7 @@ class Source:
 def source_of(graph: Graph, program: Program, steps: Sequence[Step]) -> Source:
     """The forward half of the steps and the backward half, which begins with the first backward op."""
     ops = {op.id: op for op in graph.ops}
+    steps = steps[: _end_of_backward(ops, steps)]
     turn = _turn(ops, steps)
     names = identifiers_of(graph, program.calls)
     outputs = tuple(dict.fromkeys(leaf.tensor for leaf in program.outputs if isinstance(leaf, Ref)))
@@ -132,6 +133,13 @@ def _turn(ops: Mapping[str, Op], steps: Sequence[Step]) -> int:
     return turn + (turn < len(steps) and isinstance(steps[turn], Free))
 
 
+def _end_of_backward(ops: Mapping[str, Op], steps: Sequence[Step]) -> int:
+    """Where the updates begin that wait for the optimizer's step, or the end."""
+    run = ((number, ops[step.op]) for number, step in enumerate(steps) if isinstance(step, Compute))
+    late = (number for number, op in run if op.type == UPDATE and not is_in_backward(op))
+    return next(late, len(steps))
+
+
 def _replayed_draws(graph: Graph, steps: Sequence[Step]) -> dict[str, str]:
     """By op, a variable for the generator's state before each random op that is recomputed."""
     again = {step.op for step in steps if isinstance(step, RecomputeOp)}
@@ -154,9 +162,7 @@ class _Writer:
 class _Half:
     """The lines of one half; what it needs from outside, by first use; what it made and still has."""
 
-    def __init__(
-        self, writer: _Writer, steps: Sequence[Step], ends: Iterable[tuple[int, tuple[str, ...]]] = ()
-    ) -> None:
+    def __init__(self, writer: _Writer, steps: Sequence[Step], ends: Iterable[End] = ()) -> None:
         """`ends` has, by step, the tensors that leave after it; tensors freed there are freed first."""
         self.lines: list[_Line] = []
         self.needed: dict[str, None] = {}
@@ -168,11 +174,13 @@ class _Half:
         self._read: dict[str, bool] = {}
         waiting = list(ends)
         for number, step in enumerate(steps):
-            while waiting and waiting[0][0] < number and not isinstance(step, Free):
-                self._hand_on(waiting.pop(0)[1])
+            while waiting and waiting[0].step < number and not isinstance(step, Free):
+                self._hand_on(waiting.pop(0))
             self._take(step)
-        for _, tensors in waiting:
-            self._hand_on(tensors)
+            if waiting and waiting[0].consumed and waiting[0].step == number:  # before they are freed
+                self._hand_on(waiting.pop(0))
+        for end in waiting:
+            self._hand_on(end)
 
     @property
     def made(self) -> set[str]:
@@ -185,8 +193,9 @@ class _Half:
         self._need(tensors)
         self._write(self._moves.wait_for(tensors))
 
-    def _hand_on(self, gradients: tuple[str, ...]) -> None:
+    def _hand_on(self, end: End) -> None:
         """Nothing of their storages stays here: whoever takes a gradient may be the only one to hold it."""
+        gradients = end.gradients
         self.give(gradients)
         self._place = ""
         gone = [*gradients, *self._outside.sharing(gradients, self.bound.difference(gradients))]
@@ -194,11 +203,13 @@ class _Half:
             self._write([f"handed += [{_list(self._names, gradients)}]", f"del {_list(self._names, gone)}"])
         self._write(["yield"])
         self.bound.difference_update(gone)
-        self.pieces.append(Piece(gradients, self._read))
+        self.pieces.append(Piece(gradients, self._read, end.consumed))
         self._read = {}
 
     def _take(self, step: Step) -> None:
         match step:
+            case Compute(op) if self._ops[op].type == UPDATE:
+                """Gradients are handed on at the end of the piece; whoever takes them runs the update."""
             case Compute(op, overwrites):
                 self._run(self._ops[op], dict(overwrites), wanted=tuple(self._ops[op].writes()))
             case RecomputeOp(op, outputs, overwrites):

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stowplan.capture import Captured, Ref
+from stowplan.capture import Captured, Program, Ref
 from stowplan.plan.decision import Step
 from stowplan.run.baseline import baseline_steps
 from stowplan.run.cost.machine import device_of
 from stowplan.run.step.binding import Binding
-from stowplan.run.step.function import Run, latch, run_step
+from stowplan.run.step.function import Consumer, Run, latch, run_step
 from stowplan.run.step.halves import compiled
 from stowplan.run.step.incoming import IncomingGradients
+from stowplan.run.step.pieces import Piece
 from stowplan.run.step.source import source_of
 from stowplan.run.step.tier import LiveTier, tier_for
 from stowplan.run.step.waiting import Waiting
@@ -35,12 +36,13 @@ class StraightStep:
         tier: LiveTier | None = None,
         waiting: Waiting | None = None,
         places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
+        consumer: Consumer | None = None,
     ) -> None:
         """`tier` is the target of Store steps, by default the tier for the step's device.
 
-        `waiting` learns of each forward.
+        `waiting` learns of each forward. `consumer` takes the gradients that the steps consume.
         """
-        self._waiting = waiting
+        self._waiting, self._consumer = waiting, consumer
         self._program, self._device = captured.program, device_of(captured.graph)
         steps = steps or baseline_steps(captured.graph)
         source = source_of(captured.graph, captured.program, steps)
@@ -52,12 +54,7 @@ class StraightStep:
         self._captured, self._loss = captured, loss
         self.bind(model, places)
         self.source = source.annotated()
-        self._primals = tuple(
-            tuple(
-                name for name, gradient in captured.program.gradients.items() if gradient in piece.gradients
-            )
-            for piece in source.pieces
-        )
+        self._primals = tuple(_primals_of(piece, captured.program) for piece in source.pieces)
         leaves = zip(captured.program.outputs, captured.program.tangents, strict=True)
         expected = {leaf for leaf, tangent in leaves if isinstance(leaf, Ref) and tangent is not None}
         self._differentiated = tuple(Ref(name) in expected for name in source.outputs)
@@ -69,7 +66,9 @@ class StraightStep:
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The model's results for these arguments, which must look like those of the capture."""
         found = self._binding.tensors(args, kwargs)
-        run = Run(self._halves, self._program, self._primals, self._differentiated, self._incoming)
+        run = Run(
+            self._halves, self._program, self._primals, self._differentiated, self._incoming, self._consumer
+        )
         if self._waiting:
             self._waiting.begins()
             self._waiting.add(run)
@@ -89,3 +88,11 @@ class StraightStep:
             else leaf
             for leaf, attached in zip(self._program.outputs, self._program.attached, strict=True)
         ]
+
+
+def _primals_of(piece: Piece, program: Program) -> tuple[str, ...]:
+    """What a piece differentiates, in the order of the step; what is consumed in the order of the plan."""
+    primals = [name for name, gradient in program.gradients.items() if gradient in piece.gradients]
+    if piece.consumed:
+        primals.sort(key=lambda name: piece.gradients.index(program.gradients[name]))
+    return tuple(primals)

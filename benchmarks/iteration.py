@@ -1,0 +1,151 @@
+"""What a whole iteration takes: forward, backward and the optimizer's step, everything in memory counted.
+
+    python -m benchmarks.iteration [--rounds 7] [--ways "eager" "stowplan" ...]
+
+A GPT of 88 MiB of parameters with AdamW on a small batch: eager, the optimizer in backward by hooks, and
+stowplan in the smallest budget it finds. All ways live in one process; each round runs every way once.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from time import thread_time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+import stowplan
+from benchmarks.results import Study, ratio_of
+from stowplan.run.measure.measure import measure
+from tests.support.nets import NETS
+from tests.support.nets.net import Example
+
+_STUDY = Study("iteration")
+_SIZE = {"batch": 2, "sequence": 64, "vocabulary": 8192, "context": 64, "dim": 512, "layers": 6, "heads": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One iteration, the model that it trains, and the optimizers that keep state for it."""
+
+    run: Callable[[], None]
+    model: nn.Module
+    optimizers: tuple[Optimizer, ...]
+    projected_bytes: int | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is there between iterations."""
+        yield from self.model.parameters()
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _example() -> Example:
+    torch.manual_seed(0)
+    return NETS["gpt"].make(**_SIZE, dropout=0.0)
+
+
+def _loop(model: nn.Module, args: tuple[Tensor, ...], optimizer: Optimizer, clip: float | None) -> None:
+    loss: Tensor = model(*args)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if clip is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _eager(clip: float | None = None, **options: Any) -> Way:
+    model, args = _example()
+    optimizer = AdamW(model.parameters(), **options)
+    return Way(lambda: _loop(model, args, optimizer, clip), model, (optimizer,))
+
+
+def _hooks() -> Way:
+    model, args = _example()
+    own: dict[Tensor, Optimizer] = {parameter: AdamW([parameter]) for parameter in model.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        own[parameter].step()
+        own[parameter].zero_grad()
+
+    for parameter in own:
+        parameter.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+
+    def run() -> None:
+        loss: Tensor = model(*args)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    return Way(run, model, tuple(own.values()))
+
+
+def _stowplan(fit_options: Mapping[str, Any], **options: Any) -> Way:
+    model, args = _example()
+    optimizer = AdamW(model.parameters(), **options)
+
+    def fitted_in(budget: int) -> nn.Module:
+        return stowplan.fit(model, args, budget=budget, optimizer=optimizer, moves=5, **fit_options)
+
+    try:
+        fitted = fitted_in(1)
+    except stowplan.BudgetTooSmall as refusal:
+        fitted = fitted_in(refusal.minimum_bytes)
+    projected = stowplan.plans_of(fitted)[0].projected_peak_bytes
+    return Way(lambda: _loop(fitted, args, optimizer, None), model, (optimizer,), projected)
+
+
+_WAYS: Mapping[str, Callable[[], Way]] = {
+    "eager": _eager,
+    "eager, fused": lambda: _eager(fused=True),
+    "eager, clipped": lambda: _eager(clip=1.0),
+    "hooks": _hooks,
+    "stowplan": lambda: _stowplan({}),
+    "stowplan, fused": lambda: _stowplan({}, fused=True),
+    "stowplan, clipped": lambda: _stowplan({"clip_norm": 1.0}),
+}
+
+
+def main() -> None:
+    """Print a line for each way."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ways", nargs="*", default=list(_WAYS), choices=list(_WAYS))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    ways = {name: _WAYS[name]() for name in options.ways}
+    peaks = {name: _peak(way) for name, way in ways.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(options.rounds):
+        for name, way in ways.items():
+            seconds[name].append(_timed(way.run))
+    for name, way in ways.items():
+        _tell(name, way, peaks[name], seconds[name], seconds[options.ways[0]])
+
+
+def _peak(way: Way) -> int:
+    for _ in range(2):
+        way.run()
+    return measure(way.run, before=way.tensors()).measured_peak_bytes
+
+
+def _timed(run: Callable[[], None]) -> float:
+    begun = thread_time()
+    run()
+    return thread_time() - begun
+
+
+def _tell(name: str, way: Way, peak: int, seconds: list[float], plain: list[float]) -> None:
+    ratio, spread = ratio_of(seconds, plain)
+    _STUDY.tell("gpt, AdamW", name, "peak", peak, "B")
+    _STUDY.tell("gpt, AdamW", name, "time", ratio, "of eager", spread)
+    line = f"{name:18} {peak / 2**20:7.1f} MiB  {median(seconds):6.3f} s  {ratio:.3f} of eager"
+    if way.projected_bytes is not None:
+        line += f"  projected {way.projected_bytes / 2**20:.1f} MiB ({way.projected_bytes / peak - 1:+.3%})"
+    print(f"{line}  ({spread[0]:.3f} to {spread[1]:.3f})", flush=True)
+
+
+if __name__ == "__main__":
+    main()

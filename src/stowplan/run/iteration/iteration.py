@@ -1,0 +1,361 @@
+"""Iteration: what happens between one `optimizer.step()` and the next, in the user's own loop.
+
+In the last backward of an iteration each parameter is updated when its gradient has been accumulated, and the
+gradient ends there. `optimizer.step()` then finds no gradient for it and does the rest. Whatever the user's
+loop does to gradients, parameters or options in between would come too late; it is seen and refused. To that
+end the smallest gradient stays, and the first iteration of an optimizer without state keeps all of them,
+which need no more memory than the state that is not there yet: so a loop that clips is refused before
+anything was updated.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from stowplan.capture import Captured
+from stowplan.errors import BadUse
+from stowplan.run.iteration.one_by_one import (
+    OneByOne,
+    groups_by_parameter,
+    hooks_before_steps,
+    options_of,
+    refuse_unless_one_by_one,
+)
+from stowplan.run.iteration.updates import Trained, with_updates
+
+_LOGGER = logging.getLogger("stowplan")
+_SMALL = 16  # a gradient stays to be watched if it has at most this part of the bytes of all
+_RESUME = "load the parameters and the optimizer's state as they were saved last (load_state_dict of both)"
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the iteration is."""
+
+    backwards: int = 0
+    task: int | None = None  # the call of backward that is running, or ran last
+    counted: int | None = None  # the last one that brought gradients
+    is_last: bool = False  # whether that is the one that updates
+    updated: dict[Tensor, int] = field(default_factory=dict)  # with their versions after that
+    gradients: dict[Tensor, tuple[Tensor, int]] = field(default_factory=dict)  # that shall not change
+    options: list[dict[str, object]] = field(default_factory=list)  # of the groups, at the first update
+    is_open: bool = False  # a backward has begun and has not ended
+
+
+class Iteration:
+    """One optimizer and the fitted module whose parameters it updates."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        keep_gradients: bool | Iterable[str] = False,
+    ) -> None:
+        refuse_unless_one_by_one(optimizer)
+        self.optimizer, self.clip_norm, self.accumulate = optimizer, clip_norm, accumulate
+        self.keeps_all = keep_gradients is True
+        self.kept_names = frozenset(() if isinstance(keep_gradients, bool) else keep_gradients)
+        self._single = OneByOne(optimizer)
+        self._model: weakref.ref[nn.Module] | None = None
+        self._progress = _Progress()
+        self._handles: list[RemovableHandle] = []
+        self._hooked: set[Tensor] = set()
+        self._groups: dict[Tensor, dict[str, Any]] = {}
+        self._consumed: set[Tensor] = set()  # those that the plan which runs lets be updated in backward
+        self._watched: Tensor | None = None  # the parameter whose gradient stays
+        self._seen_a_step = any(optimizer.state.get(p) for p in groups_by_parameter(optimizer))
+        self._first_fits = False  # whether the gradients of the first iteration fit where state will be
+        self._broken = ""
+        self._told = False
+        self._refuse_surroundings()
+        own = weakref.ref(self)
+        self._hook = _StepHook(own)
+        optimizer.register_step_pre_hook(self._hook)
+        optimizer.register_load_state_dict_post_hook(lambda _: _loaded(own))
+
+    def belongs_to(self, model: nn.Module) -> None:
+        """The fitted module whose parameters are trained."""
+        self._model = weakref.ref(model)
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if unknown := sorted(self.kept_names - names):
+            raise BadUse(f"keep_gradients names {unknown[0]!r}, which is no parameter of the model")
+
+    def planned(self, captured: Captured, model: nn.Module) -> Captured:
+        """The step with the updates of this optimizer."""
+        by_name = dict(model.named_parameters(remove_duplicate=False))
+        groups = groups_by_parameter(self.optimizer)
+        trained, stays = dict[str, Trained](), set[str]()
+        program = captured.program
+        ids: dict[Tensor, str] = {
+            by_name[names[0]]: name for name, names in program.parameters.items() if names[0] in by_name
+        }
+        for parameter, group in groups.items():
+            name = ids.get(parameter)
+            if name is not None and name in program.gradients:
+                trained[name] = Trained(parameter, group)
+                if self.keeps_all or not self.kept_names.isdisjoint(program.parameters[name]):
+                    stays.add(name)
+        if not trained:
+            raise BadUse(
+                "the optimizer has none of the parameters that the step differentiates: make it from those of"
+                " the model that is given to fit"
+            )
+        self._watched = None if self.keeps_all else self._choose_watched(trained)
+        watched = (name for name, each in trained.items() if each.parameter is self._watched)
+        made = with_updates(
+            captured,
+            self.optimizer,
+            trained,
+            stays=frozenset((*stays, *watched)),
+            in_backward=self.clip_norm is None,
+            accumulates=self.accumulate > 1,
+        )
+        self._first_fits = all(
+            (made.graph.tensors[f"state of {name}"].nbytes or 0) >= each.parameter.nbytes
+            for name, each in trained.items()
+        )
+        return made
+
+    def _choose_watched(self, trained: dict[str, Trained]) -> Tensor | None:
+        """The smallest parameter, if it is small."""
+        parameters = [each.parameter for each in trained.values()]
+        smallest = min(parameters, key=lambda parameter: parameter.nbytes)
+        return smallest if _SMALL * smallest.nbytes <= sum(p.nbytes for p in parameters) else None
+
+    # What a planned backward tells.
+
+    def begins(self, differentiated: Sequence[Tensor], consumed: Sequence[Tensor]) -> None:
+        """Called within backward, before the first gradient leaves."""
+        self._refuse_surroundings()
+        self.refuse_between()
+        task = torch._C._current_graph_task_id()
+        if self._progress.task != task:
+            self._begins_anew(task)
+        for parameter in differentiated:
+            if parameter not in self._groups or parameter in self._hooked:
+                continue
+            self._hooked.add(parameter)
+            registered: Any = parameter
+            self._handles.append(registered.register_post_accumulate_grad_hook(self._arrives))
+        self._consumed.update(consumed)
+
+    def _begins_anew(self, task: int) -> None:
+        """Another call of backward."""
+        self._groups = groups_by_parameter(self.optimizer)
+        self._let_go()
+        nothing_left = all(parameter.grad is None for parameter in self._groups)
+        if self._progress.is_open or nothing_left:  # it failed and updated nothing, or the step was skipped
+            self._progress = _Progress()
+        if self._progress.backwards == 0 and self._watched is not None:
+            self._refuse_old(self._watched)
+        self._progress.task, self._progress.is_open = task, True
+        torch.autograd.Variable._execution_engine.queue_callback(self._ends)
+
+    def _let_go(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._hooked.clear()
+        self._consumed.clear()
+
+    def _arrives(self, parameter: Tensor) -> None:
+        """A gradient has been accumulated in this backward, or in one that is not ours."""
+        progress = self._progress
+        if torch._C._current_graph_task_id() != progress.task or not progress.is_open:
+            return
+        if progress.counted != progress.task:
+            self._counts()
+        if progress.is_last and not self._waits and parameter in self._consumed:
+            self._update(parameter)
+
+    def _update(self, parameter: Tensor) -> None:
+        """Update a parameter, and let go of its gradient."""
+        try:
+            self._single.update(parameter, self._groups[parameter])
+        except BaseException as fault:
+            self._progress.updated[parameter] = parameter._version
+            self.fails(fault)
+            raise
+        self._progress.updated[parameter] = parameter._version
+        parameter.grad = None
+
+    def _counts(self) -> None:
+        """One more backward brought gradients."""
+        progress = self._progress
+        if progress.backwards == self.accumulate:
+            raise BadUse(
+                f"backward was called {progress.backwards + 1} times before optimizer.step(), and the plan is"
+                f" for {self.accumulate}: give fit the number of micro-batches, accumulate="
+                f"{progress.backwards + 1}"
+            )
+        progress.counted, progress.backwards = progress.task, progress.backwards + 1
+        progress.is_last = progress.backwards == self.accumulate
+        if progress.is_last:
+            progress.options = [options_of(group) for group in self.optimizer.param_groups]
+
+    @property
+    def _waits(self) -> bool:
+        """Whether updates wait for `optimizer.step()`."""
+        return self._updates_late or (not self._seen_a_step and self._first_fits)
+
+    @property
+    def _updates_late(self) -> bool:
+        """Whether they always do, so that the loop may change gradients before."""
+        return self.clip_norm is not None or self.keeps_all
+
+    def _ends(self) -> None:
+        """Backward is done."""
+        progress = self._progress
+        progress.is_open = False
+        self._let_go()
+        if not progress.is_last or self._updates_late:
+            return
+        watched = self._groups if self._waits else () if self._watched is None else (self._watched,)
+        progress.gradients = {p: (p.grad, p.grad._version) for p in watched if p.grad is not None}
+        if progress.updated and not self._told:
+            self._told = True
+            _LOGGER.info(
+                "%d parameters are updated in backward: their .grad is None behind it, as after"
+                " zero_grad(set_to_none=True); keep_gradients= keeps those that you want to see",
+                len(progress.updated),
+            )
+
+    def fails(self, fault: BaseException) -> None:
+        """A backward ended in between."""
+        if self._progress.updated:
+            self._broken = (
+                f"backward failed after {len(self._progress.updated)} parameters had been updated, so the"
+                f" parameters are neither those of before nor those of after the iteration: {_RESUME}"
+            )
+            fault.add_note(self._broken)
+
+    # What the user's loop tells.
+
+    def refuse_between(self) -> None:
+        """Nothing may use the parameters between the updates and `optimizer.step()`."""
+        self._refuse_broken()
+        progress = self._progress
+        if progress.updated and progress.task != torch._C._current_graph_task_id():
+            raise BadUse(
+                "the parameters were updated in backward, and optimizer.step() was not called since: call it"
+                " after each backward. To add up the gradients of several, give fit accumulate="
+            )
+
+    def _refuse_broken(self) -> None:
+        progress = self._progress
+        if progress.is_open and progress.updated and progress.task != torch._C._current_graph_task_id():
+            self.fails(RuntimeError())
+        if self._broken:
+            raise BadUse(self._broken)
+
+    def step_begins(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
+        """`optimizer.step()` was called: do what waits for it, and look that the rest was in time."""
+        self._refuse_broken()
+        progress = self._progress
+        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+            raise BadUse("optimizer.step(closure) is not offered: call backward before optimizer.step()")
+        if not progress.backwards:
+            return  # the gradients are of another model
+        self._refuse_changes()
+        progress.gradients.clear()  # each ends with its update
+        self._groups = groups_by_parameter(self.optimizer)
+        model = self._model() if self._model else None
+        assert model is not None, "its plans are gone with the module"
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
+        if not self.keeps_all:
+            self._update_rest(model)
+        self._progress, self._seen_a_step = _Progress(), True
+
+    def _update_rest(self, model: nn.Module) -> None:
+        """What was not done in backward. What shall stay is left to the step itself."""
+        named = list(model.named_parameters(remove_duplicate=False))
+        kept = {parameter for name, parameter in named if name in self.kept_names} | {self._watched}
+        own = {parameter for _, parameter in named}
+        for parameter in self._groups:
+            if parameter in own and parameter not in kept and parameter.grad is not None:
+                self._update(parameter)
+
+    def _refuse_changes(self) -> None:
+        """Raise BadUse for what came too late, or would have if updates did not wait this time."""
+        progress, scaled = self._progress, getattr(self.optimizer, "grad_scale", None) is not None
+        if scaled and not self.keeps_all:
+            raise self._too_late("a GradScaler scales gradients that the optimizer unscales")
+        if self._updates_late:
+            return
+        for parameter, (gradient, version) in progress.gradients.items():
+            if parameter.grad is not gradient or gradient._version != version:
+                raise self._too_late("gradients were changed (clipped, unscaled, added to, cleared)")
+        for parameter, version in progress.updated.items():
+            if parameter.grad is not None:
+                raise self._too_late("a second gradient came for a parameter")
+            if parameter._version != version:
+                raise self._too_late("a parameter was changed")
+        now = [options_of(group) for group in self.optimizer.param_groups]
+        if progress.options and progress.options != now:
+            raise self._too_late("an option of a parameter group, such as lr, was changed")
+
+    def _too_late(self, what: str) -> BadUse:
+        """Why, and what to do instead."""
+        begun = bool(self._progress.updated)
+        if begun:
+            self._broken = f"{what} after parameters had been updated in backward: {_RESUME}"
+        return BadUse(
+            f"{what} between backward and optimizer.step(), where fit(..., optimizer=) has updated parameters"
+            " already: use fit(..., clip_norm=1.0) in place of clip_grad_norm_, keep_gradients=True with a"
+            " GradScaler or for changes of your own, and set options before backward. "
+            + (f"This iteration is spoilt: {_RESUME}" if begun else "Nothing has been updated yet")
+        )
+
+    def _refuse_surroundings(self) -> None:
+        workers = torch.distributed
+        if workers.is_available() and workers.is_initialized() and workers.get_world_size() > 1:
+            raise BadUse(
+                "optimizer= is for one process: workers add up gradients after the plan would have consumed"
+                " them; leave it out, and use reserve= for the optimizer's state"
+            )
+        foreign = [hook for hook in hooks_before_steps(self.optimizer) if not isinstance(hook, _StepHook)]
+        if foreign:
+            raise BadUse(
+                f"{foreign[0]} runs before each step of the optimizer, and parameters are updated in backward"
+                " before it: remove it (register_step_post_hook is called as before), or leave out optimizer="
+            )
+
+    def _refuse_old(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and bool(parameter.grad.any()):
+            raise BadUse(
+                "gradients of an earlier iteration are there when backward begins: call optimizer.zero_grad()"
+                " after each optimizer.step(), or give fit accumulate= for several backwards"
+            )
+
+    def loaded(self) -> None:
+        """The optimizer's state was loaded: whatever was left in between is over."""
+        self._broken, self._progress, self._seen_a_step = "", _Progress(), True
+
+
+class _StepHook:
+    """Tells an iteration of the optimizer's step, as long as there is one."""
+
+    def __init__(self, iteration: weakref.ref[Iteration]) -> None:
+        self._iteration = iteration
+
+    def __call__(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """As `register_step_pre_hook` wants it."""
+        iteration = self._iteration()
+        if iteration is not None:
+            iteration.step_begins(args, kwargs)
+
+
+def _loaded(iteration: weakref.ref[Iteration]) -> None:
+    found = iteration()
+    if found is not None:
+        found.loaded()

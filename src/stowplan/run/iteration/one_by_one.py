@@ -1,0 +1,190 @@
+"""One by one: an optimizer's own step for a single parameter, what that takes, and whether it may be done.
+
+The update of a parameter is run by the optimizer's own code on an object that shares its state and options
+and has this parameter alone. So it has the bits of the whole step wherever one parameter's update does not
+depend on another's; that is tried on corners of the parameters, together and apart.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _pytree as pytree
+
+from stowplan.capture.stand_ins import StandIns
+from stowplan.errors import BadUse
+from stowplan.run.measure.storage_watch import StorageWatch
+from stowplan.run.optimizers import choose_implementation, explained, tensors_in, twin_of, without_hooks
+
+_CORNER = 3  # elements along each dim that the trial updates
+_TRIED_STEPS = 3
+
+
+class OneByOne:
+    """Takes the step of `optimizer` for one parameter at a time. Its hooks do not run."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._view, self._step = without_hooks(optimizer), _own_step(type(optimizer))
+
+    def update(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
+        """Update `parameter`, which has a gradient, with the options of its `group`."""
+        self._view.state = self.optimizer.state  # another object after load_state_dict
+        self._view.param_groups = [{**group, "params": [parameter]}]
+        with torch.autocast(parameter.device.type, enabled=False):
+            self._step(self._view)
+
+
+def groups_by_parameter(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """The parameters in the optimizer's order, with the group that each is in."""
+    return {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, object]:
+    """What an update depends on besides tensors of its own. Equal as long as nobody changed it."""
+    return {
+        name: (id(value), value._version) if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateBytes:
+    """What the update of one parameter takes: state that stays, and temporaries."""
+
+    state_bytes: int
+    temporary_bytes: int
+
+
+class UpdateBook:
+    """What updates take, found out once for parameters that look alike and have the same options."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: dict[object, UpdateBytes] = {}
+        self.seconds: dict[object, float] = {}  # filled by whoever takes the time
+
+    def of(self, parameter: Tensor, group: Mapping[str, Any]) -> UpdateBytes:
+        """The optimizer takes two steps for a stand-in of the parameter."""
+        state = self._optimizer.state.get(parameter, {})
+        look = _look(parameter), id(group), tuple(map(_look, tensors_in([state])))
+        if look not in self._known:
+            self._known[look] = self._watched([parameter], [group])
+        return self._known[look]
+
+    def together(self, parameters: list[Tensor]) -> UpdateBytes:
+        """The same for one step of all of them."""
+        groups = groups_by_parameter(self._optimizer)
+        return self._watched(parameters, [groups[parameter] for parameter in parameters])
+
+    def _watched(self, parameters: list[Tensor], groups: list[Mapping[str, Any]]) -> UpdateBytes:
+        device = parameters[0].device
+        stand_ins = StandIns(torch.device("cpu") if device.type == "meta" else device)
+        watch = StorageWatch(stand_ins.fakes)
+        trained = [stand_ins.of(parameter) for parameter in parameters]
+        for parameter in trained:
+            with stand_ins.fakes:
+                parameter.grad = torch.empty_like(parameter)
+        few = without_hooks(self._optimizer)
+        few.param_groups = [
+            {**group, "params": [p for p, of in zip(parameters, groups, strict=True) if of is group]}
+            for group in {id(group): group for group in groups}.values()
+        ]
+        own = ((parameter, self._optimizer.state.get(parameter)) for parameter in parameters)
+        few.state = defaultdict(dict, {parameter: state for parameter, state in own if state})
+        fixed = watch.enter([*trained, *(p.grad for p in trained if p.grad is not None)])
+        with explained(self._optimizer), watch:
+            made = twin_of(few, stand_ins.of)
+            choose_implementation(made)
+            watch.enter(tensors_in(made.state.values()))
+            for _ in range(2):  # the first makes the state
+                _own_step(type(made))(made)
+        resting = watch.living_bytes()
+        return UpdateBytes(resting - fixed, watch.peak_bytes() - resting)
+
+
+def refuse_unless_one_by_one(optimizer: object) -> None:
+    """Raise BadUse for an optimizer whose step for each parameter by itself is not its step for all."""
+    if not isinstance(optimizer, Optimizer):
+        raise BadUse(f"optimizer is a {type(optimizer).__name__}; it is a torch.optim.Optimizer")
+    name = type(optimizer).__name__
+    kept = pytree.tree_leaves([v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")])
+    if any(isinstance(leaf, Optimizer) for leaf in kept):
+        raise BadUse(f"{name} wraps another optimizer; give the one inside: fit(..., optimizer=inner)")
+    if any(isinstance(leaf, nn.Parameter) for leaf in kept):
+        raise BadUse(f"{name} keeps its parameters outside of its groups: it updates them together{_ADVICE}")
+    if not all(isinstance(key, Tensor) for key in optimizer.state):
+        raise BadUse(f"{name} keeps state that belongs to no parameter: it updates them together{_ADVICE}")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise BadUse(f"{name} has differentiable=True: an update in backward is not differentiated{_ADVICE}")
+    with explained(optimizer), torch.random.fork_rng(devices=[]), torch.no_grad():
+        together, apart = (_tried(optimizer, apart=apart) for apart in (False, True))
+    if len(together) != len(apart) or not all(map(_same, together, apart)):
+        raise BadUse(
+            f"{name} updates parameters otherwise one by one than together: the update of one depends on"
+            f" others, or on their order{_ADVICE}"
+        )
+
+
+_ADVICE = "; leave it out of fit, and use reserve= for its state and its step"
+
+
+def _tried(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
+    """Parameters and state after some steps on corners; `apart` goes backwards through the parameters."""
+    corners: dict[int, Tensor] = {}
+    twin = twin_of(optimizer, lambda tensor: corners.setdefault(id(tensor), _corner(tensor)))
+    generator = torch.Generator().manual_seed(0)
+    trained = [p for p in groups_by_parameter(twin) if p.requires_grad]
+    own, options = dict(vars(twin)), [options_of(group) for group in twin.param_groups]
+    single = OneByOne(twin)
+    torch.manual_seed(0)
+    for _ in range(_TRIED_STEPS):
+        for parameter in trained:
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = drawn.to(parameter)
+        if apart:
+            groups = groups_by_parameter(twin)
+            for parameter in reversed(trained):
+                single.update(parameter, groups[parameter])
+        else:
+            _own_step(type(twin))(twin)
+    changed = [name for name, value in vars(twin).items() if own.get(name) is not value]
+    if changed or options != [options_of(group) for group in twin.param_groups]:
+        what = changed[0] if changed else "an option of a group"
+        raise BadUse(f"{type(optimizer).__name__} changes {what} when it takes a step{_ADVICE}")
+    return [*trained, *(t for parameter in trained for t in tensors_in([twin.state.get(parameter)]))]
+
+
+def _corner(tensor: Tensor) -> Tensor:
+    part = tensor.detach()[tuple(slice(min(size, _CORNER)) for size in tensor.shape)]
+    part = torch.ones(part.shape, dtype=part.dtype) if part.is_meta else part.clone()
+    return nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _own_step(kind: type[Optimizer]) -> Callable[[Optimizer], object]:
+    """The step as its class defines it, without the hooks that PyTorch puts around it."""
+    step: Any = kind.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    found: Callable[[Optimizer], object] = step
+    return found
+
+
+def _look(tensor: Tensor) -> object:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+
+
+def hooks_before_steps(optimizer: Optimizer) -> Iterator[object]:
+    """Hooks that run before each step: those of the optimizer and those of all optimizers."""
+    yield from optimizer._optimizer_step_pre_hooks.values()
+    yield from torch_optimizer._global_optimizer_pre_hooks.values()

@@ -1,0 +1,301 @@
+"""Updates as ops of a captured step: what they read, where they may run, and what they take.
+
+An update reads gradients, their parameters and the state of these, and changes the parameters in place.
+Gradients that it consumes end with it, so the graph no longer holds them. In backward it comes behind the
+last op that may read the parameter, recomputed ops included, and behind the last one that touches the
+gradient. `verify` holds every plan to that: behind an update its parameters no longer hold their value.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from stowplan.analyse.storages import Storages, storages_of
+from stowplan.capture import Call, Captured, Handle, Ref
+from stowplan.capture.eager import EagerMemory, Span
+from stowplan.capture.program import attributes_of
+from stowplan.errors import BadUse
+from stowplan.ir import DType, Graph, Kind, Op, Phase, Use
+from stowplan.ir import Tensor as GraphTensor
+from stowplan.ops.effects import UPDATE
+from stowplan.plan.problem import can_run_again, outdated_tensors
+from stowplan.run.cost.probe_cache import Cost
+from stowplan.run.cost.signature import Signature
+from stowplan.run.cost.timing import median_seconds
+from stowplan.run.cost.trial import PROBES
+from stowplan.run.iteration.one_by_one import OneByOne, UpdateBook
+from stowplan.run.optimizers import without_hooks
+from stowplan.run.step.pieces import grouped
+
+_MOST_TIMED = 2**18  # elements of a parameter whose update is timed; of larger ones, that many
+
+torch.library.define(
+    "stowplan::update", "(Tensor[] gradients, Tensor[] parameters, str update, str when) -> ()"
+)
+
+
+@torch.library.impl("stowplan::update", "CompositeExplicitAutograd")
+def _nothing(gradients: list[Tensor], parameters: list[Tensor], update: str, when: str) -> None:
+    """Generated code does not call the op: it hands the gradients on."""
+
+
+class When(StrEnum):
+    """Where an update runs."""
+
+    BACKWARD = "in backward"  # as soon as nothing else needs gradients and parameters
+    LATER = "later"  # in backward gradients are only added to those of earlier backwards
+    STEP = "one by one in the step"  # when the user calls `optimizer.step()`
+    TOGETHER = "in the step"  # by `optimizer.step()` itself; the gradients stay
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A parameter that the optimizer updates, and its group there."""
+
+    parameter: Tensor
+    group: Mapping[str, Any]
+
+
+class Update(Handle):
+    """The update of some parameters, to be priced."""
+
+    def __init__(
+        self, optimizer: Optimizer, trained: Sequence[Trained], book: UpdateBook, when: When
+    ) -> None:
+        super().__init__(
+            "; ".join(dict.fromkeys(_named(optimizer, each.group) for each in trained)), "update"
+        )
+        self._optimizer, self._trained, self._book, self._when = optimizer, trained, book, when
+
+    def cost(self, device: torch.device) -> Cost:
+        """The temporaries follow from stand-ins; the seconds are those of a part, as often as it fits."""
+        if self._when is When.LATER:
+            return Cost(0.0, 0)
+        if self._when is When.TOGETHER:
+            temporary_bytes = self._book.together([each.parameter for each in self._trained]).temporary_bytes
+        else:
+            taken = (self._book.of(each.parameter, each.group) for each in self._trained)
+            temporary_bytes = max(each.temporary_bytes for each in taken)
+        return Cost(sum(self._seconds(each, device) for each in self._trained), temporary_bytes)
+
+    def _seconds(self, trained: Trained, device: torch.device) -> float:
+        look = trained.parameter.dtype, id(trained.group), min(trained.parameter.numel(), _MOST_TIMED)
+        if look not in self._book.seconds:
+            self._book.seconds[look] = self._timed(trained, look[2], device)
+        return self._book.seconds[look] * max(1.0, trained.parameter.numel() / _MOST_TIMED)
+
+    def _timed(self, trained: Trained, size: int, device: torch.device) -> float:
+        """Of a parameter of this many elements."""
+        parameter = trained.parameter
+        scratch = nn.Parameter(torch.ones(size, dtype=parameter.dtype, device=device))
+        scratch.grad = torch.ones_like(scratch)
+        twin, group = without_hooks(self._optimizer), {**trained.group, "params": [scratch]}
+        twin.state = defaultdict(dict)
+        if known := self._optimizer.state.get(parameter):  # some make it before the first step
+            twin.state[scratch] = pytree.tree_map_only(
+                Tensor, lambda t: _shortened(t, parameter, size), known
+            )
+        single = OneByOne(twin)
+        with torch.no_grad():
+            single.update(scratch, group)
+            return median_seconds(lambda: single.update(scratch, group), device, repeats=3, limit_seconds=0.1)
+
+
+def _shortened(tensor: Tensor, parameter: Tensor, size: int) -> Tensor:
+    """A tensor of the state as one element for each of the first `size` of the parameter."""
+    return tensor.flatten()[:size].clone() if tensor.shape == parameter.shape else tensor.clone()
+
+
+def _named(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
+    """The kind of an optimizer and what decides over its memory: options that are flags, or not 0."""
+    options = (
+        f"{name}={value}"
+        if value is None or isinstance(value, bool)
+        else f"{name}{'=0' if value == 0 else ''}"
+        for name, value in sorted(group.items())
+        if value is None or isinstance(value, (bool, int, float))
+        if name not in ("lr", "initial_lr", "eps")
+    )
+    return f"{type(optimizer).__name__}({', '.join(options)})"
+
+
+def _probed(signature: Signature, device: torch.device) -> Cost | None:
+    update = signature.call.args[2]
+    assert isinstance(update, Update), update
+    return update.cost(device)
+
+
+PROBES[UPDATE] = _probed
+
+
+def with_updates(
+    captured: Captured,
+    optimizer: Optimizer,
+    trained: Mapping[str, Trained],
+    *,
+    stays: frozenset[str],
+    in_backward: bool,
+    accumulates: bool,
+) -> Captured:
+    """The step with an op for the update of each of `trained`, parameters by id, and with their state.
+
+    The gradients of `stays` are not consumed. With `accumulates`, a set of gradients from earlier backwards
+    is there all along.
+    """
+    book = UpdateBook(optimizer)
+    made = _Made(captured, optimizer, trained, book)
+    left = made.consumable(stays)
+    consumed = [name for name in trained if name in left]
+    rest = [name for name in trained if name not in left]
+    if in_backward or accumulates:
+        made.insert_in_backward(consumed, When.BACKWARD if in_backward else When.LATER)
+    if not in_backward:
+        for name in consumed:
+            made.append([name], When.STEP, consumes=not accumulates)
+    if rest:
+        made.append(rest, When.TOGETHER, consumes=False)
+    return made.captured(accumulates)
+
+
+class _Made:
+    """A captured step that grows by updates."""
+
+    def __init__(
+        self, captured: Captured, optimizer: Optimizer, trained: Mapping[str, Trained], book: UpdateBook
+    ) -> None:
+        self._captured, self._optimizer, self._trained, self._book = captured, optimizer, trained, book
+        self._graph, self._program = captured.graph, captured.program
+        self._storages: Storages = storages_of(self._graph)
+        self._behind: dict[int, list[Op]] = {}  # by position in the graph
+        self._calls: dict[str, Call] = {}
+        self._gone: set[str] = set()
+        self._last = len(self._graph.ops) - 1
+        taken = {name: book.of(each.parameter, each.group) for name, each in trained.items()}
+        self._state = {
+            name: _block(f"state of {name}", each.state_bytes, self._device) for name, each in taken.items()
+        }
+
+    @property
+    def _device(self) -> str:
+        return self._graph.ops[0].device
+
+    def consumable(self, stays: frozenset[str]) -> frozenset[str]:
+        """The parameters whose gradients may end with the update: nobody else holds them or the parameter."""
+        number_of, gradients = self._storages.number_of, self._program.gradients
+        mine = {gradients[name] for name in self._trained if name not in stays}
+        held = {number_of[name] for name in self._graph.held if name not in mine}
+        return frozenset(
+            name
+            for name in self._trained
+            if name not in stays and held.isdisjoint((number_of[name], number_of[gradients[name]]))
+        )
+
+    def insert_in_backward(self, names: Sequence[str], when: When) -> None:
+        """An update behind each place where enough gradients are final; the largest comes first in it."""
+        last, number_of = _last_needs(self._graph, self._storages), self._storages.number_of
+        by_storage: dict[int, list[str]] = {}
+        places: dict[int, int] = {}
+        for name in names:
+            number = number_of[self._program.gradients[name]]
+            by_storage.setdefault(number, []).append(name)
+            place = max(last.get(number_of[name], -1), last.get(number, -1))
+            places[number] = max(places.get(number, -1), place)
+        nbytes = {number: int(self._storages.nbytes[number]) for number in by_storage}
+        for place, numbers in grouped(places, nbytes):
+            largest_first = sorted(numbers, key=lambda number: -nbytes[number])
+            updated = [name for number in largest_first for name in by_storage[number]]
+            self._add(place, updated, when, consumes=True)
+
+    def append(self, names: Sequence[str], when: When, *, consumes: bool) -> None:
+        """An update behind everything else."""
+        self._add(self._last, names, when, consumes=consumes)
+
+    def _add(self, place: int, names: Sequence[str], when: When, *, consumes: bool) -> None:
+        gradients = tuple(dict.fromkeys(self._program.gradients[name] for name in names))
+        gradients = gradients if consumes or when is When.TOGETHER else ()
+        update = Update(self._optimizer, [self._trained[name] for name in names], self._book, when)
+        names = () if when is When.LATER else names
+        refs = tuple(tuple(map(Ref, tensors)) for tensors in (gradients, names))
+        call = Call(torch.ops.stowplan.update.default, (*refs, update, str(when)), {}, (), single=True)
+        number = len(self._calls)
+        reads = (*gradients, *names, *(self._state[name].id for name in names))
+        op = Op(
+            id=f"update_{number}",
+            type=UPDATE,
+            phase=Phase.UPDATE,
+            inputs=tuple(map(Use, reads)),
+            attributes=attributes_of(call),
+            device=self._device,
+        )
+        self._calls[op.id] = call
+        self._behind.setdefault(place, []).append(op)
+        if consumes:
+            self._gone.update(gradients)
+
+    def captured(self, accumulates: bool) -> Captured:
+        """The step with what was added."""
+        graph, added = self._graph, list(self._state.values())
+        if accumulates:
+            numbers = {self._storages.number_of[self._program.gradients[name]] for name in self._trained}
+            nbytes = sum(int(self._storages.nbytes[number]) for number in numbers)
+            added.append(_block("gradients of earlier backwards", nbytes, self._device))
+        if repeated := next((tensor.id for tensor in added if tensor.id in graph.tensors), None):
+            raise BadUse(f"a tensor of the model is called {repeated!r}, which names optimizer state here")
+        ops = (op for place, own in enumerate(graph.ops) for op in (own, *self._behind.get(place, ())))
+        graph = replace(
+            graph,
+            tensors={**graph.tensors, **{tensor.id: tensor for tensor in added}},
+            ops=tuple(ops),
+            held=graph.held - self._gone,
+        )
+        program = replace(self._program, calls={**self._program.calls, **self._calls})
+        return replace(self._captured, graph=graph, program=program, eager=self._eager(added))
+
+    def _eager(self, added: Iterable[GraphTensor]) -> EagerMemory:
+        """The memory of eager with the state all along and, behind backward, the optimizer's own step."""
+        eager = self._captured.eager
+        end = len(eager.ops)
+        spans = [replace(s, last=end) if s.last == end - 1 and self._rests(s) else s for s in eager.spans]
+        spans += (Span(tensor.id, tensor.nbytes or 0, 0, end) for tensor in added)
+        together = self._book.together([each.parameter for each in self._trained.values()])
+        spans.append(Span("", together.temporary_bytes, end, end))
+        return EagerMemory((*eager.ops, ()), tuple(spans))
+
+    def _rests(self, span: Span) -> bool:
+        """Whether something is there after backward."""
+        tensor = self._graph.tensors.get(span.tensor)
+        if tensor is None:
+            return False
+        held = {self._storages.number_of[name] for name in self._graph.held}
+        outside = tensor.kind in (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)
+        return outside or self._storages.number_of[span.tensor] in held
+
+
+def _block(name: str, nbytes: int, device: str) -> GraphTensor:
+    """Memory that is there all along."""
+    return GraphTensor(name, Kind.BUFFER, (nbytes,), DType.UINT8, nbytes, name, device=device)
+
+
+def _last_needs(graph: Graph, storages: Storages) -> Mapping[int, int]:
+    """By storage, the position of the last op for which it is read or written, perhaps to recompute."""
+    number_of, outdated = storages.number_of, outdated_tensors(graph)
+    until = list(range(len(graph.ops)))  # by op: the last for which it may run again
+    readers: dict[int, list[int]] = {}
+    for position, op in reversed(list(enumerate(graph.ops))):
+        if can_run_again(graph, op, outdated):
+            users = (reader for name in op.writes() for reader in readers.get(number_of[name], ()))
+            until[position] = max((until[reader] for reader in users), default=position)
+        for number in {number_of[name] for name in op.reads()}:
+            readers.setdefault(number, []).append(position)
+    last: dict[int, int] = {}
+    for position, op in enumerate(graph.ops):
+        for name in (*op.reads(), *op.writes()):
+            last[number_of[name]] = max(last.get(number_of[name], -1), until[position])
+    return last

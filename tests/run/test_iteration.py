@@ -1,0 +1,447 @@
+"""The whole iteration under one budget: the user's loop, eager's bits, the projected peak."""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
+
+from stowplan.errors import BadUse, BudgetTooSmall, IllegalPlan
+from stowplan.ops.effects import UPDATE
+from stowplan.plan.decision import Compute
+from stowplan.plan.judge.verify import verify
+from stowplan.plan.plan import Plan
+from stowplan.run.fit import fit, plans_of
+from stowplan.run.iteration.one_by_one import refuse_unless_one_by_one
+from stowplan.run.measure.measure import measure
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
+
+ROOMY = 10**9
+REPLAYED = 3 * torch.get_rng_state().nbytes  # room to draw again
+
+
+class Tower(nn.Module):
+    """Equal layers with dropout, far heavier than what is computed by them."""
+
+    def __init__(self, layers: int = 4, width: int = 48, dropout: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.dropout(torch.tanh(layer(x)))
+        return (self.scale * x).square().mean()
+
+
+class Words(nn.Module):
+    """A table of words that is read first and last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.norm, self.inner = nn.Embedding(40, 24), nn.LayerNorm(24), nn.Linear(24, 24)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.norm(torch.tanh(self.inner(self.table(words))))
+        logits = nn.functional.linear(hidden, self.table.weight)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+class Pictures(nn.Module):
+    """Convolutions with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        found: Tensor = self.head(torch.relu(self.second(x)).mean((2, 3)))
+        return found.square().mean()
+
+
+class Sign(Optimizer):
+    """Like Lion: an optimizer that PyTorch does not have."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    p.add_(mean.mul(0.9).add(p.grad, alpha=0.1).sign_(), alpha=-group["lr"])
+                    mean.lerp_(p.grad, 0.01)
+
+
+class Coupled(Sign):
+    """Divides by the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in every]).norm()
+        for p in every:
+            p.sub_(p.grad / norm)
+
+
+class Noisy(Sign):
+    """Draws noise for one parameter after the other."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.add_(torch.randn_like(p))
+
+
+def tower_batch() -> Tensor:
+    return torch.randn(8, 48, generator=torch.Generator().manual_seed(3))
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "tower": (Tower, tower_batch),
+    "words": (Words, lambda: torch.arange(12).view(2, 6)),
+    "pictures": (Pictures, lambda: torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)),
+}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "momentum": lambda p: SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: AdamW(p, lr=0.01),
+    "foreach": lambda p: AdamW(p, lr=0.01, foreach=True),
+    "fused": lambda p: AdamW(p, lr=0.01, fused=True),
+    "adagrad": lambda p: Adagrad(p, lr=0.01),
+    "rmsprop": lambda p: RMSprop(p, lr=0.01, momentum=0.9),
+    "nadam": lambda p: NAdam(p, lr=torch.tensor(0.01)),
+    "sign": Sign,
+}
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices, and what is not one."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() <= 1], "lr": 0.005},
+    ]
+
+
+def loop(
+    run: nn.Module, optimizer: Optimizer, x: Tensor, iterations: int, seed: int = 1, **how: Any
+) -> list[float]:
+    """The usual loop, with a scheduler; the losses."""
+    torch.manual_seed(seed)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+    losses = []
+    for _ in range(iterations):
+        for _ in range(how.get("accumulate", 1)):
+            loss = run(x)
+            loss.backward()
+            losses.append(loss.detach().item())
+        if how.get("clip"):
+            nn.utils.clip_grad_norm_(run.parameters(), how["clip"])
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Parameters, buffers and state by name."""
+    found = dict(model.state_dict())
+    for number, state in optimizer.state_dict()["state"].items():
+        found |= {f"{number} {name}": v for name, v in state.items() if isinstance(v, Tensor)}
+    return found
+
+
+def same(one: tuple[nn.Module, Optimizer], other: tuple[nn.Module, Optimizer]) -> bool:
+    first, second = state_of(*one), state_of(*other)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def fitted_pair(
+    kind: Callable[..., Optimizer] = OPTIMIZERS["adamw"], **options: Any
+) -> tuple[nn.Module, Optimizer, nn.Module]:
+    """A tower, its optimizer, and the tower fitted with it."""
+    model = Tower(dropout=0.0)
+    optimizer = kind(model.parameters())
+    return (
+        model,
+        optimizer,
+        fit(model, (tower_batch(),), budget=ROOMY, optimizer=optimizer, moves=2, **options),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("net", "kind"),
+    [
+        *(("tower", kind) for kind in ("momentum", "adamw", "foreach", "fused")),
+        *(("words", kind) for kind in ("adamw", "nadam")),
+        *(("pictures", kind) for kind in ("momentum", "sign")),
+    ],
+)
+def test_twenty_iterations_and_a_resume_have_eagers_bits(net: str, kind: str) -> None:
+    """Roomy in the first half; resumed from saved state in the smallest budget for the second."""
+    make, batch = NETS[net]
+    x, eager = batch(), make()
+    eager_optimizer = OPTIMIZERS[kind](groups_of(eager))
+    expected = [*loop(eager, eager_optimizer, x, 10), *loop(eager, eager_optimizer, x, 10, seed=2)]
+    model = make()
+    optimizer = OPTIMIZERS[kind](groups_of(model))
+    fitted = fit(model, (x,), budget=ROOMY, optimizer=optimizer, moves=3)
+    losses = loop(fitted, optimizer, x, 10)
+    resumed = make()
+    other = OPTIMIZERS[kind](groups_of(resumed))
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    smallest = plans_of(fitted)[0].minimum_bytes + REPLAYED
+    tight = fit(resumed, (x,), budget=smallest, optimizer=other, moves=3)
+    losses += loop(tight, other, x, 10, seed=2)
+    assert losses == expected
+    assert same((eager, eager_optimizer), (resumed, other))
+    assert all(parameter.grad is None for parameter in resumed.parameters())
+
+
+def iteration_peak(fitted: nn.Module, optimizer: Optimizer, x: Tensor) -> int:
+    """Of an iteration after the first, everything counted."""
+
+    def iteration() -> None:
+        torch.autograd.backward(fitted(x))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    iteration()
+    iteration()
+    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    return measure(iteration, before=[*fitted.parameters(), x, *state]).measured_peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["momentum", "adamw", "foreach", "fused"])
+def test_the_peak_of_an_iteration_is_as_projected(kind: str) -> None:
+    x, model = tower_batch(), Tower(dropout=0.0)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    with pytest.raises(BudgetTooSmall) as refusal:
+        fit(model, (x,), budget=1, optimizer=optimizer, moves=3)
+    assert not optimizer.state
+    budget = refusal.value.minimum_bytes
+    fitted = fit(model, (x,), budget=budget, optimizer=optimizer, moves=3)
+    plan, measured = plans_of(fitted)[0], iteration_peak(fitted, optimizer, x)
+    assert abs(measured - plan.projected_peak_bytes) <= 0.005 * measured
+    assert measured <= 1.005 * budget < plan.plain_peak_bytes
+
+
+def test_the_first_iteration_stays_below_the_peak_too() -> None:
+    model, optimizer, fitted = fitted_pair()
+    x = tower_batch()
+
+    def iteration() -> None:
+        torch.autograd.backward(fitted(x))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    measured = measure(iteration, before=[*model.parameters(), x]).measured_peak_bytes
+    assert measured <= plans_of(fitted)[0].projected_peak_bytes
+
+
+@pytest.mark.parametrize(
+    "options", [{"clip_norm": 0.01}, {"accumulate": 3}, {"clip_norm": 0.01, "accumulate": 2}]
+)
+def test_clipping_and_accumulation_have_eagers_bits(options: dict[str, Any]) -> None:
+    x, eager = tower_batch(), Tower(dropout=0.0)
+    eager_optimizer = OPTIMIZERS["adamw"](eager.parameters())
+    times = options.get("accumulate", 1)
+    expected = loop(eager, eager_optimizer, x, 4, accumulate=times, clip=options.get("clip_norm"))
+    model, optimizer, fitted = fitted_pair(**options)
+    assert loop(fitted, optimizer, x, 4, accumulate=times) == expected
+    assert same((eager, eager_optimizer), (model, optimizer))
+    if times > 1:  # an epoch may end with fewer
+        for run, own in ((eager, eager_optimizer), (fitted, optimizer)):
+            torch.autograd.backward(run(x))
+            if "clip_norm" in options and run is eager:
+                nn.utils.clip_grad_norm_(run.parameters(), options["clip_norm"])
+            own.step()
+            own.zero_grad()
+        assert same((eager, eager_optimizer), (model, optimizer))
+
+
+def test_gradients_that_are_kept_are_eagers() -> None:
+    x, eager = tower_batch(), Tower(dropout=0.0)
+    torch.autograd.backward(eager(x))
+    model, _, fitted = fitted_pair(lambda p: SGD(p, lr=0.1), keep_gradients=["layers.1.weight"])
+    torch.autograd.backward(fitted(x))
+    kept = model.get_parameter("layers.1.weight").grad
+    expected = eager.get_parameter("layers.1.weight").grad
+    assert kept is not None
+    assert expected is not None
+    assert torch.equal(kept, expected)
+    assert model.get_parameter("layers.0.weight").grad is None
+    with pytest.raises(BadUse, match="no parameter of the model"):
+        fitted_pair(keep_gradients=["layers.9.weight"])
+
+
+def test_a_loop_that_clips_is_refused_before_anything_is_updated() -> None:
+    model, optimizer, fitted = fitted_pair()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    torch.autograd.backward(fitted(tower_batch()))
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(BadUse, match=r"clip_norm=1\.0.*Nothing has been updated yet"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def between(name: str, model: nn.Module, optimizer: Optimizer, fitted: nn.Module) -> None:
+    """Something that a loop may do between backward and the optimizer's step."""
+    match name:
+        case "clips":
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        case "sets lr":
+            optimizer.param_groups[0]["lr"] = 0.5
+        case "changes a parameter":
+            with torch.no_grad():
+                model.get_parameter("layers.0.weight").clamp_(-0.1, 0.1)
+        case "adds a loss":
+            model.get_parameter("layers.0.weight").norm().backward()
+        case "calls forward":
+            fitted(tower_batch())
+        case "clears gradients":
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "name", ["clips", "sets lr", "changes a parameter", "adds a loss", "calls forward", "clears gradients"]
+)
+def test_what_comes_between_backward_and_the_step_is_refused(name: str) -> None:
+    model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1))
+    torch.autograd.backward(fitted(tower_batch()))
+    with pytest.raises(BadUse, match=r"optimizer\.step"):  # noqa: PT012 -- one of the two refuses
+        between(name, model, optimizer, fitted)
+        optimizer.step()
+
+
+def test_a_second_backward_and_old_gradients_are_refused() -> None:
+    _, optimizer, fitted = fitted_pair()
+    x = tower_batch()
+    torch.autograd.backward(fitted(x))
+    with pytest.raises(BadUse, match="accumulate=2"):
+        torch.autograd.backward(fitted(x))
+    optimizer.zero_grad()
+    torch.autograd.backward(fitted(x))
+    optimizer.step()
+    with pytest.raises(BadUse, match="zero_grad"):
+        torch.autograd.backward(fitted(x))
+    with pytest.raises(BadUse, match="closure"):
+        optimizer.step(lambda: 0.0)
+
+
+def test_calls_of_grad_and_of_the_model_itself_consume_nothing() -> None:
+    model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1))
+    x, first = tower_batch(), model.get_parameter("layers.0.weight")
+    (found,) = torch.autograd.grad(fitted(x), [first])
+    torch.autograd.backward(model(x))
+    assert first.grad is not None
+    assert torch.equal(first.grad, found)
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.autograd.backward(fitted(x))
+    assert first.grad is None
+
+
+def refused_optimizers(model: nn.Module) -> dict[str, Optimizer]:
+    hooked = AdamW(model.parameters())
+    hooked.register_step_pre_hook(lambda *_: None)
+    return {
+        "LBFGS": torch.optim.LBFGS(model.parameters()),
+        "Coupled": Coupled(model.parameters()),
+        "Noisy": Noisy(model.parameters()),
+        "runs before each step": hooked,
+        "none of the parameters": AdamW(Tower().parameters()),
+    }
+
+
+@pytest.mark.parametrize("name", list(refused_optimizers(Tower())))
+def test_optimizers_that_cannot_go_one_by_one_are_refused(name: str) -> None:
+    model = Tower()
+    with pytest.raises(BadUse, match=name):
+        fit(model, (tower_batch(),), budget=ROOMY, optimizer=refused_optimizers(model)[name], moves=1)
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_optimizers_that_go_one_by_one_are_taken(kind: str) -> None:
+    model = Tower()
+    optimizer = OPTIMIZERS[kind](groups_of(model))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    refuse_unless_one_by_one(optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def early(plan: Plan) -> Plan:
+    """The plan with its first update moved before the op that reads the parameters last."""
+    ops = {op.id: op for op in plan.graph.ops}
+    steps = list(plan.steps)
+    place = next(n for n, s in enumerate(steps) if isinstance(s, Compute) and ops[s.op].type == UPDATE)
+    update = steps[place]
+    assert isinstance(update, Compute)
+    read = set(ops[update.op].reads()).intersection(
+        name for name in plan.graph.tensors if plan.graph.tensors[name].gradient_of is None
+    )
+    reader = next(
+        n
+        for n in reversed(range(place))
+        if isinstance(step := steps[n], Compute) and not read.isdisjoint(ops[step.op].reads())
+    )
+    steps.insert(reader, steps.pop(place))
+    return replace(plan, steps=tuple(steps))
+
+
+def test_an_update_before_the_last_read_of_its_parameter_is_found() -> None:
+    _, _, fitted = fitted_pair()
+    plan = plans_of(fitted)[0]
+    verify(plan)
+    with pytest.raises(IllegalPlan, match="does not hold its value then"):
+        verify(early(plan))
+
+
+class Interrupt(Exception):
+    """Raised in the middle of backward."""
+
+
+def test_a_backward_that_fails_in_between_says_so_until_state_is_loaded() -> None:
+    model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1))
+    saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    failing: Any = model.get_parameter("layers.1.weight")
+
+    def fail(_: Tensor) -> None:
+        raise Interrupt
+
+    handle = failing.register_post_accumulate_grad_hook(fail)
+    x = tower_batch()
+    with pytest.raises(Interrupt):
+        torch.autograd.backward(fitted(x))
+    handle.remove()
+    for again in (lambda: fitted(x), optimizer.step):
+        with pytest.raises(BadUse, match="neither those of before nor those of after"):
+            again()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    optimizer.zero_grad()
+    loop(fitted, optimizer, x, 2)
+    eager = Tower(dropout=0.0)
+    eager_optimizer = SGD(eager.parameters(), lr=0.1)
+    loop(eager, eager_optimizer, x, 2)
+    assert same((eager, eager_optimizer), (model, optimizer))
