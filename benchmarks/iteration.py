@@ -1,9 +1,9 @@
 """What a whole iteration takes: forward, backward and the optimizer's step, everything in memory counted.
 
-    python -m benchmarks.iteration [--rounds 7] [--ways "eager" "stowplan" ...]
+    python -m benchmarks.iteration [--rounds 7] [--methods "eager" "stowplan" ...]
 
 A GPT of 88 MiB of parameters with AdamW on a small batch: eager, the optimizer in backward by hooks, and
-stowplan in the smallest budget it finds. All ways live in one process; each round runs every way once.
+stowplan in the smallest budget it finds. All methods live in one process; each round runs every method once.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _SIZE = {"batch": 2, "sequence": 64, "vocabulary": 8192, "context": 64, "dim": 5
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Method:
     """One iteration, the model that it trains, and the optimizers that keep state for it."""
 
     run: Callable[[], None]
@@ -58,13 +58,13 @@ def _loop(model: nn.Module, args: tuple[Tensor, ...], optimizer: Optimizer, clip
     optimizer.zero_grad()
 
 
-def _eager(clip: float | None = None, **options: Any) -> Way:
+def _eager(clip: float | None = None, **options: Any) -> Method:
     model, args = _example()
     optimizer = AdamW(model.parameters(), **options)
-    return Way(lambda: _loop(model, args, optimizer, clip), model, (optimizer,))
+    return Method(lambda: _loop(model, args, optimizer, clip), model, (optimizer,))
 
 
-def _hooks() -> Way:
+def _hooks() -> Method:
     model, args = _example()
     own: dict[Tensor, Optimizer] = {parameter: AdamW([parameter]) for parameter in model.parameters()}
 
@@ -79,10 +79,10 @@ def _hooks() -> Way:
         loss: Tensor = model(*args)
         loss.backward()  # type: ignore[no-untyped-call]
 
-    return Way(run, model, tuple(own.values()))
+    return Method(run, model, tuple(own.values()))
 
 
-def _stowplan(fit_options: Mapping[str, Any], **options: Any) -> Way:
+def _stowplan(fit_options: Mapping[str, Any], **options: Any) -> Method:
     model, args = _example()
     optimizer = AdamW(model.parameters(), **options)
 
@@ -94,10 +94,10 @@ def _stowplan(fit_options: Mapping[str, Any], **options: Any) -> Way:
     except stowplan.BudgetTooSmall as refusal:
         fitted = fitted_in(refusal.minimum_bytes)
     projected = stowplan.plans_of(fitted)[0].projected_peak_bytes
-    return Way(lambda: _loop(fitted, args, optimizer, None), model, (optimizer,), projected)
+    return Method(lambda: _loop(fitted, args, optimizer, None), model, (optimizer,), projected)
 
 
-_WAYS: Mapping[str, Callable[[], Way]] = {
+_METHODS: Mapping[str, Callable[[], Method]] = {
     "eager": _eager,
     "eager, fused": lambda: _eager(fused=True),
     "eager, clipped": lambda: _eager(clip=1.0),
@@ -109,26 +109,26 @@ _WAYS: Mapping[str, Callable[[], Way]] = {
 
 
 def main() -> None:
-    """Print a line for each way."""
+    """Print a line for each method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--ways", nargs="*", default=list(_WAYS), choices=list(_WAYS))
+    parser.add_argument("--methods", nargs="*", default=list(_METHODS), choices=list(_METHODS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    ways = {name: _WAYS[name]() for name in options.ways}
-    peaks = {name: _peak(way) for name, way in ways.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    methods = {name: _METHODS[name]() for name in options.methods}
+    peaks = {name: _peak(method) for name, method in methods.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(options.rounds):
-        for name, way in ways.items():
-            seconds[name].append(_timed(way.run))
-    for name, way in ways.items():
-        _tell(name, way, peaks[name], seconds[name], seconds[options.ways[0]])
+        for name, method in methods.items():
+            seconds[name].append(_timed(method.run))
+    for name, method in methods.items():
+        _tell(name, method, peaks[name], seconds[name], seconds[options.methods[0]])
 
 
-def _peak(way: Way) -> int:
+def _peak(method: Method) -> int:
     for _ in range(2):
-        way.run()
-    return measure(way.run, before=way.tensors()).measured_peak_bytes
+        method.run()
+    return measure(method.run, before=method.tensors()).measured_peak_bytes
 
 
 def _timed(run: Callable[[], None]) -> float:
@@ -137,13 +137,15 @@ def _timed(run: Callable[[], None]) -> float:
     return thread_time() - begun
 
 
-def _tell(name: str, way: Way, peak: int, seconds: list[float], plain: list[float]) -> None:
+def _tell(name: str, method: Method, peak: int, seconds: list[float], plain: list[float]) -> None:
     ratio, spread = ratio_of(seconds, plain)
     _STUDY.tell("gpt, AdamW", name, "peak", peak, "B")
     _STUDY.tell("gpt, AdamW", name, "time", ratio, "of eager", spread)
     line = f"{name:18} {peak / 2**20:7.1f} MiB  {median(seconds):6.3f} s  {ratio:.3f} of eager"
-    if way.projected_bytes is not None:
-        line += f"  projected {way.projected_bytes / 2**20:.1f} MiB ({way.projected_bytes / peak - 1:+.3%})"
+    if method.projected_bytes is not None:
+        line += (
+            f"  projected {method.projected_bytes / 2**20:.1f} MiB ({method.projected_bytes / peak - 1:+.3%})"
+        )
     print(f"{line}  ({spread[0]:.3f} to {spread[1]:.3f})", flush=True)
 
 

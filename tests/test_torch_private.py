@@ -248,6 +248,23 @@ def test_autograd_nodes_are_numbered_in_order() -> None:
     assert before in running
 
 
+def test_calls_of_backward_are_told_apart_and_say_when_they_end() -> None:
+    x = torch.ones(2, requires_grad=True)
+    running, ended = list[int](), list[int]()
+
+    def seen(_: object) -> None:
+        running.append(private.running_backward())
+        private.after_backward(lambda: ended.append(len(running)))
+
+    untyped: Any = x
+    untyped.register_post_accumulate_grad_hook(seen)
+    for _ in range(2):
+        torch.autograd.backward(x.sum())
+    assert private.running_backward() == -1
+    assert len({*running, -1}) == 3
+    assert ended == [1, 2]
+
+
 def test_below_autograd_nothing_is_recorded_while_gradients_count_as_enabled() -> None:
     x = torch.ones(2, requires_grad=True)
     with private.below_autograd(), torch.enable_grad():

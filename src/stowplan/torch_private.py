@@ -5,7 +5,7 @@ and keeps other modules from using private names. `docs/compatibility.md` has th
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ __all__ = [
     "TreeSpec",
     "UnsupportedOperatorException",
     "abort",
+    "after_backward",
     "allocations_seen",
     "autograd_in_kernels",
     "below_autograd",
@@ -57,6 +58,7 @@ __all__ = [
     "is_view",
     "nodes_made",
     "pytree",
+    "running_backward",
     "running_node",
     "schema_of",
     "sequence_number",
@@ -160,6 +162,17 @@ def running_node() -> int | None:
     """The number of the autograd node whose backward is running."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
+
+
+def running_backward() -> int:
+    """A number that tells the call of backward that is running from all others; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward that is running has ended without an error."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
 
 
 below_autograd = torch._C._AutoDispatchBelowAutograd

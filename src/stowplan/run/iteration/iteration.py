@@ -29,6 +29,7 @@ from stowplan.run.iteration.one_by_one import (
     refuse_unless_one_by_one,
 )
 from stowplan.run.iteration.updates import Trained, with_updates
+from stowplan.torch_private import after_backward, running_backward, version_of
 
 _LOGGER = logging.getLogger("stowplan")
 _SMALL = 16  # a gradient stays to be watched if it has at most this part of the bytes of all
@@ -43,8 +44,8 @@ class _Progress:
     task: int | None = None  # the call of backward that is running, or ran last
     counted: int | None = None  # the last one that brought gradients
     is_last: bool = False  # whether that is the one that updates
-    updated: dict[Tensor, int] = field(default_factory=dict)  # with their versions after that
-    gradients: dict[Tensor, tuple[Tensor, int]] = field(default_factory=dict)  # that shall not change
+    updated: dict[Tensor, int | None] = field(default_factory=dict)  # with their versions after that
+    gradients: dict[Tensor, tuple[Tensor, int | None]] = field(default_factory=dict)  # that shall not change
     options: list[dict[str, object]] = field(default_factory=list)  # of the groups, at the first update
     is_open: bool = False  # a backward has begun and has not ended
 
@@ -137,7 +138,7 @@ class Iteration:
         """Called within backward, before the first gradient leaves."""
         self._refuse_surroundings()
         self.refuse_between()
-        task = torch._C._current_graph_task_id()
+        task = running_backward()
         if self._progress.task != task:
             self._begins_anew(task)
         for parameter in differentiated:
@@ -151,16 +152,16 @@ class Iteration:
     def _begins_anew(self, task: int) -> None:
         """Another call of backward."""
         self._groups = groups_by_parameter(self.optimizer)
-        self._let_go()
+        self._remove_hooks()
         nothing_left = all(parameter.grad is None for parameter in self._groups)
         if self._progress.is_open or nothing_left:  # it failed and updated nothing, or the step was skipped
             self._progress = _Progress()
         if self._progress.backwards == 0 and self._watched is not None:
             self._refuse_old(self._watched)
         self._progress.task, self._progress.is_open = task, True
-        torch.autograd.Variable._execution_engine.queue_callback(self._ends)
+        after_backward(self._ends)
 
-    def _let_go(self) -> None:
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -170,7 +171,7 @@ class Iteration:
     def _arrives(self, parameter: Tensor) -> None:
         """A gradient has been accumulated in this backward, or in one that is not ours."""
         progress = self._progress
-        if torch._C._current_graph_task_id() != progress.task or not progress.is_open:
+        if running_backward() != progress.task or not progress.is_open:
             return
         if progress.counted != progress.task:
             self._counts()
@@ -178,14 +179,14 @@ class Iteration:
             self._update(parameter)
 
     def _update(self, parameter: Tensor) -> None:
-        """Update a parameter, and let go of its gradient."""
+        """Update a parameter and free its gradient."""
         try:
             self._single.update(parameter, self._groups[parameter])
         except BaseException as fault:
-            self._progress.updated[parameter] = parameter._version
+            self._progress.updated[parameter] = version_of(parameter)
             self.fails(fault)
             raise
-        self._progress.updated[parameter] = parameter._version
+        self._progress.updated[parameter] = version_of(parameter)
         parameter.grad = None
 
     def _counts(self) -> None:
@@ -216,15 +217,15 @@ class Iteration:
         """Backward is done."""
         progress = self._progress
         progress.is_open = False
-        self._let_go()
+        self._remove_hooks()
         if not progress.is_last or self._updates_late:
             return
         watched = self._groups if self._waits else () if self._watched is None else (self._watched,)
-        progress.gradients = {p: (p.grad, p.grad._version) for p in watched if p.grad is not None}
+        progress.gradients = {p: (p.grad, version_of(p.grad)) for p in watched if p.grad is not None}
         if progress.updated and not self._told:
             self._told = True
             _LOGGER.info(
-                "%d parameters are updated in backward: their .grad is None behind it, as after"
+                "%d parameters are updated in backward: their .grad is None after it, as after"
                 " zero_grad(set_to_none=True); keep_gradients= keeps those that you want to see",
                 len(progress.updated),
             )
@@ -244,7 +245,7 @@ class Iteration:
         """Nothing may use the parameters between the updates and `optimizer.step()`."""
         self._refuse_broken()
         progress = self._progress
-        if progress.updated and progress.task != torch._C._current_graph_task_id():
+        if progress.updated and progress.task != running_backward():
             raise BadUse(
                 "the parameters were updated in backward, and optimizer.step() was not called since: call it"
                 " after each backward. To add up the gradients of several, give fit accumulate="
@@ -252,7 +253,7 @@ class Iteration:
 
     def _refuse_broken(self) -> None:
         progress = self._progress
-        if progress.is_open and progress.updated and progress.task != torch._C._current_graph_task_id():
+        if progress.is_open and progress.updated and progress.task != running_backward():
             self.fails(RuntimeError())
         if self._broken:
             raise BadUse(self._broken)
@@ -293,12 +294,12 @@ class Iteration:
         if self._updates_late:
             return
         for parameter, (gradient, version) in progress.gradients.items():
-            if parameter.grad is not gradient or gradient._version != version:
+            if parameter.grad is not gradient or version_of(gradient) != version:
                 raise self._too_late("gradients were changed (clipped, unscaled, added to, cleared)")
         for parameter, version in progress.updated.items():
             if parameter.grad is not None:
                 raise self._too_late("a second gradient came for a parameter")
-            if parameter._version != version:
+            if version_of(parameter) != version:
                 raise self._too_late("a parameter was changed")
         now = [options_of(group) for group in self.optimizer.param_groups]
         if progress.options and progress.options != now:

@@ -2,7 +2,7 @@
 
 The update of a parameter is run by the optimizer's own code on an object that shares its state and options
 and has this parameter alone. So it has the bits of the whole step wherever one parameter's update does not
-depend on another's; that is tried on corners of the parameters, together and apart.
+depend on another's; that is compared on corners of the parameters, together and apart.
 """
 
 from collections import defaultdict
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.utils import _pytree as pytree
 
 from stowplan.capture.stand_ins import StandIns
 from stowplan.errors import BadUse
 from stowplan.run.measure.storage_watch import StorageWatch
 from stowplan.run.optimizers import choose_implementation, explained, tensors_in, twin_of, without_hooks
+from stowplan.torch_private import pytree, version_of
 
-_CORNER = 3  # elements along each dim that the trial updates
-_TRIED_STEPS = 3
+_CORNER = 3  # elements along each dim that the comparison updates
+_STEPS = 3
 
 
 class OneByOne:
@@ -46,9 +46,9 @@ def groups_by_parameter(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, object]:
-    """What an update depends on besides tensors of its own. Equal as long as nobody changed it."""
+    """The options of a group. Equal as long as nobody changed one."""
     return {
-        name: (id(value), value._version) if isinstance(value, Tensor) else value
+        name: (id(value), version_of(value)) if isinstance(value, Tensor) else value
         for name, value in group.items()
         if name != "params"
     }
@@ -124,7 +124,7 @@ def refuse_unless_one_by_one(optimizer: object) -> None:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise BadUse(f"{name} has differentiable=True: an update in backward is not differentiated{_ADVICE}")
     with explained(optimizer), torch.random.fork_rng(devices=[]), torch.no_grad():
-        together, apart = (_tried(optimizer, apart=apart) for apart in (False, True))
+        together, apart = (_trained_on_corners(optimizer, apart=apart) for apart in (False, True))
     if len(together) != len(apart) or not all(map(_same, together, apart)):
         raise BadUse(
             f"{name} updates parameters otherwise one by one than together: the update of one depends on"
@@ -135,7 +135,7 @@ def refuse_unless_one_by_one(optimizer: object) -> None:
 _ADVICE = "; leave it out of fit, and use reserve= for its state and its step"
 
 
-def _tried(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
+def _trained_on_corners(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
     """Parameters and state after some steps on corners; `apart` goes backwards through the parameters."""
     corners: dict[int, Tensor] = {}
     twin = twin_of(optimizer, lambda tensor: corners.setdefault(id(tensor), _corner(tensor)))
@@ -144,7 +144,7 @@ def _tried(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
     own, options = dict(vars(twin)), [options_of(group) for group in twin.param_groups]
     single = OneByOne(twin)
     torch.manual_seed(0)
-    for _ in range(_TRIED_STEPS):
+    for _ in range(_STEPS):
         for parameter in trained:
             drawn = torch.randn(parameter.shape, generator=generator)
             parameter.grad = drawn.to(parameter)

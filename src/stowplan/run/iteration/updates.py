@@ -1,9 +1,9 @@
 """Updates as ops of a captured step: what they read, where they may run, and what they take.
 
 An update reads gradients, their parameters and the state of these, and changes the parameters in place.
-Gradients that it consumes end with it, so the graph no longer holds them. In backward it comes behind the
-last op that may read the parameter, recomputed ops included, and behind the last one that touches the
-gradient. `verify` holds every plan to that: behind an update its parameters no longer hold their value.
+Gradients that it consumes end with it, so the graph no longer holds them. In backward it comes after the
+last op that may read the parameter, recomputed ops included, and after the last one that touches the
+gradient. `verify` holds every plan to that: after an update its parameters no longer hold their value.
 """
 
 from collections import defaultdict
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from stowplan.analyse.storages import Storages, storages_of
 from stowplan.capture import Call, Captured, Handle, Ref
@@ -25,14 +24,15 @@ from stowplan.errors import BadUse
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Use
 from stowplan.ir import Tensor as GraphTensor
 from stowplan.ops.effects import UPDATE
-from stowplan.plan.problem import can_run_again, outdated_tensors
+from stowplan.plan.problem import can_recompute, outdated_tensors
 from stowplan.run.cost.probe_cache import Cost
+from stowplan.run.cost.probe_call import PROBES
 from stowplan.run.cost.signature import Signature
 from stowplan.run.cost.timing import median_seconds
-from stowplan.run.cost.trial import PROBES
 from stowplan.run.iteration.one_by_one import OneByOne, UpdateBook
 from stowplan.run.optimizers import without_hooks
 from stowplan.run.step.pieces import grouped
+from stowplan.torch_private import pytree
 
 _MOST_TIMED = 2**18  # elements of a parameter whose update is timed; of larger ones, that many
 
@@ -173,7 +173,7 @@ class _Made:
         self._captured, self._optimizer, self._trained, self._book = captured, optimizer, trained, book
         self._graph, self._program = captured.graph, captured.program
         self._storages: Storages = storages_of(self._graph)
-        self._behind: dict[int, list[Op]] = {}  # by position in the graph
+        self._after: dict[int, list[Op]] = {}  # by position in the graph
         self._calls: dict[str, Call] = {}
         self._gone: set[str] = set()
         self._last = len(self._graph.ops) - 1
@@ -198,7 +198,7 @@ class _Made:
         )
 
     def insert_in_backward(self, names: Sequence[str], when: When) -> None:
-        """An update behind each place where enough gradients are final; the largest comes first in it."""
+        """An update after each place where enough gradients are final; the largest comes first in it."""
         last, number_of = _last_needs(self._graph, self._storages), self._storages.number_of
         by_storage: dict[int, list[str]] = {}
         places: dict[int, int] = {}
@@ -214,7 +214,7 @@ class _Made:
             self._add(place, updated, when, consumes=True)
 
     def append(self, names: Sequence[str], when: When, *, consumes: bool) -> None:
-        """An update behind everything else."""
+        """An update after everything else."""
         self._add(self._last, names, when, consumes=consumes)
 
     def _add(self, place: int, names: Sequence[str], when: When, *, consumes: bool) -> None:
@@ -235,7 +235,7 @@ class _Made:
             device=self._device,
         )
         self._calls[op.id] = call
-        self._behind.setdefault(place, []).append(op)
+        self._after.setdefault(place, []).append(op)
         if consumes:
             self._gone.update(gradients)
 
@@ -248,7 +248,7 @@ class _Made:
             added.append(_block("gradients of earlier backwards", nbytes, self._device))
         if repeated := next((tensor.id for tensor in added if tensor.id in graph.tensors), None):
             raise BadUse(f"a tensor of the model is called {repeated!r}, which names optimizer state here")
-        ops = (op for place, own in enumerate(graph.ops) for op in (own, *self._behind.get(place, ())))
+        ops = (op for place, own in enumerate(graph.ops) for op in (own, *self._after.get(place, ())))
         graph = replace(
             graph,
             tensors={**graph.tensors, **{tensor.id: tensor for tensor in added}},
@@ -259,7 +259,7 @@ class _Made:
         return replace(self._captured, graph=graph, program=program, eager=self._eager(added))
 
     def _eager(self, added: Iterable[GraphTensor]) -> EagerMemory:
-        """The memory of eager with the state all along and, behind backward, the optimizer's own step."""
+        """The memory of eager with the state all along and, after backward, the optimizer's own step."""
         eager = self._captured.eager
         end = len(eager.ops)
         spans = [replace(s, last=end) if s.last == end - 1 and self._rests(s) else s for s in eager.spans]
@@ -286,10 +286,10 @@ def _block(name: str, nbytes: int, device: str) -> GraphTensor:
 def _last_needs(graph: Graph, storages: Storages) -> Mapping[int, int]:
     """By storage, the position of the last op for which it is read or written, perhaps to recompute."""
     number_of, outdated = storages.number_of, outdated_tensors(graph)
-    until = list(range(len(graph.ops)))  # by op: the last for which it may run again
+    until = list(range(len(graph.ops)))  # by op: the last for which it may be recomputed
     readers: dict[int, list[int]] = {}
     for position, op in reversed(list(enumerate(graph.ops))):
-        if can_run_again(graph, op, outdated):
+        if can_recompute(graph, op, outdated):
             users = (reader for name in op.writes() for reader in readers.get(number_of[name], ()))
             until[position] = max((until[reader] for reader in users), default=position)
         for number in {number_of[name] for name in op.reads()}:

@@ -28,7 +28,7 @@ class Piece:
     """`read` are the tensors from outside the step whose contents the piece relies on.
 
     They are paired with whether something is recomputed from them that eager would have kept. The gradients
-    may be `consumed`: whoever takes them lets go of them before the next piece.
+    may be `consumed`: they are freed before the next piece.
     """
 
     gradients: tuple[str, ...]
