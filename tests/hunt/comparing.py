@@ -10,7 +10,9 @@ from .sides import Note
 ASKED, HOOKED = "asked gradient", "hook of"  # begin the notes of gradients that nobody has accumulated
 # Of the largest number of the tensor, and of the largest of all: sums that cancel leave rounding alone.
 _OWN = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-4, torch.complex64: 2e-4}
+_OWN |= {torch.bfloat16: 0.05, torch.float16: 0.01}
 _ALL = {torch.float64: 1e-12, torch.complex128: 1e-12, torch.float32: 2e-6, torch.complex64: 2e-6}
+_ALL |= {torch.bfloat16: 1e-3, torch.float16: 1e-4}
 
 
 def differences(
