@@ -1,5 +1,7 @@
 """One tree of errors. Each message says what is wrong, where, how large, and what to try."""
 
+from collections.abc import Callable
+
 _MOST_LISTED = 5  # parts of a step that a refusal lists
 
 
@@ -79,7 +81,9 @@ class IllegalPlan(StowplanError):
 class BudgetTooSmall(StowplanError):
     """No plan fits the budget. `minimum_bytes` is the smallest budget, `binding` the tensors that set it.
 
-    If tiles were considered, `untiled` has one line for each part of the step that they did not help.
+    If tiles were considered, `untiled` has one line for each part of the step that they did not help. A
+    budget below the bytes of parameters, inputs and gradients is refused without a search. Then `binding` is
+    empty, and `minimum_bytes` searches when it is first read, which takes as long as planning.
     """
 
     exit_code = 1
@@ -89,20 +93,27 @@ class BudgetTooSmall(StowplanError):
         what: str,
         *,
         allowed_bytes: int,
-        minimum_bytes: int,
+        minimum_bytes: int | Callable[[], int],
         binding: tuple[str, ...],
         untiled: tuple[str, ...] = (),
     ) -> None:
-        self.allowed_bytes, self.minimum_bytes, self.binding = allowed_bytes, minimum_bytes, binding
+        self.allowed_bytes, self._minimum_bytes, self.binding = allowed_bytes, minimum_bytes, binding
         self.what, self.untiled = what, untiled
         super().__init__(what + _tiles_tried(untiled))
+
+    @property
+    def minimum_bytes(self) -> int:
+        """The smallest budget for which a plan was found."""
+        if not isinstance(self._minimum_bytes, int):
+            self._minimum_bytes = self._minimum_bytes()
+        return self._minimum_bytes
 
     def with_untiled(self, untiled: tuple[str, ...]) -> "BudgetTooSmall":
         """The same refusal, with the reasons why tiles did not help."""
         return BudgetTooSmall(
             self.what,
             allowed_bytes=self.allowed_bytes,
-            minimum_bytes=self.minimum_bytes,
+            minimum_bytes=self._minimum_bytes,
             binding=self.binding,
             untiled=untiled,
         )
@@ -111,11 +122,12 @@ class BudgetTooSmall(StowplanError):
         """The refusal of a budget that also has to hold `nbytes` for something else."""
         if not nbytes:
             return self
-        minimum = self.minimum_bytes + nbytes
+        known = isinstance(self._minimum_bytes, int)
+        total = f", {self.minimum_bytes + nbytes:,} bytes in total" if known else ""
         return BudgetTooSmall(
-            f"{self.what}; with {nbytes:,} bytes for {what}, {minimum:,} bytes in total",
+            f"{self.what}; with {nbytes:,} bytes for {what}{total}",
             allowed_bytes=self.allowed_bytes + nbytes,
-            minimum_bytes=minimum,
+            minimum_bytes=self.minimum_bytes + nbytes if known else lambda: self.minimum_bytes + nbytes,
             binding=self.binding,
             untiled=self.untiled,
         )

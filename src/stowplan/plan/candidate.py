@@ -135,8 +135,17 @@ class GraphCandidate:
         """The searched frontier."""
         return Planner.of(self.graph, self.pricing, self.options)
 
+    @cached_property
+    def _baseline(self) -> Planner:
+        """The schedule that recomputes nothing."""
+        return Planner.unsearched(self._problem, self.pricing)
+
+    def planner_for(self, allowed_bytes: int) -> Planner:
+        """The searched frontier, unless the budget has room for every value."""
+        return self.planner if self._baseline.minimum_bytes > allowed_bytes else self._baseline
+
     def plan(self, allowed_bytes: int) -> Plan:
-        return self.told(self.planner.plan(allowed_bytes))
+        return self.told(self.planner_for(allowed_bytes).plan(allowed_bytes))
 
     def told(self, plan: Plan) -> Plan:
         """A plan of its planner, compared with the baseline."""

@@ -91,6 +91,11 @@ def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
     return search.frontier()
 
 
+def baseline_of(problem: Problem) -> Frontier:
+    """The schedule that keeps every value, alone."""
+    return _Search(problem).frontier()
+
+
 def default_moves(problem: Problem) -> int:
     """Enough to settle small graphs, and a bounded time on large ones, where a move touches more."""
     return min(40_000, 24_000_000 // max(1, len(problem.reads)))

@@ -55,7 +55,7 @@ class Plan:
     projected_seconds: float
     plain_peak_bytes: int
     plain_seconds: float
-    minimum_bytes: int  # the smallest budget for which a plan was found
+    minimum_bytes: int | None  # the smallest budget for which a plan was found; None: nobody searched
     bound_seconds: float  # no schedule in this order is faster within the budget
     extra_macs: int
     tile_maps: tuple[TileMap, ...] = ()

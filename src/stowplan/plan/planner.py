@@ -14,7 +14,7 @@ from stowplan.ir import Graph
 from stowplan.ir.labels import Labels, TensorGroup
 from stowplan.plan.bound import bound_of
 from stowplan.plan.decision import Decision, Keep, Offload, Recompute, RecomputeOp, Step, Store
-from stowplan.plan.frontier import Frontier, Point, frontier_of
+from stowplan.plan.frontier import Frontier, Point, baseline_of, frontier_of
 from stowplan.plan.judge.simulate import alive_at, simulate
 from stowplan.plan.ledger import State, gaps_of
 from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions
@@ -43,6 +43,12 @@ class Planner:
     pricing: Pricing
     frontier: Frontier
     plain_peak_bytes: int
+    is_searched: bool = True
+
+    @staticmethod
+    def unsearched(problem: Problem, pricing: Pricing) -> "Planner":
+        """Knows one schedule: every value is kept. It answers any budget that this schedule fits."""
+        return Planner(problem, pricing, baseline_of(problem), 0, is_searched=False)
 
     @staticmethod
     def of(
@@ -92,14 +98,15 @@ class Planner:
             projected_seconds=simulation.seconds,
             plain_peak_bytes=self.plain_peak_bytes,
             plain_seconds=plain_seconds,
-            minimum_bytes=self.minimum_bytes,
+            minimum_bytes=self.minimum_bytes if self.is_searched else None,
             bound_seconds=plain_seconds + self._bound(allowed_bytes),
             extra_macs=_extra_macs(graph, steps),
         )
 
     def _bound(self, allowed_bytes: int) -> float:
         """A lower bound on the extra seconds; 0 with a tier, because transfers may be hidden completely."""
-        return bound_of(self.problem, allowed_bytes) if self.pricing.tier is None else 0.0
+        is_bound = self.is_searched and self.pricing.tier is None
+        return bound_of(self.problem, allowed_bytes) if is_bound else 0.0
 
     def refusal(self, allowed_bytes: int) -> BudgetTooSmall:
         """The error for a budget below the smallest."""
@@ -140,6 +147,26 @@ def _sized(group: TensorGroup) -> str:
     if len(group.names) > 1:
         return f"{group.module} {group.what} ({len(group.names)} tensors, {size})"
     return f"{group.names[0]}{f' of {group.module}' if group.line else ''} ({size})"
+
+
+def refuse_hopeless(
+    graph: Graph, allowed_bytes: int, options: PlanOptions, minimum_bytes: Callable[[], int]
+) -> None:
+    """Refuse a budget below what no plan can avoid, before ops are probed and plans are searched for."""
+    problem = problem_of(graph, [0.0] * len(graph.ops))
+    left = range(len(problem.held)) if "offload-gradients" not in options.allow else ()
+    least = problem.standing_bytes + sum(problem.nbytes[value] for value in left if problem.held[value])
+    if allowed_bytes >= least:
+        return
+    unit = "GiB" if allowed_bytes < 2**10 else "MiB" if allowed_bytes < 2**20 else ""
+    meant = f"; did you mean {allowed_bytes}{unit}?" if allowed_bytes and unit else ""
+    raise BudgetTooSmall(
+        f"{format_bytes(allowed_bytes)} allowed, but parameters, inputs and gradients alone take"
+        f" {format_bytes(least)} ({least} bytes){meant}",
+        allowed_bytes=allowed_bytes,
+        minimum_bytes=minimum_bytes,
+        binding=(),
+    )
 
 
 def refuse_without_ops(graph: Graph) -> None:

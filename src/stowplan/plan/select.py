@@ -89,9 +89,10 @@ class Selector(Generic[C]):
     def minimum_bytes(self) -> int:
         """The smallest budget for which a plan was found; searches wherever it could be."""
         try:
-            return self._by_the_smallest(0)[0].minimum_bytes
+            self._by_the_smallest(0)
         except BudgetTooSmall as refusal:
             return refusal.minimum_bytes
+        return 0
 
     def _by_the_smallest(self, allowed_bytes: int) -> tuple[Plan, C]:
         """The answer of a candidate that seemed to need more; else BudgetTooSmall with the smallest found.

@@ -119,10 +119,16 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
             ("lower bound", f"{plan.bound:.4f}: no schedule in this order is faster, gap {plan.gap:.2%}"),
             ("extra work", f"{format_count(plan.extra_macs)} multiply-accumulates"),
             ("decided", f"{kept} kept, {remade} recomputed, {tiled} never whole"),
-            ("smallest budget", f"{format_bytes(plan.minimum_bytes)} ({plan.minimum_bytes:,} bytes)"),
+            ("smallest budget", _smallest_budget(plan)),
             *((("planned in", f"{solve_seconds:.1f} s"),) if solve_seconds is not None else ()),
         )
     )
+
+
+def _smallest_budget(plan: Plan) -> str:
+    if plan.minimum_bytes is None:
+        return "not searched, because the baseline fits"
+    return f"{format_bytes(plan.minimum_bytes)} ({plan.minimum_bytes:,} bytes)"
 
 
 def _without_backward(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -56,7 +56,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     projected_seconds: float
     plain_peak_bytes: int
     plain_seconds: float
-    minimum_bytes: int
+    minimum_bytes: int | None
     bound_seconds: float
     extra_macs: int
     graph: str

@@ -72,7 +72,7 @@ def _check_prices(plan: Plan) -> None:
 def _check_figures(plan: Plan) -> None:
     check_bytes("$.content.projected_curve_bytes", plan.projected_curve_bytes)
     check_bytes("$.content.plain_peak_bytes", [plan.plain_peak_bytes])
-    check_bytes("$.content.minimum_bytes", [plan.minimum_bytes])
+    check_bytes("$.content.minimum_bytes", [plan.minimum_bytes or 0])
     seconds = (plan.projected_seconds, plan.plain_seconds, plan.bound_seconds)
     check_numbers("$.content.projected_seconds", seconds)
     check_numbers("$.content.allowed_bytes", [plan.allowed_bytes])

@@ -101,6 +101,8 @@ class SampleCandidate:
         except BudgetTooSmall as fault:
             raise self._too_small(fault, allowed_bytes) from fault
         found = self._around(inner).plan(allowed_bytes)
+        if inner.minimum_bytes is None:
+            return replace(found, minimum_bytes=None)
         return replace(found, minimum_bytes=inner.minimum_bytes + self._beside_bytes)
 
     def tradeoffs(self) -> Iterator[Tradeoff]:

@@ -72,7 +72,7 @@ def frontier_of_subjects(subjects: Sequence[Subject]) -> Columns | None:
         "lines": [_line(subject) for subject in subjects if subject.frontier and subject.plan],
         "plans": [_chosen(name, plan) for name, plan in plans],
         "plain_bytes": plans[0][1].plain_peak_bytes,
-        "minimum_bytes": min(plan.minimum_bytes for _, plan in plans),
+        "minimum_bytes": min((least for _, plan in plans if (least := plan.minimum_bytes)), default=None),
         "measured": [
             [subject.name, subject.record.measured_peak_bytes, subject.record.measured_time_ratio]
             for subject in subjects

@@ -61,7 +61,11 @@ def _of_plan(plan: Plan) -> Iterator[Figure]:
     yield "baseline peak", format_bytes(plan.plain_peak_bytes), f"the plan needs {saved:.0%} less"
     yield "time", f"{plan.time_ratio:.3f} x", f"of the baseline; at least {plan.bound:.3f}"
     yield _not_kept(plan)
-    yield "smallest budget", format_bytes(plan.minimum_bytes), _basis(plan)
+    yield "smallest budget", _smallest(plan), _basis(plan)
+
+
+def _smallest(plan: Plan) -> str:
+    return "not searched" if plan.minimum_bytes is None else format_bytes(plan.minimum_bytes)
 
 
 def _not_kept(plan: Plan) -> Figure:

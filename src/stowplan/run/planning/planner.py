@@ -8,6 +8,7 @@ from stowplan.capture import Captured
 from stowplan.plan.candidate import Baseline, Candidate, GraphCandidate, Refusals
 from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions, Prefer
 from stowplan.plan.plan import Plan
+from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.select import Selector
 from stowplan.plan.technique import Socket
@@ -40,7 +41,7 @@ class CapturedCandidate(GraphCandidate):
         self.captured = captured
 
     def plan(self, allowed_bytes: int) -> Plan:
-        return self.told(plan_within(self.planner, allowed_bytes))
+        return self.told(plan_within(self.planner_for(allowed_bytes), allowed_bytes))
 
 
 def step_planner(subject: Subject, options: PlanOptions = DEFAULT_OPTIONS) -> Selector[StepCandidate]:
@@ -64,5 +65,10 @@ def _candidates(
 
 def plan_step(subject: Subject, allowed_bytes: int, options: PlanOptions = DEFAULT_OPTIONS) -> PlannedStep:
     """The best plan within `allowed_bytes`; raises BudgetTooSmall with the smallest that was found."""
+
+    def minimum_bytes() -> int:
+        return step_planner(subject, options).minimum_bytes
+
+    refuse_hopeless(subject.captured.graph, allowed_bytes, options, minimum_bytes)
     plan, candidate = step_planner(subject, options).answer(allowed_bytes)
     return PlannedStep(plan, candidate.captured)
