@@ -21,7 +21,7 @@ def test_every_budget_of_a_document_is_answered(
     code = main([*words, "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == (0 if found["feasible"] else 1)
-    assert found["minimum_bytes"] > 1
+    assert found["minimum_bytes"] is None or found["minimum_bytes"] > 1
     if found["feasible"]:
         assert found["has_backward"] is (name not in _FORWARD_ONLY)
     assert main(words) == code

@@ -161,7 +161,7 @@ def refuse_hopeless(
     unit = "GiB" if allowed_bytes < 2**10 else "MiB" if allowed_bytes < 2**20 else ""
     meant = f"; did you mean {allowed_bytes}{unit}?" if allowed_bytes and unit else ""
     raise BudgetTooSmall(
-        f"{format_bytes(allowed_bytes)} allowed, but parameters, inputs and gradients alone take"
+        f"{format_bytes(allowed_bytes)} allowed, but parameters, inputs, outputs and gradients alone take"
         f" {format_bytes(least)} ({least} bytes){meant}",
         allowed_bytes=allowed_bytes,
         minimum_bytes=minimum_bytes,

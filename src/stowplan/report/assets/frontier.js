@@ -18,7 +18,7 @@ stow.frontier = (() => {
 
   function extent(frontier) {
     const all = [...frontier.lines.flat(), ...points(frontier).map((point) => point.at)];
-    const sizes = [...all.map(([size]) => size), ...frontier.plans.map((plan) => plan.allowed), frontier.minimum_bytes];
+    const sizes = [...all.map(([size]) => size), ...frontier.plans.map((plan) => plan.allowed), ...[frontier.minimum_bytes].filter((size) => size !== null)];
     const ratios = [...all.map(([, ratio]) => ratio), ...frontier.plans.map((plan) => plan.bound)];
     const room = Math.max(0.02, (Math.max(...ratios) - 1) * 0.15);
     return {

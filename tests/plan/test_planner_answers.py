@@ -1,0 +1,58 @@
+"""Answers that need no search: the step fits as it is, or no plan can fit."""
+
+import pytest
+import torch
+from torch import nn
+
+import stowplan
+from stowplan.errors import BudgetTooSmall
+from stowplan.plan import frontier
+from stowplan.plan.options import PlanOptions
+from stowplan.plan.planner import baseline_peak_of
+from stowplan.plan.select import planner_of
+from tests.support.steps import random_step, uneven_prices
+
+pytestmark = pytest.mark.torch
+_OPTIONS = PlanOptions(("recompute",))
+
+
+def _model() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(16, 1), nn.Flatten(0)), (torch.randn(64, 16),)
+
+
+def _no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def searched(*_: object, **__: object) -> None:
+        raise AssertionError("a search was begun")
+
+    monkeypatch.setattr(frontier._Search, "start_at", searched)
+    monkeypatch.setattr(frontier._Search, "sweep", searched)
+
+
+def test_a_step_that_fits_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_step(3, layers=12)
+    prices = uneven_prices(graph, 3)
+    searched = planner_of(graph, prices, _OPTIONS)
+    tight = searched.plan(searched.minimum_bytes)
+    _no_search(monkeypatch)
+    fresh = planner_of(graph, prices, _OPTIONS)
+    plan = fresh.plan(baseline_peak_of(graph, prices))
+    assert plan.projected_seconds == plan.plain_seconds == plan.bound_seconds
+    assert plan.minimum_bytes is None
+    assert tight.minimum_bytes is not None
+    with pytest.raises(AssertionError, match="a search was begun"):
+        fresh.plan(tight.minimum_bytes)
+
+
+def test_a_hopeless_budget_is_refused_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, args = _model()
+    with monkeypatch.context() as patched:
+        _no_search(patched)
+        with pytest.raises(BudgetTooSmall, match="did you mean 6GiB") as hopeless:
+            stowplan.fit(model, args, budget=6)
+    least = sum(2 * p.nbytes for p in model.parameters()) + args[0].nbytes + 64 * 4
+    assert f"({least} bytes)" in str(hopeless.value)
+    assert hopeless.value.minimum_bytes > least  # searches now
+    fitted = stowplan.fit(model, args, budget=hopeless.value.minimum_bytes)
+    assert stowplan.plans_of(fitted)[0].projected_peak_bytes <= hopeless.value.minimum_bytes
