@@ -44,6 +44,7 @@ def test_a_step_below_the_floor_of_recomputation(model: str, capsys: pytest.Capt
     assert isinstance(tiles, list)
     inside = f"{tiles[0]['sweep']}/relu"
     assert _json_of(capsys, "explain", "plan.json", inside)["decision"] == "tile"
+    assert _json_of(capsys, "explain", "plan.json", "1")["tensor"] == "relu"  # by the path of its module
     assert main(["explain", "plan.json"]) == 0
     said = capsys.readouterr().out
     assert "within rounding" in said

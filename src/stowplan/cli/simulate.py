@@ -5,7 +5,7 @@ import tomllib
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -15,6 +15,7 @@ from stowplan import api
 from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.errors import BadUse, TooManyWorkers
 from stowplan.ir import Graph, Phase
+from stowplan.ir.labels import Labels
 from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.choice import choose_mesh
 from stowplan.plan.shards.curves import strong_scaling, weak_scaling
@@ -73,6 +74,7 @@ class Simulation:
     strong: Sequence[Projection]  # as far as everyone has something to do
     weak: Sequence[Projection]  # none of a file, whose batch is what it is
     stages: Mapping[str, str]  # by first op of a stage how it is cut, if that was to be chosen
+    labels: Labels  # of the step's ops
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -115,7 +117,7 @@ def _simulated(arguments: Namespace) -> Simulation:
     weak: list[Projection] = []
     if api.names_a_function(arguments.target):
         weak = list(_curve(graphs, weak_scaling(wanted.mesh, most), machine, network))
-    return Simulation(arguments.target, wanted, strong, weak, stages)
+    return Simulation(arguments.target, wanted, strong, weak, stages, Labels(graph))
 
 
 def _relaid(
@@ -208,4 +210,7 @@ def _show(found: Simulation) -> None:
     from stowplan.report.simulate import show_projections
     from stowplan.report.terminal import console_for_output
 
-    show_projections(found.target, found.wanted, found.strong, found.weak, found.stages, console_for_output())
+    stages = {found.labels.op(op): state for op, state in found.stages.items()}
+    gathered = {found.labels.op(op): why for op, why in found.wanted.gathered.items()}
+    wanted = replace(found.wanted, gathered=gathered)
+    show_projections(found.target, wanted, found.strong, found.weak, stages, console_for_output())

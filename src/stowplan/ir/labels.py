@@ -10,6 +10,7 @@ from pathlib import PurePath
 
 from stowplan.ir.graph import Graph, Kind, Op, Phase, Tensor
 
+_KINDS = frozenset(map(str, Kind))
 _NAMED = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT, Kind.CONSTANT)
 
 
@@ -22,12 +23,12 @@ class TensorGroup:
     module: str  # that makes them, such as layers.0..11.mlp.act; or the name of a parameter
     what: str  # the ATen op that makes them, or the kind of tensor
     shape: str
-    line: str
+    line: str  # empty if it is not known, or no op of the step makes them
 
     @property
     def details(self) -> str:
         """The op, the shape and the line; a single tensor has its id, by which `explain` finds it."""
-        made = self.names[0] if len(self.names) == 1 and self.line else self.what
+        made = self.names[0] if len(self.names) == 1 and self.what not in _KINDS else self.what
         return ", ".join(filter(None, (made, self.shape, self.line)))
 
 
@@ -49,7 +50,7 @@ class Labels:
         self._graph = graph
         self._ops = {op.id: op for op in graph.ops}
         self._makers = {name: op for op in reversed(graph.ops) for name in op.writes()}
-        self.captured = any(op.source and op.type.startswith("aten.") for op in graph.ops)
+        self.captured = any(op.type.startswith("aten.") and (op.scope or op.source) for op in graph.ops)
 
     def op(self, name: str, *, with_source: bool = False) -> str:
         """An op with its module and line; in a graph that was not captured, its id alone.
@@ -124,19 +125,21 @@ class Labels:
 
     def _home(self, tensor: Tensor) -> tuple[str, str, str]:
         """The module or name of a tensor; the op that makes its storage, or its kind; the line."""
+        if not self.captured:
+            return tensor.id, str(tensor.kind), ""
         if tensor.gradient_of and self._graph.tensors[tensor.gradient_of].kind in _NAMED:
             target = self._graph.tensors[tensor.gradient_of]
-            return target.name or target.id, "gradient", ""
-        owner = self._graph.tensors[self._graph.storage_of(tensor.id)] if self.captured else tensor
+            return target.name or target.id, str(Kind.GRADIENT), ""
+        owner = self._graph.tensors[self._graph.storage_of(tensor.id)]
         maker = self._makers.get(owner.id)
-        if maker is None or owner.kind in _NAMED or not self.captured:
+        if maker is None or owner.kind in _NAMED:
             return owner.name or owner.id, str(owner.kind), ""
         return self._place(maker)
 
     def _place(self, op: Op) -> tuple[str, str, str]:
         """The module that ran an op, or that ran what it differentiates; its ATen name; the line."""
         forward = self._ops.get(op.adjoint_of or op.id, op)
-        module = op.scope or forward.scope or f"{self._graph.name}.forward"
+        module = op.scope or forward.scope or f"{self._graph.name}.forward".lstrip(".")
         name = op.type.split(".")[1] if "." in op.type else op.type
         in_backward = op.phase is Phase.BACKWARD and not name.endswith("_backward")
         return module, f"{name} in backward" if in_backward else name, PurePath(self._source(op)).name

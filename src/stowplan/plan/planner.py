@@ -146,7 +146,7 @@ def _sized(group: TensorGroup) -> str:
     size = format_bytes(group.nbytes)
     if len(group.names) > 1:
         return f"{group.module} {group.what} ({len(group.names)} tensors, {size})"
-    return f"{group.names[0]}{f' of {group.module}' if group.line else ''} ({size})"
+    return f"{group.names[0]}{f' of {group.module}' if group.module != group.names[0] else ''} ({size})"
 
 
 def refuse_hopeless(

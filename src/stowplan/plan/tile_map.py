@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from stowplan.analyse.tile_costs import Levels
-from stowplan.ir import Document
+from stowplan.ir import Document, Graph
+from stowplan.ir.labels import Labels
+from stowplan.ir.text import parse_graph
 from stowplan.plan.decision import Tile
 from stowplan.plan.technique import Socket
 
@@ -48,6 +50,10 @@ class TileMap:
     made_of: tuple[str, ...] = ()
     made_whole: tuple[str, ...] = ()
     text: str = ""  # the segment's ops, in the text form of graphs
+
+    def labels(self) -> Labels:
+        """The names that people know the ops and tensors of the segment by."""
+        return Labels(parse_graph(self.text) if self.text else Graph({}, ()))
 
     def find(self, tensor: str) -> "tuple[TileMap, TileLevel] | None":
         """The innermost level that makes a tensor."""

@@ -51,13 +51,16 @@ def show_projections(
 def _show_table(
     title: str, rows: Sequence[Projection], efficiencies: Sequence[float], console: Console
 ) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="cyan")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
     for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading == "mesh" else "right")
+        is_mesh = heading == "mesh"
+        table.add_column(
+            heading, justify="left" if is_mesh else "right", no_wrap=not is_mesh, overflow="fold"
+        )
     for row, efficiency in zip(rows, efficiencies, strict=True):
         table.add_row(
             f"{row.mesh.size:,}",
-            str(row.mesh),
+            str(row.mesh).replace(",", " "),  # so that lines can be broken between axes
             format_seconds(row.step_seconds),
             format_seconds(row.network_seconds + row.waiting_seconds),
             f"{efficiency:.1%}",

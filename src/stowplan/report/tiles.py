@@ -29,7 +29,7 @@ def show_tiled_tensor(found: TiledTensor, console: Console) -> None:
     """A tensor that is never whole."""
     rows = (
         ("decided", f"never whole: {found.told.sweep} computes it in {_by(found.told.parts)} tiles"),
-        ("made by", found.level.op),
+        ("made by", found.told.labels().op(found.level.op)),
         ("whole", _by(found.level.whole)),
         ("largest part", _by(found.level.part)),
         ("made in all", f"{found.level.work:.3f} of it; over 1 because tiles overlap"),
@@ -56,14 +56,16 @@ def _facts(tiled: TileMap) -> str:
 
 
 def _levels(tiled: TileMap) -> Table:
+    labels = tiled.labels()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
-    for heading in ("op", "whole", "largest part"):
-        table.add_column(heading)
+    for heading in (*(("module",) if labels.captured else ()), "op", "whole", "largest part"):
+        table.add_column(heading, overflow="fold")
     for heading in ("made in all", "MACs"):
         table.add_column(heading, justify="right")
     for level in tiled.levels:
-        row = (level.op, _by(level.whole), _by(level.part), f"{level.work:.3f}", format_count(level.macs))
-        table.add_row(*row)
+        module = (labels.module_of(level.tensor),) if labels.captured else ()
+        sizes = _by(level.whole), _by(level.part)
+        table.add_row(*module, level.op, *sizes, f"{level.work:.3f}", format_count(level.macs))
     return table
 
 

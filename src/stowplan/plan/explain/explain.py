@@ -75,25 +75,32 @@ class TiledTensor:
 
 
 def explain_tiled(plan: Plan, tensor: str) -> TiledTensor | None:
-    """The tiles of a tensor, named as in its segment or with the sweep before it; None if none do."""
-    sweep, _, bare = tensor.rpartition("/")
+    """The tiles of a tensor, named as in its segment or with the sweep before it; None if none do.
+
+    The path of the module that makes it is also a name.
+    """
+    sweep, _, name = tensor.rpartition("/")
     for told in plan.tile_maps:
-        if (found := told.find(bare)) and sweep in ("", told.sweep, found[0].sweep):
-            return TiledTensor(bare, *found, recomputed=bare in told.again)
+        made = [name] if told.find(name) else told.labels().made_in(name)
+        found = told.find(made[0]) if len(made) == 1 else None
+        if found and sweep in ("", told.sweep, found[0].sweep):
+            return TiledTensor(made[0], *found, recomputed=made[0] in told.again)
     return None
 
 
 def _find(plan: Plan, tensor: str) -> str:
     if tensor in plan.graph.tensors:
         return tensor
-    labels = Labels(plan.graph)
     named = [known.id for known in plan.graph.tensors.values() if known.name == tensor]
-    named = named or labels.made_in(tensor)
-    if len(named) == 1:
-        return named[0]
-    if named:
-        raise BadUse(f"{tensor!r} is {len(named)} tensors: name one of {_listed(map(labels.tensor, named))}")
-    known = dict.fromkeys((*plan.graph.tensors, *labels.modules()))
+    graphs = (Labels(plan.graph), *(told.labels() for told in plan.tile_maps))
+    made = {name: labels.tensor(name) for labels in graphs for name in labels.made_in(tensor)}
+    if len(named or made) == 1:
+        return next(iter(named or made))
+    if made:
+        raise BadUse(f"{tensor!r} is {len(made)} tensors: name one of {_listed(made.values())}")
+    inside = (level.tensor for told in plan.tile_maps for level in told.levels)
+    modules = (module for labels in graphs for module in labels.modules())
+    known = dict.fromkeys((*plan.graph.tensors, *inside, *modules))
     close = [name for name in known if tensor in name] or get_close_matches(tensor, known, n=_LISTED)
     raise BadUse(f"the plan has no tensor {tensor!r}; it has {_listed(close or list(plan.decisions))}")
 
