@@ -47,7 +47,7 @@ def _said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_the_frontier_has_a_row_from_the_smallest_budget_to_the_plain_step() -> None:
+def test_the_frontier_has_a_row_from_the_smallest_budget_to_the_baseline() -> None:
     graph = read_document(SAMPLE, saved="retain").graph
     planner = planner_of(graph, price_by_macs(graph), options=PlanOptions(allow=("recompute",), moves=100))
     console = Console(file=StringIO(), width=100)

@@ -34,7 +34,7 @@ def measured_peak(model: nn.Module, args: tuple[Tensor, ...]) -> int:
 
 @pytest.mark.parametrize("name", WITHOUT_WORKSPACE)
 @pytest.mark.slow
-def test_networks_whose_kernels_need_nothing_besides(name: str) -> None:
+def test_networks_whose_kernels_need_no_workspace(name: str) -> None:
     model, args = NETS[name].build("tiny")
     projected = capture(model, args).eager.peak_bytes()
     assert abs(measured_peak(model, args) - projected) <= A_FEW_SCALARS

@@ -50,7 +50,7 @@ def test_changes_are_the_tensors_that_fare_otherwise(planner: Planner) -> None:
     assert moved == sorted(moved, reverse=True)
 
 
-def test_a_plan_is_compared_with_the_plain_step(planner: Planner) -> None:
+def test_a_plan_is_compared_with_the_baseline(planner: Planner) -> None:
     tight = planner.plan(planner.minimum_bytes)
     comparison = comparison_of(Side(timeline_of(tight.graph)), side(tight))
     assert comparison.before.allowed_bytes is None
@@ -67,7 +67,7 @@ def test_everything_decided_has_a_reason_that_names_its_price(planner: Planner) 
         assert "% of the baseline" in reasons[name]
 
 
-def test_a_tensor_made_again_because_it_must_says_how_far_over_the_budget_it_would_be(
+def test_a_recomputed_tensor_says_how_far_over_the_budget_it_would_be(
     planner: Planner,
 ) -> None:
     plan = planner.plan(planner.minimum_bytes)
@@ -75,7 +75,7 @@ def test_a_tensor_made_again_because_it_must_says_how_far_over_the_budget_it_wou
     assert any("over the budget" in reason for reason in reasons.values())
 
 
-def test_what_others_are_made_again_from_counts_as_kept(planner: Planner) -> None:
+def test_a_source_of_recomputation_counts_as_kept(planner: Planner) -> None:
     plan = planner.plan(planner.minimum_bytes)
     timeline = timeline_of_plan(plan)
     added = decisions_of(plan, timeline).keys() - plan.decisions.keys()

@@ -1,4 +1,4 @@
-"""What is told of a tensor is what the plan does with it, as the simulator sees it."""
+"""The explanation of a tensor agrees with the plan and the simulator."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from tests.support.steps import random_step, uneven_prices
 
 @pytest.fixture(scope="module", params=[5, 6, 11])
 def plan(request: pytest.FixtureRequest) -> Plan:
-    """A plan in which some tensors are made again."""
+    """A plan in which some tensors are recomputed."""
     graph = random_step(request.param, layers=8)
     planner = Planner.of(graph, uneven_prices(graph, request.param), options=PlanOptions(moves=500))
     return planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)

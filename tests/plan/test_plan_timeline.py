@@ -76,7 +76,7 @@ def test_a_view_of_a_view_outlives_the_owner_it_names() -> None:
     assert timeline.runs[stay.uses[-1]].op == "back"
 
 
-def test_a_tensor_made_again_has_a_copy_for_each_time(dump: Callable[[str], Path]) -> None:
+def test_a_recomputed_tensor_has_a_copy_for_each_time(dump: Callable[[str], Path]) -> None:
     graph = chainer.read(dump("chainer").read_text(), chainer.SavedView.RETAIN).graph
     planner = Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=400))
     plan = planner.plan(planner.minimum_bytes)

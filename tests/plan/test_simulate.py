@@ -178,6 +178,6 @@ def test_moving_without_a_tier_is_refused() -> None:
         simulate(_graph(), (*FORWARD[:3], *AWAY), SECONDS)
 
 
-def test_what_is_made_again_while_it_is_there_stands_beside_itself_until_it_is_made() -> None:
+def test_a_tensor_recomputed_while_it_exists_is_counted_twice_until_it_is_made() -> None:
     steps = (Compute("make"), RecomputeOp("make", ("m",)), Free(("a", "m")))
     assert _curve(*steps) == [30, 30 + 20 + 10, 0]

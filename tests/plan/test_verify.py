@@ -20,7 +20,7 @@ from tests.support.steps import random_step, uneven_prices
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    """A plan in which some ops run again."""
+    """A plan in which some ops are recomputed."""
     graph = random_step(5, layers=8)
     planner = Planner.of(graph, uneven_prices(graph, 5), options=PlanOptions(moves=300))
     found = planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
@@ -115,7 +115,7 @@ def _with_a_counter() -> Graph:
     return Graph(tensors, ops, frozenset({"gx"}))
 
 
-def test_an_op_that_read_a_buffer_before_its_update_never_runs_again() -> None:
+def test_an_op_that_read_a_buffer_before_its_update_is_never_recomputed() -> None:
     graph = _with_a_counter()
     pricing = Pricing({op.id: 1.0 for op in graph.ops}, Basis.MEASURED)
     plan = Planner.of(graph, pricing).plan(1000)

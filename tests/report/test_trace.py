@@ -83,7 +83,7 @@ def test_a_profile_stands_on_its_two_clocks(dump: Dump) -> None:
     assert any(event["ph"] == "C" for event in events)
 
 
-def test_a_plan_has_an_arrow_for_every_tensor_made_again(dump: Dump) -> None:
+def test_a_plan_has_an_arrow_for_every_recomputed_tensor(dump: Dump) -> None:
     plan = plan_of(dump("chainer"))
     events = events_of(subject_of(plan, "plan"))
     check(events)

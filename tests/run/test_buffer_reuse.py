@@ -77,8 +77,8 @@ def measured_peak_bytes(step: StraightStep, model: nn.Module, args: tuple[Tensor
 
 def error_of(step: StraightStep, model: nn.Module, args: tuple[Tensor, ...]) -> float:
     loss, gradients = gradients_of(model, model, args)
-    found, swept = gradients_of(step, model, args)
-    return relative_error([found, *swept], [loss, *gradients])
+    found, in_tiles = gradients_of(step, model, args)
+    return relative_error([found, *in_tiles], [loss, *gradients])
 
 
 def test_a_residual_net_needs_one_block_for_both_gradients() -> None:
@@ -100,26 +100,26 @@ def test_a_residual_net_needs_one_block_for_both_gradients() -> None:
 
 
 class Joined(nn.Module):
-    """Two activations, of which the sum is looked at; a third value is added outside of what is swept."""
+    """The sum of two activations, or of one and a third value, which is added outside the sweep."""
 
-    def __init__(self, *, besides: bool) -> None:
+    def __init__(self, *, adds_third: bool) -> None:
         super().__init__()
         self.one, self.other, self.third = (nn.Conv2d(2, 3, 1) for _ in range(3))
-        self.besides = besides
+        self.adds_third = adds_third
 
     def forward(self, x: Tensor) -> Tensor:
         third = self.third(x)
         one, other = self.one(x), self.other(x)
-        total = torch.tanh(one) + third if self.besides else torch.tanh(one) + torch.sigmoid(other)
+        total = torch.tanh(one) + third if self.adds_third else torch.tanh(one) + torch.sigmoid(other)
         return total.square().mean()
 
 
-@pytest.mark.parametrize("besides", [False, True])
-def test_a_gradient_that_others_read_stays(besides: bool) -> None:
+@pytest.mark.parametrize("adds_third", [False, True])
+def test_a_gradient_that_others_read_stays(adds_third: bool) -> None:
     """The other output of the same sweep, or an op outside of it."""
     torch.manual_seed(0)
-    model, args = Joined(besides=besides).double(), (torch.randn(1, 2, 8, 8, dtype=torch.float64),)
-    step = step_in_tiles(model, args, ("tanh", "tanh" if besides else "sigmoid", (1, 1, 2, 2)))
+    model, args = Joined(adds_third=adds_third).double(), (torch.randn(1, 2, 8, 8, dtype=torch.float64),)
+    step = step_in_tiles(model, args, ("tanh", "tanh" if adds_third else "sigmoid", (1, 1, 2, 2)))
     assert error_of(step, model, args) < 1e-12
 
 

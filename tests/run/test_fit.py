@@ -114,7 +114,7 @@ def assert_monotone(planner: Planner) -> None:
 
 
 @pytest.mark.slow
-def test_draws_that_are_made_again_are_the_same() -> None:
+def test_recomputed_draws_are_the_same() -> None:
     """With activations of a megabyte, a mask is dearer to keep than the generator's state."""
     model, x = Chain(dropout=0.15), images(4096, 16)
     budget = smallest_budget(model, x)

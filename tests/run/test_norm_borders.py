@@ -1,4 +1,4 @@
-"""Networks with norms, cut before each of them and swept: eager's gradients, and half of what eager keeps."""
+"""Networks with norms, in sweeps that begin at the norms: eager's gradients, and half of what eager keeps."""
 
 import copy
 from collections import Counter
@@ -35,7 +35,7 @@ SIZES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.slow
-def test_a_step_swept_between_its_norms(name: str) -> None:
+def test_a_step_in_sweeps_between_its_norms(name: str) -> None:
     model, args = NETS[name].build("tiny", device="cpu", dtype=torch.float64, seed=0, **SIZES[name])
     captured = in_order(capture(model, args))
     sweeps = sweeps_of(captured, stretches_between_norms(captured.graph))
@@ -48,13 +48,13 @@ def error_of(captured: Captured, model: nn.Module, args: tuple[Tensor, ...], swe
     twin = copy.deepcopy(model)
     step = StraightStep(capture_with_sweeps(captured, twin, args, sweeps=sweeps), twin)
     loss, gradients = gradients_of(model, model, args)
-    found, swept = gradients_of(step, twin, args)
+    found, with_sweeps = gradients_of(step, twin, args)
     buffers, updated = ([buffer.double() for buffer in net.buffers()] for net in (model, twin))
-    return relative_error([found, *swept, *updated], [loss, *gradients, *buffers])
+    return relative_error([found, *with_sweeps, *updated], [loss, *gradients, *buffers])
 
 
 @pytest.mark.slow
-def test_a_step_swept_between_its_narrow_norms() -> None:
+def test_a_step_in_sweeps_between_its_narrow_norms() -> None:
     """What a bottleneck widens to is never whole; what is handed on is as narrow as it gets."""
     model, args = NETS["resnet50"].build(
         "tiny", device="cpu", dtype=torch.float64, seed=0, **SIZES["resnet50"]
@@ -77,7 +77,7 @@ def _normed_bytes(sweep: Sweep) -> int:
 
 
 @pytest.mark.slow
-def test_what_differentiating_does_not_run_again_is_not_counted() -> None:
+def test_ops_not_needed_in_backward_are_not_counted() -> None:
     """Norm, activation and convolution: the convolution runs once forward, as without tiles."""
     captured = in_order(capture(*NETS["resnet50"].build("tiny")))
     segment = segment_of(captured.graph, stretches_between_norms(captured.graph)[2])
@@ -123,17 +123,17 @@ def test_norms_of_branches_come_side_by_side() -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_that_runs_again_does_not_gather_again() -> None:
-    """Its statistics, a few numbers, are kept: however many norms it has, it is swept once."""
+def test_a_recomputed_sweep_does_not_gather_a_second_time() -> None:
+    """Its statistics, a few numbers, are kept: a second run is one pass, however many norms it has."""
     model, args = NETS["resnet50"].build(
         "tiny", device="cpu", dtype=torch.float32, seed=0, **SIZES["resnet50"]
     )
     captured = in_order(capture(model, args))
     sweeps = sweeps_of(captured, stretches_between_narrow_norms(captured.graph))
-    swept = capture_with_sweeps(captured, model, args, sweeps=sweeps)
-    planner = planner_for_captured(swept, options=PlanOptions(moves=500))
+    with_sweeps = capture_with_sweeps(captured, model, args, sweeps=sweeps)
+    planner = planner_for_captured(with_sweeps, options=PlanOptions(moves=500))
     again = Counter(
-        next(op.type for op in swept.graph.ops if op.id == step.op)
+        next(op.type for op in with_sweeps.graph.ops if op.id == step.op)
         for step in planner.plan(int(1.2 * planner.minimum_bytes)).steps
         if isinstance(step, RecomputeOp)
     )

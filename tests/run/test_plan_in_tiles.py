@@ -49,8 +49,8 @@ def test_below_the_floor_of_recomputation(vgg: Built, floor_bytes: int) -> None:
     assert plan.exactness is Exactness.ROUNDING
     assert plan.projected_peak_bytes <= allowed
     loss, gradients = gradients_of(model, model, args)
-    found, swept = gradients_of(fitted, model, args)
-    assert relative_error([found, *swept], [loss, *gradients]) < 1e-5
+    found, in_tiles = gradients_of(fitted, model, args)
+    assert relative_error([found, *in_tiles], [loss, *gradients]) < 1e-5
 
     def once() -> None:
         loss = fitted(*args)

@@ -1,4 +1,4 @@
-"""Inputs of sweeps that are made again of what is kept, to differentiate them: the gradients are eager's."""
+"""Sweeps whose backward rematerialises inputs from kept tensors: the gradients are eager's."""
 
 from dataclasses import replace
 
@@ -53,27 +53,29 @@ def rematerialising_candidates(subject: Subject) -> list[TiledCandidate]:
 def test_gradients_are_the_same(name: str) -> None:
     subject = built(name)
     loss, gradients = gradients_of(subject.model, subject.model, subject.args)
-    ways = rematerialising_candidates(subject)
-    assert len(ways) > 1
-    for way in ways:
-        graph = validate(way.captured.graph)
+    candidates = rematerialising_candidates(subject)
+    assert len(candidates) > 1
+    for candidate in candidates:
+        graph = validate(candidate.captured.graph)
         assert any(
             op.id.startswith("again_for_") or ", of " in str(op.attributes.get("name")) for op in graph.ops
         )
-        made, swept = gradients_of(StraightStep(way.captured, subject.model), subject.model, subject.args)
-        assert relative_error([made, *swept], [loss, *gradients]) < 1e-12
+        made, in_tiles = gradients_of(
+            StraightStep(candidate.captured, subject.model), subject.model, subject.args
+        )
+        assert relative_error([made, *in_tiles], [loss, *gradients]) < 1e-12
 
 
 def test_a_plan_with_streams_keeps_its_budget_and_comes_back() -> None:
-    """The smallest that the ways with streams have: as projected, and the same step from the plan alone."""
+    """The smallest budget with rematerialised inputs: as projected, and the same step from the plan alone."""
     subject = built("resnet50")
     model, args = subject.model, subject.args
-    way = min(rematerialising_candidates(subject), key=lambda way: way.floor_bytes)
-    allowed = min(offer.peak_bytes for offer in way.tradeoffs())
-    plan = way.plan(allowed)
+    candidate = min(rematerialising_candidates(subject), key=lambda candidate: candidate.floor_bytes)
+    allowed = min(offer.peak_bytes for offer in candidate.tradeoffs())
+    plan = candidate.plan(allowed)
     assert any(told.made_of for told in plan.tile_maps)
-    assert saved_step(plan, subject, allowed).captured.graph == way.captured.graph
-    step = PlannedStep(plan, way.captured).bound_to(model)
+    assert saved_step(plan, subject, allowed).captured.graph == candidate.captured.graph
+    step = PlannedStep(plan, candidate.captured).bound_to(model)
 
     def once() -> None:
         loss = step(*args)

@@ -61,7 +61,7 @@ def test_another_step_or_budget_is_planned_anew(folder: Path) -> None:
     assert len(list(folder.iterdir())) == 3
 
 
-def test_a_damaged_plan_is_made_again(folder: Path) -> None:
+def test_a_damaged_plan_is_planned_a_second_time(folder: Path) -> None:
     (first,) = stowplan.plans_of(fitted())
     (path,) = folder.iterdir()
     path.write_bytes(path.read_bytes()[:-100])

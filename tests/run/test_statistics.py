@@ -125,8 +125,8 @@ def test_a_step_of_resnet_has_eagers_gradients_and_buffers() -> None:
     step = step_in_tiles(model, args, *cuts)
     for _ in range(2):
         loss, gradients = gradients_of(twin, twin, args)
-        found, swept = gradients_of(step, model, args)
-        assert relative_error([found, *swept], [loss, *gradients]) < EXACT
+        found, in_tiles = gradients_of(step, model, args)
+        assert relative_error([found, *in_tiles], [loss, *gradients]) < EXACT
         buffers = [b.double() for b in twin.buffers()]
         assert relative_error([b.double() for b in model.buffers()], buffers) < EXACT
     assert all(int(b) == 2 for name, b in model.named_buffers() if name.endswith("tracked"))

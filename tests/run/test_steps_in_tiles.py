@@ -19,8 +19,8 @@ def error_of_step(
 ) -> float:
     step = step_in_tiles(model, args, *cuts)
     loss, gradients = gradients_of(model, model, args)
-    found, swept = gradients_of(step, model, args)
-    return relative_error([found, *swept], [loss, *gradients])
+    found, in_tiles = gradients_of(step, model, args)
+    return relative_error([found, *in_tiles], [loss, *gradients])
 
 
 def test_unet_draws_the_masks_that_eager_draws() -> None:

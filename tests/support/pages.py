@@ -49,7 +49,7 @@ def planner_of(document: Path) -> Planner:
 
 @cache
 def plan_of(document: Path) -> Plan:
-    """A plan that makes many tensors again."""
+    """A plan that recomputes many tensors."""
     return planner_of(document).plan(planner_of(document).minimum_bytes)
 
 

@@ -1,4 +1,4 @@
-"""A plan some of whose kept tensors are moved to a tier between the two halves, for those who show plans."""
+"""A plan that offloads some of its kept tensors between the two halves, for tests of reports."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import Plan
 from stowplan.plan.tier import Tier
 
-SLOW = 0.02  # of the plain step's bytes that the tier takes in a hundredth of the step's time
+SLOW = 0.02  # of the baseline's peak: the bytes that the tier takes in a hundredth of the step's time
 
 
 def moved(plan: Plan, most: int = 4) -> Plan:

@@ -1,4 +1,4 @@
-"""Steps that spend every idle stretch on disk, and disks that fail when they are told to."""
+"""Steps that spend every idle interval on disk, and disks that fail at a chosen call."""
 
 import copy
 import mmap
@@ -40,7 +40,7 @@ class Little(nn.Module):
 
 
 def everything_moved(captured: Captured, *, gradients: bool = True) -> tuple[Step, ...]:
-    """The plain step with every idle stretch in the tier, from its first to its last moment."""
+    """The baseline with every idle interval spent in the tier, from its first to its last moment."""
     steps = baseline_steps(captured.graph)
     intervals = idle_intervals_of(captured.graph, steps, gradients=gradients)
     return insert_transfers(

@@ -37,7 +37,7 @@ def projected(captured: Captured, mesh: str, network: Network = NETWORK) -> Proj
 
 
 @pytest.mark.slow
-def test_more_workers_take_less_compute_and_memory_each_and_talk_more(unet: Captured) -> None:
+def test_more_workers_take_less_compute_and_memory_each_and_send_more(unet: Captured) -> None:
     alone, four, many = (projected(unet, f"space={n}x{n}") for n in (1, 2, 8))
     assert alone.network_seconds == alone.sent_bytes == 0
     assert alone.compute_seconds > four.compute_seconds > many.compute_seconds

@@ -143,7 +143,7 @@ def test_a_bucket_that_is_left_out_of_the_sum_is_caught(found: list[Findings]) -
         assert findings.left_out.gradients > 1e3 * EXACT
 
 
-def test_what_is_made_again_changes_no_message(found: list[Findings]) -> None:
+def test_recomputation_changes_no_message(found: list[Findings]) -> None:
     for findings in found:
         planned = findings.planned
         assert planned.again

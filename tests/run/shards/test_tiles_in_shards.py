@@ -148,7 +148,7 @@ def test_tiles_in_shards_of_two_dims_are_the_step_of_one_process() -> None:
         assert far < EXACT
 
 
-def test_talks_are_between_stages_and_never_in_them(found: list[Findings]) -> None:
+def test_collectives_are_between_stages_and_never_in_them(found: list[Findings]) -> None:
     for findings in found:
         collectives, inside = findings.barriers
         assert collectives >= 4

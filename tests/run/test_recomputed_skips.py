@@ -1,4 +1,4 @@
-"""Stages joined, and skips made again for late readers: the same gradients, and less that must be there."""
+"""Joined stages, and skips recomputed for late readers: the same gradients in less memory."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -152,7 +152,7 @@ class Summed(nn.Module):
         return made.sum()
 
 
-def test_the_largest_skip_of_a_unet_is_cheap_to_make_again() -> None:
+def test_the_largest_skip_of_a_unet_is_cheap_to_recompute() -> None:
     captured = early(capture(*unet()))
     first = cheap_skips(captured.graph)[0]
     late = [op for op in captured.graph.ops if op.id == first.reader]
@@ -160,7 +160,7 @@ def test_the_largest_skip_of_a_unet_is_cheap_to_make_again() -> None:
     assert [op.type for op in first.makers][:2] == ["aten.convolution.default", "aten.relu.default"]
 
 
-def test_a_step_with_skips_made_again_computes_what_eager_does() -> None:
+def test_a_step_with_recomputed_skips_computes_what_eager_does() -> None:
     model, args = unet()
     captured = next(with_skips_recomputed(capture(model, args), model, args, {}))
     tilings = list(divided_tilings(in_tiling_order(captured.graph), Refusals()))
@@ -168,7 +168,7 @@ def test_a_step_with_skips_made_again_computes_what_eager_does() -> None:
     assert error_of(captured, model, args, tilings[-1]) < 1e-12
 
 
-def test_a_plan_with_a_skip_made_again_comes_back() -> None:
+def test_a_plan_with_a_recomputed_skip_comes_back() -> None:
     model, args = NETS["unet"].build("tiny", resolution=236)
     subject = Subject(capture(model, args), model, args, {})
     remade = next(with_skips_recomputed(subject.captured, model, args, {}))
@@ -195,6 +195,6 @@ def test_a_skip_whose_second_making_is_not_differentiated_is_caught(monkeypatch:
 
 
 @pytest.mark.parametrize("name", ["resnet50", "unet3d"])
-def test_what_gathers_statistics_is_not_made_again(name: str) -> None:
+def test_an_op_that_gathers_statistics_is_not_recomputed(name: str) -> None:
     graph = in_tiling_order(capture(*NETS[name].build("tiny")).graph)
     assert cheap_skips(graph) == ()
