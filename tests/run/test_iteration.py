@@ -209,8 +209,9 @@ def test_twenty_iterations_and_a_resume_have_eagers_bits(net: str, kind: str) ->
     other = OPTIMIZERS[kind](groups_of(resumed))
     resumed.load_state_dict(model.state_dict())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    smallest = plans_of(fitted)[0].minimum_bytes + REPLAYED
-    tight = fit(resumed, (x,), budget=smallest, optimizer=other, moves=3)
+    smallest = plans_of(fitted)[0].minimum_bytes
+    assert smallest is not None
+    tight = fit(resumed, (x,), budget=smallest + REPLAYED, optimizer=other, moves=3)
     losses += loop(tight, other, x, 10, seed=2)
     assert losses == expected
     assert same((eager, eager_optimizer), (resumed, other))
