@@ -23,6 +23,7 @@ from stowplan.plan.tile_map import DOCUMENT_TILES, TileMap
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
+    from stowplan.plan.allocator.projection import HeapProjection
     from stowplan.plan.allocator.survey import HeapSurvey
     from stowplan.run.measure.inspect_step import StepInspection
 
@@ -47,6 +48,7 @@ __all__ = [
     "inspect_step",
     "load_plan",
     "names_a_function",
+    "plan_for_allocator",
     "planner_for",
     "read_document",
     "tiles_for_document",
@@ -164,6 +166,24 @@ def planner_for(
     graph = document.graph
     pricing = price_by_profile(graph, document.profile, {}) if document.profile else price_by_macs(graph)
     return planner_of(graph, pricing, options)
+
+
+def plan_for_allocator(
+    planner: "Selector[Any]", allowed_bytes: int, allocator: str
+) -> "tuple[Plan, HeapProjection]":
+    """A plan of which PyTorch's caching allocator reserves at most `allowed_bytes`, and what it reserves.
+
+    `allocator` is "cuda", with settings as in PYTORCH_CUDA_ALLOC_CONF after a comma.
+    """
+    from stowplan.plan.allocator.projection import plan_for_device
+    from stowplan.plan.allocator.settings import parse_settings
+
+    name, _, text = allocator.partition(",")
+    if name != "cuda":
+        raise BadUse(f"no allocator {name!r}; there is cuda, as in --allocator cuda,expandable_segments:True")
+    settings = parse_settings(text)
+    plan, heap = plan_for_device(lambda budget: planner.answer(budget)[0], allowed_bytes, settings)
+    return planner.compare(plan), heap
 
 
 def check(

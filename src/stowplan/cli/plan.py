@@ -13,6 +13,7 @@ from stowplan.errors import BadUse
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
+    from stowplan.plan.allocator.projection import HeapProjection
     from stowplan.plan.candidate import Tradeoff
 
 
@@ -22,6 +23,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--budget", help="bytes for everything alive during the step, such as 6GiB or 500MB")
     parser.add_argument("--frontier", action="store_true", help="show time against budget for all budgets")
     add_choices(parser)
+    parser.add_argument(
+        "--allocator",
+        metavar="cuda[,CONF]",
+        help="let the budget limit the bytes that PyTorch's caching allocator reserves on a CUDA device, with"
+        " settings as in PYTORCH_CUDA_ALLOC_CONF",
+    )
     parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument(
@@ -34,6 +41,8 @@ def run(arguments: Namespace) -> int:
     """Plan and print."""
     if not arguments.budget and not arguments.frontier:
         raise BadUse("say --budget BYTES, or --frontier to see what there is to choose from")
+    if arguments.allocator and not arguments.budget:
+        raise BadUse("--allocator needs --budget BYTES: it says what the budget limits")
     refuse_unwritable(arguments.output)
     started = perf_counter()
     allowed = parse_bytes(arguments.budget) if arguments.budget else None
@@ -46,7 +55,11 @@ def run(arguments: Namespace) -> int:
             prefer=arguments.prefer,
             progress=waiting.tried,
         )
-        plan = planner.plan(allowed) if allowed is not None else None
+        plan, heap = None, None
+        if allowed is not None and arguments.allocator:
+            plan, heap = api.plan_for_allocator(planner, allowed, arguments.allocator)
+        elif allowed is not None:
+            plan = planner.plan(allowed)
         offers = planner.tradeoffs() if arguments.frontier else ()
     seconds = perf_counter() - started
     if plan is not None and arguments.output:
@@ -54,16 +67,24 @@ def run(arguments: Namespace) -> int:
 
         write_output(arguments.output, write(plan))
     show = _print_json if arguments.json else _print_for_people
-    show(arguments.target, plan, offers, planner.baseline.seconds, seconds)
+    show(arguments.target, plan, heap, offers, planner.baseline.seconds, seconds)
     return 0
 
 
 def _print_json(
-    _: str, plan: "api.Plan | None", offers: "Sequence[Tradeoff]", plain_seconds: float, solve_seconds: float
+    _: str,
+    plan: "api.Plan | None",
+    heap: "HeapProjection | None",
+    offers: "Sequence[Tradeoff]",
+    plain_seconds: float,
+    solve_seconds: float,
 ) -> None:
+    from stowplan.report.heap import projection_json
     from stowplan.report.plan_json import frontier_json, plan_json
 
     shown = plan_json(plan, solve_seconds) if plan else {}
+    if heap:
+        shown["heap"] = projection_json(heap)
     if offers:
         shown["frontier"] = frontier_json(offers, plain_seconds)
     print(json.dumps(shown, indent=2))
@@ -72,6 +93,7 @@ def _print_json(
 def _print_for_people(
     title: str,
     plan: "api.Plan | None",
+    heap: "HeapProjection | None",
     offers: "Sequence[Tradeoff]",
     plain_seconds: float,
     solve_seconds: float,
@@ -82,5 +104,9 @@ def _print_for_people(
     console = console_for_output()
     if plan:
         show_plan(plan, console, title=title, solve_seconds=solve_seconds)
+    if heap:
+        from stowplan.report.heap import show_projection
+
+        show_projection(heap, console)
     if offers:
         show_frontier(offers, plain_seconds, console)

@@ -1,4 +1,4 @@
-"""A memory snapshot for people and for programs: bytes by the allocator's words, pins, and other settings."""
+"""The caching allocator for people and for programs: a memory snapshot, and what a plan reserves."""
 
 from dataclasses import asdict
 
@@ -7,6 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from stowplan.plan.allocator.projection import HeapProjection
 from stowplan.plan.allocator.survey import HeapSurvey, Pin
 from stowplan.report.terminal import print_trimmed
 from stowplan.units import format_bytes, format_share
@@ -142,4 +143,56 @@ def _pin_json(pin: Pin) -> dict[str, object]:
             {"address": block.address, "bytes": block.nbytes, "made_by": maker}
             for block, maker in zip(pin.blocks, pin.made_by, strict=True)
         ],
+    }
+
+
+def show_projection(heap: HeapProjection, console: Console) -> None:
+    """Print what a plan takes from a device, and what to do about fragmentation."""
+    table = Table.grid(padding=(0, 2))
+    figures = heap.figures
+    growth = figures.reserved_peak_bytes - heap.iterations[0].reserved_peak_bytes
+    rows = [
+        ("requested", format_bytes(figures.requested_peak_bytes), "at most, by tensors"),
+        ("allocated", format_bytes(figures.allocated_peak_bytes), "in blocks, with rounding"),
+        (
+            "reserved",
+            format_bytes(figures.reserved_peak_bytes),
+            f"in segments, {figures.overhead:.3f} for 1 requested; grows by {format_bytes(growth)} after the"
+            f" first of {len(heap.iterations)} iterations",
+        ),
+        (
+            "at least",
+            format_bytes(heap.floor_bytes),
+            "however blocks are placed: the two pools share nothing",
+        ),
+        ("fragmentation", format_bytes(heap.fragmentation_bytes), "reserved and not requested"),
+    ]
+    if heap.held_bytes:
+        rows.append(
+            (
+                "held segment",
+                format_bytes(heap.held_bytes),
+                f"allocate {heap.held_bytes:,} bytes and free them before the model is loaded; without,"
+                f" {format_bytes(heap.unrepaired_bytes)} would be reserved",
+            )
+        )
+    for name, size, meaning in rows:
+        table.add_row(Text(name, "cyan"), Text(size, justify="right"), meaning)
+    heading = Text("through the caching allocator, projected, without context and libraries", "bold")
+    print_trimmed(console, heading, Padding(table, (0, 0, 1, _INDENT)))
+
+
+def projection_json(heap: HeapProjection) -> dict[str, object]:
+    """What `stowplan plan --allocator --json` prints under `heap`."""
+    figures = heap.figures
+    return {
+        "requested_peak_bytes": figures.requested_peak_bytes,
+        "allocated_peak_bytes": figures.allocated_peak_bytes,
+        "reserved_peak_bytes": figures.reserved_peak_bytes,
+        "reserved_by_iteration": [each.reserved_peak_bytes for each in heap.iterations],
+        "overhead": figures.overhead,
+        "fragmentation_bytes": heap.fragmentation_bytes,
+        "floor_bytes": heap.floor_bytes,
+        "held_bytes": heap.held_bytes,
+        "unrepaired_bytes": heap.unrepaired_bytes,
     }

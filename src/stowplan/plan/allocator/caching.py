@@ -561,6 +561,11 @@ class CachingAllocator:
             self.retries,
         )
 
+    def reset_peaks(self) -> None:
+        """Count peaks from now on, as `reset_peak_memory_stats` does."""
+        self.requested_peak_bytes, self.allocated_peak_bytes = self.requested_bytes, self.allocated_bytes
+        self.active_peak_bytes, self.reserved_peak_bytes = self.active_bytes, self.reserved_bytes
+
     def segments(self) -> tuple[HeapSegment, ...]:
         """All segments with their blocks, in order of address; of an expandable one, each mapped stretch."""
         found: list[HeapSegment] = []

@@ -1,0 +1,63 @@
+"""What plans reserve on a CUDA device: five networks through the model of the caching allocator.
+
+    python -m benchmarks.reserved [NET=BATCH ...]
+
+Each network is captured without memory and planned for 70 % of the baseline's peak, or the smallest budget.
+Ratios are to the requested peak: reserved as it is, with a held segment, with expandable segments; the floor
+that no placement of blocks passes, because the small and the large pool share nothing; and the bytes of one
+arena, each tensor at one offset, which nothing runs in yet. The last column is the growth after the first
+iteration.
+"""
+
+import argparse
+
+from benchmarks.results import Study
+from stowplan.capture import capture
+from stowplan.plan.allocator.projection import project
+from stowplan.plan.allocator.settings import AllocatorSettings
+from stowplan.plan.explain.timeline import packed_bytes_of
+from stowplan.plan.planner import Planner
+from stowplan.plan.pricing import Machine, price_by_roofline
+from tests.support.nets import NETS
+
+_NETS = ("gpt=4", "llama=4", "resnet50=32", "vit=32", "unet=1")
+_STUDY = Study("reserved")
+
+
+def main() -> None:
+    """Print a line for each network."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("nets", nargs="*", default=list(_NETS), metavar="NET=BATCH")
+    options = parser.parse_args()
+    print("| network | requested MiB | reserved | held segment | expandable | floor | arena | growth MiB |")
+    print("|---|---|---|---|---|---|---|---|")
+    for word in options.nets:
+        name, _, batch = word.partition("=")
+        print(_row(name, int(batch)), flush=True)
+
+
+def _row(name: str, batch: int) -> str:
+    example = NETS[name].build("real", device="meta", batch=batch)
+    graph = capture(example.model, example.args).graph
+    planner = Planner.of(graph, price_by_roofline(graph, Machine()))
+    plan = planner.plan(max(planner.minimum_bytes, planner.plain_peak_bytes * 7 // 10))
+    requested = plan.projected_peak_bytes
+    held = project(plan, AllocatorSettings())
+    expandable = project(plan, AllocatorSettings(expandable_segments=True))
+    figures = {
+        "reserved": held.unrepaired_bytes,
+        "held segment": held.figures.reserved_peak_bytes,
+        "expandable": expandable.figures.reserved_peak_bytes,
+        "floor": held.floor_bytes,
+        "arena": packed_bytes_of(plan),
+    }
+    case = f"{name}, batch {batch}"
+    for way, nbytes in figures.items():
+        _STUDY.tell(case, way, "of requested", nbytes / requested, "ratio")
+    ratios = " | ".join(f"{nbytes / requested:.3f}" for nbytes in figures.values())
+    growth = held.figures.reserved_peak_bytes - held.iterations[0].reserved_peak_bytes
+    return f"| {case} | {requested >> 20:,} | {ratios} | {growth >> 20} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The requests of a plan, in the order in which its steps allocate and free, for several iterations.
+
+One stream: the copy streams of a tier use blocks of the main stream, which waits for them before it frees
+(`run/offload/host.py`). Tensors that exist before the step are allocated once. What the step leaves to
+others, such as gradients, is freed before the next iteration, as `zero_grad(set_to_none=True)` does.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from stowplan.analyse.storages import is_resident
+from stowplan.plan.explain.timeline import timeline_of_plan
+from stowplan.plan.judge.simulate import transfer_bytes
+from stowplan.plan.plan import Plan
+
+
+class Request(NamedTuple):
+    """Allocate `nbytes` for a block, or free it if `nbytes` is 0."""
+
+    block: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What is allocated before the first iteration, and what each iteration does."""
+
+    before: tuple[Request, ...]
+    iteration: tuple[Request, ...]
+
+
+def requests_of(plan: Plan) -> Requests:
+    """All that a plan allocates. A tensor that is written over another takes no block of its own."""
+    timeline, pricing = timeline_of_plan(plan), plan.pricing
+    staged = transfer_bytes(plan.graph, plan.steps, pricing.tier)
+    sizes, first, last = dict[int, int](), dict[int, int](), dict[int, int]()
+    lasting: set[int] = set()
+    for stay in timeline.stays:
+        sizes[stay.place] = max(stay.nbytes, sizes.get(stay.place, 0))
+        first[stay.place] = min(stay.first, first.get(stay.place, stay.first))
+        last[stay.place] = max(stay.last, last.get(stay.place, stay.last))
+        if not stay.made and is_resident(plan.graph.tensors[stay.tensor]):
+            lasting.add(stay.place)
+    begun: list[list[int]] = [[] for _ in timeline.runs]
+    ended: list[list[int]] = [[] for _ in timeline.runs]
+    for place in sorted(sizes):
+        if place not in lasting and sizes[place]:
+            begun[first[place]].append(place)
+            ended[last[place]].append(place)
+    before = [Request(place, sizes[place]) for place in sorted(lasting) if sizes[place]]
+    fresh = 1 + max(sizes, default=0)
+    iteration: list[Request] = []
+    for number, run in enumerate(timeline.runs):
+        iteration += [Request(place, sizes[place]) for place in begun[number]]
+        workspace = pricing.workspace_bytes.get(run.op, 0)
+        aside = [size for size in (run.aside_bytes - workspace - staged, workspace) if size]
+        iteration += [Request(fresh + i, size) for i, size in enumerate(aside)]
+        iteration += [Request(fresh + i, 0) for i in range(len(aside))]
+        iteration += [Request(place, 0) for place in ended[number]]
+    return Requests((*before, *((Request(fresh + 2, staged),) if staged else ())), tuple(iteration))

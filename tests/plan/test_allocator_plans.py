@@ -1,0 +1,139 @@
+"""Plans through the caching allocator: the simulator's requested peak, and a budget of reserved bytes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stowplan.cli.main import main
+from stowplan.errors import BudgetTooSmall, OutOfDeviceMemory
+from stowplan.ir import Graph
+from stowplan.plan.allocator.projection import plan_for_device, project
+from stowplan.plan.allocator.requests import Requests, requests_of
+from stowplan.plan.allocator.settings import MIB, AllocatorSettings, parse_settings
+from stowplan.plan.options import PlanOptions
+from stowplan.plan.plan import Plan
+from stowplan.plan.planner import Planner
+from tests.support.plans import moved
+from tests.support.steps import random_step, uneven_prices
+
+DEFAULTS = AllocatorSettings()
+SAMPLE = Path(__file__).parents[1] / "formats" / "samples" / "text.txt"
+
+
+def grown(graph: Graph, times: int) -> Graph:
+    """The graph with each tensor so many times as large."""
+    tensors = {
+        name: replace(tensor, nbytes=(tensor.nbytes or 0) * times, shape=None, dtype=None)
+        for name, tensor in graph.tensors.items()
+    }
+    return replace(graph, tensors=tensors)
+
+
+def planner_of_step(seed: int, times: int = 1) -> Planner:
+    graph = grown(random_step(seed, layers=7), times)
+    return Planner.of(graph, uneven_prices(graph, seed), options=PlanOptions(moves=40))
+
+
+def plans(planner: Planner) -> list[Plan]:
+    low, high = planner.minimum_bytes, planner.plain_peak_bytes
+    return [planner.plan(low + (high - low) * share // 2) for share in range(3)]
+
+
+def live_peak(requests: Requests) -> int:
+    """The most that is requested at once, without an allocator."""
+    sizes: dict[int, int] = {}
+    peak = 0
+    for block, nbytes in (*requests.before, *requests.iteration):
+        if nbytes:
+            assert block not in sizes
+            sizes[block] = nbytes
+        else:
+            del sizes[block]
+        peak = max(peak, sum(sizes.values()))
+    assert set(sizes) == {block for block, _ in requests.before}  # an iteration leaves what it found
+    return peak
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_add_up_to_the_projected_peak(seed: int) -> None:
+    for plan in plans(planner_of_step(seed)):
+        for each in (plan, moved(plan)):
+            assert live_peak(requests_of(each)) == each.projected_peak_bytes
+            heap = project(each, DEFAULTS, repair=False)
+            figures = heap.figures
+            assert figures.requested_peak_bytes == each.projected_peak_bytes
+            assert figures.requested_peak_bytes <= figures.allocated_peak_bytes <= heap.floor_bytes
+            assert heap.floor_bytes <= figures.reserved_peak_bytes == heap.unrepaired_bytes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_held_segment_never_reserves_more(seed: int) -> None:
+    for plan in plans(planner_of_step(seed, times=1_000_003)):
+        heap = project(plan, DEFAULTS)
+        assert heap.figures.requested_peak_bytes == plan.projected_peak_bytes
+        assert heap.floor_bytes <= heap.figures.reserved_peak_bytes <= heap.unrepaired_bytes
+        assert heap.held_bytes or heap.figures.reserved_peak_bytes == heap.unrepaired_bytes
+        assert heap.fragmentation_bytes == heap.figures.reserved_peak_bytes - plan.projected_peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["", "expandable_segments:True"])
+def test_a_budget_for_a_device_limits_reserved_bytes(text: str) -> None:
+    planner = planner_of_step(3, times=1_000_003)
+    settings = parse_settings(text)
+    allowed = project(planner.plan(planner.plain_peak_bytes), settings).figures.reserved_peak_bytes
+    seconds, refusal = 0.0, None
+    while refusal is None:
+        try:
+            plan, heap = plan_for_device(planner.plan, allowed, settings)
+        except BudgetTooSmall as fault:
+            refusal = fault
+        else:
+            assert heap.figures.reserved_peak_bytes <= allowed
+            assert heap.figures.requested_peak_bytes == plan.projected_peak_bytes
+            assert plan.projected_seconds >= seconds  # a smaller budget is never answered by a faster plan
+            seconds, allowed = plan.projected_seconds, heap.figures.reserved_peak_bytes - 1
+    assert "fragmentation in the caching allocator" in str(refusal)
+    assert refusal.allowed_bytes == allowed
+    _, smallest = plan_for_device(planner.plan, refusal.minimum_bytes, settings)
+    assert smallest.figures.reserved_peak_bytes == refusal.minimum_bytes
+
+
+def test_a_device_that_is_too_small_for_a_plan_is_out_of_memory() -> None:
+    plan = planner_of_step(1, times=1_000_003).plan(2**50)
+    with pytest.raises(OutOfDeviceMemory):
+        project(plan, AllocatorSettings(capacity_bytes=plan.projected_peak_bytes // 2))
+
+
+def test_growth_shows_over_iterations() -> None:
+    heap = project(planner_of_step(2, times=1_000_003).plan(2**50), DEFAULTS, repair=False)
+    reserved = [figures.reserved_peak_bytes for figures in heap.iterations]
+    assert len(reserved) == 3
+    assert reserved == sorted(reserved)
+    assert reserved[-1] == heap.figures.reserved_peak_bytes
+
+
+@pytest.mark.slow
+def test_plan_shows_what_the_allocator_reserves(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(SAMPLE), "--budget", "4MiB", "--allocator"]
+    assert main([*words, "cuda", "--json"]) == 0
+    heap = json.loads(capsys.readouterr().out)["heap"]
+    assert heap["reserved_peak_bytes"] == heap["floor_bytes"] == 2 * MIB
+    assert heap["reserved_by_iteration"] == [2 * MIB] * 3
+    assert main([*words, "cuda,expandable_segments:True"]) == 0
+    assert "fragmentation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--budget", "1GiB", "--allocator", "rocm"], "no allocator 'rocm'"),
+        (["--budget", "1GiB", "--allocator", "cuda,split:1"], "no allocator setting 'split'"),
+        (["--frontier", "--allocator", "cuda"], "needs --budget"),
+    ],
+)
+def test_wrong_words_are_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(SAMPLE), *words]) in (1, 2)
+    assert told in capsys.readouterr().err
