@@ -104,6 +104,7 @@ _METHODS: Mapping[str, Callable[[], Method]] = {
     "hooks": _hooks,
     "stowplan": lambda: _stowplan({}),
     "stowplan, fused": lambda: _stowplan({}, fused=True),
+    "stowplan, clipped, gradients kept": lambda: _stowplan({"clip_norm": 1.0, "keep_gradients": True}),
     "stowplan, clipped": lambda: _stowplan({"clip_norm": 1.0}),
 }
 
@@ -141,7 +142,7 @@ def _tell(name: str, method: Method, peak: int, seconds: list[float], plain: lis
     ratio, spread = ratio_of(seconds, plain)
     _STUDY.tell("gpt, AdamW", name, "peak", peak, "B")
     _STUDY.tell("gpt, AdamW", name, "time", ratio, "of eager", spread)
-    line = f"{name:18} {peak / 2**20:7.1f} MiB  {median(seconds):6.3f} s  {ratio:.3f} of eager"
+    line = f"{name:34} {peak / 2**20:7.1f} MiB  {median(seconds):6.3f} s  {ratio:.3f} of eager"
     if method.projected_bytes is not None:
         line += (
             f"  projected {method.projected_bytes / 2**20:.1f} MiB ({method.projected_bytes / peak - 1:+.3%})"

@@ -22,20 +22,21 @@ from stowplan.run.measure.measure import measure
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 ROOMY = 10**9
-REPLAYED = 3 * torch.get_rng_state().nbytes  # room to draw again
 
 
 class Tower(nn.Module):
-    """Equal layers with dropout, far heavier than what is computed by them."""
+    """Equal layers with dropout, far heavier than what is computed by them, after running statistics."""
 
     def __init__(self, layers: int = 4, width: int = 48, dropout: float = 0.1) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(width)
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.scale = nn.Parameter(torch.ones(1))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
         for layer in self.layers:
             x = self.dropout(torch.tanh(layer(x)))
         return (self.scale * x).square().mean()
@@ -186,6 +187,13 @@ def fitted_pair(
     )
 
 
+def smallest(model: nn.Module, x: Tensor, optimizer: Optimizer, **options: Any) -> int:
+    """The smallest budget of an iteration."""
+    with pytest.raises(BudgetTooSmall) as refusal:
+        fit(model, (x,), budget=1, optimizer=optimizer, moves=3, **options)
+    return refusal.value.minimum_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "kind"),
@@ -209,9 +217,7 @@ def test_twenty_iterations_and_a_resume_have_eagers_bits(net: str, kind: str) ->
     other = OPTIMIZERS[kind](groups_of(resumed))
     resumed.load_state_dict(model.state_dict())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    smallest = plans_of(fitted)[0].minimum_bytes
-    assert smallest is not None
-    tight = fit(resumed, (x,), budget=smallest + REPLAYED, optimizer=other, moves=3)
+    tight = fit(resumed, (x,), budget=smallest(resumed, x, other), optimizer=other, moves=3)
     losses += loop(tight, other, x, 10, seed=2)
     assert losses == expected
     assert same((eager, eager_optimizer), (resumed, other))
@@ -237,10 +243,8 @@ def iteration_peak(fitted: nn.Module, optimizer: Optimizer, x: Tensor) -> int:
 def test_the_peak_of_an_iteration_is_as_projected(kind: str) -> None:
     x, model = tower_batch(), Tower(dropout=0.0)
     optimizer = OPTIMIZERS[kind](model.parameters())
-    with pytest.raises(BudgetTooSmall) as refusal:
-        fit(model, (x,), budget=1, optimizer=optimizer, moves=3)
+    budget = smallest(model, x, optimizer)
     assert not optimizer.state
-    budget = refusal.value.minimum_bytes
     fitted = fit(model, (x,), budget=budget, optimizer=optimizer, moves=3)
     plan, measured = plans_of(fitted)[0], iteration_peak(fitted, optimizer, x)
     assert abs(measured - plan.projected_peak_bytes) <= 0.005 * measured
@@ -279,6 +283,24 @@ def test_clipping_and_accumulation_have_eagers_bits(options: dict[str, Any]) -> 
             own.step()
             own.zero_grad()
         assert same((eager, eager_optimizer), (model, optimizer))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+def test_where_gradients_do_not_fit_a_second_backward_clips(kind: str) -> None:
+    make, batch = NETS["tower"]
+    x, eager = batch(), make()
+    eager_optimizer = OPTIMIZERS[kind](groups_of(eager))
+    expected = loop(eager, eager_optimizer, x, 6, clip=0.01)
+    model = make()
+    optimizer = OPTIMIZERS[kind](groups_of(model))
+    budget = smallest(model, x, optimizer, clip_norm=0.01)
+    assert budget < smallest(model, x, optimizer, clip_norm=0.01, keep_gradients=True)
+    tight = fit(model, (x,), budget=budget, optimizer=optimizer, moves=3, clip_norm=0.01)
+    assert loop(tight, optimizer, x, 6) == expected
+    assert same((eager, eager_optimizer), (model, optimizer))
+    peak = iteration_peak(tight, optimizer, x)
+    assert peak <= 1.005 * budget
 
 
 def test_gradients_that_are_kept_are_eagers() -> None:

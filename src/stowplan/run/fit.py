@@ -365,12 +365,18 @@ class Fitting:
         if self.loss is None:
             _refuse_given_back(captured)
         dependencies = observation.dependencies(captured.program, flatten(args, kwargs)[0])
-        if self.iteration:
-            captured = self.iteration.planned(captured, model)
-        subject = Subject(captured, plain, args, kwargs, loss=self.loss)
+        step = self.iteration.planned(captured, model) if self.iteration else captured
+        subject = Subject(step, plain, args, kwargs, loss=self.loss)
         beside = _constant_bytes(captured.program)
         with _beside(beside, "tensors that are attributes, globals or written out"):
-            found = self._planned_step(subject, self.allowed_bytes - beside)
+            try:
+                found = self._planned_step(subject, self.allowed_bytes - beside)
+            except BudgetTooSmall as refusal:
+                if self.iteration is None or not self.iteration.may_repeat(captured, model):
+                    raise
+                step = self.iteration.planned(captured, model, two_backwards=True)
+                subject = replace(subject, captured=step)
+                found = self._planned_twice(subject, self.allowed_bytes - beside, refusal)
         plan = compared(found.plan, subject)
         name, seconds = _model_class(model).__name__, time.perf_counter() - begun
         _LOGGER.info("planned %s: %r, in %.1f s", name, plan, seconds)
@@ -380,6 +386,18 @@ class Fitting:
         if self.given is not None and not self.planned:
             return saved_step(self.given, subject, allowed_bytes)
         return self.cache.step_for(subject, allowed_bytes, self.options)
+
+    def _planned_twice(self, subject: Subject, allowed_bytes: int, refusal: BudgetTooSmall) -> PlannedStep:
+        """A step with two backwards. If it does not fit either, the smaller of the two refusals is raised."""
+        try:
+            found = self._planned_step(subject, allowed_bytes)
+        except BudgetTooSmall as second:
+            raise min(refusal, second, key=lambda each: each.minimum_bytes) from None
+        self._say_once(
+            "gradients do not fit the budget until their norm is known: forward and backward are run twice in"
+            " each iteration, for the norm and for the updates"
+        )
+        return found
 
     def _say_once(self, sentence: str) -> None:
         if sentence not in self.said:

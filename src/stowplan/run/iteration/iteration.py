@@ -10,7 +10,7 @@ anything was updated.
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from stowplan.run.iteration.one_by_one import (
     refuse_unless_one_by_one,
 )
 from stowplan.run.iteration.updates import Trained, with_updates
+from stowplan.run.step.function import Leaving
 from stowplan.torch_private import after_backward, running_backward, version_of
 
 _LOGGER = logging.getLogger("stowplan")
@@ -48,6 +49,7 @@ class _Progress:
     gradients: dict[Tensor, tuple[Tensor, int | None]] = field(default_factory=dict)  # that shall not change
     options: list[dict[str, object]] = field(default_factory=list)  # of the groups, at the first update
     is_open: bool = False  # a backward has begun and has not ended
+    is_first_of_two: bool = False  # it only finds the norm
 
 
 class Iteration:
@@ -75,6 +77,9 @@ class Iteration:
         self._watched: Tensor | None = None  # the parameter whose gradient stays
         self._seen_a_step = any(optimizer.state.get(p) for p in groups_by_parameter(optimizer))
         self._first_fits = False  # whether the gradients of the first iteration fit where state will be
+        self._norms: dict[Tensor, Tensor] = {}  # of gradients, if there are two backwards
+        self._total_norm: Tensor | None = None  # in the second of them
+        self._repeat: Callable[[], None] | None = None
         self._broken = ""
         self._told = False
         self._refuse_surroundings()
@@ -90,8 +95,11 @@ class Iteration:
         if unknown := sorted(self.kept_names - names):
             raise BadUse(f"keep_gradients names {unknown[0]!r}, which is no parameter of the model")
 
-    def planned(self, captured: Captured, model: nn.Module) -> Captured:
-        """The step with the updates of this optimizer."""
+    def planned(self, captured: Captured, model: nn.Module, *, two_backwards: bool = False) -> Captured:
+        """The step with the updates of this optimizer.
+
+        With `two_backwards`, clipped gradients are made twice: in the first only their norm is kept.
+        """
         by_name = dict(model.named_parameters(remove_duplicate=False))
         groups = groups_by_parameter(self.optimizer)
         trained, stays = dict[str, Trained](), set[str]()
@@ -117,14 +125,24 @@ class Iteration:
             self.optimizer,
             trained,
             stays=frozenset((*stays, *watched)),
-            in_backward=self.clip_norm is None,
+            in_backward=self.clip_norm is None or two_backwards,
             accumulates=self.accumulate > 1,
+            repeats=two_backwards,
         )
         self._first_fits = all(
             (made.graph.tensors[f"state of {name}"].nbytes or 0) >= each.parameter.nbytes
             for name, each in trained.items()
         )
         return made
+
+    def may_repeat(self, captured: Captured, model: nn.Module) -> bool:
+        """Whether the step can be run a second time after the norm of its gradients is known."""
+        program, tensors = captured.program, captured.graph.tensors
+        looks = {(parameter.device.type, parameter.dtype) for parameter in model.parameters()}
+        scalar = all(tensors[name].shape == () for name in program.tangents if name is not None)
+        parameters_only = program.gradients.keys() <= program.parameters.keys()
+        on_cpu = len(looks) == 1 and next(iter(looks))[0] == "cpu"
+        return self.repeats and not self.keeps_all and scalar and parameters_only and on_cpu
 
     def _choose_watched(self, trained: dict[str, Trained]) -> Tensor | None:
         """The smallest parameter, if it is small."""
@@ -134,26 +152,37 @@ class Iteration:
 
     # What a planned backward tells.
 
-    def begins(self, differentiated: Sequence[Tensor], consumed: Sequence[Tensor]) -> None:
+    @property
+    def repeats(self) -> bool:
+        """Whether a plan that consumes gradients is for two backwards: for the norm, then for the updates."""
+        return self.clip_norm is not None and self.accumulate == 1
+
+    def begins(self, leaving: Leaving) -> None:
         """Called within backward, before the first gradient leaves."""
         self._refuse_surroundings()
         self.refuse_between()
         task = running_backward()
         if self._progress.task != task:
             self._begins_anew(task)
-        for parameter in differentiated:
+        if leaving.repeat is not None:
+            if self._repeat is not None and self._progress.is_first_of_two:
+                raise BadUse("clip_norm in this budget is for one forward before each backward")
+            self._repeat, self._progress.is_first_of_two = leaving.repeat, True
+        for parameter in leaving.differentiated:
             if parameter not in self._groups or parameter in self._hooked:
                 continue
             self._hooked.add(parameter)
             registered: Any = parameter
             self._handles.append(registered.register_post_accumulate_grad_hook(self._arrives))
-        self._consumed.update(consumed)
+        self._consumed.update(leaving.consumed)
 
     def _begins_anew(self, task: int) -> None:
         """Another call of backward."""
         self._groups = groups_by_parameter(self.optimizer)
         self._remove_hooks()
         nothing_left = all(parameter.grad is None for parameter in self._groups)
+        self._norms.clear()
+        self._repeat = None
         if self._progress.is_open or nothing_left:  # it failed and updated nothing, or the step was skipped
             self._progress = _Progress()
         if self._progress.backwards == 0 and self._watched is not None:
@@ -175,7 +204,16 @@ class Iteration:
             return
         if progress.counted != progress.task:
             self._counts()
-        if progress.is_last and not self._waits and parameter in self._consumed:
+        if parameter not in self._consumed or not progress.is_last:
+            return
+        if progress.is_first_of_two:
+            assert parameter.grad is not None
+            self._norms[parameter] = torch.linalg.vector_norm(parameter.grad)
+            parameter.grad = None
+        elif self._total_norm is not None and self.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameter, self.clip_norm, self._total_norm)
+            self._update(parameter)
+        elif not self._waits:
             self._update(parameter)
 
     def _update(self, parameter: Tensor) -> None:
@@ -271,11 +309,32 @@ class Iteration:
         self._groups = groups_by_parameter(self.optimizer)
         model = self._model() if self._model else None
         assert model is not None, "its plans are gone with the module"
-        if self.clip_norm is not None:
+        if self._repeat is not None:
+            self._update_in_second_backward(model)
+        elif self.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
         if not self.keeps_all:
             self._update_rest(model)
         self._progress, self._seen_a_step = _Progress(), True
+
+    def _update_in_second_backward(self, model: nn.Module) -> None:
+        """The norm is known: run forward and backward a second time, clip and update."""
+        repeat, self._repeat = self._repeat, None
+        parameters = list(model.parameters())
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._norms[parameter] = torch.linalg.vector_norm(parameter.grad)
+                parameter.grad = None
+        norms = [self._norms[parameter] for parameter in parameters if parameter in self._norms]
+        self._norms.clear()
+        self._total_norm = torch.linalg.vector_norm(torch.stack(norms))
+        assert repeat is not None
+        assert self.clip_norm is not None
+        try:
+            repeat()
+            nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, self._total_norm)  # what stayed
+        finally:
+            self._total_norm = None
 
     def _update_rest(self, model: nn.Module) -> None:
         """What was not done in backward. What shall stay is left to the step itself."""

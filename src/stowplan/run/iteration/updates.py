@@ -143,11 +143,12 @@ def with_updates(
     stays: frozenset[str],
     in_backward: bool,
     accumulates: bool,
+    repeats: bool = False,
 ) -> Captured:
     """The step with an op for the update of each of `trained`, parameters by id, and with their state.
 
     The gradients of `stays` are not consumed. With `accumulates`, a set of gradients from earlier backwards
-    is there all along.
+    is there all along; if the step `repeats`, so are its buffers and the generator as before forward.
     """
     book = UpdateBook(optimizer)
     made = _Made(captured, optimizer, trained, book)
@@ -161,7 +162,7 @@ def with_updates(
             made.append([name], When.STEP, consumes=not accumulates)
     if rest:
         made.append(rest, When.TOGETHER, consumes=False)
-    return made.captured(accumulates)
+    return made.captured(accumulates, repeats)
 
 
 class _Made:
@@ -239,13 +240,17 @@ class _Made:
         if consumes:
             self._gone.update(gradients)
 
-    def captured(self, accumulates: bool) -> Captured:
+    def captured(self, accumulates: bool, repeats: bool) -> Captured:
         """The step with what was added."""
         graph, added = self._graph, list(self._state.values())
         if accumulates:
             numbers = {self._storages.number_of[self._program.gradients[name]] for name in self._trained}
             nbytes = sum(int(self._storages.nbytes[number]) for number in numbers)
             added.append(_block("gradients of earlier backwards", nbytes, self._device))
+        if repeats:
+            updated = sum(graph.tensors[name].nbytes or 0 for name in self._program.updates)
+            nbytes = updated + 2 * torch.get_rng_state().nbytes
+            added.append(_block("what a second forward begins with", nbytes, self._device))
         if repeated := next((tensor.id for tensor in added if tensor.id in graph.tensors), None):
             raise BadUse(f"a tensor of the model is called {repeated!r}, which names optimizer state here")
         ops = (op for place, own in enumerate(graph.ops) for op in (own, *self._after.get(place, ())))

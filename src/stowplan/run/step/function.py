@@ -21,17 +21,33 @@ from stowplan.errors import BadUse, TensorChanged
 from stowplan.run.step.before import Before
 from stowplan.run.step.halves import Halves
 from stowplan.run.step.incoming import IncomingGradients
+from stowplan.run.step.repeat import Repeat
 from stowplan.run.step.source import called
 from stowplan.torch_private import is_view, storage_id, version_of
 
 Zeros: TypeAlias = Callable[[], Tensor]
 
 
+class Leaving(NamedTuple):
+    """The tensors whose gradients are about to leave a step, and those of them to be consumed at once.
+
+    `repeat` runs the step and its backward a second time.
+    """
+
+    differentiated: Sequence[Tensor]
+    consumed: Sequence[Tensor]
+    repeat: Callable[[], None] | None
+
+
 class Consumer(Protocol):
     """Takes gradients that leave a step, and updates their parameters with them."""
 
-    def begins(self, differentiated: Sequence[Tensor], consumed: Sequence[Tensor]) -> None:
-        """Called within backward: gradients of these are about to leave, some to be consumed at once."""
+    @property
+    def repeats(self) -> bool:
+        """Whether it wants to run a step whose gradients are consumed a second time."""
+
+    def begins(self, leaving: Leaving) -> None:
+        """Called within backward, before the first gradient leaves."""
 
     def fails(self, fault: BaseException) -> None:
         """The step's backward ended in between."""
@@ -54,6 +70,7 @@ class Run:
     differentiated: tuple[bool, ...]  # by output of the source
     incoming: IncomingGradients
     consumer: Consumer | None = None
+    repeat: Repeat | None = None
     latched: dict[int, Tensor] = field(default_factory=dict)  # incoming gradients by output
     saved: list[Tensor] | None = None  # between the halves
     _given: list[Tensor] = field(default_factory=list)
@@ -97,7 +114,8 @@ class Run:
                 "backward ran a second time; what it needs is freed by the first (retain_graph is not kept)"
             )
         if self.consumer:
-            self.consumer.begins(*self._leaving)
+            repeat = partial(self.repeat.backward, incoming) if self.repeat else None
+            self.consumer.begins(Leaving(*self._leaving, repeat))
         tangents = _tangents(self, incoming, self._zeros)
         self._backward = self.halves.backward(self._given, self.saved, tangents, self._handed)
         self.saved, self._given = None, []

@@ -17,6 +17,7 @@ from stowplan.run.step.function import Consumer, Run, latch, run_step
 from stowplan.run.step.halves import compiled
 from stowplan.run.step.incoming import IncomingGradients
 from stowplan.run.step.pieces import Piece
+from stowplan.run.step.repeat import Repeat
 from stowplan.run.step.source import source_of
 from stowplan.run.step.tier import LiveTier, tier_for
 from stowplan.run.step.waiting import Waiting
@@ -66,19 +67,28 @@ class StraightStep:
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The model's results for these arguments, which must look like those of the capture."""
         found = self._binding.tensors(args, kwargs)
-        run = Run(
-            self._halves, self._program, self._primals, self._differentiated, self._incoming, self._consumer
-        )
+        run = self._new_run()
+        if self._consumer and self._consumer.repeats and any(p.consumed for p in self._halves.source.pieces):
+            written = [found[name] for name in self._program.updates]
+            run.repeat = Repeat(lambda: self._made(self._new_run(), found), found.values(), written)
         if self._waiting:
             self._waiting.begins()
             self._waiting.add(run)
-        with torch.autocast(self._device.type, enabled=False):
-            made = run_step(run, found)
+        made = self._made(run, found)
         for position, output in enumerate(made):
             if output.requires_grad and output.dim():
                 output.register_hook(partial(latch, run, position))  # type: ignore[no-untyped-call]
         outputs = dict(zip(self._halves.source.outputs, made, strict=True))
         return pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
+
+    def _new_run(self) -> Run:
+        return Run(
+            self._halves, self._program, self._primals, self._differentiated, self._incoming, self._consumer
+        )
+
+    def _made(self, run: Run, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        with torch.autocast(self._device.type, enabled=False):
+            return run_step(run, found)
 
     def _leaves(self, outputs: Mapping[str, Tensor]) -> list[object]:
         """The results for the caller, detached where eager's are."""
