@@ -125,10 +125,10 @@ def fit(
     counts the optimizer's state and the temporaries of its step. Each parameter is updated in backward as
     soon as its gradient is final and nothing needs the parameter, and the gradient ends there; the parameters
     and the state are those of the usual loop to the bit. Keep that loop: `loss.backward()`,
-    `optimizer.step()`, `optimizer.zero_grad()`. `clip_norm` clips as `clip_grad_norm_` before the step, which
-    keeps all gradients until then. `accumulate` is the number of backwards before each step.
-    `keep_gradients` names parameters whose gradients stay, or is True for all; other gradients are None after
-    backward.
+    `optimizer.step()`, `optimizer.zero_grad()`. `clip_norm` clips as `clip_grad_norm_` before the step: all
+    gradients stay until then or, if they do not fit, forward and backward are run twice. `accumulate` is the
+    number of backwards before each step. `keep_gradients` names parameters whose gradients stay, or is True
+    for all; other gradients are None after backward.
 
     Plans are cached in the user's cache folder for the same step, budget and machine, except plans that
     offload. A saved `plan` is used instead of a new one; it is refused if it is for another step.
