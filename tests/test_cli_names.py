@@ -74,6 +74,8 @@ def test_a_refusal_names_modules_and_lines(target: str, capsys: pytest.CaptureFi
 @pytest.mark.slow
 def test_plans_explain_and_compare_by_module(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     from stowplan import load_plan
+    from stowplan.report.page import subject_of
+    from stowplan.report.page.columns import tensors_columns
     from stowplan.report.plan import show_plan
 
     said(capsys, "plan", target, "--budget", "1MiB", "--allow", "recompute", "-o", "roomy.json")
@@ -101,6 +103,9 @@ def test_plans_explain_and_compare_by_module(target: str, capsys: pytest.Capture
     assert "keep recompute" in changed
     assert "blocks." in changed
 
+    modules = tensors_columns(subject_of(load_plan("tight.json")))["module"]
+    assert isinstance(modules, dict)
+    assert {"", "blocks.2", "blocks.2.wide"} <= set(modules["texts"])
     assert main(["report", "tight.json", "-o", "tight.csv"]) == 0
     row = next(line for line in Path("tight.csv").read_text().splitlines() if line.startswith('"tanh_2"'))
     *_, module, line = row.split(",")

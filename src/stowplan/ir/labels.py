@@ -57,13 +57,17 @@ class Labels:
 
         `with_source` gives the whole path of the file, and the place in a file of another format too.
         """
+        told = self.place(name, with_source=with_source)
+        return f"{name} ({told})" if told else name
+
+    def place(self, name: str, *, with_source: bool = False) -> str:
+        """The module and line of an op, as in `op`."""
         op = self._ops.get(name)
         if op is None:
-            return name
+            return ""
         module, _, line = self._place(op) if self.captured else ("", "", "")
         of = "backward of " if op.phase is Phase.BACKWARD and module else ""
-        told = ", ".join(filter(None, (of + module, self._source(op) if with_source else line)))
-        return f"{name} ({told})" if told else name
+        return ", ".join(filter(None, (of + module, self._source(op) if with_source else line)))
 
     def tensor(self, name: str) -> str:
         """A tensor with its module and line; in a graph that was not captured, its id alone."""

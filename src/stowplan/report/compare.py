@@ -52,7 +52,9 @@ def _figures(comparison: Comparison, labels: Labels) -> Table:
 def _rows(comparison: Comparison, labels: Labels) -> Iterator[Row]:
     before, after = comparison.before, comparison.after
     yield _bytes("peak", before.peak_bytes, after.peak_bytes)
-    yield "  while", labels.op(before.peak_op), labels.op(after.peak_op), ""
+    yield "  while", before.peak_op, after.peak_op, ""
+    if labels.captured:
+        yield "  in", labels.place(before.peak_op), labels.place(after.peak_op), ""
     if before.allowed_bytes is not None or after.allowed_bytes is not None:
         yield _bytes("allowed", before.allowed_bytes, after.allowed_bytes)
     if before.measured_peak_bytes is not None or after.measured_peak_bytes is not None:

@@ -101,9 +101,10 @@ stow.model = (() => {
       return shown(/^\d+$/.test(id[op]) ? `${type[op]} ${id[op]}` : id[op]);
     }
 
-    // Id and name. Where those say little: what it is the gradient of, or the op that makes it.
+    // The module that makes it and its id, or id and name. Where those say little: what it is the gradient of, or the op that makes it.
     tensorName(tensor) {
-      const { id, name, gradient_of: of } = this.raw.tensors;
+      const { id, name, module, gradient_of: of } = this.raw.tensors;
+      if (module[tensor]) return shown(`${module[tensor]} ${id[tensor]}`);
       if (name[tensor]) return shown(`${id[tensor]} ${name[tensor]}`);
       if (of[tensor] >= 0 && !id[tensor].includes(id[of[tensor]])) {
         return `gradient of ${shown(id[of[tensor]])} (${shown(id[tensor])})`;

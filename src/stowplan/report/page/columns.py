@@ -124,7 +124,8 @@ def tensors_columns(subject: Subject) -> Columns:
     gradients, labels = _gradients(subject.graph), Labels(subject.graph)
     return {
         "id": list(tensors),
-        "name": _shared(_name(tensor, labels) for tensor in tensors.values()),
+        "name": _shared(tensor.name if tensor.name != tensor.id else "" for tensor in tensors.values()),
+        "module": _shared(_module(tensor, labels) for tensor in tensors.values()),
         "kind": [_NUMBER[tensor.kind] for tensor in tensors.values()],
         "shape": _shared(shape_text(tensor) for tensor in tensors.values()),
         "bytes": [tensor.nbytes for tensor in tensors.values()],
@@ -135,11 +136,9 @@ def tensors_columns(subject: Subject) -> Columns:
     }
 
 
-def _name(tensor: Tensor, labels: Labels) -> str:
-    """What the id does not say: the tensor's own name, or the module that makes it."""
-    if tensor.name:
-        return tensor.name if tensor.name != tensor.id else ""
-    return labels.module_of(tensor.id) if tensor.gradient_of is None else ""
+def _module(tensor: Tensor, labels: Labels) -> str:
+    """The module that makes it, in a captured step; a gradient is named after its tensor instead."""
+    return labels.module_of(tensor.id) if not tensor.name and tensor.gradient_of is None else ""
 
 
 def _gradients(graph: Graph) -> dict[str, str]:
