@@ -372,6 +372,23 @@ def test_a_second_backward_and_old_gradients_are_refused() -> None:
         optimizer.step(lambda: 0.0)
 
 
+def test_two_modules_do_not_update_one_parameter_twice() -> None:
+    model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1))
+    x = tower_batch()
+    other = fit(model, (x,), budget=ROOMY, optimizer=optimizer, moves=2)
+    first, second = fitted(x), other(x)
+    torch.autograd.backward(first)
+    with pytest.raises(BadUse, match="another module"):
+        torch.autograd.backward(second)
+
+
+def test_an_optimizer_whose_scheduler_is_there_already_is_taken() -> None:
+    model = Tower()
+    optimizer = AdamW(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    refuse_unless_one_by_one(optimizer)
+
+
 def test_calls_of_grad_and_of_the_model_itself_consume_nothing() -> None:
     model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1))
     x, first = tower_batch(), model.get_parameter("layers.0.weight")
@@ -388,12 +405,15 @@ def test_calls_of_grad_and_of_the_model_itself_consume_nothing() -> None:
 def refused_optimizers(model: nn.Module) -> dict[str, Optimizer]:
     hooked = AdamW(model.parameters())
     hooked.register_step_pre_hook(lambda *_: None)
+    replaced: Any = AdamW(model.parameters())
+    replaced.step = lambda: None
     return {
         "LBFGS": torch.optim.LBFGS(model.parameters()),
         "Coupled": Coupled(model.parameters()),
         "Noisy": Noisy(model.parameters()),
         "runs before each step": hooked,
         "none of the parameters": AdamW(Tower().parameters()),
+        "step was replaced": replaced,
     }
 
 

@@ -161,6 +161,7 @@ class Iteration:
         """Called within backward, before the first gradient leaves."""
         self._refuse_surroundings()
         self.refuse_between()
+        self._refuse_updated_by_others(leaving.differentiated)
         task = running_backward()
         if self._progress.task != task:
             self._begins_anew(task)
@@ -218,14 +219,15 @@ class Iteration:
 
     def _update(self, parameter: Tensor) -> None:
         """Update a parameter and free its gradient."""
+        updated = self._progress.updated
         try:
+            updated[parameter] = None  # from now on it is not what it was, even if this is interrupted
             self._single.update(parameter, self._groups[parameter])
+            updated[parameter] = version_of(parameter)
+            parameter.grad = None
         except BaseException as fault:
-            self._progress.updated[parameter] = version_of(parameter)
             self.fails(fault)
             raise
-        self._progress.updated[parameter] = version_of(parameter)
-        parameter.grad = None
 
     def _counts(self) -> None:
         """One more backward brought gradients."""
@@ -390,6 +392,16 @@ class Iteration:
                 " before it: remove it (register_step_post_hook is called as before), or leave out optimizer="
             )
 
+    def _refuse_updated_by_others(self, parameters: Sequence[Tensor]) -> None:
+        """Two modules fitted with one optimizer may have parameters in common."""
+        hooks = (hook for hook in hooks_before_steps(self.optimizer) if isinstance(hook, _StepHook))
+        others = (other for hook in hooks if (other := hook.iteration()) not in (None, self))
+        if any(not other._progress.updated.keys().isdisjoint(parameters) for other in others if other):
+            raise BadUse(
+                "another module that was fitted with this optimizer has updated the same parameters in its"
+                " backward: call optimizer.step() after each of the two, or put both into one module"
+            )
+
     def _refuse_old(self, parameter: Tensor) -> None:
         if parameter.grad is not None and bool(parameter.grad.any()):
             raise BadUse(
@@ -406,11 +418,11 @@ class _StepHook:
     """Tells an iteration of the optimizer's step, as long as there is one."""
 
     def __init__(self, iteration: weakref.ref[Iteration]) -> None:
-        self._iteration = iteration
+        self.iteration = iteration
 
     def __call__(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """As `register_step_pre_hook` wants it."""
-        iteration = self._iteration()
+        iteration = self.iteration()
         if iteration is not None:
             iteration.step_begins(args, kwargs)
 

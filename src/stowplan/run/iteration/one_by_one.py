@@ -121,6 +121,9 @@ def refuse_unless_one_by_one(optimizer: object) -> None:
         raise BadUse(f"{name} keeps its parameters outside of its groups: it updates them together{_ADVICE}")
     if not all(isinstance(key, Tensor) for key in optimizer.state):
         raise BadUse(f"{name} keeps state that belongs to no parameter: it updates them together{_ADVICE}")
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not getattr(replaced, "_wrapped_by_lr_sched", False):
+        raise BadUse(f"step was replaced on this {name} itself, and its class has another{_ADVICE}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise BadUse(f"{name} has differentiable=True: an update in backward is not differentiated{_ADVICE}")
     with explained(optimizer), torch.random.fork_rng(devices=[]), torch.no_grad():
