@@ -81,11 +81,13 @@ class Iteration:
         self._total_norm: Tensor | None = None  # in the second of them
         self._repeat: Callable[[], None] | None = None
         self._broken = ""
+        self._is_stepping = False  # `optimizer.step()` has begun and has not ended
         self._told = False
         self._refuse_surroundings()
         own = weakref.ref(self)
         self._hook = _StepHook(own)
         optimizer.register_step_pre_hook(self._hook)
+        optimizer.register_step_post_hook(lambda *_: _stepped(own))
         optimizer.register_load_state_dict_post_hook(lambda _: _loaded(own))
 
     def belongs_to(self, model: nn.Module) -> None:
@@ -295,6 +297,8 @@ class Iteration:
         progress = self._progress
         if progress.is_open and progress.updated and progress.task != running_backward():
             self.fails(RuntimeError())
+        if self._is_stepping and not self._broken:
+            self._broken = f"optimizer.step() failed in between, and has updated a part: {_RESUME}"
         if self._broken:
             raise BadUse(self._broken)
 
@@ -307,6 +311,7 @@ class Iteration:
         if not progress.backwards:
             return  # the gradients are of another model
         self._refuse_changes()
+        self._is_stepping = True
         progress.gradients.clear()  # each ends with its update
         self._groups = groups_by_parameter(self.optimizer)
         model = self._model() if self._model else None
@@ -412,6 +417,11 @@ class Iteration:
     def loaded(self) -> None:
         """The optimizer's state was loaded: whatever was left in between is over."""
         self._broken, self._progress, self._seen_a_step = "", _Progress(), True
+        self._is_stepping = False
+
+    def stepped(self) -> None:
+        """`optimizer.step()` is done."""
+        self._is_stepping = False
 
 
 class _StepHook:
@@ -425,6 +435,12 @@ class _StepHook:
         iteration = self.iteration()
         if iteration is not None:
             iteration.step_begins(args, kwargs)
+
+
+def _stepped(iteration: weakref.ref[Iteration]) -> None:
+    found = iteration()
+    if found is not None:
+        found.stepped()
 
 
 def _loaded(iteration: weakref.ref[Iteration]) -> None:
