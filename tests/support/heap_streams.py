@@ -9,6 +9,7 @@ from stowplan.plan.allocator.invariants import broken_invariants
 from stowplan.plan.allocator.settings import MIB, SMALL_REQUEST, AllocatorSettings
 
 _STREAMS = 3
+_SIZES = (512, 1024, 2048, MIB // 2, 3 * MIB, 12 * MIB)
 
 
 def random_settings(random: Random) -> AllocatorSettings:
@@ -38,19 +39,27 @@ def run_stream(seed: int, events: int, *, laws: bool) -> int:
     random = Random(seed)
     allocator = CachingAllocator(random_settings(random))
     living: list[int] = []
+    streams = random.choice((1, 1, _STREAMS))  # with one stream, and few sizes, blocks meet their neighbours
+    sizes = random.choice((None, random.sample(_SIZES, 2)))
     for number in range(events):
         where = f"seed {seed}, event {number}"
         match random.randrange(20):
             case 0 if living:
-                allocator.record_stream(random.choice(living), random.randrange(_STREAMS))
+                allocator.record_stream(random.choice(living), random.randrange(streams))
             case 1:
-                allocator.pass_events(random.randrange(_STREAMS))
+                allocator.pass_events(random.randrange(streams))
             case 2 if random.random() < 0.2:
                 allocator.empty_cache()
             case kind if kind < 11 and living:
                 allocator.free(living.pop(random.randrange(len(living))))
             case _:
-                _malloc(allocator, random, living, where, laws=laws)
+                nbytes = random_size(random) if sizes is None else random.choice(sizes)
+                request = (
+                    nbytes,
+                    random.randrange(streams),
+                    random.choice((0, 0, 0, 1)) if streams > 1 else 0,
+                )
+                _malloc(allocator, request, living, where, laws=laws)
         if laws:
             faults = broken_invariants(allocator)
             assert not faults, f"{where}: {faults[0]}"
@@ -61,9 +70,9 @@ def run_stream(seed: int, events: int, *, laws: bool) -> int:
 
 
 def _malloc(
-    allocator: CachingAllocator, random: Random, living: list[int], where: str, *, laws: bool
+    allocator: CachingAllocator, request: tuple[int, int, int], living: list[int], where: str, *, laws: bool
 ) -> None:
-    nbytes, stream, pool = random_size(random), random.randrange(_STREAMS), random.choice((0, 0, 0, 1))
+    nbytes, stream, pool = request
     before = allocator.segments() if laws and not allocator._pending else None
     try:
         address = allocator.malloc(nbytes, stream, pool)
