@@ -167,7 +167,7 @@ def test_a_step_that_reads_what_it_updated_is_planned_without_tiles(name: str) -
     model, plain, x = Centred(name), Centred(name), torch.randn(SHAPE)
     plain.load_state_dict(model.state_dict())
     refusal = refusal_of(model, x)
-    assert any(f"{name}.updated: what the step overwrites" in line for line in refusal.untiled)
+    assert any(f"{name}.updated, which the step overwrites" in line for line in refusal.untiled)
     fitted = fit(model, (x,), budget=refusal.minimum_bytes, moves=50)
     same = x.clone()
     torch.testing.assert_close(step(fitted, x), step(plain, same), rtol=1e-4, atol=1e-4)
