@@ -32,6 +32,7 @@ CONTENTS = {
         "how-to",
         "iteration",
         "shards",
+        "allocator",
         "report",
         "limits",
         "reference",
