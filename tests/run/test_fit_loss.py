@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from io import BytesIO
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
-from stowplan.errors import BadUse, CaptureError
+from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 
 X = torch.linspace(-1, 1, 48).reshape(6, 8)
 
@@ -69,6 +70,10 @@ def test_the_named_output_is_the_one_that_is_differentiated(loss: str | int) -> 
 
     assert isinstance(model(X), Both)
     assert equal(gradients(Two(), chosen), gradients(model, chosen))
+    file = BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert equal(gradients(Two(), chosen), gradients(torch.load(file, weights_only=False), chosen))
     with pytest.raises(BadUse, match=r"for output 'near'.*outputs=\"all\".*loss='near'"):
         model(X).near.backward()
     with torch.no_grad():
@@ -101,6 +106,9 @@ def test_a_loss_that_is_not_there_is_refused_by_fit() -> None:
         fitted(Two(), loss=nn.MSELoss())
     with pytest.raises(BadUse, match="give one"):
         fitted(Two(), loss="near", outputs="all")
+    for settings in ({"loss": "near"}, {"outputs": "all"}):
+        with pytest.raises(BadUse, match="not offered with a mesh"):
+            fitted(Two(), mesh="data=1", **settings)
 
 
 def test_an_output_without_a_gradient_is_no_loss() -> None:
@@ -135,3 +143,32 @@ def test_what_is_given_back_needs_a_word_about_its_gradient(
     assert equal(gradients(GivesBack(what), lambda o: o[1], x), gradients(alone, lambda o: o[1], x))
     with pytest.raises(BadUse, match="a gradient came in for output 0"):
         gradients(alone, both, x)
+
+
+class Images(nn.Module):
+    """Two scalars of a convolutional net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.net(x)
+        return {"main": hidden.square().mean(), "extra": hidden.abs().mean()}
+
+
+@pytest.mark.slow
+def test_a_named_loss_is_the_one_that_tiles_are_differentiated_for() -> None:
+    images = torch.linspace(-1, 1, 48 * 48).reshape(1, 1, 48, 48)
+    with pytest.raises(BudgetTooSmall) as refused:
+        stowplan.fit(Images(), (images,), budget=1, loss="extra", allow=("recompute",), moves=5)
+    budget = refused.value.minimum_bytes * 7 // 10
+    model = stowplan.fit(Images(), (images,), budget=budget, loss="extra", moves=5)
+    assert stowplan.plans_of(model)[0].is_tiled
+    expected = gradients(Images(), lambda output: output["extra"], images)
+    found = gradients(model, lambda output: output["extra"], images)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(BadUse, match="a gradient came in for output 'main'"):
+        model(images)["main"].backward()
