@@ -11,7 +11,7 @@ from rich.text import Text
 
 from stowplan.ir.labels import Labels
 from stowplan.plan.explain.comparison import Change, Comparison
-from stowplan.report.terminal import module_columns, print_trimmed
+from stowplan.report.terminal import in_module, module_columns, print_trimmed
 from stowplan.units import format_bytes, format_count, format_seconds
 
 _LISTED = 15
@@ -101,10 +101,10 @@ def _changes_by_module(comparison: Comparison, labels: Labels) -> Table:
         alike.setdefault((change.before, change.after, _at_peak(change)), []).append(change.tensor)
     rows = [(group, fate) for fate, names in alike.items() for group in labels.groups(names)]
     shown, rest = rows[:_LISTED], rows[_LISTED:]
-    others = ("op", "before", "after", "at the peak")
-    table = module_columns(("bytes", "n"), [group for group, _ in shown], others)
+    table = module_columns(("bytes", "n"), ("before", "after", "at the peak"))
     for group, fate in shown:
-        table.add_row(format_bytes(group.nbytes), f"{len(group.names):,}", group.module, group.what, *fate)
+        where = in_module(group.module, group.what, group.line)
+        table.add_row(format_bytes(group.nbytes), f"{len(group.names):,}", where, *fate)
     if rest:
         size, count = sum(group.nbytes for group, _ in rest), sum(len(group.names) for group, _ in rest)
         table.add_row(format_bytes(size), f"{count:,}", "more")

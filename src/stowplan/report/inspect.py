@@ -18,6 +18,7 @@ from stowplan.ir.labels import Labels, shape_text
 from stowplan.report.terminal import (
     bar,
     blocks_of,
+    in_module,
     memory_curve_drawing,
     module_columns,
     modules_table,
@@ -225,8 +226,8 @@ def _times(inspection: Inspection, blocks: str) -> Group | None:
 def _slowest(labels: Labels, seconds_by_op: Mapping[str, float]) -> Table:
     """The modules of a captured step whose ops take the longest."""
     groups = labels.op_groups(seconds_by_op)[:_LONGEST]
-    table = module_columns(("time", "n"), groups, ("op, line",))
+    table = module_columns(("time", "n"))
     for group in groups:
-        what = ", ".join(filter(None, (group.what, group.line)))
-        table.add_row(format_seconds(group.seconds), f"{group.count:,}", group.module, what)
+        where = in_module(group.module, group.what, group.line)
+        table.add_row(format_seconds(group.seconds), f"{group.count:,}", where)
     return table

@@ -1,5 +1,6 @@
 """A plan for people: whether it fits, its cost, its decisions, its distance from the lower bound."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, RenderableType
@@ -156,9 +157,7 @@ def _recomputed(plan: Plan) -> Table | None:
         return None
     labels = Labels(plan.graph)
     if labels.captured:
-        return modules_table(
-            labels.groups(remade), _LARGEST, ("recomputed", lambda group: _words(plan, group.names))
-        )
+        return modules_table(labels.groups(remade), _LARGEST, lambda group: _words(plan, group.names))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
     table.add_column("bytes", justify="right")
     for heading in ("tensor", "recomputed", "by"):
@@ -171,7 +170,8 @@ def _recomputed(plan: Plan) -> Table | None:
 
 
 def _words(plan: Plan, names: Iterable[str]) -> str:
-    return " / ".join(dict.fromkeys(_word(plan.decisions[name]) for name in names))
+    words = Counter(_word(plan.decisions[name]) for name in names)
+    return " / ".join(f"{count} {word}" if len(words) > 1 else word for word, count in words.items())
 
 
 def _word(decision: Decision | None) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stowplan.ir import Op, Phase
-from stowplan.ir.labels import OpGroup, TensorGroup
+from stowplan.ir.labels import TensorGroup
 from stowplan.units import format_bytes, printable
 
 WIDTH = 100
@@ -78,35 +78,35 @@ def bar(share: float, width: int, blocks: str) -> str:
 
 
 def modules_table(
-    groups: Sequence[TensorGroup], most: int, *more: tuple[str, Callable[[TensorGroup], str]]
+    groups: Sequence[TensorGroup], most: int, note: Callable[[TensorGroup], str] = lambda _: ""
 ) -> Table:
-    """Tensors of a captured step by module, with further columns; those over `most` are summed up."""
+    """Tensors of a captured step by module, with a note on each; those over `most` are summed up."""
     shown, rest = groups[:most], groups[most:]
-    table = module_columns(("bytes", "n"), shown, ("op or tensor, shape, line", *(name for name, _ in more)))
+    table = module_columns(("bytes", "n"))
     for group in shown:
         figures = format_bytes(group.nbytes), f"{len(group.names):,}"
-        table.add_row(*figures, group.module, group.details, *(cell(group) for _, cell in more))
+        table.add_row(*figures, in_module(group.module, group.details, note(group)))
     if rest:
         size, count = sum(group.nbytes for group in rest), sum(len(group.names) for group in rest)
         table.add_row(format_bytes(size), f"{count:,}", "more")
     return table
 
 
-def module_columns(
-    figures: Iterable[str], groups: Iterable[TensorGroup | OpGroup], others: Iterable[str]
-) -> Table:
-    """A table with figures, a module path that is not broken if there is room, and other columns."""
+def module_columns(figures: Iterable[str], others: Iterable[str] = ()) -> Table:
+    """A table with figures, a module, and other columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
     for heading in figures:
         table.add_column(heading, justify="right", no_wrap=True)
-    longest = max((len(group.module) for group in groups), default=0)
-    table.add_column("module", overflow="fold", no_wrap=longest <= _MODULE)
-    for heading in others:
+    for heading in ("module", *others):
         table.add_column(heading, overflow="fold")
     return table
 
 
-_MODULE = 44  # characters of a module path that are never broken
+def in_module(module: str, *details: str) -> Text:
+    """A module path, and below it what is meant in it: paths are long, and lines may have 80 columns."""
+    return Text.assemble(module, ("\n" + ", ".join(filter(None, details)), "dim"))
+
+
 _ROWS = 4
 
 
