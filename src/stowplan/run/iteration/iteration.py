@@ -28,6 +28,7 @@ from stowplan.run.iteration.one_by_one import (
     options_of,
     refuse_unless_one_by_one,
 )
+from stowplan.run.iteration.repeat import Repeat
 from stowplan.run.iteration.updates import Trained, with_updates
 from stowplan.run.step.function import Leaving
 from stowplan.torch_private import after_backward, running_backward, version_of
@@ -144,7 +145,7 @@ class Iteration:
         scalar = all(tensors[name].shape == () for name in program.tangents if name is not None)
         parameters_only = program.gradients.keys() <= program.parameters.keys()
         on_cpu = len(looks) == 1 and next(iter(looks))[0] == "cpu"
-        return self.repeats and not self.keeps_all and scalar and parameters_only and on_cpu
+        return self._repeats and not self.keeps_all and scalar and parameters_only and on_cpu
 
     def _choose_watched(self, trained: dict[str, Trained]) -> Tensor | None:
         """The smallest parameter, if it is small."""
@@ -155,9 +156,15 @@ class Iteration:
     # What a planned backward tells.
 
     @property
-    def repeats(self) -> bool:
+    def _repeats(self) -> bool:
         """Whether a plan that consumes gradients is for two backwards: for the norm, then for the updates."""
         return self.clip_norm is not None and self.accumulate == 1
+
+    def repeat_for(
+        self, run: Callable[[], Sequence[Tensor]], given: Iterable[Tensor], written: Iterable[Tensor]
+    ) -> Callable[[Sequence[Tensor | None]], None] | None:
+        """Called before forward."""
+        return Repeat(run, given, written).backward if self._repeats else None
 
     def begins(self, leaving: Leaving) -> None:
         """Called within backward, before the first gradient leaves."""
@@ -297,7 +304,7 @@ class Iteration:
         progress = self._progress
         if progress.is_open and progress.updated and progress.task != running_backward():
             self.fails(RuntimeError())
-        if self._is_stepping and not self._broken:
+        if self._is_stepping and self._total_norm is None and not self._broken:
             self._broken = f"optimizer.step() failed in between, and has updated a part: {_RESUME}"
         if self._broken:
             raise BadUse(self._broken)

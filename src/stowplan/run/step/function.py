@@ -5,7 +5,7 @@ it returns, then the next: so a gradient is accumulated, seen by hooks, used by 
 backward goes on, in the order of `Source.pieces`.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,11 +21,11 @@ from stowplan.errors import BadUse, TensorChanged
 from stowplan.run.step.before import Before
 from stowplan.run.step.halves import Halves
 from stowplan.run.step.incoming import IncomingGradients
-from stowplan.run.step.repeat import Repeat
 from stowplan.run.step.source import called
 from stowplan.torch_private import is_view, storage_id, version_of
 
 Zeros: TypeAlias = Callable[[], Tensor]
+Repeat: TypeAlias = Callable[[Sequence[Tensor | None]], None]  # takes the incoming gradients
 
 
 class Leaving(NamedTuple):
@@ -42,9 +42,13 @@ class Leaving(NamedTuple):
 class Consumer(Protocol):
     """Takes gradients that leave a step, and updates their parameters with them."""
 
-    @property
-    def repeats(self) -> bool:
-        """Whether it wants to run a step whose gradients are consumed a second time."""
+    def repeat_for(
+        self, run: Callable[[], Sequence[Tensor]], given: Iterable[Tensor], written: Iterable[Tensor]
+    ) -> Repeat | None:
+        """How to run a step, whose gradients are consumed, a second time, if that is wanted.
+
+        Called before forward. `run` is the forward, `given` are its tensors, and it changes `written`.
+        """
 
     def begins(self, leaving: Leaving) -> None:
         """Called within backward, before the first gradient leaves."""
@@ -114,7 +118,7 @@ class Run:
                 "backward ran a second time; what it needs is freed by the first (retain_graph is not kept)"
             )
         if self.consumer:
-            repeat = partial(self.repeat.backward, incoming) if self.repeat else None
+            repeat = partial(self.repeat, incoming) if self.repeat else None
             self.consumer.begins(Leaving(*self._leaving, repeat))
         tangents = _tangents(self, incoming, self._zeros)
         self._backward = self.halves.backward(self._given, self.saved, tangents, self._handed)

@@ -17,7 +17,6 @@ from stowplan.run.step.function import Consumer, Run, latch, run_step
 from stowplan.run.step.halves import compiled
 from stowplan.run.step.incoming import IncomingGradients
 from stowplan.run.step.pieces import Piece
-from stowplan.run.step.repeat import Repeat
 from stowplan.run.step.source import source_of
 from stowplan.run.step.tier import LiveTier, tier_for
 from stowplan.run.step.waiting import Waiting
@@ -68,9 +67,11 @@ class StraightStep:
         """The model's results for these arguments, which must look like those of the capture."""
         found = self._binding.tensors(args, kwargs)
         run = self._new_run()
-        if self._consumer and self._consumer.repeats and any(p.consumed for p in self._halves.source.pieces):
+        if self._consumer and any(piece.consumed for piece in self._halves.source.pieces):
             written = [found[name] for name in self._program.updates]
-            run.repeat = Repeat(lambda: self._made(self._new_run(), found), found.values(), written)
+            run.repeat = self._consumer.repeat_for(
+                lambda: self._made(self._new_run(), found), found.values(), written
+            )
         if self._waiting:
             self._waiting.begins()
             self._waiting.add(run)
