@@ -6,7 +6,9 @@ and keeps other modules from using private names. `docs/compatibility.md` has th
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from threading import Lock, local
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,7 @@ from torch.autograd.graph import Node
 from torch.nn.modules import module as torch_modules
 from torch.profiler import profile
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as checkpoint_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec
 
@@ -54,6 +57,7 @@ __all__ = [
     "autograd_in_kernels",
     "below_autograd",
     "check_version",
+    "checkpoints_as_calls",
     "fake_tensor_logger",
     "is_view",
     "nodes_made",
@@ -64,6 +68,7 @@ __all__ = [
     "sequence_number",
     "storage_id",
     "store_of",
+    "tell_of_checkpoints",
     "tensor_guards",
     "timeout_of",
     "untested",
@@ -190,6 +195,68 @@ def autograd_in_kernels() -> Iterator[None]:
         yield
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, was_off)
+
+
+_VARIANTS = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
+
+
+class _Checkpoints:
+    """What stands for the two variants of `torch.utils.checkpoint` while a step is captured."""
+
+    def __init__(self) -> None:
+        self._lock, self._users = Lock(), 0
+        self._capturing = local()
+        self._own = tuple(vars(checkpoint_module)[name] for name in _VARIANTS)
+
+    @contextmanager
+    def as_calls(self) -> Iterator[None]:
+        was, self._capturing.here = getattr(self._capturing, "here", False), True
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+            self._capturing.here = was
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._users += change
+            found = (self, self.around) if self._users else self._own
+            vars(checkpoint_module).update(zip(_VARIANTS, found, strict=True))
+
+    def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """The reentrant variant: nothing has a gradient if no argument has."""
+        if not getattr(self._capturing, "here", False):  # another thread trains meanwhile
+            return self._own[0].apply(function, preserve, *args)
+        tell_of_checkpoints()
+        wanted = any(arg.requires_grad for arg in args if isinstance(arg, Tensor))
+        with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
+            return function(*args)
+
+    def around(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """The other variant: runs up to its `yield` before the function and from there on after it."""
+        if not getattr(self._capturing, "here", False):
+            own: Iterator[None] = self._own[1](*args, **kwargs)
+            return own
+        tell_of_checkpoints()
+        return iter((None,))
+
+
+_CHECKPOINTS = _Checkpoints()
+
+
+def checkpoints_as_calls() -> AbstractContextManager[None]:
+    """Within, and in this thread, `torch.utils.checkpoint` only calls the function that it is given."""
+    return _CHECKPOINTS.as_calls()
+
+
+@cache
+def tell_of_checkpoints() -> None:
+    """Log, once in a process, that checkpoints give way to plans."""
+    logging.getLogger("stowplan").warning(
+        "torch.utils.checkpoint (gradient_checkpointing) is switched off in a planned step: the plan decides"
+        " what to recompute"
+    )
 
 
 def store_of(group: "ProcessGroup") -> "Store":

@@ -76,5 +76,5 @@ def test_a_second_forward_is_told_of_once(caplog: pytest.LogCaptureFixture) -> N
         for _ in range(2):
             (fitted(x) + fitted(x)).backward()
     (record,) = caplog.records
-    assert "a forward of FittedNormed began while an earlier one waits" in record.getMessage()
+    assert "a forward of Normed began while an earlier one waits" in record.getMessage()
     assert "kB" in record.getMessage() or "KiB" in record.getMessage()

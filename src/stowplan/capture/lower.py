@@ -75,7 +75,7 @@ class Lowering:
             raise CaptureError(
                 f"{call.call.target} draws random numbers during backward",
                 where=event.origin.source,
-                advice="if that is torch.utils.checkpoint, remove it: the plan says what to recompute",
+                advice="if a package's own checkpointing does that, remove it: the plan recomputes",
             )
         adjoint = self._adjoint(call)
         origin = event.origin if event.origin.source or adjoint is None else self._origin(adjoint)

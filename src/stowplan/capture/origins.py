@@ -1,6 +1,7 @@
 """The origin of an op: the module that ran it and the line of the user's code; and errors in those terms."""
 
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ from stowplan.torch_private import (
     fake_tensor_logger,
 )
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# With a separator at the end: torchvision is no part of torch.
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _RECORDER = str(Path(__file__).with_name("recorder.py"))  # frames above it are not part of the step
 
 

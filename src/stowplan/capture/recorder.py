@@ -24,7 +24,7 @@ from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import KnownOverwritten, Rehearsal, Watch, followed
 from stowplan.errors import CaptureError
 from stowplan.ir import Kind
-from stowplan.torch_private import pytree
+from stowplan.torch_private import checkpoints_as_calls, pytree
 
 
 def record(step: Step) -> Recording:
@@ -124,7 +124,7 @@ class _Recorder:
 
     def _forward(self) -> object:
         args, kwargs = self._input_spec.unflatten(self._inputs)
-        with self._origins.following(), self._watch:
+        with self._origins.following(), checkpoints_as_calls(), self._watch:
             return after_loss(self._step.model(*args, **kwargs), self._step.loss)
 
     def _replaced(self, before: Mapping[str, Tensor]) -> dict[StorageView, StorageView]:

@@ -34,10 +34,15 @@ from stowplan.run.border.guard import Guard
 from stowplan.run.measure.agreement import Relaid, compared
 from stowplan.run.planning.plan_cache import USER_PLANS, PlanCache, saved_step
 from stowplan.run.planning.subject import PlannedStep, Subject
-from stowplan.run.stand_in import seen_as, with_forward
+from stowplan.run.stand_in import fitted_class, seen_as, with_forward
 from stowplan.run.step.sharing import sharing_of
 from stowplan.run.step.straight import StraightStep
-from stowplan.run.wrappers import refuse_shards, refuse_wrapped
+from stowplan.run.wrappers import (
+    leave_checkpointing_off,
+    refuse_shards,
+    refuse_wrapped,
+    switch_checkpointing_off,
+)
 from stowplan.torch_private import storage_id
 from stowplan.units import parse_bytes
 
@@ -169,6 +174,8 @@ def fit(
     if iteration is not None:
         iteration.belongs_to(fitted)
         fitting.iteration = iteration
+    switch_checkpointing_off(model)
+    leave_checkpointing_off(fitted)
     with torch.enable_grad():
         if fitting.step_for(fitted, tuple(args), dict(kwargs or {})) is None:
             raise BadUse(
@@ -206,8 +213,7 @@ class _Fitted(nn.Module):
 def _fitted_class(kind: type[nn.Module]) -> type:
     """One class for each class of model."""
     if kind not in _FITTED_CLASSES:
-        own = {"__module__": kind.__module__}
-        _FITTED_CLASSES[kind] = type(f"Fitted{kind.__name__}", (_Fitted, kind), own)
+        _FITTED_CLASSES[kind] = fitted_class(kind, _Fitted)
     return _FITTED_CLASSES[kind]
 
 

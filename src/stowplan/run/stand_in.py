@@ -1,6 +1,8 @@
 """Stand-ins for a model: its own parts, parameters and all, seen as an instance of another class."""
 
+import inspect
 from collections.abc import Callable
+from functools import update_wrapper
 from typing import Any
 
 from torch import nn
@@ -16,6 +18,23 @@ def with_forward(model: nn.Module, forward: Callable[..., object]) -> nn.Module:
         if name.endswith("_hooks") and "forward" in name:
             vars(found)[name] = type(value)()
     return found
+
+
+def fitted_class(kind: type[nn.Module], fitted: type[nn.Module]) -> type[nn.Module]:
+    """`kind` with the methods of `fitted` before its own, under the same name, with forward's signature.
+
+    Trainers choose the columns of a batch by the signature; `save_pretrained` writes the name of the class.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return fitted.forward(self, *args, **kwargs)
+
+    update_wrapper(forward, kind.forward)
+    del vars(forward)["__wrapped__"]  # what it stands for is not to be called in its place
+    if callable(kind.forward):  # for TorchScript it is a property
+        vars(forward)["__signature__"] = inspect.signature(kind.forward)
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (fitted, kind), {**own, "forward": forward})
 
 
 def seen_as(kind: type, model: nn.Module) -> Any:

@@ -1,12 +1,15 @@
-"""Wrappers: data parallelism and sharding go around a planned step, never inside it.
+"""Wrappers: data parallelism and sharding go around a planned step, checkpointing gives way to it.
 
 What they do happens in hooks: before and after the modules they wrap, and when a gradient arrives. A planned
 step calls no inner module, so hooks there would not run, while those around it do.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from stowplan.errors import BadUse
+from stowplan.torch_private import tell_of_checkpoints
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -20,6 +23,26 @@ def refuse_wrapped(model: nn.Module) -> None:
                 f"{path or 'the model'} is wrapped in {wrapper}, whose work cannot be done inside a planned"
                 f" step; fit the module within, then wrap what fit returns: {wrapper}(fit(...))"
             )
+
+
+def switch_checkpointing_off(model: nn.Module) -> None:
+    """Take back what `gradient_checkpointing_enable` of Hugging Face did: flags, and a hook on the inputs."""
+    switched: Any = model
+    if getattr(model, "is_gradient_checkpointing", False) is True:
+        tell_of_checkpoints()
+        switched.gradient_checkpointing_disable()
+        if hasattr(model, "_require_grads_hook"):
+            switched.disable_input_require_grads()
+
+
+def leave_checkpointing_off(fitted: nn.Module) -> None:
+    """Trainers that are asked for checkpointing switch it on in the model: here they are told of the plan."""
+    if hasattr(fitted, "gradient_checkpointing_enable"):
+        vars(fitted)["gradient_checkpointing_enable"] = _enable_nothing
+
+
+def _enable_nothing(*_: object, **__: object) -> None:
+    tell_of_checkpoints()
 
 
 def refuse_shards(model: nn.Module) -> None:

@@ -37,7 +37,7 @@ from stowplan.capture.storage_views import StorageBook, StorageView
 from stowplan.capture.watching import Event
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.run.planning.subject import Subject
-from stowplan.torch_private import OpOverload, TorchDispatchMode, storage_id
+from stowplan.torch_private import OpOverload, TorchDispatchMode, checkpoints_as_calls, storage_id
 from stowplan.units import format_bytes
 
 _DETACH = torch.ops.aten.detach.default
@@ -69,7 +69,7 @@ def against_eager(plan: Plan, subject: Subject) -> AgainstEager:
             comparison.enter((*tensors, *map(copies.of, tensors)))
             stack.enter_context(_leaving_no_trace({tensor.device for tensor in tensors}))
             stack.enter_context(_keeping_nothing())
-            with comparison:
+            with checkpoints_as_calls(), comparison:
                 after_loss(subject.model(*args, **kwargs), subject.loss)
         return comparison.verdict()
     except _Ended as end:

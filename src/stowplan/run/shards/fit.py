@@ -22,7 +22,7 @@ from stowplan.run.shards.choosing import Tried
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.shard_planner import ShardPlanner
 from stowplan.run.shards.step import ShardedStep
-from stowplan.run.stand_in import seen_as, with_forward
+from stowplan.run.stand_in import fitted_class, seen_as, with_forward
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import refuse_shards
 
@@ -36,8 +36,7 @@ def fit_on_mesh(
     request: ShardRequest,
 ) -> Model:
     """`model`, planned for this process's part in its step over a mesh, within a budget of its own."""
-    kind = type(f"Fitted{type(model).__name__}", (_FittedOnMesh, type(model)), {})
-    fitted: Model = seen_as(kind, model)
+    fitted: Model = seen_as(fitted_class(type(model), _FittedOnMesh), model)
     dependencies = _dependencies(model, args, kwargs)
     found, tried = ShardPlanner(model, args, kwargs, request).on(cast("MeshLike | int", request.mesh))
     fitted.__dict__["_fitting"] = FittingOnMesh(
