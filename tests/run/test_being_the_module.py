@@ -67,7 +67,7 @@ def test_it_can_be_fitted_again_with_another_budget() -> None:
     eager = copy.deepcopy(model)
     once = fitted(model, x)
     (plan,) = stowplan.plans_of(once)
-    budget = (plan.minimum_bytes + plan.plain_peak_bytes) // 2
+    budget = int(0.9 * plan.projected_peak_bytes)
     again = stowplan.fit(once, (x,), budget=budget, moves=MOVES)
     (tight,) = stowplan.plans_of(again)
     assert tight.projected_peak_bytes <= budget < plan.projected_peak_bytes

@@ -36,7 +36,7 @@ def switch_checkpointing_off(model: nn.Module) -> None:
 
 
 def leave_checkpointing_off(fitted: nn.Module) -> None:
-    """Trainers that are asked for checkpointing switch it on in the model: here they are told of the plan."""
+    """Trainers switch checkpointing on in the model; in a fitted one that logs that the plan replaces it."""
     if hasattr(fitted, "gradient_checkpointing_enable"):
         vars(fitted)["gradient_checkpointing_enable"] = _enable_nothing
 
