@@ -65,9 +65,15 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+def too_little(model: nn.Module, x: Tensor) -> int:
+    """A budget for parameters, gradients, buffers and the input: too little, but refused after a search."""
+    held = (*model.parameters(), *model.buffers())
+    return 2 * sum(tensor.nbytes for tensor in held) + x.nbytes + 64
+
+
 def refusal_of(model: nn.Module, x: Tensor, allow: tuple[str, ...] = ("recompute", "tile")) -> BudgetTooSmall:
     with pytest.raises(BudgetTooSmall) as refusal:
-        fit(model, (x,), budget=1, allow=allow, moves=50)
+        fit(model, (x,), budget=too_little(model, x), allow=allow, moves=50)
     return refusal.value
 
 
@@ -207,7 +213,7 @@ def test_a_fault_in_a_candidate_is_no_reason_to_go_without_tiles(monkeypatch: py
 
     monkeypatch.setattr(TiledCandidate, "floor_bytes", property(faulty))
     with pytest.raises(KeyError, match="a fault"):
-        fit(Net(dropped), (torch.randn(SHAPE),), budget=1, moves=50)
+        refusal_of(Net(dropped), torch.randn(SHAPE))
 
 
 class Halved(torch.autograd.Function):

@@ -22,10 +22,11 @@ from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Plan
+from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.technique import Socket
 from stowplan.run.cost.machine import device_of, platform_of
 from stowplan.run.cost.probe_cache import replace_file, user_folder
-from stowplan.run.planning.planner import plan_step
+from stowplan.run.planning.planner import plan_step, step_planner
 from stowplan.run.planning.price import replayed_bytes
 from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.units import format_bytes
@@ -53,6 +54,12 @@ class PlanCache:
 
         Not kept are plans that move tensors away, for room elsewhere changes from day to day.
         """
+        refuse_hopeless(
+            subject.captured.graph,
+            allowed_bytes,
+            options,
+            lambda: step_planner(subject, options).minimum_bytes,
+        )
         key = _key_of(subject.captured.graph, allowed_bytes, options)
         known = self.read(key, subject, allowed_bytes)
         if known is not None:

@@ -8,7 +8,6 @@ from stowplan.capture import Captured
 from stowplan.plan.candidate import Baseline, Candidate, GraphCandidate, Refusals
 from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions, Prefer
 from stowplan.plan.plan import Plan
-from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.select import Selector
 from stowplan.plan.technique import Socket
@@ -65,10 +64,5 @@ def _candidates(
 
 def plan_step(subject: Subject, allowed_bytes: int, options: PlanOptions = DEFAULT_OPTIONS) -> PlannedStep:
     """The best plan within `allowed_bytes`; raises BudgetTooSmall with the smallest that was found."""
-
-    def minimum_bytes() -> int:
-        return step_planner(subject, options).minimum_bytes
-
-    refuse_hopeless(subject.captured.graph, allowed_bytes, options, minimum_bytes)
     plan, candidate = step_planner(subject, options).answer(allowed_bytes)
     return PlannedStep(plan, candidate.captured)
