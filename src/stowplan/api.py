@@ -194,15 +194,29 @@ def check(
     prefer: str = Prefer.EXACTNESS,
     steps: int = 3,
     progress: Progress | None = None,
+    optimizer: str | None = None,
 ) -> Record:
-    """Run MODULE:FUNCTION eagerly and by a plan for `budget`, side by side, and compare all there is."""
+    """Run MODULE:FUNCTION eagerly and by a plan for `budget`, side by side, and compare all there is.
+
+    With an `optimizer`, a name of `torch.optim`, whole iterations are planned, run and compared.
+    """
     from stowplan.run.measure.check import check as run_check
+    from stowplan.run.measure.check import check_iterations
     from stowplan.run.planning.planner import plan_step
     from stowplan.run.target import load_target
 
+    loaded = load_target(target)
+    if optimizer is not None:
+        from stowplan.run.fit import fit
+        from stowplan.run.optimizers import optimizer_named
+
+        how: Any = {"budget": budget, "allow": allow, "prefer": prefer, "progress": progress}
+        fitting = partial(fit, loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, **how)
+        made = partial(optimizer_named, optimizer)
+        return check_iterations(loaded, lambda own: fitting(optimizer=own), made, iterations=steps)
     options = PlanOptions(tuple(allow), prefer, progress=progress)
     planning = partial(plan_step, allowed_bytes=parse_bytes(budget), options=options)
-    return run_check(load_target(target), planning, steps=steps)
+    return run_check(loaded, planning, steps=steps)
 
 
 def load_plan(path: str | Path) -> Plan:

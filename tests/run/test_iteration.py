@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
 
+from stowplan.api import check
 from stowplan.errors import BadUse, BudgetTooSmall, IllegalPlan
 from stowplan.ops.effects import UPDATE
 from stowplan.plan.decision import Compute
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import Plan
 from stowplan.run.fit import fit, plans_of
-from stowplan.run.iteration.one_by_one import refuse_unless_one_by_one
+from stowplan.run.iteration.one_by_one import OneByOne, refuse_unless_one_by_one
 from stowplan.run.measure.measure import measure
 from tests.support.failing import Failing
 
@@ -541,3 +542,27 @@ def test_a_backward_that_fails_in_between_says_so_until_state_is_loaded() -> Non
     eager_optimizer = SGD(eager.parameters(), lr=0.1)
     loop(eager, eager_optimizer, x, 2)
     assert same((eager, eager_optimizer), (model, optimizer))
+
+
+def small_tower() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A step for the command line."""
+    return Tower(layers=2), (tower_batch(),)
+
+
+@pytest.mark.slow
+def test_check_compares_whole_iterations_and_finds_a_wrong_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = "tests.run.test_iteration:small_tower"
+    record = check(target, "1GiB", optimizer="adamw", steps=4)
+    assert record.holds
+    assert {"exp_avg of parameter 0", "layers.0.weight", "norm.running_mean"} <= {
+        difference.tensor for difference in record.differences
+    }
+    right = OneByOne.update
+
+    def twice(self: OneByOne, parameter: Tensor, group: Any) -> None:
+        right(self, parameter, group)
+        right(self, parameter, group)
+
+    monkeypatch.setattr("stowplan.run.iteration.iteration.refuse_unless_one_by_one", lambda _: None)
+    monkeypatch.setattr(OneByOne, "update", twice)
+    assert not check(target, "1GiB", optimizer="adamw", steps=2).holds

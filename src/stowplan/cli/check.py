@@ -16,6 +16,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--budget", required=True, help="bytes for everything alive during the step, such as 6GiB"
     )
     add_choices(parser)
+    parser.add_argument("--optimizer", help="plan and compare whole iterations, such as with adamw or sgd")
     parser.add_argument("--steps", type=int, default=3, help="how many training steps to compare (default 3)")
     parser.add_argument(
         "-o", "--output", metavar="RECORD", help="write what was measured, for `stowplan report`"
@@ -34,6 +35,7 @@ def run(arguments: Namespace) -> int:
             allow=arguments.allow,
             prefer=arguments.prefer,
             steps=arguments.steps,
+            optimizer=arguments.optimizer,
             progress=waiting.tried,
         )
     if arguments.output:

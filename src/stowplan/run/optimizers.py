@@ -8,7 +8,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ def optimizer_share(
     fixed = watch.enter(_with_gradients(trained, stand_ins))
     with explained(optimizer), watch:
         made = (
-            _named(optimizer, trained, options)
+            optimizer_named(optimizer, trained, **options)
             if isinstance(optimizer, str)
             else twin_of(optimizer, stand_ins.of)
         )
@@ -117,7 +116,9 @@ def _with_gradients(parameters: Iterable[Tensor], stand_ins: StandIns) -> Iterat
             yield parameter.grad
 
 
-def _named(name: str, parameters: list[Tensor], options: Mapping[str, Any]) -> Optimizer:
+def optimizer_named(name: str, parameters: Iterable[Tensor], **options: object) -> Optimizer:
+    """An optimizer of `torch.optim`, of these parameters."""
+    parameters = list(parameters)
     kind = OPTIMIZERS.get(name.lower())
     if kind is None:
         raise BadUse(f"{name!r} is no optimizer of torch.optim; it has {', '.join(OPTIMIZERS)}")

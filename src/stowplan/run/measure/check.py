@@ -1,18 +1,20 @@
 """Check: eager and the plan side by side. Same losses, gradients, buffers, draws; the peak; the time."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stowplan.capture.recording import Loss, after_loss, output_named
 from stowplan.errors import BadUse
-from stowplan.plan.plan import Exactness
+from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.record import Difference, Record
+from stowplan.run.fit import plans_of
 from stowplan.run.measure.agreement import compared
 from stowplan.run.measure.measure import Measurement, measure
 from stowplan.run.planning.subject import PlannedStep, Subject
@@ -30,12 +32,16 @@ class _Side:
 
     model: nn.Module
     loss: Callable[[], Tensor]
+    optimizer: Optimizer | None = None
 
     def step(self) -> Tensor:
-        """Forward and backward from fresh gradients."""
+        """Forward and backward from fresh gradients; with an optimizer, an iteration of the usual loop."""
         self.model.zero_grad(set_to_none=True)
         loss = self.loss()
         loss.backward()  # type: ignore[no-untyped-call]
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return loss.detach()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -45,9 +51,20 @@ class _Side:
             if parameter.grad is not None:
                 yield f"{name}.grad", parameter.grad
         yield from self.model.named_buffers()
+        yield from self.state()
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """What the optimizer keeps."""
+        states = self.optimizer.state_dict()["state"] if self.optimizer else {}
+        for number, state in sorted(states.items()):  # the order of first updates differs
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    yield f"{name} of parameter {number}", value
 
     def update(self) -> None:
-        """A plain gradient step."""
+        """A plain gradient step, if nothing else updates the parameters."""
+        if self.optimizer is not None:
+            return
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -67,6 +84,31 @@ def check(
     eager = _eager_side(copy.deepcopy(target.model), target)
     straight = planned_step.bound_to(target.model, loss=target.loss)
     planned = _Side(target.model, lambda: _loss_in(straight(*target.args, **target.kwargs), target.loss))
+    return _recorded(plan, eager, planned, target, steps, rounds)
+
+
+def check_iterations(
+    target: Target,
+    fitted_with: Callable[[Optimizer], nn.Module],
+    optimizer: Callable[[Iterable[Tensor]], Optimizer],
+    *,
+    iterations: int = 3,
+    rounds: int = 5,
+) -> Record:
+    """The same for whole iterations: parameters and optimizer state are compared as well.
+
+    `fitted_with` fits the target with the optimizer that it is given.
+    """
+    model = copy.deepcopy(target.model)
+    eager = replace(_eager_side(model, target), optimizer=optimizer(model.parameters()))
+    own = optimizer(target.model.parameters())
+    fitted = fitted_with(own)
+    (plan,) = plans_of(fitted)
+    planned = _Side(target.model, lambda: _loss_in(fitted(*target.args, **target.kwargs), target.loss), own)
+    return _recorded(plan, eager, planned, target, iterations, rounds)
+
+
+def _recorded(plan: Plan, eager: _Side, planned: _Side, target: Target, steps: int, rounds: int) -> Record:
     rounded = plan.exactness is Exactness.ROUNDING
     differences = _differences(eager, planned, steps, roundings=_ROUNDINGS if rounded else 0)
     plain = _measured(eager, target)
@@ -154,7 +196,8 @@ def _difference(name: str, expected: Tensor, got: Tensor, roundings: int) -> Dif
 def _measured(side: _Side, target: Target) -> Measurement[None]:
     """One step from fresh gradients; all that the step can see is there before it."""
     side.model.zero_grad(set_to_none=True)
-    return measure(lambda: _discard(side.step()), before=target.tensors_before(side.model))
+    there = [*target.tensors_before(side.model), *(tensor for _, tensor in side.state())]
+    return measure(lambda: _discard(side.step()), before=there)
 
 
 def _discard(_: Tensor) -> None:
