@@ -79,6 +79,25 @@ def test_expandable_snapshots_are_run_from_a_new_start() -> None:
     assert survey.peaks == survey.outcomes[0].figures
 
 
+@pytest.mark.parametrize(
+    ("settings", "spelled"),
+    [
+        ({}, ""),
+        ({"PYTORCH_CUDA_ALLOC_CONF": None, "max_split_size": -1}, ""),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments:True"),
+        (
+            {"expandable_segments": True, "max_split_size": 64 * MIB},
+            "expandable_segments:True,max_split_size_mb:64",
+        ),
+    ],
+)
+def test_settings_are_read_however_they_are_recorded(settings: dict[str, object], spelled: str) -> None:
+    snapshot = {**snapshot_of(*recorded(6, "")), "allocator_settings": settings}
+    heap = torch_snapshot.read(pickled(snapshot)).heap
+    assert heap is not None
+    assert heap.settings == spelled
+
+
 def test_settings_that_nobody_knows_are_told() -> None:
     survey = surveyed(*recorded(6, ""), "backend:cudaMallocAsync")
     assert survey.followed is None

@@ -62,14 +62,15 @@ class Event(Struct, frozen=True):
 class Settings(Struct, frozen=True):
     """How the allocator was configured."""
 
-    conf: Name = field(name="PYTORCH_CUDA_ALLOC_CONF", default="")
+    conf: Name | None = field(name="PYTORCH_CUDA_ALLOC_CONF", default=None)
+    new_conf: Name | None = field(name="PYTORCH_ALLOC_CONF", default=None)
     expandable_segments: bool = False
     max_split_size: Annotated[int, Meta(ge=-1, lt=2**62)] = -1
 
     def spelled(self) -> str:
         """As in PYTORCH_CUDA_ALLOC_CONF, which some snapshots leave empty."""
-        if self.conf:
-            return self.conf
+        if conf := self.conf or self.new_conf:
+            return conf
         split = f"max_split_size_mb:{self.max_split_size >> 20}" if self.max_split_size > 0 else ""
         return ",".join(filter(None, ("expandable_segments:True" * self.expandable_segments, split)))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from stowplan.errors import BudgetTooSmall
+from stowplan.errors import BudgetTooSmall, IllegalPlan
 from stowplan.plan.allocator.caching import CachingAllocator, HeapFigures
 from stowplan.plan.allocator.requests import Request, Requests, requests_of
 from stowplan.plan.allocator.settings import OWN_SEGMENT, SEGMENT_STEP, SMALL_REQUEST, AllocatorSettings
@@ -17,7 +17,6 @@ from stowplan.plan.plan import Plan
 from stowplan.units import format_bytes
 
 ITERATIONS = 3  # growth after the first shows in the second; the third shows that it has ended
-_HELD_SHARES = range(90, 121)  # of the requested peak in per cent: sizes of held segments that are tried
 _BUDGETS = 16  # of requested bytes that are planned for, from the baseline's peak down
 
 
@@ -53,6 +52,11 @@ def project(plan: Plan, settings: AllocatorSettings, *, repair: bool = True) -> 
     plain = _run(requests, unlimited, 0)
     held = _best_held(requests, unlimited, plain[-1]) if repair and not settings.expandable_segments else 0
     iterations = _run(requests, settings, held)
+    if iterations[0].requested_peak_bytes != plan.projected_peak_bytes:
+        raise IllegalPlan(
+            f"its requests add up to {iterations[0].requested_peak_bytes} bytes at most, its projected peak"
+            f" is {plan.projected_peak_bytes}"
+        )
     return HeapProjection(
         settings, iterations, held, plain[-1].reserved_peak_bytes, _floor(requests, settings)
     )
@@ -102,19 +106,22 @@ def _issue(
 
 
 def _best_held(requests: Requests, settings: AllocatorSettings, plain: HeapFigures) -> int:
-    """The size of a held segment with which least is reserved; 0 if none makes a difference."""
+    """The size of a held segment with which least is reserved; 0 if none makes a difference.
+
+    Sizes are shares of the requested peak, in per cent, then in tenths of a per cent around the best of them.
+    """
     best, least = 0, plain.reserved_peak_bytes
-    for held in _held_sizes(plain.requested_peak_bytes):
-        if OWN_SEGMENT <= held < least:
-            reserved = _run(requests, settings, held)[-1].reserved_peak_bytes
-            if reserved < least:
-                best, least = held, reserved
+    for shares in (range(900, 1201, 10), range(-9, 10)):
+        middle = best
+        for share in shares:
+            held = (middle + plain.requested_peak_bytes * share // 1000) // SEGMENT_STEP * SEGMENT_STEP
+            if OWN_SEGMENT <= held < least:
+                reserved = _run(requests, settings, held)[-1].reserved_peak_bytes
+                if reserved < least:
+                    best, least = held, reserved
+        if not best:
+            break
     return best
-
-
-def _held_sizes(requested_peak_bytes: int) -> Iterator[int]:
-    for share in _HELD_SHARES:
-        yield requested_peak_bytes * share // 100 // SEGMENT_STEP * SEGMENT_STEP
 
 
 def plan_for_device(
