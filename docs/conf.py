@@ -35,6 +35,7 @@ CONTENTS = {
         "allocator",
         "report",
         "limits",
+        "compatibility",
         "reference",
         "public-names",
     ),

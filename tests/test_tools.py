@@ -11,6 +11,7 @@ import stowplan
 from benchmarks.mutate import SUBJECTS, mutants_of
 from stowplan.cli.main import VERBS, main
 from tests.support.timing import timed
+from tools.compatibility.__main__ import COLUMNS, PAGE, Row, page_of, read_rows
 from tools.reference import reference
 from tools.release import with_date
 
@@ -26,6 +27,23 @@ def test_the_reference_has_every_name_and_verb() -> None:
     for verb in VERBS:
         assert f"### stowplan {verb}\n" in page
         assert f"usage: stowplan {verb}" in page
+
+
+@pytest.mark.torch
+def test_the_page_of_versions_shows_the_last_results_from_the_oldest_to_the_newest() -> None:
+    from stowplan.torch_private import NEWEST_TESTED, OLDEST
+
+    rows = read_rows()
+    tried = {tuple(map(int, row["torch"].split(".")[:2])) for row in rows}
+    assert (min(tried), max(tried)) == (OLDEST, NEWEST_TESTED)
+    assert PAGE.read_text(encoding="utf-8") == page_of(rows)
+
+
+def test_the_page_of_versions_names_what_fails() -> None:
+    faults = {**dict.fromkeys(COLUMNS[1:], ""), "tiles": "KeyError: 'x'"}
+    page = page_of([Row(torch="2.9.1", python="3.12.1", date="2026-01-02", faults=faults)])
+    assert "| 2.9.1 | 3.12.1 | not tried | yes | yes | no | yes | yes | yes | yes | 2026-01-02 |" in page
+    assert "- tiles on PyTorch 2.9.1 with Python 3.12.1: `KeyError: 'x'`" in page
 
 
 def test_a_release_dates_its_news() -> None:

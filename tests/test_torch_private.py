@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import stowplan
 from stowplan import torch_private as private
@@ -306,6 +308,31 @@ def test_hooks_of_modules_are_found_in_their_tables() -> None:
     finally:
         registered.remove()
     assert {"_parameters", "_buffers", "_modules"} <= vars(module).keys()
+
+
+def test_checkpoints_of_other_threads_stay_checkpoints() -> None:
+    before = [getattr(torch.utils.checkpoint, name) for name in private._VARIANTS]
+    ran: list[int] = []
+
+    def step(x: Tensor) -> Tensor:
+        ran.append(1)
+        return x.sin().sin()
+
+    def train() -> None:
+        x = torch.ones(3, requires_grad=True)
+        for reentrant in (False, True):
+            torch.autograd.backward(checkpoint(step, x, use_reentrant=reentrant).sum())
+
+    with private.checkpoints_as_calls():
+        thread = Thread(target=train)
+        thread.start()
+        thread.join()
+        assert len(ran) == 4
+        train()
+        assert len(ran) == 6
+    train()
+    assert len(ran) == 10
+    assert [getattr(torch.utils.checkpoint, name) for name in private._VARIANTS] == before
 
 
 def test_a_group_has_a_store_and_a_timeout(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -168,31 +167,6 @@ def test_a_reentrant_checkpoint_without_gradients_gives_none_as_in_eager() -> No
     assert any(expected)
     assert not all(expected)
     assert [p.grad is None for p in planned.parameters()] == expected
-
-
-def test_checkpoints_of_other_threads_stay_checkpoints() -> None:
-    before = [getattr(torch.utils.checkpoint, name) for name in torch_private._VARIANTS]
-    ran: list[int] = []
-
-    def step(x: Tensor) -> Tensor:
-        ran.append(1)
-        return x.sin().sin()
-
-    def train() -> None:
-        x = torch.ones(3, requires_grad=True)
-        for reentrant in (False, True):
-            torch.autograd.backward(checkpoint(step, x, use_reentrant=reentrant).sum())
-
-    with torch_private.checkpoints_as_calls():
-        thread = Thread(target=train)
-        thread.start()
-        thread.join()
-        assert len(ran) == 4
-        train()
-        assert len(ran) == 6
-    train()
-    assert len(ran) == 10
-    assert [getattr(torch.utils.checkpoint, name) for name in torch_private._VARIANTS] == before
 
 
 @pytest.mark.parametrize(("folder", "is_told"), [("torchvision", True), ("torch", False)])

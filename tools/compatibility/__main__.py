@@ -31,8 +31,11 @@ print("\\n".join(line.partition(";")[0] for line in requires("torch") or () if "
 _VERSIONS = "import json, platform, torch; print(json.dumps([torch.__version__, platform.python_version()]))"
 
 
+_WORDS: dict[str | None, str] = {"": "yes", None: "not tried"}
+
+
 class Row(TypedDict):
-    """What one version showed: for each feature "", or what failed."""
+    """What one version showed: for each feature that was tried "", or what failed."""
 
     torch: str
     python: str
@@ -92,12 +95,18 @@ def _lines(python: Path, *arguments: str) -> list[str]:
 
 
 def _private_names(python: Path) -> str:
-    tests = ["-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", "tests/test_torch_private.py"]
+    alone = ["-q", "-c", os.devnull, f"--rootdir={ROOT}", "--noconftest", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [python, *tests, f"--rootdir={ROOT}"], cwd=ROOT, env=_environment(), capture_output=True, text=True
+        [python, "-m", "pytest", *alone, "tests/test_torch_private.py"],
+        cwd=ROOT,
+        env=_environment(),
+        capture_output=True,
+        text=True,
     )
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return "" if done.returncode == 0 else "; ".join(failed) or done.stdout[-300:]
+    if done.returncode == 0 and " passed" in done.stdout:
+        return ""
+    return "; ".join(failed) or f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}"
 
 
 def _features(python: Path) -> Iterator[tuple[str, str]]:
@@ -131,7 +140,7 @@ def page_of(rows: Iterable[Row]) -> str:
     lines = [f"| {head} |", "|" + "---|" * (len(COLUMNS) + 3)]
     failed: list[str] = []
     for row in rows:
-        cells = ["yes" if row["faults"][name] == "" else "no" for name in COLUMNS]
+        cells = [_WORDS.get(row["faults"].get(name), "no") for name in COLUMNS]
         lines.append(f"| {' | '.join((row['torch'], row['python'], *cells, row['date']))} |")
         failed += (
             f"- {name} on PyTorch {row['torch']} with Python {row['python']}: `{fault}`"
