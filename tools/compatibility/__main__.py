@@ -147,7 +147,7 @@ def page_of(rows: Iterable[Row]) -> str:
             for name, fault in row["faults"].items()
             if fault
         )
-    missing = "\n".join(failed) if failed else "Nothing: every feature works on every version of the table."
+    missing = "\n".join(failed) if failed else "Nothing: every feature that was tried works."
     return _TEXT.read_text(encoding="utf-8").format(table="\n".join(lines), missing=missing)
 
 
