@@ -359,6 +359,28 @@ def test_what_comes_between_backward_and_the_step_is_refused(name: str) -> None:
         optimizer.step()
 
 
+class Alike(nn.Module):
+    """Weights of one size, none of them small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mean(self.layers(x).square())
+
+
+def test_clipping_is_seen_where_no_parameter_is_small() -> None:
+    model, x = Alike(), torch.randn(4, 16)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    fitted = fit(model, (x,), budget=ROOMY, optimizer=optimizer, moves=3)
+    fitted(x).backward()
+    assert [p.grad is None for p in model.parameters()].count(True) == 2
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(BadUse, match="gradients were changed"):
+        optimizer.step()
+
+
 def test_a_second_backward_and_old_gradients_are_refused() -> None:
     _, optimizer, fitted = fitted_pair()
     x = tower_batch()

@@ -34,7 +34,6 @@ from stowplan.run.step.function import Leaving
 from stowplan.torch_private import after_backward, running_backward, version_of
 
 _LOGGER = logging.getLogger("stowplan")
-_SMALL = 16  # a gradient stays to be watched if it has at most this part of the bytes of all
 _RESUME = "load the parameters and the optimizer's state as they were saved last (load_state_dict of both)"
 
 
@@ -121,7 +120,8 @@ class Iteration:
                 "the optimizer has none of the parameters that the step differentiates: make it from those of"
                 " the model that is given to fit"
             )
-        self._watched = None if self.keeps_all else self._choose_watched(trained)
+        if not self.keeps_all:
+            self._watched = min((each.parameter for each in trained.values()), key=lambda p: p.nbytes)
         watched = (name for name, each in trained.items() if each.parameter is self._watched)
         made = with_updates(
             captured,
@@ -146,12 +146,6 @@ class Iteration:
         parameters_only = program.gradients.keys() <= program.parameters.keys()
         on_cpu = len(looks) == 1 and next(iter(looks))[0] == "cpu"
         return self._repeats and not self.keeps_all and scalar and parameters_only and on_cpu
-
-    def _choose_watched(self, trained: dict[str, Trained]) -> Tensor | None:
-        """The smallest parameter, if it is small."""
-        parameters = [each.parameter for each in trained.values()]
-        smallest = min(parameters, key=lambda parameter: parameter.nbytes)
-        return smallest if _SMALL * smallest.nbytes <= sum(p.nbytes for p in parameters) else None
 
     # What a planned backward tells.
 
