@@ -197,7 +197,9 @@ def autograd_in_kernels() -> Iterator[None]:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_AUTOGRAD, was_off)
 
 
-_VARIANTS = ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_SINCE_2_15 = f"{_GENERATOR}_impl"  # which the old name only calls
+_VARIANTS = ("CheckpointFunction", _SINCE_2_15 if hasattr(checkpoint_module, _SINCE_2_15) else _GENERATOR)
 
 
 class _Checkpoints:
