@@ -1,8 +1,10 @@
 """Answers that need no search: the step fits as it is, or no plan can fit."""
 
+import logging
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import stowplan
 from stowplan.errors import BudgetTooSmall
@@ -43,6 +45,32 @@ def test_a_step_that_fits_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> No
     assert tight.minimum_bytes is not None
     with pytest.raises(AssertionError, match="a search was begun"):
         fresh.plan(tight.minimum_bytes)
+
+
+class _Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mean(self.layers(x).square())
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_a_plan_far_slower_than_eager_is_a_warning(is_tight: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = _Convolutions(), torch.randn(1, 4, 24, 24)
+    budget = 10**9
+    if is_tight:
+        with pytest.raises(BudgetTooSmall) as refused:
+            stowplan.fit(model, (x,), budget=1, moves=20)
+        budget = refused.value.minimum_bytes
+    caplog.set_level(logging.INFO, "stowplan")
+    caplog.clear()
+    (plan,) = stowplan.plans_of(stowplan.fit(model, (x,), budget=budget, moves=20))
+    (record,) = [record for record in caplog.records if "planned _Convolutions" in record.getMessage()]
+    assert (plan.time_ratio > 3) is is_tight
+    assert record.levelno == (logging.WARNING if is_tight else logging.INFO)
+    assert ("a larger budget costs less time" in record.getMessage()) is is_tight
 
 
 def test_a_hopeless_budget_is_refused_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,7 @@ MESHES: Socket[Callable[[nn.Module, tuple[object, ...], dict[str, object], Shard
 """How `fit` runs on several workers."""
 
 _FITTED_CLASSES: dict[type, type] = {}
+_SLOW = 3.0  # times of eager from which on a plan is a warning
 _MOST_PLANS = 64  # of one module; the oldest makes room
 _MOST_LAYOUTS = 64  # that one step has wrong at first
 
@@ -385,7 +386,10 @@ class Fitting:
                 found = self._planned_twice(subject, self.allowed_bytes - beside, refusal)
         plan = compared(found.plan, subject)
         name, seconds = _model_class(model).__name__, time.perf_counter() - begun
-        _LOGGER.info("planned %s: %r, in %.1f s", name, plan, seconds)
+        slow = "; a larger budget costs less time: `stowplan plan TARGET --frontier` shows all"
+        is_slow = plan.time_ratio > _SLOW
+        level = logging.WARNING if is_slow else logging.INFO
+        _LOGGER.log(level, "planned %s: %r, in %.1f s%s", name, plan, seconds, slow if is_slow else "")
         return Planned(kind, replace(found, plan=plan), dependencies)
 
     def _planned_step(self, subject: Subject, allowed_bytes: int) -> PlannedStep:
