@@ -82,7 +82,7 @@ class BudgetTooSmall(StowplanError):
     """No plan fits the budget. `minimum_bytes` is the smallest budget, `binding` the tensors that set it.
 
     If tiles were considered, `untiled` has one line for each part of the step that they did not help. A
-    budget below the bytes of parameters, inputs, outputs and gradients is refused without a search. Then
+    budget below the bytes of parameters, inputs and gradients is refused without a search. Then
     `binding` is empty, and `minimum_bytes` searches when it is first read, which takes as long as planning.
     """
 

@@ -1,7 +1,9 @@
 """Making plans: search the frontier of a graph once, then answer budgets from it."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -10,7 +12,7 @@ from stowplan.analyse.costs import costs_of
 from stowplan.analyse.facts import memory_curve
 from stowplan.analyse.liveness import liveness_of
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.ir import Graph
+from stowplan.ir import Graph, Kind
 from stowplan.ir.labels import Labels, TensorGroup
 from stowplan.plan.bound import bound_of
 from stowplan.plan.decision import Decision, Keep, Offload, Recompute, RecomputeOp, Step, Store
@@ -154,19 +156,29 @@ def refuse_hopeless(
 ) -> None:
     """Refuse a budget below what no plan can avoid, before ops are probed and plans are searched for."""
     problem = problem_of(graph, [0.0] * len(graph.ops))
-    left = range(len(problem.held)) if "offload-gradients" not in options.allow else ()
-    least = problem.standing_bytes + sum(problem.nbytes[value] for value in left if problem.held[value])
+    least = problem.standing_bytes
+    if "offload-gradients" not in options.allow:
+        own = dict(zip(problem.owners, problem.nbytes, strict=True))
+        used: dict[str, int] = defaultdict(int)  # of each storage; the rest of it may be needed by no plan
+        for name in filter(partial(_is_gradient_of_parameter, graph), graph.held):
+            used[graph.storage_of(name)] += graph.tensors[name].nbytes or 0
+        least += sum(min(nbytes, own.get(owner, 0)) for owner, nbytes in used.items())
     if allowed_bytes >= least:
         return
     unit = "GiB" if allowed_bytes < 2**10 else "MiB" if allowed_bytes < 2**20 else ""
     meant = f"; did you mean {allowed_bytes}{unit}?" if allowed_bytes and unit else ""
     raise BudgetTooSmall(
-        f"{format_bytes(allowed_bytes)} allowed, but parameters, inputs, outputs and gradients alone take"
+        f"{format_bytes(allowed_bytes)} allowed, but parameters, inputs and gradients alone take"
         f" {format_bytes(least)} ({least} bytes){meant}",
         allowed_bytes=allowed_bytes,
         minimum_bytes=minimum_bytes,
         binding=(),
     )
+
+
+def _is_gradient_of_parameter(graph: Graph, name: str) -> bool:
+    source = graph.tensors[name].gradient_of
+    return source is not None and graph.tensors[source].kind is Kind.PARAMETER
 
 
 def refuse_without_ops(graph: Graph) -> None:
