@@ -165,8 +165,7 @@ def refuse_hopeless(
         least += sum(min(nbytes, own.get(owner, 0)) for owner, nbytes in used.items())
     if allowed_bytes >= least:
         return
-    unit = "GiB" if allowed_bytes < 2**10 else "MiB" if allowed_bytes < 2**20 else ""
-    meant = f"; did you mean {allowed_bytes}{unit}?" if allowed_bytes and unit else ""
+    meant = f"; did you mean {allowed_bytes}GiB?" if 0 < allowed_bytes < 2**10 else ""
     raise BudgetTooSmall(
         f"{format_bytes(allowed_bytes)} allowed, but parameters, inputs and gradients alone take"
         f" {format_bytes(least)} ({least} bytes){meant}",

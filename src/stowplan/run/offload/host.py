@@ -19,7 +19,8 @@ class HostTier:
     """Transfers wait for the ops before them, and ops only for the transfers that the plan names."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        found = device or torch.accelerator.current_accelerator()
+        usable = torch.accelerator.is_available()  # a backend may be registered whose device is not here
+        found = device or (torch.accelerator.current_accelerator() if usable else None)
         if found is None or found.type == "cpu":
             raise BadUse(
                 "the host tier moves an accelerator's tensors to the host's memory, and here is none:"
