@@ -138,7 +138,7 @@ class GraphCandidate:
     @cached_property
     def _baseline(self) -> Planner:
         """The schedule that recomputes nothing."""
-        return Planner.unsearched(self._problem, self.pricing)
+        return Planner.unsearched(self._problem, self.pricing, self.baseline.peak_bytes)
 
     def planner_for(self, allowed_bytes: int) -> Planner:
         """The searched frontier, unless the budget has room for every value."""

@@ -48,9 +48,9 @@ class Planner:
     is_searched: bool = True
 
     @staticmethod
-    def unsearched(problem: Problem, pricing: Pricing) -> "Planner":
-        """Knows one schedule: every value is kept. It answers any budget that this schedule fits."""
-        return Planner(problem, pricing, baseline_of(problem), 0, is_searched=False)
+    def unsearched(problem: Problem, pricing: Pricing, plain_peak_bytes: int) -> "Planner":
+        """A planner that knows one schedule, which keeps every value, for budgets that this schedule fits."""
+        return Planner(problem, pricing, baseline_of(problem), plain_peak_bytes, is_searched=False)
 
     @staticmethod
     def of(
@@ -154,12 +154,15 @@ def _sized(group: TensorGroup) -> str:
 def refuse_hopeless(
     graph: Graph, allowed_bytes: int, options: PlanOptions, minimum_bytes: Callable[[], int]
 ) -> None:
-    """Refuse a budget below what no plan can avoid, before ops are probed and plans are searched for."""
+    """Raise BudgetTooSmall, before ops are probed, if parameters, inputs and gradients exceed the budget.
+
+    `minimum_bytes` finds the smallest budget when the error is asked for it.
+    """
     problem = problem_of(graph, [0.0] * len(graph.ops))
     least = problem.standing_bytes
     if "offload-gradients" not in options.allow:
         own = dict(zip(problem.owners, problem.nbytes, strict=True))
-        used: dict[str, int] = defaultdict(int)  # of each storage; the rest of it may be needed by no plan
+        used: dict[str, int] = defaultdict(int)  # of each storage; a plan may do without the rest
         for name in filter(partial(_is_gradient_of_parameter, graph), graph.held):
             used[graph.storage_of(name)] += graph.tensors[name].nbytes or 0
         least += sum(min(nbytes, own.get(owner, 0)) for owner, nbytes in used.items())

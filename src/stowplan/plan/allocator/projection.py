@@ -6,7 +6,7 @@ of many. If the step still reserves more than the budget, it is planned for fewe
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from stowplan.errors import BudgetTooSmall, IllegalPlan
@@ -77,12 +77,7 @@ def _floor(requests: Requests, settings: AllocatorSettings) -> int:
 
 def _unlimited(settings: AllocatorSettings) -> AllocatorSettings:
     """The settings on a device without end, where sizes of held segments can be compared."""
-    return AllocatorSettings(
-        settings.expandable_segments,
-        settings.max_split_bytes,
-        settings.max_non_split_rounding_bytes,
-        settings.roundup_power2_divisions,
-    )
+    return replace(settings, garbage_collection_threshold=0.0, capacity_bytes=None, fraction=None)
 
 
 def _run(requests: Requests, settings: AllocatorSettings, held_bytes: int) -> tuple[HeapFigures, ...]:

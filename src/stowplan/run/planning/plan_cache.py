@@ -52,18 +52,14 @@ class PlanCache:
     ) -> PlannedStep:
         """The step with the plan that is kept for it, or with one searched for now, which is then kept.
 
-        Not kept are plans that move tensors away, for room elsewhere changes from day to day.
+        Plans that offload are not kept, because the free space of a tier changes from day to day.
         """
-        refuse_hopeless(
-            subject.captured.graph,
-            allowed_bytes,
-            options,
-            lambda: step_planner(subject, options).minimum_bytes,
-        )
-        key = _key_of(subject.captured.graph, allowed_bytes, options)
+        graph = subject.captured.graph
+        key = _key_of(graph, allowed_bytes, options)
         known = self.read(key, subject, allowed_bytes)
         if known is not None:
             return known
+        refuse_hopeless(graph, allowed_bytes, options, lambda: step_planner(subject, options).minimum_bytes)
         found = plan_step(subject, allowed_bytes, options)
         if found.plan.pricing.tier is None:
             self.add(key, found.plan)
