@@ -1,6 +1,7 @@
 """What two records of the same loop differ in: nothing for a bitwise plan, rounding for tiles."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,11 +17,17 @@ _ALL |= {torch.bfloat16: 1e-3, torch.float16: 1e-4}
 
 
 def differences(
-    expected: Sequence[Note], found: Sequence[Note], *, exact: bool, in_order: bool = True
+    expected: Sequence[Note],
+    found: Sequence[Note],
+    *,
+    exact: bool,
+    in_order: bool = True,
+    tolerance: float = 1.0,
 ) -> Iterator[str]:
     """One line for each thing that a loop would see otherwise.
 
     Unless `in_order`, what concerns one parameter may come before or after what concerns another.
+    Bounds on rounding are multiplied by `tolerance`.
     """
     if not in_order:
         expected, found = sorted(expected, key=_concerned), sorted(found, key=_concerned)
@@ -29,10 +36,11 @@ def differences(
         yield _first_unlike(names, others)
         return
     scale = max((_largest(value) for _, value in expected if isinstance(value, Tensor)), default=1.0)
+    allowed = None if exact else partial(_allowed, scale, tolerance)
     for (name, value), (_, other) in zip(expected, found, strict=True):
         if not exact and name.startswith((ASKED, HOOKED)):  # tiles lay them out as their tensors
             value, other = _by_rows(value), _by_rows(other)
-        if unlike := _unlike(value, other, None if exact else scale):
+        if unlike := _unlike(value, other, allowed):
             yield f"{name}: {unlike}"
 
 
@@ -54,25 +62,30 @@ def _first_unlike(names: list[str], others: list[str]) -> str:
     return f"events: eager saw {len(names)}, the fitted model {len(others)}; the first other is {longer[0]!r}"
 
 
-def _unlike(value: object, other: object, scale: float | None) -> str:
+def _unlike(value: object, other: object, allowed: Callable[[Tensor], float] | None) -> str:
     if isinstance(value, Tensor) and isinstance(other, Tensor):
-        return _unlike_tensors(value, other, scale)
+        return _unlike_tensors(value, other, allowed)
     same = type(value) is type(other) and value == other
     return "" if same else f"{_shown(value)} in eager, {_shown(other)} fitted"
 
 
-def _unlike_tensors(value: Tensor, other: Tensor, scale: float | None) -> str:
+def _unlike_tensors(value: Tensor, other: Tensor, allowed: Callable[[Tensor], float] | None) -> str:
     if (value.shape, value.dtype) != (other.shape, other.dtype):
         return f"{_shown(value)} in eager, {_shown(other)} fitted"
     if _layout(value) != _layout(other):
         return f"strides {value.stride()} in eager, {other.stride()} fitted"
     if not value.is_floating_point() and not value.is_complex():
         return "" if torch.equal(value, other) else "other numbers"
-    bound = 0.0 if scale is None else _OWN[value.dtype] * _largest(value) + _ALL[value.dtype] * scale
+    bound = allowed(value) if allowed else 0.0
     if torch.allclose(value, other, rtol=0.0, atol=bound, equal_nan=True):
         return ""
     off = float((value - other).abs().nan_to_num(nan=float("inf")).max())
     return f"off by {off:.3g} where {bound:.3g} is allowed; the largest number is {_largest(value):.3g}"
+
+
+def _allowed(scale: float, tolerance: float, value: Tensor) -> float:
+    """The rounding that tiles may differ by in one tensor."""
+    return tolerance * (_OWN[value.dtype] * _largest(value) + _ALL[value.dtype] * scale)
 
 
 def _layout(value: Tensor) -> list[int]:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.workers.losses import NOTICE_SECONDS
 from tests.support.workers.processes import Worker, started
 from tests.support.workers.training import Outcome, train, uninterrupted
 from tests.support.workers.wires import wires
@@ -38,7 +39,7 @@ def cut_off(count: int, victim: int, chance: random.Random, timeout: float, step
     seconds = max(outcome.noticed for outcome in told) - cut
     expected = uninterrupted(count, steps)
     wrong = {each for rank, found in enumerate(told) for each in _wrong(found, rank, victim, expected)}
-    late = {"late"} if seconds > timeout + 1 else set()
+    late = {"late"} if seconds > timeout + NOTICE_SECONDS else set()
     return Cut(count, victim, seconds, tuple(sorted(wrong | late)))
 
 

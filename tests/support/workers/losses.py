@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from stowplan.run.shards.roll_call import ANSWER_SECONDS
 from tests.support.workers.phases import Fault, Hit, Phase, hit_in
 from tests.support.workers.processes import started
 from tests.support.workers.training import Outcome, train, uninterrupted
@@ -17,7 +18,10 @@ from tests.support.workers.training import Outcome, train, uninterrupted
 TIMEOUT_SECONDS = 4.0
 """How long a worker waits for another before it gives the step up."""
 
-LIMIT_SECONDS = {signal.SIGKILL: 5.0, signal.SIGSTOP: TIMEOUT_SECONDS + 1}
+NOTICE_SECONDS = 2 * ANSWER_SECONDS + 2
+"""Until a worker whose connection failed has named who is lost: it speaks, it listens, and it has company."""
+
+LIMIT_SECONDS = {signal.SIGKILL: NOTICE_SECONDS, signal.SIGSTOP: TIMEOUT_SECONDS + NOTICE_SECONDS}
 STEPS = 24
 """Of a training; then another is begun."""
 

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from stowplan.torch_private import abort, store_of
 
-ANSWER_SECONDS = 0.6
-"""How long the others have to answer."""
+ANSWER_SECONDS = 1.5
+"""How long the others have to answer: a live worker on a busy machine must not be taken for a lost one."""
 
 _HANG_UP_TAG = 0x5709  # of messages that nobody sends
 
