@@ -20,6 +20,9 @@ lint: ## ruff and oxlint: style and common faults
 types: ## mypy --strict over source, tests and benchmarks
 	$(PYTHON) -m mypy
 
+# Processes that run tests side by side share two cores: one thread each, and none waits for the other's last test.
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist worksteal
+
 .PHONY: test
 test: test-timing test-untimed ## the test suite: first the tests that compare seconds, then all others
 
@@ -29,11 +32,11 @@ test-timing: ## the tests that compare seconds, one at a time; each has three tr
 
 .PHONY: test-untimed
 test-untimed: ## all other tests
-	$(PYTHON) -m pytest -n 2 -m "not timing"
+	$(SIDE_BY_SIDE) -m "not timing"
 
 .PHONY: test-fast
 test-fast: ## the tests that need neither a quiet machine, several processes nor a browser, in under 90 s
-	$(PYTHON) -m pytest -n 2 -m "not slow and not timing and not distributed and not browser"
+	$(SIDE_BY_SIDE) -m "not slow and not timing and not distributed and not browser"
 
 .PHONY: coverage
 coverage: ## the test suite under branch coverage, with the processes it starts; all but the tests that compare seconds

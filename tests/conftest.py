@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The machine that runs the tests is shared: a slow example is not a failure, a hang is the timeout's affair.
-settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("shared")
+# The same examples each time, for two runs of the tests on one code must say the same. Others are drawn with
+# `--hypothesis-profile=fresh`. Slow examples are no failure on a shared machine; hangs end with the timeout.
+settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", settings.get_profile("fresh"), derandomize=True)
+settings.load_profile("same")
 
 _ROOT = Path(__file__).resolve().parents[1]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stowplan.analyse import facts_of
@@ -205,6 +205,7 @@ LAYERS = st.builds(ChainLayer, st.sampled_from([2, 3, 8]), st.booleans(), st.boo
 
 
 @given(st.lists(LAYERS, min_size=1, max_size=6), st.integers(1, 3))
+@example([ChainLayer(2, pooled=True)] * 5 + [ChainLayer(3)], 3)  # an image with the sizes of weights
 @pytest.mark.slow
 def test_edges_of_other_chains(layers: list[ChainLayer], batch: int) -> None:
     table = chain((batch, 96, 96, 3), layers)

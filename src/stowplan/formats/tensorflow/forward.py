@@ -1,7 +1,8 @@
 """Who feeds whom in the forward half. The table gives shapes, not producers; names and control edges tell.
 
 A candidate for an input is any value of its shape, in either layout. Five facts narrow them down:
-- the folded shape constant of a gradient waits for the inputs of its forward op, by name;
+- the folded shape constant of a gradient waits for the inputs of its forward op, by name; of these, one that
+  has the shape as it is goes before one that has it in the other layout;
 - ops of one name scope read each other rather than another scope's values, and the op named like the scope is
   its result, which nothing inside reads;
 - a value has one reader in the forward half, so what one input must take no other can;
@@ -44,9 +45,10 @@ def _candidates(listing: Listing, readers: list[Row], values: list[Row]) -> dict
     found = {}
     for row in readers:
         scope = row.name if row.name in by_scope else row.name.rpartition("/")[0]
-        near = (by_control.get(row.name, []), by_scope.get(scope, []))
+        named, near = by_control.get(row.name, []), by_scope.get(scope, [])
         for position, wanted in enumerate(row.inputs):
-            groups = (*near, by_dims.get(tuple(sorted(wanted.shape)), []))
+            as_it_is = [value for value in named if value.output and value.output.shape == wanted.shape]
+            groups = (as_it_is, named, near, by_dims.get(tuple(sorted(wanted.shape)), []))
             fitting = ({value.name for value in group if _fits(value, row, wanted.shape)} for group in groups)
             found[row.name, position] = next(filter(None, fitting), set())
     return found
