@@ -1,16 +1,24 @@
 """What a whole iteration takes: forward, backward and the optimizer's step, everything in memory counted.
 
     python -m benchmarks.iteration [--rounds 7] [--methods "eager" "stowplan" ...]
+    python -m benchmarks.iteration --exact [--minutes 60]
 
 A GPT of 88 MiB of parameters with AdamW on a small batch: eager, the optimizer in backward by hooks, and
 stowplan in the smallest budget it finds. All methods live in one process; each round runs every method once.
+
+`--exact` compares losses, parameters, buffers and optimizer state with eager's after 20 iterations, bit for
+bit: each network with each optimizer, with and without clipping, with 1 and 4 micro-batches, in a roomy and
+in the smallest budget. The combinations come in a random order that is always the same, so a run that ends
+early is a sample of all.
 """
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
+from random import Random
 from statistics import median
-from time import thread_time
+from time import monotonic, thread_time
 from typing import Any
 
 import torch
@@ -20,10 +28,12 @@ from torch.optim import AdamW, Optimizer
 import stowplan
 from benchmarks.results import Study, ratio_of
 from stowplan.run.measure.measure import measure
+from tests.support.iterations import OPTIMIZERS, ROOMY, Loop, differing
 from tests.support.nets import NETS
 from tests.support.nets.net import Example
 
 _STUDY = Study("iteration")
+_ITERATIONS = 20
 _SIZE = {"batch": 2, "sequence": 64, "vocabulary": 8192, "context": 64, "dim": 512, "layers": 6, "heads": 8}
 
 
@@ -114,8 +124,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--methods", nargs="*", default=list(_METHODS), choices=list(_METHODS))
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--minutes", type=float, default=600)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.exact:
+        _compare(monotonic() + 60 * options.minutes)
+        return
     methods = {name: _METHODS[name]() for name in options.methods}
     peaks = {name: _peak(method) for name, method in methods.items()}
     seconds: dict[str, list[float]] = {name: [] for name in methods}
@@ -124,6 +139,25 @@ def main() -> None:
             seconds[name].append(_timed(method.run))
     for name, method in methods.items():
         _tell(name, method, peaks[name], seconds[name], seconds[options.methods[0]])
+
+
+def _compare(until: float) -> None:
+    """Compare combinations with eager until then."""
+    loops = [Loop(*each) for each in product(NETS, OPTIMIZERS, (False, True), (1, 4))]
+    Random(0).shuffle(loops)
+    done = wrong = 0
+    for loop in loops:
+        if monotonic() > until:
+            break
+        expected = loop.in_eager(_ITERATIONS)
+        for budget in (ROOMY, loop.smallest_budget()):
+            apart = differing(expected, loop.planned(_ITERATIONS, budget))
+            done, wrong = done + 1, wrong + bool(apart)
+            told = f"{len(apart)} of {len(expected)} differ: {', '.join(apart[:3])}" if apart else "equal"
+            print(f"{loop}  {'roomy' if budget == ROOMY else budget}  {told}", flush=True)
+    _STUDY.tell("networks", "stowplan", "compared with eager", done, "runs")
+    _STUDY.tell("networks", "stowplan", "different from eager", wrong, "runs")
+    print(f"{done} of {2 * len(loops)} compared with eager after {_ITERATIONS} iterations, {wrong} differ")
 
 
 def _peak(method: Method) -> int:
