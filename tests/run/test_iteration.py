@@ -160,6 +160,8 @@ def loop(
             losses.append(loss.detach().item())
         if how.get("clip"):
             nn.utils.clip_grad_norm_(run.parameters(), how["clip"])
+        if how.get("clip_value"):
+            nn.utils.clip_grad_value_(run.parameters(), how["clip_value"])
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -321,13 +323,24 @@ def test_the_first_iteration_stays_below_the_peak_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"clip_norm": 0.01}, {"accumulate": 3}, {"clip_norm": 0.01, "accumulate": 2}]
+    "options",
+    [
+        {"clip_norm": 0.01},
+        {"accumulate": 3},
+        {"clip_norm": 0.01, "accumulate": 2},
+        {"clip_value": 1e-4},
+        {"clip_value": 1e-4, "keep_gradients": True},
+    ],
 )
 def test_clipping_and_accumulation_have_eagers_bits(options: dict[str, Any]) -> None:
     x, eager = tower_batch(), Tower(dropout=0.0)
     eager_optimizer = OPTIMIZERS["adamw"](eager.parameters())
     times = options.get("accumulate", 1)
-    expected = loop(eager, eager_optimizer, x, 4, accumulate=times, clip=options.get("clip_norm"))
+    clips: dict[str, Any] = {"clip": options.get("clip_norm"), "clip_value": options.get("clip_value")}
+    expected = loop(eager, eager_optimizer, x, 4, accumulate=times, **clips)
+    unclipped = Tower(dropout=0.0)
+    loop(unclipped, own := OPTIMIZERS["adamw"](unclipped.parameters()), x, 4, accumulate=times)
+    assert any(clips.values()) != same((eager, eager_optimizer), (unclipped, own))
     model, optimizer, fitted = fitted_pair(**options)
     assert loop(fitted, optimizer, x, 4, accumulate=times) == expected
     assert same((eager, eager_optimizer), (model, optimizer))
@@ -357,6 +370,57 @@ def test_where_gradients_do_not_fit_a_second_backward_clips(kind: str) -> None:
     assert same((eager, eager_optimizer), (model, optimizer))
     peak = iteration_peak(tight, optimizer, x)
     assert peak <= 1.005 * budget
+
+
+def scaled_loop(
+    run: nn.Module, optimizer: Optimizer, x: Tensor, clip: float | None = None
+) -> tuple[list[float], float]:
+    """Six iterations with a GradScaler, the third of which overflows; losses and the scale at the end."""
+    torch.manual_seed(1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    losses = list[float]()
+    for number in range(6):
+        loss = run(x)
+        scaler.scale(loss * (1e38 if number == 2 else 1.0)).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(run.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.detach().item())
+    return losses, scaler.get_scale()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "fused"])
+def test_a_scaler_skips_an_overflow_as_in_eager(kind: str) -> None:
+    """With all gradients kept, or kept until their norm is known. Consumed ones are refused by name."""
+    x = tower_batch()
+    for options in ({"keep_gradients": True}, {"clip_norm": 0.01}):
+        clip = options.get("clip_norm")
+        if clip is not None and kind == "fused":
+            continue  # it unscales in its own step, after the norm
+        eager = Tower(dropout=0.0)
+        eager_optimizer = OPTIMIZERS[kind](eager.parameters())
+        expected = scaled_loop(eager, eager_optimizer, x, clip)
+        model, optimizer, fitted = fitted_pair(OPTIMIZERS[kind], **options)
+        assert scaled_loop(fitted, optimizer, x) == expected
+        assert same((eager, eager_optimizer), (model, optimizer))
+        assert next(iter(optimizer.state.values()))["step"] == 5
+    _, optimizer, fitted = fitted_pair(OPTIMIZERS[kind])
+    with pytest.raises(BadUse, match="keep_gradients=True with a GradScaler"):
+        scaled_loop(fitted, optimizer, x)
+
+
+@pytest.mark.slow
+def test_a_scaler_is_refused_where_two_backwards_clip() -> None:
+    """It sees the one gradient that stays, and would unscale its norm alone."""
+    x, model = tower_batch(), Tower(dropout=0.0)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    budget = smallest(model, x, optimizer, clip_norm=0.01)
+    tight = fit(model, (x,), budget=budget, optimizer=optimizer, moves=3, clip_norm=0.01)
+    with pytest.raises(BadUse, match="Nothing has been updated yet"):
+        scaled_loop(tight, optimizer, x)
 
 
 def test_gradients_that_are_kept_are_eagers() -> None:
@@ -389,6 +453,10 @@ def between(name: str, model: nn.Module, optimizer: Optimizer, fitted: nn.Module
     match name:
         case "clips":
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        case "clips data":
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.data.clamp_(-1e-6, 1e-6)
         case "sets lr":
             optimizer.param_groups[0]["lr"] = 0.5
         case "changes a parameter":
@@ -403,7 +471,16 @@ def between(name: str, model: nn.Module, optimizer: Optimizer, fitted: nn.Module
 
 
 @pytest.mark.parametrize(
-    "name", ["clips", "sets lr", "changes a parameter", "adds a loss", "calls forward", "clears gradients"]
+    "name",
+    [
+        "clips",
+        "clips data",
+        "sets lr",
+        "changes a parameter",
+        "adds a loss",
+        "calls forward",
+        "clears gradients",
+    ],
 )
 def test_what_comes_between_backward_and_the_step_is_refused(name: str) -> None:
     model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1))

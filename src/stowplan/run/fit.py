@@ -101,6 +101,7 @@ def fit(
     moves: int | None = None,
     optimizer: "Optimizer | None" = None,
     clip_norm: float | None = None,
+    clip_value: float | None = None,
     accumulate: int = 1,
     keep_gradients: bool | Iterable[str] = False,
 ) -> Model:
@@ -132,9 +133,10 @@ def fit(
     soon as its gradient is final and nothing needs the parameter, and the gradient ends there; the parameters
     and the state are those of the usual loop to the bit. Keep that loop: `loss.backward()`,
     `optimizer.step()`, `optimizer.zero_grad()`. `clip_norm` clips as `clip_grad_norm_` before the step: all
-    gradients stay until then or, if they do not fit, forward and backward are run twice. `accumulate` is the
-    number of backwards before each step. `keep_gradients` names parameters whose gradients stay, or is True
-    for all; other gradients are None after backward.
+    gradients stay until then or, if they do not fit, forward and backward are run twice. `clip_value` clips
+    as `clip_grad_value_`, each gradient when it is consumed. `accumulate` is the number of backwards before
+    each step. `keep_gradients` names parameters whose gradients stay, or is True for all; other gradients are
+    None after backward.
 
     Plans are cached in the user's cache folder for the same step, budget and machine, except plans that
     offload. A saved `plan` is used instead of a new one; it is refused if it is for another step.
@@ -152,10 +154,21 @@ def fit(
     options = PlanOptions(tuple(allow), prefer, moves, progress)
     iteration = None
     if optimizer is not None:
-        iteration = _iteration(options, optimizer, clip_norm, accumulate, keep_gradients)
+        _refuse_iteration(options, clip_norm, clip_value, accumulate, keep_gradients)
+        from stowplan.run.iteration.iteration import Iteration  # most fits have no optimizer
+
+        iteration = Iteration(
+            optimizer,
+            clip_norm=clip_norm,
+            clip_value=clip_value,
+            accumulate=accumulate,
+            keep_gradients=keep_gradients,
+        )
         options = replace(options, allow=("recompute",) if "recompute" in options.allow else ())
-    elif clip_norm is not None or accumulate != 1 or keep_gradients is not False:
-        raise BadUse("clip_norm, accumulate and keep_gradients are of an iteration; give optimizer= as well")
+    elif (clip_norm, clip_value, accumulate, keep_gradients) != (None, None, 1, False):
+        raise BadUse(
+            "clip_norm, clip_value, accumulate and keep_gradients are of an iteration; give optimizer= too"
+        )
     if mesh is not None:
         _refuse_on_mesh(budget, plan, options, iteration)
         if loss is not None or outputs != "loss":
@@ -468,24 +481,25 @@ def _refuse_given_back(captured: Captured) -> None:
                 )
 
 
-def _iteration(
+def _refuse_iteration(
     options: PlanOptions,
-    optimizer: "Optimizer",
     clip_norm: float | None,
+    clip_value: float | None,
     accumulate: int,
     keep_gradients: bool | Iterable[str],
-) -> "Iteration":
+) -> None:
     if moved := sorted(set(options.allow).intersection(ON_REQUEST)):
         raise BadUse(f"{moved[0]} is not offered together with optimizer=")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise BadUse(f"accumulate is {accumulate!r}; it is a number of backwards, at least 1")
     if clip_norm is not None and not clip_norm > 0:
         raise BadUse(f"clip_norm is {clip_norm!r}; it is the largest norm that gradients may have, above 0")
+    if clip_value is not None and not clip_value > 0:
+        raise BadUse(f"clip_value is {clip_value!r}; it is the largest size of a gradient's element, above 0")
+    if clip_norm is not None and clip_value is not None:
+        raise BadUse("clip_norm and clip_value are both given; give one")
     if isinstance(keep_gradients, str):
         raise BadUse(f"keep_gradients is {keep_gradients!r}; it is True, or a list of names of parameters")
-    from stowplan.run.iteration.iteration import Iteration  # most fits have no optimizer
-
-    return Iteration(optimizer, clip_norm=clip_norm, accumulate=accumulate, keep_gradients=keep_gradients)
 
 
 def _refuse_on_mesh(budget: int | str, plan: Plan | None, options: PlanOptions, iteration: object) -> None:

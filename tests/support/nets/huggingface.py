@@ -100,6 +100,7 @@ def make_vit(*, batch: int, resolution: int, patch: int, dim: int, layers: int, 
         intermediate_size=4 * dim,
         num_hidden_layers=layers,
         num_attention_heads=heads,
+        problem_type="single_label_classification",  # else the first forward sets it
     )
     images, labels = torch.randn(batch, 3, resolution, resolution), torch.randint(0, 2, (batch,))
     return Example(trainable(ViTForImageClassification, config, "pixel_values", "labels"), (images, labels))

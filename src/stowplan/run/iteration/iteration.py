@@ -9,6 +9,7 @@ anything was updated.
 """
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,37 @@ from stowplan.run.step.function import Leaving
 from stowplan.torch_private import after_backward, running_backward, version_of
 
 _LOGGER = logging.getLogger("stowplan")
+_SAMPLE = 64  # elements of a gradient that shall not change, to see changes that no version counter tells
 _RESUME = "load the parameters and the optimizer's state as they were saved last (load_state_dict of both)"
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A gradient as it was when backward was done.
+
+    Not every change raises its version: `grad.data.clamp_()` and a GradScaler do not.
+    """
+
+    gradient: Tensor
+    version: int | None
+    sample: Tensor
+
+    @staticmethod
+    def of(gradient: Tensor) -> "_Seen":
+        return _Seen(gradient, version_of(gradient), _sample(gradient))
+
+    def is_still(self, gradient: Tensor | None) -> bool:
+        """Whether this is the gradient, and unchanged."""
+        same = gradient is self.gradient and version_of(self.gradient) == self.version
+        return same and torch.equal(_sample(self.gradient), self.sample)
+
+
+def _sample(gradient: Tensor) -> Tensor:
+    """The bytes of some elements, so that NaN is equal to itself."""
+    if gradient.layout is not torch.strided:
+        return torch.empty(0)
+    row = gradient.detach().flatten() if gradient.is_contiguous() else gradient.detach()[..., 0].flatten()
+    return row[:: max(1, len(row) // _SAMPLE)].contiguous().view(torch.uint8).clone()
 
 
 @dataclass(slots=True)
@@ -46,7 +77,7 @@ class _Progress:
     counted: int | None = None  # the last one that brought gradients
     is_last: bool = False  # whether that is the one that updates
     updated: dict[Tensor, int | None] = field(default_factory=dict)  # with their versions after that
-    gradients: dict[Tensor, tuple[Tensor, int | None]] = field(default_factory=dict)  # that shall not change
+    gradients: dict[Tensor, "_Seen"] = field(default_factory=dict)  # that shall not change
     options: list[dict[str, object]] = field(default_factory=list)  # of the groups, at the first update
     is_open: bool = False  # a backward has begun and has not ended
     is_first_of_two: bool = False  # it only finds the norm
@@ -60,11 +91,13 @@ class Iteration:
         optimizer: Optimizer,
         *,
         clip_norm: float | None = None,
+        clip_value: float | None = None,
         accumulate: int = 1,
         keep_gradients: bool | Iterable[str] = False,
     ) -> None:
         refuse_unless_one_by_one(optimizer)
-        self.optimizer, self.clip_norm, self.accumulate = optimizer, clip_norm, accumulate
+        self.optimizer, self.accumulate = optimizer, accumulate
+        self.clip_norm, self.clip_value = clip_norm, clip_value
         self.keeps_all = keep_gradients is True
         self.kept_names = frozenset(() if isinstance(keep_gradients, bool) else keep_gradients)
         self._single = OneByOne(optimizer)
@@ -218,6 +251,8 @@ class Iteration:
             nn.utils.clip_grads_with_norm_(parameter, self.clip_norm, self._total_norm)
             self._update(parameter)
         elif not self._waits:
+            if self.clip_value is not None:
+                nn.utils.clip_grad_value_(parameter, self.clip_value)
             self._update(parameter)
 
     def _update(self, parameter: Tensor) -> None:
@@ -259,12 +294,11 @@ class Iteration:
     def _ends(self) -> None:
         """Backward is done."""
         progress = self._progress
-        progress.is_open = False
         self._remove_hooks()
-        if not progress.is_last or self._updates_late:
-            return
-        watched = self._groups if self._waits else () if self._watched is None else (self._watched,)
-        progress.gradients = {p: (p.grad, version_of(p.grad)) for p in watched if p.grad is not None}
+        if progress.is_last and (self._repeat is not None or not self._updates_late):
+            watched = self._groups if self._waits else () if self._watched is None else (self._watched,)
+            progress.gradients = {p: _Seen.of(p.grad) for p in watched if p.grad is not None}
+        progress.is_open = False
         if progress.updated and not self._told:
             self._told = True
             _LOGGER.info(
@@ -311,6 +345,7 @@ class Iteration:
             raise BadUse("optimizer.step(closure) is not offered: call backward before optimizer.step()")
         if not progress.backwards:
             return  # the gradients are of another model
+        self._is_stepping = bool(progress.updated)
         self._refuse_changes()
         self._is_stepping = True
         progress.gradients.clear()  # each ends with its update
@@ -321,6 +356,8 @@ class Iteration:
             self._update_in_second_backward(model)
         elif self.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
+        elif self.clip_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), self.clip_value)
         if not self.keeps_all:
             self._update_rest(model)
         self._progress, self._seen_a_step = _Progress(), True
@@ -358,10 +395,12 @@ class Iteration:
         progress, scaled = self._progress, getattr(self.optimizer, "grad_scale", None) is not None
         if scaled and not self.keeps_all:
             raise self._too_late("a GradScaler scales gradients that the optimizer unscales")
-        if self._updates_late:
+        if self._updates_late and self._repeat is None:
             return
-        for parameter, (gradient, version) in progress.gradients.items():
-            if parameter.grad is not gradient or version_of(gradient) != version:
+        if _is_called_by_scaler():
+            raise self._too_late("a GradScaler unscaled gradients")
+        for parameter, seen in progress.gradients.items():
+            if not seen.is_still(parameter.grad):
                 raise self._too_late("gradients were changed (clipped, unscaled, added to, cleared)")
         for parameter, version in progress.updated.items():
             if parameter.grad is not None:
@@ -369,7 +408,7 @@ class Iteration:
             if version_of(parameter) != version:
                 raise self._too_late("a parameter was changed")
         now = [options_of(group) for group in self.optimizer.param_groups]
-        if progress.options and progress.options != now:
+        if progress.options and progress.options != now and not self._updates_late:
             raise self._too_late("an option of a parameter group, such as lr, was changed")
 
     def _too_late(self, what: str) -> BadUse:
@@ -378,9 +417,10 @@ class Iteration:
         if begun:
             self._broken = f"{what} after parameters had been updated in backward: {_RESUME}"
         return BadUse(
-            f"{what} between backward and optimizer.step(), where fit(..., optimizer=) has updated parameters"
-            " already: use fit(..., clip_norm=1.0) in place of clip_grad_norm_, keep_gradients=True with a"
-            " GradScaler or for changes of your own, and set options before backward. "
+            f"{what} between backward and optimizer.step(), where fit(..., optimizer=) has consumed gradients"
+            " already: use fit(..., clip_norm=1.0) in place of clip_grad_norm_, clip_value= in place of"
+            " clip_grad_value_, keep_gradients=True with a GradScaler or for changes of your own, and set"
+            " options before backward. "
             + (f"This iteration is spoilt: {_RESUME}" if begun else "Nothing has been updated yet")
         )
 
@@ -423,6 +463,14 @@ class Iteration:
     def stepped(self) -> None:
         """`optimizer.step()` is done."""
         self._is_stepping = False
+
+
+def _is_called_by_scaler() -> bool:
+    """Whether a GradScaler calls the optimizer's step: on gradients of zero it leaves no other trace."""
+    frame = sys._getframe().f_back
+    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back
+    return frame is not None and bool(frame.f_locals["self"].is_enabled())
 
 
 class _StepHook:

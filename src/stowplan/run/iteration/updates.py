@@ -155,7 +155,7 @@ def with_updates(
     left = made.consumable(stays)
     consumed = [name for name in trained if name in left]
     rest = [name for name in trained if name not in left]
-    if in_backward or accumulates:
+    if consumed and (in_backward or accumulates):
         made.insert_in_backward(consumed, When.BACKWARD if in_backward else When.LATER)
     if not in_backward:
         for name in consumed:
