@@ -363,3 +363,21 @@ def test_the_profiler_tells_of_allocations_and_frees() -> None:
     seen = sorted(private.allocations_seen(profiler))
     sizes = [nbytes for _, where, nbytes in seen if where == address]
     assert sizes == [4000, -4000]
+
+
+def test_packed_sequences_take_lengths_without_reading_them_by_an_op() -> None:
+    class Ops(private.TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+        def __torch_dispatch__(
+            self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            assert func is not aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    pack, pad = private.PACKED_SEQUENCES
+    padded = torch.arange(6.0).reshape(3, 2, 1)
+    with Ops():  # type: ignore[no-untyped-call]
+        data, sizes = pack(padded, torch.tensor([3, 2]), False)
+        again, lengths = pad(data, sizes, False, 0.0, 3)
+    assert sizes.tolist() == [2, 2, 1]
+    assert lengths.tolist() == [3, 2]
+    assert again[:2].equal(padded[:2])

@@ -72,6 +72,12 @@ class TensorChanged(StowplanError, RuntimeError):
     exit_code = 1
 
 
+class NotFinite(StowplanError, FloatingPointError):
+    """Numbers are infinite or NaN where the step asks, and the plan is for finite ones."""
+
+    exit_code = 1
+
+
 class IllegalPlan(StowplanError):
     """A plan does not compute its graph: it reads a missing value or leaves out an op."""
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # a PyTorch may be built without
 __all__ = [
     "GLOBAL_HOOKS",
     "HOOKS",
+    "PACKED_SEQUENCES",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -77,6 +78,9 @@ __all__ = [
 ]
 
 OLDEST, NEWEST_TESTED = (2, 6), (2, 15)
+
+PACKED_SEQUENCES = (torch._pack_padded_sequence, torch._pad_packed_sequence)
+"""Functions that take the lengths of sequences from a tensor, without an op that reads it."""
 
 
 def untested(version: str) -> str | None:

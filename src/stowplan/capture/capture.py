@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from stowplan.capture.answers import NO_ANSWERS, Answers, answers_among
 from stowplan.capture.eager import EagerMemory, eager_memory
 from stowplan.capture.functional import pruned, with_updates
 from stowplan.capture.functionalise import functionalise
@@ -28,7 +29,7 @@ class Captured:
 
     `gradients` has the gradient of every tensor that has one. Two tensors may share it, such as a sum and its
     operand; the graph's `gradient_of` then names the one differentiated first. `forward` are the ops of the
-    forward half as they were dispatched.
+    forward half as they were dispatched. The step is that of arguments for which `answers` hold.
     """
 
     graph: Graph
@@ -36,6 +37,7 @@ class Captured:
     eager: EagerMemory
     gradients: Mapping[str, str]
     forward: tuple[Event, ...] = ()
+    answers: Answers = NO_ANSWERS
 
 
 def capture(
@@ -47,16 +49,26 @@ def capture(
     device: torch.device | str = "cpu",
     all_outputs: bool = False,
     differentiated: tuple[int, ...] | None = None,
+    know_values: bool = False,
 ) -> Captured:
     """The training step of `model(*args, **kwargs)`: forward, loss and backward.
 
     A function `loss` is captured with the model, as `loss(output)`. Gradients come in from outside: for the
     output that `loss` names, for the outputs at the positions `differentiated`, for the one scalar among the
     outputs unless `all_outputs` is set, or else for every output that has a gradient. Tensors on the meta
-    device are captured as if on `device`. A step that branches on data raises CaptureError.
+    device are captured as if on `device`. A step that branches on data raises CaptureError. With
+    `know_values` it may branch on small integer arguments; the caller then has to ask `answers` before each
+    call.
     """
     step = Step(
-        model, tuple(args), dict(kwargs or {}), loss, torch.device(device), all_outputs, differentiated
+        model,
+        tuple(args),
+        dict(kwargs or {}),
+        loss,
+        torch.device(device),
+        all_outputs,
+        differentiated,
+        know_values,
     )
     for _ in range(_MOST_LAYOUTS):
         with explained():
@@ -69,7 +81,9 @@ def capture(
     eager = eager_memory(recording, whole)
     program, forward = lowering.program(), recording.events[: recording.turn]
     graph = with_swayed_ops_marked(lowering.graph(type(model).__name__), program)
-    return Captured(graph, program, eager, lowering.gradients, forward)
+    calls = [call.call for call in whole.calls]
+    answers = answers_among(calls, whole.answers, program.inputs, program.constants)
+    return Captured(graph, program, eager, lowering.gradients, forward, answers)
 
 
 def _external_ids(recording: Recording) -> dict[StorageView, str]:

@@ -11,6 +11,7 @@ from itertools import islice
 
 import torch
 
+from stowplan.capture.answers import Answer
 from stowplan.capture.program import Argument, Call, Ref, inputs_of
 from stowplan.capture.storage_views import StorageView
 from stowplan.ops.aten import RANDOM
@@ -50,6 +51,7 @@ class FunctionalStep:
     gradients: Mapping[str, str]
     incoming: Mapping[int, tuple[str | None, ...]]
     updates: Mapping[str, str]
+    answers: tuple[tuple[int, Answer], ...] = ()  # each with the number of calls before it
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from math import prod
 
 import torch
 
+from stowplan.capture.answers import Answer
 from stowplan.capture.functional import FunctionalCall, FunctionalStep, Place, Value, draws
 from stowplan.capture.program import Argument, Call, Ref, handle_or_text
 from stowplan.capture.recording import Recording
@@ -64,6 +65,7 @@ class _Functionaliser:
         self._outputs: tuple[object, ...] = ()
         self._replaced: dict[str, str] = {}
         self._incoming: dict[int, tuple[str | None, ...]] = {}
+        self._waiting, self._answers = deque(recording.answers), list[tuple[int, Answer]]()
         for view, name in externals.items():
             if (place := self._places.get(view.storage)) is None:
                 self._enter(view, name)
@@ -72,6 +74,7 @@ class _Functionaliser:
 
     def add(self, position: int) -> None:
         """Process the next event."""
+        self._answer_reads(before=position)
         self._position, event = position, _without_ignored(self._recording.events[position])
         given = set(leaves((event.args, tuple(event.kwargs.values()))))
         written = written_arguments(event.target, event.args, event.kwargs)
@@ -84,8 +87,16 @@ class _Functionaliser:
         elif not all(result in given for result in event.results):  # else it returns its arguments
             self._make(event.target, event, single=event.single)
 
+    def _answer_reads(self, before: int) -> None:
+        """Record the reads up to an event: the values of what was read then."""
+        while self._waiting and self._waiting[0].position <= before:
+            read = self._waiting.popleft()
+            names = tuple(map(self._read, read.views))
+            self._answers.append((len(self._calls), Answer(read.ask, names, read.answer, read.origin.source)))
+
     def end_forward(self) -> None:
-        """Read the outputs of forward before backward begins."""
+        """Answer the outputs of forward before backward begins."""
+        self._answer_reads(before=self._recording.turn)
         recorded = self._recording.outputs
         self._outputs = tuple(
             Ref(self._read(leaf)) if isinstance(leaf, StorageView) else leaf for leaf in recorded
@@ -100,14 +111,21 @@ class _Functionaliser:
         )
 
     def end(self) -> FunctionalStep:
-        """Read the gradients, and the contents of external tensors that were written."""
+        """Answer the gradients, and the contents of external tensors that were written."""
+        self._answer_reads(before=len(self._recording.events))
         gradients = {
             self._externals[wanted]: self._read(gradient)
             for wanted, gradient in self._recording.gradients.items()
         }
         updates = dict(self._contents()) | self._replaced
         return FunctionalStep(
-            self._values, tuple(self._calls), self._outputs, gradients, self._incoming, updates
+            self._values,
+            tuple(self._calls),
+            self._outputs,
+            gradients,
+            self._incoming,
+            updates,
+            tuple(self._answers),
         )
 
     def _contents(self) -> Iterator[tuple[str, str]]:

@@ -111,6 +111,14 @@ _NO_BACKWARD = (
     "an op cannot be differentiated",
     "give it a backward with torch.library.register_autograd, or call it under torch.no_grad",
 )
+
+
+def reads_values(origin: Origin) -> CaptureError:
+    """The refusal of a step that branches on values which no argument determines."""
+    module = f" in {origin.scope}" if origin.scope else ""
+    return CaptureError(f"{_VALUES[0]}{module}", where=origin.source, advice=_VALUES[1])
+
+
 _BY_TYPE: dict[type[Exception], tuple[str, str]] = {
     DataDependentOutputException: _VALUES,
     DynamicOutputShapeException: _SHAPES,

@@ -18,7 +18,7 @@ from stowplan.capture.arguments import Spec
 from stowplan.capture.schema import bound_arguments, leaves, tensor_names
 from stowplan.errors import BadUse
 from stowplan.ir import Attribute
-from stowplan.torch_private import OpOverload, TreeSpec
+from stowplan.torch_private import OpOverload, TreeSpec, schema_of
 
 _numbers = count(1)
 
@@ -161,3 +161,19 @@ def _attribute(value: object) -> Attribute:
     if isinstance(value, Handle):
         return value.name
     return "generator" if isinstance(value, torch.Generator) else str(value)
+
+
+def copies_of_written(call: Call, args: list[object], kwargs: dict[str, object]) -> list[Tensor]:
+    """Copies in place of the arguments that the target overwrites; they are its last outputs."""
+    order = [argument.name for argument in schema_of(call.target).arguments]
+    copies = []
+    for name in call.fresh:
+        position = order.index(name)
+        source = args[position] if position < len(args) else kwargs[name]
+        assert isinstance(source, Tensor)
+        copies.append(source.clone())
+        if position < len(args):
+            args[position] = copies[-1]
+        else:
+            kwargs[name] = copies[-1]
+    return copies

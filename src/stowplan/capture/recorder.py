@@ -1,6 +1,6 @@
 """The recorder: runs a step once on stand-ins (forward, loss and backward) under a Watch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from stowplan.capture.arguments import flatten, refuse_opaque
-from stowplan.capture.origins import Origins
+from stowplan.capture.checks import Check, checked, unchecked
+from stowplan.capture.origins import Origins, reads_values
 from stowplan.capture.recording import (
     ExternalTensor,
     Recording,
@@ -21,32 +22,92 @@ from stowplan.capture.recording import (
 )
 from stowplan.capture.stand_ins import StandIns
 from stowplan.capture.storage_views import StorageView
-from stowplan.capture.watching import KnownOverwritten, Rehearsal, Watch, followed
-from stowplan.errors import CaptureError
+from stowplan.capture.watching import (
+    KnownOverwritten,
+    ReadsOutsideOps,
+    Rehearsal,
+    Undecided,
+    Watch,
+    WentOn,
+    followed,
+)
+from stowplan.errors import CaptureError, NotFinite
 from stowplan.ir import Kind
 from stowplan.torch_private import checkpoints_as_calls, pytree
 
+_MOST_ATTEMPTS = 64  # recordings of one step: each finds a value that is overwritten, or a check
+
 
 def record(step: Step) -> Recording:
-    """Watch the step run once, without data."""
-    try:
-        return _Recorder(step, knowing=True).record()
-    except KnownOverwritten:
-        return _Recorder(step, knowing=False).record()
+    """Watch the step run once, without data.
+
+    Where values that were known are overwritten by values that are not, the step is recorded again without them. Where it
+    asks what no argument determines, the step is recorded again with each of the two answers.
+    """
+    unknown, assumed = set[str](), list[Check]()
+    for _ in range(_MOST_ATTEMPTS):
+        try:
+            return _Recorder(step, unknown, assumed).record()
+        except KnownOverwritten as found:
+            if not found.made_at or found.made_at in unknown:
+                break
+            unknown.add(found.made_at)
+        except Undecided as question:
+            check = _check_for(step, unknown, assumed, question)
+            if check is None:
+                raise reads_values(question.origin) from question
+            assumed.append(check)
+    return _Recorder(step, knowing=False).record()
+
+
+def _check_for(step: Step, unknown: set[str], assumed: list[Check], question: Undecided) -> Check | None:
+    """The answer to the next question that does not raise, if the other one does nothing else."""
+    errors: dict[bool, Exception] = {}
+    for answer in (True, False):
+        try:
+            _Recorder(step, unknown, assumed, trying=answer).record()
+        except WentOn:
+            continue
+        except Exception as error:
+            errors[answer] = error
+    if len(errors) == 1:
+        ((answer, raised),) = errors.items()
+        return Check.of(raised, expected=not answer)
+    if errors or question.expected is None:
+        return None
+    where = f" at {question.origin.source}" if question.origin.source else ""
+    words = (
+        f"forward asks{where} whether numbers are finite; they are not, and the plan is for the other case"
+    )
+    return Check(question.expected, NotFinite(words))
 
 
 class _Recorder:
     """One attempt at a recording. Holds the stand-ins, as the caller of an eager step holds the originals."""
 
-    def __init__(self, step: Step, *, knowing: bool) -> None:
+    def __init__(
+        self,
+        step: Step,
+        unknown: Collection[str] = (),
+        assumed: Sequence[Check] = (),
+        *,
+        knowing: bool = True,
+        trying: bool | None = None,
+    ) -> None:
         self._step = step
         flat, self._input_spec = flatten(step.args, step.kwargs)
         refuse_opaque(flat, argument_names(step))
         held = (named_tensors(step, "parameters"), named_tensors(step, "buffers"))
         given = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-        self._stand_ins = StandIns(step.device, (*given, *(t for table in held for t in table.values())))
+        names = [n for n, leaf in zip(argument_names(step), flat, strict=True) if isinstance(leaf, Tensor)]
+        knowing_given = knowing and step.know_values
+        known = [t for n, t in zip(names, given, strict=True) if knowing_given and n not in unknown]
+        everything = (*given, *(t for table in held for t in table.values()))
+        self._stand_ins = StandIns(step.device, everything, known)
         self._origins = Origins(module_paths(step))
-        self._watch = Watch(Rehearsal(self._stand_ins.fakes, knowing=knowing), self._origins)
+        rehearsal = Rehearsal(self._stand_ins.fakes, knowing=knowing)
+        self._watch = Watch(rehearsal, self._origins, unknown, assumed, trying)
+        self._watch.assuming = knowing_given
         self._externals: dict[StorageView, ExternalTensor] = {}
         self._entered: dict[StorageView, Tensor] = {}  # their stand-ins
         self._wanted: list[Tensor] = []  # the leaves that gradients are for
@@ -85,6 +146,7 @@ class _Recorder:
             replaced=replaced,
             literals=frozenset(self._view(constants[number]) for number in self._watch.literals),
             looks_at_values=self._watch.looks_at_values,
+            answers=tuple(self._watch.answers),
         )
 
     def _view(self, tensor: Tensor) -> StorageView:
@@ -95,11 +157,11 @@ class _Recorder:
         parameters, buffers = named_tensors(self._step, "parameters"), named_tensors(self._step, "buffers")
         self._enter(Kind.PARAMETER, list(parameters.items()))
         self._enter(Kind.BUFFER, list(buffers.items()))
-        names = argument_names(self._step)
-        self._enter(
-            Kind.INPUT,
-            [(n, leaf) for n, leaf in zip(names, self._inputs, strict=True) if isinstance(leaf, Tensor)],
-        )
+        names = zip(argument_names(self._step), self._inputs, strict=True)
+        given = [(name, leaf) for name, leaf in names if isinstance(leaf, Tensor)]
+        self._enter(Kind.INPUT, given)
+        for name, leaf in given:
+            self._watch.note_given(leaf, name)
         return buffers
 
     def _enter(self, kind: Kind, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -124,8 +186,11 @@ class _Recorder:
 
     def _forward(self) -> object:
         args, kwargs = self._input_spec.unflatten(self._inputs)
-        with self._origins.following(), checkpoints_as_calls(), self._watch:
-            return after_loss(self._step.model(*args, **kwargs), self._step.loss)
+        outside = ReadsOutsideOps(self._watch)
+        with self._origins.following(), checkpoints_as_calls(), self._watch, outside:
+            returned = after_loss(self._step.model(*args, **kwargs), self._step.loss)
+        self._watch.assuming = False
+        return checked(returned, self._watch.checks)
 
     def _replaced(self, before: Mapping[str, Tensor]) -> dict[StorageView, StorageView]:
         now = named_tensors(self._step, "buffers")
@@ -191,7 +256,7 @@ class _Recorder:
             given = set(self._step.differentiated)
             return {position: leaf for position, leaf in able.values() if position in given}
         if isinstance(self._step.loss, str | int):
-            named = output_named(returned, self._step.loss)
+            named = output_named(unchecked(returned), self._step.loss)
             if not named.requires_grad:
                 raise CaptureError(
                     f"loss is {self._step.loss!r}, and no gradient can be computed for that output: it"

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture.arguments import Spec, leaf_names
+from stowplan.capture.checks import unchecked
 from stowplan.capture.storage_views import Lifetime, StorageView
-from stowplan.capture.watching import Event, Incoming
+from stowplan.capture.watching import AnswerHere, Event, Incoming
 from stowplan.errors import CaptureError
 from stowplan.ir import Kind
 from stowplan.torch_private import pytree
@@ -25,7 +26,8 @@ class Step:
 
     Gradients come in for the outputs at the positions `differentiated`, as the leaves of the result are
     counted. Without them, they come in for the output that `loss` names, with `all_outputs` for every output
-    that can have one, or else for the only scalar.
+    that can have one, or else for the only scalar. With `know_values`, small integer arguments are captured
+    with their values.
     """
 
     model: nn.Module
@@ -35,6 +37,7 @@ class Step:
     device: torch.device
     all_outputs: bool = False
     differentiated: tuple[int, ...] | None = None
+    know_values: bool = False
 
     def modules(self) -> dict[str, nn.Module]:
         """The modules that hold parameters, by the prefix of their names."""
@@ -58,7 +61,8 @@ class Recording:
     arguments and of the result, tensors as storage views. `attached` outputs are part of autograd's graph;
     `tangents` are the gradients of the differentiated ones. `constants` are other tensors of the user's code.
     `replaced` are buffers that the model bound to a new tensor. `literals` are constants written in code, as
-    in `torch.tensor([1, 2])`. A step that `looks_at_values` of known integers has branched on them.
+    in `torch.tensor([1, 2])`. A step that `looks_at_values` of known integers has branched on them; `answers`
+    are what it read.
     """
 
     events: tuple[Event, ...]
@@ -77,6 +81,7 @@ class Recording:
     replaced: Mapping[StorageView, StorageView]
     literals: frozenset[StorageView]
     looks_at_values: bool
+    answers: tuple[AnswerHere, ...] = ()
 
 
 def after_loss(output: object, loss: Loss | None) -> object:
@@ -100,7 +105,7 @@ def output_named(output: object, name: str | int) -> Tensor:
 
 def output_keys(spec: pytree.TreeSpec) -> list[str | int | None]:
     """The name or index under which each leaf of a model's result is returned; None for the only one."""
-    returned = pytree.tree_unflatten(range(spec.num_leaves), spec)
+    returned = unchecked(pytree.tree_unflatten(range(spec.num_leaves), spec))
     keys: list[str | int | None] = [None] * spec.num_leaves
     for key, value in _entries(returned).items():
         for leaf in pytree.tree_leaves(value):

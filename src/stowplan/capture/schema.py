@@ -87,6 +87,13 @@ def returns_tensors(target: OpOverload) -> bool:
     return any("Tensor" in str(returned.type) for returned in schema_of(target).returns)
 
 
+@cache
+def returns_views(target: OpOverload) -> bool:
+    """Whether the results share the memory of an argument that is not written."""
+    returned = schema_of(target).returns
+    return bool(returned) and all(r.alias_info is not None and not r.alias_info.is_write for r in returned)
+
+
 def leaves(value: object) -> Iterator[object]:
     """The values in a nest of tuples and lists, left to right."""
     if isinstance(value, (tuple, list)):

@@ -1,7 +1,8 @@
 """Stand-ins: tensors with a shape, strides and a device but no data, in place of a model's own.
 
 A parameter with two names in a model has one stand-in, so tied weights stay tied. Tensors that share a
-storage have stand-ins that share one of its size, because a slice keeps the whole storage alive.
+storage have stand-ins that share one of its size, because a slice keeps the whole storage alive. Small
+integer arguments may keep their values: their stand-ins are copies.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,11 +15,18 @@ from torch import Tensor, nn
 from stowplan.errors import CaptureError
 from stowplan.torch_private import FakeTensorMode, storage_id
 
+_KNOWN_BYTES = 1 << 19  # of a storage whose values are known
+
 
 class StandIns:
-    """Makes one stand-in for each of `tensors` and remembers the original."""
+    """Makes one stand-in for each of `tensors` and remembers the original.
 
-    def __init__(self, device: torch.device, tensors: Iterable[Tensor] = ()) -> None:
+    Storages that contain nothing but `known` tensors, which must be small integers, are copied.
+    """
+
+    def __init__(
+        self, device: torch.device, tensors: Iterable[Tensor] = (), known: Iterable[Tensor] = ()
+    ) -> None:
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self._made: dict[
@@ -26,8 +34,16 @@ class StandIns:
         ] = {}  # also holds the original, so that its id stays unique
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # likewise
         self._begins: dict[int, int] = {}  # by storage, the first byte in use
+        self._known: set[int] = set()  # storages whose stand-ins have values
+        values = {id(tensor) for tensor in known if is_small_integer(tensor)}
+        unknown: set[int] = set()
         for tensor in filter(_is_plain, tensors):
             storage = storage_id(tensor.untyped_storage())
+            if id(tensor) in values and storage not in unknown:
+                self._known.add(storage)
+            else:
+                unknown.add(storage)
+                self._known.discard(storage)
             self._begins[storage] = min(self._begins.get(storage, _first_byte(tensor)), _first_byte(tensor))
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -40,6 +56,8 @@ class StandIns:
         if not _is_plain(tensor):
             raise CaptureError(f"{type(tensor).__name__} is a tensor subclass, which cannot be captured")
         device = self._device if tensor.is_meta else tensor.device
+        if storage_id(tensor.untyped_storage()) in self._known:
+            return self._copy_of(tensor)
         storage, offset = self._storage_of(tensor, device), self._offset_of(tensor)
         with self.fakes, torch.no_grad():
             empty = torch.empty(0, dtype=tensor.dtype, device=device)
@@ -47,6 +65,18 @@ class StandIns:
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, requires_grad=tensor.requires_grad)
         return made.requires_grad_(tensor.requires_grad)
+
+    def _copy_of(self, tensor: Tensor) -> Tensor:
+        original = tensor.untyped_storage()
+        if storage_id(original) not in self._storages:
+            held = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(original)
+            used = held[self._begins[storage_id(original)] :]
+            made = torch.zeros_like(held)
+            made[: len(used)] = used
+            self._storages[storage_id(original)] = original, made.untyped_storage()
+        storage, offset = self._storages[storage_id(original)][1], self._offset_of(tensor)
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(storage, offset, tensor.shape, tensor.stride())
 
     def _storage_of(self, tensor: Tensor, device: torch.device) -> torch.UntypedStorage:
         original = tensor.untyped_storage()
@@ -90,6 +120,12 @@ def with_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterato
         for table, original in zip(tables, originals, strict=True):
             table.clear()
             table.update(original)
+
+
+def is_small_integer(tensor: Tensor) -> bool:
+    """Whether the values of a tensor are few and whole, so that they can be known."""
+    small = tensor.untyped_storage().nbytes() <= _KNOWN_BYTES
+    return small and not tensor.is_meta and not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -2,24 +2,40 @@
 
 Nothing is rewritten, so the recording is what eager runs: the same kernels in the same order, the same
 tensors kept by autograd, the same moments at which storages are freed. Small integer tensors that depend on
-no stand-in are computed for real, because models branch on them.
+no stand-in without data are computed for real, because models branch on them; what they read is noted.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
+from operator import ge, gt, le, lt
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 
+from stowplan.capture.answers import IsBelow, Question, contents_of, count_of, shape_of
+from stowplan.capture.checks import Check
 from stowplan.capture.layouts import as_made
 from stowplan.capture.origins import Origin, Origins
-from stowplan.capture.schema import extra_bytes, leaves, returns_tensors, written_arguments, written_names
+from stowplan.capture.schema import (
+    extra_bytes,
+    leaves,
+    returns_tensors,
+    returns_views,
+    written_arguments,
+    written_names,
+)
+from stowplan.capture.stand_ins import is_small_integer
 from stowplan.capture.storage_views import StorageBook, StorageView
 from stowplan.errors import CaptureError
 from stowplan.torch_private import (
+    PACKED_SEQUENCES,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
@@ -29,37 +45,85 @@ from stowplan.torch_private import (
     sequence_number,
 )
 
+aten = torch.ops.aten
 _KNOWN_ELEMENTS = 1 << 16
+_CHOOSING = (aten.index.Tensor, aten.masked_select.default)
+_ASSERTIONS = (aten._assert_async.default, aten._assert_async.msg)
+_ASSERTED = "Expected Tensor with single nonzero value, but got zero"
+_UNIFORM = (aten.rand.default, aten.rand.generator, aten.rand_like.default)  # in [0, 1)
+_BELOW_ONE = 1 - 2**-53
+_COMPARISONS: Mapping[OpOverload, Callable[[Any, Any], bool]] = {
+    aten.lt.Scalar: lt,
+    aten.le.Scalar: le,
+    aten.gt.Scalar: gt,
+    aten.ge.Scalar: ge,
+}
 
 
 class KnownOverwritten(Exception):
-    """A tensor with known values received unknown values: record again without known values."""
+    """A tensor with known values received unknown values: record again without knowing what was made there.
+
+    `made_at` is the line that made it, or the name of an argument; empty if it is neither.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor, self.made_at = tensor, ""
+
+
+class Undecided(Exception):
+    """Forward asks what no argument determines. `expected` is the answer it expects, if that is clear."""
+
+    def __init__(self, expected: bool | None, origin: Origin) -> None:
+        super().__init__()
+        self.expected, self.origin = expected, origin
+
+
+class WentOn(BaseException):
+    """An answer that was tried does not make forward raise."""
 
 
 class Rehearsal:
     """Runs ops on stand-ins.
 
-    With `knowing`, small integer tensors that depend on no stand-in are computed for real: positions and
-    masks of positions. Models that branch on them behave as in eager.
+    With `knowing`, ops on small integer tensors with values run for real: positions, masks of positions, and
+    what follows from integer arguments. Models that branch on them behave as in eager.
     """
 
     def __init__(self, fakes: FakeTensorMode, *, knowing: bool) -> None:
         self._fakes, self._knowing = fakes, knowing
 
-    def run(self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        """The result of an op, without data unless its values are known."""
-        if self._is_known(target, args, kwargs):
+    def run(
+        self,
+        target: OpOverload,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        *,
+        known: bool = True,
+    ) -> object:
+        """The result of an op, without data unless its values are known. It is unknown without `known`."""
+        if known and self._is_known(target, args, kwargs):
             return target(*args, **kwargs)
         self._refuse_writing_data(target, args, kwargs)
+        masks = list(masks_in(args)) if target in _CHOOSING else []
+        positions = {id(mask): mask.nonzero().unbind(1) for mask in masks}
         with self._fakes:
-            return as_made(target, args, kwargs, target(*args, **kwargs))
+            if masks and target is aten.masked_select.default:
+                return _selected(args[0], masks[0], len(positions[id(masks[0])][0]))
+            chosen = _with_positions(args, positions) if masks else args
+            return as_made(target, args, kwargs, target(*chosen, **kwargs))
 
     def _is_known(self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
-        if not self._knowing or torch.Tag.nondeterministic_seeded in target.tags:
+        if torch.Tag.nondeterministic_seeded in target.tags:
             return False
-        if not all(map(_is_small_integer, _tensors_in((args, tuple(kwargs.values()))))):
+        given = list(_tensors_in((args, tuple(kwargs.values()))))
+        if any(isinstance(tensor, FakeTensor) for tensor in given):
             return False
-        if not returns_tensors(target):
+        if returns_views(target) and target is not aten.lift_fresh.default:
+            return True  # it shares the memory that a write would have to be refused for
+        if not self._knowing or not all(map(_is_integer_of_size, given)):
+            return False
+        if not returns_tensors(target) or depends_on_values(target, args):
             return True
         with self._fakes:
             foreseen = target(*args, **kwargs)
@@ -72,19 +136,47 @@ class Rehearsal:
             if isinstance(tensor, FakeTensor):
                 continue
             if self._knowing:
-                raise KnownOverwritten
+                raise KnownOverwritten(tensor)
             raise CaptureError(
                 f"{target} writes into a tensor of shape {tuple(tensor.shape)} that is no buffer",
                 advice="make it one with register_buffer",
             )
 
 
+def depends_on_values(target: OpOverload, args: tuple[object, ...]) -> bool:
+    """Whether the shape of the result follows from values: `nonzero`, and indexing by a mask."""
+    return torch.Tag.dynamic_output_shape in target.tags and (
+        target is not aten.index.Tensor or any(True for _ in masks_in(args))
+    )
+
+
+def masks_in(args: tuple[object, ...]) -> Iterator[Tensor]:
+    """The known masks that an op selects elements by, if its other operands are unknown."""
+    chosen = args[1] if len(args) > 1 else ()
+    for tensor in _tensors_in(chosen):
+        if tensor.dtype in (torch.bool, torch.uint8) and not isinstance(tensor, FakeTensor):
+            yield tensor
+
+
+def _with_positions(
+    args: tuple[object, ...], positions: Mapping[int, Sequence[Tensor]]
+) -> tuple[object, ...]:
+    """The arguments of `index` with the positions that masks select, which have a shape, in their place."""
+    chosen = list[object]()
+    for item in cast(Sequence[object], args[1]):
+        chosen += positions.get(id(item), (item,))
+    return args[0], chosen, *args[2:]
+
+
+def _selected(source: Any, mask: Tensor, count: int) -> Tensor:
+    """The result of `masked_select` by a mask with `count` elements that are true."""
+    repeats = prod(np.broadcast_shapes(source.shape, mask.shape)) // max(1, mask.numel())
+    selected: Tensor = source.new_empty(count * repeats)
+    return selected
+
+
 def _tensors_in(value: object) -> Iterable[Tensor]:
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
-
-
-def _is_small_integer(tensor: Tensor) -> bool:
-    return not isinstance(tensor, FakeTensor) and _is_integer_of_size(tensor)
 
 
 def _is_integer_of_size(tensor: Tensor) -> bool:
@@ -120,13 +212,40 @@ class Incoming:
     gradients: tuple[StorageView | None, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerHere:
+    """What forward asked about known tensors before event `position`, and the answer."""
+
+    position: int
+    ask: Callable[..., object]
+    views: tuple[StorageView, ...]
+    answer: object
+    origin: Origin
+
+
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
     """Records each op as an Event, and when each storage is allocated and freed."""
 
     supports_higher_order_operators = True  # so that they arrive here and are refused
 
-    def __init__(self, rehearsal: Rehearsal, origins: Origins) -> None:
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        origins: Origins,
+        unknown: Container[str] = frozenset(),
+        assumed: Sequence[Check] = (),
+        trying: bool | None = None,
+    ) -> None:
+        """`assumed` are answers in the order of the questions; `trying` is an answer to the next."""
         super().__init__()  # type: ignore[no-untyped-call]  # so is this
+        self.answers: list[AnswerHere] = []
+        self.reading = True  # while values that are read are noted
+        self.checks: list[tuple[Tensor, Check]] = []  # those that were met, with what was asked
+        self.assuming = False  # while answers may be assumed
+        self._assumed, self._asked, self._trying, self._tried = assumed, 0, trying, False
+        self._decided: dict[StorageView, bool] = {}
+        self._uniform: set[StorageView] = set()
+        self._good: dict[StorageView, bool] = {}  # whether all shall be true, or none
         self.events: list[Event] = []
         self.book = StorageBook(lambda: len(self.events))
         self.constants: dict[int, Tensor] = {}  # by storage number
@@ -134,7 +253,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self.looks_at_values = False  # of integers that are known
         self.incoming: list[Incoming] = []
         self.between_nodes = False  # then ops are the engine's sums of gradients
-        self._rehearsal, self._origins = rehearsal, origins
+        self._rehearsal, self._origins, self._unknown = rehearsal, origins, unknown
+        self._made_at: dict[int, str] = {}  # by storage: the line, or the name of the argument
         self._nodes_made = nodes_made()
 
     def __torch_dispatch__(
@@ -150,16 +270,104 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
                 advice="branch in Python before the step, or unroll it",
             )
         given = dict(kwargs or {})
+        if self._tried and func.namespace == "aten":
+            raise WentOn
         if not returns_tensors(func) and not written_names(func):
-            self.looks_at_values |= func.namespace == "aten"  # prim.device and its like read no values
-            return self._rehearsal.run(func, args, given)
+            if func in _ASSERTIONS and self.assuming and isinstance(args[0], FakeTensor):
+                error = RuntimeError(args[1] if len(args) > 1 else _ASSERTED)
+                self.checks.append((args[0], Check(expected=True, error=error)))
+                return None
+            assumed = self._assumed_answer(func, args)
+            if assumed is not None:
+                return assumed
+            answer = self._rehearsal.run(func, args, given)
+            if func.namespace == "aten":  # prim.device and its like read no values
+                rest = tuple(value for value in args if not isinstance(value, Tensor))
+                self.note_read(Question(func, rest, given) if rest or given else func, args, answer)
+            return answer
         if func is torch.ops.aten.lift_fresh.default:
             self._enter_literal(args[0])
         placed = tuple(self._placed(value) for value in args)  # before it runs: it may change their shapes
         placed_by_name = {name: self._placed(value) for name, value in given.items()}
-        result = self._rehearsal.run(func, args, given)
+        result = self._run(func, args, given)
         self._note(func, placed, placed_by_name, result)
+        self._note_chosen(func, args, result)
         return result
+
+    def _run(self, func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        line = self._origins.here().source if self._unknown else ""
+        try:
+            return self._rehearsal.run(func, args, kwargs, known=not line or line not in self._unknown)
+        except KnownOverwritten as found:
+            found.made_at = self._made_at.get(self.book.view_of(found.tensor).storage, "")
+            raise
+
+    def _assumed_answer(self, func: OpOverload, args: tuple[object, ...]) -> bool | None:
+        """The answer to a question whose answer no argument determines, if the step may assume one."""
+        tensor = args[0] if args else None
+        if not self.assuming or not isinstance(tensor, FakeTensor):
+            return None
+        reads = func in (aten._local_scalar_dense.default, aten.is_nonzero.default)
+        if not reads or tensor.dtype is not torch.bool:
+            return None
+        view = self.book.view_of(tensor)
+        if view in self._decided:
+            return self._decided[view]
+        number = self._asked
+        self._asked += 1
+        if number < len(self._assumed):
+            self.checks.append((tensor, self._assumed[number]))
+            return self._assumed[number].expected
+        if self._trying is None:
+            raise Undecided(self._good.get(view), self._origins.here())
+        self._tried = True
+        return self._trying
+
+    def note_finite(self, result: Tensor, *, is_good: bool) -> None:
+        """A tensor that is True where numbers are finite or, unless `is_good`, where they are not."""
+        self._good[self.book.view_of(result)] = is_good
+
+    def _decide(self, event: Event) -> None:
+        """Some answers hold for all values: a number drawn from [0, 1) is not below 0.
+
+        A step that asks whether everything is finite expects that it is.
+        """
+        made = event.results[0] if event.results else None
+        source = event.args[0] if event.args else None
+        if made is not None and event.target in _UNIFORM:
+            self._uniform.add(made)
+        if made is None or not isinstance(source, StorageView):
+            return
+        if source in self._uniform and event.target in _COMPARISONS:
+            holds = {_COMPARISONS[event.target](drawn, event.args[1]) for drawn in (0.0, _BELOW_ONE)}
+            if len(holds) == 1:
+                self._decided[made] = holds.pop()
+        wanted = {aten.all.default: True, aten.any.default: False}.get(event.target)
+        if wanted is not None and self._good.get(source) is wanted:
+            self._good[made] = wanted
+
+    def note_given(self, tensor: Tensor, name: str) -> None:
+        """An argument, which may have values."""
+        self._made_at.setdefault(self.book.view_of(tensor).storage, name)
+
+    def note_read(self, ask: Callable[..., object], tensors: Iterable[object], answer: object) -> None:
+        """Forward read this of tensors with values."""
+        self.looks_at_values = True
+        asked = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+        if self.reading and not any(isinstance(tensor, FakeTensor) for tensor in asked):
+            views = cast(tuple[StorageView, ...], tuple(map(self._placed, asked)))
+            self.answers.append(AnswerHere(len(self.events), ask, views, answer, self._origins.here()))
+
+    def _note_chosen(self, func: OpOverload, args: tuple[object, ...], result: object) -> None:
+        """The shape of this result holds for other values only if as much is chosen."""
+        if not depends_on_values(func, args):
+            return
+        if isinstance(result, FakeTensor):
+            for mask in masks_in(args):
+                self.note_read(count_of, (mask,), count_of(mask))
+        else:
+            for made in _tensors_in(result):
+                self.note_read(shape_of, (made,), shape_of(made))
 
     def enter_node(self, node: int, gradients: Sequence[Tensor | None]) -> None:
         """Autograd is about to differentiate the op of this node."""
@@ -187,6 +395,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             self.book.lifetimes[view.storage].nbytes += nbytes
         self._nodes_made = event.nodes.stop
         self.events.append(event)
+        self._decide(event)
+        for made in event.results:
+            if made is not None and self.book.lifetimes[made.storage].born == now:
+                self._made_at[made.storage] = event.origin.source
 
     def _placed(self, value: object) -> object:
         if isinstance(value, (tuple, list)):
@@ -209,6 +421,94 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
                 advice="register it as a parameter of the model or pass it in",
             )
         self.constants[self.book.view_of(tensor).storage] = tensor
+
+
+# Functions that take the values of a tensor without dispatching an op that reads them.
+_TAKING_VALUES = (
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.__dlpack__,
+    Tensor.__index__,
+    Tensor.__deepcopy__,
+    Tensor.__reduce_ex__,
+    Tensor.data_ptr,
+    Tensor.untyped_storage,
+    Tensor.storage,
+    Tensor.new_tensor,
+    Tensor.tensor_split,
+    Tensor.hsplit,
+    Tensor.vsplit,
+    Tensor.dsplit,
+    torch.tensor_split,
+    torch.hsplit,
+    torch.vsplit,
+    torch.dsplit,
+    torch.tensor,
+    torch.as_tensor,
+    torch.asarray,
+    torch.lstm,
+    torch.gru,
+    torch.rnn_tanh,
+    torch.rnn_relu,
+    *PACKED_SEQUENCES,
+)
+_FINITE = {torch.isfinite: True, Tensor.isfinite: True} | dict.fromkeys(
+    (torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf), False
+)
+
+
+class ReadsOutsideOps(TorchFunctionMode):
+    """Notes what functions read of known tensors without an op that a Watch would see.
+
+    `one_hot` reads the largest class, and what matters of it is that it is below the number of classes.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if func in _FINITE:
+            result = func(*args, **given)
+            self._watch.note_finite(result, is_good=_FINITE[func])
+            return result
+        if func in _TAKING_VALUES:
+            self._note_all((args, tuple(given.values())), is_copy=func in (torch.as_tensor, torch.asarray))
+        if func is torch.nn.functional.one_hot:
+            return self._one_hot(*args, **given)
+        before = len(self._watch.events)
+        result = func(*args, **given)
+        if func is torch.nn.functional.ctc_loss and any(
+            event.target is aten._ctc_loss.default for event in self._watch.events[before:]
+        ):  # it took the lengths as numbers
+            self._note_all((args, tuple(given.values())))
+        return result
+
+    def _note_all(self, values: object, *, is_copy: bool = False) -> None:
+        if is_copy and isinstance(values, tuple) and values[0] and isinstance(values[0][0], Tensor):
+            return
+        for tensor in _tensors_in(values):
+            if not isinstance(tensor, FakeTensor) and is_small_integer(tensor):
+                self._watch.note_read(contents_of, (tensor,), contents_of(tensor))
+
+    def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if num_classes <= 0 or isinstance(tensor, FakeTensor):
+            return torch.nn.functional.one_hot(tensor, num_classes)
+        self._watch.reading = False
+        try:
+            result = torch.nn.functional.one_hot(tensor, num_classes)
+        finally:
+            self._watch.reading = True
+        self._watch.note_read(IsBelow(num_classes), (tensor,), True)
+        return result
 
 
 @contextmanager

@@ -78,6 +78,7 @@ MESHES: Socket[Callable[[nn.Module, tuple[object, ...], dict[str, object], Shard
 
 _FITTED_CLASSES: dict[type, type] = {}
 _SLOW = 3.0  # times of eager from which on a plan is a warning
+_MOST_ANSWERS = 16  # different values that forward may read off arguments of one kind
 _MOST_PLANS = 64  # of one module; the oldest makes room
 _MOST_LAYOUTS = 64  # that one step has wrong at first
 
@@ -330,7 +331,7 @@ class Fitting:
                     return bound.step
             if not _wants_gradient(model, leaves):
                 return None
-            change = None
+            change, answers = None, 0
             for planned in reversed(self.planned):
                 if planned.kind == kind:
                     guard = Guard(planned.dependencies, model)
@@ -338,6 +339,13 @@ class Fitting:
                     if found is None:
                         return self._bind(planned, guard, model)
                     change = change or found
+                    answers += guard.other_answer is not None
+            if answers >= _MOST_ANSWERS:
+                raise CaptureError(
+                    f"{change}, and it has read {answers} other values there: each needs a plan of its own",
+                    advice="pad or bucket the argument that it reads from, compute the value outside forward"
+                    ' and pass it as a number, or use torch.compile(model, backend="stowplan")',
+                )
             if change is not None:
                 _LOGGER.warning("planning %s again: %s", _model_class(model).__name__, change)
             with (
@@ -381,10 +389,13 @@ class Fitting:
         plain = with_forward(model, self.own_forward or _model_class(model).forward)
         observation = Observation(plain, self.loss)
         with observation.watching():
-            captured = capture(plain, args, kwargs, loss=self.loss, all_outputs=self.all_outputs)
+            captured = capture(
+                plain, args, kwargs, loss=self.loss, all_outputs=self.all_outputs, know_values=True
+            )
         if self.loss is None:
             _refuse_given_back(captured)
-        dependencies = observation.dependencies(captured.program, flatten(args, kwargs)[0])
+        leaves = flatten(args, kwargs)[0]
+        dependencies = observation.dependencies(captured.program, leaves, captured.answers)
         step = self.iteration.planned(captured, model) if self.iteration else captured
         subject = Subject(step, plain, args, kwargs, loss=self.loss)
         beside = _constant_bytes(captured.program)

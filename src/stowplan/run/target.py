@@ -43,7 +43,7 @@ class Target:
 
 def subject_of(target: Target) -> Subject:
     """The captured step of a target."""
-    captured = capture(target.model, target.args, target.kwargs, loss=target.loss)
+    captured = capture(target.model, target.args, target.kwargs, loss=target.loss, know_values=True)
     return Subject(captured, target.model, target.args, target.kwargs, loss=target.loss)
 
 

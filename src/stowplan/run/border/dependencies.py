@@ -6,6 +6,7 @@
 | modules, their classes and order; attributes that forward read | guarded |
 | globals and closures that the code of forward names | guarded |
 | shapes, dtypes, strides, devices, `requires_grad`, tied tensors; switches of torch | guarded |
+| answers that forward reads off small integer arguments, as in `if mask.all()` | guarded |
 | hooks on inner modules | refused |
 | attributes, lists and globals that forward writes | refused |
 | random numbers of Python and NumPy | refused |
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stowplan.capture import Program
+from stowplan.capture.answers import NO_ANSWERS, Answers
 from stowplan.capture.arguments import look_of
 from stowplan.errors import CaptureError
 from stowplan.run.border.frozen import Frozen, Picture, Same, first_change, restore, state_of
@@ -60,7 +62,7 @@ class Dependencies:
     `reads` are the attributes that were read, by module path; `others` the same of modules that are not part
     of the model; `variables` the globals and closures that its code names. `places` has the label of every
     tensor of the program that is a plain attribute or a global, by the tensor's identity; `looked_at` are
-    labels of those whose values decided what the step does.
+    labels of those whose values decided what the step does. `answers` are what it read off arguments.
     """
 
     facts: Mapping[str, Frozen]
@@ -69,6 +71,7 @@ class Dependencies:
     variables: Mapping[str, tuple[Mapping[str, Any], str]]
     places: Mapping[int, str] = field(default_factory=dict)
     looked_at: tuple[str, ...] = ()
+    answers: Answers = NO_ANSWERS
 
     def picture(self, model: nn.Module, leaves: Sequence[object]) -> Picture:
         """The same facts as they are now, of this model and of arguments with these leaves."""
@@ -114,7 +117,9 @@ class Observation:
         }
         return _picture(self._model, new, {}, self._reach.variables).facts
 
-    def dependencies(self, program: Program, leaves: Sequence[object]) -> Dependencies:
+    def dependencies(
+        self, program: Program, leaves: Sequence[object], answers: Answers = NO_ANSWERS
+    ) -> Dependencies:
         """What the captured program depends on; `leaves` are of the arguments it was captured with."""
         reads, others = self._reads.by_path(self._model), self._reads.outside(self._model)
         picture = _picture(self._model, reads, others, self._reach.variables)
@@ -134,7 +139,8 @@ class Observation:
         looked_at = tuple(places[number] for number in whole if number in places and program.looks_at_values)
         _add_values(picture, looked_at)
         picture.facts[HELD_ARGUMENTS] = held_among(leaves, storages_of(self._model))
-        return Dependencies(picture.facts, reads, others, self._reach.variables, places, looked_at)
+        variables = self._reach.variables
+        return Dependencies(picture.facts, reads, others, variables, places, looked_at, answers)
 
 
 class _RefusingTensorHooks(TorchFunctionMode):

@@ -57,7 +57,7 @@ def inspect_step(
 
     With an `optimizer` (an object, or a name of torch.optim) the result includes its memory.
     """
-    captured = capture(target.model, target.args, target.kwargs, loss=target.loss)
+    captured = capture(target.model, target.args, target.kwargs, loss=target.loss, know_values=True)
     probed = probe(captured, progress=progress) if tried else None
     workspace = probed.workspace_bytes if probed else estimated_workspaces(captured.graph)
     document = Document(

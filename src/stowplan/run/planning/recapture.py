@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Argument, Call, Captured, Handle, Ref, capture
+from stowplan.capture.program import copies_of_written
 from stowplan.capture.storage_views import contiguous_stride
 from stowplan.errors import CaptureError, NotTileable
 from stowplan.ir import Graph, Op, Phase
@@ -24,7 +25,7 @@ from stowplan.ops.regions import regions_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.run.stand_in import with_forward
 from stowplan.run.step.binding import Binding
-from stowplan.torch_private import OpOverload, pytree, schema_of
+from stowplan.torch_private import OpOverload, pytree
 
 aten = torch.ops.aten
 Replacement: TypeAlias = Callable[[Call, Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -73,7 +74,8 @@ def recapture(
 
     tangents = enumerate(captured.program.tangents)
     differentiated = tuple(position for position, tangent in tangents if tangent is not None)
-    found = capture(with_forward(model, forward), args, kwargs, differentiated=differentiated)
+    again = with_forward(model, forward)
+    found = capture(again, args, kwargs, differentiated=differentiated, know_values=True)
     return replace(found, graph=_with_origins(found.graph, order))
 
 
@@ -164,7 +166,7 @@ def run_call(graph: Graph, op: Op, call: Call, values: Mapping[str, Tensor]) -> 
     given = _without_shape_givers(graph, op, values)
     args: list[Any] = [_filled(value, given) for value in call.args]
     kwargs = {name: _filled(value, given) for name, value in call.kwargs.items()}
-    written = _copied(call, args, kwargs)
+    written = copies_of_written(call, args, kwargs)
     if call.target is _PURE_BATCH_NORM:  # its own form updates the buffers where they are, as eager does
         return _named(call, (*aten.native_batch_norm.default(*args), args[3], args[4]))
     target = call.target
@@ -212,22 +214,6 @@ def _shape_giver(tensor: Described) -> Tensor:
     shape, dtype = shape_of(tensor), getattr(torch, str(tensor.dtype))
     stride = literal_eval(tensor.layout) if tensor.layout else contiguous_stride(shape)
     return torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device)
-
-
-def _copied(call: Call, args: list[object], kwargs: dict[str, object]) -> list[Tensor]:
-    """Copies in place of the arguments that the target overwrites; they are its last outputs."""
-    order = [argument.name for argument in schema_of(call.target).arguments]
-    copies = []
-    for name in call.fresh:
-        position = order.index(name)
-        source = args[position] if position < len(args) else kwargs[name]
-        assert isinstance(source, Tensor)
-        copies.append(source.clone())
-        if position < len(args):
-            args[position] = copies[-1]
-        else:
-            kwargs[name] = copies[-1]
-    return copies
 
 
 def _filled(value: Argument, values: Mapping[str, Tensor]) -> object:

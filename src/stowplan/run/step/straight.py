@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, Program, Ref
+from stowplan.capture.checks import Checked
 from stowplan.plan.decision import Step
 from stowplan.run.baseline import baseline_steps
 from stowplan.run.cost.machine import device_of
@@ -80,7 +81,8 @@ class StraightStep:
             if output.requires_grad and output.dim():
                 output.register_hook(partial(latch, run, position))  # type: ignore[no-untyped-call]
         outputs = dict(zip(self._halves.source.outputs, made, strict=True))
-        return pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
+        returned = pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
+        return returned.passed() if isinstance(returned, Checked) else returned
 
     def _new_run(self) -> Run:
         return Run(

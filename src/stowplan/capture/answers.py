@@ -1,0 +1,146 @@
+"""Answers: what forward read of values that follow from the arguments, to be asked again at each call.
+
+Small integer and boolean arguments keep their values while a step is captured. Where forward reads one, as in
+`if mask.all():` or `torch.zeros(lengths.max())`, the captured program holds only for the same answer. The few
+ops that lead from the arguments to each answer are kept, so that a call can ask before it runs the program.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from stowplan.capture.program import Call, Ref, copies_of_written, inputs_of
+from stowplan.torch_private import OpOverload
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A question about tensors and the answer that forward was given; `where` is the user's line."""
+
+    ask: Callable[..., object]
+    tensors: tuple[str, ...]
+    value: object
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Calls and answers in the order of forward. `inputs` are the names of the arguments, by position.
+
+    `constants` are tensors of the user's code that a call needs; the guards hold them to their values.
+    """
+
+    steps: tuple[Call | Answer, ...] = ()
+    inputs: tuple[str | None, ...] = ()
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def other_answer(self, arguments: Sequence[object]) -> str | None:
+        """What forward would find otherwise with these arguments; None if the program holds for them."""
+        if not self.steps:
+            return None
+        values: dict[str, Tensor] = dict(self.constants)
+        named = zip(self.inputs, arguments, strict=True)
+        values.update((name, leaf) for name, leaf in named if name is not None and isinstance(leaf, Tensor))
+        with torch.no_grad():
+            for step in self.steps:
+                if isinstance(step, Call):
+                    values.update(_made(step, values))
+                    continue
+                now = step.ask(*(values[name] for name in step.tensors))
+                if now != step.value:
+                    return f"forward reads {_short(now)} instead of {_short(step.value)} at {step.where}"
+        return None
+
+
+NO_ANSWERS = Answers()
+
+
+def answers_among(
+    calls: Sequence[Call],
+    answers: Sequence[tuple[int, Answer]],
+    inputs: tuple[str | None, ...],
+    constants: Mapping[str, Tensor],
+) -> Answers:
+    """The answers that depend on arguments, each given with the number of calls before it."""
+    changing = {name for name in inputs if name is not None}
+    for call in calls:
+        if not changing.isdisjoint(inputs_of(call)):
+            changing.update(name for name in call.outputs if name is not None)
+    asked: dict[object, tuple[int, Answer]] = {}
+    for place, answer in answers:
+        if not changing.isdisjoint(answer.tensors):
+            asked.setdefault((answer.ask, answer.tensors), (place, answer))
+    if not asked:
+        return NO_ANSWERS
+    steps: list[tuple[int, int, Call | Answer]] = [(place, 0, answer) for place, answer in asked.values()]
+    needed = {name for _, answer in asked.values() for name in answer.tensors}
+    for place in range(len(calls) - 1, -1, -1):
+        if not needed.isdisjoint(calls[place].outputs):
+            needed.update(inputs_of(calls[place]))
+            steps.append((place, 1, calls[place]))
+    steps.sort(key=lambda step: step[:2])
+    known = {name: tensor for name, tensor in constants.items() if name in needed}
+    return Answers(tuple(step for _, _, step in steps), inputs, known)
+
+
+def _made(call: Call, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The outputs of a call by name."""
+    args = [_filled(value, values) for value in call.args]
+    kwargs = {name: _filled(value, values) for name, value in call.kwargs.items()}
+    written = copies_of_written(call, args, kwargs)
+    made = call.target(*args, **kwargs)
+    results = [made] if call.single else [*made] if isinstance(made, (tuple, list)) else []
+    outputs = (*results[: len(call.outputs) - len(written)], *written)
+    for name, tensor in zip(call.outputs, outputs, strict=True):
+        if name is not None and isinstance(tensor, Tensor):
+            yield name, tensor
+
+
+def _filled(value: object, values: Mapping[str, Tensor]) -> object:
+    if isinstance(value, Ref):
+        return values[value.tensor]
+    return [_filled(item, values) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def shape_of(tensor: Tensor) -> object:
+    """For ops whose result is as long as values say."""
+    return tuple(tensor.shape)
+
+
+def contents_of(tensor: Tensor) -> object:
+    """For code that takes all values at once."""
+    return tensor.tolist()
+
+
+def count_of(mask: Tensor) -> object:
+    """How many elements a mask selects."""
+    return int(torch.count_nonzero(mask))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """An op that answers with a number, with the arguments that are not tensors."""
+
+    target: OpOverload
+    rest: tuple[object, ...]
+    named: Mapping[str, object]
+
+    def __call__(self, *tensors: Tensor) -> object:
+        return self.target(*tensors, *self.rest, **self.named)
+
+
+@dataclass(frozen=True, slots=True)
+class IsBelow:
+    """Whether all elements are classes from 0 to `limit`, as `one_hot` asks."""
+
+    limit: int
+
+    def __call__(self, tensor: Tensor) -> object:
+        return not tensor.numel() or bool((tensor >= 0).all() & (tensor < self.limit).all())
+
+
+def _short(answer: object) -> str:
+    text = str(answer)
+    return text if len(text) <= 60 else f"{text[:57]}..."
