@@ -41,8 +41,8 @@ _MOST_ATTEMPTS = 64  # recordings of one step: each finds a value that is overwr
 def record(step: Step) -> Recording:
     """Watch the step run once, without data.
 
-    Where values that were known are overwritten by values that are not, the step is recorded again without them. Where it
-    asks what no argument determines, the step is recorded again with each of the two answers.
+    Where unknown values overwrite known ones, the step is recorded again without these. Where it asks what no
+    argument determines, the step is recorded again with each of the two answers.
     """
     unknown, assumed = set[str](), list[Check]()
     for _ in range(_MOST_ATTEMPTS):
