@@ -295,6 +295,16 @@ def test_autograd_can_be_switched_on_in_kernels() -> None:
     assert found == [False, True, False]
 
 
+def test_hooks_of_tensors_are_seen() -> None:
+    plain: Any
+    hooked: Any
+    followed: Any  # PyTorch leaves their methods untyped
+    plain, hooked, followed = (torch.ones(1, requires_grad=True) for _ in range(3))
+    hooked.register_hook(lambda gradient: gradient)
+    followed.register_post_accumulate_grad_hook(lambda _: None)
+    assert [private.has_hooks(tensor) for tensor in (plain, hooked, followed)] == [False, True, True]
+
+
 def test_hooks_of_modules_are_found_in_their_tables() -> None:
     module = nn.Linear(1, 1)
     module.register_forward_pre_hook(lambda *_: None)

@@ -118,6 +118,11 @@ GLOBAL_HOOKS: tuple[Mapping[int, object], ...] = tuple(getattr(torch_modules, f"
 """The hooks of all modules, in the same order."""
 
 
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether somebody is told of a tensor's gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def schema_of(target: OpOverload) -> torch.FunctionSchema:
     """The name, arguments and returns of an op."""
     return target._schema

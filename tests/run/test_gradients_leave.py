@@ -20,6 +20,7 @@ from stowplan.run.measure.measure import measure
 from stowplan.run.step.straight import StraightStep
 from tests.support.failing import Failing
 from tests.support.models import Tied, images
+from tests.support.nets import NETS
 from tests.support.side_by_side import different, trained
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
@@ -91,6 +92,20 @@ def test_hooks_see_gradients_in_eagers_order_and_one_by_one() -> None:
     assert seen == seen_by_hooks(model, model, x)
     assert [line.split()[-1] for line in seen] == list("123456")
     assert equal(gradients(model), gradients(twin))
+
+
+@pytest.mark.parametrize("name", ["resnet50", "hf_gpt2", "moe"])
+def test_hooks_of_all_parameters_run_in_eagers_order(name: str) -> None:
+    """Small gradients, which leave in groups, and a bias that is final after its weight."""
+    model, args = NETS[name].build("tiny")
+    seen: list[str] = []
+    for each, parameter in model.named_parameters():
+        untyped(parameter).register_post_accumulate_grad_hook(lambda _, each=each: seen.append(each))
+    torch.autograd.backward(model(*args))
+    expected = seen.copy()
+    seen.clear()
+    torch.autograd.backward(planned(model, *args)(*args))
+    assert seen == expected
 
 
 def rise_of(run: Callable[..., Tensor], x: Tensor) -> int:

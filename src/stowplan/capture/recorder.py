@@ -110,7 +110,7 @@ class _Recorder:
         self._watch.assuming = knowing_given
         self._externals: dict[StorageView, ExternalTensor] = {}
         self._entered: dict[StorageView, Tensor] = {}  # their stand-ins
-        self._wanted: list[Tensor] = []  # the leaves that gradients are for
+        self._wanted: list[Tensor] = []  # the leaves that gradients are for; at last in eager's order
         self._inputs = [self._stand_ins.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat]
 
     def record(self) -> Recording:
@@ -218,6 +218,8 @@ class _Recorder:
             stack.enter_context(self._watch)
             stack.enter_context(self._noting_the_line())
             torch.autograd.backward(roots, tuple(tangent for tangent in tangents if tangent is not None))
+        place = {leaf: position for position, leaf in enumerate(self._watch.accumulated)}
+        self._wanted.sort(key=lambda leaf: place.get(id(leaf), len(place)))
         return tangents
 
     @contextmanager

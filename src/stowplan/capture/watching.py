@@ -252,6 +252,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self.literals: set[int] = set()  # constants written in code
         self.looks_at_values = False  # of integers that are known
         self.incoming: list[Incoming] = []
+        self.accumulated: list[int] = []  # leaves, by id(), in the order in which autograd comes to them
         self.between_nodes = False  # then ops are the engine's sums of gradients
         self._rehearsal, self._origins, self._unknown = rehearsal, origins, unknown
         self._made_at: dict[int, str] = {}  # by storage: the line, or the name of the argument
@@ -374,6 +375,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self.between_nodes = False
         views = tuple(None if gradient is None else self.book.view_of(gradient) for gradient in gradients)
         self.incoming.append(Incoming(node, len(self.events), views))
+
+    def accumulate(self, leaf: int, _gradients: Sequence[Tensor | None]) -> None:
+        """Autograd is about to accumulate the gradient of a leaf."""
+        self.accumulated.append(leaf)
 
     def _note(
         self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
@@ -521,6 +526,8 @@ def followed(watch: Watch, outputs: Sequence[Tensor]) -> Iterator[None]:
     for node in _nodes_below(outputs):
         node.register_prehook(partial(watch.enter_node, sequence_number(node)))
         node.register_hook(leave)
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            node.register_prehook(partial(watch.accumulate, id(leaf)))
     yield
     watch.between_nodes = False
 

@@ -2,7 +2,8 @@
 
 The nodes are joined by tokens without contents. Autograd runs the first, then what takes the gradients that
 it returns, then the next: so a gradient is accumulated, seen by hooks, used by an optimizer and freed while
-backward goes on, in the order of `Source.pieces`.
+backward goes on, in the order of `Source.pieces`. Autograd has an order of its own for the gradients that one
+node returns: where hooks would see it, each of a piece's gradients gets a node.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from stowplan.run.step.before import Before
 from stowplan.run.step.halves import Halves
 from stowplan.run.step.incoming import IncomingGradients
 from stowplan.run.step.source import called
-from stowplan.torch_private import is_view, storage_id, version_of
+from stowplan.torch_private import has_hooks, is_view, storage_id, version_of
 
 Zeros: TypeAlias = Callable[[], Tensor]
 Repeat: TypeAlias = Callable[[Sequence[Tensor | None]], None]  # takes the incoming gradients
@@ -57,6 +58,13 @@ class Consumer(Protocol):
         """The step's backward ended in between."""
 
 
+class _Part(NamedTuple):
+    """Gradients of a piece that one autograd node returns: all, or one of them."""
+
+    piece: int
+    primals: tuple[str, ...]
+
+
 class _Watched(NamedTuple):
     """A tensor that others can change, and its version when the forward half was done."""
 
@@ -83,6 +91,7 @@ class Run:
     _before: Before | None = None
     _backward: Generator[None, None, None] | None = None
     _handed: list[Tensor] = field(default_factory=list)
+    _made: dict[str, Tensor] = field(default_factory=dict)  # gradients of the last piece, by id
     _leaving: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
 
     def forward(self, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -124,8 +133,30 @@ class Run:
         self._backward = self.halves.backward(self._given, self.saved, tangents, self._handed)
         self.saved, self._given = None, []
 
-    def resume(self, number: int) -> tuple[Tensor, ...]:
-        """Run a piece; the gradients of what it differentiates."""
+    def parts(self, found: Mapping[str, Tensor]) -> list[_Part]:
+        """What each node of the chain returns; hooks on its gradients divide a piece among several nodes."""
+        return [
+            _Part(number, primals)
+            for number, names in enumerate(self.primals)
+            for primals in (zip(names, strict=True) if self._is_ordered(number, found) else (names,))
+        ]
+
+    def _is_ordered(self, number: int, found: Mapping[str, Tensor]) -> bool:
+        names = self.primals[number]
+        shared = self.halves.source.pieces[number].consumed or len(names) < 2
+        return not shared and any(has_hooks(found[name]) for name in names)
+
+    def leave(self, part: _Part) -> tuple[Tensor, ...]:
+        """The gradients that a node returns."""
+        piece = self.primals[part.piece]
+        if part.primals[0] == piece[0]:
+            self._resume(part.piece)
+        gradients = tuple(self._made[self.program.gradients[name]] for name in part.primals)
+        if part.primals[-1] == piece[-1]:
+            self._made.clear()
+        return gradients
+
+    def _resume(self, number: int) -> None:
         pieces, backward = self.halves.source.pieces, self._backward
         if backward is None:
             raise BadUse("a part of backward ran a second time; what it needs is freed by the first")
@@ -144,11 +175,10 @@ class Run:
             if self.consumer:
                 self.consumer.fails(fault)
             raise
-        found = dict(zip(pieces[number].gradients, self._handed, strict=True))
+        self._made = dict(zip(pieces[number].gradients, self._handed, strict=True))
         self._handed.clear()
         if number == len(pieces) - 1:
             self._end(backward)
-        return tuple(found[self.program.gradients[name]] for name in self.primals[number])
 
     def _end(self, backward: Generator[None, None, None]) -> None:
         self._backward = self._before = None
@@ -175,10 +205,10 @@ class StepFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Run, found: Mapping[str, Tensor], token: Tensor | None, *primals: Tensor
+        ctx: Any, run: Run, part: _Part, found: Mapping[str, Tensor], token: Tensor | None, *primals: Tensor
     ) -> tuple[Tensor, ...]:
         del token, primals  # autograd joins the node to where these came from
-        ctx.run, outputs = run, run.forward(found)
+        ctx.run, ctx.part, outputs = run, part, run.forward(found)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(output for output in outputs if not _is_differentiable(output)))
         return outputs
@@ -192,21 +222,21 @@ class StepFunction(torch.autograd.Function):
                 " derivatives, so call the model that is not planned for this"
             )
         ctx.run.begin_backward(incoming)
-        return None, None, None, *ctx.run.resume(0)
+        return None, None, None, None, *ctx.run.leave(ctx.part)
 
 
 class PieceFunction(torch.autograd.Function):
-    """One of the later pieces; runs nothing when it is called."""
+    """One of the later nodes; runs nothing when it is called."""
 
     @staticmethod
-    def forward(ctx: Any, run: Run, number: int, token: Tensor | None, *primals: Tensor) -> Tensor:
-        ctx.run, ctx.number = run, number
+    def forward(ctx: Any, run: Run, part: _Part, token: Tensor | None, *primals: Tensor) -> Tensor:
+        ctx.run, ctx.part = run, part
         ctx.set_materialize_grads(False)
         return torch.empty(0, device=primals[0].device if token is None else token.device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.run.resume(ctx.number)
+        return None, None, None, *ctx.run.leave(ctx.part)
 
 
 _call_step: Callable[..., tuple[Tensor, ...]] = StepFunction.apply
@@ -216,9 +246,10 @@ _call_piece: Callable[..., Tensor] = PieceFunction.apply
 def run_step(run: Run, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """The outputs, attached to the chain, whose end is made first. `found` are all tensors by id."""
     token: Tensor | None = None
-    for number in reversed(range(1, len(run.primals))):
-        token = _call_piece(run, number, token, *(found[name] for name in run.primals[number]))
-    return _call_step(run, found, token, *(found[name] for name in run.primals[0]))
+    first, *others = run.parts(found)
+    for part in reversed(others):
+        token = _call_piece(run, part, token, *(found[name] for name in part.primals))
+    return _call_step(run, first, found, token, *(found[name] for name in first.primals))
 
 
 def ends_of_chain(outputs: Sequence[Tensor]) -> tuple[Node, Node]:

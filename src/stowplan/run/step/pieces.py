@@ -1,10 +1,10 @@
 """Pieces: the stretches of a backward half, each of which ends where gradients leave it.
 
 A gradient is final when no later step reads or writes its storage, nor reads the parameter it is of: from
-then on hooks and optimizers may change both. Gradients leave in the order in which they are final, and those
-that are final at once, or share a storage, together in the order of the step's parameters. Small ones wait
-until there is enough to be worth an autograd node. In the plan of a whole iteration, gradients that an update
-in backward consumes leave where the plan has that update.
+then on hooks and optimizers may change both. Gradients leave in the order in which eager accumulates them, as
+soon as they are final; those that share a storage leave together. Small ones wait until there is enough to be
+worth an autograd node. In the plan of a whole iteration, gradients that an update in backward consumes leave
+where the plan has that update.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -63,6 +63,9 @@ def ends_of_pieces(graph: Graph, program: Program, steps: Sequence[Step]) -> lis
         ends = (final.get(storages.number_of[name], -1), final.get(number, -1))
         if number in wanted:
             last[number] = max(last.get(number, -1), *ends)
+    latest = -1
+    for number in wanted:  # in eager's order, which hooks rely on
+        latest = last[number] = max(latest, last[number])
     nbytes = {number: int(storages.nbytes[number]) for number in wanted}
     others = (
         End(step, tuple(gradient for number in numbers for gradient in wanted[number]))
