@@ -144,6 +144,7 @@ def inspected(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any
 
 
 @pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.slow
 def test_golden_numbers(
     name: str, dump: Callable[[str], Path], inspected: Callable[..., dict[str, Any]]
 ) -> None:

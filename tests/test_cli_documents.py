@@ -37,6 +37,7 @@ def test_a_document_has_a_frontier(
     assert main(["plan", str(dump(name)), "--budget", str(points[0]["budget_bytes"])]) == 0
 
 
+@pytest.mark.slow
 def test_a_graph_without_a_backward_half_says_that_nothing_is_recomputed(
     dump: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     return " ".join((captured.err if code else captured.out).split())
 
 
+@pytest.mark.slow
 def test_inspect_names_modules_and_lines(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "inspect", target, "--no-probe")
     assert f"128 KiB 4 blocks.0..3 tanh, float32 128x64, {_LINE}" in text
@@ -64,6 +65,7 @@ def test_inspect_names_modules_and_lines(target: str, capsys: pytest.CaptureFixt
     assert "(backward of " in text
 
 
+@pytest.mark.slow
 def test_a_refusal_names_modules_and_lines(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "plan", target, "--budget", "1KiB", "--allow", "recompute", code=1)
     place, _, binding = text.partition("it binds through ")

@@ -22,6 +22,7 @@ sys.exit(code)
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_findings_as_json(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,11 +76,13 @@ def is_torch_edge(module: str) -> bool:
     return part_of(module) in TORCH_PARTS or module.startswith("stowplan.formats.torch")
 
 
+@pytest.mark.slow
 def test_every_module_has_a_layer() -> None:
     parts = {part_of(name) for name, _ in modules()} - {""}
     assert parts <= LEVEL.keys()
 
 
+@pytest.mark.slow
 def test_imports_point_down_the_layers() -> None:
     found = [
         fault
@@ -119,6 +121,7 @@ def test_the_check_itself_allows_a_right_import(module: str, imported: str) -> N
     assert not list(faults(module, imported))
 
 
+@pytest.mark.slow
 def test_tests_share_through_support_alone() -> None:
     """Benchmarks and examples import from `tests.support`, never the other way round."""
     wrong = [
@@ -142,6 +145,7 @@ def test_importing_the_package_loads_neither_torch_nor_numpy() -> None:
     assert not loaded_by("import stowplan") & {"torch", "numpy", "rich", "scipy"}
 
 
+@pytest.mark.slow
 def test_reading_a_file_loads_no_torch(tmp_path: Path) -> None:
     path = tmp_path / "empty.stow.txt"
     path.write_text("stowplan graph 1\n")

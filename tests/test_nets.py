@@ -57,6 +57,7 @@ def test_the_same_seed_gives_the_same_step_and_another_seed_another(name: str) -
 
 
 @pytest.mark.parametrize("name", NETS)
+@pytest.mark.slow
 def test_building_leaves_the_callers_generator_alone(name: str) -> None:
     before = torch.get_rng_state()
     NETS[name].build("tiny")
@@ -78,6 +79,7 @@ def test_float64_reaches_weights_and_inputs(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED_PARAMETERS.items())
+@pytest.mark.slow
 def test_parameter_counts_are_the_published_ones(name: str, count: int) -> None:
     assert parameter_count(NETS[name].build("real", device="meta")) == count
 

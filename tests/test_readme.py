@@ -25,6 +25,7 @@ def example(dump: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.Mon
     return "unet_step.txt"
 
 
+@pytest.mark.slow
 def test_the_output_is_what_the_command_prints(example: str, capsys: pytest.CaptureFixture[str]) -> None:
     block = re.search(r"```console\n\$ stowplan (inspect \S*unet_step.txt)\n([^`]*)\n```", README)
     assert block is not None

@@ -69,6 +69,7 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
+@pytest.mark.slow
 def test_no_other_module_uses_a_private_name() -> None:
     found = [
         f"{path.relative_to(SOURCE)}: {use}"
@@ -131,6 +132,7 @@ def _attribute_chains(tree: ast.AST) -> Iterator[list[str]]:
                 yield parts
 
 
+@pytest.mark.slow
 def test_every_op_that_is_named_exists() -> None:
     named = {
         (parts[1], parts[2])

@@ -119,7 +119,7 @@ GLOBAL_HOOKS: tuple[Mapping[int, object], ...] = tuple(getattr(torch_modules, f"
 
 
 def has_hooks(tensor: Tensor) -> bool:
-    """Whether somebody is told of a tensor's gradient."""
+    """Whether hooks wait for the gradient of a tensor."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 

@@ -37,6 +37,7 @@ def meet(one: Block, other: Block, offsets: Offsets) -> bool:
 
 
 @given(block_lists())
+@pytest.mark.slow
 def test_no_two_live_blocks_overlap(blocks: list[Block]) -> None:
     packing = pack(blocks)
     assert overlapping(blocks, packing.offsets) is None
@@ -111,6 +112,7 @@ DOCUMENTS: dict[str, tuple[str, Callable[[str], Document]]] = {
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.slow
 def test_documents_are_packed_without_a_gap(
     dump: Callable[[str], Path], capsys: pytest.CaptureFixture[str], name: str, in_place: bool
 ) -> None:

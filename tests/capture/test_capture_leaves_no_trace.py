@@ -39,6 +39,7 @@ def test_a_failure_leaves_the_model_whole() -> None:
     assert model.weight is before
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device_gives_the_same_graph() -> None:
     net = NETS["gpt"]
     real, meta = net.build("tiny"), net.build("tiny", device="meta")

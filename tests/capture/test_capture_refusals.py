@@ -114,6 +114,7 @@ class SparseGradient(Base):
         (SparseGradient, "torch.sparse_coo", "sparse=False"),
     ],
 )
+@pytest.mark.slow
 def test_the_refusal_says_what_where_and_what_to_try(model: type[Base], what: str, advice: str) -> None:
     with pytest.raises(CaptureError, match=what) as refusal:
         capture(model(), (images(2, 4),))

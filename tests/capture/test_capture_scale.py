@@ -37,6 +37,7 @@ def chainers_name(op: Op) -> str | None:
     return SAME_KIND.get(op.type)
 
 
+@pytest.mark.slow
 def test_the_unet_is_that_of_the_chainer_document(dump: Callable[[str], Path]) -> None:
     document = chainer.read(dump("chainer").read_text(), chainer.SavedView.RETAIN).graph
     graph = capture(*NETS["unet"].build("real", device="meta", batch=8)).graph

@@ -25,6 +25,7 @@ class Rolling(nn.Module):
 
 
 @pytest.mark.parametrize("share", [0.0, 10.0], ids=["smallest budget", "roomy"])
+@pytest.mark.slow
 def test_a_write_into_a_part_goes_where_the_kernel_has_it(
     share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ NETS = st.tuples(
 
 
 @given(NETS)
+@pytest.mark.slow
 def test_shapes_of_other_nets_are_right_or_unknown(net: tuple[int, int, int, int, int]) -> None:
     tensors = chainer.read(encoder_decoder(*net)).graph.tensors
     for name, shape in encoder_decoder_shapes(*net).items():

@@ -50,5 +50,6 @@ def test_reading_opens_one_file_and_does_nothing_else() -> None:
         ("open('/dev/null').close()", "open"),
     ],
 )
+@pytest.mark.slow
 def test_the_audit_sees(misdeed: str, event: str) -> None:
     assert event in {name for name, _ in audited(misdeed, before="import socket")}

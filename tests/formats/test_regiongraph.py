@@ -162,6 +162,7 @@ def test_writes_what_it_reads(document: Document) -> None:
 
 @pytest.mark.parametrize("net", [SMALL, DEEP])
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.slow
 def test_reads_other_networks_through_ocr(net: Net, seed: int) -> None:
     clean = regiongraph.read(net.text())
     noisy = regiongraph.read(read_by_ocr(regiongraph.write(clean), Random(seed)))
@@ -170,6 +171,7 @@ def test_reads_other_networks_through_ocr(net: Net, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
+@pytest.mark.slow
 def test_reads_one_worker_of_many_through_ocr(seed: int) -> None:
     """A worker that owns half of the batch and reads a halo of one row beyond its rows."""
     clean = regiongraph.read(SMALL.text())

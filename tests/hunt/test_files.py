@@ -70,6 +70,7 @@ def hoard(_: bytes) -> object:
         (hoard, "large"),
     ],
 )
+@pytest.mark.slow
 def test_a_planted_fault_is_found(fault: Callable[[bytes], object], outcome: str) -> None:
     found = batch(planted(fault), range(1))
     assert [verdict.outcome for _, _, verdict in found.findings] == [outcome]

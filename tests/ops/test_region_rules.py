@@ -229,6 +229,7 @@ def test_windows_make_as_many_outputs_as_the_op(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["upsample_nearest1d", "_upsample_nearest_exact1d"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.slow
 def test_rounding_of_positions_never_leaves_the_pull(name: str, dtype: torch.dtype) -> None:
     random = Random(0)
     sizes = [(a, b) for a in range(1, 20) for b in range(1, 20)]

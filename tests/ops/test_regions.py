@@ -145,6 +145,7 @@ def test_every_aten_op_with_a_rule_is_checked_by_some_call() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.slow
 def test_what_push_gives_can_be_produced(name: str) -> None:
     random = Random(2)
     for sample in few_samples(name):

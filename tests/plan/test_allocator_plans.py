@@ -57,6 +57,7 @@ def live_peak(requests: Requests) -> int:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow
 def test_requests_add_up_to_the_projected_peak(seed: int) -> None:
     for plan in plans(planner_of_step(seed)):
         for each in (plan, moved(plan)):
@@ -69,6 +70,7 @@ def test_requests_add_up_to_the_projected_peak(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
 def test_a_held_segment_never_reserves_more(seed: int) -> None:
     for plan in plans(planner_of_step(seed, times=1_000_003)):
         heap = project(plan, DEFAULTS)

@@ -28,6 +28,7 @@ def surveyed(events: list[HeapEvent], after: tuple[HeapSegment, ...], conf: str 
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name.partition(".")[0])
+@pytest.mark.slow
 def test_a_recorded_trace_is_rewound_to_its_start(path: Path) -> None:
     trace = read_trace(path)
     after = replay(trace.before, trace.events).segments

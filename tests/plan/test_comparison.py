@@ -38,6 +38,7 @@ def test_figures_are_those_of_the_plans(planner: Planner) -> None:
     assert comparison.only_before == comparison.only_after == 0
 
 
+@pytest.mark.slow
 def test_changes_are_the_tensors_that_fare_otherwise(planner: Planner) -> None:
     roomy, tight = planner.plan(planner.plain_peak_bytes), planner.plan(planner.minimum_bytes)
     assert comparison_of(side(tight), side(tight)).changes == ()

@@ -36,6 +36,7 @@ def test_a_tensor_is_in_memory_where_it_is_said_to_be(plan: Plan) -> None:
             assert inside == {at for at, there in enumerate(owners) if views[name] & there and at != last}
 
 
+@pytest.mark.slow
 def test_second_runs_and_their_price_are_counted(plan: Plan) -> None:
     told = {name: explain(plan, name) for name in plan.graph.tensors}
     again = [step for step in plan.steps if isinstance(step, RecomputeOp)]

@@ -53,6 +53,7 @@ def test_plans_are_optimal_for_the_unet_document_where_one_cut_binds(unet: Plann
         assert unet.plan(parse_bytes(budget)).gap < 0.001
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_minimum_names_it_and_what_binds(unet: Planner) -> None:
     with pytest.raises(BudgetTooSmall) as refusal:
         unet.plan(parse_bytes("2GiB"))
@@ -85,6 +86,7 @@ print(plan_file.write(planner.plan(3 * 2**30)))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_same_plan(dump: Callable[[str], Path]) -> None:
     """To the byte, though sets and dictionaries of one are ordered by other hashes."""
     texts = {

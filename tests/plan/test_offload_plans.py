@@ -136,6 +136,7 @@ def test_a_budget_is_met_by_moving_and_more_of_it_never_costs_time() -> None:
     assert planner.minimum_bytes <= planner.plain_peak_bytes // 2
 
 
+@pytest.mark.slow
 def test_moving_and_recomputing_is_never_worse_than_either() -> None:
     graph = chain(12)
     pricing = priced(graph, 0.7)
@@ -146,6 +147,7 @@ def test_moving_and_recomputing_is_never_worse_than_either() -> None:
             assert both.plan(allowed).projected_seconds <= alone.plan(allowed).projected_seconds + 1e-9
 
 
+@pytest.mark.slow
 def test_nothing_is_moved_where_all_fits_or_recomputing_is_cheaper() -> None:
     graph = chain(8)
     slow = replace(TIER, store_bytes_per_second=1.0, load_bytes_per_second=1.0)

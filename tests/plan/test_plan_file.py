@@ -24,6 +24,7 @@ def _plan(seed: int) -> Plan:
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.slow
 def test_a_plan_survives_its_file(seed: int) -> None:
     plan = _plan(seed)
     assert plan_file.read(plan_file.write(plan)) == plan
@@ -86,6 +87,7 @@ def _nested_map(depth: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("told", DAMAGES)
+@pytest.mark.slow
 def test_a_plan_is_checked_as_a_whole_when_it_is_read(told: str) -> None:
     with pytest.raises(BadInput, match=told):
         plan_file.read(_resealed(_plan(2), DAMAGES[told]))

@@ -48,6 +48,7 @@ def check(plan: Plan) -> Timeline:
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.slow
 def test_stays_add_up_to_the_projected_curve(seed: int) -> None:
     graph = random_step(seed, layers=12)
     for plan in plans(Planner.of(graph, uneven_prices(graph, seed), options=PlanOptions(moves=300))):
@@ -76,6 +77,7 @@ def test_a_view_of_a_view_outlives_the_owner_it_names() -> None:
     assert timeline.runs[stay.uses[-1]].op == "back"
 
 
+@pytest.mark.slow
 def test_a_recomputed_tensor_has_a_copy_for_each_time(dump: Callable[[str], Path]) -> None:
     graph = chainer.read(dump("chainer").read_text(), chainer.SavedView.RETAIN).graph
     planner = Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=400))
@@ -107,6 +109,7 @@ def offloading(dump: Callable[[str], Path]) -> Plan:
     return moved(planner.plan(planner.plain_peak_bytes))
 
 
+@pytest.mark.slow
 def test_what_is_moved_is_in_one_place_at_a_time(offloading: Plan) -> None:
     timeline = check(offloading)
     doings = [run.doing for run in timeline.runs]
@@ -120,6 +123,7 @@ def test_what_is_moved_is_in_one_place_at_a_time(offloading: Plan) -> None:
     assert timeline.away_bytes()[middle] == sum(away.nbytes for away in timeline.away)
 
 
+@pytest.mark.slow
 def test_the_clock_of_a_plan_ends_with_its_seconds(offloading: Plan) -> None:
     clock, timeline = clock_of(offloading), timeline_of_plan(offloading)
     assert max(span.end_seconds for span in clock.spans) == pytest.approx(offloading.projected_seconds)

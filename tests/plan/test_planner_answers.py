@@ -32,6 +32,7 @@ def _no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontier._Search, "sweep", searched)
 
 
+@pytest.mark.slow
 def test_a_step_that_fits_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_step(3, layers=12)
     prices = uneven_prices(graph, 3)
@@ -57,6 +58,7 @@ class _Convolutions(nn.Module):
 
 
 @pytest.mark.parametrize("is_tight", [False, True])
+@pytest.mark.slow
 def test_a_plan_far_slower_than_eager_is_a_warning(is_tight: bool, caplog: pytest.LogCaptureFixture) -> None:
     model, x = _Convolutions(), torch.randn(1, 4, 24, 24)
     budget = 10**9
@@ -73,6 +75,7 @@ def test_a_plan_far_slower_than_eager_is_a_warning(is_tight: bool, caplog: pytes
     assert ("a larger budget costs less time" in record.getMessage()) is is_tight
 
 
+@pytest.mark.slow
 def test_a_hopeless_budget_is_refused_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args = _model()
     with monkeypatch.context() as patched:

@@ -60,6 +60,7 @@ def test_an_ample_budget_has_no_tiles(planner: Selector[Candidate]) -> None:
     assert plan.time_ratio == 1.0
 
 
+@pytest.mark.slow
 def test_samples_apart_bring_the_unet_to_a_sixth_at_no_cost(
     planner: Selector[Candidate], graph: Graph
 ) -> None:
@@ -69,6 +70,7 @@ def test_samples_apart_bring_the_unet_to_a_sixth_at_no_cost(
     assert plan.plain_peak_bytes > 6 * plan.projected_peak_bytes
 
 
+@pytest.mark.slow
 def test_what_one_sample_needs_is_planned_further(planner: Selector[Candidate], graph: Graph) -> None:
     plan = verify(planner.plan(700 * MIB))
     assert extra_share(plan, graph) <= 0.08  # with many more moves 0.005
@@ -78,6 +80,7 @@ def test_what_one_sample_needs_is_planned_further(planner: Selector[Candidate], 
     assert plan_file.read(plan_file.write(plan)) == plan
 
 
+@pytest.mark.slow
 def test_smaller_budgets_cost_more_time_and_never_more_memory(planner: Selector[Candidate]) -> None:
     budgets = [mib * MIB for mib in (8000, 4000, 2000, 1229, 800, 600, 500, 400)]
     plans = [verify(planner.plan(budget)) for budget in budgets]
@@ -87,6 +90,7 @@ def test_smaller_budgets_cost_more_time_and_never_more_memory(planner: Selector[
         assert plan.projected_peak_bytes <= budget
 
 
+@pytest.mark.slow
 def test_a_budget_below_every_tile_names_the_smallest(planner: Selector[Candidate]) -> None:
     with pytest.raises(BudgetTooSmall) as refused:
         planner.plan(100 * MIB)
@@ -95,6 +99,7 @@ def test_a_budget_below_every_tile_names_the_smallest(planner: Selector[Candidat
     assert planner.plan(planner.minimum_bytes).projected_peak_bytes <= planner.minimum_bytes
 
 
+@pytest.mark.slow
 def test_the_frontier_shows_where_tiles_enter(planner: Selector[Candidate]) -> None:
     offers = planner.tradeoffs()
     assert offers[0].peak_bytes == planner.minimum_bytes
@@ -105,6 +110,7 @@ def test_the_frontier_shows_where_tiles_enter(planner: Selector[Candidate]) -> N
         assert smaller.seconds > larger.seconds
 
 
+@pytest.mark.slow
 def test_bits_come_before_time(planner: Selector[Candidate], graph: Graph) -> None:
     exact = planner_of(graph, price_by_macs(graph), options=PlanOptions(moves=MOVES))
     offers = exact.tradeoffs()
@@ -168,6 +174,7 @@ def test_tiles_of_ours_do_less_than_those_of_a_file_in_no_more_memory(
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_step_that_writes_its_sums_of_gradients_out_is_answered() -> None:
     """A tile whose inside others read is no way to go, and no reason to fail."""
     from stowplan.capture import capture

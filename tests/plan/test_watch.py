@@ -2,6 +2,8 @@
 
 from itertools import pairwise
 
+import pytest
+
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.watch import Searching, watched_by
@@ -26,6 +28,7 @@ def test_a_search_tells_its_best_so_far_and_how_far_that_is_from_the_bound() -> 
     assert planner.plan(budget).time_ratio <= ratios[-1]
 
 
+@pytest.mark.slow
 def test_watching_changes_nothing() -> None:
     graph = random_step(4, layers=12)
     alone = Planner.of(graph, uneven_prices(graph, 4), options=PlanOptions(moves=300)).frontier

@@ -107,6 +107,7 @@ def test_what_cannot_be_done_is_refused_with_the_reason(
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_picture_shows_one_thing(plan_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(plan_path), str(plan_path), "-o", "x.svg"]) == 2
     assert "2 are given" in capsys.readouterr().err

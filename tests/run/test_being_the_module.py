@@ -60,6 +60,7 @@ def test_it_looks_like_the_model() -> None:
     assert all(map(torch.equal, planned.state_dict().values(), model.state_dict().values()))
 
 
+@pytest.mark.slow
 def test_it_can_be_fitted_again_with_another_budget() -> None:
     x = images(64, 16)
     model = Chain()
@@ -121,6 +122,7 @@ def _told_anew() -> Iterator[None]:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.usefixtures("_told_anew")
+@pytest.mark.slow
 def test_a_checkpoint_is_captured_as_what_it_computes(
     reentrant: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -61,6 +61,7 @@ def captured(model: nn.Module) -> Captured:
 
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("name", JOINS)
+@pytest.mark.slow
 def test_values_are_the_same_and_inputs_stay_as_they_are(name: str, kernel: int) -> None:
     """With and without a halo, which makes a tile hold more of an input than a sum reads."""
     found = captured(Joined(JOINS[name], kernel))

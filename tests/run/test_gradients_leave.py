@@ -317,6 +317,7 @@ def test_threads_differentiate_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["layers.2.weight", "layers.0.weight"])
+@pytest.mark.slow
 def test_a_weight_that_changes_before_backward_is_noticed(name: str) -> None:
     model, twin, _, x = two_towers()
     x.requires_grad_()

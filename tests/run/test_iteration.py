@@ -309,6 +309,7 @@ def test_the_peak_of_an_iteration_is_as_projected(kind: str) -> None:
     assert measured <= 1.005 * budget < plan.plain_peak_bytes
 
 
+@pytest.mark.slow
 def test_the_first_iteration_stays_below_the_peak_too() -> None:
     model, optimizer, fitted = fitted_pair()
     x = tower_batch()
@@ -332,6 +333,7 @@ def test_the_first_iteration_stays_below_the_peak_too() -> None:
         {"clip_value": 1e-4, "keep_gradients": True},
     ],
 )
+@pytest.mark.slow
 def test_clipping_and_accumulation_have_eagers_bits(options: dict[str, Any]) -> None:
     x, eager = tower_batch(), Tower(dropout=0.0)
     eager_optimizer = OPTIMIZERS["adamw"](eager.parameters())
@@ -482,6 +484,7 @@ def between(name: str, model: nn.Module, optimizer: Optimizer, fitted: nn.Module
         "clears gradients",
     ],
 )
+@pytest.mark.slow
 def test_what_comes_between_backward_and_the_step_is_refused(name: str) -> None:
     model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1))
     torch.autograd.backward(fitted(tower_batch()))

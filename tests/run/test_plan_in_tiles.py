@@ -62,6 +62,7 @@ def test_below_the_floor_of_recomputation(vgg: Built, floor_bytes: int) -> None:
     assert measure(once, before=standing).measured_peak_bytes <= allowed
 
 
+@pytest.mark.slow
 def test_a_plan_with_tiles_is_a_plan(vgg: Built, floor_bytes: int) -> None:
     """It verifies, is the same after its file, tells its tiles, and reads as code."""
     model, args = vgg
@@ -81,6 +82,7 @@ def test_a_plan_with_tiles_is_a_plan(vgg: Built, floor_bytes: int) -> None:
     assert "tiles" in planned.bound_to(model).source
 
 
+@pytest.mark.slow
 def test_an_ample_budget_has_no_tiles(vgg: Built) -> None:
     for prefer in Prefer:
         (plan,) = plans_of(fit(vgg[0], vgg[1], budget="1GiB", prefer=prefer, moves=MOVES))
@@ -89,6 +91,7 @@ def test_an_ample_budget_has_no_tiles(vgg: Built) -> None:
         assert plan.time_ratio == 1.0
 
 
+@pytest.mark.slow
 def test_bits_come_before_time_unless_told_otherwise(vgg: Built, floor_bytes: int) -> None:
     allowed = int(1.02 * floor_bytes)
     (exact,) = plans_of(fit(vgg[0], vgg[1], budget=allowed, moves=MOVES))
@@ -99,6 +102,7 @@ def test_bits_come_before_time_unless_told_otherwise(vgg: Built, floor_bytes: in
         fit(vgg[0], vgg[1], budget=allowed, prefer="luck")
 
 
+@pytest.mark.slow
 def test_a_budget_below_everything_is_refused_with_the_smallest(vgg: Built, floor_bytes: int) -> None:
     with pytest.raises(BudgetTooSmall) as refused:
         fit(vgg[0], vgg[1], budget=1000, moves=MOVES)

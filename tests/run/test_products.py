@@ -44,6 +44,7 @@ def norms_behind_products(found: Captured, parts: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("parts", [GRID, (3, 1, 1, 1), (2, 1, 3, 1), (1, 1, 4, 5)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.slow
 def test_gradients_are_the_same(stride: int, bias: bool, parts: tuple[int, ...]) -> None:
     found = captured(Widened(stride, bias=bias))
     assert norms_behind_products(found, parts) == 2

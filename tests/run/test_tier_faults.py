@@ -24,6 +24,7 @@ from tests.support.spilling import FailingCalls, Spilling, same, spilling
 @pytest.mark.parametrize(
     ("kind", "direct"), [("write", True), ("read", True), ("write", False), ("read", False), ("flush", False)]
 )
+@pytest.mark.slow
 def test_a_step_fails_cleanly_whichever_call_fails(tmp_path: Path, kind: str, direct: bool) -> None:
     calls = FailingCalls(kind)
     with spilling(tmp_path, calls=calls, direct=direct) as fine:

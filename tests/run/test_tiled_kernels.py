@@ -41,6 +41,7 @@ def resized(ndim: int, **settings: Any) -> Captured:
 
 @pytest.mark.parametrize("corners", [False, True])
 @pytest.mark.parametrize("size", [{"scale_factor": 2}, {"scale_factor": 1.7}, {"size": (29, 7)}])
+@pytest.mark.slow
 def test_bilinear(corners: bool, size: dict[str, object]) -> None:
     captured = resized(2, mode="bilinear", align_corners=corners, **size)
     for parts in ((1, 1, 2, 3), (2, 1, 4, 1)):

@@ -28,6 +28,7 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.slow
 def test_convolutions_take_what_the_table_says(name: str) -> None:
     model, shape = CONVOLUTIONS[name]
     image = images(*shape).to(next(model.parameters()).dtype).requires_grad_()

@@ -46,6 +46,7 @@ def test_more_workers_take_less_compute_and_memory_each_and_send_more(unet: Capt
     assert four.efficiency(alone.step_seconds) > many.efficiency(alone.step_seconds)
 
 
+@pytest.mark.slow
 def test_workers_wait_for_the_slowest_of_more_the_more_uneven_their_pace(unet: Captured) -> None:
     even, uneven = Network(), Network(jitter_seconds=1e-3)
     assert projected(unet, "space=2", even).waiting_seconds == 0
@@ -83,6 +84,7 @@ def test_a_growing_batch_is_cut_by_a_data_axis_beside_those_asked_for() -> None:
     assert meshes == [f"data={n},space={m},space={m}" for n, m in ((1, 1), (1, 2), (4, 2), (16, 2))]
 
 
+@pytest.mark.slow
 def test_a_mesh_of_many_workers_is_chosen_among_the_most_promising(unet: Captured) -> None:
     ends = ["nll_loss2d_forward.0"]
     best = choose_mesh(unet.graph, 66, ends, Machine(), Network())
@@ -96,6 +98,7 @@ def test_an_axis_that_says_not_what_it_cuts_is_refused(unet: Captured) -> None:
         seeds_for(unet.graph, parse_mesh("rows=2"))
 
 
+@pytest.mark.slow
 def test_simulate_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,7 @@ def chosen(captured: Captured, allowed_bytes: int | None = None) -> Relayout:
     return choose_layouts(graph, MESH, seeds, ENDS, Machine(), SLOW, allowed_bytes)
 
 
+@pytest.mark.slow
 def test_stages_are_gathered_where_messages_cost_more_than_they_save() -> None:
     captured = step(1)
     found = chosen(captured)

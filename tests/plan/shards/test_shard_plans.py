@@ -44,6 +44,7 @@ def plan_of(net: Net, mesh: str, seeds: Seeds, settings: dict[str, Any]) -> tupl
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}-{case[1]}")
+@pytest.mark.slow
 def test_what_a_worker_holds_is_its_own_and_what_it_is_sent(
     case: tuple[Net, str, Seeds, dict[str, Any]],
 ) -> None:
@@ -64,6 +65,7 @@ def test_what_a_worker_holds_is_its_own_and_what_it_is_sent(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}-{case[1]}")
+@pytest.mark.slow
 def test_owned_rects_are_disjoint_and_cover_and_every_level_has_what_it_needs(
     case: tuple[Net, str, Seeds, dict[str, Any]],
 ) -> None:
@@ -82,6 +84,7 @@ def test_owned_rects_are_disjoint_and_cover_and_every_level_has_what_it_needs(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}-{case[1]}")
+@pytest.mark.slow
 def test_traffic_from_workers_on_the_axes_is_that_of_all(
     case: tuple[Net, str, Seeds, dict[str, Any]],
 ) -> None:
@@ -93,6 +96,7 @@ def test_traffic_from_workers_on_the_axes_is_that_of_all(
 
 
 @pytest.mark.parametrize("mesh", ["data=16", "sequence=16", "data=2,sequence=8"])
+@pytest.mark.slow
 def test_four_places_tell_the_traffic_of_a_long_even_axis(mesh: str) -> None:
     seeds = seeds_for(capture(*gpt.NET.build("tiny", device="meta", batch=16)).graph, parse_mesh(mesh))
     captured, plan = plan_of(gpt.NET, mesh, seeds, {"batch": 16})
@@ -110,6 +114,7 @@ def test_region_text_of_four_workers_reads_back_into_the_same_plan() -> None:
     assert text.count("read_rect=") == 4 * len(plan.layouts)
 
 
+@pytest.mark.slow
 def test_region_text_that_does_not_follow_from_the_graph_is_refused() -> None:
     captured, plan = plan_of(*CASES[0])
     text = write_sheet(plan)
