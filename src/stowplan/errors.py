@@ -114,6 +114,13 @@ class BudgetTooSmall(StowplanError):
             self._minimum_bytes = self._minimum_bytes()
         return self._minimum_bytes
 
+    def again(self) -> "BudgetTooSmall":
+        """The same refusal, to be raised a second time."""
+        same = self.with_untiled(self.untiled)
+        for note in getattr(self, "__notes__", ()):
+            same.add_note(note)
+        return same
+
     def with_untiled(self, untiled: tuple[str, ...]) -> "BudgetTooSmall":
         """The same refusal, with the reasons why tiles did not help."""
         return BudgetTooSmall(

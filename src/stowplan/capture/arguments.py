@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -84,10 +84,22 @@ def leaf_names(args: tuple[object, ...], kwargs: Mapping[str, object], positiona
     return [".".join(path) for path in _paths((args, dict(kwargs)), positional)]
 
 
+class TensorLook(NamedTuple):
+    """What a captured step takes for granted of a tensor that it reads at each call."""
+
+    kind: type[Tensor]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
 def look_of(leaf: object) -> object:
     """Equal for leaves that one captured step serves."""
     if isinstance(leaf, Tensor):
-        return type(leaf), tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+        shape, stride = tuple(leaf.shape), leaf.stride()
+        return TensorLook(type(leaf), shape, stride, leaf.dtype, leaf.device, leaf.requires_grad)
     if isinstance(leaf, float):  # a NaN is like itself, and -0.0 unlike 0.0
         return type(leaf), leaf.hex()
     if isinstance(leaf, complex):

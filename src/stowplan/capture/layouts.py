@@ -60,6 +60,11 @@ def learn(
     _LEARNED[_call_like(target, args, kwargs)] = strides
 
 
+def has_learned(target: OpOverload) -> bool:
+    """Whether the kernel of an op was seen, at some size, to give its results other strides than captured."""
+    return any(isinstance(call, tuple) and call[0] is target for call in _LEARNED)
+
+
 def as_made(target: OpOverload, args: object, kwargs: Mapping[str, object], result: object) -> object:
     """A result without data, with the strides that the kernel is known to give it."""
     strides = _LEARNED.get(_call_like(target, args, kwargs)) if _LEARNED else None

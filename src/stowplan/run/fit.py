@@ -15,27 +15,28 @@ from functools import partial
 from itertools import chain
 from threading import RLock
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, NoneType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, Program, Ref, capture
 from stowplan.capture.arguments import Spec, flatten, look_of
+from stowplan.capture.layouts import has_learned
 from stowplan.capture.recording import Loss, after_loss, output_keys
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.ir import Kind
 from stowplan.plan.options import ON_REQUEST, TECHNIQUES, PlanOptions, Prefer, Progress
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.technique import Socket
 from stowplan.run.auto_budget import automatic_budget
 from stowplan.run.border.dependencies import Dependencies, Observation
 from stowplan.run.border.guard import Guard
-from stowplan.run.measure.agreement import Relaid, compared
+from stowplan.run.measure.agreement import Relaid, compared, written_tensors
 from stowplan.run.planning.plan_cache import USER_PLANS, PlanCache, saved_step
 from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.run.stand_in import fitted_class, seen_as, with_forward
-from stowplan.run.step.sharing import sharing_of
+from stowplan.run.step.sharing import Place, sharing_of
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import (
     leave_checkpointing_off,
@@ -43,13 +44,14 @@ from stowplan.run.wrappers import (
     refuse_wrapped,
     switch_checkpointing_off,
 )
-from stowplan.torch_private import storage_id
+from stowplan.torch_private import checkpoints_as_calls, storage_id
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stowplan.run.iteration.iteration import Iteration
+    from stowplan.run.planning.sizes import PlannedSizes
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -79,7 +81,8 @@ MESHES: Socket[Callable[[nn.Module, tuple[object, ...], dict[str, object], Shard
 _FITTED_CLASSES: dict[type, type] = {}
 _SLOW = 3.0  # times of eager from which on a plan is a warning
 _MOST_ANSWERS = 16  # different values that forward may read off arguments of one kind
-_MOST_PLANS = 64  # of one module; the oldest makes room
+_MOST_REFUSED = 64  # kinds of calls of one module; the oldest makes room
+_COMPARED_SIZES = 3  # carried plans of one module that are compared with eager
 _MOST_LAYOUTS = 64  # that one step has wrong at first
 
 
@@ -105,6 +108,7 @@ def fit(
     clip_value: float | None = None,
     accumulate: int = 1,
     keep_gradients: bool | Iterable[str] = False,
+    keep_plans: int = 128,
 ) -> Model:
     """Plan the training step of `model(*args, **kwargs)` so that it stays within `budget` bytes.
 
@@ -138,6 +142,12 @@ def fit(
     as `clip_grad_value_`, each gradient when it is consumed. `accumulate` is the number of backwards before
     each step. `keep_gradients` names parameters whose gradients stay, or is True for all; other gradients are
     None after backward.
+
+    Calls of other shapes are planned when they come. A call that is no larger than one that fits without a
+    plan runs as it is. Otherwise the decisions of the nearest planned shape are carried over if the result is
+    within 3 % of the lower bound, beyond the gap of that plan; if not, the shape is searched. A carried plan
+    is compared with eager at the first few shapes alone, and says so. `keep_plans` limits the number of plans
+    that are kept; the one unused for longest makes room. A shape that was refused is refused again at once.
 
     Plans are cached in the user's cache folder for the same step, budget and machine, except plans that
     offload. A saved `plan` is used instead of a new one; it is refused if it is for another step.
@@ -182,6 +192,7 @@ def fit(
     beside = parse_bytes(reserve)
     fitting = Fitting(_own_forward(model), whole - beside, options)
     fitting.given, fitting.reserve_bytes = plan, beside
+    fitting.keep_plans = _at_least_one(keep_plans)
     fitting.loss, fitting.all_outputs = loss, outputs == "all"
     fitted: Model = seen_as(_fitted_class(_model_class(model)), model)
     fitted.__dict__.pop("forward", None)
@@ -244,13 +255,43 @@ def _model_class(model: nn.Module) -> type[nn.Module]:
     return next(fitted, type(model))
 
 
+class KindOfCall(NamedTuple):
+    """The looks and structure of the leaves of a call, which of them share memory, and what autocast does."""
+
+    looks: tuple[object, ...]
+    spec: str
+    shared: tuple[Place, ...]
+    casts: tuple[tuple[str, torch.dtype], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A planned step, the kind of call it is for, and everything else that it depends on."""
 
-    kind: object
+    kind: KindOfCall
     step: PlannedStep
     dependencies: Dependencies
+
+    @property
+    def fits_in_eager(self) -> bool:
+        """Whether the model may run as it is.
+
+        That is known if eager was seen to run the captured ops, and if these do not depend on values.
+        """
+        plan = self.step.plan
+        if self.dependencies.answers.steps:
+            return False
+        known = plan.against_eager is not None and plan.against_eager.verdict is Verdict.SAME
+        return known and not plan.is_tiled and plan.plain_peak_bytes <= plan.allowed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """A kind of call that does not fit, for the program as it was."""
+
+    kind: KindOfCall
+    dependencies: Dependencies
+    refusal: BudgetTooSmall
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +318,13 @@ class Fitting:
     all_outputs: bool = False  # gradients may come in for all, not for the loss alone
     iteration: "Iteration | None" = None  # the optimizer that the plans update with
     cache: PlanCache = USER_PLANS
+    keep_plans: int = 128
+    priced: list[PlannedStep] = field(default_factory=list)  # steps that further sizes can take over from
+    sizes: "PlannedSizes | None" = None  # the same, once there are further sizes
+    compared_sizes: int = 0  # carried plans that were compared with eager
+    eager_kinds: dict[object, Planned] = field(default_factory=dict)  # calls no larger than one that fits
+    refused: list[_Refused] = field(default_factory=list)
+    latest: Dependencies | None = None  # of the last capture
     said: set[str] = field(default_factory=set)
     lock: AbstractContextManager[object] = field(default_factory=RLock)
 
@@ -291,12 +339,14 @@ class Fitting:
         An optimizer is not that of the copy, so plans that update with it are not either.
         """
         planned = [] if self.iteration else list(self.planned)
-        return replace(self, planned=planned, bound=[], said=set(), lock=RLock(), iteration=None)
+        lists: dict[str, Any] = {"bound": [], "refused": [], "priced": [], "said": set(), "eager_kinds": {}}
+        none: dict[str, Any] = {"iteration": None, "sizes": None, "latest": None}
+        return replace(self, planned=planned, lock=RLock(), **lists, **none)
 
     def __reduce__(self) -> Any:
         """For a file or another process: how to plan. What was planned is planned there when it is called."""
         how = (self.own_forward, self.allowed_bytes, replace(self.options, progress=None))
-        more = {name: getattr(self, name) for name in ("reserve_bytes", "loss", "all_outputs")}
+        more = {name: getattr(self, name) for name in ("reserve_bytes", "loss", "all_outputs", "keep_plans")}
         return Fitting, how, (None, more)
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
@@ -319,8 +369,13 @@ class Fitting:
         return partial(self.own_forward or _model_class(model).forward, model)
 
     def step_for(
-        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> StraightStep | None:
+        self,
+        model: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        *,
+        may_run_as_it_is: bool = True,
+    ) -> Callable[..., object] | None:
         """The step for this call, planned if none applies to it; None if nothing wants a gradient."""
         with self.lock:
             leaves, spec = flatten(args, kwargs)
@@ -328,9 +383,12 @@ class Fitting:
             for place in range(len(self.bound) - 1, -1, -1):
                 bound = self.bound[place]
                 if bound.planned.kind == kind and bound.guard.is_untouched(leaves):
+                    self.bound.append(self.bound.pop(place))  # the one unused for longest comes first
                     return bound.step
             if not _wants_gradient(model, leaves):
                 return None
+            if self._runs_in_eager(kind, model, leaves):
+                return partial(self._eager_call, model)
             change, answers = None, 0
             for planned in reversed(self.planned):
                 if planned.kind == kind:
@@ -346,18 +404,105 @@ class Fitting:
                     advice="pad or bucket the argument that it reads from, compute the value outside forward"
                     ' and pass it as a number, or use torch.compile(model, backend="stowplan")',
                 )
+            self._refuse_again(kind, model, leaves)
+            larger = self._larger_in_eager(kind, model, leaves) if may_run_as_it_is else None
+            if larger is not None:
+                return partial(self._watched_call, kind, larger, model)
             if change is not None:
                 _LOGGER.warning("planning %s again: %s", _model_class(model).__name__, change)
-            with (
-                _told_as_new(leaves, change, is_new=bool(self.planned)),
-                _beside(self.reserve_bytes, "the reserve"),
-            ):
-                planned = self._plan(kind, model, args, kwargs)
-            self.planned = [*self.planned, planned][-_MOST_PLANS:]
+            planned = self._planned_or_refused(kind, model, args, kwargs, change)
+            self._make_room()
+            self.planned.append(planned)
             guard = Guard(planned.dependencies, model)
             change = guard.change(leaves)
             assert change is None, change
             return self._bind(planned, guard, model)
+
+    def _planned_or_refused(
+        self,
+        kind: KindOfCall,
+        model: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        change: str | None,
+    ) -> Planned:
+        """Plan; a budget that is too small is remembered."""
+        self.latest = None
+        leaves = flatten(args, kwargs)[0]
+        try:
+            with (
+                _told_as_new(leaves, change, is_new=bool(self.planned)),
+                _beside(self.reserve_bytes, "the reserve"),
+            ):
+                return self._plan(kind, model, args, kwargs)
+        except BudgetTooSmall as refusal:
+            if self.latest is not None:
+                known = _Refused(kind, self.latest, refusal.again())
+                self.refused = [*self.refused, known][-_MOST_REFUSED:]
+            raise
+
+    def _refuse_again(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> None:
+        for known in self.refused:
+            if known.kind == kind and Guard(known.dependencies, model).change(leaves) is None:
+                raise known.refusal.again()
+
+    def _make_room(self) -> None:
+        """Of the plans, the one unused for longest makes room for another."""
+        while len(self.planned) >= self.keep_plans:
+            used = [bound.planned for bound in self.bound]
+            unused = [planned for planned in self.planned if not any(planned is p for p in used)]
+            gone = (unused or used)[0]
+            self.planned = [planned for planned in self.planned if planned is not gone]
+            self.bound = [bound for bound in self.bound if bound.planned is not gone]
+
+    def _runs_in_eager(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> bool:
+        """Whether a call of this kind was seen to be a smaller one of a step that fits, still the same."""
+        larger = self.eager_kinds.get(kind)
+        return larger is not None and self._is_program_of(larger, model, leaves)
+
+    def _is_program_of(self, planned: Planned, model: nn.Module, leaves: list[object]) -> bool:
+        """Whether the model is as it was when this step was planned, whatever the sizes of the call."""
+        for bound in self.bound:
+            if bound.planned is planned and bound.guard.is_untouched(leaves):
+                return True
+        return Guard(planned.dependencies, model).change(leaves) is None
+
+    def _larger_in_eager(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> Planned | None:
+        """A planned step that is no smaller and fits without its plan."""
+        if self.iteration is not None or not any(planned.fits_in_eager for planned in self.planned):
+            return None
+        from stowplan.run.smaller import CallSizes  # most modules are called with one shape
+
+        sizes = CallSizes.of(kind)
+        for planned in reversed(self.planned):
+            larger = CallSizes.of(planned.kind) if planned.fits_in_eager else None
+            if sizes and larger and sizes.is_within(larger) and self._is_program_of(planned, model, leaves):
+                return planned
+        return None
+
+    def _eager_call(self, model: nn.Module, *args: object, **kwargs: object) -> object:
+        with checkpoints_as_calls():
+            return self._eager(model, args, kwargs)
+
+    def _watched_call(
+        self, kind: KindOfCall, larger: Planned, model: nn.Module, *args: object, **kwargs: object
+    ) -> object:
+        """The model as it is, watched; by a plan after all if it turns out to be another program."""
+        from stowplan.run.smaller import Unlike, watched
+
+        captured, given = larger.step.captured, flatten(args, kwargs)[0]
+        written = written_tensors(captured.program, [model], given)
+        devices = {tensor.device.type for tensor in model.parameters()}
+        try:
+            result = watched(
+                lambda: self._eager_call(model, *args, **kwargs), captured.forward, written, devices
+            )
+        except Unlike:
+            step = self.step_for(model, args, kwargs, may_run_as_it_is=False)
+            assert step is not None, "a gradient was wanted when the step was looked for"
+            return step(*args, **kwargs)
+        self.eager_kinds[kind] = larger
+        return result
 
     def _bind(self, planned: Planned, guard: Guard, model: nn.Module) -> StraightStep:
         known = next((bound for bound in self.bound if bound.planned is planned), None)
@@ -371,7 +516,7 @@ class Fitting:
         return step
 
     def _plan(
-        self, kind: object, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+        self, kind: KindOfCall, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Planned:
         """Capture and plan, again for each kernel that turns out to lay out its result otherwise."""
         for _ in range(_MOST_LAYOUTS):
@@ -382,7 +527,7 @@ class Fitting:
         raise CaptureError(f"{reason}, and so do many others", advice="call contiguous() on its operands")
 
     def _plan_once(
-        self, kind: object, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+        self, kind: KindOfCall, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Planned:
         begun = time.perf_counter()
         refuse_shards(model)
@@ -395,7 +540,7 @@ class Fitting:
         if self.loss is None:
             _refuse_given_back(captured)
         leaves = flatten(args, kwargs)[0]
-        dependencies = observation.dependencies(captured.program, leaves, captured.answers)
+        dependencies = self.latest = observation.dependencies(captured.program, leaves, captured.answers)
         step = self.iteration.planned(captured, model) if self.iteration else captured
         subject = Subject(step, plain, args, kwargs, loss=self.loss)
         beside = _constant_bytes(captured.program)
@@ -408,18 +553,49 @@ class Fitting:
                 step = self.iteration.planned(captured, model, two_backwards=True)
                 subject = replace(subject, captured=step)
                 found = self._planned_twice(subject, self.allowed_bytes - beside, refusal)
-        plan = compared(found.plan, subject)
+        plan = self._compared(found, subject)
+        if not found.is_carried:
+            self.priced.append(found)
         name, seconds = _model_class(model).__name__, time.perf_counter() - begun
         slow = "; a larger budget costs less time: `stowplan plan TARGET --frontier` shows all"
         is_slow = plan.time_ratio > _SLOW
         level = logging.WARNING if is_slow else logging.INFO
-        _LOGGER.log(level, "planned %s: %r, in %.1f s%s", name, plan, seconds, slow if is_slow else "")
+        how = "carried a plan over for" if found.is_carried else "planned"
+        _LOGGER.log(level, "%s %s: %r, in %.1f s%s", how, name, plan, seconds, slow if is_slow else "")
         return Planned(kind, replace(found, plan=plan), dependencies)
 
     def _planned_step(self, subject: Subject, allowed_bytes: int) -> PlannedStep:
         if self.given is not None and not self.planned:
             return saved_step(self.given, subject, allowed_bytes)
-        return self.cache.step_for(subject, allowed_bytes, self.options)
+        carried = self._carried_step(subject, allowed_bytes)
+        return carried or self.cache.step_for(subject, allowed_bytes, self.options)
+
+    def _carried_step(self, subject: Subject, allowed_bytes: int) -> PlannedStep | None:
+        """The step with a plan of another size of the same program, if there is one that is good enough."""
+        if not self.priced and self.sizes is None:
+            return None
+        from stowplan.run.planning.sizes import PlannedSizes  # most modules are called with one shape
+
+        self.sizes = self.sizes or PlannedSizes()
+        while self.priced:
+            self.sizes.add(self.priced.pop(0))
+        return self.sizes.step_for(subject, allowed_bytes, self.options)
+
+    def _compared(self, found: PlannedStep, subject: Subject) -> Plan:
+        """The plan and what is known of eager. Of carried plans, only the first few are compared.
+
+        Ops that were seen to lay out their results otherwise than captured may do so at each size anew.
+        """
+        is_known = found.is_carried and self.compared_sizes >= _COMPARED_SIZES
+        if is_known and not any(has_learned(event.target) for event in subject.captured.forward):
+            note = (
+                f"the decisions are carried over from another size of the same program; {self.compared_sizes}"
+                " other sizes were compared with eager, and this one was not"
+            )
+            return replace(found.plan, against_eager=AgainstEager(Verdict.UNCHECKED, note))
+        plan = compared(found.plan, subject)
+        self.compared_sizes += found.is_carried
+        return plan
 
     def _planned_twice(self, subject: Subject, allowed_bytes: int, refusal: BudgetTooSmall) -> PlannedStep:
         """A step with two backwards. If it does not fit either, the smaller of the two refusals is raised."""
@@ -437,6 +613,12 @@ class Fitting:
         if sentence not in self.said:
             self.said.add(sentence)
             _LOGGER.warning(sentence)
+
+
+def _at_least_one(keep_plans: object) -> int:
+    if not isinstance(keep_plans, int) or keep_plans < 1:
+        raise BadUse(f"keep_plans is {keep_plans!r}; it is a number of plans, at least 1")
+    return keep_plans
 
 
 def _own_forward(model: nn.Module) -> Callable[..., Any] | None:
@@ -559,12 +741,12 @@ def _told_as_new(leaves: Sequence[object], change: str | None, *, is_new: bool) 
         raise
 
 
-def kind_of_call(leaves: list[object], spec: Spec) -> object:
+def kind_of_call(leaves: list[object], spec: Spec) -> KindOfCall:
     """Equal for calls that one captured step can serve, as far as the call itself tells."""
     devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)} | {"cpu"}
     casts = tuple((d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d))
     shared = sharing_of(leaf for leaf in leaves if isinstance(leaf, Tensor))
-    return tuple(map(look_of, leaves)), str(spec), shared, casts
+    return KindOfCall(tuple(map(look_of, leaves)), str(spec), shared, casts)
 
 
 def _wants_gradient(model: nn.Module, leaves: Sequence[object]) -> bool:

@@ -58,7 +58,7 @@ def against_eager(plan: Plan, subject: Subject) -> AgainstEager:
     tensors = [*_held_by(roots), *(leaf for leaf in given if isinstance(leaf, Tensor))]
     if any(tensor.is_meta for tensor in tensors):
         return AgainstEager(Verdict.UNCHECKED, "the model or its arguments are on the meta device")
-    copies = _Copies(_written(captured.program, roots, given))
+    copies = _Copies(written_tensors(captured.program, roots, given))
     args, kwargs = spec.unflatten([copies.of(leaf) for leaf in given])
     allowed_bytes = plan.allowed_bytes - torch.get_rng_state().nbytes  # to return to
     comparison = _Comparison(captured.forward, _workspaces(plan, captured), allowed_bytes)
@@ -85,7 +85,9 @@ def _held_by(roots: Iterable[nn.Module]) -> Iterator[Tensor]:
         yield from (*root.parameters(), *root.buffers())
 
 
-def _written(program: Program, roots: Sequence[nn.Module], given: Sequence[object]) -> Iterator[Tensor]:
+def written_tensors(
+    program: Program, roots: Sequence[nn.Module], given: Sequence[object]
+) -> Iterator[Tensor]:
     """The tensors that the captured step writes to."""
     known = {**program.parameters, **program.buffers}
     names = {name for updated in program.updates for name in known.get(updated, ())}
@@ -204,7 +206,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         given = dict(kwargs or {})
-        if isinstance(func, OpOverload) and _changes_nothing(func):
+        if isinstance(func, OpOverload) and changes_nothing(func):
             return func(*args, **given)
         event, workspace_bytes = self._expect(func, args, given)
         self._room(event, workspace_bytes)
@@ -265,7 +267,8 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         return replace(captured, storage=storage, offset=captured.offset + further) == eager
 
 
-def _changes_nothing(target: OpOverload) -> bool:
+def changes_nothing(target: OpOverload) -> bool:
+    """Whether an op only looks, or is the `detach` that autograd runs for what it keeps."""
     looks = not returns_tensors(target) and not written_names(target)
     return looks or target is _DETACH
 

@@ -6,6 +6,7 @@ from typing import Protocol, TypeAlias
 
 from stowplan.capture import Captured
 from stowplan.plan.candidate import Baseline, Candidate, GraphCandidate, Refusals
+from stowplan.plan.frontier import Point
 from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions, Prefer
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Pricing
@@ -39,6 +40,11 @@ class CapturedCandidate(GraphCandidate):
         super().__init__(captured.graph, pricing, baseline, options)
         self.captured = captured
 
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The frontier, if a budget has asked for it."""
+        return self.planner.frontier.points if "planner" in vars(self) else ()
+
     def plan(self, allowed_bytes: int) -> Plan:
         return self.told(plan_within(self.planner_for(allowed_bytes), allowed_bytes))
 
@@ -65,4 +71,5 @@ def _candidates(
 def plan_step(subject: Subject, allowed_bytes: int, options: PlanOptions = DEFAULT_OPTIONS) -> PlannedStep:
     """The best plan within `allowed_bytes`; raises BudgetTooSmall with the smallest that was found."""
     plan, candidate = step_planner(subject, options).answer(allowed_bytes)
-    return PlannedStep(plan, candidate.captured)
+    points = candidate.points if isinstance(candidate, CapturedCandidate) else ()
+    return PlannedStep(plan, candidate.captured, points)

@@ -9,6 +9,7 @@ from torch import nn
 
 from stowplan.capture import Captured
 from stowplan.capture.recording import Loss
+from stowplan.plan.frontier import Point
 from stowplan.plan.plan import Plan
 from stowplan.run.planning.recapture import Replacement, forward_ops, recapture
 from stowplan.run.step.function import Consumer
@@ -41,10 +42,16 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A plan and its step, which techniques may have captured a second time."""
+    """A plan and its step, which techniques may have captured a second time.
+
+    `points` are the frontier of the step, if it was searched. The decisions of a plan that is `carried` come
+    from a plan of the same program at another size.
+    """
 
     plan: Plan
     captured: Captured
+    points: tuple[Point, ...] = ()
+    is_carried: bool = False
 
     def bound_to(
         self,
