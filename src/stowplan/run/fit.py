@@ -81,6 +81,7 @@ MESHES: Socket[Callable[[nn.Module, tuple[object, ...], dict[str, object], Shard
 _FITTED_CLASSES: dict[type, type] = {}
 _SLOW = 3.0  # times of eager from which on a plan is a warning
 _MOST_ANSWERS = 16  # different values that forward may read off arguments of one kind
+_MOST_SMALLER = 512  # kinds of calls that run as they are
 _MOST_REFUSED = 64  # kinds of calls of one module; the oldest makes room
 _COMPARED_SIZES = 3  # carried plans of one module that are compared with eager
 _MOST_LAYOUTS = 64  # that one step has wrong at first
@@ -322,7 +323,7 @@ class Fitting:
     priced: list[PlannedStep] = field(default_factory=list)  # steps that further sizes can take over from
     sizes: "PlannedSizes | None" = None  # the same, once there are further sizes
     compared_sizes: int = 0  # carried plans that were compared with eager
-    eager_kinds: dict[object, Planned] = field(default_factory=dict)  # calls no larger than one that fits
+    smaller: list[tuple[KindOfCall, Planned]] = field(default_factory=list)  # than a step that fits in eager
     refused: list[_Refused] = field(default_factory=list)
     latest: Dependencies | None = None  # of the last capture
     said: set[str] = field(default_factory=set)
@@ -339,7 +340,7 @@ class Fitting:
         An optimizer is not that of the copy, so plans that update with it are not either.
         """
         planned = [] if self.iteration else list(self.planned)
-        lists: dict[str, Any] = {"bound": [], "refused": [], "priced": [], "said": set(), "eager_kinds": {}}
+        lists: dict[str, Any] = {"bound": [], "refused": [], "priced": [], "smaller": [], "said": set()}
         none: dict[str, Any] = {"iteration": None, "sizes": None, "latest": None}
         return replace(self, planned=planned, lock=RLock(), **lists, **none)
 
@@ -454,10 +455,11 @@ class Fitting:
             gone = (unused or used)[0]
             self.planned = [planned for planned in self.planned if planned is not gone]
             self.bound = [bound for bound in self.bound if bound.planned is not gone]
+            self.smaller = [(kind, larger) for kind, larger in self.smaller if larger is not gone]
 
     def _runs_in_eager(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> bool:
         """Whether a call of this kind was seen to be a smaller one of a step that fits, still the same."""
-        larger = self.eager_kinds.get(kind)
+        larger = next((planned for known, planned in self.smaller if known == kind), None)
         return larger is not None and self._is_program_of(larger, model, leaves)
 
     def _is_program_of(self, planned: Planned, model: nn.Module, leaves: list[object]) -> bool:
@@ -501,7 +503,7 @@ class Fitting:
             step = self.step_for(model, args, kwargs, may_run_as_it_is=False)
             assert step is not None, "a gradient was wanted when the step was looked for"
             return step(*args, **kwargs)
-        self.eager_kinds[kind] = larger
+        self.smaller = [(kind, larger), *self.smaller][:_MOST_SMALLER]
         return result
 
     def _bind(self, planned: Planned, guard: Guard, model: nn.Module) -> StraightStep:
