@@ -67,7 +67,7 @@ def test_inspect_names_modules_and_lines(target: str, capsys: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_a_refusal_names_modules_and_lines(target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "plan", target, "--budget", "1KiB", "--allow", "recompute", code=1)
+    text = said(capsys, "plan", target, "--budget", "80KiB", "--allow", "recompute", code=1)
     place, _, binding = text.partition("it binds through ")
     assert "of blocks." in place
     assert "/names_step.py:13)" in place

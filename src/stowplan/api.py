@@ -1,6 +1,6 @@
 """The few verbs a user calls."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,13 +13,15 @@ from stowplan.formats.door import format_for, read_document, text_of
 from stowplan.ir import Document
 from stowplan.plan.explain.explain import Explanation, TiledTensor, explain, explain_tiled
 from stowplan.plan.files import plan_file
-from stowplan.plan.options import ON_REQUEST, TECHNIQUES, PlanOptions, Prefer, Progress
+from stowplan.plan.options import DEFAULT_OPTIONS, ON_REQUEST, TECHNIQUES, PlanOptions, Prefer
 from stowplan.plan.plan import Plan
+from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.pricing import price_by_macs, price_by_profile
 from stowplan.plan.record import Record
 from stowplan.plan.select import Selector, planner_of
 from stowplan.plan.technique import is_installed
 from stowplan.plan.tile_map import DOCUMENT_TILES, TileMap
+from stowplan.plan.watch import limited_to
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from stowplan.run.measure.inspect_step import StepInspection
 
 __all__ = [
+    "DEFAULT_OPTIONS",
     "FUNCTION_HELP",
     "ON_REQUEST",
     "TARGET_HELP",
@@ -48,6 +51,7 @@ __all__ = [
     "inspect_step",
     "load_plan",
     "names_a_function",
+    "plan_for",
     "plan_for_allocator",
     "planner_for",
     "read_document",
@@ -84,14 +88,13 @@ def inspect_step(
     tried: bool = True,
     measured: bool = False,
     optimizer: str | None = None,
-    progress: Progress | None = None,
 ) -> "StepInspection":
     """The memory and the work of the eager training step of MODULE:FUNCTION; `measured` also runs it once."""
     from stowplan.run.measure.inspect_step import inspect_step as look
     from stowplan.run.target import load_target
 
     step = load_target(target)
-    return look(step, tried=tried, measured=measured, optimizer=optimizer, progress=progress)
+    return look(step, tried=tried, measured=measured, optimizer=optimizer)
 
 
 def convert(
@@ -145,27 +148,68 @@ def planner_for(
     training: bool = False,
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
-    progress: Progress | None = None,
+    gap: float = 0.0,
+    allowed_bytes: int | None = None,
 ) -> "Selector[Any]":
     """A planner for a graph file or for MODULE:FUNCTION; `plan(budget_bytes)` makes a plan for a budget.
 
     Seconds come from probes of a model's ops, or from the profile in a file; without either,
     multiply-accumulates replace them. Plans without tiles come first, because they give the same bits;
-    `prefer="time"` takes the fastest plan. `training` is the option of `inspect`.
+    `prefer="time"` takes the fastest plan. `training` is the option of `inspect`. A search for a budget ends
+    within a share of `gap` of its bound. `allowed_bytes` is refused, before ops are probed, if it is below
+    what every plan takes.
     """
-    options = PlanOptions(tuple(allow), prefer, progress=progress)
+    options = PlanOptions(tuple(allow), prefer, gap=gap)
     if names_a_function(target):
         from stowplan.run.measure.agreement import compared
         from stowplan.run.planning.planner import step_planner
         from stowplan.run.target import load_target, subject_of
 
         subject = subject_of(load_target(str(target)))
+        if allowed_bytes is not None:
+            least = partial(_smallest_budget, partial(step_planner, subject, options))
+            refuse_hopeless(subject.captured.graph, allowed_bytes, options, least)
         planner = step_planner(subject, options)
         return replace(planner, compare=partial(compared, subject=subject))
     document = _document(target, saved, training=training)
     graph = document.graph
     pricing = price_by_profile(graph, document.profile, {}) if document.profile else price_by_macs(graph)
+    if allowed_bytes is not None:
+        least = partial(_smallest_budget, partial(planner_of, graph, pricing, options))
+        refuse_hopeless(graph, allowed_bytes, options, least)
     return planner_of(graph, pricing, options)
+
+
+def _smallest_budget(planner: "Callable[[], Selector[Any]]") -> int:
+    return planner().minimum_bytes
+
+
+def plan_for(
+    target: str | Path,
+    allowed_bytes: int,
+    *,
+    saved: str | None = None,
+    training: bool = False,
+    allow: Iterable[str] = TECHNIQUES,
+    prefer: str = Prefer.EXACTNESS,
+    gap: float = DEFAULT_OPTIONS.gap,
+    time_limit: float | None = None,
+) -> Plan:
+    """A plan for a graph file or for MODULE:FUNCTION, whose plan is kept in the cache that `fit` reads.
+
+    The options are those of `planner_for`.
+    """
+    if not names_a_function(target):
+        how: Any = {"saved": saved, "training": training, "allow": allow, "prefer": prefer, "gap": gap}
+        with limited_to(time_limit):
+            return planner_for(target, allowed_bytes=allowed_bytes, **how).plan(allowed_bytes)
+    from stowplan.run.measure.agreement import compared
+    from stowplan.run.planning.plan_cache import USER_PLANS
+    from stowplan.run.target import load_target, subject_of
+
+    subject = subject_of(load_target(str(target)))
+    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, gap=gap)
+    return compared(USER_PLANS.step_for(subject, allowed_bytes, options).plan, subject)
 
 
 def plan_for_allocator(
@@ -193,29 +237,36 @@ def check(
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
     steps: int = 3,
-    progress: Progress | None = None,
     optimizer: str | None = None,
+    gap: float = DEFAULT_OPTIONS.gap,
+    time_limit: float | None = None,
+    plan: Plan | None = None,
 ) -> Record:
     """Run MODULE:FUNCTION eagerly and by a plan for `budget`, side by side, and compare all there is.
 
-    With an `optimizer`, a name of `torch.optim`, whole iterations are planned, run and compared.
+    With an `optimizer`, a name of `torch.optim`, whole iterations are planned, run and compared. A saved
+    `plan` is used instead of a new one.
     """
     from stowplan.run.measure.check import check as run_check
     from stowplan.run.measure.check import check_iterations
-    from stowplan.run.planning.planner import plan_step
+    from stowplan.run.planning.plan_cache import USER_PLANS, saved_step
     from stowplan.run.target import load_target
 
-    loaded = load_target(target)
+    loaded, allowed_bytes = load_target(target), parse_bytes(budget)
     if optimizer is not None:
         from stowplan.run.fit import fit
         from stowplan.run.optimizers import optimizer_named
 
-        how: Any = {"budget": budget, "allow": allow, "prefer": prefer, "progress": progress}
+        how: Any = {"budget": budget, "allow": allow, "prefer": prefer, "gap": gap}
+        how |= {"time_limit": time_limit, "plan": plan}
         fitting = partial(fit, loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, **how)
         made = partial(optimizer_named, optimizer)
         return check_iterations(loaded, lambda own: fitting(optimizer=own), made, iterations=steps)
-    options = PlanOptions(tuple(allow), prefer, progress=progress)
-    planning = partial(plan_step, allowed_bytes=parse_bytes(budget), options=options)
+    if plan is not None:
+        given = partial(saved_step, plan, allowed_bytes=allowed_bytes)
+        return run_check(loaded, given, steps=steps)
+    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, gap=gap)
+    planning = partial(USER_PLANS.step_for, allowed_bytes=allowed_bytes, options=options)
     return run_check(loaded, planning, steps=steps)
 
 

@@ -121,6 +121,11 @@ class BudgetTooSmall(StowplanError):
             same.add_note(note)
         return same
 
+    @property
+    def known_minimum_bytes(self) -> int | None:
+        """The smallest budget; None if nobody has searched for it yet."""
+        return self._minimum_bytes if isinstance(self._minimum_bytes, int) else None
+
     def with_untiled(self, untiled: tuple[str, ...]) -> "BudgetTooSmall":
         """The same refusal, with the reasons why tiles did not help."""
         return BudgetTooSmall(

@@ -15,7 +15,7 @@ from stowplan.plan.select import planner_of
 from tests.support.steps import random_step, uneven_prices
 
 pytestmark = pytest.mark.torch
-_OPTIONS = PlanOptions(("recompute",))
+_OPTIONS = PlanOptions(("recompute",), moves=200)
 
 
 def _model() -> tuple[nn.Module, tuple[torch.Tensor]]:

@@ -6,16 +6,17 @@ import pytest
 
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
-from stowplan.plan.watch import Searching, watched_by
+from stowplan.plan.watch import Phase, Searching, watched_by
 from tests.support.steps import random_step, uneven_prices
 
 
 def test_a_search_tells_its_best_so_far_and_how_far_that_is_from_the_bound() -> None:
     graph = random_step(3, layers=14)
-    told: list[Searching] = []
-    with watched_by(told.append):
+    news: list[Searching | Phase] = []
+    with watched_by(news.append):
         planner = Planner.of(graph, uneven_prices(graph, 3), options=PlanOptions(moves=600))
     budget = (planner.minimum_bytes + planner.plain_peak_bytes) // 2
+    told = [searching for searching in news if isinstance(searching, Searching)]
     shares = [searching.share for searching in told]
     assert len(told) > 10
     assert shares[0] == 0.0

@@ -4,8 +4,9 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from stowplan import api
-from stowplan.cli.options import add_choices, refuse_unwritable, write_output
-from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.cli.options import add_choices, add_search_limits, refuse_unwritable, write_output
+from stowplan.errors import BadUse
+from stowplan.plan.progress import showing_progress
 from stowplan.units import parse_bytes
 
 
@@ -13,9 +14,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
     parser.add_argument("target", metavar="MODULE:FUNCTION", help=api.FUNCTION_HELP)
     parser.add_argument(
-        "--budget", required=True, help="bytes for everything alive during the step, such as 6GiB"
+        "--budget", help="bytes for everything alive during the step, such as 6GiB (default: the plan's)"
     )
+    parser.add_argument("--plan", metavar="PLAN", help="run this plan, which `stowplan plan -o` wrote")
     add_choices(parser)
+    add_search_limits(parser)
     parser.add_argument("--optimizer", help="plan and compare whole iterations, such as with adamw or sgd")
     parser.add_argument("--steps", type=int, default=3, help="how many training steps to compare (default 3)")
     parser.add_argument(
@@ -27,8 +30,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Check and print."""
     refuse_unwritable(arguments.output)
-    allowed = parse_bytes(arguments.budget)
-    with a_word_after_two_seconds(f"checking {arguments.target}", allowed_bytes=allowed) as waiting:
+    if not arguments.budget and not arguments.plan:
+        raise BadUse("say --budget BYTES, or --plan PLAN to run a plan that was written before")
+    plan = api.load_plan(arguments.plan) if arguments.plan else None
+    allowed = parse_bytes(arguments.budget) if arguments.budget else plan.allowed_bytes if plan else 0
+    with showing_progress(f"checking {arguments.target}", allowed_bytes=allowed):
         record = api.check(
             arguments.target,
             allowed,
@@ -36,7 +42,9 @@ def run(arguments: Namespace) -> int:
             prefer=arguments.prefer,
             steps=arguments.steps,
             optimizer=arguments.optimizer,
-            progress=waiting.tried,
+            gap=arguments.gap,
+            time_limit=arguments.time_limit,
+            plan=plan,
         )
     if arguments.output:
         from stowplan.plan.files.record_file import write

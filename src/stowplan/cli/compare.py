@@ -4,9 +4,9 @@ import json
 from argparse import ArgumentParser, Namespace
 from os.path import basename
 
-from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.ir.labels import Labels
 from stowplan.plan.explain.comparison import Side, comparison_of
+from stowplan.plan.progress import showing_progress
 from stowplan.report.compare import comparison_json, show_comparison
 from stowplan.report.files import opened
 from stowplan.report.page import subject_of
@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Open both, compare, print."""
     files = (arguments.before, arguments.after)
-    with a_word_after_two_seconds("comparing"):
+    with showing_progress("comparing"):
         subjects = [subject_of(opened(file, saved=arguments.saved)) for file in files]
         before, after = (Side(subject.timeline, subject.plan, subject.record) for subject in subjects)
         comparison = comparison_of(before, after)

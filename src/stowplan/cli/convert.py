@@ -4,8 +4,8 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from stowplan import api
-from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.formats.door import WRITERS
+from stowplan.plan.progress import showing_progress
 from stowplan.units import printable
 
 
@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Convert, and say what was written."""
-    with a_word_after_two_seconds(f"converting {arguments.source}"):
+    with showing_progress(f"converting {arguments.source}"):
         document = api.convert(
             arguments.source,
             arguments.target,

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from typing import TypeAlias
 
 from stowplan import __version__
-from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.errors import BadUse, TierFailed
+from stowplan.plan.progress import showing_progress
 
 Findings: TypeAlias = dict[str, dict[str, object]]
 
@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Look around and print."""
-    with a_word_after_two_seconds("measuring this machine"):
+    with showing_progress("measuring this machine"):
         findings = findings_here()
     if arguments.json:
         print(json.dumps(findings, indent=2))

@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from stowplan import api
-from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.plan.progress import showing_progress
 from stowplan.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run(arguments: Namespace) -> int:
     """Search and print; exit 1 if nothing fits."""
     from stowplan.run.largest import largest_of
 
-    with a_word_after_two_seconds(f"trying sizes of {arguments.target}") as waiting:
+    with showing_progress(f"trying sizes of {arguments.target}"):
         found = tuple(
             largest_of(
                 arguments.target,
@@ -52,8 +52,8 @@ def run(arguments: Namespace) -> int:
                 first=arguments.first,
                 multiple=arguments.multiple,
                 most=arguments.most,
+                moves=arguments.moves,
                 allow=[word for word in arguments.allow.split(",") if word],
-                progress=waiting.tried,
             )
         )
     if arguments.json:

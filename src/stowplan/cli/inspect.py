@@ -4,7 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from stowplan import api
-from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.plan.progress import showing_progress
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def run(arguments: Namespace) -> int:
     """Inspect and print."""
     if api.names_a_function(arguments.target):
         return _inspect_step(arguments)
-    with a_word_after_two_seconds(f"reading and analysing {arguments.target}"):
+    with showing_progress(f"reading and analysing {arguments.target}"):
         inspection = api.inspect(
             arguments.target,
             saved=arguments.saved,
@@ -68,13 +68,12 @@ def run(arguments: Namespace) -> int:
 
 
 def _inspect_step(arguments: Namespace) -> int:
-    with a_word_after_two_seconds(f"inspecting {arguments.target}") as waiting:
+    with showing_progress(f"inspecting {arguments.target}"):
         found = api.inspect_step(
             arguments.target,
             tried=not arguments.no_probe,
             measured=arguments.measure,
             optimizer=arguments.optimizer,
-            progress=waiting.tried,
         )
     if arguments.json:
         from stowplan.report.step import step_json

@@ -26,6 +26,25 @@ def add_choices(parser: ArgumentParser) -> None:
     )
 
 
+def add_search_limits(parser: ArgumentParser) -> None:
+    """Add the options that end a search early."""
+    parser.add_argument(
+        "--gap",
+        type=float,
+        default=api.DEFAULT_OPTIONS.gap,
+        metavar="SHARE",
+        help="end the search when the plan's time is at most this share above the lower bound (default"
+        f" {api.DEFAULT_OPTIONS.gap}; 0 searches to the end)",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="end the search after this time with the best plan so far, and say how far that may be from the"
+        " best",
+    )
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word for word in text.split(",") if word)
 

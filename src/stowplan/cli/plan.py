@@ -1,15 +1,20 @@
 """`stowplan plan FILE --budget 4GiB`: decide for every tensor, show that it fits and what it costs."""
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from signal import SIGINT, default_int_handler, signal
+from threading import current_thread, main_thread
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from stowplan import api
-from stowplan.cli.options import add_choices, refuse_unwritable, write_output
-from stowplan.cli.patience import a_word_after_two_seconds
+from stowplan.cli.options import add_choices, add_search_limits, refuse_unwritable, write_output
 from stowplan.errors import BadUse
+from stowplan.plan.progress import Waiting, showing_progress
+from stowplan.plan.watch import Patience, ended_by, limited_to
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -23,6 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--budget", help="bytes for everything alive during the step, such as 6GiB or 500MB")
     parser.add_argument("--frontier", action="store_true", help="show time against budget for all budgets")
     add_choices(parser)
+    add_search_limits(parser)
     parser.add_argument(
         "--allocator",
         metavar="cuda[,CONF]",
@@ -46,29 +52,54 @@ def run(arguments: Namespace) -> int:
     refuse_unwritable(arguments.output)
     started = perf_counter()
     allowed = parse_bytes(arguments.budget) if arguments.budget else None
-    with a_word_after_two_seconds(f"planning {arguments.target}", allowed_bytes=allowed) as waiting:
-        planner = api.planner_for(
-            arguments.target,
-            saved=arguments.saved,
-            training=arguments.training,
-            allow=arguments.allow,
-            prefer=arguments.prefer,
-            progress=waiting.tried,
-        )
-        plan, heap = None, None
-        if allowed is not None and arguments.allocator:
-            plan, heap = api.plan_for_allocator(planner, allowed, arguments.allocator)
-        elif allowed is not None:
-            plan = planner.plan(allowed)
-        offers = planner.tradeoffs() if arguments.frontier else ()
+    plan, heap, plain_seconds = None, None, 0.0
+    offers: Sequence[Tradeoff] = ()
+    with (
+        showing_progress(f"planning {arguments.target}", allowed_bytes=allowed) as waiting,
+        _kept_on_interrupt(waiting),
+    ):
+        how = {name: getattr(arguments, name) for name in ("saved", "training", "allow", "prefer")}
+        if allowed is not None and not arguments.allocator:
+            limits = {"gap": arguments.gap, "time_limit": arguments.time_limit}
+            plan = api.plan_for(arguments.target, allowed, **how, **limits)
+        if arguments.allocator or arguments.frontier:
+            with limited_to(arguments.time_limit):
+                planner = api.planner_for(arguments.target, **how, allowed_bytes=allowed)
+                if allowed is not None and arguments.allocator:
+                    plan, heap = api.plan_for_allocator(planner, allowed, arguments.allocator)
+                offers = planner.tradeoffs() if arguments.frontier else ()
+                plain_seconds = planner.baseline.seconds
     seconds = perf_counter() - started
     if plan is not None and arguments.output:
         from stowplan.plan.files.plan_file import write
 
         write_output(arguments.output, write(plan))
     show = _print_json if arguments.json else _print_for_people
-    show(arguments.target, plan, heap, offers, planner.baseline.seconds, seconds)
+    show(arguments.target, plan, heap, offers, plain_seconds, seconds)
     return 0
+
+
+@contextmanager
+def _kept_on_interrupt(waiting: Waiting) -> Iterator[None]:
+    """Let the first Ctrl-C end the search with the best plan so far, if there is one; the second ends all."""
+    patience = Patience()
+
+    def end(*_: object) -> None:
+        signal(SIGINT, default_int_handler)
+        if not waiting.has_plan:
+            raise KeyboardInterrupt
+        print("\nstowplan: using the best plan so far; press Ctrl-C again to end", file=sys.stderr)
+        patience.end("Ctrl-C")
+
+    with ended_by(patience):
+        if current_thread() is not main_thread():  # which alone may handle signals
+            yield
+            return
+        before = signal(SIGINT, end)
+        try:
+            yield
+        finally:
+            signal(SIGINT, before)
 
 
 def _print_json(

@@ -6,12 +6,12 @@ from os.path import basename
 from pathlib import Path
 
 from stowplan.cli.options import refuse_unwritable
-from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.errors import BadInput
 from stowplan.plan.explain.peers import Peer, read_peers
 from stowplan.plan.frontier import Frontier
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
+from stowplan.plan.progress import showing_progress
 from stowplan.plan.record import Record
 from stowplan.report.files import opened, write_report
 from stowplan.report.page import Subject, Thing, subject_of
@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Open, show, and say what was written."""
     refuse_unwritable(arguments.output)
-    with a_word_after_two_seconds(f"drawing {', '.join(arguments.files)}"):
+    with showing_progress(f"drawing {', '.join(arguments.files)}"):
         subjects = _subjects(arguments)
         size = write_report(subjects, arguments.output)
     if arguments.json:

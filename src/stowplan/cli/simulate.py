@@ -12,11 +12,11 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from stowplan import api
-from stowplan.cli.patience import a_word_after_two_seconds
 from stowplan.errors import BadUse, TooManyWorkers
 from stowplan.ir import Graph, Phase
 from stowplan.ir.labels import Labels
 from stowplan.plan.pricing import Machine
+from stowplan.plan.progress import showing_progress
 from stowplan.plan.shards.choice import choose_mesh
 from stowplan.plan.shards.curves import strong_scaling, weak_scaling
 from stowplan.plan.shards.mesh import Mesh, parse_mesh
@@ -96,7 +96,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Project and print."""
-    with a_word_after_two_seconds(f"simulating {arguments.target}"):
+    with showing_progress(f"simulating {arguments.target}"):
         found = _simulated(arguments)
     if arguments.json:
         print(json.dumps(_as_json(found), indent=2))

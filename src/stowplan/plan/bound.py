@@ -13,6 +13,7 @@ bound. The operands and results of s are in memory at s in any case and take no 
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,19 +29,27 @@ _LARGE = 1500  # droppable values from which on the bound stays fractional
 _NODES = 200  # of the branching: a limit in seconds would make plans differ from run to run
 
 
-def bound_of(problem: Problem, allowed_bytes: int) -> float:
-    """Extra seconds that no schedule in this order can avoid under `allowed_bytes`."""
+def bound_of(problem: Problem, allowed_bytes: int, *, enough: float = inf) -> float:
+    """Extra seconds that no schedule in this order can avoid under `allowed_bytes`.
+
+    A bound that is at least `enough` seconds is not made closer.
+    """
     curve = Ledger(problem).curve_bytes()
     over = [op for op in range(problem.turn, len(curve)) if curve[op] > allowed_bytes]
     highest = sorted(over, key=lambda op: -curve[op])
     cuts = sorted({*highest[:2], *highest[:: max(1, len(over) // _CUTS)]})
-    relaxed = {cut: crossing_at(problem, cut, allowed_bytes).seconds for cut in cuts}
-    by_seconds = sorted(cuts, key=lambda cut: -relaxed[cut])
-    if sum(problem.droppable) > _LARGE:
-        return max(relaxed.values(), default=0.0)
-    return max(
-        (crossing_at(problem, cut, allowed_bytes, whole=True).seconds for cut in by_seconds[:2]), default=0.0
-    )
+    relaxed: dict[int, float] = {}
+    for cut in cuts:
+        relaxed[cut] = crossing_at(problem, cut, allowed_bytes).seconds
+        if relaxed[cut] >= enough:
+            return relaxed[cut]
+    best = max(relaxed.values(), default=0.0)
+    if sum(problem.droppable) <= _LARGE:
+        for cut in sorted(cuts, key=lambda cut: -relaxed[cut])[:2]:
+            best = max(best, crossing_at(problem, cut, allowed_bytes, whole=True).seconds)
+            if best >= enough:
+                break
+    return best
 
 
 def relaxed_bound_of(problem: Problem, allowed_bytes: int) -> float:

@@ -6,7 +6,7 @@ from functools import cached_property
 from math import inf
 from typing import Protocol, TypeAlias
 
-from stowplan.errors import NotTileable
+from stowplan.errors import BudgetTooSmall, NotTileable
 from stowplan.ir import Graph
 from stowplan.plan.bound import relaxed_bound_of
 from stowplan.plan.frontier import floor_of
@@ -140,12 +140,37 @@ class GraphCandidate:
         """The schedule that recomputes nothing."""
         return Planner.unsearched(self._problem, self.pricing, self.baseline.peak_bytes)
 
-    def planner_for(self, allowed_bytes: int) -> Planner:
-        """The searched frontier, unless the budget has room for every value."""
-        return self.planner if self._baseline.minimum_bytes > allowed_bytes else self._baseline
-
     def plan(self, allowed_bytes: int) -> Plan:
-        return self.told(self.planner_for(allowed_bytes).plan(allowed_bytes))
+        return self.told(self.answered(allowed_bytes, Planner.plan))
+
+    def answered(self, allowed_bytes: int, ask: Callable[[Planner, int], Plan]) -> Plan:
+        """The plan of the first planner that is good enough; `ask` asks a planner for the budget.
+
+        The planners are the baseline, a search for this budget alone, and the search for all budgets.
+        """
+        if self._baseline.minimum_bytes <= allowed_bytes:
+            return ask(self._baseline, allowed_bytes)
+        focused = self._focused(allowed_bytes)
+        near = _asked(focused, allowed_bytes, ask)
+        if near is not None and near.gap <= self.options.gap:
+            return near
+        try:
+            found = ask(replace(self.planner, bounds=focused.bounds if focused else {}), allowed_bytes)
+        except BudgetTooSmall:
+            if near is None:
+                raise
+            found = near
+        if near is not None and near.projected_seconds < found.projected_seconds:
+            found = near
+        return replace(found, cut_short=self.planner.frontier.ended)
+
+    def _focused(self, allowed_bytes: int) -> Planner | None:
+        """A search for this budget alone; None where it cannot know how near it is to the bound."""
+        unbounded = self.options.offloads or "recompute" not in self.options.allow or self.options.gap == 0
+        if unbounded or allowed_bytes < self.floor_bytes:
+            return None
+        peak = self.baseline.peak_bytes
+        return Planner.focused(self._problem, self.pricing, peak, allowed_bytes, self.options)
 
     def told(self, plan: Plan) -> Plan:
         """A plan of its planner, compared with the baseline."""
@@ -153,3 +178,11 @@ class GraphCandidate:
 
     def tradeoffs(self) -> tuple[Tradeoff, ...]:
         return tradeoffs_of(self.planner, Exactness.BITWISE)
+
+
+def _asked(planner: Planner | None, allowed_bytes: int, ask: Callable[[Planner, int], Plan]) -> Plan | None:
+    """The plan of a planner; None if it has none."""
+    try:
+        return ask(planner, allowed_bytes) if planner else None
+    except BudgetTooSmall:
+        return None

@@ -12,11 +12,14 @@ higher temperature. If the current peak is over the current budget, a move chang
 at the peak; otherwise any value. In networks of repeated blocks the same change may be applied to a value's
 twins in other blocks. At the end, at points along the archive, every value that can be kept within the
 point's peak is kept.
+
+`focus_on` is the start for one budget alone. If its best is near enough to the bound, nobody needs the rest.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import exp
 from random import Random
@@ -29,7 +32,7 @@ from stowplan.plan.decision import Step
 from stowplan.plan.ledger import Gaps, Ledger, State
 from stowplan.plan.problem import Problem
 from stowplan.plan.schedule import steps_of
-from stowplan.plan.watch import Searching, tell
+from stowplan.plan.watch import Searching, patience, tell
 
 _ANCHORS = 16  # budgets that get a start of their own
 _LARGE = 1500  # gaps from which on starts are rounded from a fractional optimum
@@ -66,6 +69,7 @@ class Frontier:
     """Points by ascending peak and descending seconds. The first is the smallest budget that was reached."""
 
     points: tuple[Point, ...]
+    ended: str = ""  # what ended the search early, if anything did
 
     def at(self, allowed_bytes: int) -> Point | None:
         """The fastest point that stays within `allowed_bytes`; None if none does."""
@@ -76,8 +80,15 @@ class Frontier:
 def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
     """Search all budgets between the floor and the baseline's peak; deterministic."""
     search = _Search(problem)
+    try:
+        _search_all(search, default_moves(problem) if moves is None else moves)
+    except _Over as over:
+        return replace(search.frontier(), ended=str(over))
+    return search.frontier()
+
+
+def _search_all(search: "_Search", total: int) -> None:
     if search.has_room():
-        total = default_moves(problem) if moves is None else moves
         anchors = [(number + 1) / (_ANCHORS + 1) for number in range(_ANCHORS)]
         settled = [search.start_at(share, moves=total // 4 // _ANCHORS) for share in anchors]
         stretches = _unsettled([0.0, *anchors, 1.0], [True, *settled, False])
@@ -88,7 +99,15 @@ def frontier_of(problem: Problem, moves: int | None = None) -> Frontier:
         for cooling in _HEATS:
             search.sweep([(anchors[-1], 1.0)], total // 5, cooling, down=True)
         search.quench(attempts=max(1, total // 8))
-    return search.frontier()
+
+
+def focus_on(problem: Problem, allowed_bytes: int, moves: int | None = None) -> tuple[Frontier, float]:
+    """Schedules near one budget, and a lower bound on the extra seconds of all schedules within it."""
+    search = _Search(problem)
+    total = default_moves(problem) if moves is None else moves
+    with suppress(_Over):  # whoever asks sees the gap, and that there is no time for more
+        search.start(allowed_bytes, total // _ANCHORS)
+    return search.frontier(), search.bound_within(allowed_bytes)
 
 
 def baseline_of(problem: Problem) -> Frontier:
@@ -109,12 +128,16 @@ def _unsettled(shares: list[float], settled: list[bool]) -> list[tuple[float, fl
     return [stretch for stretch, done in ends if not all(done)]
 
 
+class _Over(Exception):
+    """Somebody ended the search."""
+
+
 class _Search:
     """One annealing run and the archive of what it met."""
 
     def __init__(self, problem: Problem) -> None:
         self._ledger = Ledger(problem)
-        self._random = Random(0)
+        self._random, self._patience = Random(0), patience()
         self._gaps = self._ledger.gaps
         self._twins = twins_of(problem, self._ledger.gaps)
         self._floor_bytes = floor_of(problem)
@@ -156,11 +179,14 @@ class _Search:
         return len(self._gaps.value_of) > _LARGE
 
     def start_at(self, share: float, moves: int) -> bool:
-        """Take the best crossing of the baseline's peak for a budget this far down, and anneal from there.
+        """Start from a budget this far down; whether the result met the bound, so that nothing is to gain."""
+        return self.start(self._budget_at(share), moves)
 
-        Returns whether the result met the bound, so that nothing is left to gain.
+    def start(self, budget: float, moves: int) -> bool:
+        """Take the best crossing of the baseline's peak for a budget, and anneal from there.
+
+        Returns whether the result met the bound.
         """
-        budget = self._budget_at(share)
         crossing = crossing_at(self._ledger.problem, self._cut, int(budget), whole=not self.is_large())
         self._bounds.append((budget, crossing.seconds))
         self._advance(_OF_A_START)
@@ -171,6 +197,10 @@ class _Search:
                 return True
             self._anneal([budget] * (moves // _CHUNKS), cooling=0.5)
         return self._is_settled(budget, crossing.seconds)
+
+    def bound_within(self, allowed_bytes: int) -> float:
+        """Extra seconds that no schedule within a budget can avoid, as far as it is known."""
+        return max((seconds for budget, seconds in self._bounds if budget >= allowed_bytes), default=0.0)
 
     def _cross_with(self, kept: frozenset[int]) -> None:
         """Let of all values only these be in memory across the cut."""
@@ -214,6 +244,7 @@ class _Search:
         dropped = max(1, sum(1 for _, states in self._points for state in states if state))
         every = -(-dropped // attempts)
         for peak, (_, states) in list(zip(self._peaks, self._points, strict=True))[::every]:
+            self._refuse_if_over()
             self._ledger.load([State(state) for state in states])
             self._keep_what_fits(peak)
 
@@ -245,6 +276,7 @@ class _Search:
         peak, peak_op = self._look()
         place = 0
         while place < len(budgets):
+            self._refuse_if_over()
             budget = budgets[place]
             before = self._price(peak, budget)
             place += self._change(peak_op if peak > budget else None)
@@ -255,6 +287,10 @@ class _Search:
                 self._ledger.commit()
             else:
                 self._ledger.roll_back()
+
+    def _refuse_if_over(self) -> None:
+        if over := self._patience.over:
+            raise _Over(over)
 
     def _price(self, peak: int, budget: float) -> float:
         return self._ledger.extra_seconds + self._penalty * max(0.0, peak - budget)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import TypeAlias
 
 from stowplan.errors import BadUse
@@ -23,18 +24,30 @@ class Prefer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """`allow` names the techniques that may be used, `moves` limits the search of each candidate."""
+    """`allow` names the techniques that may be used, `moves` limits the search of each candidate.
+
+    A search ends when the time of its plan is at most a share of `gap` above the lower bound, or after
+    `seconds`, with the best plan so far.
+    """
 
     allow: Collection[str] = TECHNIQUES
     prefer: Prefer | str = Prefer.EXACTNESS
     moves: int | None = None
     progress: Progress | None = field(default=None, compare=False)
+    seconds: float | None = None
+    gap: float = 0.01
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allow", known_techniques(self.allow))
         if self.prefer not in set(Prefer):
             raise BadUse(f"no preference {self.prefer!r}; there is {', '.join(Prefer)}")
         object.__setattr__(self, "prefer", Prefer(self.prefer))
+        if self.seconds is not None and not self.seconds > 0:
+            raise BadUse(f"a time limit of {self.seconds} s; give more than 0, or none to search to the end")
+        if not 0 <= self.gap < inf:
+            raise BadUse(
+                f"a gap of {self.gap}; it is a share of the time such as 0.01, and 0 searches to the end"
+            )
 
     @property
     def offloads(self) -> bool:

@@ -59,12 +59,16 @@ class Plan:
     bound_seconds: float  # no schedule in this order is faster within the budget
     extra_macs: int
     tile_maps: tuple[TileMap, ...] = ()
+    cut_short: str = ""  # what ended the search early, if anything did
     against_eager: AgainstEager | None = None  # None: the plan is of a graph without a model
 
     def __repr__(self) -> str:
         """Its figures in one line; the steps are thousands."""
         budget, peak = format_bytes(self.allowed_bytes), format_bytes(self.projected_peak_bytes)
-        return f"<Plan for {budget}: peak {peak}, {self.time_ratio:.3f} x eager's time, {self.exactness}>"
+        cut = f"; the search was ended by {self.cut_short}, gap {self.gap:.1%}" if self.cut_short else ""
+        return (
+            f"<Plan for {budget}: peak {peak}, {self.time_ratio:.3f} x eager's time, {self.exactness}{cut}>"
+        )
 
     def _repr_html_(self) -> str:
         """The same figures as a small table, for notebooks."""

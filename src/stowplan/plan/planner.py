@@ -1,8 +1,8 @@
 """Making plans: search the frontier of a graph once, then answer budgets from it."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -16,7 +16,7 @@ from stowplan.ir import Graph, Kind
 from stowplan.ir.labels import Labels, TensorGroup
 from stowplan.plan.bound import bound_of
 from stowplan.plan.decision import Decision, Keep, Offload, Recompute, RecomputeOp, Step, Store
-from stowplan.plan.frontier import Frontier, Point, baseline_of, frontier_of
+from stowplan.plan.frontier import Frontier, Point, baseline_of, focus_on, frontier_of
 from stowplan.plan.judge.simulate import alive_at, simulate
 from stowplan.plan.ledger import State, gaps_of
 from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions
@@ -46,11 +46,25 @@ class Planner:
     frontier: Frontier
     plain_peak_bytes: int
     is_searched: bool = True
+    bounds: Mapping[int, float] = field(default_factory=dict)  # known ones, on the extra seconds of budgets
 
     @staticmethod
     def unsearched(problem: Problem, pricing: Pricing, plain_peak_bytes: int) -> "Planner":
         """A planner that knows one schedule, which keeps every value, for budgets that this schedule fits."""
         return Planner(problem, pricing, baseline_of(problem), plain_peak_bytes, is_searched=False)
+
+    @staticmethod
+    def focused(
+        problem: Problem, pricing: Pricing, plain_peak_bytes: int, allowed_bytes: int, options: PlanOptions
+    ) -> "Planner":
+        """A planner for one budget, in a small part of the time that all budgets take."""
+        frontier, bound = focus_on(problem, allowed_bytes, options.moves)
+        point, plain = frontier.at(allowed_bytes), sum(problem.seconds)
+        if point is not None:
+            enough = (plain + point.extra_seconds) / (1 + options.gap) - plain
+            bound = bound if bound >= enough else max(bound, bound_of(problem, allowed_bytes, enough=enough))
+        bounds = {allowed_bytes: bound}
+        return Planner(problem, pricing, frontier, plain_peak_bytes, is_searched=False, bounds=bounds)
 
     @staticmethod
     def of(
@@ -74,7 +88,7 @@ class Planner:
         plain = baseline_peak_of(graph, pricing) if plain_peak_bytes is None else plain_peak_bytes
         frontier = frontier_of(problem, options.moves)
         for extend in FRONTIER_EXTENSIONS.offered(options.allow):
-            frontier = extend(problem, frontier, pricing, options)
+            frontier = replace(extend(problem, frontier, pricing, options), ended=frontier.ended)
         return Planner(problem, pricing, frontier, plain)
 
     @property
@@ -87,6 +101,10 @@ class Planner:
         point = self.frontier.at(allowed_bytes)
         if point is None:
             raise self.refusal(allowed_bytes)
+        return self.plan_at(point, allowed_bytes)
+
+    def plan_at(self, point: Point, allowed_bytes: int) -> Plan:
+        """The plan of one point of the frontier, which is within `allowed_bytes`."""
         graph, steps, pricing = self.problem.graph, point.steps(self.problem), self.pricing
         simulation = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
         plain_seconds = sum(self.problem.seconds)
@@ -103,12 +121,17 @@ class Planner:
             minimum_bytes=self.minimum_bytes if self.is_searched else None,
             bound_seconds=plain_seconds + self._bound(allowed_bytes),
             extra_macs=_extra_macs(graph, steps),
+            cut_short=self.frontier.ended,
         )
 
     def _bound(self, allowed_bytes: int) -> float:
         """A lower bound on the extra seconds; 0 with a tier, because transfers may be hidden completely."""
-        is_bound = self.is_searched and self.pricing.tier is None
-        return bound_of(self.problem, allowed_bytes) if is_bound else 0.0
+        if self.pricing.tier is not None:
+            return 0.0
+        known = self.bounds.get(allowed_bytes)
+        if known is None:
+            return bound_of(self.problem, allowed_bytes) if self.is_searched else 0.0
+        return known
 
     def refusal(self, allowed_bytes: int) -> BudgetTooSmall:
         """The error for a budget below the smallest."""
@@ -123,15 +146,17 @@ class Planner:
             f"{format_bytes(allowed_bytes)} allowed, but the smallest plan found needs "
             f"{format_bytes(self.minimum_bytes)} ({self.minimum_bytes} bytes) at"
             f" {self._place(labels, steps[peak])}; it binds through {named};"
-            f" {_ADVICE if self._can_recompute else _NO_BACKWARD}",
+            f" {self._advice()}",
             allowed_bytes=allowed_bytes,
             minimum_bytes=self.minimum_bytes,
             binding=alive,
         )
 
-    @property
-    def _can_recompute(self) -> bool:
-        return self.problem.turn < len(self.problem.reads)
+    def _advice(self) -> str:
+        if self.problem.turn == len(self.problem.reads):
+            return _NO_BACKWARD
+        ended = self.frontier.ended
+        return f"the search was ended by {ended}, and a longer one may find a smaller" if ended else _ADVICE
 
     def _place(self, labels: Labels, step: Step) -> str:
         """The op with its module and line, and what its kernel takes for itself."""

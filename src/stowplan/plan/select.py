@@ -8,7 +8,7 @@ no other candidate is examined.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import inf
 from typing import Generic, TypeVar
@@ -27,6 +27,7 @@ from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.planner import baseline_peak_of, refuse_without_ops
 from stowplan.plan.pricing import Pricing
+from stowplan.plan.watch import patience
 from stowplan.units import format_bytes
 
 C = TypeVar("C", bound=Candidate)
@@ -54,17 +55,31 @@ class Selector(Generic[C]):
         best = self._answered(self.plain, allowed_bytes)
         if best is not None and (self.prefer is Prefer.EXACTNESS or self._costs_nothing(best[0])):
             return best
-        queue = [
-            (0.0, number, candidate.bounds(allowed_bytes)) for number, candidate in enumerate(self.candidates)
-        ]
+        candidates = () if patience().over else self.candidates
+        queue = [(0.0, number, each.bounds(allowed_bytes)) for number, each in enumerate(candidates)]
         while queue and (best is None or queue[0][0] < best[0].projected_seconds):
+            if patience().over:
+                break
             _, number, bounds = heappop(queue)
             closer = self._closer(self.candidates[number], bounds)
             if closer is None:
                 best = _faster(best, self._answered(self.candidates[number], allowed_bytes))
             elif closer < inf:
                 heappush(queue, (closer, number, bounds))
+        if over := patience().over:
+            return self._so_far(best, allowed_bytes, over)
         return best or self._by_the_smallest(allowed_bytes)
+
+    def _so_far(self, best: tuple[Plan, C] | None, allowed_bytes: int, over: str) -> tuple[Plan, C]:
+        """The best answer when the search was ended; without one, a refusal that says so."""
+        if best is not None:
+            return replace(best[0], cut_short=over), best[1]
+        try:
+            return self.plain.plan(allowed_bytes), self.plain
+        except BudgetTooSmall as refusal:
+            if over in refusal.what:
+                raise
+            raise refusal.with_untiled((f"not all, because the search was ended by {over}",)) from None
 
     def _costs_nothing(self, plan: Plan) -> bool:
         return plan.projected_seconds <= self.baseline.seconds * (1 + _ROUNDING)

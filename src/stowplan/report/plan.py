@@ -118,6 +118,7 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
             *_without_backward(plan),
             *((("gradients", _exactness(plan)),) if plan.has_backward else ()),
             ("lower bound", f"{plan.bound:.4f}: no schedule in this order is faster, gap {plan.gap:.2%}"),
+            *((("search", f"ended by {plan.cut_short}: the best so far"),) if plan.cut_short else ()),
             ("extra work", f"{format_count(plan.extra_macs)} multiply-accumulates"),
             ("decided", f"{kept} kept, {remade} recomputed, {tiled} never whole"),
             ("smallest budget", _smallest_budget(plan)),
@@ -128,7 +129,9 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
 
 def _smallest_budget(plan: Plan) -> str:
     if plan.minimum_bytes is None:
-        return "not searched, because the baseline fits"
+        fits = plan.plain_peak_bytes <= plan.allowed_bytes
+        why = "the baseline fits" if fits else "a search for this budget alone came near enough to its bound"
+        return f"not searched, because {why}"
     return f"{format_bytes(plan.minimum_bytes)} ({plan.minimum_bytes:,} bytes)"
 
 

@@ -28,6 +28,7 @@ def plan_json(plan: Plan, solve_seconds: float | None = None) -> Json:
         "extra_macs": plan.extra_macs,
         "bound": plan.bound,
         "gap": plan.gap,
+        "cut_short": plan.cut_short or None,
         "minimum_bytes": plan.minimum_bytes,
         "decisions": Counter(type(decision).__name__.lower() for decision in plan.decisions.values()),
         "tiles": [tiles_json(told) for told in plan.tile_maps],
@@ -70,11 +71,11 @@ def tiles_json(told: TileMap) -> Json:
 
 
 def refusal_json(refusal: BudgetTooSmall) -> Json:
-    """No plan: the smallest budget, and the tensors in memory at its peak."""
+    """No plan: the smallest budget, null if nobody searched for it, and the tensors in memory at its peak."""
     return {
         "feasible": False,
         "allowed_bytes": refusal.allowed_bytes,
-        "minimum_bytes": refusal.minimum_bytes,
+        "minimum_bytes": refusal.known_minimum_bytes,
         "binding": refusal.binding,
     }
 

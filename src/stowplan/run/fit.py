@@ -26,10 +26,11 @@ from stowplan.capture.layouts import has_learned
 from stowplan.capture.recording import Loss, after_loss, output_keys
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.ir import Kind
-from stowplan.plan.options import ON_REQUEST, TECHNIQUES, PlanOptions, Prefer, Progress
+from stowplan.plan.options import DEFAULT_OPTIONS, ON_REQUEST, TECHNIQUES, PlanOptions, Prefer, Progress
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
+from stowplan.plan.progress import showing_progress
 from stowplan.plan.technique import Socket
-from stowplan.run.auto_budget import automatic_budget
+from stowplan.plan.watch import tell_phase
 from stowplan.run.border.dependencies import Dependencies, Observation
 from stowplan.run.border.guard import Guard
 from stowplan.run.measure.agreement import Relaid, compared, written_tensors
@@ -104,6 +105,8 @@ def fit(
     outputs: str = "loss",
     progress: Progress | None = None,
     moves: int | None = None,
+    gap: float = DEFAULT_OPTIONS.gap,
+    time_limit: float | None = None,
     optimizer: "Optimizer | None" = None,
     clip_norm: float | None = None,
     clip_value: float | None = None,
@@ -125,8 +128,11 @@ def fit(
     `allow` names the techniques that the plan may use. Recomputation leaves every gradient bitwise equal.
     Tiles add in another order, so gradients are then equal within rounding. By default tiles are used only if
     nothing else fits, and with `prefer="time"` wherever they are faster; `plans_of(fitted)[0].exactness` says
-    which. `moves` limits the search for a plan. `progress` is called with the number of probed ops and their
-    total.
+    which. The search ends when the time of its plan is at most a share of `gap` above the lower bound. After
+    `time_limit` seconds it ends with the best plan so far, which then says so; `moves` limits it in a way
+    that does not depend on the machine. Planning that takes more than two seconds shows a progress bar on a
+    terminal, and elsewhere logs lines under "stowplan" at level INFO. `progress` is called with the number of
+    probed ops and their total.
 
     `loss` says what is differentiated. The name or index of an output means this output; the module still
     returns all of them. A function of the model's output becomes part of the plan, and the module returns
@@ -163,7 +169,7 @@ def fit(
     _refuse_misuse(model, args)
     _refuse_loss(loss, outputs)
     refuse_wrapped(model)
-    options = PlanOptions(tuple(allow), prefer, moves, progress)
+    options = PlanOptions(tuple(allow), prefer, moves, progress, time_limit, gap)
     iteration = None
     if optimizer is not None:
         _refuse_iteration(options, clip_norm, clip_value, accumulate, keep_gradients)
@@ -189,7 +195,11 @@ def fit(
         return cast(Model, MESHES.of("mesh")(model, tuple(args), dict(kwargs or {}), request))
     if dims is not None or layouts != "follow":
         raise BadUse("dims and layouts are of a step on a mesh, and there is no mesh; give mesh= as well")
-    whole = automatic_budget(model, (args, dict(kwargs or {}))) if budget == "auto" else parse_bytes(budget)
+    if budget == "auto":
+        from stowplan.run.auto_budget import automatic_budget
+
+        budget = automatic_budget(model, (args, dict(kwargs or {})))
+    whole = parse_bytes(budget)
     beside = parse_bytes(reserve)
     fitting = Fitting(_own_forward(model), whole - beside, options)
     fitting.given, fitting.reserve_bytes = plan, beside
@@ -531,10 +541,17 @@ class Fitting:
     def _plan_once(
         self, kind: KindOfCall, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Planned:
-        begun = time.perf_counter()
         refuse_shards(model)
+        with showing_progress(f"planning {_model_class(model).__name__}", allowed_bytes=self.allowed_bytes):
+            return self._capture_and_plan(kind, model, args, kwargs)
+
+    def _capture_and_plan(
+        self, kind: KindOfCall, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Planned:
+        begun = time.perf_counter()
         plain = with_forward(model, self.own_forward or _model_class(model).forward)
         observation = Observation(plain, self.loss)
+        tell_phase("capturing")
         with observation.watching():
             captured = capture(
                 plain, args, kwargs, loss=self.loss, all_outputs=self.all_outputs, know_values=True
@@ -704,6 +721,8 @@ def _refuse_on_mesh(budget: int | str, plan: Plan | None, options: PlanOptions, 
         raise BadUse('budget="auto" is what is free here, and workers may share that: give each its bytes')
     if plan is not None:
         raise BadUse("a saved plan is of a step in one process; with a mesh, each worker makes its own")
+    if options.seconds is not None:
+        raise BadUse("time_limit is for one process: workers must end at the same plan; limit moves= instead")
     if moved := sorted(set(options.allow).intersection(ON_REQUEST)):
         raise BadUse(
             f"{moved[0]} is not available with a mesh: gradients that are being summed cannot be offloaded"

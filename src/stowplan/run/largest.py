@@ -12,7 +12,7 @@ from inspect import Parameter, signature
 from typing import TypeAlias
 
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.plan.options import TECHNIQUES, PlanOptions, Progress
+from stowplan.plan.options import TECHNIQUES, PlanOptions
 from stowplan.run.planning.planner import step_planner
 from stowplan.run.target import function_named, load_target, subject_of
 
@@ -58,13 +58,12 @@ class Sizes:
     first: int
     multiple: int
     moves: int | None = None
-    progress: Progress | None = None
 
     def attempt(self, techniques: Techniques, allowed_bytes: int, step: int) -> SizeAttempt:
         """Whether a size fits: capture it, probe its ops, and plan it for the budget."""
         size = self.first + step * self.multiple
         subject = subject_of(load_target(self.target, **{self.vary: size}))
-        planner = step_planner(subject, PlanOptions(techniques, moves=self.moves, progress=self.progress))
+        planner = step_planner(subject, PlanOptions(techniques, moves=self.moves))
         plain = planner.baseline
         if plain.peak_bytes <= allowed_bytes:
             return SizeAttempt(plain.peak_bytes, Fit(size, plain.peak_bytes, plain.seconds, plain.seconds))
@@ -88,7 +87,6 @@ def largest_of(
     most: int | None = None,
     allow: Iterable[str] = TECHNIQUES,
     moves: int | None = None,
-    progress: Progress | None = None,
 ) -> Iterator[Largest]:
     """The largest sizes of the baseline and with more and more techniques, as they are found.
 
@@ -96,7 +94,7 @@ def largest_of(
     the search for each plan.
     """
     start = _first_size(target, vary) if first is None else first
-    sizes = Sizes(target, vary, start, multiple, moves, progress)
+    sizes = Sizes(target, vary, start, multiple, moves)
     limit = _MOST_STEPS if most is None else (most - sizes.first) // multiple
     for techniques in _growing(allow):
         fit, next_needs = search(partial(sizes.attempt, techniques, allowed_bytes), allowed_bytes, limit)

@@ -17,6 +17,7 @@ from stowplan.capture.arguments import flatten
 from stowplan.capture.origins import line_of
 from stowplan.capture.recording import Loss
 from stowplan.errors import BadUse
+from stowplan.plan.watch import tell_phase
 from stowplan.run.planning.subject import Subject
 from stowplan.torch_private import pytree
 
@@ -43,6 +44,7 @@ class Target:
 
 def subject_of(target: Target) -> Subject:
     """The captured step of a target."""
+    tell_phase("capturing")
     captured = capture(target.model, target.args, target.kwargs, loss=target.loss, know_values=True)
     return Subject(captured, target.model, target.args, target.kwargs, loss=target.loss)
 

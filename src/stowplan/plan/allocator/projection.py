@@ -13,6 +13,7 @@ from stowplan.errors import BudgetTooSmall, IllegalPlan
 from stowplan.plan.allocator.caching import CachingAllocator, HeapFigures
 from stowplan.plan.allocator.requests import Request, Requests, requests_of
 from stowplan.plan.allocator.settings import OWN_SEGMENT, SEGMENT_STEP, SMALL_REQUEST, AllocatorSettings
+from stowplan.plan.decision import Compute, Free
 from stowplan.plan.plan import Plan
 from stowplan.units import format_bytes
 
@@ -129,7 +130,7 @@ def plan_for_device(
     """
     roomiest = plan_of(allowed_bytes)  # refuses what even the requested bytes do not fit into
     least: tuple[int, Plan] | None = None
-    keeps_all = (roomiest,) if roomiest.minimum_bytes is None else ()  # nobody had to search for it
+    keeps_all = (roomiest,) if all(isinstance(s, Compute | Free) for s in roomiest.steps) else ()
     for plan in chain(keeps_all, _smaller_and_smaller(plan_of, roomiest.plain_peak_bytes)):
         if plan.projected_peak_bytes > allowed_bytes:
             continue

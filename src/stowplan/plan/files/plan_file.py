@@ -61,6 +61,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     extra_macs: int
     graph: str
     tile_maps: tuple[TileMap, ...] = ()
+    cut_short: str = ""
     against_eager: AgainstEager | None = None
 
 

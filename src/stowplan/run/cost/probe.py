@@ -15,6 +15,7 @@ from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Interval, Op, Phase, Profile
 from stowplan.plan.options import Progress
 from stowplan.plan.pricing import Machine, price_by_roofline
+from stowplan.plan.watch import patience, tell_phase
 from stowplan.run.cost.machine import USER_CACHE, device_of, measure_machine, platform_of
 from stowplan.run.cost.probe_cache import Cost, ProbeCache
 from stowplan.run.cost.probe_call import PROBES, cost_of_call
@@ -92,12 +93,13 @@ class _CostBook:
     ) -> None:
         """Try these, as far as there is time. What is found is kept even if the user interrupts."""
         found: dict[str, Cost] = {}
-        deadline = time.perf_counter() + limit_seconds
+        deadline = time.perf_counter() + min(limit_seconds, patience().seconds_left / 2)
         try:
             for number, signature in enumerate(signatures, start=1):
                 in_time = time.perf_counter() < deadline
                 if in_time and (cost := cost_of_call(signature, self._device, repeats=repeats)):
                     found[signature.text] = cost
+                tell_phase("probing ops", number, len(signatures))
                 if progress:
                     progress(number, len(signatures))
         finally:

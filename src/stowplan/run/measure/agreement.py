@@ -36,6 +36,7 @@ from stowplan.capture.stand_ins import with_tensors
 from stowplan.capture.storage_views import StorageBook, StorageView
 from stowplan.capture.watching import Event
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
+from stowplan.plan.watch import tell_phase
 from stowplan.run.planning.subject import Subject
 from stowplan.torch_private import OpOverload, TorchDispatchMode, checkpoints_as_calls, storage_id
 from stowplan.units import format_bytes
@@ -45,6 +46,7 @@ _DETACH = torch.ops.aten.detach.default
 
 def compared(plan: Plan, subject: Subject) -> Plan:
     """The plan with what one eager forward of its step shows."""
+    tell_phase("comparing with an eager forward")
     return replace(plan, against_eager=against_eager(plan, subject))
 
 

@@ -13,7 +13,6 @@ from stowplan.capture import Captured, capture
 from stowplan.ir import Document, Graph, Kind, Note, NoteKind, Phase
 from stowplan.ops.regions import regions_of
 from stowplan.ops.table import site_of
-from stowplan.plan.options import Progress
 from stowplan.run.cost.probe import probe
 from stowplan.run.measure.check import eager_step
 from stowplan.run.measure.measure import measure
@@ -51,14 +50,13 @@ def inspect_step(
     tried: bool = True,
     measured: bool = False,
     optimizer: str | Optimizer | None = None,
-    progress: Progress | None = None,
 ) -> StepInspection:
     """Capture a step and project its peak; `tried` probes each distinct op, `measured` runs the whole step.
 
     With an `optimizer` (an object, or a name of torch.optim) the result includes its memory.
     """
     captured = capture(target.model, target.args, target.kwargs, loss=target.loss, know_values=True)
-    probed = probe(captured, progress=progress) if tried else None
+    probed = probe(captured) if tried else None
     workspace = probed.workspace_bytes if probed else estimated_workspaces(captured.graph)
     document = Document(
         "torch",

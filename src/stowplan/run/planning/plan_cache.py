@@ -24,6 +24,7 @@ from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.technique import Socket
+from stowplan.plan.watch import limited_to
 from stowplan.run.cost.machine import device_of, platform_of
 from stowplan.run.cost.probe_cache import replace_file, user_folder
 from stowplan.run.planning.planner import plan_step, step_planner
@@ -52,7 +53,8 @@ class PlanCache:
     ) -> PlannedStep:
         """The step with the plan that is kept for it, or with one searched for now, which is then kept.
 
-        Plans that offload are not kept, because the free space of a tier changes from day to day.
+        Plans that offload are not kept, because the free space of a tier changes from day to day, nor are
+        plans whose search was ended early.
         """
         graph = subject.captured.graph
         key = _key_of(graph, allowed_bytes, options)
@@ -60,8 +62,9 @@ class PlanCache:
         if known is not None:
             return known
         refuse_hopeless(graph, allowed_bytes, options, lambda: step_planner(subject, options).minimum_bytes)
-        found = plan_step(subject, allowed_bytes, options)
-        if found.plan.pricing.tier is None:
+        with limited_to(options.seconds):
+            found = plan_step(subject, allowed_bytes, options)
+        if found.plan.pricing.tier is None and not found.plan.cut_short:
             self.add(key, found.plan)
         return found
 
@@ -111,7 +114,7 @@ def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
 def _key_of(graph: Graph, allowed_bytes: int, options: PlanOptions) -> str:
     """A file name from everything that a plan depends on."""
     device = device_of(graph)
-    settings = (sorted(options.allow), options.prefer, options.moves)
+    settings = (sorted(options.allow), options.prefer, options.moves, options.gap)
     rules = sorted(registered_types & {op.type for op in graph.ops})
     parts = (
         format_graph(graph),

@@ -46,7 +46,7 @@ class CapturedCandidate(GraphCandidate):
         return self.planner.frontier.points if "planner" in vars(self) else ()
 
     def plan(self, allowed_bytes: int) -> Plan:
-        return self.told(plan_within(self.planner_for(allowed_bytes), allowed_bytes))
+        return self.told(self.answered(allowed_bytes, plan_within))
 
 
 def step_planner(subject: Subject, options: PlanOptions = DEFAULT_OPTIONS) -> Selector[StepCandidate]:

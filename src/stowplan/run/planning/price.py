@@ -3,16 +3,16 @@
 A plan that repeats random draws keeps states of the generator, which are not tensors of the graph.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
 from stowplan.capture import Captured
-from stowplan.errors import BudgetTooSmall
 from stowplan.ir import Graph, Op
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import RecomputeOp
+from stowplan.plan.decision import RecomputeOp, Step
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions
 from stowplan.plan.plan import Plan
@@ -35,15 +35,16 @@ def plan_within(planner: Planner, allowed_bytes: int) -> Plan:
 
     Plans are examined from the fastest on, so that a larger budget never costs more time.
     """
-    try:
-        plan = planner.plan(allowed_bytes)
-        while plan.projected_peak_bytes + replayed_bytes(plan) > allowed_bytes:
-            plan = planner.plan(plan.projected_peak_bytes - 1)
-    except BudgetTooSmall:
-        beside = replayed_bytes(planner.plan(planner.minimum_bytes))
-        refusal = planner.refusal(allowed_bytes - beside)
-        raise refusal.beside(beside, "states of the generator to repeat random draws") from None
-    return verify(plan)
+    room = allowed_bytes
+    while (point := planner.frontier.at(room)) is not None:
+        beside = _replayed_bytes(planner.problem.graph, point.steps(planner.problem))
+        if point.peak_bytes + beside <= allowed_bytes:
+            return verify(planner.plan_at(point, allowed_bytes))
+        room = point.peak_bytes - 1
+    smallest = planner.frontier.points[0].steps(planner.problem)
+    beside = _replayed_bytes(planner.problem.graph, smallest)
+    refusal = planner.refusal(allowed_bytes - beside)
+    raise refusal.beside(beside, "states of the generator to repeat random draws")
 
 
 def replayed_bytes(plan: Plan) -> int:
@@ -51,8 +52,12 @@ def replayed_bytes(plan: Plan) -> int:
 
     One more state exists while draws are repeated: the state to return to.
     """
-    again = {step.op for step in plan.steps if isinstance(step, RecomputeOp)}
-    replayed = sum(op.id in again and is_random(plan.graph, op) for op in plan.graph.ops)
+    return _replayed_bytes(plan.graph, plan.steps)
+
+
+def _replayed_bytes(graph: Graph, steps: Iterable[Step]) -> int:
+    again = {step.op for step in steps if isinstance(step, RecomputeOp)}
+    replayed = sum(op.id in again and is_random(graph, op) for op in graph.ops)
     return (replayed + bool(replayed)) * torch.get_rng_state().nbytes
 
 

@@ -1,4 +1,4 @@
-"""Whoever waits at a terminal is told how far it is and how long it may take; pipes and quick work not."""
+"""Whoever waits at a terminal is shown how far it is and how long it may take; elsewhere it is logged."""
 
 import io
 import os
@@ -7,9 +7,16 @@ import re
 from select import select
 from time import sleep
 
-from stowplan.cli.patience import a_word_after_two_seconds
-from stowplan.plan.watch import Searching, tell
+import pytest
+
+from stowplan.plan.progress import showing_progress
+from stowplan.plan.watch import Searching, tell, tell_phase
 from tests.support.timing import timed
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
 
 
 class Screen:
@@ -25,7 +32,8 @@ class Screen:
         text = os.read(self._inner, 1 << 16).decode() if written else ""
         self.stream.close()
         os.close(self._inner)
-        return [line.strip() for line in text.split("\r")]
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)  # without colours and movements
+        return [line.strip(" ━╸╺\n") for line in plain.split("\r")]
 
 
 def search(share: float) -> Searching:
@@ -35,7 +43,7 @@ def search(share: float) -> Searching:
 @timed
 def test_a_terminal_is_told_the_best_plan_its_gap_and_the_time_left() -> None:
     screen = Screen()
-    with a_word_after_two_seconds("planning", allowed_bytes=150, stream=screen.stream, silent=0.0):
+    with showing_progress("planning", allowed_bytes=150, stream=screen.stream, silent=0.0):
         tell(lambda: search(0.5))
         sleep(0.4)
     lines = screen.shown()
@@ -47,7 +55,7 @@ def test_a_terminal_is_told_the_best_plan_its_gap_and_the_time_left() -> None:
 @timed
 def test_a_budget_that_nothing_fits_yet_is_said_to_be_one() -> None:
     screen = Screen()
-    with a_word_after_two_seconds("planning", allowed_bytes=50, stream=screen.stream, silent=0.0):
+    with showing_progress("planning", allowed_bytes=50, stream=screen.stream, silent=0.0):
         tell(lambda: search(0.01))
         sleep(0.4)
     assert "planning: searching 1%, 0 s, nothing fits yet" in screen.shown()
@@ -56,8 +64,8 @@ def test_a_budget_that_nothing_fits_yet_is_said_to_be_one() -> None:
 @timed
 def test_ops_that_are_tried_are_counted() -> None:
     screen = Screen()
-    with a_word_after_two_seconds("checking", stream=screen.stream, silent=0.0) as waiting:
-        waiting.tried(30, 120)
+    with showing_progress("checking", stream=screen.stream, silent=0.0):
+        tell_phase("probing ops", 30, 120)
         sleep(0.4)
     assert any(line.startswith("checking: probing ops 30 of 120, about ") for line in screen.shown())
 
@@ -66,7 +74,7 @@ def test_ops_that_are_tried_are_counted() -> None:
 def test_a_long_name_leaves_room_for_what_is_known() -> None:
     screen = Screen()
     name = f"planning /{'folder/' * 20}step.txt"
-    with a_word_after_two_seconds(name, allowed_bytes=150, stream=screen.stream, silent=0.0):
+    with showing_progress(name, allowed_bytes=150, stream=screen.stream, silent=0.0):
         tell(lambda: search(0.5))
         sleep(0.4)
     assert any(line.startswith("plan") and line.endswith("gap 33.3%") for line in screen.shown())
@@ -74,22 +82,29 @@ def test_a_long_name_leaves_room_for_what_is_known() -> None:
 
 def test_quick_work_is_silent() -> None:
     screen = Screen()
-    with a_word_after_two_seconds("planning", stream=screen.stream) as waiting:
-        waiting.tried(1, 2)
+    with showing_progress("planning", stream=screen.stream):
+        tell_phase("probing ops", 1, 2)
     assert screen.shown() == [""]
 
 
 @timed
-def test_a_pipe_is_told_nothing() -> None:
+def test_a_pipe_is_shown_nothing_and_the_log_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
     pipe = io.StringIO()
-    with a_word_after_two_seconds("planning", stream=pipe, silent=0.0):
+    with (
+        caplog.at_level("INFO", "stowplan"),
+        showing_progress("planning", allowed_bytes=150, stream=pipe, silent=0.1),
+    ):
         tell(lambda: search(0.5))
         sleep(0.3)
     assert pipe.getvalue() == ""
+    (line,) = caplog.messages
+    assert re.fullmatch(
+        r"planning: searching 50%, about \d+ s left, best 1\.400 x baseline, gap 33\.3%", line
+    )
 
 
 def test_nobody_watches_after_the_work_is_done() -> None:
-    with a_word_after_two_seconds("planning", stream=io.StringIO()):
+    with showing_progress("planning", stream=io.StringIO()):
         pass
 
     def never() -> Searching:
