@@ -31,13 +31,12 @@ from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.progress import showing_progress
 from stowplan.plan.technique import Socket
 from stowplan.plan.watch import tell_phase
-from stowplan.run.border.dependencies import Dependencies, Observation
+from stowplan.run.border.dependencies import Dependencies, Observation, Place, sharing_of
 from stowplan.run.border.guard import Guard
 from stowplan.run.measure.agreement import Relaid, compared, written_tensors
 from stowplan.run.planning.plan_cache import USER_PLANS, PlanCache, saved_step
 from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.run.stand_in import fitted_class, seen_as, with_forward
-from stowplan.run.step.sharing import Place, sharing_of
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import (
     leave_checkpointing_off,

@@ -18,7 +18,7 @@ held to them too. `guard.py` makes of them a check of a living model that takes 
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +37,6 @@ from stowplan.errors import CaptureError
 from stowplan.run.border.frozen import Frozen, Picture, Same, first_change, restore, state_of
 from stowplan.run.border.reach import Reach
 from stowplan.run.border.reads import MODULE_STATE, Reads
-from stowplan.run.step.sharing import sharing_of
 from stowplan.torch_private import GLOBAL_HOOKS, HOOKS, storage_id
 
 HELD_ARGUMENTS = "arguments that lie in the memory of parameters or buffers"
@@ -53,6 +52,9 @@ SWITCHES: Mapping[str, Callable[[], object]] = {
     "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
     "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
 }
+
+
+Place = tuple[int, int, int]  # the first tensor in the same storage, bytes of it, bytes from that tensor on
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,20 @@ def _picture(
     )
     found.facts.update((label, (type(v := switch()), v)) for label, switch in SWITCHES.items())
     return found
+
+
+def sharing_of(tensors: Iterable[Tensor]) -> tuple[Place, ...]:
+    """The place of each tensor. Equal for calls whose tensors lie in storages in the same way.
+
+    A step captured for `model(x, x)` is not that of `model(x, y)`, and a slice holds its whole storage.
+    """
+    first: dict[int, tuple[int, int]] = {}
+    places = []
+    for number, tensor in enumerate(tensors):
+        storage, begin = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.element_size()
+        owner, owner_begin = first.setdefault(storage_id(storage), (number, begin))
+        places.append((owner, storage.nbytes(), begin - owner_begin))
+    return tuple(places)
 
 
 def storages_of(model: nn.Module) -> dict[int, int]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -19,7 +20,6 @@ from torch.autograd.graph import Node
 from stowplan.capture import Program, Ref
 from stowplan.capture.recording import output_keys
 from stowplan.errors import BadUse, TensorChanged
-from stowplan.run.step.before import Before
 from stowplan.run.step.halves import Halves
 from stowplan.run.step.incoming import IncomingGradients
 from stowplan.run.step.source import called
@@ -56,6 +56,32 @@ class Consumer(Protocol):
 
     def fails(self, fault: BaseException) -> None:
         """The step's backward ended in between."""
+
+
+class Before:
+    """The buffers that a step changes, as they were, to put back if the step fails.
+
+    Entered for the forward half and again for the backward half. What someone else has changed between the
+    two is left as it is.
+    """
+
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        self._kept = [(buffer, buffer.detach().clone()) for buffer in buffers]
+        self._versions: list[int | None] | None = None  # of the buffers after the forward half
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        now = [version_of(buffer) for buffer, _ in self._kept]
+        if fault is None:
+            self._versions = now
+            return
+        for (buffer, kept), version, expected in zip(self._kept, now, self._versions or now, strict=True):
+            if version == expected:
+                buffer.copy_(kept)
 
 
 class _Part(NamedTuple):
