@@ -38,6 +38,7 @@ def _budgets(seed: int) -> list[int]:
     return [high - (high - low) * share // 4 for share in (1, 2, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "gap"), [(4, 0.01), (6, 0.2)])
 def test_a_plan_is_as_near_to_the_best_as_was_asked(seed: int, gap: float) -> None:
     whole, near = _planner(seed, _TO_THE_END), _planner(seed, replace(_TO_THE_END, gap=gap))
@@ -66,6 +67,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch, ticks: int) -> None:
     monkeypatch.setattr(watch, "monotonic", lambda: 3600.0 * (next(looks) > ticks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ticks", [30, 200])
 def test_a_time_limit_gives_the_best_plan_so_far(ticks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     budget = _budgets(6)[1]
@@ -116,6 +118,7 @@ def graph_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Graph], st
     return written
 
 
+@pytest.mark.slow
 def test_one_interrupt_keeps_the_best_plan_and_two_end(
     graph_file: Callable[[Graph], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 from stowplan.errors import BudgetTooSmall, NotTileable
 from stowplan.ir import Graph
 from stowplan.plan.bound import relaxed_bound_of
-from stowplan.plan.frontier import floor_of
+from stowplan.plan.frontier import Frontier, floor_of
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Exactness, Plan
@@ -106,6 +106,7 @@ class GraphCandidate:
         options: PlanOptions,
     ) -> None:
         self.graph, self.pricing, self.baseline, self.options = graph, pricing, baseline, options
+        self.searched: Frontier | None = None  # for the latest plan, by one budget or by all
 
     @property
     def stretches(self) -> tuple[str, ...]:
@@ -154,6 +155,7 @@ class GraphCandidate:
         near = _asked(focused, allowed_bytes, ask)
         if near is not None and near.gap <= self.options.gap:
             return near
+        self.searched = self.planner.frontier
         try:
             found = ask(replace(self.planner, bounds=focused.bounds if focused else {}), allowed_bytes)
         except BudgetTooSmall:
@@ -170,7 +172,9 @@ class GraphCandidate:
         if unbounded or allowed_bytes < self.floor_bytes:
             return None
         peak = self.baseline.peak_bytes
-        return Planner.focused(self._problem, self.pricing, peak, allowed_bytes, self.options)
+        planner = Planner.focused(self._problem, self.pricing, peak, allowed_bytes, self.options)
+        self.searched = planner.frontier
+        return planner
 
     def told(self, plan: Plan) -> Plan:
         """A plan of its planner, compared with the baseline."""

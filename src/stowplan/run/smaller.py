@@ -18,7 +18,7 @@ from stowplan.capture.arguments import TensorLook
 from stowplan.capture.storage_views import contiguous_stride
 from stowplan.capture.watching import Event
 from stowplan.run.measure.agreement import changes_nothing
-from stowplan.run.step.before import Before
+from stowplan.run.step.function import Before
 from stowplan.torch_private import OpOverload, TorchDispatchMode
 
 if TYPE_CHECKING:

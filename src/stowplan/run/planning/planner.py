@@ -43,7 +43,7 @@ class CapturedCandidate(GraphCandidate):
     @property
     def points(self) -> tuple[Point, ...]:
         """The frontier, if a budget has asked for it."""
-        return self.planner.frontier.points if "planner" in vars(self) else ()
+        return self.searched.points if self.searched else ()
 
     def plan(self, allowed_bytes: int) -> Plan:
         return self.told(self.answered(allowed_bytes, plan_within))
