@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stowplan.plan.options import PlanOptions
     from stowplan.plan.plan import Plan
     from stowplan.run.fit import fit, plans_of
+    from stowplan.run.shapes import scan, shape_costs
     from stowplan.run.shards.fit import choices_of, shards_of
 
 __version__ = "0.1.0"
@@ -67,6 +68,8 @@ __all__ = [
     "planner_for",
     "plans_of",
     "read_document",
+    "scan",
+    "shape_costs",
     "shards_of",
 ]
 
@@ -77,6 +80,8 @@ _HOMES = {
     "fit": "stowplan.run.fit",
     "plans_of": "stowplan.run.fit",
     "choices_of": "stowplan.run.shards.fit",
+    "scan": "stowplan.run.shapes",
+    "shape_costs": "stowplan.run.shapes",
     "shards_of": "stowplan.run.shards.fit",
 }
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from stowplan.run.iteration.iteration import Iteration
     from stowplan.run.planning.sizes import PlannedSizes
+    from stowplan.run.shapes import DeclaredShapes, Shapes
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -111,6 +112,7 @@ def fit(
     clip_value: float | None = None,
     accumulate: int = 1,
     keep_gradients: bool | Iterable[str] = False,
+    shapes: "Shapes | None" = None,
     keep_plans: int = 128,
 ) -> Model:
     """Plan the training step of `model(*args, **kwargs)` so that it stays within `budget` bytes.
@@ -155,6 +157,11 @@ def fit(
     is compared with eager at the first few shapes alone, and says so. `keep_plans` limits the number of plans
     that are kept; the one unused for longest makes room. A shape that was refused is refused again at once.
 
+    `shapes={"input_ids": {1: (16, 2048)}}` declares which dims of which arguments vary, and how far. Dims
+    with the same range are one size; a `torch.export.Dim` may stand for a range. The largest shapes are
+    planned first, and refused here if they do not fit. `shape_costs(fitted)` shows what the shapes between
+    cost, and `scan(loader, fitted)` finds the batches of a data loader that do not fit.
+
     Plans are cached in the user's cache folder for the same step, budget and machine, except plans that
     offload. A saved `plan` is used instead of a new one; it is refused if it is for another step.
 
@@ -186,6 +193,8 @@ def fit(
         raise BadUse(
             "clip_norm, clip_value, accumulate and keep_gradients are of an iteration; give optimizer= too"
         )
+    if shapes is not None and (mesh is not None or plan is not None):
+        raise BadUse("shapes are for one process, and for plans that fit makes; leave out mesh= and plan=")
     if mesh is not None:
         _refuse_on_mesh(budget, plan, options, iteration)
         if loss is not None or outputs != "loss":
@@ -213,6 +222,8 @@ def fit(
     switch_checkpointing_off(model)
     leave_checkpointing_off(fitted)
     with torch.enable_grad():
+        if shapes is not None:
+            fitting.declare(fitted, tuple(args), dict(kwargs or {}), shapes)
         if fitting.step_for(fitted, tuple(args), dict(kwargs or {})) is None:
             raise BadUse(
                 "nothing wants a gradient: no parameter and no argument has requires_grad, so there is no"
@@ -331,6 +342,7 @@ class Fitting:
     keep_plans: int = 128
     priced: list[PlannedStep] = field(default_factory=list)  # steps that further sizes can take over from
     sizes: "PlannedSizes | None" = None  # the same, once there are further sizes
+    shapes: "DeclaredShapes | None" = None
     compared_sizes: int = 0  # carried plans that were compared with eager
     smaller: list[tuple[KindOfCall, Planned]] = field(default_factory=list)  # than a step that fits in eager
     refused: list[_Refused] = field(default_factory=list)
@@ -385,7 +397,7 @@ class Fitting:
         kwargs: Mapping[str, object],
         *,
         may_run_as_it_is: bool = True,
-    ) -> Callable[..., object] | None:
+    ) -> "StraightStep | _AsItIs | None":
         """The step for this call, planned if none applies to it; None if nothing wants a gradient."""
         with self.lock:
             leaves, spec = flatten(args, kwargs)
@@ -397,8 +409,9 @@ class Fitting:
                     return bound.step
             if not _wants_gradient(model, leaves):
                 return None
-            if self._runs_in_eager(kind, model, leaves):
-                return partial(self._eager_call, model)
+            larger = self._smaller_than(kind, model, leaves)
+            if larger is not None:
+                return _AsItIs(self, model, larger)
             change, answers = None, 0
             for planned in reversed(self.planned):
                 if planned.kind == kind:
@@ -417,7 +430,7 @@ class Fitting:
             self._refuse_again(kind, model, leaves)
             larger = self._larger_in_eager(kind, model, leaves) if may_run_as_it_is else None
             if larger is not None:
-                return partial(self._watched_call, kind, larger, model)
+                return _AsItIs(self, model, larger, watched_as=kind)
             if change is not None:
                 _LOGGER.warning("planning %s again: %s", _model_class(model).__name__, change)
             planned = self._planned_or_refused(kind, model, args, kwargs, change)
@@ -466,10 +479,10 @@ class Fitting:
             self.bound = [bound for bound in self.bound if bound.planned is not gone]
             self.smaller = [(kind, larger) for kind, larger in self.smaller if larger is not gone]
 
-    def _runs_in_eager(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> bool:
-        """Whether a call of this kind was seen to be a smaller one of a step that fits, still the same."""
+    def _smaller_than(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> Planned | None:
+        """The step that fits without its plan and that calls of this kind were seen to be smaller than."""
         larger = next((planned for known, planned in self.smaller if known == kind), None)
-        return larger is not None and self._is_program_of(larger, model, leaves)
+        return larger if larger and self._is_program_of(larger, model, leaves) else None
 
     def _is_program_of(self, planned: Planned, model: nn.Module, leaves: list[object]) -> bool:
         """Whether the model is as it was when this step was planned, whatever the sizes of the call."""
@@ -491,29 +504,61 @@ class Fitting:
                 return planned
         return None
 
-    def _eager_call(self, model: nn.Module, *args: object, **kwargs: object) -> object:
+    def as_it_is(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+        """Call the model in eager, with gradients."""
         with checkpoints_as_calls():
             return self._eager(model, args, kwargs)
 
-    def _watched_call(
-        self, kind: KindOfCall, larger: Planned, model: nn.Module, *args: object, **kwargs: object
+    def watched_as_it_is(
+        self,
+        kind: KindOfCall,
+        larger: Planned,
+        model: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
     ) -> object:
-        """The model as it is, watched; by a plan after all if it turns out to be another program."""
+        """The same, watched; by a plan after all if it turns out to be another program."""
         from stowplan.run.smaller import Unlike, watched
 
         captured, given = larger.step.captured, flatten(args, kwargs)[0]
         written = written_tensors(captured.program, [model], given)
         devices = {tensor.device.type for tensor in model.parameters()}
         try:
-            result = watched(
-                lambda: self._eager_call(model, *args, **kwargs), captured.forward, written, devices
-            )
+            result = watched(lambda: self.as_it_is(model, args, kwargs), captured.forward, written, devices)
         except Unlike:
             step = self.step_for(model, args, kwargs, may_run_as_it_is=False)
             assert step is not None, "a gradient was wanted when the step was looked for"
             return step(*args, **kwargs)
         self.smaller = [(kind, larger), *self.smaller][:_MOST_SMALLER]
         return result
+
+    def declare(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], shapes: "Shapes"
+    ) -> None:
+        """Plan the largest of the declared shapes; raises BudgetTooSmall if they do not fit."""
+        from stowplan.run.shapes import DeclaredShapes
+
+        plain = with_forward(model, self.own_forward or _model_class(model).forward)
+        self.shapes = DeclaredShapes.of(plain, args, kwargs, shapes)
+        try:
+            self.step_for(model, *self.shapes.call(self.shapes.largest))
+        except BudgetTooSmall as refusal:
+            refusal.add_note(
+                "These are the largest of the declared shapes; declare smaller ones, or a larger budget."
+            )
+            raise
+
+    def foreseen(
+        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[Plan, bool] | None:
+        """The plan for a call, or that of a larger one if the call runs as it is, and which of the two.
+
+        None if nothing wants a gradient; raises BudgetTooSmall if the call does not fit.
+        """
+        step = self.step_for(model, args, kwargs)
+        if isinstance(step, _AsItIs):
+            return step.larger.step.plan, True
+        return next(((b.planned.step.plan, False) for b in self.bound if b.step is step), None)
 
     def _bind(self, planned: Planned, guard: Guard, model: nn.Module) -> StraightStep:
         known = next((bound for bound in self.bound if bound.planned is planned), None)
@@ -637,6 +682,21 @@ def _at_least_one(keep_plans: object) -> int:
     if not isinstance(keep_plans, int) or keep_plans < 1:
         raise BadUse(f"keep_plans is {keep_plans!r}; it is a number of plans, at least 1")
     return keep_plans
+
+
+@dataclass(frozen=True, slots=True)
+class _AsItIs:
+    """A call that runs as it is, for a larger one fits without its plan. The first of a kind is watched."""
+
+    fitting: Fitting
+    model: nn.Module
+    larger: Planned
+    watched_as: KindOfCall | None = None
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        if self.watched_as is None:
+            return self.fitting.as_it_is(self.model, args, kwargs)
+        return self.fitting.watched_as_it_is(self.watched_as, self.larger, self.model, args, kwargs)
 
 
 def _own_forward(model: nn.Module) -> Callable[..., Any] | None:
