@@ -35,6 +35,7 @@ Range: TypeAlias = "tuple[int, int] | ExportDim"
 Shapes: TypeAlias = Mapping[str, Mapping[int, Range]]
 Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]
 
+_AS_IT_IS = "runs as it is"
 _MOST_ROWS = 16  # of a table: each takes a capture
 
 
@@ -179,6 +180,7 @@ class ShapeCosts:
 def _cells(row: ShapeCost) -> tuple[str, ...]:
     shapes = ", ".join("x".join(map(str, shape)) or "scalar" for shape in row.shapes)
     peak = "" if row.peak_bytes is None else format_bytes(row.peak_bytes)
+    peak = f"at most {peak}" if row.how == _AS_IT_IS else peak
     ratio = "" if row.time_ratio is None else f"{row.time_ratio:.3f} x"
     needs = f", needs {format_bytes(row.minimum_bytes)}" if row.minimum_bytes is not None else ""
     return shapes, str(len(row.batches)), peak, ratio, row.how + needs
@@ -255,6 +257,6 @@ def _cost_of(fitting: "Fitting", fitted: nn.Module, made: Call, batches: tuple[i
         return ShapeCost(shapes, "wants no gradient", 0, 1.0, batches=batches)
     plan, is_smaller = found
     if is_smaller:  # the peak is that of a larger call
-        return ShapeCost(shapes, "runs as it is", plan.plain_peak_bytes, 1.0, batches=batches)
+        return ShapeCost(shapes, _AS_IT_IS, plan.plain_peak_bytes, 1.0, batches=batches)
     how = f"planned, {plan.exactness}"
     return ShapeCost(shapes, how, plan.projected_peak_bytes, plan.time_ratio, batches=batches)
