@@ -114,11 +114,6 @@ class BudgetTooSmall(StowplanError):
             self._minimum_bytes = self._minimum_bytes()
         return self._minimum_bytes
 
-    @property
-    def known_minimum_bytes(self) -> int | None:
-        """The same, if it is known without a search."""
-        return self._minimum_bytes if isinstance(self._minimum_bytes, int) else None
-
     def again(self) -> "BudgetTooSmall":
         """The same refusal, to be raised a second time."""
         same = self.with_untiled(self.untiled)
