@@ -5,7 +5,7 @@ new contents into buffers, each as early as possible: later readers then read th
 not kept twice. Views of the new contents become views of the buffer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -13,6 +13,7 @@ import torch
 
 from stowplan.capture.answers import Answer
 from stowplan.capture.program import Argument, Call, Ref, inputs_of
+from stowplan.capture.schema import bound_arguments
 from stowplan.capture.storage_views import StorageView
 from stowplan.ops.aten import RANDOM
 from stowplan.torch_private import OpOverload
@@ -78,15 +79,24 @@ def pruned(functional: FunctionalStep) -> FunctionalStep:
     needed |= {*functional.gradients.values(), *functional.updates.values()}
     kept = []
     for call in reversed(functional.calls):
-        if draws(call.call.target) or any(output in needed for output in call.call.outputs):
+        if draws(call.call.target, call.call.args, call.call.kwargs) or any(
+            output in needed for output in call.call.outputs
+        ):
             needed.update(inputs_of(call.call))
             kept.append(call)
     return replace(functional, calls=tuple(reversed(kept)))
 
 
-def draws(target: OpOverload) -> bool:
-    """Whether an op may draw random numbers, by PyTorch's tag, which misses a few ops."""
-    return torch.Tag.nondeterministic_seeded in target.tags or str(target) in RANDOM
+def draws(target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Whether a call may draw random numbers, by PyTorch's tag, which misses a few ops.
+
+    The tag of attention does not tell that it draws only for dropout, and that its backward is given what was
+    drawn.
+    """
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return str(target) in RANDOM
+    bound = bound_arguments(target, args, kwargs)
+    return bound.get("dropout_p") != 0.0 and "philox_seed" not in bound
 
 
 UPDATE = "update_"

@@ -181,7 +181,10 @@ class _Functionaliser:
         if target is aten.copy.default:
             return False
         lying = result_stride(aten.clone.default, (view,), {})
-        return not draws(target) or result_stride(target, event.args, event.kwargs) == lying
+        return (
+            not draws(target, event.args, event.kwargs)
+            or result_stride(target, event.args, event.kwargs) == lying
+        )
 
     def _make(
         self,

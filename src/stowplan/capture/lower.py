@@ -71,7 +71,7 @@ class Lowering:
         if is_update(call):
             return self._update(call)
         phase, event = self._phase(call), self._recording.events[call.event]
-        if phase is Phase.BACKWARD and draws(call.call.target):
+        if phase is Phase.BACKWARD and draws(call.call.target, call.call.args, call.call.kwargs):
             raise CaptureError(
                 f"{call.call.target} draws random numbers during backward",
                 where=event.origin.source,

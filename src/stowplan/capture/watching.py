@@ -9,11 +9,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from operator import ge, gt, le, lt
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -31,6 +29,7 @@ from stowplan.capture.schema import (
     written_arguments,
     written_names,
 )
+from stowplan.capture.shapes import made_without_data
 from stowplan.capture.stand_ins import is_small_integer
 from stowplan.capture.storage_views import StorageBook, StorageView
 from stowplan.errors import CaptureError
@@ -108,10 +107,7 @@ class Rehearsal:
         masks = list(masks_in(args)) if target in _CHOOSING else []
         positions = {id(mask): mask.nonzero().unbind(1) for mask in masks}
         with self._fakes:
-            if masks and target is aten.masked_select.default:
-                return _selected(args[0], masks[0], len(positions[id(masks[0])][0]))
-            chosen = _with_positions(args, positions) if masks else args
-            return as_made(target, args, kwargs, target(*chosen, **kwargs))
+            return as_made(target, args, kwargs, made_without_data(target, args, kwargs, positions))
 
     def _is_known(self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         if torch.Tag.nondeterministic_seeded in target.tags:
@@ -156,23 +152,6 @@ def masks_in(args: tuple[object, ...]) -> Iterator[Tensor]:
     for tensor in _tensors_in(chosen):
         if tensor.dtype in (torch.bool, torch.uint8) and not isinstance(tensor, FakeTensor):
             yield tensor
-
-
-def _with_positions(
-    args: tuple[object, ...], positions: Mapping[int, Sequence[Tensor]]
-) -> tuple[object, ...]:
-    """The arguments of `index` with the positions that masks select, which have a shape, in their place."""
-    chosen = list[object]()
-    for item in cast(Sequence[object], args[1]):
-        chosen += positions.get(id(item), (item,))
-    return args[0], chosen, *args[2:]
-
-
-def _selected(source: Any, mask: Tensor, count: int) -> Tensor:
-    """The result of `masked_select` by a mask with `count` elements that are true."""
-    repeats = prod(np.broadcast_shapes(source.shape, mask.shape)) // max(1, mask.numel())
-    selected: Tensor = source.new_empty(count * repeats)
-    return selected
 
 
 def _tensors_in(value: object) -> Iterable[Tensor]:

@@ -43,6 +43,10 @@ HELD_ARGUMENTS = "arguments that lie in the memory of parameters or buffers"
 
 _TENSOR_HOOKS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook)
 
+_FLAT_WEIGHTS = (
+    "_flat_weights",
+    "_flat_weight_refs",
+)  # an RNN's list of its parameters, made anew for others
 # What changes kernels or the types of what is made, and no argument tells.
 SWITCHES: Mapping[str, Callable[[], object]] = {
     "torch.get_default_dtype()": torch.get_default_dtype,
@@ -269,7 +273,7 @@ def _add_module(
 def _add_attribute(found: Picture, label: str, module: nn.Module, name: str) -> None:
     """An attribute that is the module's own or its class's; not the forward that `fit` itself replaces."""
     own = vars(module)
-    if label == "forward":
+    if label == "forward" or (isinstance(module, nn.RNNBase) and name in _FLAT_WEIGHTS):
         return
     if name in own:
         found.add(label, own, name)

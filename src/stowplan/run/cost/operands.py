@@ -15,15 +15,22 @@ from stowplan.capture import Argument, Handle, Ref
 from stowplan.run.cost.signature import Operand, Signature
 
 LARGE_BYTES = 2**28
+# Their workspace grows with what a mask selects, so all is selected.
+_SELECTING = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)
 _BLOCK = 2**16  # numbers that are drawn; a larger tensor repeats them
 
 
 def operands_of(signature: Signature) -> list[Tensor]:
     """Tensors that look as the signature says."""
-    return [
+    found = [
         _values(operand.extent, operand).as_strided(operand.shape, operand.stride)
         for operand in signature.operands
     ]
+    if signature.call.target in _SELECTING:
+        for tensor in found:
+            if tensor.dtype is torch.bool:
+                tensor.fill_(True)
+    return found
 
 
 def call_on(signature: Signature, operands: Sequence[Tensor]) -> Callable[[], object]:

@@ -1,0 +1,1 @@
+"""The zoo: tiny models of many packages, planned at two budgets and compared with eager."""

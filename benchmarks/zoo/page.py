@@ -1,0 +1,58 @@
+"""The page of the zoo: what became of each model, and the causes of refusals."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.zoo.run import Result
+from stowplan.units import format_bytes
+
+_OPENING = (
+    "Written by `python -m benchmarks.zoo` on PyTorch {version}. Each model is tiny and has random weights."
+    " It is planned at a roomy budget and at a tight one: 0.7 of eager's peak, or the smallest if that is"
+    " larger, with recomputation alone. Each planned model makes two optimizer steps on batches that it was"
+    " not planned for, next to an eager twin. *Fitted* means that losses, parameters and buffers equal"
+    " eager's to the bit, and that the allocator's peak is within the budget."
+)
+
+
+def write_page(results: Sequence[Result], path: Path) -> None:
+    """Write the page."""
+    path.write_text("\n".join(_lines(results)) + "\n", encoding="utf-8")
+
+
+def _lines(results: Sequence[Result]) -> Iterator[str]:
+    yield "# Models that were tried\n"
+    yield _OPENING.format(version=torch.__version__) + "\n"
+    outcomes = Counter(result.outcome for result in results)
+    yield f"| outcome | models of {len(results)} |"
+    yield "|---|---|"
+    for outcome, count in outcomes.most_common():
+        yield f"| {outcome} | {count} |"
+    yield ""
+    causes = Counter((result.outcome, _cause(result)) for result in results if result.outcome != "fitted")
+    if causes:
+        yield "## Causes\n"
+        yield "| outcome | cause | models |"
+        yield "|---|---|---|"
+        for (outcome, cause), _ in causes.most_common():
+            names = ", ".join(r.name for r in results if (r.outcome, _cause(r)) == (outcome, cause))
+            yield f"| {outcome} | {cause} | {names} |"
+        yield ""
+    yield "## Models\n"
+    yield "| package | model | outcome | eager's peak | tight budget | measured | processor time |"
+    yield "|---|---|---|---|---|---|---|"
+    for result in sorted(results, key=lambda result: (result.package, result.name.lower())):
+        sizes = (result.eager_bytes, result.tight_bytes, result.measured_bytes)
+        shown = " | ".join(format_bytes(size) if size else "" for size in sizes)
+        yield f"| {result.package} | {result.name} | {result.outcome} | {shown} | {result.seconds:.0f} s |"
+
+
+def _cause(result: Result) -> str:
+    """The cause without the line, which is another for each model."""
+    words = result.cause.split("; ")[0]
+    place, _, rest = words.partition(": ")
+    short = rest if ".py:" in place else words
+    return short.replace("|", "\\|")[:150] or "no word"

@@ -1,0 +1,194 @@
+"""Runs cases of the zoo, each in a process of its own with a limit of processor time.
+
+A case is planned twice, at a roomy and at a tight budget. Each planned model and an eager twin then make two
+optimizer steps on batches that were not planned for. Losses, parameters and buffers are compared to the bit,
+and the memory that the allocator tells of is compared with the budget.
+"""
+
+import copy
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import stowplan
+from benchmarks.zoo.cases import Batch, Case, Training, package
+from stowplan.errors import BudgetTooSmall, StowplanError
+from stowplan.run.measure.measure import measure
+
+ROOMY = 2**40
+_TIGHT = 0.7  # of the peak without a plan
+_MOVES = 10
+_SEEDS = (1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """`outcome` is fitted, refused, wrong, over budget, failed in eager or out of time; `cause` says why."""
+
+    package: str
+    name: str
+    outcome: str
+    cause: str = ""
+    eager_bytes: int = 0
+    tight_bytes: int = 0
+    measured_bytes: int = 0
+    seconds: float = 0.0
+
+
+def tried(case: Case) -> Result:
+    """One case, in this process."""
+    started = time.process_time()
+    outcome, cause, sizes = "fitted", "", (0, 0, 0)
+    try:
+        torch.manual_seed(0)
+        model = Training(case.make(), case.loss).train()
+        twin = copy.deepcopy(model)
+        torch.manual_seed(0)
+        twin(**case.batches(0)).backward()
+    except Exception as error:
+        return Result(case.package, case.name, "failed in eager", _words(error))
+    try:
+        outcome, cause, sizes = _compared(model, case)
+    except StowplanError as error:
+        outcome, cause = "refused", _words(error)
+    except Exception as error:
+        outcome, cause = "wrong", f"raises {_words(error)}"
+    return Result(case.package, case.name, outcome, cause, *sizes, time.process_time() - started)
+
+
+def _compared(model: nn.Module, case: Case) -> tuple[str, str, tuple[int, int, int]]:
+    expected = _trained(copy.deepcopy(model), case)
+    roomy = _fitted(model, case.batches(0), ROOMY)
+    eager_bytes = stowplan.plans_of(roomy)[0].projected_peak_bytes
+    tight_bytes = int(eager_bytes * _TIGHT)
+    try:
+        tight = _fitted(model, case.batches(0), tight_bytes)
+    except BudgetTooSmall as refusal:
+        tight_bytes = refusal.minimum_bytes + refusal.minimum_bytes // 50
+        tight = _fitted(model, case.batches(0), tight_bytes)
+    measured_bytes = 0
+    for fitted, budget in ((tight, tight_bytes), (roomy, ROOMY)):
+        peaks: list[int] = []
+        found = _trained(fitted, case, peaks)
+        sizes = eager_bytes, tight_bytes, measured_bytes or max(peaks)
+        measured_bytes = sizes[2]
+        if different := _first_difference(expected, found):
+            return "wrong", different, sizes
+        if max(peaks) > budget:
+            return "over budget", f"{max(peaks):,} of {budget:,} bytes", sizes
+    plans = (*stowplan.plans_of(tight), *stowplan.plans_of(roomy))
+    unsure = next((str(p.against_eager.note) for p in plans if p.against_eager and p.against_eager.note), "")
+    return "fitted", unsure, sizes
+
+
+def _fitted(model: nn.Module, batch: Batch, budget: int) -> nn.Module:
+    torch.manual_seed(0)
+    return stowplan.fit(copy.deepcopy(model), (), batch, budget=budget, allow=["recompute"], moves=_MOVES)
+
+
+def _trained(model: nn.Module, case: Case, peaks: list[int] | None = None) -> list[tuple[str, Tensor]]:
+    """Two optimizer steps: the losses, parameters and buffers."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    found: list[tuple[str, Tensor]] = []
+    for seed in _SEEDS:
+        batch = case.batches(seed)
+
+        def step(batch: Batch = batch) -> Tensor:
+            loss: Tensor = model(**batch)
+            torch.autograd.backward(loss)
+            return loss.detach()
+
+        torch.manual_seed(seed)
+        if peaks is None:
+            loss = step()
+        else:
+            vars(model)["_fitting"].step_for(model, (), batch)  # a new answer is planned before measuring
+            torch.manual_seed(seed)
+            standing = [*model.parameters(), *model.buffers(), *_tensors(batch)]
+            measurement = measure(step, before=standing)
+            loss = measurement.result
+            peaks.append(measurement.measured_peak_bytes)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((f"loss of step {seed}", loss))
+    found += ((name, tensor.detach()) for name, tensor in model.named_parameters())
+    return [*found, *((name, tensor) for name, tensor in model.named_buffers())]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _first_difference(expected: list[tuple[str, Tensor]], found: list[tuple[str, Tensor]]) -> str:
+    for (name, one), (_, other) in zip(expected, found, strict=True):
+        same = torch.equal(one, other) or (
+            torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+        )
+        if not same:
+            return f"{name} differs from eager by {(one - other).abs().max().item():.1e}"
+    return ""
+
+
+def _words(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    name = "" if isinstance(error, StowplanError) else f"{type(error).__name__}: "
+    return f"{name}{text}"[:300]
+
+
+def run_all(cases: Iterable[Case], seconds: int, report: Callable[[Result], None]) -> None:
+    """Each case in a fork of this process, which has imported the package of the cases once."""
+    for name, group in groupby(cases, key=lambda case: case.package):
+        try:
+            package(name)
+        except ImportError as error:
+            for case in group:
+                report(Result(name, case.name, "failed in eager", _words(error)))
+            continue
+        for case in group:
+            report(_apart(case, seconds))
+
+
+def _apart(case: Case, seconds: int) -> Result:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+        with os.fdopen(writer, "w") as answer:
+            answer.write(json.dumps(asdict(tried(case))))
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        text = answer.read()
+    _, status = os.waitpid(child, 0)
+    if text:
+        return Result(**json.loads(text))
+    ended = (
+        "out of time"
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)
+        else "wrong"
+    )
+    return Result(case.package, case.name, ended, f"ended with status {status}" if ended == "wrong" else "")
+
+
+def read(path: Path) -> list[Result]:
+    """Results, the latest of each case."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = (Result(**json.loads(line)) for line in lines)
+    return list({(result.package, result.name): result for result in found}.values())
