@@ -34,7 +34,7 @@ class Experts(nn.Module):
 
 
 class Sequence(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Callable[[int, int], nn.Module]) -> None:
         super().__init__()
         self.rnn = kind(8, 4)
 
