@@ -191,6 +191,11 @@ SECTIONS: Mapping[str, Callable[[Sequence[Result]], Section]] = {
         "Forward, backward and AdamW's step of a GPT with 88 MiB of parameters; all memory is counted.",
     ),
     "planning": _planning,
+    "lengths": _plainly(
+        "Batches of many shapes",
+        "A small GPT on random lengths and batch sizes under one budget, against the same steps in eager; "
+        "and plans carried over to other sizes against plans searched for them.",
+    ),
     "projection": _projection,
     "optimizers": _plainly(
         "Optimizers", "Projected peaks of training with an optimizer against measured ones."

@@ -33,6 +33,8 @@ SUITES = {
         "tiles resnet50-2048",
         "tiles unet3d-large",
         "planning",
+        "lengths",
+        "lengths --quality",
         "guards",
         "iteration",
         "offload time",

@@ -84,14 +84,10 @@ class PlannedSize:
         """From a plan's steps and, if it was searched, the points of its frontier."""
         graph = problem.graph
         ratio = 1.0
-        if points:
-            every = -(-len(points) // _MOST_POLICIES)
-            chosen = [*points[::-every]][::-1]  # the last one keeps every value
-            policies = tuple(bytes(point.states) for point in chosen)
-        else:
-            policies = tuple(
-                dict.fromkeys((policy_of(problem, steps), bytes(len(gaps_of(problem).value_of))))
-            )
+        keeping = bytes(len(gaps_of(problem).value_of))
+        every = -(-len(points) // _MOST_POLICIES) or 1
+        chosen = [bytes(point.states) for point in points[::-every]][::-1] or [policy_of(problem, steps)]
+        policies = tuple(dict.fromkeys((*chosen, keeping)))
         plain = sum(problem.seconds)
         if plain:
             again = sum(pricing.seconds[step.op] for step in steps if isinstance(step, RecomputeOp))
