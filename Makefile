@@ -73,6 +73,10 @@ VERSIONS ?= 2.6 2.8 2.10 2.12 2.13 2.14 2.15
 compatibility: ## try every feature on VERSIONS of PyTorch, one environment after another, and write docs/compatibility.md
 	$(PYTHON) -m tools.compatibility $(VERSIONS)
 
+.PHONY: zoo
+zoo: ## plan tiny models of all installed packages, compare them with eager, and write docs/zoo.md
+	$(PYTHON) -m benchmarks.zoo
+
 .PHONY: mutants
 mutants: ## plant faults in verify, simulate and regions, and count those that their tests see
 	$(PYTHON) -m benchmarks.mutate

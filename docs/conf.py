@@ -36,6 +36,7 @@ CONTENTS = {
         "report",
         "limits",
         "compatibility",
+        "zoo",
         "reference",
         "public-names",
     ),
