@@ -196,6 +196,11 @@ SECTIONS: Mapping[str, Callable[[Sequence[Result]], Section]] = {
         "A small GPT on random lengths and batch sizes under one budget, against the same steps in eager; "
         "and plans carried over to other sizes against plans searched for them.",
     ),
+    "latency": _plainly(
+        "Waiting for a plan",
+        "Processor seconds of one thread with empty caches, from a call of `fit` or a command to its answer; "
+        "the time to import PyTorch and to build the model does not count.",
+    ),
     "projection": _projection,
     "optimizers": _plainly(
         "Optimizers", "Projected peaks of training with an optimizer against measured ones."

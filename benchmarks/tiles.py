@@ -75,7 +75,7 @@ def main() -> None:
         subject = Subject(capture(*example), *example, {})
         planner = step_planner(subject, options=PlanOptions(prefer=options.prefer, moves=options.moves))
         tried_seconds = round(perf_counter() - started, 1)
-        for allowed in _allowances(case, example, planner, options.shares):
+        for allowed in allowances(case, example, planner, options.shares):
             about: Findings = {"case": name, "threads": options.threads, "tried_seconds": tried_seconds}
             _tell(about | _found(example, planner, allowed, options.rounds, options.float64), options.json)
 
@@ -97,7 +97,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _allowances(
+def allowances(
     case: Case, example: Example, planner: Selector[StepCandidate], shares: list[float] | None
 ) -> list[int]:
     if case.allowed_bytes is not None:

@@ -2,7 +2,9 @@
 
 import os
 import platform as host
+import sys
 from collections.abc import Callable
+from ctypes import CDLL
 from pathlib import Path
 
 import torch
@@ -10,7 +12,7 @@ import torch
 from stowplan.ir import Graph
 from stowplan.plan.pricing import Machine
 from stowplan.run.cost.probe_cache import Platform, ProbeCache
-from stowplan.run.cost.timing import median_seconds
+from stowplan.run.cost.timing import least_seconds
 
 USER_CACHE = ProbeCache()
 _SIDE = 768  # of the matrices multiplied: large enough to be arithmetic alone
@@ -53,7 +55,7 @@ def _measured(device: torch.device) -> Machine:
     target, scalar = torch.zeros_like(source), torch.zeros((), device=device)
 
     def seconds(run: Callable[[], object]) -> float:
-        return median_seconds(run, device, repeats=7)
+        return least_seconds(run, device, repeats=7)
 
     with torch.no_grad():
         return Machine(
@@ -82,6 +84,13 @@ def _kernels() -> str:
     mkldnn = "mkldnn" if torch.backends.mkldnn.enabled else "no mkldnn"
     deterministic = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
     return f"{torch.backends.cpu.get_cpu_capability()}, {mkldnn}{deterministic}"
+
+
+def release_free_memory() -> None:
+    """Give back to the system what this process has freed; glibc keeps it for later otherwise."""
+    trim = getattr(CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -16,12 +16,13 @@ from stowplan.ir import Graph, Interval, Op, Phase, Profile
 from stowplan.plan.options import Progress
 from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.watch import patience, tell_phase
-from stowplan.run.cost.machine import USER_CACHE, device_of, measure_machine, platform_of
+from stowplan.run.cost.machine import USER_CACHE, device_of, measure_machine, platform_of, release_free_memory
 from stowplan.run.cost.probe_cache import Cost, ProbeCache
 from stowplan.run.cost.probe_call import PROBES, cost_of_call
 from stowplan.run.cost.signature import Signature, call_signature
 
 CLOCK = "probe"
+_RELEASED_BYTES = 2**25  # of operands, after which memory that probes have freed goes back to the system
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +94,22 @@ class _CostBook:
     ) -> None:
         """Try these, as far as there is time. What is found is kept even if the user interrupts."""
         found: dict[str, Cost] = {}
+        released = 0  # bytes of operands since free memory was last given back
         deadline = time.perf_counter() + min(limit_seconds, patience().seconds_left / 2)
         try:
             for number, signature in enumerate(signatures, start=1):
                 in_time = time.perf_counter() < deadline
                 if in_time and (cost := cost_of_call(signature, self._device, repeats=repeats)):
                     found[signature.text] = cost
+                    released += signature.operand_bytes
+                    if released > _RELEASED_BYTES:
+                        release_free_memory()
+                        released = 0
                 tell_phase("probing ops", number, len(signatures))
                 if progress:
                     progress(number, len(signatures))
         finally:
+            release_free_memory()
             self.costs.update(found)
             if self._cache and found:
                 self._cache.add(self._platform, found)

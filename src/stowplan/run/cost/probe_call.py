@@ -10,7 +10,7 @@ from stowplan.run.cost.machine import free_bytes
 from stowplan.run.cost.operands import call_on, operands_of
 from stowplan.run.cost.probe_cache import Cost
 from stowplan.run.cost.signature import Signature
-from stowplan.run.cost.timing import median_seconds, seconds_of
+from stowplan.run.cost.timing import least_seconds, seconds_of
 from stowplan.run.measure.measure import measure
 
 OP_LIMIT_SECONDS = 0.1  # an op that takes longer is run twice in all
@@ -51,7 +51,7 @@ def _cost(signature: Signature, device: torch.device, repeats: int) -> Cost:
         return Cost(first.result, first.measured_rise_bytes)
     seconds = first.result
     if seconds < OP_LIMIT_SECONDS:
-        seconds = median_seconds(run, device, repeats=repeats, limit_seconds=OP_LIMIT_SECONDS)
+        seconds = least_seconds(run, device, repeats=repeats, limit_seconds=OP_LIMIT_SECONDS)
     # Memory comes last, for a first call also builds what kernels keep; a slow op is timed here again, warm.
     last = measure(lambda: seconds_of(run, device), device=device, before=operands)
     return Cost(min(seconds, last.result), last.measured_rise_bytes)

@@ -1,8 +1,10 @@
-"""Timing a call: several times, the median of them, and not much longer than it is worth."""
+"""Timing a call: several times, the least of them, and not much longer than it is worth.
+
+Other work on the machine can only make a call slower, so the least depends least on it.
+"""
 
 import time
 from collections.abc import Callable
-from statistics import median
 
 import torch
 
@@ -23,15 +25,11 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     return time.thread_time if is_alone else time.perf_counter
 
 
-def median_seconds(
+def least_seconds(
     run: Callable[[], object], device: torch.device, *, repeats: int, limit_seconds: float = 1.0
 ) -> float:
-    """The median of `repeats` calls, or of as many as begin within `limit_seconds`, after a first to warm up.
-
-    If that one took all the time, it is the answer.
-    """
-    first = seconds_of(run, device)
-    times: list[float] = []
-    while len(times) < repeats and first + sum(times) < limit_seconds:
+    """The least of `repeats` calls after a first to warm up, as far as they begin within `limit_seconds`."""
+    times = [seconds_of(run, device)]
+    while len(times) <= repeats and sum(times) < limit_seconds:
         times.append(seconds_of(run, device))
-    return median(times or [first])
+    return min(times)

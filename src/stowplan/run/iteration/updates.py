@@ -28,7 +28,7 @@ from stowplan.plan.problem import can_recompute, outdated_tensors
 from stowplan.run.cost.probe_cache import Cost
 from stowplan.run.cost.probe_call import PROBES
 from stowplan.run.cost.signature import Signature
-from stowplan.run.cost.timing import median_seconds
+from stowplan.run.cost.timing import least_seconds
 from stowplan.run.iteration.one_by_one import OneByOne, UpdateBook
 from stowplan.run.optimizers import without_hooks
 from stowplan.run.step.pieces import grouped
@@ -105,7 +105,7 @@ class Update(Handle):
         single = OneByOne(twin)
         with torch.no_grad():
             single.update(scratch, group)
-            return median_seconds(lambda: single.update(scratch, group), device, repeats=3, limit_seconds=0.1)
+            return least_seconds(lambda: single.update(scratch, group), device, repeats=3, limit_seconds=0.1)
 
 
 def _shortened(tensor: Tensor, parameter: Tensor, size: int) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from stowplan.errors import BadUse
 from stowplan.plan.tier import Tier
 from stowplan.run.cost.machine import free_bytes
-from stowplan.run.cost.timing import median_seconds
+from stowplan.run.cost.timing import least_seconds
 from stowplan.run.offload.live import Look, bytes_of
 
 _MOVED_BYTES = 2**26
@@ -34,8 +34,8 @@ class HostTier:
         """Rates are measured anew, for it takes milliseconds."""
         data = torch.zeros(_MOVED_BYTES, dtype=torch.uint8, device=self.device)
         pinned = self.take(_MOVED_BYTES)
-        out = median_seconds(lambda: pinned.copy_(data, non_blocking=True), self.device, repeats=5)
-        back = median_seconds(lambda: data.copy_(pinned, non_blocking=True), self.device, repeats=5)
+        out = least_seconds(lambda: pinned.copy_(data, non_blocking=True), self.device, repeats=5)
+        back = least_seconds(lambda: data.copy_(pinned, non_blocking=True), self.device, repeats=5)
         self.give_back(pinned)
         capacity = int(_SHARE * free_bytes(torch.device("cpu")))
         return Tier("host", capacity, _MOVED_BYTES / out, _MOVED_BYTES / back)
