@@ -1,8 +1,9 @@
 """The whole iteration under one budget: the user's loop, eager's bits, the projected peak."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from stowplan.plan.plan import Plan
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.iteration.iteration import Iteration
 from stowplan.run.iteration.one_by_one import OneByOne, refuse_unless_one_by_one
+from stowplan.run.iteration.state_elsewhere import StateElsewhere
 from stowplan.run.measure.measure import measure
+from stowplan.run.offload.disk import DiskTier
 from tests.support.failing import Failing
 from tests.support.iterations import ROOMY as AMPLE
 from tests.support.iterations import Loop, differing
@@ -292,7 +295,9 @@ def iteration_peak(fitted: nn.Module, optimizer: Optimizer, x: Tensor) -> int:
 
     iteration()
     iteration()
-    state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+    state = [
+        v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and not v.is_meta
+    ]
     return measure(iteration, before=[*fitted.parameters(), x, *state]).measured_peak_bytes
 
 
@@ -423,6 +428,63 @@ def test_a_scaler_is_refused_where_two_backwards_clip() -> None:
     tight = fit(model, (x,), budget=budget, optimizer=optimizer, moves=3, clip_norm=0.01)
     with pytest.raises(BadUse, match="Nothing has been updated yet"):
         scaled_loop(tight, optimizer, x)
+
+
+@pytest.fixture
+def spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A tier of this test alone."""
+    tier = DiskTier(tmp_path, chunk_bytes=4096)
+    monkeypatch.setattr("stowplan.run.iteration.iteration.tier_for", lambda _: tier)
+    yield
+    tier.close()
+
+
+OFFLOAD = ("recompute", "offload")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("spills")
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.01, "accumulate": 2}])
+def test_state_in_a_tier_has_eagers_bits(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved in the middle, and resumed. A state that is written back late is found."""
+    x, eager = tower_batch(), Tower()
+    eager_optimizer = OPTIMIZERS["adamw"](groups_of(eager))
+    clips = {"accumulate": options.get("accumulate", 1), "clip": options.get("clip_norm")}
+    expected = loop(eager, eager_optimizer, x, 4, **clips)
+    middle = copied(eager, eager_optimizer)
+    expected += loop(eager, eager_optimizer, x, 4, seed=2, **clips)
+    model = Tower()
+    optimizer = OPTIMIZERS["adamw"](groups_of(model))
+    budget = smallest(model, x, optimizer, allow=OFFLOAD, **options)
+    fitted = fit(model, (x,), budget=budget, optimizer=optimizer, moves=3, allow=OFFLOAD, **options)
+    times = {"accumulate": options.get("accumulate", 1)}
+    losses = loop(fitted, optimizer, x, 4, **times)
+    weight = model.get_parameter("layers.0.weight")
+    assert optimizer.state[weight]["exp_avg"].is_meta
+    saved = optimizer.state_dict()
+    losses += loop(fitted, optimizer, x, 4, seed=2, **times)
+    assert losses == expected
+    assert same((eager, eager_optimizer), (model, optimizer))
+    before = middle[1]["state"][0]["exp_avg"]
+    assert torch.equal(before, saved["state"][0]["exp_avg"])  # what was saved did not change meanwhile
+    peak = iteration_peak(fitted, optimizer, x)
+    assert 0.85 * budget <= peak <= budget  # the staging is there before
+
+    model.load_state_dict(middle[0])
+    optimizer.load_state_dict(middle[1])
+    late, right = dict[Tensor, Any](), StateElsewhere.store
+
+    def stores_late(self: StateElsewhere, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            before = late.get(parameter)
+            late[parameter] = {n: t.clone() for n, t in optimizer.state[parameter].items() if not t.is_meta}
+            if before and parameter is weight:
+                optimizer.state[parameter].update(before)
+            right(self, [parameter])
+
+    monkeypatch.setattr(StateElsewhere, "store", stores_late)
+    loop(fitted, optimizer, x, 4, seed=2, **times)
+    assert not same((eager, eager_optimizer), (model, optimizer))
 
 
 def test_gradients_that_are_kept_are_eagers() -> None:

@@ -27,10 +27,12 @@ class Handle:
     """`name` tells what is computed; `key`, which ops receive, is unique in this process.
 
     The key is part of generated code: it begins with a `title` that contains no name of the user's.
+    `added_seconds` are those that eager does not take for the same.
     """
 
     name: str
     key: str
+    added_seconds: float = 0.0
 
     def __init__(self, name: str, title: str) -> None:
         self._title = title

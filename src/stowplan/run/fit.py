@@ -149,7 +149,8 @@ def fit(
     gradients stay until then or, if they do not fit, forward and backward are run twice. `clip_value` clips
     as `clip_grad_value_`, each gradient when it is consumed. `accumulate` is the number of backwards before
     each step. `keep_gradients` names parameters whose gradients stay, or is True for all; other gradients are
-    None after backward.
+    None after backward. With "offload" in `allow`, state that does not fit the budget waits on disk, or in
+    the host's memory for an accelerator, and is loaded for the update of its parameter.
 
     Calls of other shapes are planned when they come. A call that is no larger than one that fits without a
     plan runs as it is. Otherwise the decisions of the nearest planned shape are carried over if the result is
@@ -187,6 +188,7 @@ def fit(
             clip_value=clip_value,
             accumulate=accumulate,
             keep_gradients=keep_gradients,
+            offloads="offload" in options.allow,
         )
         options = replace(options, allow=("recompute",) if "recompute" in options.allow else ())
     elif (clip_norm, clip_value, accumulate, keep_gradients) != (None, None, 1, False):
@@ -378,6 +380,8 @@ class Fitting:
         if not torch.is_grad_enabled():
             return self._eager(model, args, kwargs)
         step = self.step_for(model, args, kwargs)
+        if self.iteration:
+            self.iteration.forward_begins()
         if step is None:
             self._say_once("nothing wants a gradient: the model is run as it is, without a plan")
             return self._eager(model, args, kwargs)
@@ -604,18 +608,13 @@ class Fitting:
             _refuse_given_back(captured)
         leaves = flatten(args, kwargs)[0]
         dependencies = self.latest = observation.dependencies(captured.program, leaves, captured.answers)
-        step = self.iteration.planned(captured, model) if self.iteration else captured
-        subject = Subject(step, plain, args, kwargs, loss=self.loss)
+        subject = Subject(captured, plain, args, kwargs, loss=self.loss)
         beside = _constant_bytes(captured.program)
         with _beside(beside, "tensors that are attributes, globals or written out"):
-            try:
+            if self.iteration is None:
                 found = self._planned_step(subject, self.allowed_bytes - beside)
-            except BudgetTooSmall as refusal:
-                if self.iteration is None or not self.iteration.may_repeat(captured, model):
-                    raise
-                step = self.iteration.planned(captured, model, two_backwards=True)
-                subject = replace(subject, captured=step)
-                found = self._planned_twice(subject, self.allowed_bytes - beside, refusal)
+            else:
+                subject, found = self._planned_iteration(self.iteration, subject, model, beside)
         plan = self._compared(found, subject)
         if not found.is_carried:
             self.priced.append(found)
@@ -660,17 +659,26 @@ class Fitting:
         self.compared_sizes += found.is_carried
         return plan
 
-    def _planned_twice(self, subject: Subject, allowed_bytes: int, refusal: BudgetTooSmall) -> PlannedStep:
-        """A step with two backwards. If it does not fit either, the smaller of the two refusals is raised."""
-        try:
-            found = self._planned_step(subject, allowed_bytes)
-        except BudgetTooSmall as second:
-            raise min(refusal, second, key=lambda each: each.minimum_bytes) from None
-        self._say_once(
-            "gradients do not fit the budget until their norm is known: forward and backward are run twice in"
-            " each iteration, for the norm and for the updates"
-        )
-        return found
+    def _planned_iteration(
+        self, iteration: "Iteration", subject: Subject, model: nn.Module, beside: int
+    ) -> tuple[Subject, PlannedStep]:
+        """The first variant that fits the budget. If none does, the smallest refusal is raised."""
+        refusals = list[BudgetTooSmall]()
+        for variant in iteration.variants(subject.captured, model):
+            step = replace(subject, captured=iteration.planned(subject.captured, model, variant))
+            try:
+                found = self._planned_step(step, self.allowed_bytes - beside)
+            except BudgetTooSmall as refusal:
+                refusals.append(refusal)
+                continue
+            iteration.takes(variant, step.captured, model)
+            if variant.two_backwards:
+                self._say_once(
+                    "gradients do not fit the budget until their norm is known: forward and backward are run"
+                    " twice in each iteration, for the norm and for the updates"
+                )
+            return step, found
+        raise min(refusals, key=lambda each: each.minimum_bytes) from None
 
     def _say_once(self, sentence: str) -> None:
         if sentence not in self.said:
@@ -759,8 +767,8 @@ def _refuse_iteration(
     accumulate: int,
     keep_gradients: bool | Iterable[str],
 ) -> None:
-    if moved := sorted(set(options.allow).intersection(ON_REQUEST)):
-        raise BadUse(f"{moved[0]} is not offered together with optimizer=")
+    if "offload-gradients" in options.allow:
+        raise BadUse("offload-gradients is not offered together with optimizer=")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise BadUse(f"accumulate is {accumulate!r}; it is a number of backwards, at least 1")
     if clip_norm is not None and not clip_norm > 0:

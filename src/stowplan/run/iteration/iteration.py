@@ -24,14 +24,17 @@ from stowplan.capture import Captured
 from stowplan.errors import BadUse
 from stowplan.run.iteration.one_by_one import (
     OneByOne,
+    UpdateBook,
     groups_by_parameter,
     hooks_before_steps,
     options_of,
     refuse_unless_one_by_one,
 )
 from stowplan.run.iteration.repeat import Repeat
+from stowplan.run.iteration.state_elsewhere import StateElsewhere, bring_back, state_elsewhere
 from stowplan.run.iteration.updates import Trained, with_updates
 from stowplan.run.step.function import Leaving
+from stowplan.run.step.tier import LiveTier, tier_for
 from stowplan.torch_private import after_backward, running_backward, version_of
 
 _LOGGER = logging.getLogger("stowplan")
@@ -83,6 +86,17 @@ class _Progress:
     is_first_of_two: bool = False  # it only finds the norm
 
 
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How an iteration is planned.
+
+    With `two_backwards`, clipped gradients are made twice: in the first only their norm is kept.
+    """
+
+    state_away: bool = False
+    two_backwards: bool = False
+
+
 class Iteration:
     """One optimizer and the fitted module whose parameters it updates."""
 
@@ -94,8 +108,11 @@ class Iteration:
         clip_value: float | None = None,
         accumulate: int = 1,
         keep_gradients: bool | Iterable[str] = False,
+        offloads: bool = False,
     ) -> None:
+        """`offloads`: the optimizer's state may wait in the tier of its device."""
         refuse_unless_one_by_one(optimizer)
+        bring_back(optimizer)
         self.optimizer, self.accumulate = optimizer, accumulate
         self.clip_norm, self.clip_value = clip_norm, clip_value
         self.keeps_all = keep_gradients is True
@@ -113,6 +130,9 @@ class Iteration:
         self._norms: dict[Tensor, Tensor] = {}  # of gradients, if there are two backwards
         self._total_norm: Tensor | None = None  # in the second of them
         self._repeat: Callable[[], None] | None = None
+        self._offloads = offloads and not self.keeps_all
+        self._elsewhere: StateElsewhere | None = None
+        self._moved: dict[Tensor, None] = {}  # the parameters whose state waits there
         self._broken = ""
         self._is_stepping = False  # `optimizer.step()` has begun and has not ended
         self._told = False
@@ -130,11 +150,14 @@ class Iteration:
         if unknown := sorted(self.kept_names - names):
             raise BadUse(f"keep_gradients names {unknown[0]!r}, which is no parameter of the model")
 
-    def planned(self, captured: Captured, model: nn.Module, *, two_backwards: bool = False) -> Captured:
-        """The step with the updates of this optimizer.
+    def variants(self, captured: Captured, model: nn.Module) -> list[Variant]:
+        """How the step may be planned: each takes less memory and more time than those before."""
+        counts = (False, True) if self.may_repeat(captured, model) else (False,)
+        places = (True,) if self._elsewhere else (False, True) if self._offloads else (False,)
+        return [Variant(away, two) for two in counts for away in places]
 
-        With `two_backwards`, clipped gradients are made twice: in the first only their norm is kept.
-        """
+    def planned(self, captured: Captured, model: nn.Module, variant: Variant) -> Captured:
+        """The step with the updates of this optimizer."""
         by_name = dict(model.named_parameters(remove_duplicate=False))
         groups = groups_by_parameter(self.optimizer)
         trained, stays = dict[str, Trained](), set[str]()
@@ -161,15 +184,35 @@ class Iteration:
             self.optimizer,
             trained,
             stays=frozenset((*stays, *watched)),
-            in_backward=self.clip_norm is None or two_backwards,
+            in_backward=self.clip_norm is None or variant.two_backwards,
             accumulates=self.accumulate > 1,
-            repeats=two_backwards,
+            repeats=variant.two_backwards,
+            tier=self._tier(model).described() if variant.state_away else None,
         )
-        self._first_fits = all(
+        self._first_fits = not variant.state_away and all(
             (made.graph.tensors[f"state of {name}"].nbytes or 0) >= each.parameter.nbytes
             for name, each in trained.items()
         )
         return made
+
+    def _tier(self, model: nn.Module) -> LiveTier:
+        return tier_for(next(model.parameters()).device)
+
+    def takes(self, variant: Variant, step: Captured, model: nn.Module) -> None:
+        """A plan was found for the step in this variant."""
+        if not variant.state_away:
+            return
+        by_name = dict(model.named_parameters(remove_duplicate=False))
+        book, tier, groups = (
+            UpdateBook(self.optimizer),
+            self._tier(model),
+            groups_by_parameter(self.optimizer),
+        )
+        kept = {by_name[name] for name in self.kept_names} | {self._watched}
+        moved = {by_name[names[0]]: None for names in step.program.parameters.values() if names[0] in by_name}
+        self._moved = {p: None for p in moved if p in groups and p not in kept}
+        tier.reserve([n for p in self._moved for n in book.of(p, groups[p]).movable_bytes])
+        self._elsewhere = state_elsewhere(self.optimizer, tier)
 
     def may_repeat(self, captured: Captured, model: nn.Module) -> bool:
         """Whether the step can be run a second time after the norm of its gradients is known."""
@@ -259,10 +302,14 @@ class Iteration:
         """Update a parameter and free its gradient."""
         updated = self._progress.updated
         try:
+            if self._elsewhere:
+                self._elsewhere.load(parameter)
             updated[parameter] = None  # from now on it is not what it was, even if this is interrupted
             self._single.update(parameter, self._groups[parameter])
             updated[parameter] = version_of(parameter)
             parameter.grad = None
+            if self._elsewhere and parameter in self._moved:
+                self._elsewhere.store([parameter])
         except BaseException as fault:
             self.fails(fault)
             raise
@@ -318,6 +365,12 @@ class Iteration:
 
     # What the user's loop tells.
 
+    def forward_begins(self) -> None:
+        """A forward with a plan: state that is in memory, new or loaded, goes to the tier first."""
+        self.refuse_between()
+        if self._elsewhere:
+            self._elsewhere.store(self._moved)
+
     def refuse_between(self) -> None:
         """Nothing may use the parameters between the updates and `optimizer.step()`."""
         self._refuse_broken()
@@ -339,6 +392,12 @@ class Iteration:
 
     def step_begins(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
         """`optimizer.step()` was called: do what waits for it, and look that the rest was in time."""
+        self._do_what_waits(args, kwargs)
+        for parameter in self._moved:
+            if self._elsewhere and parameter.grad is not None:  # the step itself updates it
+                self._elsewhere.load(parameter)
+
+    def _do_what_waits(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
         self._refuse_broken()
         progress = self._progress
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
@@ -386,7 +445,7 @@ class Iteration:
         named = list(model.named_parameters(remove_duplicate=False))
         kept = {parameter for name, parameter in named if name in self.kept_names} | {self._watched}
         own = {parameter for _, parameter in named}
-        for parameter in self._groups:
+        for parameter in sorted(self._groups, key=lambda p: p.nbytes):  # in the order of the plan
             if parameter in own and parameter not in kept and parameter.grad is not None:
                 self._update(parameter)
 
@@ -457,6 +516,8 @@ class Iteration:
 
     def loaded(self) -> None:
         """The optimizer's state was loaded: whatever was left in between is over."""
+        if self._elsewhere:
+            self._elsewhere.forget()
         self._broken, self._progress, self._seen_a_step = "", _Progress(), True
         self._is_stepping = False
 

@@ -17,6 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from stowplan.capture.stand_ins import StandIns
 from stowplan.errors import BadUse
+from stowplan.run.iteration.state_elsewhere import movable
 from stowplan.run.measure.storage_watch import StorageWatch
 from stowplan.run.optimizers import choose_implementation, explained, tensors_in, twin_of, without_hooks
 from stowplan.torch_private import pytree, version_of
@@ -56,10 +57,14 @@ def options_of(group: Mapping[str, Any]) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
-    """What the update of one parameter takes: state that stays, and temporaries."""
+    """What the update of one parameter takes: state that stays, and temporaries.
+
+    `movable_bytes` are the sizes of the tensors of the state that may wait in a tier.
+    """
 
     state_bytes: int
     temporary_bytes: int
+    movable_bytes: tuple[int, ...] = ()
 
 
 class UpdateBook:
@@ -106,7 +111,8 @@ class UpdateBook:
             for _ in range(2):  # the first makes the state
                 _own_step(type(made))(made)
         resting = watch.living_bytes()
-        return UpdateBytes(resting - fixed, watch.peak_bytes() - resting)
+        moved = (tensor.nbytes for state in made.state.values() for tensor in movable(state).values())
+        return UpdateBytes(resting - fixed, watch.peak_bytes() - resting, tuple(moved))
 
 
 def refuse_unless_one_by_one(optimizer: object) -> None:

@@ -25,6 +25,7 @@ from stowplan.ir import DType, Graph, Kind, Op, Phase, Use
 from stowplan.ir import Tensor as GraphTensor
 from stowplan.ops.effects import UPDATE
 from stowplan.plan.problem import can_recompute, outdated_tensors
+from stowplan.plan.tier import Tier
 from stowplan.run.cost.probe_cache import Cost
 from stowplan.run.cost.probe_call import PROBES
 from stowplan.run.cost.signature import Signature
@@ -67,12 +68,22 @@ class Update(Handle):
     """The update of some parameters, to be priced."""
 
     def __init__(
-        self, optimizer: Optimizer, trained: Sequence[Trained], book: UpdateBook, when: When
+        self,
+        optimizer: Optimizer,
+        trained: Sequence[Trained],
+        book: UpdateBook,
+        when: When,
+        tier: Tier | None = None,
     ) -> None:
-        super().__init__(
-            "; ".join(dict.fromkeys(_named(optimizer, each.group) for each in trained)), "update"
-        )
+        """`tier` has the state of `trained` but for the time of the update."""
+        named = "; ".join(dict.fromkeys(_named(optimizer, each.group) for each in trained))
+        super().__init__(f"{named}, state from {tier.name}" if tier else named, "update")
         self._optimizer, self._trained, self._book, self._when = optimizer, trained, book, when
+        self._tier = tier
+        if tier and when in (When.BACKWARD, When.STEP):
+            taken = (book.of(each.parameter, each.group) for each in trained)
+            moved = [nbytes for each in taken for nbytes in each.movable_bytes]
+            self.added_seconds = sum(tier.store_seconds(n) + tier.load_seconds(n) for n in moved)
 
     def cost(self, device: torch.device) -> Cost:
         """The temporaries follow from stand-ins; the seconds are those of a part, as often as it fits."""
@@ -82,8 +93,11 @@ class Update(Handle):
             temporary_bytes = self._book.together([each.parameter for each in self._trained]).temporary_bytes
         else:
             taken = (self._book.of(each.parameter, each.group) for each in self._trained)
-            temporary_bytes = max(each.temporary_bytes for each in taken)
-        return Cost(sum(self._seconds(each, device) for each in self._trained), temporary_bytes)
+            temporary_bytes = max(
+                each.temporary_bytes + (sum(each.movable_bytes) if self._tier else 0) for each in taken
+            )
+        seconds = sum(self._seconds(each, device) for each in self._trained)
+        return Cost(seconds + self.added_seconds, temporary_bytes)
 
     def _seconds(self, trained: Trained, device: torch.device) -> float:
         look = trained.parameter.dtype, id(trained.group), min(trained.parameter.numel(), _MOST_TIMED)
@@ -110,6 +124,9 @@ class Update(Handle):
 
 def _shortened(tensor: Tensor, parameter: Tensor, size: int) -> Tensor:
     """A tensor of the state as one element for each of the first `size` of the parameter."""
+    if tensor.is_meta:  # it waits in a tier
+        tensor = torch.zeros(tensor.shape if tensor.shape != parameter.shape else size, dtype=tensor.dtype)
+        return tensor.to(parameter.device)
     return tensor.flatten()[:size].clone() if tensor.shape == parameter.shape else tensor.clone()
 
 
@@ -144,16 +161,20 @@ def with_updates(
     in_backward: bool,
     accumulates: bool,
     repeats: bool = False,
+    tier: Tier | None = None,
 ) -> Captured:
     """The step with an op for the update of each of `trained`, parameters by id, and with their state.
 
     The gradients of `stays` are not consumed. With `accumulates`, a set of gradients from earlier backwards
-    is there all along; if the step `repeats`, so are its buffers and the generator as before forward.
+    is there all along; if the step `repeats`, so are its buffers and the generator as before forward. With a
+    `tier`, the state of consumed gradients waits there. Updates in the step begin with the smallest, so that
+    the largest state meets the fewest gradients.
     """
     book = UpdateBook(optimizer)
-    made = _Made(captured, optimizer, trained, book)
+    made = _Made(captured, optimizer, trained, book, tier)
     left = made.consumable(stays)
-    consumed = [name for name in trained if name in left]
+    made.move_state(left)
+    consumed = sorted((name for name in trained if name in left), key=lambda n: trained[n].parameter.nbytes)
     rest = [name for name in trained if name not in left]
     if consumed and (in_backward or accumulates):
         made.insert_in_backward(consumed, When.BACKWARD if in_backward else When.LATER)
@@ -169,19 +190,27 @@ class _Made:
     """A captured step that grows by updates."""
 
     def __init__(
-        self, captured: Captured, optimizer: Optimizer, trained: Mapping[str, Trained], book: UpdateBook
+        self,
+        captured: Captured,
+        optimizer: Optimizer,
+        trained: Mapping[str, Trained],
+        book: UpdateBook,
+        tier: Tier | None,
     ) -> None:
         self._captured, self._optimizer, self._trained, self._book = captured, optimizer, trained, book
+        self._tier = tier
         self._graph, self._program = captured.graph, captured.program
         self._storages: Storages = storages_of(self._graph)
         self._after: dict[int, list[Op]] = {}  # by position in the graph
         self._calls: dict[str, Call] = {}
         self._gone: set[str] = set()
         self._last = len(self._graph.ops) - 1
-        taken = {name: book.of(each.parameter, each.group) for name, each in trained.items()}
+        self._taken = {name: book.of(each.parameter, each.group) for name, each in trained.items()}
         self._state = {
-            name: _block(f"state of {name}", each.state_bytes, self._device) for name, each in taken.items()
+            name: _block(f"state of {name}", each.state_bytes, self._device)
+            for name, each in self._taken.items()
         }
+        self._eager_state = list(self._state.values())
 
     @property
     def _device(self) -> str:
@@ -197,6 +226,12 @@ class _Made:
             for name in self._trained
             if name not in stays and held.isdisjoint((number_of[name], number_of[gradients[name]]))
         )
+
+    def move_state(self, names: Iterable[str]) -> None:
+        """Let the state of these wait in the tier, if there is one."""
+        for name in names if self._tier else ():
+            left = self._taken[name].state_bytes - sum(self._taken[name].movable_bytes)
+            self._state[name] = _block(f"state of {name}", left, self._device)
 
     def insert_in_backward(self, names: Sequence[str], when: When) -> None:
         """An update after each place where enough gradients are final; the largest comes first in it."""
@@ -221,7 +256,8 @@ class _Made:
     def _add(self, place: int, names: Sequence[str], when: When, *, consumes: bool) -> None:
         gradients = tuple(dict.fromkeys(self._program.gradients[name] for name in names))
         gradients = gradients if consumes or when is When.TOGETHER else ()
-        update = Update(self._optimizer, [self._trained[name] for name in names], self._book, when)
+        tier = None if when is When.TOGETHER else self._tier
+        update = Update(self._optimizer, [self._trained[name] for name in names], self._book, when, tier)
         names = () if when is When.LATER else names
         refs = tuple(tuple(map(Ref, tensors)) for tensors in (gradients, names))
         call = Call(torch.ops.stowplan.update.default, (*refs, update, str(when)), {}, (), single=True)
@@ -243,10 +279,14 @@ class _Made:
     def captured(self, accumulates: bool, repeats: bool) -> Captured:
         """The step with what was added."""
         graph, added = self._graph, list(self._state.values())
+        eager_added = self._eager_state
         if accumulates:
             numbers = {self._storages.number_of[self._program.gradients[name]] for name in self._trained}
             nbytes = sum(int(self._storages.nbytes[number]) for number in numbers)
             added.append(_block("gradients of earlier backwards", nbytes, self._device))
+            eager_added = [*eager_added, added[-1]]
+        if self._tier:
+            added.append(_block("staging of the tier", self._tier.staging_bytes, self._device))
         if repeats:
             updated = sum(graph.tensors[name].nbytes or 0 for name in self._program.updates)
             nbytes = updated + 2 * torch.get_rng_state().nbytes
@@ -261,7 +301,7 @@ class _Made:
             held=graph.held - self._gone,
         )
         program = replace(self._program, calls={**self._program.calls, **self._calls})
-        return replace(self._captured, graph=graph, program=program, eager=self._eager(added))
+        return replace(self._captured, graph=graph, program=program, eager=self._eager(eager_added))
 
     def _eager(self, added: Iterable[GraphTensor]) -> EagerMemory:
         """The memory of eager with the state all along and, after backward, the optimizer's own step."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Protocol, TypeAlias
 
-from stowplan.capture import Captured
+from stowplan.capture import Captured, Handle
 from stowplan.plan.candidate import Baseline, Candidate, GraphCandidate, Refusals
 from stowplan.plan.frontier import Point
 from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions, Prefer
@@ -53,7 +53,9 @@ def step_planner(subject: Subject, options: PlanOptions = DEFAULT_OPTIONS) -> Se
     """Probes the ops of a step; frontiers are searched when a budget first asks for them."""
     captured = subject.as_run()
     pricing = price_captured(captured, options)
+    handles = (a for call in captured.program.calls.values() for a in call.args if isinstance(a, Handle))
     seconds = sum(pricing.seconds[op.id] for op in captured.graph.ops)
+    seconds -= sum(handle.added_seconds for handle in handles)
     baseline = Baseline(seconds, captured.eager.peak_bytes(pricing.workspace_bytes))
     plain: StepCandidate = CapturedCandidate(captured, pricing, baseline, options)
     known = None if subject.replacements else pricing
