@@ -1,8 +1,12 @@
-"""The machine at hand: its name, by which findings are kept, and its roofline, measured in a second."""
+"""The machine at hand: its name, by which findings are kept, how calls are timed on it, and its roofline.
+
+Other work on the machine can only make a call slower, so a call is timed several times, and the least counts.
+"""
 
 import os
 import platform as host
 import sys
+import time
 from collections.abc import Callable
 from ctypes import CDLL
 from pathlib import Path
@@ -12,7 +16,6 @@ import torch
 from stowplan.ir import Graph
 from stowplan.plan.pricing import Machine
 from stowplan.run.cost.probe_cache import Platform, ProbeCache
-from stowplan.run.cost.timing import least_seconds
 
 USER_CACHE = ProbeCache()
 _SIDE = 768  # of the matrices multiplied: large enough to be arithmetic alone
@@ -91,6 +94,32 @@ def release_free_memory() -> None:
     trim = getattr(CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+    """The seconds of one call, until the device is done and the result is freed."""
+    clock = clock_of(device)
+    started = clock()
+    run()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return clock() - started
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Work on a single thread is timed by the thread's own clock, which stands still while others run."""
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if is_alone else time.perf_counter
+
+
+def least_seconds(
+    run: Callable[[], object], device: torch.device, *, repeats: int, limit_seconds: float = 1.0
+) -> float:
+    """The least of `repeats` calls after a first to warm up, as far as they begin within `limit_seconds`."""
+    times = [seconds_of(run, device)]
+    while len(times) <= repeats and sum(times) < limit_seconds:
+        times.append(seconds_of(run, device))
+    return min(times)
 
 
 def free_bytes(device: torch.device) -> int:

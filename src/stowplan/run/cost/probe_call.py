@@ -6,11 +6,10 @@ from contextlib import contextmanager
 import torch
 
 from stowplan.run.cost.fraction import fraction_of
-from stowplan.run.cost.machine import free_bytes
+from stowplan.run.cost.machine import free_bytes, least_seconds, seconds_of
 from stowplan.run.cost.operands import call_on, operands_of
 from stowplan.run.cost.probe_cache import Cost
 from stowplan.run.cost.signature import Signature
-from stowplan.run.cost.timing import least_seconds, seconds_of
 from stowplan.run.measure.measure import measure
 
 OP_LIMIT_SECONDS = 0.1  # an op that takes longer is run twice in all

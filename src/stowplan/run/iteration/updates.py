@@ -26,10 +26,10 @@ from stowplan.ir import Tensor as GraphTensor
 from stowplan.ops.effects import UPDATE
 from stowplan.plan.problem import can_recompute, outdated_tensors
 from stowplan.plan.tier import Tier
+from stowplan.run.cost.machine import least_seconds
 from stowplan.run.cost.probe_cache import Cost
 from stowplan.run.cost.probe_call import PROBES
 from stowplan.run.cost.signature import Signature
-from stowplan.run.cost.timing import least_seconds
 from stowplan.run.iteration.one_by_one import OneByOne, UpdateBook
 from stowplan.run.optimizers import without_hooks
 from stowplan.run.step.pieces import grouped

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from stowplan.errors import BadUse
 from stowplan.plan.tier import Tier
-from stowplan.run.cost.machine import free_bytes
-from stowplan.run.cost.timing import least_seconds
+from stowplan.run.cost.machine import free_bytes, least_seconds
 from stowplan.run.offload.live import Look, bytes_of
 
 _MOVED_BYTES = 2**26
