@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
-from stowplan.run import fit
+from stowplan.run import fitting
 from stowplan.run.border.guard import Guard
 from stowplan.run.planning.price import plan_within
 from stowplan.run.step import straight
@@ -53,7 +53,7 @@ def _wrong_gradient() -> Iterator[None]:
 @contextmanager
 def _buffer_updated_twice() -> Iterator[None]:
     """A planned step counts its batches twice."""
-    planned = fit._Fitted.forward
+    planned = fitting._Fitted.forward
 
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         output = planned(self, *args, **kwargs)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def _buffer_updated_twice() -> Iterator[None]:
                 module.num_batches_tracked.add_(1)
         return output
 
-    with patch.object(fit._Fitted, "forward", forward):
+    with patch.object(fitting._Fitted, "forward", forward):
         yield
 
 

@@ -144,7 +144,7 @@ def test_arguments_in_one_storage_keep_their_values() -> None:
 
 
 def test_too_many_answers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stowplan.run.fit._MOST_ANSWERS", 2)
+    monkeypatch.setattr("stowplan.run.fitting._MOST_ANSWERS", 2)
     model, _ = fitted(listed, ONE)
     model(X, ONE + 1)
     with pytest.raises(CaptureError, match="each needs a plan of its own; pad or bucket"):

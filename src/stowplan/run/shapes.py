@@ -19,7 +19,7 @@ from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from stowplan.run.fit import Fitting
+    from stowplan.run.fitting import Fitting
 
 
 @runtime_checkable
@@ -223,7 +223,7 @@ def scan(
 
 
 def _fitting_of(fitted: nn.Module) -> "Fitting":
-    from stowplan.run.fit import Fitting
+    from stowplan.run.fitting import Fitting
 
     fitting = fitted.__dict__.get("_fitting")
     if not isinstance(fitting, Fitting):
