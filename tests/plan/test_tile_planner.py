@@ -42,7 +42,9 @@ def graph(dump: Callable[[str], Path]) -> Graph:
 @pytest.fixture(scope="module")
 def planner(graph: Graph) -> Selector[Candidate]:
     """Takes whatever is fastest."""
-    return planner_of(graph, price_by_macs(graph), options=PlanOptions(prefer=Prefer.TIME, moves=MOVES))
+    return planner_of(
+        graph, price_by_macs(graph), options=PlanOptions(prefer=Prefer.TIME, moves=MOVES, gap=0)
+    )
 
 
 def extra_share(plan: Plan, graph: Graph) -> float:
