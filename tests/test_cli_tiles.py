@@ -35,7 +35,7 @@ def _json_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, objec
 
 
 def test_a_step_below_the_floor_of_recomputation(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    refused = _json_of(capsys, "plan", model, "--budget", "1kB", "--allow", "recompute")
+    refused = _json_of(capsys, "plan", model, "--budget", "100kB", "--allow", "recompute")
     budget = str(int(int(str(refused["minimum_bytes"])) * 0.8))
     assert _json_of(capsys, "plan", model, "--budget", budget, "--allow", "recompute")["feasible"] is False
     plan = _json_of(capsys, "plan", model, "--budget", budget, "-o", "plan.json")
