@@ -130,8 +130,11 @@ def test_wrong_words(
 def test_a_budget_that_is_too_small_tells_the_line_and_the_next_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = refusal(capsys, "plan", "refused_steps:fine", "--budget", "1kB", "--allow", "recompute")
+    said = refusal(capsys, "plan", "refused_steps:fine", "--budget", "9kB", "--allow", "recompute")
     assert re.search(r"needs [\d.]+ KiB \(\d+ bytes\) at \w+ \(.*refused_steps\.py:\d+\)", said)
+    assert "--frontier" in said
+    said = refusal(capsys, "plan", "refused_steps:fine", "--budget", "1kB", "--allow", "recompute")
+    assert "alone take 8.25 KiB" in said
     assert "--frontier" in said
 
 

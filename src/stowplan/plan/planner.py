@@ -193,10 +193,12 @@ def refuse_hopeless(
         least += sum(min(nbytes, own.get(owner, 0)) for owner, nbytes in used.items())
     if allowed_bytes >= least:
         return
-    meant = f"; did you mean {allowed_bytes}GiB?" if 0 < allowed_bytes < 1000 else ""
+    advice = _ADVICE
+    if 0 < allowed_bytes < 1000:
+        advice = f"did you mean {allowed_bytes}GiB?"
     raise BudgetTooSmall(
         f"{format_bytes(allowed_bytes)} allowed, but parameters, inputs and gradients alone take"
-        f" {format_bytes(least)} ({least} bytes){meant}",
+        f" {format_bytes(least)} ({least} bytes); {advice}",
         allowed_bytes=allowed_bytes,
         minimum_bytes=minimum_bytes,
         binding=(),
