@@ -21,7 +21,6 @@ from stowplan.capture.storage_views import contiguous_stride
 from stowplan.errors import CaptureError, NotTileable
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ir import Tensor as Described
-from stowplan.ops.regions import regions_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.run.stand_in import with_forward
 from stowplan.run.step.binding import Binding
@@ -196,6 +195,8 @@ def _without_shape_givers(graph: Graph, op: Op, values: Mapping[str, Tensor]) ->
 
 def _contents_read(graph: Graph, op: Op, names: Container[str]) -> Iterator[str]:
     """Those of the names of which the op reads more than the shape."""
+    from stowplan.ops.regions import regions_of  # only segments in tiles have such inputs
+
     relations = regions_of(site_of(graph, op)).outputs
     for position, use in enumerate(op.inputs):
         if use.tensor in names and any(relation.needs[position] for relation in relations):
