@@ -45,6 +45,7 @@ def test_findings_as_json(
 
 
 @pytest.mark.torch
+@pytest.mark.slow
 def test_a_disk_that_cannot_be_written_is_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

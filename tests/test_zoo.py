@@ -21,6 +21,7 @@ def test_a_model_of_the_zoo_equals_eager_within_its_budget(name: str) -> None:
     assert 0 < result.measured_bytes <= result.tight_bytes < result.eager_bytes
 
 
+@pytest.mark.slow
 def test_a_wrong_model_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.zoo.run._first_difference", lambda _expected, _found: "weight differs")
     assert tried(CASES["weight norm"]).outcome == "wrong"

@@ -82,6 +82,7 @@ def test_damaged_documents(reader: Reader, dump: Callable[[str], Path]) -> None:
 
 
 @each_reader
+@pytest.mark.slow
 def test_damaged_files_are_told_by_name(reader: Reader, tmp_path: Path) -> None:
     """Through the file door: bytes that are no text, and every refusal with the file's name."""
     path, random = tmp_path / "damaged", Random(reader.FORMAT)

@@ -40,6 +40,7 @@ def hull(points: set[int]) -> range:
 
 
 @given(WINDOWS, SPANS)
+@pytest.mark.slow
 def test_pull_is_what_the_outputs_need(window: Window, outputs: Span) -> None:
     needed = hull(set().union(*(needs(window, output) for output in range(*outputs))))
     pulled = range(*window.pull(outputs))

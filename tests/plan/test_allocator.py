@@ -36,6 +36,7 @@ def test_a_trace_is_followed_to_the_byte(path: Path) -> None:
     assert own.figures.reserved_peak_bytes == PEAKS[trace.name] * MIB
 
 
+@pytest.mark.slow
 def test_a_replay_notices_another_allocator() -> None:
     trace = read_trace(FOLDER / "h100-gpt-ctx128-forward.json.gz")
     followed = replay(trace.before, trace.events, AllocatorSettings(roundup_power2_divisions=(2,)))

@@ -51,6 +51,7 @@ def test_changes_are_the_tensors_that_fare_otherwise(planner: Planner) -> None:
     assert moved == sorted(moved, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_plan_is_compared_with_the_baseline(planner: Planner) -> None:
     tight = planner.plan(planner.minimum_bytes)
     comparison = comparison_of(Side(timeline_of(tight.graph)), side(tight))

@@ -127,6 +127,7 @@ def test_bits_come_before_time(planner: Selector[Candidate], graph: Graph) -> No
         without.plan(1200 * MIB)
 
 
+@pytest.mark.slow
 def test_tensors_in_tiles_are_decided_so(planner: Selector[Candidate]) -> None:
     plan = planner.plan(700 * MIB)
     assert any(isinstance(decision, Tile) for decision in plan.decisions.values())
@@ -152,6 +153,7 @@ def test_a_pool_and_a_crop_are_cut_over_each_other(graph: Graph) -> None:
         assert covers(cells, Rect.of_shape(shape_of(early.tensors[name])))
 
 
+@pytest.mark.slow
 def test_explain_finds_what_is_never_whole(planner: Selector[Candidate]) -> None:
     plan = planner.plan(700 * MIB)
     (told,) = plan.tile_maps

@@ -10,6 +10,7 @@ from stowplan.plan.watch import Phase, Searching, watched_by
 from tests.support.steps import random_step, uneven_prices
 
 
+@pytest.mark.slow
 def test_a_search_tells_its_best_so_far_and_how_far_that_is_from_the_bound() -> None:
     graph = random_step(3, layers=14)
     news: list[Searching | Phase] = []

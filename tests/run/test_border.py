@@ -237,6 +237,7 @@ class Flagged(Step):
         return F.cross_entropy(self.net(x), y) * (3 if flag is True else 2 if isinstance(flag, float) else 1)
 
 
+@pytest.mark.slow
 def test_true_one_and_one_point_zero_are_different_calls() -> None:
     eager, planned = Flagged(), fitted(Flagged(), X, Y, 1)
     for flag in (True, 1.0, 1):
@@ -249,6 +250,7 @@ class Products(Step):
         return product
 
 
+@pytest.mark.slow
 def test_one_tensor_twice_and_two_tensors_are_different_calls() -> None:
     eager, planned = Products().eval(), fitted(Products().eval(), X, X)
     assert same(eager, planned, X, X * 2)
@@ -447,6 +449,7 @@ def test_a_fitted_model_can_be_fitted_again() -> None:
     assert same(Step(), fitted(fitted(Step())))
 
 
+@pytest.mark.slow
 def test_threads_plan_and_run_side_by_side() -> None:
     eager, planned = Step(), fitted(Step())
     expected = {size: eager.eval()(X[:size], Y[:size]).detach() for size in (8, 16, 32)}
@@ -482,6 +485,7 @@ class Hidden(Step):
         return F.cross_entropy(self.others[0](self.net(x)), y)
 
 
+@pytest.mark.slow
 def test_a_module_outside_the_model_is_read_anew() -> None:
     eager: Any = Hidden()
     planned = fitted(Hidden())

@@ -260,6 +260,7 @@ def test_a_new_shape_is_another_step() -> None:
         assert different(trained(model, model, args), trained(run, twin, args)) == []
 
 
+@pytest.mark.slow
 def test_without_gradients_the_graph_itself_runs() -> None:
     model, x = Normed(), images(2, 3, 8, 8)
     run, twin, options = compiled(model)

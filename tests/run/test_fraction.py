@@ -28,6 +28,7 @@ def large_signatures(captured: Captured) -> Iterator[Signature]:
             yield signature
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_whole_follows_from_a_part() -> None:
     captured = capture(*NETS["vgg16"].build("tiny", resolution=256))
     signatures = list(large_signatures(captured))

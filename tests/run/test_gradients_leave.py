@@ -95,6 +95,7 @@ def test_hooks_see_gradients_in_eagers_order_and_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet50", "hf_gpt2", "moe"])
+@pytest.mark.slow
 def test_hooks_of_all_parameters_run_in_eagers_order(name: str) -> None:
     """Small gradients, which leave in groups, and a bias that is final after its weight."""
     model, args = NETS[name].build("tiny")

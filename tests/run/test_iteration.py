@@ -270,6 +270,7 @@ def test_networks_have_eagers_bits_in_the_smallest_budget(monkeypatch: pytest.Mo
     assert len(norms) == 20
 
 
+@pytest.mark.slow
 def test_an_update_before_the_last_micro_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop("gpt", "momentum", accumulate=2)
     counts = Iteration._counts
@@ -400,6 +401,7 @@ def scaled_loop(
 
 
 @pytest.mark.parametrize("kind", ["adamw", "fused"])
+@pytest.mark.slow
 def test_a_scaler_skips_an_overflow_as_in_eager(kind: str) -> None:
     """With all gradients kept, or kept until their norm is known. Consumed ones are refused by name."""
     x = tower_batch()

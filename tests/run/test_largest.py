@@ -48,6 +48,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     st.integers(0, 10**12),
     st.sampled_from((0.5, 1.0, 1.7, 2.0)),
 )
+@pytest.mark.slow
 def test_the_search_ends_at_the_border(slope: int, base: int, allowed: int, power: float) -> None:
     """For needs that grow in any smooth way, not only in a line."""
 

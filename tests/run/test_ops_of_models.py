@@ -63,6 +63,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_it_is_fitted_equal_to_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", name != "lstm")
     if name == "grouped_mm" and not hasattr(F, "grouped_mm"):

@@ -59,6 +59,7 @@ def test_a_folder_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
     assert not cache.read(HERE).costs
 
 
+@pytest.mark.slow
 def test_writers_at_once_leave_a_whole_file(tmp_path: Path) -> None:
     cache = ProbeCache(tmp_path)
 

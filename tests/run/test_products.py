@@ -51,6 +51,7 @@ def test_gradients_are_the_same(stride: int, bias: bool, parts: tuple[int, ...])
     assert error_in_tiles(found, stretch(found), parts) < EXACT
 
 
+@pytest.mark.slow
 def test_volumes_and_lines_too() -> None:
     line = nn.Sequential(nn.Conv1d(2, 8, 1), nn.BatchNorm1d(8), nn.Tanh())
     volume = nn.Sequential(nn.Conv3d(2, 8, 1), nn.BatchNorm3d(8), nn.Tanh())

@@ -24,7 +24,7 @@ from stowplan.run.planning.plan_cache import PlanCache
 from stowplan.run.planning.subject import PlannedStep
 from tests.support.nets import NETS
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 MOVES = 100  # any plan will do
 ALLOW = ("recompute",)

@@ -107,6 +107,7 @@ def test_four_places_tell_the_traffic_of_a_long_even_axis(mesh: str) -> None:
     assert found.messages.tolist() == [worker.messages for worker in expected]
 
 
+@pytest.mark.slow
 def test_region_text_of_four_workers_reads_back_into_the_same_plan() -> None:
     captured, plan = plan_of(*CASES[0])
     text = write_sheet(plan)
