@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stowplan import choices_of, fit, shards_of
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.shards.traffic import traffic_of
+from tests.support.timing import timed
 from tests.support.workers.compared import EXACT, distance, gradients_of
 from tests.support.workers.processes import on_workers
 
@@ -81,6 +82,7 @@ def look() -> list[Chosen]:
     return [by_samples, relaid, chosen(1, refused.value.minimum_bytes, mesh=2)]
 
 
+@timed
 def test_the_fastest_way_that_fits_is_taken_by_all_workers() -> None:
     first, second = on_workers(2, look)
     assert [(c.mesh, c.verdicts) for c in first] == [(c.mesh, c.verdicts) for c in second]
