@@ -92,5 +92,6 @@ def test_the_fastest_way_that_fits_is_taken_by_all_workers() -> None:
         assert sum("taken" in verdict for verdict in found.verdicts) == 1
     by_samples, relaid, tight = first
     assert by_samples.mesh.startswith("data=2")
-    assert any("gather from" in verdict and "taken" in verdict for verdict in relaid.verdicts)
+    # Which of them is taken depends on measured seconds; tests/plan/shards/test_relayout.py has fixed ones.
+    assert any("gather from" in verdict for verdict in relaid.verdicts)
     assert any("too large, needs" in verdict for verdict in tight.verdicts)
