@@ -409,12 +409,7 @@ def _sights() -> Iterator[tuple[str, str, Batches, Mapping[str, Any]]]:
         "Pvt",
         "PvtForImageClassification",
         pictures(64),
-        {
-            "image_size": 64,
-            "hidden_sizes": [8, 16, 32, 32],
-            "depths": [1, 1, 1, 1],
-            "num_attention_heads": [1, 2, 4, 4],
-        },
+        {**hidden, "image_size": 64, "num_attention_heads": [1, 2, 4, 4]},
     )
     yield (
         "Segformer",
@@ -422,36 +417,17 @@ def _sights() -> Iterator[tuple[str, str, Batches, Mapping[str, Any]]]:
         pictures(64, dense=True, count=2),
         {**hidden, "num_attention_heads": [1, 2, 4, 4], "decoder_hidden_size": 16},
     )
-    yield (
-        "PatchTST",
-        "PatchTSTForPrediction",
-        series,
-        {
-            "num_input_channels": 3,
-            "context_length": 32,
-            "prediction_length": 8,
-            "patch_length": 8,
-            "patch_stride": 8,
-            "d_model": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 4,
-            "ffn_dim": 32,
-        },
-    )
-    yield (
-        "PatchTSMixer",
-        "PatchTSMixerForPrediction",
-        series,
-        {
-            "num_input_channels": 3,
-            "context_length": 32,
-            "prediction_length": 8,
-            "patch_length": 8,
-            "patch_stride": 8,
-            "d_model": 16,
-            "num_layers": 1,
-        },
-    )
+    patches = {
+        "num_input_channels": 3,
+        "context_length": 32,
+        "prediction_length": 8,
+        "patch_length": 8,
+        "patch_stride": 8,
+        "d_model": 16,
+    }
+    attention = {"num_hidden_layers": 1, "num_attention_heads": 4, "ffn_dim": 32}
+    yield "PatchTST", "PatchTSTForPrediction", series, {**patches, **attention}
+    yield "PatchTSMixer", "PatchTSMixerForPrediction", series, {**patches, "num_layers": 1}
 
 
 def _less(config: Mapping[str, Any], *names: str) -> dict[str, Any]:

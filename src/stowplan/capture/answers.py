@@ -5,13 +5,13 @@ Small integer and boolean arguments keep their values while a step is captured. 
 ops that lead from the arguments to each answer are kept, so that a call can ask before it runs the program.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from stowplan.capture.program import Call, Ref, copies_of_written, inputs_of
+from stowplan.capture.program import Call, copies_of_written, filled, inputs_of, outputs_by_name
 from stowplan.torch_private import OpOverload
 
 
@@ -85,23 +85,12 @@ def answers_among(
     return Answers(tuple(step for _, _, step in steps), inputs, known)
 
 
-def _made(call: Call, values: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _made(call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The outputs of a call by name."""
-    args = [_filled(value, values) for value in call.args]
-    kwargs = {name: _filled(value, values) for name, value in call.kwargs.items()}
+    args = [filled(value, values) for value in call.args]
+    kwargs = {name: filled(value, values) for name, value in call.kwargs.items()}
     written = copies_of_written(call, args, kwargs)
-    made = call.target(*args, **kwargs)
-    results = [made] if call.single else [*made] if isinstance(made, (tuple, list)) else []
-    outputs = (*results[: len(call.outputs) - len(written)], *written)
-    for name, tensor in zip(call.outputs, outputs, strict=True):
-        if name is not None and isinstance(tensor, Tensor):
-            yield name, tensor
-
-
-def _filled(value: object, values: Mapping[str, Tensor]) -> object:
-    if isinstance(value, Ref):
-        return values[value.tensor]
-    return [_filled(item, values) for item in value] if isinstance(value, (tuple, list)) else value
+    return outputs_by_name(call, call.target(*args, **kwargs), written)
 
 
 def shape_of(tensor: Tensor) -> object:

@@ -5,7 +5,7 @@ call holds the handle: two steps never share one, and it dies with its step. Gra
 handle by its name, which does not depend on the process.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeAlias
@@ -163,6 +163,29 @@ def _attribute(value: object) -> Attribute:
     if isinstance(value, Handle):
         return value.name
     return "generator" if isinstance(value, torch.Generator) else str(value)
+
+
+def filled(value: Argument, values: Mapping[str, Tensor]) -> object:
+    """An argument of a call as its target takes it, with tensors in place of their names."""
+    match value:
+        case Ref(name):
+            return values[name]
+        case Handle():
+            return value.key
+        case tuple():
+            return [filled(item, values) for item in value]
+        case _:
+            return value
+
+
+def outputs_by_name(call: Call, made: object, written: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What a call gives, from the result of its target and the arguments that were written.
+
+    A target that overwrites arguments may return them as well: they come once, among those written.
+    """
+    results = [made] if call.single else [*made] if isinstance(made, (tuple, list)) else []
+    pairs = zip(call.outputs, (*results[: len(call.outputs) - len(written)], *written), strict=True)
+    return {name: tensor for name, tensor in pairs if name is not None and isinstance(tensor, Tensor)}
 
 
 def copies_of_written(call: Call, args: list[object], kwargs: dict[str, object]) -> list[Tensor]:

@@ -6,12 +6,12 @@ touched: a sweep over a few tiles of it touches little.
 """
 
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from stowplan.capture import Argument, Handle, Ref
+from stowplan.capture.program import filled
 from stowplan.run.cost.signature import Operand, Signature
 
 LARGE_BYTES = 2**28
@@ -37,23 +37,11 @@ def call_on(signature: Signature, operands: Sequence[Tensor]) -> Callable[[], ob
     """The signature's op on these tensors, ready to be called."""
     named = {f"%{number}": tensor for number, tensor in enumerate(operands)}
     call = signature.call
-    args = [_filled(value, named) for value in call.args]
-    kwargs = {name: _filled(value, named) for name, value in call.kwargs.items()}
+    args = [filled(value, named) for value in call.args]
+    kwargs = {name: filled(value, named) for name, value in call.kwargs.items()}
     if call.copied:
         return lambda: call.target(*args, **kwargs).clone()
     return lambda: call.target(*args, **kwargs)
-
-
-def _filled(value: Argument, named: Mapping[str, Tensor]) -> object:
-    match value:
-        case Ref(name):
-            return named[name]
-        case Handle():
-            return value.key
-        case tuple():
-            return [_filled(item, named) for item in value]
-        case _:
-            return value
 
 
 def _values(count: int, operand: Operand) -> Tensor:

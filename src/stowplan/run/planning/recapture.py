@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from stowplan.capture import Argument, Call, Captured, Handle, Ref, capture
-from stowplan.capture.program import copies_of_written
+from stowplan.capture import Call, Captured, Ref, capture
+from stowplan.capture.program import copies_of_written, filled, outputs_by_name
 from stowplan.capture.storage_views import contiguous_stride
 from stowplan.errors import CaptureError, NotTileable
 from stowplan.ir import Graph, Op, Phase
@@ -163,23 +163,15 @@ def _backward_types(graph: Graph) -> Counter[str]:
 
 def run_call(graph: Graph, op: Op, call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     given = _without_shape_givers(graph, op, values)
-    args: list[Any] = [_filled(value, given) for value in call.args]
-    kwargs = {name: _filled(value, given) for name, value in call.kwargs.items()}
+    args: list[Any] = [filled(value, given) for value in call.args]
+    kwargs = {name: filled(value, given) for name, value in call.kwargs.items()}
     written = copies_of_written(call, args, kwargs)
     if call.target is _PURE_BATCH_NORM:  # its own form updates the buffers where they are, as eager does
-        return _named(call, (*aten.native_batch_norm.default(*args), args[3], args[4]))
+        return outputs_by_name(call, aten.native_batch_norm.default(*args), args[3:5])
     target = call.target
     if target in _WITHOUT_DERIVATIVE:
         args[0], target = args[0].clone(), _WITHOUT_DERIVATIVE[target]
-    made = target(*args, **kwargs)
-    results = [made] if call.single else [*made] if isinstance(made, (tuple, list)) else []
-    # An op that overwrites arguments may return them as well: they come once, among those written.
-    return _named(call, (*results[: len(call.outputs) - len(written)], *written))
-
-
-def _named(call: Call, results: Sequence[object]) -> dict[str, Tensor]:
-    pairs = zip(call.outputs, results, strict=True)
-    return {name: made for name, made in pairs if name is not None and isinstance(made, Tensor)}
+    return outputs_by_name(call, target(*args, **kwargs), written)
 
 
 def _without_shape_givers(graph: Graph, op: Op, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -215,13 +207,3 @@ def _shape_giver(tensor: Described) -> Tensor:
     shape, dtype = shape_of(tensor), getattr(torch, str(tensor.dtype))
     stride = literal_eval(tensor.layout) if tensor.layout else contiguous_stride(shape)
     return torch.empty_strided(shape, stride, dtype=dtype, device=tensor.device)
-
-
-def _filled(value: Argument, values: Mapping[str, Tensor]) -> object:
-    if isinstance(value, Ref):
-        return values[value.tensor]
-    if isinstance(value, Handle):
-        return value.key
-    if isinstance(value, tuple):
-        return [_filled(item, values) for item in value]
-    return value
