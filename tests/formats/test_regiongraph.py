@@ -209,6 +209,7 @@ def test_what_every_page_has_is_added() -> None:
         ("array([8, 3, 20, 20], dtype=int32))", "array([8, 3, 20", 3, "a rect that does not end"),
         ("dim=[8 3 20 20]", "dim=[-8 3 20 20]", 2, "is negative"),
         ("array([8, 3, 20, 20]", "array([8, 3, 20, 2000000000000]", 3, "does not fit int32"),
+        ("array([8, 3, 20, 20]", f"array([8, 3, 20, {10**320}]", 3, "does not fit int32"),
         ("array([8, 3, 20, 20]", "array([8, 3, 20]", 3, "4 low and 3 high bounds"),
         ("array([8, 3, 20, 20]", f"array([{'1, ' * 40}1]", 3, "41 dims"),
         ("L1.filter\n", "\n", 73, "belongs to no box"),

@@ -460,7 +460,7 @@ def two_threads(side: Side, random: Random) -> None:
     del side.record[seen:]  # what hooks saw came in any order
     for number in sorted(found):
         for position, gradient in enumerate(found[number]):
-            side.note(f"thread {number} gradient {position}", gradient)
+            side.note(f"{ASKED} {position} in thread {number}", gradient)
 
 
 def _in_threads(runs: list[Callable[[], None]]) -> None:

@@ -135,7 +135,7 @@ def _bounds(text: str, line: int) -> Point:
         raise BadInput(f"{len(bounds)} dims, of at most {_MOST_DIMS}", where=f"line {line}")
     for bound in bounds:
         if abs(bound) > LARGEST:
-            raise BadInput(f"{bound:.3g} does not fit int32", where=f"line {line}")
+            raise BadInput(f"a bound of {bound.bit_length()} bits does not fit int32", where=f"line {line}")
     return bounds
 
 

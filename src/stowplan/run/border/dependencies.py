@@ -284,7 +284,7 @@ def _add_attribute(found: Picture, label: str, module: nn.Module, name: str) -> 
         if name in vars(kind):
             if kind is not nn.Module:
                 found.absent.append((own, name))
-                found.add(label, vars(kind), name)
+                found.add(label, found.names_in(kind), name)
             return
     found.facts[label] = None  # asked for, as by hasattr, and not there
     found.absent += ((table, name) for table in (own, module._parameters, module._buffers, module._modules))

@@ -77,6 +77,7 @@ class Picture:
     states: list[tuple[object, Frozen]] = field(default_factory=list)
     contents: list[tuple[Any, Any]] = field(default_factory=list)  # mutable containers, and copies of them
     absent: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)  # names that are the class's
+    _classes: dict[type, Mapping[str, Any]] = field(default_factory=dict)
     _seen: dict[int, tuple[object, Frozen]] = field(default_factory=dict)
     _watched: set[tuple[int, object]] = field(default_factory=set)
     _parts: int = 0
@@ -89,6 +90,10 @@ class Picture:
         if not isinstance(value, Tensor):
             self._watch(owner, key, value)
         self.facts[label] = frozen
+
+    def names_in(self, kind: type) -> Mapping[str, Any]:
+        """What a class itself defines: one object each time it is asked for, which `vars` does not give."""
+        return self._classes.setdefault(kind, vars(kind))
 
     def _watch(self, owner: Owner, key: object, value: object) -> None:
         if (id(owner), key) in self._watched:  # what a class has for all its modules is watched once
@@ -227,6 +232,10 @@ def _short(frozen: Frozen) -> str:
         case Same(value):
             name = getattr(value, "__qualname__", None) or type(value).__qualname__
             return f"one {name}"
+        case (Same(), *_) as several:
+            return ", ".join(map(_short, several))
+        case ():
+            return "none"
         case (type() as kind, str(value)) if kind is float:
             return repr(float.fromhex(value))
         case (type() as kind, shape, _, dtype, *_) if issubclass(kind, Tensor):
