@@ -2,6 +2,7 @@
 
     python -m benchmarks.iteration [--rounds 7] [--methods "eager" "stowplan" ...]
     python -m benchmarks.iteration --exact [--minutes 60]
+    python -m benchmarks.iteration --faults [--trials 100] [--seed 0]
 
 A GPT of 88 MiB of parameters with AdamW on a small batch: eager, the optimizer in backward by hooks, and
 stowplan in the smallest budget it finds. All methods live in one process; each round runs every method once.
@@ -10,14 +11,20 @@ stowplan in the smallest budget it finds. All methods live in one process; each 
 bit: each network with each optimizer, with and without clipping, with 1 and 4 micro-batches, in a roomy and
 in the smallest budget. The combinations come in a random order that is always the same, so a run that ends
 early is a sample of all.
+
+`--faults` ends iterations of small training loops at random places: so many by an interrupt, and so many by
+an op or a transfer to disk that fails. It counts what is left, and what the next call says.
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from random import Random
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import monotonic, perf_counter, thread_time
 from typing import Any, NamedTuple
 
@@ -31,6 +38,7 @@ from stowplan.run.measure.measure import measure
 from tests.support.iterations import OPTIMIZERS, ROOMY, Loop, differing
 from tests.support.nets import NETS
 from tests.support.nets.net import Example
+from tests.support.torn import LOOPS, Outcome, TornLoop
 
 _STUDY = Study("iteration")
 _ITERATIONS = 20
@@ -137,10 +145,16 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(_METHODS), choices=list(_METHODS))
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--minutes", type=float, default=600)
+    parser.add_argument("--faults", action="store_true")
+    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.exact:
         _compare(monotonic() + 60 * options.minutes)
+        return
+    if options.faults:
+        _end_in_between(options.trials, options.seed)
         return
     methods = {name: _METHODS[name]() for name in options.methods}
     peaks = {name: _peak(method) for name, method in methods.items()}
@@ -169,6 +183,26 @@ def _compare(until: float) -> None:
     _STUDY.tell("networks", "stowplan", "compared with eager", done, "runs")
     _STUDY.tell("networks", "stowplan", "different from eager", wrong, "runs")
     print(f"{done} of {2 * len(loops)} compared with eager after {_ITERATIONS} iterations, {wrong} differ")
+
+
+def _end_in_between(trials: int, seed: int) -> None:
+    """Interrupts, then faults, spread over all loops."""
+    random, found = Random(seed), {kind: Counter[Outcome]() for kind in ("interrupt", "fault")}
+    with TemporaryDirectory() as folder:
+        loops = {name: TornLoop.of(Path(folder), **options) for name, options in LOOPS.items()}
+        for kind, number in product(found, range(trials)):
+            name = list(loops)[number % len(loops)]
+            faults = ("op", "transfer") if loops[name].tier else ("op",)
+            outcome = loops[name].ended_at(random, kind if kind == "interrupt" else random.choice(faults))
+            found[kind][outcome] += 1
+            if outcome is Outcome.WRONG:
+                print(f"{kind} {number}, {name}: {outcome}")
+        for loop in loops.values():
+            loop.close()
+    for kind, outcomes in found.items():
+        _STUDY.tell("ended in between", kind, "trials", trials, "runs")
+        _STUDY.tell("ended in between", kind, str(Outcome.WRONG), outcomes[Outcome.WRONG], "runs")
+        print(f"{trials} by {kind}: " + "; ".join(f"{outcomes[each]} {each}" for each in Outcome))
 
 
 def _peak(method: Method) -> int:

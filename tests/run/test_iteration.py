@@ -23,7 +23,6 @@ from stowplan.run.iteration.one_by_one import OneByOne, refuse_unless_one_by_one
 from stowplan.run.iteration.state_elsewhere import StateElsewhere
 from stowplan.run.measure.measure import measure
 from stowplan.run.offload.disk import DiskTier
-from tests.support.failing import Failing
 from tests.support.iterations import ROOMY as AMPLE
 from tests.support.iterations import Loop, differing
 
@@ -688,54 +687,6 @@ class Interrupt(Exception):
 
 def copied(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
-
-
-def refusal_of(run: Callable[[], None]) -> str:
-    try:
-        run()
-    except BadUse as refusal:
-        return str(refusal)
-    return ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.01}])
-def test_after_a_fault_anywhere_the_state_is_known_or_refused(options: dict[str, Any]) -> None:
-    model, optimizer, fitted = fitted_pair(**options)
-    x = tower_batch()
-    loop(fitted, optimizer, x, 2)
-    before, expected = copied(model, optimizer), list[Tensor]()
-    left, seen, refused = 0, 0, 0
-
-    def chosen(_: object) -> bool:
-        nonlocal left, seen
-        left, seen = left - 1, seen + 1
-        return left == 0
-
-    def iteration() -> None:
-        optimizer.zero_grad()
-        torch.autograd.backward(fitted(x))
-        optimizer.step()
-
-    with Failing(Interrupt(), chosen):
-        iteration()
-    expected = [tensor.clone() for tensor in state_of(model, optimizer).values()]
-    for place in range(1, seen + 1, 9):
-        model.load_state_dict(before[0])
-        optimizer.load_state_dict(copy.deepcopy(before[1]))
-        left = place
-        with pytest.raises(Interrupt), Failing(Interrupt(), chosen):
-            iteration()
-        if refusal := refusal_of(iteration):
-            assert "load_state_dict" in refusal
-            refused += 1
-            continue
-        changed = [
-            n for n, t in enumerate(state_of(model, optimizer).values()) if not torch.equal(t, expected[n])
-        ]
-        names = list(state_of(model, optimizer))
-        assert all("norm.running" in names[n] or "num_batches" in names[n] for n in changed), place
-    assert 0 < refused < len(range(1, seen + 1, 9))
 
 
 def test_a_backward_that_fails_in_between_says_so_until_state_is_loaded() -> None:

@@ -134,6 +134,7 @@ class Iteration:
         self._elsewhere: StateElsewhere | None = None
         self._moved: dict[Tensor, None] = {}  # the parameters whose state waits there
         self._broken = ""
+        self._to_load: dict[Tensor, int] = {}  # parameters that belong to the state that was loaded last
         self._is_stepping = False  # `optimizer.step()` has begun and has not ended
         self._told = False
         self._refuse_surroundings()
@@ -142,6 +143,7 @@ class Iteration:
         optimizer.register_step_pre_hook(self._hook)
         optimizer.register_step_post_hook(lambda *_: _stepped(own))
         optimizer.register_load_state_dict_post_hook(lambda _: _loaded(own))
+        optimizer.register_state_dict_pre_hook(lambda _: _saves(own))
 
     def belongs_to(self, model: nn.Module) -> None:
         """The fitted module whose parameters are trained."""
@@ -284,10 +286,9 @@ class Iteration:
             return
         if progress.counted != progress.task:
             self._counts()
-        if parameter not in self._consumed or not progress.is_last:
+        if parameter not in self._consumed or not progress.is_last or parameter.grad is None:
             return
         if progress.is_first_of_two:
-            assert parameter.grad is not None
             self._norms[parameter] = torch.linalg.vector_norm(parameter.grad)
             parameter.grad = None
         elif self._total_norm is not None and self.clip_norm is not None:
@@ -311,6 +312,8 @@ class Iteration:
             if self._elsewhere and parameter in self._moved:
                 self._elsewhere.store([parameter])
         except BaseException as fault:
+            if parameter in updated:
+                updated[parameter] = version_of(parameter)
             self.fails(fault)
             raise
 
@@ -378,17 +381,24 @@ class Iteration:
         if progress.updated and progress.task != running_backward():
             raise BadUse(
                 "the parameters were updated in backward, and optimizer.step() was not called since: call it"
-                " after each backward. To add up the gradients of several, give fit accumulate="
+                " after each backward, for it does the rest of the iteration. To add up the gradients of"
+                " several, give fit accumulate="
             )
 
     def _refuse_broken(self) -> None:
         progress = self._progress
         if progress.is_open and progress.updated and progress.task != running_backward():
             self.fails(RuntimeError())
-        if self._is_stepping and self._total_norm is None and not self._broken:
-            self._broken = f"optimizer.step() failed in between, and has updated a part: {_RESUME}"
+        if self._is_stepping and running_backward() < 0 and not self._broken:
+            self._broken = f"optimizer.step() failed in between, and may have updated a part: {_RESUME}"
         if self._broken:
             raise BadUse(self._broken)
+        if stale := sum(version_of(parameter) == version for parameter, version in self._to_load.items()):
+            raise BadUse(
+                f"the optimizer's state was loaded after an iteration that ended in between, and {stale}"
+                f" parameters that it had updated were not: {_RESUME}"
+            )
+        self._to_load.clear()
 
     def step_begins(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
         """`optimizer.step()` was called: do what waits for it, and look that the rest was in time."""
@@ -419,7 +429,6 @@ class Iteration:
             nn.utils.clip_grad_value_(model.parameters(), self.clip_value)
         if not self.keeps_all:
             self._update_rest(model)
-        self._progress, self._seen_a_step = _Progress(), True
 
     def _update_in_second_backward(self, model: nn.Module) -> None:
         """The norm is known: run forward and backward a second time, clip and update."""
@@ -518,11 +527,14 @@ class Iteration:
         """The optimizer's state was loaded: whatever was left in between is over."""
         if self._elsewhere:
             self._elsewhere.forget()
+        self._to_load |= {p: version for p, version in self._progress.updated.items() if version is not None}
         self._broken, self._progress, self._seen_a_step = "", _Progress(), True
-        self._is_stepping = False
+        self._is_stepping, self._total_norm = False, None
 
     def stepped(self) -> None:
         """`optimizer.step()` is done."""
+        if self._is_stepping:
+            self._progress, self._seen_a_step = _Progress(), True
         self._is_stepping = False
 
 
@@ -551,6 +563,12 @@ def _stepped(iteration: weakref.ref[Iteration]) -> None:
     found = iteration()
     if found is not None:
         found.stepped()
+
+
+def _saves(iteration: weakref.ref[Iteration]) -> None:
+    found = iteration()
+    if found is not None:
+        found.refuse_between()
 
 
 def _loaded(iteration: weakref.ref[Iteration]) -> None:
