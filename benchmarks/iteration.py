@@ -12,8 +12,8 @@ bit: each network with each optimizer, with and without clipping, with 1 and 4 m
 in the smallest budget. The combinations come in a random order that is always the same, so a run that ends
 early is a sample of all.
 
-`--faults` ends iterations of small training loops at random places: so many by an interrupt, and so many by
-an op or a transfer to disk that fails. It counts what is left, and what the next call says.
+`--faults` ends iterations of small training loops at random places: `--trials` of them by an interrupt, and as
+many by an op or a transfer to disk that fails. It counts what is left, and what the next call says.
 """
 
 import argparse
