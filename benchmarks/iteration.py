@@ -2,7 +2,7 @@
 
     python -m benchmarks.iteration [--rounds 7] [--methods "eager" "stowplan" ...]
     python -m benchmarks.iteration --exact [--minutes 60]
-    python -m benchmarks.iteration --faults [--trials 100] [--seed 0]
+    python -m benchmarks.iteration --faults [--times 100] [--seed 0]
 
 A GPT of 88 MiB of parameters with AdamW on a small batch: eager, the optimizer in backward by hooks, and
 stowplan in the smallest budget it finds. All methods live in one process; each round runs every method once.
@@ -12,7 +12,7 @@ bit: each network with each optimizer, with and without clipping, with 1 and 4 m
 in the smallest budget. The combinations come in a random order that is always the same, so a run that ends
 early is a sample of all.
 
-`--faults` ends iterations of small training loops at random places: `--trials` of them by an interrupt, and as
+`--faults` ends iterations of small training loops at random places: `--times` by an interrupt and as
 many by an op or a transfer to disk that fails. It counts what is left, and what the next call says.
 """
 
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--minutes", type=float, default=600)
     parser.add_argument("--faults", action="store_true")
-    parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -154,7 +154,7 @@ def main() -> None:
         _compare(monotonic() + 60 * options.minutes)
         return
     if options.faults:
-        _end_in_between(options.trials, options.seed)
+        _end_in_between(options.times, options.seed)
         return
     methods = {name: _METHODS[name]() for name in options.methods}
     peaks = {name: _peak(method) for name, method in methods.items()}
@@ -185,12 +185,12 @@ def _compare(until: float) -> None:
     print(f"{done} of {2 * len(loops)} compared with eager after {_ITERATIONS} iterations, {wrong} differ")
 
 
-def _end_in_between(trials: int, seed: int) -> None:
+def _end_in_between(times: int, seed: int) -> None:
     """Interrupts, then faults, spread over all loops."""
     random, found = Random(seed), {kind: Counter[Outcome]() for kind in ("interrupt", "fault")}
     with TemporaryDirectory() as folder:
         loops = {name: TornLoop.of(Path(folder), **options) for name, options in LOOPS.items()}
-        for kind, number in product(found, range(trials)):
+        for kind, number in product(found, range(times)):
             name = list(loops)[number % len(loops)]
             faults = ("op", "transfer") if loops[name].tier else ("op",)
             outcome = loops[name].ended_at(random, kind if kind == "interrupt" else random.choice(faults))
@@ -200,9 +200,9 @@ def _end_in_between(trials: int, seed: int) -> None:
         for loop in loops.values():
             loop.close()
     for kind, outcomes in found.items():
-        _STUDY.tell("ended in between", kind, "trials", trials, "runs")
+        _STUDY.tell("ended in between", kind, "times", times, "runs")
         _STUDY.tell("ended in between", kind, str(Outcome.WRONG), outcomes[Outcome.WRONG], "runs")
-        print(f"{trials} by {kind}: " + "; ".join(f"{outcomes[each]} {each}" for each in Outcome))
+        print(f"{times} by {kind}: " + "; ".join(f"{outcomes[each]} {each}" for each in Outcome))
 
 
 def _peak(method: Method) -> int:
