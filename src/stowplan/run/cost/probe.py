@@ -22,6 +22,7 @@ from stowplan.run.cost.probe_call import PROBES, cost_of_call
 from stowplan.run.cost.signature import Signature, call_signature
 
 CLOCK = "probe"
+_LIMIT_SECONDS = 120.0  # after which no further op is probed
 _RELEASED_BYTES = 2**25  # of operands, after which memory that probes have freed goes back to the system
 
 
@@ -42,7 +43,7 @@ def probe(
     captured: Captured,
     *,
     repeats: int = 5,
-    limit_seconds: float = 120.0,
+    limit_seconds: float = _LIMIT_SECONDS,
     progress: Progress | None = None,
     cache: ProbeCache | None = USER_CACHE,
 ) -> Probed:
@@ -65,12 +66,37 @@ def probe(
     return _probed(captured, costs, lambda: measure_machine(device, cache=cache))
 
 
+def probe_memory(
+    captured: Captured,
+    known_workspace: Callable[[Signature], int | None],
+    *,
+    cache: ProbeCache | None = USER_CACHE,
+) -> Mapping[str, int] | None:
+    """The workspace of each op, for a step whose seconds do not matter; None if `cache` knows all costs.
+
+    Ops that `known_workspace` does not know, and the cache neither, run three times each. What they took is
+    not kept in the cache, for their seconds are not exact.
+    """
+    graph, calls = captured.graph, captured.program.calls
+    signatures = {op.id: call_signature(graph, calls[op.id]) for op in _dearest_first(graph)}
+    book = _CostBook(device_of(graph), cache)
+    if all(signature.text in book.costs for signature in signatures.values()):
+        return None
+    known = {signature.text: known_workspace(signature) for signature in signatures.values()}
+    unknown = {s.text: s for s in signatures.values() if s.text not in book.costs and known[s.text] is None}
+    book.fill(list(unknown.values()), 0, _LIMIT_SECONDS, None, keep=False)
+    costs = {op: book.costs.get(s.text) for op, s in signatures.items() if known[s.text] is None}
+    workspaces = dict(_probed(captured, costs, Machine).workspace_bytes)
+    workspaces.update((op, known[s.text] or 0) for op, s in signatures.items() if op not in costs)
+    return workspaces
+
+
 def costs_of_calls(
     signatures: Iterable[Signature],
     device: torch.device,
     *,
     repeats: int = 5,
-    limit_seconds: float = 120.0,
+    limit_seconds: float = _LIMIT_SECONDS,
     progress: Progress | None = None,
     cache: ProbeCache | None = USER_CACHE,
 ) -> Mapping[str, Cost | None]:
@@ -90,9 +116,15 @@ class _CostBook:
         self.costs = dict(cache.read(self._platform).costs) if cache else {}
 
     def fill(
-        self, signatures: list[Signature], repeats: int, limit_seconds: float, progress: Progress | None
+        self,
+        signatures: list[Signature],
+        repeats: int,
+        limit_seconds: float,
+        progress: Progress | None,
+        *,
+        keep: bool = True,
     ) -> None:
-        """Try these, as far as there is time. What is found is kept even if the user interrupts."""
+        """Probe these, as far as there is time; with `keep`, for the cache, even if interrupted."""
         found: dict[str, Cost] = {}
         released = 0  # bytes of operands since free memory was last given back
         deadline = time.perf_counter() + min(limit_seconds, patience().seconds_left / 2)
@@ -111,7 +143,7 @@ class _CostBook:
         finally:
             release_free_memory()
             self.costs.update(found)
-            if self._cache and found:
+            if self._cache and found and keep:
                 self._cache.add(self._platform, found)
 
 

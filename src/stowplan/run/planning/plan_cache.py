@@ -63,7 +63,7 @@ class PlanCache:
             return known
         refuse_hopeless(graph, allowed_bytes, options, lambda: step_planner(subject, options).minimum_bytes)
         with limited_to(options.seconds):
-            found = plan_step(subject, allowed_bytes, options)
+            found = _kept_whole(subject, allowed_bytes, options) or plan_step(subject, allowed_bytes, options)
         if found.plan.pricing.tier is None and not found.plan.cut_short:
             self.add(key, found.plan)
         return found
@@ -95,6 +95,14 @@ class PlanCache:
 
 
 USER_PLANS = PlanCache()
+
+
+def _kept_whole(subject: Subject, allowed_bytes: int, options: PlanOptions) -> PlannedStep | None:
+    if subject.captured.eager.peak_bytes() > allowed_bytes:
+        return None
+    from stowplan.run.planning.unprobed import plan_unprobed  # most fits have a smaller budget
+
+    return plan_unprobed(subject, allowed_bytes, options)
 
 
 def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
