@@ -15,6 +15,7 @@ from stowplan.plan.files import plan_file
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Exactness, Plan, Verdict
 from stowplan.run.fit import fit, plans_of
+from stowplan.run.measure import agreement
 from stowplan.run.measure.agreement import against_eager, compared
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import plan_step
@@ -78,6 +79,58 @@ def test_other_ops_are_named_and_claimed_within_rounding(
     assert plan.against_eager.verdict is Verdict.DIFFERS
     assert words.replace("eager ", "") in plan.against_eager.note
     assert "test_agreement.py:" in plan.against_eager.note
+
+
+def _fails_for_such_numbers(h: Tensor) -> bool:
+    try:
+        torch.linalg.cholesky(h.detach())
+    except RuntimeError:
+        return True
+    return False
+
+
+READERS: dict[str, Callable[[Tensor], bool]] = {
+    "a number": lambda h: h.mean().item() == 1.0,
+    "a condition": lambda h: bool((h == 1).all()),
+    "an array": lambda h: float(h.detach().numpy()[0, 0]) == 1.0,
+    "a list": lambda h: h.tolist()[0][0] == 1.0,
+    "a shape": lambda h: len(h[h == 1]) == h.numel(),
+    "indices": lambda h: torch.arange(4)[h.detach().long().flatten()[0]].item() == 1,
+    "in place": lambda h: torch.zeros(4, 4).add_(h.detach()).relu_().sum().item() == 16.0,
+    "an error": _fails_for_such_numbers,
+}
+
+
+@pytest.mark.parametrize("reads", READERS.values(), ids=READERS)
+def test_what_eager_reads_after_a_product_has_its_true_numbers(reads: Callable[[Tensor], bool]) -> None:
+    def otherwise(h: Tensor, fake: bool) -> Tensor:
+        if fake:
+            return h + 0
+        return h if reads(h) else h + 0
+
+    model = Scores(otherwise)
+    nn.init.zeros_(model.fc.weight)
+    nn.init.ones_(model.fc.bias)  # all that the layer makes is 1
+    plan = plan_of(model, images(4, 4))
+    assert plan.against_eager is not None
+    assert plan.against_eager.verdict is Verdict.DIFFERS
+
+
+@pytest.mark.parametrize("width", [4, 6])
+def test_a_product_is_compared_without_its_kernel(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch norm, pooling, attention and dropout after products are compared on made-up numbers."""
+    model = nn.TransformerEncoderLayer(2 * width, 2, 8, batch_first=True)
+    x = images(2, 4, 2 * width)
+    begun = list[object]()
+    made = agreement._Shortcut.__init__
+    monkeypatch.setattr(agreement._Shortcut, "__init__", lambda it: (begun.append(it), made(it))[1])
+    fitted = fit(model, (x,), budget=AMPLE, loss=torch.sum)
+    plan = plans_of(fitted)[0]
+    assert plan.against_eager is not None
+    assert plan.against_eager.verdict is Verdict.SAME
+    (shortcut,) = begun
+    assert isinstance(shortcut, agreement._Shortcut)
+    assert shortcut.made_up
 
 
 def test_what_the_plan_says_is_in_its_file() -> None:

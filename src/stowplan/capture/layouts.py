@@ -57,7 +57,7 @@ def learn(
 ) -> None:
     """Record the strides that a kernel gave its results for operands like these."""
     strides = tuple(None if result is None else result.stride() for result in results)
-    _LEARNED[_call_like(target, args, kwargs)] = strides
+    _LEARNED[call_like(target, args, kwargs)] = strides
 
 
 def has_learned(target: OpOverload) -> bool:
@@ -67,7 +67,7 @@ def has_learned(target: OpOverload) -> bool:
 
 def as_made(target: OpOverload, args: object, kwargs: Mapping[str, object], result: object) -> object:
     """A result without data, with the strides that the kernel is known to give it."""
-    strides = _LEARNED.get(_call_like(target, args, kwargs)) if _LEARNED else None
+    strides = _LEARNED.get(call_like(target, args, kwargs)) if _LEARNED else None
     if strides is None:
         return result
     if isinstance(result, Tensor):
@@ -80,7 +80,7 @@ def learn_from_kernels(events: "Iterable[Event]") -> bool:
     """Run each suspect kernel once; whether a result has other strides than captured."""
     found = False
     state = torch.get_rng_state()
-    suspects = {_call_like(e.target, e.args, e.kwargs): e for e in events if _may_differ(e)}
+    suspects = {call_like(e.target, e.args, e.kwargs): e for e in events if _may_differ(e)}
     for call, event in suspects.items():
         if call in _seen:
             continue
@@ -142,7 +142,8 @@ def _laid_out(result: object, stride: tuple[int, ...] | None) -> object:
     return torch.empty_strided(result.shape, stride, dtype=result.dtype, device=result.device)
 
 
-def _call_like(target: OpOverload, args: object, kwargs: Mapping[str, object]) -> object:
+def call_like(target: OpOverload, args: object, kwargs: Mapping[str, object]) -> object:
+    """Equal for calls whose operands look alike and whose other arguments are equal."""
     return target, _look(args), tuple((name, _look(kwargs[name])) for name in sorted(kwargs))
 
 

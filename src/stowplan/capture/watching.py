@@ -408,34 +408,36 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
 
 
 # Functions that take the values of a tensor without dispatching an op that reads them.
-_TAKING_VALUES = (
-    Tensor.tolist,
-    Tensor.numpy,
-    Tensor.__array__,
-    Tensor.__dlpack__,
-    Tensor.__index__,
-    Tensor.__deepcopy__,
-    Tensor.__reduce_ex__,
-    Tensor.data_ptr,
-    Tensor.untyped_storage,
-    Tensor.storage,
-    Tensor.new_tensor,
-    Tensor.tensor_split,
-    Tensor.hsplit,
-    Tensor.vsplit,
-    Tensor.dsplit,
-    torch.tensor_split,
-    torch.hsplit,
-    torch.vsplit,
-    torch.dsplit,
-    torch.tensor,
-    torch.as_tensor,
-    torch.asarray,
-    torch.lstm,
-    torch.gru,
-    torch.rnn_tanh,
-    torch.rnn_relu,
-    *PACKED_SEQUENCES,
+TAKING_VALUES = frozenset(
+    (
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.__dlpack__,
+        Tensor.__index__,
+        Tensor.__deepcopy__,
+        Tensor.__reduce_ex__,
+        Tensor.data_ptr,
+        Tensor.untyped_storage,
+        Tensor.storage,
+        Tensor.new_tensor,
+        Tensor.tensor_split,
+        Tensor.hsplit,
+        Tensor.vsplit,
+        Tensor.dsplit,
+        torch.tensor_split,
+        torch.hsplit,
+        torch.vsplit,
+        torch.dsplit,
+        torch.tensor,
+        torch.as_tensor,
+        torch.asarray,
+        torch.lstm,
+        torch.gru,
+        torch.rnn_tanh,
+        torch.rnn_relu,
+        *PACKED_SEQUENCES,
+    )
 )
 _FINITE = {torch.isfinite: True, Tensor.isfinite: True} | dict.fromkeys(
     (torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf), False
@@ -464,7 +466,7 @@ class ReadsOutsideOps(TorchFunctionMode):
             result = func(*args, **given)
             self._watch.note_finite(result, is_good=_FINITE[func])
             return result
-        if func in _TAKING_VALUES:
+        if func in TAKING_VALUES:
             self._note_all((args, tuple(given.values())), is_copy=func in (torch.as_tensor, torch.asarray))
         if func is torch.nn.functional.one_hot:
             return self._one_hot(*args, **given)

@@ -15,6 +15,12 @@ At the first difference the run ends. So nothing runs but captured ops, and all 
    end as they do in inference;
 5. before an op that would take memory above the budget the run ends, without a verdict (`_Comparison._room`).
 
+Products of matrices take most of the time, and their numbers are not needed. Their results are made up, as
+long as that cannot be seen (`_Shortcut`): made-up numbers reach only ops that neither raise because of
+values nor make shapes of them, and Python does not read them. Where that does not hold, the comparison begins
+again, and every kernel runs. The strides of products are known without their kernels, row-major. Another op
+on made-up numbers runs once for each look of its operands, and its strides are compared.
+
 `detach` is left out of both: autograd runs it for what it keeps, and it changes no number. Backward is not
 compared: its ops follow from autograd's formulas for those of forward.
 """
@@ -26,22 +32,72 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from stowplan.capture import Captured, Program
 from stowplan.capture.arguments import flatten
-from stowplan.capture.layouts import learn
+from stowplan.capture.layouts import call_like, learn
 from stowplan.capture.recording import after_loss
-from stowplan.capture.schema import returns_tensors, written_names
+from stowplan.capture.schema import (
+    leaves,
+    returns_tensors,
+    returns_views,
+    written_arguments,
+    written_names,
+)
 from stowplan.capture.stand_ins import with_tensors
-from stowplan.capture.storage_views import StorageBook, StorageView
-from stowplan.capture.watching import Event
+from stowplan.capture.storage_views import StorageBook, StorageView, contiguous_stride
+from stowplan.capture.watching import TAKING_VALUES, Event
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.watch import tell_phase
 from stowplan.run.planning.subject import Subject
 from stowplan.torch_private import OpOverload, TorchDispatchMode, checkpoints_as_calls, storage_id
 from stowplan.units import format_bytes
 
-_DETACH = torch.ops.aten.detach.default
+aten = torch.ops.aten
+_DETACH = aten.detach.default
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # row-major on the CPU
+_FLOATS = (torch.float32, torch.float64)
+# Ops that do the same whatever floating numbers they read, as pointwise ops do: none raises or branches.
+_BLIND = frozenset(
+    (
+        *_PRODUCTS,
+        aten._log_softmax.default,
+        aten._native_batch_norm_legit.default,
+        aten._safe_softmax.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._softmax.default,
+        aten._to_copy.default,
+        aten._unsafe_view.default,
+        aten.avg_pool2d.default,
+        aten.bernoulli_.float,
+        aten.cat.default,
+        aten.clone.default,
+        aten.constant_pad_nd.default,
+        aten.convolution.default,
+        aten.copy_.default,
+        aten.embedding.default,
+        aten.empty_like.default,
+        aten.fill_.Scalar,
+        aten.full_like.default,
+        aten.max_pool2d_with_indices.default,
+        aten.mean.default,
+        aten.mean.dim,
+        aten.mse_loss.default,
+        aten.native_batch_norm.default,
+        aten.native_dropout.default,
+        aten.native_group_norm.default,
+        aten.native_layer_norm.default,
+        aten.new_empty.default,
+        aten.new_zeros.default,
+        aten.nll_loss_forward.default,
+        aten.ones_like.default,
+        aten.sum.default,
+        aten.sum.dim_IntList,
+        aten.zero_.default,
+        aten.zeros_like.default,
+    )
+)
 
 
 def compared(plan: Plan, subject: Subject) -> Plan:
@@ -60,26 +116,34 @@ def against_eager(plan: Plan, subject: Subject) -> AgainstEager:
     tensors = [*_held_by(roots), *(leaf for leaf in given if isinstance(leaf, Tensor))]
     if any(tensor.is_meta for tensor in tensors):
         return AgainstEager(Verdict.UNCHECKED, "the model or its arguments are on the meta device")
-    copies = _Copies(written_tensors(captured.program, roots, given))
-    args, kwargs = spec.unflatten([copies.of(leaf) for leaf in given])
     allowed_bytes = plan.allowed_bytes - torch.get_rng_state().nbytes  # to return to
-    comparison = _Comparison(captured.forward, _workspaces(plan, captured), allowed_bytes)
-    try:
-        with ExitStack() as stack:
-            for root in roots:
-                stack.enter_context(with_tensors(root, copies.of))
-            comparison.enter((*tensors, *map(copies.of, tensors)))
-            stack.enter_context(_leaving_no_trace({tensor.device for tensor in tensors}))
-            stack.enter_context(_keeping_nothing())
-            with checkpoints_as_calls(), comparison:
+    for shortcut in (_Shortcut(), None):
+        copies = _Copies(written_tensors(captured.program, roots, given))
+        args, kwargs = spec.unflatten([copies.of(leaf) for leaf in given])
+        comparison = _Comparison(captured.forward, _workspaces(plan, captured), allowed_bytes, shortcut)
+        try:
+            with ExitStack() as stack:
+                for root in roots:
+                    stack.enter_context(with_tensors(root, copies.of))
+                comparison.enter((*tensors, *map(copies.of, tensors)))
+                stack.enter_context(_leaving_no_trace({tensor.device for tensor in tensors}))
+                stack.enter_context(_keeping_nothing())
+                stack.enter_context(checkpoints_as_calls())
+                stack.enter_context(comparison)
+                if shortcut:
+                    stack.enter_context(_ReadsOutsideOps(comparison, shortcut))
                 after_loss(subject.model(*args, **kwargs), subject.loss)
-        return comparison.verdict()
-    except _Ended as end:
-        return end.found
-    except _Relaid as found:
-        raise Relaid(str(found)) from None
-    except Exception as error:
-        return AgainstEager(Verdict.UNCHECKED, f"eager raises {type(error).__name__}: {error}")
+            return comparison.verdict()
+        except _Seen:
+            continue
+        except _Ended as end:
+            return end.found
+        except _Relaid as found:
+            raise Relaid(str(found)) from None
+        except Exception as error:
+            if not shortcut or not shortcut.made_up:
+                return AgainstEager(Verdict.UNCHECKED, f"eager raises {type(error).__name__}: {error}")
+    raise AssertionError("without a shortcut the comparison ends")
 
 
 def _held_by(roots: Iterable[nn.Module]) -> Iterator[Tensor]:
@@ -175,13 +239,77 @@ class _Relaid(BaseException):
     """The same, on its way through the user's code."""
 
 
+class _Seen(BaseException):
+    """Made-up numbers would be seen: the comparison begins again, and every kernel runs."""
+
+
+class _Shortcut:
+    """Makes up results, and remembers the storages that hold such numbers by eager's number."""
+
+    def __init__(self) -> None:
+        self.made_up: set[int] = set()
+        self._ran: set[object] = set()  # calls whose kernels ran, by how their operands look
+
+    def result_of(self, event: Event, seen: Sequence[StorageView], args: Sequence[object]) -> object:
+        """A result that is made up, or None if the kernel is to run. `seen` are operands that are made up.
+
+        Raises _Seen if the op might do something else for other numbers. Integers may be indices.
+        """
+        target, made = event.target, event.results[0] if event.single else None
+        if seen and returns_views(target):
+            return None
+        if seen:
+            wholes = any(not view.dtype.is_floating_point and view.dtype is not torch.bool for view in seen)
+            if wholes or (target not in _BLIND and torch.Tag.pointwise not in target.tags):
+                raise _Seen
+            if torch.Tag.inplace in target.tags and event.args[0] in seen:
+                return args[0]  # which stays as it is, made up
+        if made is None or written_names(target) or made.device.type != "cpu":
+            return None
+        if target not in _PRODUCTS or made.dtype not in _FLOATS or not _is_row_major(made):
+            call = call_like(target, event.args, event.kwargs)
+            is_view = any(view.storage == made.storage for view in seen)
+            if not seen or is_view or call not in self._ran:
+                self._ran.add(call)
+                return None
+        result = torch.empty_strided(made.shape, made.stride, dtype=made.dtype)
+        return result.fill_(True) if made.dtype is torch.bool else result
+
+
+def _is_row_major(view: StorageView) -> bool:
+    return view.stride == contiguous_stride(view.shape)
+
+
+class _ReadsOutsideOps(TorchFunctionMode):
+    """Ends the shortcut where a function reads made-up numbers without an op."""
+
+    def __init__(self, comparison: "_Comparison", shortcut: _Shortcut) -> None:
+        super().__init__()
+        self._comparison, self._shortcut = comparison, shortcut
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in TAKING_VALUES and not self._comparison.is_running:
+            self._comparison.refuse_made_up((args, tuple(given.values())))
+        return func(*args, **given)
+
+
 class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
     """Runs ops as eager does, as long as they are those that were captured."""
 
     supports_higher_order_operators = True  # so that they come here: none was captured
 
-    def __init__(self, captured: Sequence[Event], workspace_bytes: Sequence[int], allowed_bytes: int) -> None:
+    def __init__(
+        self,
+        captured: Sequence[Event],
+        workspace_bytes: Sequence[int],
+        allowed_bytes: int,
+        shortcut: _Shortcut | None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # so is this
+        self._shortcut, self.is_running = shortcut, False
         pairs = zip(captured, workspace_bytes[: len(captured)], strict=True)
         self._captured = [(event, nbytes) for event, nbytes in pairs if event.target is not _DETACH]
         self._allowed = allowed_bytes
@@ -207,15 +335,48 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        given = dict(kwargs or {})
+        self.is_running = True
+        try:
+            return self._run(func, args, dict(kwargs or {}))
+        finally:
+            self.is_running = False
+
+    def _run(
+        self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         if isinstance(func, OpOverload) and changes_nothing(func):
-            return func(*args, **given)
-        event, workspace_bytes = self._expect(func, args, given)
+            if func is not _DETACH and func.namespace == "aten":
+                self.refuse_made_up((args, tuple(kwargs.values())))
+            return func(*args, **kwargs)
+        event, workspace_bytes = self._expect(func, args, kwargs)
         self._room(event, workspace_bytes)
-        result = func(*args, **given)
-        self._meet(event, args, given, result)
+        result = self._made_up_or_run(event, args, kwargs) if self._shortcut else func(*args, **kwargs)
+        self._meet(event, args, kwargs, result)
         self._position += 1
         return result
+
+    def _made_up_or_run(self, event: Event, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        assert self._shortcut is not None
+        made_up = self._shortcut.made_up
+        given = leaves((event.args, tuple(event.kwargs.values())))
+        operands = [leaf for leaf in given if isinstance(leaf, StorageView)]
+        seen = [view for view in operands if self._storages[view.storage][0] in made_up]
+        result = self._shortcut.result_of(event, seen, args)
+        is_made_up = result is not None
+        if not is_made_up:
+            result = event.target(*args, **kwargs)
+        if seen or is_made_up:
+            written = (args, tuple(kwargs.values())) if written_arguments(event.target, args, kwargs) else ()
+            tensors = (leaf for leaf in leaves((result, written)) if isinstance(leaf, Tensor))
+            made_up.update(self._book.view_of(tensor).storage for tensor in tensors)
+        return result
+
+    def refuse_made_up(self, values: object) -> None:
+        """Raise _Seen if a tensor among these has made-up numbers."""
+        if self._shortcut and self._shortcut.made_up:
+            tensors = [leaf for leaf in leaves(values) if isinstance(leaf, Tensor)]
+            if any(self._book.view_of(tensor).storage in self._shortcut.made_up for tensor in tensors):
+                raise _Seen
 
     def _expect(
         self, func: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
