@@ -86,7 +86,6 @@ READERS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], bool]]] 
     "a condition": (lambda h: (h == 1).all(), bool),
     "an array": (torch.detach, lambda h: float(h.numpy()[0, 0]) == 1.0),
     "a list": (torch.relu, lambda h: h.tolist()[0][0] == 1.0),
-    "memory": (torch.relu, lambda h: h.untyped_storage().tolist()[:4] == [0, 0, 128, 63]),
     "in place": (lambda h: torch.zeros(4, 4).add_(h).relu_().sum(), lambda m: m.item() == 16.0),
     "integers": (lambda h: (h.detach().long() + 1).sum(), lambda m: m.item() == 32),
 }
@@ -108,20 +107,22 @@ def test_what_eager_reads_after_a_product_has_its_true_numbers(
     assert plan.against_eager.verdict is Verdict.DIFFERS
 
 
-@pytest.mark.parametrize("width", [4, 6])
-def test_a_product_is_compared_without_its_kernel(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batch norm, pooling, attention and dropout after products are compared on made-up numbers."""
-    model = nn.TransformerEncoderLayer(2 * width, 2, 8, batch_first=True)
-    x = images(2, 4, 2 * width)
-    begun = list[object]()
-    made = agreement._Shortcut.__init__
-    monkeypatch.setattr(agreement._Shortcut, "__init__", lambda it: (begun.append(it), made(it))[1])
+def test_a_product_is_compared_without_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention, normalisation and dropout after products are compared on made-up numbers."""
+    model, x = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), images(2, 4, 8)
+    begun = list[agreement._Shortcut]()
+
+    class Noted(agreement._Shortcut):
+        def __init__(self) -> None:
+            super().__init__()
+            begun.append(self)
+
+    monkeypatch.setattr(agreement, "_Shortcut", Noted)
     fitted = fit(model, (x,), budget=AMPLE, loss=torch.sum)
     plan = plans_of(fitted)[0]
     assert plan.against_eager is not None
     assert plan.against_eager.verdict is Verdict.SAME
     (shortcut,) = begun
-    assert isinstance(shortcut, agreement._Shortcut)
     assert shortcut.made_up
 
 
