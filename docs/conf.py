@@ -33,6 +33,7 @@ CONTENTS = {
         "iteration",
         "shards",
         "allocator",
+        "devices",
         "report",
         "limits",
         "compatibility",

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -393,3 +394,22 @@ def test_packed_sequences_take_lengths_without_reading_them_by_an_op() -> None:
     assert sizes.tolist() == [2, 2, 1]
     assert lengths.tolist() == [3, 2]
     assert again[:2].equal(padded[:2])
+
+
+def test_a_function_without_its_cover_lets_a_mode_see_what_it_calls() -> None:
+    class Seen(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    dropout: Any = nn.functional.dropout
+    with Seen() as seen:
+        covered = nn.functional.dropout(torch.ones(2), 0.0)
+        made = private.uncovered(dropout)(torch.ones(2), 0.0)
+    assert torch.equal(made, covered)
+    assert [name for name in seen.names if name == "dropout"] == ["dropout", "dropout"]
+    assert private.uncovered(dropout)(torch.ones(2), p=0.0).sum() == 2

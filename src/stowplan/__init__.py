@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stowplan.plan.options import PlanOptions
     from stowplan.plan.plan import Plan
     from stowplan.run.fit import fit, plans_of
+    from stowplan.run.project import project
     from stowplan.run.shapes import scan, shape_costs
     from stowplan.run.shards.fit import choices_of, shards_of
 
@@ -67,6 +68,7 @@ __all__ = [
     "load_plan",
     "planner_for",
     "plans_of",
+    "project",
     "read_document",
     "scan",
     "shape_costs",
@@ -79,6 +81,7 @@ _HOMES = {
     "PlanOptions": "stowplan.plan.options",
     "fit": "stowplan.run.fit",
     "plans_of": "stowplan.run.fit",
+    "project": "stowplan.run.project",
     "choices_of": "stowplan.run.shards.fit",
     "scan": "stowplan.run.shapes",
     "shape_costs": "stowplan.run.shapes",

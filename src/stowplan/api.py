@@ -26,11 +26,14 @@ from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from stowplan.plan.allocator.projection import HeapProjection
+    from stowplan.plan.allocator.settings import AllocatorSettings
     from stowplan.plan.allocator.survey import HeapSurvey
     from stowplan.run.measure.inspect_step import StepInspection
+    from stowplan.run.project import ProjectedStep
 
 __all__ = [
     "DEFAULT_OPTIONS",
+    "DEVICE_HELP",
     "FUNCTION_HELP",
     "ON_REQUEST",
     "TARGET_HELP",
@@ -38,10 +41,12 @@ __all__ = [
     "Explanation",
     "Inspection",
     "Plan",
+    "PlanOptions",
     "Prefer",
     "Record",
     "Selector",
     "TiledTensor",
+    "allocator_settings",
     "check",
     "convert",
     "explain",
@@ -54,6 +59,7 @@ __all__ = [
     "plan_for",
     "plan_for_allocator",
     "planner_for",
+    "projected_step",
     "read_document",
     "tiles_for_document",
 ]
@@ -63,6 +69,11 @@ FUNCTION_HELP = (
     " function of the model's output, or the name or index of the output that is the loss"
 )
 TARGET_HELP = f"a graph file, or {FUNCTION_HELP}"
+
+DEVICE_HELP = (
+    "a card that is not here, such as a100-80gb, or FILE.toml with its figures: the step is captured with its"
+    " kernels and priced by its published rates, and all figures are projected"
+)
 
 
 def inspect(
@@ -95,6 +106,18 @@ def inspect_step(
 
     step = load_target(target)
     return look(step, tried=tried, measured=measured, optimizer=optimizer)
+
+
+def projected_step(target: str | Path, device: str) -> "ProjectedStep":
+    """The step of MODULE:FUNCTION as it would run on a card that is not here: a name, or FILE.toml."""
+    if not names_a_function(target):
+        raise BadUse(f"--device is for steps of PyTorch, given as MODULE:FUNCTION; {target} is a file")
+    from stowplan.plan.cards import card_named
+    from stowplan.run.project import project_step
+    from stowplan.run.target import load_target
+
+    card = card_named(device)
+    return project_step(load_target(str(target)), card)
 
 
 def convert(
@@ -220,14 +243,20 @@ def plan_for_allocator(
     `allocator` is "cuda", with settings as in PYTORCH_CUDA_ALLOC_CONF after a comma.
     """
     from stowplan.plan.allocator.projection import plan_for_device
+
+    settings = allocator_settings(allocator)
+    plan, heap = plan_for_device(lambda budget: planner.answer(budget)[0], allowed_bytes, settings)
+    return planner.compare(plan), heap
+
+
+def allocator_settings(allocator: str) -> "AllocatorSettings":
+    """The settings in "cuda,CONF", as in PYTORCH_CUDA_ALLOC_CONF after the comma."""
     from stowplan.plan.allocator.settings import parse_settings
 
     name, _, text = allocator.partition(",")
     if name != "cuda":
         raise BadUse(f"no allocator {name!r}; there is cuda, as in --allocator cuda,expandable_segments:True")
-    settings = parse_settings(text)
-    plan, heap = plan_for_device(lambda budget: planner.answer(budget)[0], allowed_bytes, settings)
-    return planner.compare(plan), heap
+    return parse_settings(text)
 
 
 def check(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from threading import Lock, local
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +73,7 @@ __all__ = [
     "tell_of_checkpoints",
     "tensor_guards",
     "timeout_of",
+    "uncovered",
     "untested",
     "version_of",
     "writes_out",
@@ -209,6 +211,22 @@ def autograd_in_kernels() -> Iterator[None]:
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _SINCE_2_15 = f"{_GENERATOR}_impl"  # which the old name only calls
 _VARIANTS = ("CheckpointFunction", _SINCE_2_15 if hasattr(checkpoint_module, _SINCE_2_15) else _GENERATOR)
+
+
+_COVERS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def uncovered(function: FunctionType) -> Callable[..., Any]:
+    """A function of `torch.nn.functional` without its first question: whether a TorchFunctionMode takes it.
+
+    The mode then sees the functions that this one calls.
+    """
+    names = function.__globals__ | dict.fromkeys(_COVERS, lambda *_: False)
+    open_one = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
+    open_one.__kwdefaults__ = function.__kwdefaults__
+    return open_one
 
 
 class _Checkpoints:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from stowplan.capture.recording import Loss, Recording, Step
 from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import Event
 from stowplan.ir import Graph
+
+if TYPE_CHECKING:
+    from stowplan.capture.cuda_calls import CudaCalls
 
 _MOST_LAYOUTS = 64  # wrong strides that one step may have, each found by another capture
 
@@ -50,6 +54,7 @@ def capture(
     all_outputs: bool = False,
     differentiated: tuple[int, ...] | None = None,
     know_values: bool = False,
+    cuda: "CudaCalls | None" = None,
 ) -> Captured:
     """The training step of `model(*args, **kwargs)`: forward, loss and backward.
 
@@ -58,7 +63,7 @@ def capture(
     outputs unless `all_outputs` is set, or else for every output that has a gradient. Tensors on the meta
     device are captured as if on `device`. A step that branches on data raises CaptureError. With
     `know_values` it may branch on small integer arguments; the caller then has to ask `answers` before each
-    call.
+    call. With `cuda`, forward calls the kernels of a CUDA device on tensors of the CPU: a graph to plan on.
     """
     step = Step(
         model,
@@ -69,6 +74,7 @@ def capture(
         all_outputs,
         differentiated,
         know_values,
+        cuda,
     )
     for _ in range(_MOST_LAYOUTS):
         with explained():

@@ -1,7 +1,7 @@
 """The recorder: runs a step once on stand-ins (forward, loss and backward) under a Watch."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -187,7 +187,8 @@ class _Recorder:
     def _forward(self) -> object:
         args, kwargs = self._input_spec.unflatten(self._inputs)
         outside = ReadsOutsideOps(self._watch)
-        with self._origins.following(), checkpoints_as_calls(), self._watch, outside:
+        cuda = nullcontext() if self._step.cuda is None else self._step.cuda.anew()
+        with self._origins.following(), checkpoints_as_calls(), self._watch, cuda, outside:
             returned = after_loss(self._step.model(*args, **kwargs), self._step.loss)
         self._watch.assuming = False
         return checked(returned, self._watch.checks)

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from stowplan.errors import CaptureError
 from stowplan.ir import Kind
 from stowplan.torch_private import pytree
 
+if TYPE_CHECKING:
+    from stowplan.capture.cuda_calls import CudaCalls
+
 Loss: TypeAlias = Callable[..., object] | str | int
 """A function of the model's output, or the name or index of the output that is the loss."""
 
@@ -27,7 +30,7 @@ class Step:
     Gradients come in for the outputs at the positions `differentiated`, as the leaves of the result are
     counted. Without them, they come in for the output that `loss` names, with `all_outputs` for every output
     that can have one, or else for the only scalar. With `know_values`, small integer arguments are captured
-    with their values.
+    with their values. With `cuda`, forward calls the kernels of a CUDA device.
     """
 
     model: nn.Module
@@ -38,6 +41,7 @@ class Step:
     all_outputs: bool = False
     differentiated: tuple[int, ...] | None = None
     know_values: bool = False
+    cuda: "CudaCalls | None" = None
 
     def modules(self) -> dict[str, nn.Module]:
         """The modules that hold parameters, by the prefix of their names."""

@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from stowplan import api
+from stowplan.errors import BadUse
 from stowplan.plan.progress import showing_progress
 from stowplan.units import format_bytes, format_seconds, parse_bytes
 
@@ -21,8 +22,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help=f"{api.FUNCTION_HELP}; it takes the size",
     )
+    parser.add_argument("--budget", help="bytes for everything alive during the step, such as 8GiB")
     parser.add_argument(
-        "--budget", required=True, help="bytes for everything alive during the step, such as 8GiB"
+        "--device",
+        metavar="CARD|FILE.toml",
+        help=f"{api.DEVICE_HELP}; the budget then limits reserved bytes, and defaults to the card's memory",
     )
     parser.add_argument("--vary", choices=VARIES, default="batch", help="the function's argument to enlarge")
     parser.add_argument("--first", type=int, help="the smallest size (default: the function's own)")
@@ -41,13 +45,19 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Search and print; exit 1 if nothing fits."""
+    from stowplan.plan.cards import card_named
     from stowplan.run.largest import largest_of
 
+    card = card_named(arguments.device) if arguments.device else None
+    if not arguments.budget and card is None:
+        raise BadUse("say --budget BYTES, or --device CARD for the memory of a card")
+    allowed = card.usable_bytes if card and not arguments.budget else parse_bytes(arguments.budget)
     with showing_progress(f"trying sizes of {arguments.target}"):
         found = tuple(
             largest_of(
                 arguments.target,
-                parse_bytes(arguments.budget),
+                allowed,
+                card=card,
                 vary=arguments.vary,
                 first=arguments.first,
                 multiple=arguments.multiple,
@@ -59,7 +69,8 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps([_as_json(row, arguments.vary) for row in found], indent=2))
     else:
-        _show(found, arguments)
+        on = f" on {card.name}, projected" if card else ""
+        _show(found, arguments.vary, f"{arguments.target} within {format_bytes(allowed)}{on}")
     return 0 if found[-1].fit else 1
 
 
@@ -79,7 +90,7 @@ def _as_json(row: "Largest", vary: str) -> dict[str, object]:
     }
 
 
-def _show(found: "tuple[Largest, ...]", arguments: Namespace) -> None:
+def _show(found: "tuple[Largest, ...]", vary: str, title: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
@@ -87,11 +98,10 @@ def _show(found: "tuple[Largest, ...]", arguments: Namespace) -> None:
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="cyan")
     table.add_column("with")
-    for heading in (arguments.vary, "peak", "time per sample", "of eager's", "the next needs"):
+    for heading in (vary, "peak", "time per sample", "of eager's", "the next needs"):
         table.add_column(heading, justify="right")
     for row in found:
-        table.add_row(*_cells(row, arguments.vary))
-    title = f"{arguments.target} within {format_bytes(parse_bytes(arguments.budget))}"
+        table.add_row(*_cells(row, vary))
     print_trimmed(console_for_output(), Text(title, "bold"), table)
 
 

@@ -4,6 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from stowplan import api
+from stowplan.errors import BadUse
 from stowplan.plan.progress import showing_progress
 
 
@@ -13,6 +14,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--measure", action="store_true", help="for models: run one step and show both")
     parser.add_argument("--optimizer", help="for models: count its state and step too, such as adamw or sgd")
     parser.add_argument("--no-probe", action="store_true", help="for models: run nothing, estimate workspace")
+    parser.add_argument("--device", metavar="CARD|FILE.toml", help=f"for models: {api.DEVICE_HELP}")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--notes", action="store_true", help="show every note of the reader, not one per group"
@@ -30,6 +32,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Inspect and print."""
+    if arguments.device:
+        return _inspect_on_card(arguments)
     if api.names_a_function(arguments.target):
         return _inspect_step(arguments)
     with showing_progress(f"reading and analysing {arguments.target}"):
@@ -84,4 +88,30 @@ def _inspect_step(arguments: Namespace) -> int:
         from stowplan.report.terminal import console_for_output
 
         show_step(found, console_for_output(), title=arguments.target, all_notes=arguments.notes)
+    return 0
+
+
+def _inspect_on_card(arguments: Namespace) -> int:
+    if arguments.measure:
+        raise BadUse("--measure runs the step here, and --device is for a card that is not here: drop one")
+    with showing_progress(f"inspecting {arguments.target}"):
+        step = api.projected_step(arguments.target, arguments.device)
+        found = step.inspected(arguments.optimizer)
+        heap = step.without_a_plan()
+    from stowplan.report.card import card_json, show_card
+    from stowplan.report.heap import projection_json, show_projection
+    from stowplan.report.step import show_step, step_json
+
+    if arguments.json:
+        shown = step_json(found) | {"device": card_json(step)}
+        shown["heap"] = projection_json(heap) if heap else None
+        print(json.dumps(shown, indent=2))
+        return 0
+    from stowplan.report.terminal import console_for_output
+
+    console = console_for_output()
+    show_step(found, console, title=arguments.target, all_notes=arguments.notes)
+    show_card(step, console)
+    if heap:
+        show_projection(heap, console)
     return 0

@@ -5,6 +5,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from signal import SIGINT, default_int_handler, signal
 from threading import current_thread, main_thread
 from time import perf_counter
@@ -20,6 +21,7 @@ from stowplan.units import parse_bytes
 if TYPE_CHECKING:
     from stowplan.plan.allocator.projection import HeapProjection
     from stowplan.plan.candidate import Tradeoff
+    from stowplan.run.project import ProjectedStep
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -35,6 +37,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="let the budget limit the bytes that PyTorch's caching allocator reserves on a CUDA device, with"
         " settings as in PYTORCH_CUDA_ALLOC_CONF",
     )
+    parser.add_argument(
+        "--device",
+        metavar="CARD|FILE.toml",
+        help=f"{api.DEVICE_HELP}; the budget then limits reserved bytes, and defaults to the card's memory",
+    )
     parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument(
@@ -45,38 +52,65 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Plan and print."""
-    if not arguments.budget and not arguments.frontier:
+    if not arguments.budget and not arguments.frontier and not arguments.device:
         raise BadUse("say --budget BYTES, or --frontier to see what there is to choose from")
-    if arguments.allocator and not arguments.budget:
+    if arguments.allocator and not arguments.budget and not arguments.device:
         raise BadUse("--allocator needs --budget BYTES: it says what the budget limits")
     refuse_unwritable(arguments.output)
     started = perf_counter()
     allowed = parse_bytes(arguments.budget) if arguments.budget else None
-    plan, heap, plain_seconds = None, None, 0.0
-    offers: Sequence[Tradeoff] = ()
     with (
         showing_progress(f"planning {arguments.target}", allowed_bytes=allowed) as waiting,
         _kept_on_interrupt(waiting),
     ):
-        how = {name: getattr(arguments, name) for name in ("saved", "training", "allow", "prefer")}
-        if allowed is not None and not arguments.allocator:
-            limits = {"gap": arguments.gap, "time_limit": arguments.time_limit}
-            plan = api.plan_for(arguments.target, allowed, **how, **limits)
-        if arguments.allocator or arguments.frontier:
-            with limited_to(arguments.time_limit):
-                planner = api.planner_for(arguments.target, **how, allowed_bytes=allowed)
-                if allowed is not None and arguments.allocator:
-                    plan, heap = api.plan_for_allocator(planner, allowed, arguments.allocator)
-                offers = planner.tradeoffs() if arguments.frontier else ()
-                plain_seconds = planner.baseline.seconds
+        answer = _on_card(arguments, allowed) if arguments.device else _here(arguments, allowed)
     seconds = perf_counter() - started
-    if plan is not None and arguments.output:
+    if answer.plan is not None and arguments.output:
         from stowplan.plan.files.plan_file import write
 
-        write_output(arguments.output, write(plan))
+        write_output(arguments.output, write(answer.plan))
     show = _print_json if arguments.json else _print_for_people
-    show(arguments.target, plan, heap, offers, plain_seconds, seconds)
+    show(arguments.target, answer, seconds)
     return 0
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What there is to show."""
+
+    plan: "api.Plan | None" = None
+    heap: "HeapProjection | None" = None
+    offers: "Sequence[Tradeoff]" = ()
+    plain_seconds: float = 0.0
+    step: "ProjectedStep | None" = None  # on a card that is not here
+
+
+def _here(arguments: Namespace, allowed: int | None) -> _Answer:
+    answer = _Answer()
+    how = {name: getattr(arguments, name) for name in ("saved", "training", "allow", "prefer")}
+    if allowed is not None and not arguments.allocator:
+        limits = {"gap": arguments.gap, "time_limit": arguments.time_limit}
+        answer.plan = api.plan_for(arguments.target, allowed, **how, **limits)
+    if arguments.allocator or arguments.frontier:
+        with limited_to(arguments.time_limit):
+            planner = api.planner_for(arguments.target, **how, allowed_bytes=allowed)
+            if allowed is not None and arguments.allocator:
+                answer.plan, answer.heap = api.plan_for_allocator(planner, allowed, arguments.allocator)
+            answer.offers = planner.tradeoffs() if arguments.frontier else ()
+            answer.plain_seconds = planner.baseline.seconds
+    return answer
+
+
+def _on_card(arguments: Namespace, allowed: int | None) -> _Answer:
+    settings = api.allocator_settings(arguments.allocator) if arguments.allocator else None
+    how = {"prefer": arguments.prefer, "gap": arguments.gap, "seconds": arguments.time_limit}
+    options = api.PlanOptions(tuple(arguments.allow), **how)
+    step = api.projected_step(arguments.target, arguments.device)
+    plan, heap = step.plan(allowed, options, settings)
+    if not arguments.frontier:
+        return _Answer(plan, heap, step=step)
+    planner = step.planner(options)
+    return _Answer(plan, heap, planner.tradeoffs(), planner.baseline.seconds, step)
 
 
 @contextmanager
@@ -102,42 +136,35 @@ def _kept_on_interrupt(waiting: Waiting) -> Iterator[None]:
             signal(SIGINT, before)
 
 
-def _print_json(
-    _: str,
-    plan: "api.Plan | None",
-    heap: "HeapProjection | None",
-    offers: "Sequence[Tradeoff]",
-    plain_seconds: float,
-    solve_seconds: float,
-) -> None:
+def _print_json(_: str, answer: _Answer, solve_seconds: float) -> None:
+    from stowplan.report.card import card_json
     from stowplan.report.heap import projection_json
     from stowplan.report.plan_json import frontier_json, plan_json
 
-    shown = plan_json(plan, solve_seconds) if plan else {}
-    if heap:
-        shown["heap"] = projection_json(heap)
-    if offers:
-        shown["frontier"] = frontier_json(offers, plain_seconds)
+    shown = plan_json(answer.plan, solve_seconds) if answer.plan else {}
+    if answer.heap:
+        shown["heap"] = projection_json(answer.heap)
+    if answer.step:
+        shown["device"] = card_json(answer.step)
+    if answer.offers:
+        shown["frontier"] = frontier_json(answer.offers, answer.plain_seconds)
     print(json.dumps(shown, indent=2))
 
 
-def _print_for_people(
-    title: str,
-    plan: "api.Plan | None",
-    heap: "HeapProjection | None",
-    offers: "Sequence[Tradeoff]",
-    plain_seconds: float,
-    solve_seconds: float,
-) -> None:
+def _print_for_people(title: str, answer: _Answer, solve_seconds: float) -> None:
     from stowplan.report.plan import show_frontier, show_plan
     from stowplan.report.terminal import console_for_output
 
     console = console_for_output()
-    if plan:
-        show_plan(plan, console, title=title, solve_seconds=solve_seconds)
-    if heap:
+    if answer.plan:
+        show_plan(answer.plan, console, title=title, solve_seconds=solve_seconds)
+    if answer.heap:
         from stowplan.report.heap import show_projection
 
-        show_projection(heap, console)
-    if offers:
-        show_frontier(offers, plain_seconds, console)
+        show_projection(answer.heap, console)
+    if answer.step:
+        from stowplan.report.card import show_card
+
+        show_card(answer.step, console)
+    if answer.offers:
+        show_frontier(answer.offers, answer.plain_seconds, console)

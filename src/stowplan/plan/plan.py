@@ -61,13 +61,16 @@ class Plan:
     tile_maps: tuple[TileMap, ...] = ()
     cut_short: str = ""  # what ended the search early, if anything did
     against_eager: AgainstEager | None = None  # None: the plan is of a graph without a model
+    projected_for: str = ""  # the card that the step was captured and priced for, if it is another device
 
     def __repr__(self) -> str:
         """Its figures in one line; the steps are thousands."""
         budget, peak = format_bytes(self.allowed_bytes), format_bytes(self.projected_peak_bytes)
         cut = f"; the search was ended by {self.cut_short}, gap {self.gap:.1%}" if self.cut_short else ""
+        there = f", projected for {self.projected_for}" if self.projected_for else ""
         return (
-            f"<Plan for {budget}: peak {peak}, {self.time_ratio:.3f} x eager's time, {self.exactness}{cut}>"
+            f"<Plan for {budget}: peak {peak}, {self.time_ratio:.3f} x eager's time,"
+            f" {self.exactness}{there}{cut}>"
         )
 
     def _repr_html_(self) -> str:
@@ -78,6 +81,7 @@ class Plan:
             ("peak without a plan", format_bytes(self.plain_peak_bytes)),
             ("time", f"{self.time_ratio:.3f} x eager"),
             ("gradients", str(self.exactness)),
+            *((("device", f"{self.projected_for}, projected"),) if self.projected_for else ()),
         )
         return (
             f"<table>{''.join(f'<tr><th>{name}</th><td>{value}</td></tr>' for name, value in rows)}</table>"

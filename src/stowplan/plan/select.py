@@ -201,11 +201,17 @@ def _undominated(offers: Iterable[Tradeoff]) -> Iterator[Tradeoff]:
             yield offer
 
 
-def planner_of(graph: Graph, pricing: Pricing, options: PlanOptions) -> Selector[Candidate]:
-    """Plans a graph of which nothing but its file is known; searches when a budget first asks for it."""
+def planner_of(
+    graph: Graph, pricing: Pricing, options: PlanOptions, *, plain_peak_bytes: int | None = None
+) -> Selector[Candidate]:
+    """Plans a graph that cannot run here; searches when a budget first asks for it.
+
+    `plain_peak_bytes` is the option of `Planner.of`.
+    """
     refuse_without_ops(graph)
     seconds = sum(pricing.seconds[op.id] for op in graph.ops)
-    baseline = Baseline(seconds, baseline_peak_of(graph, pricing))
+    peak = baseline_peak_of(graph, pricing) if plain_peak_bytes is None else plain_peak_bytes
+    baseline = Baseline(seconds, peak)
     plain: Candidate = GraphCandidate(graph, pricing, baseline, options)
 
     def find_candidates(refusals: Refusals) -> Iterator[Candidate]:

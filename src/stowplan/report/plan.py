@@ -108,6 +108,11 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
     tiled = sum(isinstance(decision, Tile) for decision in plan.decisions.values())
     return _pairs(
         (
+            *(
+                (("device", f"{plan.projected_for}: all figures are projected"),)
+                if plan.projected_for
+                else ()
+            ),
             ("budget", f"{format_bytes(plan.allowed_bytes)} ({plan.allowed_bytes:,} bytes)"),
             (
                 "projected peak",

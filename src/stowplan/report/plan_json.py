@@ -33,6 +33,7 @@ def plan_json(plan: Plan, solve_seconds: float | None = None) -> Json:
         "decisions": Counter(type(decision).__name__.lower() for decision in plan.decisions.values()),
         "tiles": [tiles_json(told) for told in plan.tile_maps],
         "basis": plan.pricing.basis,
+        "projected_for": plan.projected_for or None,
         "steps": len(plan.steps),
         "solve_seconds": solve_seconds,
     }

@@ -12,9 +12,10 @@ from inspect import Parameter, signature
 from typing import TypeAlias
 
 from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.plan.cards import Card
 from stowplan.plan.options import TECHNIQUES, PlanOptions
 from stowplan.run.planning.planner import step_planner
-from stowplan.run.target import function_named, load_target, subject_of
+from stowplan.run.target import Target, function_named, load_target, subject_of
 
 Techniques: TypeAlias = tuple[str, ...]
 
@@ -58,12 +59,16 @@ class Sizes:
     first: int
     multiple: int
     moves: int | None = None
+    card: Card | None = None  # another device, on which the budget is of reserved bytes
 
     def attempt(self, techniques: Techniques, allowed_bytes: int, step: int) -> SizeAttempt:
         """Whether a size fits: capture it, probe its ops, and plan it for the budget."""
         size = self.first + step * self.multiple
-        subject = subject_of(load_target(self.target, **{self.vary: size}))
-        planner = step_planner(subject, PlanOptions(techniques, moves=self.moves))
+        target = load_target(self.target, **{self.vary: size})
+        options = PlanOptions(techniques, moves=self.moves)
+        if self.card is not None:
+            return _attempt_on(self.card, target, options, allowed_bytes, size)
+        planner = step_planner(subject_of(target), options)
         plain = planner.baseline
         if plain.peak_bytes <= allowed_bytes:
             return SizeAttempt(plain.peak_bytes, Fit(size, plain.peak_bytes, plain.seconds, plain.seconds))
@@ -77,6 +82,21 @@ class Sizes:
         return SizeAttempt(plan.projected_peak_bytes, fit)
 
 
+def _attempt_on(
+    card: Card, target: Target, options: PlanOptions, allowed_bytes: int, size: int
+) -> SizeAttempt:
+    """The same on a card that is not here: captured as if there, priced by its figures, and planned."""
+    from stowplan.run.project import project_step
+
+    projected = project_step(target, card)
+    try:
+        plan, heap = projected.plan(allowed_bytes, options)
+    except BudgetTooSmall as refused:
+        return SizeAttempt(refused.minimum_bytes, None)
+    taken = heap.figures.reserved_peak_bytes if heap else plan.projected_peak_bytes
+    return SizeAttempt(taken, Fit(size, taken, plan.projected_seconds, plan.plain_seconds))
+
+
 def largest_of(
     target: str,
     allowed_bytes: int,
@@ -87,14 +107,15 @@ def largest_of(
     most: int | None = None,
     allow: Iterable[str] = TECHNIQUES,
     moves: int | None = None,
+    card: Card | None = None,
 ) -> Iterator[Largest]:
     """The largest sizes of the baseline and with more and more techniques, as they are found.
 
     `first` is the function's default size if it is not given; `most` bounds the search for a size, `moves`
-    the search for each plan.
+    the search for each plan. On a `card`, another device than this one, bytes are reserved ones.
     """
     start = _first_size(target, vary) if first is None else first
-    sizes = Sizes(target, vary, start, multiple, moves)
+    sizes = Sizes(target, vary, start, multiple, moves, card)
     limit = _MOST_STEPS if most is None else (most - sizes.first) // multiple
     for techniques in _growing(allow):
         fit, next_needs = search(partial(sizes.attempt, techniques, allowed_bytes), allowed_bytes, limit)

@@ -46,17 +46,23 @@ class HeapProjection:
         return self.figures.reserved_peak_bytes - self.figures.requested_peak_bytes
 
 
-def project(plan: Plan, settings: AllocatorSettings, *, repair: bool = True) -> HeapProjection:
-    """Run the plan's requests through the allocator; OutOfDeviceMemory if the device is too small."""
-    requests = requests_of(plan)
+def project(
+    plan: Plan, settings: AllocatorSettings, *, repair: bool = True, lasting: tuple[int, ...] = ()
+) -> HeapProjection:
+    """Run the plan's requests through the allocator; OutOfDeviceMemory if the device is too small.
+
+    `lasting` are the bytes of blocks that libraries keep beside the plan's tensors.
+    """
+    requests = requests_of(plan, lasting)
     unlimited = _unlimited(settings)
     plain = _run(requests, unlimited, 0)
     held = _best_held(requests, unlimited, plain[-1]) if repair and not settings.expandable_segments else 0
     iterations = _run(requests, settings, held)
-    if iterations[0].requested_peak_bytes != plan.projected_peak_bytes:
+    expected = plan.projected_peak_bytes + sum(lasting)
+    if iterations[0].requested_peak_bytes != expected:
         raise IllegalPlan(
             f"its requests add up to {iterations[0].requested_peak_bytes} bytes at most, its projected peak"
-            f" is {plan.projected_peak_bytes}"
+            f" and what libraries keep to {expected}"
         )
     return HeapProjection(
         settings, iterations, held, plain[-1].reserved_peak_bytes, _floor(requests, settings)
@@ -121,12 +127,16 @@ def _best_held(requests: Requests, settings: AllocatorSettings, plain: HeapFigur
 
 
 def plan_for_device(
-    plan_of: Callable[[int], Plan], allowed_bytes: int, settings: AllocatorSettings
+    plan_of: Callable[[int], Plan],
+    allowed_bytes: int,
+    settings: AllocatorSettings,
+    *,
+    lasting: tuple[int, ...] = (),
 ) -> tuple[Plan, HeapProjection]:
     """The fastest of some plans that reserves at most `allowed_bytes`; BudgetTooSmall names the least found.
 
     The plans are those for sixteenths of the baseline's peak and for the smallest budget, whatever is
-    allowed: a larger budget is never answered by a slower plan.
+    allowed: a larger budget is never answered by a slower plan. `lasting` is the option of `project`.
     """
     roomiest = plan_of(allowed_bytes)  # refuses what even the requested bytes do not fit into
     least: tuple[int, Plan] | None = None
@@ -134,7 +144,7 @@ def plan_for_device(
     for plan in chain(keeps_all, _smaller_and_smaller(plan_of, roomiest.plain_peak_bytes)):
         if plan.projected_peak_bytes > allowed_bytes:
             continue
-        heap = project(plan, settings)
+        heap = project(plan, settings, lasting=lasting)
         reserved = heap.figures.reserved_peak_bytes
         if reserved <= allowed_bytes:
             return plan, heap

@@ -29,8 +29,11 @@ class Requests:
     iteration: tuple[Request, ...]
 
 
-def requests_of(plan: Plan) -> Requests:
-    """All that a plan allocates. A tensor that is written over another takes no block of its own."""
+def requests_of(plan: Plan, lasting_bytes: tuple[int, ...] = ()) -> Requests:
+    """All that a plan allocates. A tensor that is written over another takes no block of its own.
+
+    `lasting_bytes` are blocks that others keep.
+    """
     timeline, pricing = timeline_of_plan(plan), plan.pricing
     staged = transfer_bytes(plan.graph, plan.steps, pricing.tier)
     sizes, first, last = dict[int, int](), dict[int, int](), dict[int, int]()
@@ -57,4 +60,6 @@ def requests_of(plan: Plan) -> Requests:
         iteration += [Request(fresh + i, size) for i, size in enumerate(aside)]
         iteration += [Request(fresh + i, 0) for i in range(len(aside))]
         iteration += [Request(place, 0) for place in ended[number]]
-    return Requests((*before, *((Request(fresh + 2, staged),) if staged else ())), tuple(iteration))
+    others = filter(None, (staged, *lasting_bytes))
+    before += [Request(fresh + 2 + i, size) for i, size in enumerate(others)]
+    return Requests(tuple(before), tuple(iteration))

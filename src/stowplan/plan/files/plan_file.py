@@ -63,6 +63,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tile_maps: tuple[TileMap, ...] = ()
     cut_short: str = ""
     against_eager: AgainstEager | None = None
+    projected_for: str = ""
 
 
 def recognise(text: str) -> bool:

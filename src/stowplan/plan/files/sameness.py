@@ -1,5 +1,6 @@
 """Whether two graphs are the same step, and if not, where they first differ: what a saved plan is held to."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest
 
@@ -13,6 +14,16 @@ def first_difference(planned: Graph, given: Graph) -> str | None:
             return f"op {position + 1}: {what}"
     left = planned.held ^ given.held
     return f"{min(left)!r} is held to the end in only one of them" if left else None
+
+
+def other_ops(planned: Graph, given: Graph) -> str:
+    """The op types that one of the graphs runs more often, in words."""
+    ours, theirs = (Counter(op.type for op in graph.ops) for graph in (planned, given))
+    return ", ".join(
+        f"{kind} ({ours[kind]} in the plan, {theirs[kind]} in the step)"
+        for kind in sorted(ours | theirs)
+        if ours[kind] != theirs[kind]
+    )
 
 
 def _differences(planned: Graph, ours: Op | None, given: Graph, theirs: Op | None) -> Iterator[str]:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from stowplan.analyse.costs import estimated_workspaces
 from stowplan.analyse.inspection import Inspection, inspection_of
 from stowplan.capture import Captured, capture
-from stowplan.ir import Document, Graph, Kind, Note, NoteKind, Phase
+from stowplan.ir import Document, Graph, Kind, Note, NoteKind, Phase, Profile
 from stowplan.ops.regions import regions_of
 from stowplan.ops.table import site_of
 from stowplan.run.cost.probe import probe
@@ -58,19 +58,32 @@ def inspect_step(
     captured = capture(target.model, target.args, target.kwargs, loss=target.loss, know_values=True)
     probed = probe(captured) if tried else None
     workspace = probed.workspace_bytes if probed else estimated_workspaces(captured.graph)
-    document = Document(
-        "torch",
-        captured.graph,
-        profile=probed.profile if probed else None,
-        notes=tuple(_notes(captured.graph)),
-    )
     share = optimizer_share(optimizer, target.model.parameters()) if optimizer else None
+    return inspection_of_step(
+        captured,
+        workspace,
+        share,
+        profile=probed.profile if probed else None,
+        measured_peak_bytes=_measured_peak(target) if measured else None,
+    )
+
+
+def inspection_of_step(
+    captured: Captured,
+    workspace: Mapping[str, int],
+    share: OptimizerShare | None,
+    *,
+    profile: Profile | None = None,
+    measured_peak_bytes: int | None = None,
+) -> StepInspection:
+    """The inspection of a captured step with these workspaces; without a `profile` they are estimated."""
+    document = Document("torch", captured.graph, profile=profile, notes=tuple(_notes(captured.graph)))
     return StepInspection(
         inspection=inspection_of(document),
         projected_peak_bytes=captured.eager.peak_bytes(workspace),
         bytes_at_peak=_bytes_at_peak(captured, workspace),
-        estimated=probed is None,
-        measured_peak_bytes=_measured_peak(target) if measured else None,
+        estimated=profile is None,
+        measured_peak_bytes=measured_peak_bytes,
         optimizer=share,
         training_peak_bytes=training_peak_bytes(captured, share, workspace) if share else None,
     )

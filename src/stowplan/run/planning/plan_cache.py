@@ -17,7 +17,7 @@ from stowplan.ir import Graph
 from stowplan.ir.text import format_graph
 from stowplan.ops.table import registered_types
 from stowplan.plan.files import plan_file
-from stowplan.plan.files.sameness import first_difference
+from stowplan.plan.files.sameness import first_difference, other_ops
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.order import slices_last
@@ -109,6 +109,12 @@ def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
     """A step with a plan from elsewhere; raises IllegalPlan if that is for another step or budget."""
     captured = RESUMED.of("tile")(plan, subject) if plan.tile_maps else subject.captured
     difference = first_difference(plan.graph, slices_last(captured.graph))
+    if difference is not None and plan.projected_for:
+        kinds = other_ops(plan.graph, captured.graph) or "none in number"
+        raise IllegalPlan(
+            f"the plan was projected for {plan.projected_for}, and the step captured here differs:"
+            f" {difference}; ops that differ: {kinds}; make a plan here with `plan`"
+        )
     if difference is not None:
         raise IllegalPlan(f"the plan is for another step: {difference}; make one for this step with `plan`")
     taken_bytes = plan.projected_peak_bytes + replayed_bytes(plan)

@@ -1,0 +1,50 @@
+"""A step on a card that is not here: its peak, and why it differs from the CPU's."""
+
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from stowplan.report.terminal import print_trimmed
+from stowplan.run.project import ProjectedStep
+from stowplan.units import format_bytes
+
+_INDENT = 2
+
+
+def show_card(step: ProjectedStep, console: Console) -> None:
+    """Print the peak of requested bytes without a plan, cause by cause from the CPU's to the card's."""
+    card = step.card
+    table = Table.grid(padding=(0, 2))
+    table.add_row(_right(format_bytes(step.here_peak_bytes)), "as captured for this CPU")
+    for difference in step.differences:
+        sign = "-" if difference.peak_bytes < 0 else "+"
+        calls = f" ({difference.calls} calls)" if difference.calls else ""
+        table.add_row(_right(sign + format_bytes(abs(difference.peak_bytes))), difference.cause + calls)
+    table.add_row(_right(format_bytes(step.peak_bytes)), f"on {card.name}")
+    memory = f"{format_bytes(card.usable_bytes)} of {format_bytes(card.memory_bytes)} usable"
+    heading = Text(f"peak without a plan on {card.name}, projected: nothing ran on it ({memory})", "bold")
+    notes = Text("\n".join(step.notes()), "dim")
+    print_trimmed(console, heading, Padding(table, (0, 0, 0, _INDENT)), Padding(notes, (0, 0, 1, _INDENT)))
+
+
+def _right(text: str) -> Text:
+    return Text(text, "cyan", justify="right")
+
+
+def card_json(step: ProjectedStep) -> dict[str, object]:
+    """What `--device --json` prints under `device`."""
+    return {
+        "card": step.card.id,
+        "name": step.card.name,
+        "projected": True,
+        "memory_bytes": step.card.memory_bytes,
+        "usable_bytes": step.card.usable_bytes,
+        "cpu_peak_bytes": step.here_peak_bytes,
+        "peak_bytes": step.peak_bytes,
+        "lasting_bytes": sum(step.lasting_bytes),
+        "differences": [asdict(difference) for difference in step.differences],
+        "notes": list(step.notes()),
+    }
