@@ -50,6 +50,14 @@ def misnamed():
 
 def not_a_step():
     return 3
+
+
+def make_optimizer(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def no_optimizer(model):
+    return 3
 """
 
 
@@ -76,6 +84,7 @@ def test_a_model_is_inspected_and_measured(model: str, capsys: pytest.CaptureFix
     share = found["optimizer"]
     assert isinstance(share, dict)
     assert share["state_bytes"] >= 2 * 4 * (3 * (64 * 64 + 64) + 65)
+    assert found["training_peak_bytes"] == found["measured_training_peak_bytes"]
 
 
 @pytest.mark.torch
@@ -100,6 +109,36 @@ def test_a_plan_holds_explains_itself_and_checks_out(
     for name in ("plan", "record"):
         assert main(["report", f"{name}.json", "-o", f"{name}.html"]) == 0
         assert (tmp_path / f"{name}.html").stat().st_size > 100_000
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_commands_tell_of_the_whole_iteration(
+    model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    loop = ("--optimizer", f"{model.partition(':')[0]}:make_optimizer")
+    plan = _json_of(capsys, "plan", model, "--budget", "1MiB", *loop, "-o", "plan.json")
+    updates = plan["updates"]
+    assert isinstance(updates, dict)
+    assert (updates["optimizer"], updates["tier"]) == ("SGD", None)
+    assert updates["parameters_by_time"] == {"in backward": 7, "in the step": 1}
+    assert updates["state_bytes"] == 4 * (3 * (64 * 64 + 64) + 65)
+    assert main(["explain", "plan.json"]) == 0
+    told = capsys.readouterr().out
+    assert "7 in backward, 1 in the step" in told
+    assert ["forward", "backward", "update"] in [line.split() for line in told.splitlines()]
+    assert main(["explain", "plan.json", "state of 0.weight"]) == 0
+    assert "SGD, in backward" in capsys.readouterr().out
+    assert main(["report", "plan.json", "-o", "curve.svg"]) == 0
+    assert ">update<" in (tmp_path / "curve.svg").read_text()
+    capsys.readouterr()
+    checked = _json_of(capsys, "check", model, "--plan", "plan.json", *loop, "--iterations", "4")
+    assert checked["holds"] is True
+    assert main(["plan", model, "--budget", "1MiB", "--accumulate", "2"]) == 2
+    assert main(["plan", "plan.json", "--budget", "1MiB", *loop]) == 2
+    capsys.readouterr()
+    assert main(["inspect", model, "--optimizer", f"{model.partition(':')[0]}:no_optimizer"]) == 2
+    assert "must return an optimizer" in capsys.readouterr().err
 
 
 @pytest.mark.torch

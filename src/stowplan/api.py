@@ -36,6 +36,7 @@ __all__ = [
     "DEVICE_HELP",
     "FUNCTION_HELP",
     "ON_REQUEST",
+    "OPTIMIZER_HELP",
     "TARGET_HELP",
     "TECHNIQUES",
     "Explanation",
@@ -67,6 +68,10 @@ __all__ = [
 FUNCTION_HELP = (
     "a function in a Python module that returns (model, args[, kwargs][, loss]): kwargs is a dict, loss a"
     " function of the model's output, or the name or index of the output that is the loss"
+)
+OPTIMIZER_HELP = (
+    "a name of torch.optim, such as adamw or sgd, or MODULE:FUNCTION, which takes the model and returns its"
+    " optimizer"
 )
 TARGET_HELP = f"a graph file, or {FUNCTION_HELP}"
 
@@ -100,12 +105,16 @@ def inspect_step(
     measured: bool = False,
     optimizer: str | None = None,
 ) -> "StepInspection":
-    """The memory and the work of the eager training step of MODULE:FUNCTION; `measured` also runs it once."""
+    """The memory and the work of the eager training step of MODULE:FUNCTION; `measured` also runs it once.
+
+    With an `optimizer`, a name of `torch.optim` or MODULE:FUNCTION, so does the whole iteration.
+    """
     from stowplan.run.measure.inspect_step import inspect_step as look
-    from stowplan.run.target import load_target
+    from stowplan.run.target import load_optimizer, load_target
 
     step = load_target(target)
-    return look(step, tried=tried, measured=measured, optimizer=optimizer)
+    own = load_optimizer(optimizer, step.model) if optimizer else None
+    return look(step, tried=tried, measured=measured, optimizer=own)
 
 
 def projected_step(target: str | Path, device: str) -> "ProjectedStep":
@@ -173,6 +182,9 @@ def planner_for(
     prefer: str = Prefer.EXACTNESS,
     gap: float = 0.0,
     allowed_bytes: int | None = None,
+    optimizer: str | None = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
 ) -> "Selector[Any]":
     """A planner for a graph file or for MODULE:FUNCTION; `plan(budget_bytes)` makes a plan for a budget.
 
@@ -180,15 +192,24 @@ def planner_for(
     multiply-accumulates replace them. Plans without tiles come first, because they give the same bits;
     `prefer="time"` takes the fastest plan. `training` is the option of `inspect`. A search for a budget ends
     within a share of `gap` of its bound. `allowed_bytes` is refused, before ops are probed, if it is below
-    what every plan takes.
+    what every plan takes. With an `optimizer`, a name of `torch.optim` or MODULE:FUNCTION, the plans are of
+    whole iterations with its state in memory; `clip_norm` and `accumulate` are those of `fit`.
     """
     options = PlanOptions(tuple(allow), prefer, gap=gap)
+    _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
     if names_a_function(target):
         from stowplan.run.measure.agreement import compared
         from stowplan.run.planning.planner import step_planner
-        from stowplan.run.target import load_target, subject_of
+        from stowplan.run.target import load_optimizer, load_target, subject_of
 
         subject = subject_of(load_target(str(target)))
+        if optimizer is not None:
+            from stowplan.run.iteration.iteration import Iteration
+
+            own = load_optimizer(optimizer, subject.model)
+            iteration = Iteration(own, clip_norm=clip_norm, accumulate=accumulate)
+            captured = iteration.planned(subject.captured, subject.model)
+            subject, options = replace(subject, captured=captured), iteration.options(options)
         if allowed_bytes is not None:
             least = partial(_smallest_budget, partial(step_planner, subject, options))
             refuse_hopeless(subject.captured.graph, allowed_bytes, options, least)
@@ -201,6 +222,15 @@ def planner_for(
         least = partial(_smallest_budget, partial(planner_of, graph, pricing, options))
         refuse_hopeless(graph, allowed_bytes, options, least)
     return planner_of(graph, pricing, options)
+
+
+def _refuse_loop_of_file(
+    target: str | Path, optimizer: str | None, clip_norm: float | None, accumulate: int
+) -> None:
+    if optimizer is not None and not names_a_function(target):
+        raise BadUse(f"{target} is a file, which has no optimizer: give MODULE:FUNCTION, or leave it out")
+    if optimizer is None and (clip_norm, accumulate) != (None, 1):
+        raise BadUse("clip-norm and accumulate are of an iteration: give the optimizer too")
 
 
 def _smallest_budget(planner: "Callable[[], Selector[Any]]") -> int:
@@ -217,20 +247,34 @@ def plan_for(
     prefer: str = Prefer.EXACTNESS,
     gap: float = DEFAULT_OPTIONS.gap,
     time_limit: float | None = None,
+    optimizer: str | None = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
 ) -> Plan:
     """A plan for a graph file or for MODULE:FUNCTION, whose plan is kept in the cache that `fit` reads.
 
-    The options are those of `planner_for`.
+    The options are those of `planner_for`. With an `optimizer` it is the plan that `fit` makes: its state may
+    wait in a tier, and clipping may need two backwards.
     """
+    _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
     if not names_a_function(target):
         how: Any = {"saved": saved, "training": training, "allow": allow, "prefer": prefer, "gap": gap}
         with limited_to(time_limit):
             return planner_for(target, allowed_bytes=allowed_bytes, **how).plan(allowed_bytes)
     from stowplan.run.measure.agreement import compared
     from stowplan.run.planning.plan_cache import USER_PLANS
-    from stowplan.run.target import load_target, subject_of
+    from stowplan.run.target import load_optimizer, load_target, subject_of
 
-    subject = subject_of(load_target(str(target)))
+    loaded = load_target(str(target))
+    if optimizer is not None:
+        from stowplan.run.fit import fit, plans_of
+
+        loop: Any = {"optimizer": load_optimizer(optimizer, loaded.model)}
+        loop |= {"clip_norm": clip_norm, "accumulate": accumulate}
+        how = {"allow": allow, "prefer": prefer, "gap": gap, "time_limit": time_limit, **loop}
+        call = loaded.model, loaded.args, loaded.kwargs
+        return plans_of(fit(*call, loss=loaded.loss, budget=allowed_bytes, **how))[0]
+    subject = subject_of(loaded)
     options = PlanOptions(tuple(allow), prefer, seconds=time_limit, gap=gap)
     return compared(USER_PLANS.step_for(subject, allowed_bytes, options).plan, subject)
 
@@ -267,30 +311,33 @@ def check(
     prefer: str = Prefer.EXACTNESS,
     steps: int = 3,
     optimizer: str | None = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
     gap: float = DEFAULT_OPTIONS.gap,
     time_limit: float | None = None,
     plan: Plan | None = None,
 ) -> Record:
     """Run MODULE:FUNCTION eagerly and by a plan for `budget`, side by side, and compare all there is.
 
-    With an `optimizer`, a name of `torch.optim`, whole iterations are planned, run and compared. A saved
-    `plan` is used instead of a new one.
+    With an `optimizer`, a name of `torch.optim` or MODULE:FUNCTION, whole iterations are planned, run and
+    compared; `clip_norm` and `accumulate` are those of `fit`. A saved `plan` is used instead of a new one.
     """
+    _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
     from stowplan.run.measure.check import check as run_check
     from stowplan.run.measure.check import check_iterations
     from stowplan.run.planning.plan_cache import USER_PLANS, saved_step
-    from stowplan.run.target import load_target
+    from stowplan.run.target import load_optimizer, load_target
 
     loaded, allowed_bytes = load_target(target), parse_bytes(budget)
     if optimizer is not None:
         from stowplan.run.fit import fit
-        from stowplan.run.optimizers import optimizer_named
 
         how: Any = {"budget": budget, "allow": allow, "prefer": prefer, "gap": gap}
         how |= {"time_limit": time_limit, "plan": plan}
-        fitting = partial(fit, loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, **how)
-        made = partial(optimizer_named, optimizer)
-        return check_iterations(loaded, lambda own: fitting(optimizer=own), made, iterations=steps)
+        loop: Any = {"clip_norm": clip_norm, "accumulate": accumulate}
+        fitting = partial(fit, loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, **how, **loop)
+        made = partial(load_optimizer, optimizer)
+        return check_iterations(loaded, lambda own: fitting(optimizer=own), made, iterations=steps, **loop)
     if plan is not None:
         given = partial(saved_step, plan, allowed_bytes=allowed_bytes)
         return run_check(loaded, given, steps=steps)

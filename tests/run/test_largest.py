@@ -86,6 +86,12 @@ def test_the_verb_prints_the_table(target: str, capsys: pytest.CaptureFixture[st
     plain, recompute = json.loads(capsys.readouterr().out)
     assert plain["batch"] <= recompute["batch"] <= 128
     assert plain["seconds_per_sample"] > 0
+    assert main([*words, "tile", "--budget", "500kB", "--most", "128", "--optimizer", "adamw", "--json"]) == 0
+    (iteration,) = json.loads(capsys.readouterr().out)
+    assert (
+        iteration["batch"] < plain["batch"]
+        or iteration["projected_peak_bytes"] > plain["projected_peak_bytes"]
+    )
     assert main([*words, "", "--budget", "1kB"]) == 1
 
 

@@ -4,7 +4,13 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from stowplan import api
-from stowplan.cli.options import add_choices, add_search_limits, refuse_unwritable, write_output
+from stowplan.cli.options import (
+    add_choices,
+    add_iteration,
+    add_search_limits,
+    refuse_unwritable,
+    write_output,
+)
 from stowplan.errors import BadUse
 from stowplan.plan.progress import showing_progress
 from stowplan.units import parse_bytes
@@ -19,8 +25,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="PLAN", help="run this plan, which `stowplan plan -o` wrote")
     add_choices(parser)
     add_search_limits(parser)
-    parser.add_argument("--optimizer", help="plan and compare whole iterations, such as with adamw or sgd")
-    parser.add_argument("--steps", type=int, default=3, help="how many training steps to compare (default 3)")
+    add_iteration(parser)
+    parser.add_argument(
+        "--steps",
+        "--iterations",
+        type=int,
+        default=3,
+        help="how many training steps, or iterations with --optimizer, to compare (default 3)",
+    )
     parser.add_argument(
         "-o", "--output", metavar="RECORD", help="write what was measured, for `stowplan report`"
     )
@@ -42,6 +54,8 @@ def run(arguments: Namespace) -> int:
             prefer=arguments.prefer,
             steps=arguments.steps,
             optimizer=arguments.optimizer,
+            clip_norm=arguments.clip_norm,
+            accumulate=arguments.accumulate,
             gap=arguments.gap,
             time_limit=arguments.time_limit,
             plan=plan,

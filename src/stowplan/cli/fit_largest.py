@@ -39,6 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="recompute,tile",
         help="techniques, added one after another (default recompute,tile)",
     )
+    parser.add_argument("--optimizer", help=f"whole iterations shall fit: {api.OPTIMIZER_HELP}")
     parser.add_argument("--moves", type=int, help="limit the search for each plan, for a quick answer")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
@@ -63,6 +64,7 @@ def run(arguments: Namespace) -> int:
                 multiple=arguments.multiple,
                 most=arguments.most,
                 moves=arguments.moves,
+                optimizer=arguments.optimizer,
                 allow=[word for word in arguments.allow.split(",") if word],
             )
         )

@@ -12,7 +12,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
     parser.add_argument("target", metavar="FILE|MODULE:FUNCTION", help=api.TARGET_HELP)
     parser.add_argument("--measure", action="store_true", help="for models: run one step and show both")
-    parser.add_argument("--optimizer", help="for models: count its state and step too, such as adamw or sgd")
+    parser.add_argument("--optimizer", help=f"for models: count its state and step too; {api.OPTIMIZER_HELP}")
     parser.add_argument("--no-probe", action="store_true", help="for models: run nothing, estimate workspace")
     parser.add_argument("--device", metavar="CARD|FILE.toml", help=f"for models: {api.DEVICE_HELP}")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")

@@ -26,6 +26,15 @@ def add_choices(parser: ArgumentParser) -> None:
     )
 
 
+def add_iteration(parser: ArgumentParser) -> None:
+    """Add the options that make a whole iteration of a step."""
+    parser.add_argument("--optimizer", help=f"for whole iterations: {api.OPTIMIZER_HELP}")
+    parser.add_argument("--clip-norm", type=float, metavar="NORM", help="with --optimizer: clip as fit does")
+    parser.add_argument(
+        "--accumulate", type=int, default=1, metavar="N", help="with --optimizer: backwards before each step"
+    )
+
+
 def add_search_limits(parser: ArgumentParser) -> None:
     """Add the options that end a search early."""
     parser.add_argument(

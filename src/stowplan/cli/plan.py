@@ -12,7 +12,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from stowplan import api
-from stowplan.cli.options import add_choices, add_search_limits, refuse_unwritable, write_output
+from stowplan.cli.options import (
+    add_choices,
+    add_iteration,
+    add_search_limits,
+    refuse_unwritable,
+    write_output,
+)
 from stowplan.errors import BadUse
 from stowplan.plan.progress import Waiting, showing_progress
 from stowplan.plan.watch import Patience, ended_by, limited_to
@@ -30,6 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--budget", help="bytes for everything alive during the step, such as 6GiB or 500MB")
     parser.add_argument("--frontier", action="store_true", help="show time against budget for all budgets")
     add_choices(parser)
+    add_iteration(parser)
     add_search_limits(parser)
     parser.add_argument(
         "--allocator",
@@ -87,7 +94,8 @@ class _Answer:
 
 def _here(arguments: Namespace, allowed: int | None) -> _Answer:
     answer = _Answer()
-    how = {name: getattr(arguments, name) for name in ("saved", "training", "allow", "prefer")}
+    words = ("saved", "training", "allow", "prefer", "optimizer", "clip_norm", "accumulate")
+    how = {name: getattr(arguments, name) for name in words}
     if allowed is not None and not arguments.allocator:
         limits = {"gap": arguments.gap, "time_limit": arguments.time_limit}
         answer.plan = api.plan_for(arguments.target, allowed, **how, **limits)
@@ -102,6 +110,8 @@ def _here(arguments: Namespace, allowed: int | None) -> _Answer:
 
 
 def _on_card(arguments: Namespace, allowed: int | None) -> _Answer:
+    if arguments.optimizer:
+        raise BadUse("--optimizer plans iterations for this machine: drop it, or drop --device")
     settings = api.allocator_settings(arguments.allocator) if arguments.allocator else None
     how = {"prefer": arguments.prefer, "gap": arguments.gap, "seconds": arguments.time_limit}
     options = api.PlanOptions(tuple(arguments.allow), **how)

@@ -65,6 +65,8 @@ class Labels:
         op = self._ops.get(name)
         if op is None:
             return ""
+        if op.phase is Phase.UPDATE and "when" in op.attributes:
+            return f"{str(op.attributes.get('update')).partition('(')[0]}, {op.attributes['when']}"
         module, _, line = self._place(op) if self.captured else ("", "", "")
         of = "backward of " if op.phase is Phase.BACKWARD and module else ""
         return ", ".join(filter(None, (of + module, self._source(op) if with_source else line)))

@@ -14,6 +14,7 @@ from stowplan.plan.candidate import Tradeoff
 from stowplan.plan.decision import Compute, Decision, Keep, Offload, Recompute, RecomputeOp, Tile
 from stowplan.plan.explain.explain import Explanation
 from stowplan.plan.explain.timeline import packed_bytes_of
+from stowplan.plan.explain.updates import updates_of
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import Basis
 from stowplan.report.terminal import bar, blocks_of, memory_curve_drawing, modules_table, print_trimmed
@@ -120,6 +121,7 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
                 f" baseline {format_bytes(plan.plain_peak_bytes)}",
             ),
             ("time", f"{plan.time_ratio:.4f} of the baseline, in {unit}"),
+            *_iteration(plan),
             *_without_backward(plan),
             *((("gradients", _exactness(plan)),) if plan.has_backward else ()),
             ("lower bound", f"{plan.bound:.4f}: no schedule in this order is faster, gap {plan.gap:.2%}"),
@@ -138,6 +140,15 @@ def _smallest_budget(plan: Plan) -> str:
         why = "the baseline fits" if fits else "a search for this budget alone came near enough to its bound"
         return f"not searched, because {why}"
     return f"{format_bytes(plan.minimum_bytes)} ({plan.minimum_bytes:,} bytes)"
+
+
+def _iteration(plan: Plan) -> Iterator[tuple[str, str]]:
+    """For a plan of a whole iteration: the optimizer, and when it updates how many parameters."""
+    if updates := updates_of(plan.graph):
+        times = ", ".join(f"{count} {when}" for when, count in updates.parameters_by_time.items())
+        where = f"in memory, the rest on {updates.tier}" if updates.tier else "in memory"
+        yield "optimizer", f"{updates.optimizer}: {format_bytes(updates.state_bytes)} of state {where}"
+        yield "updated", f"{times} (parameters)"
 
 
 def _without_backward(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -2,11 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.candidate import Tradeoff
 from stowplan.plan.explain.explain import Explanation, TiledTensor
 from stowplan.plan.explain.timeline import packed_bytes_of
+from stowplan.plan.explain.updates import updates_of
 from stowplan.plan.plan import Plan
 from stowplan.plan.tile_map import TileMap
 
@@ -34,6 +36,7 @@ def plan_json(plan: Plan, solve_seconds: float | None = None) -> Json:
         "tiles": [tiles_json(told) for told in plan.tile_maps],
         "basis": plan.pricing.basis,
         "projected_for": plan.projected_for or None,
+        "updates": (found := updates_of(plan.graph)) and asdict(found),
         "steps": len(plan.steps),
         "solve_seconds": solve_seconds,
     }

@@ -5,6 +5,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from stowplan.plan.explain.updates import updates_of
 from stowplan.plan.record import Record
 from stowplan.report.terminal import print_trimmed
 from stowplan.units import format_bytes, format_seconds
@@ -57,7 +58,8 @@ def show_record(record: Record, console: Console, *, title: str) -> None:
 
 def _agreement(record: Record) -> str:
     differing = [difference for difference in record.differences if difference.largest]
-    compared = f"loss, gradients, parameters, buffers, draws: {len(record.differences)} compared"
+    which = "optimizer state" if updates_of(record.plan.graph) else "gradients"
+    compared = f"loss, {which}, parameters, buffers, draws: {len(record.differences)} compared"
     if not differing:
         return f"{compared}, all equal"
     worst = record.worst

@@ -28,6 +28,7 @@ def step_json(found: StepInspection) -> dict[str, object]:
         },
         "optimizer": found.optimizer and asdict(found.optimizer),
         "training_peak_bytes": found.training_peak_bytes,
+        "measured_training_peak_bytes": found.measured_training_peak_bytes,
     }
 
 
@@ -41,14 +42,17 @@ def show_step(found: StepInspection, console: Console, *, title: str, all_notes:
     heading = Text(f"the eager step at its peak{' (estimated)' if found.estimated else ''}", "bold")
     print_trimmed(console, heading, Padding(table, (0, 0, 0, 2)), Padding(_peaks(found), (0, 0, 1, 2)))
     if found.optimizer and found.training_peak_bytes:
-        print_trimmed(console, Padding(_training(found.optimizer, found.training_peak_bytes), (0, 0, 1, 2)))
+        told = _training(found.optimizer, found.training_peak_bytes)
+        if found.measured_training_peak_bytes is not None:
+            told += f", measured {found.measured_training_peak_bytes:,}"
+        print_trimmed(console, Padding(told, (0, 0, 1, 2)))
 
 
 def _training(share: OptimizerShare, peak_bytes: int) -> str:
     return (
         f"with {share.name} ({share.implementation}): {format_bytes(share.state_bytes)} of state,"
         f" {format_bytes(share.step_temporary_bytes)} more while it steps;"
-        f" training takes {format_bytes(peak_bytes)} ({peak_bytes:,} bytes)"
+        f" an iteration takes {format_bytes(peak_bytes)} ({peak_bytes:,} bytes)"
     )
 
 

@@ -5,7 +5,7 @@ buffers, submodules and state_dict, and differs in `forward` alone. `run/fitting
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -157,7 +157,7 @@ def fit(
             keep_gradients=keep_gradients,
             offloads="offload" in options.allow,
         )
-        options = replace(options, allow=("recompute",) if "recompute" in options.allow else ())
+        options = iteration.options(options)
     elif (clip_norm, clip_value, accumulate, keep_gradients) != (None, None, 1, False):
         raise BadUse(
             "clip_norm, clip_value, accumulate and keep_gradients are of an iteration; give optimizer= too"

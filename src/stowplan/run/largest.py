@@ -6,7 +6,7 @@ that does not. Every reported size was captured, probed and planned; none is ext
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
 from typing import TypeAlias
@@ -15,7 +15,7 @@ from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.cards import Card
 from stowplan.plan.options import TECHNIQUES, PlanOptions
 from stowplan.run.planning.planner import step_planner
-from stowplan.run.target import Target, function_named, load_target, subject_of
+from stowplan.run.target import Target, function_named, load_optimizer, load_target, subject_of
 
 Techniques: TypeAlias = tuple[str, ...]
 
@@ -60,6 +60,7 @@ class Sizes:
     multiple: int
     moves: int | None = None
     card: Card | None = None  # another device, on which the budget is of reserved bytes
+    optimizer: str | None = None  # of whole iterations
 
     def attempt(self, techniques: Techniques, allowed_bytes: int, step: int) -> SizeAttempt:
         """Whether a size fits: capture it, probe its ops, and plan it for the budget."""
@@ -68,7 +69,14 @@ class Sizes:
         options = PlanOptions(techniques, moves=self.moves)
         if self.card is not None:
             return _attempt_on(self.card, target, options, allowed_bytes, size)
-        planner = step_planner(subject_of(target), options)
+        subject = subject_of(target)
+        if self.optimizer is not None:
+            from stowplan.run.iteration.iteration import Iteration
+
+            iteration = Iteration(load_optimizer(self.optimizer, subject.model))
+            captured = iteration.planned(subject.captured, subject.model)
+            subject, options = replace(subject, captured=captured), iteration.options(options)
+        planner = step_planner(subject, options)
         plain = planner.baseline
         if plain.peak_bytes <= allowed_bytes:
             return SizeAttempt(plain.peak_bytes, Fit(size, plain.peak_bytes, plain.seconds, plain.seconds))
@@ -108,15 +116,21 @@ def largest_of(
     allow: Iterable[str] = TECHNIQUES,
     moves: int | None = None,
     card: Card | None = None,
+    optimizer: str | None = None,
 ) -> Iterator[Largest]:
     """The largest sizes of the baseline and with more and more techniques, as they are found.
 
     `first` is the function's default size if it is not given; `most` bounds the search for a size, `moves`
-    the search for each plan. On a `card`, another device than this one, bytes are reserved ones.
+    the search for each plan. On a `card`, another device than this one, bytes are reserved ones. With an
+    `optimizer`, a name of torch.optim or MODULE:FUNCTION, whole iterations shall fit, its state in memory.
     """
+    if card is not None and optimizer is not None:
+        raise BadUse("iterations with an optimizer are planned for this machine, not for another device")
     start = _first_size(target, vary) if first is None else first
-    sizes = Sizes(target, vary, start, multiple, moves, card)
+    sizes = Sizes(target, vary, start, multiple, moves, card, optimizer)
     limit = _MOST_STEPS if most is None else (most - sizes.first) // multiple
+    if optimizer is not None:  # whose iterations have no tiles
+        allow = [technique for technique in allow if technique == "recompute"]
     for techniques in _growing(allow):
         fit, next_needs = search(partial(sizes.attempt, techniques, allowed_bytes), allowed_bytes, limit)
         yield Largest(techniques, fit, next_needs)

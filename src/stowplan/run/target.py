@@ -11,6 +11,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stowplan.capture import capture
 from stowplan.capture.arguments import flatten
@@ -18,6 +19,7 @@ from stowplan.capture.origins import line_of
 from stowplan.capture.recording import Loss
 from stowplan.errors import BadUse
 from stowplan.plan.watch import tell_phase
+from stowplan.run.optimizers import optimizer_named
 from stowplan.run.planning.subject import Subject
 from stowplan.torch_private import pytree
 
@@ -68,6 +70,18 @@ def load_target(text: str, **settings: int) -> Target:
     with _told(text, "python -c 'import {0}; {0}.{1}()'"):
         returned = function(**settings)
     return _checked(text, returned)
+
+
+def load_optimizer(text: str, model: nn.Module) -> Optimizer:
+    """A name of torch.optim, or MODULE:FUNCTION, which takes the model and returns its optimizer."""
+    if ":" not in text:
+        return optimizer_named(text, model.parameters())
+    function = function_named(text)
+    with _told(text, "python -c 'import {0}'"):
+        made = function(model)
+    if not isinstance(made, Optimizer):
+        raise BadUse(f"{text} must return an optimizer of the model it is given, not {type(made).__name__}")
+    return made
 
 
 def function_named(text: str) -> Callable[..., object]:

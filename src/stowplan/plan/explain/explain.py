@@ -119,7 +119,8 @@ def _storage(graph: Graph, name: str) -> set[str]:
 def _readers(graph: Graph, names: set[str]) -> Iterator[str]:
     """The ops that read the tensor or a view of it; ops that only make another view are left out."""
     for op in graph.ops:
-        if not names.isdisjoint(op.reads()) and not names.issuperset(op.writes()):
+        made = set(op.writes())
+        if not names.isdisjoint(op.reads()) and not (made and names >= made):
             yield op.id
 
 

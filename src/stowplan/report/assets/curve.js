@@ -73,7 +73,47 @@ stow.curve = (() => {
     ctx.restore();
   }
 
-  function options(state, strip, curve) {
+  // The runs of each phase (forward, backward, update) in a row, as long as they follow each other.
+  function phasesOf(model) {
+    const spans = [];
+    for (let step = 0; step < model.steps; step += 1) {
+      const phase = model.phase(model.opAt(step));
+      if (spans.at(-1)?.phase === phase) spans.at(-1).end = step + 1;
+      else spans.push({ phase, begin: step, end: step + 1 });
+    }
+    return spans;
+  }
+
+  // A band along the ground in the colours of the phases; each is named where it first begins, if there is room.
+  function drawPhases(plot, spans) {
+    const { ctx, bbox } = plot;
+    const right = bbox.left + bbox.width;
+    const at = (step) => Math.min(right, Math.max(bbox.left, plot.valToPos(step, "x", true)));
+    const band = 4 * devicePixelRatio;
+    const ground = bbox.top + bbox.height;
+    ctx.save();
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textBaseline = "bottom";
+    const named = new Set();
+    let free = bbox.left;
+    for (const { phase, begin, end } of spans) {
+      const [x, until] = [at(begin), at(end)];
+      if (until <= x) continue;
+      ctx.fillStyle = of(phase);
+      ctx.fillRect(x, ground - band, until - x, band);
+      const width = ctx.measureText(phase).width;
+      if (named.has(phase) || x < free || x + width > right) continue;
+      named.add(phase);
+      free = x + width + 2 * band;
+      ctx.strokeStyle = plain("paper"); // a rim, for the areas are behind the words
+      ctx.lineWidth = 4 * devicePixelRatio;
+      ctx.strokeText(phase, x + 2, ground - band - 2);
+      ctx.fillText(phase, x + 2, ground - band - 2);
+    }
+    ctx.restore();
+  }
+
+  function options(state, strip, curve, spans) {
     const top = Math.max(1, curve.allowed ?? 0, ...[curve.total, ...curve.beside.map((b) => b.bytes)].map(
       (values) => values.reduce((most, value) => Math.max(most, value), 0)));
     const axis = { stroke: plain("faint"), grid: { stroke: plain("grid"), width: 1 }, font: "11px system-ui" };
@@ -89,7 +129,7 @@ stow.curve = (() => {
         { ...axis, size: strip.left, values: (_, ticks) => ticks.map(tick), incrs: binarySteps },
       ],
       series: series(strip, curve),
-      hooks: { draw: [(plot) => drawBudget(plot, curve)] },
+      hooks: { draw: [(plot) => drawPhases(plot, spans), (plot) => drawBudget(plot, curve)] },
     };
   }
 
@@ -126,11 +166,12 @@ stow.curve = (() => {
     const keys = legend(model, curve);
     const steps = Array.from({ length: model.steps + 1 }, (_, step) => step);
     const data = [steps, ...stacked(curve).map(extended), ...curve.beside.map((b) => extended(b.bytes))];
+    const spans = phasesOf(model);
     let plot = null;
     const ground = element("div", "plot");
     const draw = (_, strip) => {
       plot?.destroy();
-      plot = new uPlot(options(state, strip, curve), data, ground);
+      plot = new uPlot(options(state, strip, curve, spans), data, ground);
     };
     const height = window.innerWidth < 700 ? 200 : 280;
     const strip = new Strip(state, { name: "curve", title: "Memory while each step runs", height, draw });

@@ -13,6 +13,7 @@ from stowplan.analyse.inspection import times_of
 from stowplan.analyse.liveness import liveness_of
 from stowplan.ir import Document, Graph, Kind
 from stowplan.plan.decision import Decision, Keep, Offload, Recompute, Tile
+from stowplan.plan.explain.updates import updates_of
 from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Basis
 from stowplan.plan.record import Record
@@ -60,6 +61,9 @@ def _of_plan(plan: Plan) -> Iterator[Figure]:
     saved = 1 - plan.projected_peak_bytes / plan.plain_peak_bytes if plan.plain_peak_bytes else 0.0
     yield "baseline peak", format_bytes(plan.plain_peak_bytes), f"the plan needs {saved:.0%} less"
     yield "time", f"{plan.time_ratio:.3f} x", f"of the baseline; at least {plan.bound:.3f}"
+    if updates := updates_of(plan.graph):
+        times = ", ".join(f"{count} {when}" for when, count in updates.parameters_by_time.items())
+        yield "parameters updated", f"{sum(updates.parameters_by_time.values()):,}", times
     yield _not_kept(plan)
     yield "smallest budget", _smallest(plan), _basis(plan)
 

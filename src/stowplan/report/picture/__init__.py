@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stowplan.ir import Kind
+from stowplan.ir import Kind, Phase
 from stowplan.plan.explain.timeline import baseline_curve_of
 from stowplan.report.page.subject import Subject
 from stowplan.report.picture.letters import width_of
@@ -38,6 +39,13 @@ _COLOURS = {
     Kind.MASK: "#1f9d7a",
     Kind.WORKSPACE: "#c873a4",
 }
+_PHASES = {
+    Phase.FORWARD: "#2f6fb5",
+    Phase.BACKWARD: "#b97a0c",
+    Phase.UPDATE: "#1f9d7a",
+    Phase.TRANSFER: "#7d8a9c",
+    Phase.LAYOUT: "#8a5bbf",
+}
 _LINE, _GRID = "#333333", "#e0e0e0"
 _DASH = (5.0, 3.0)
 _BUDGET, _AWAY = "#c2185b", "#1f9d7a"
@@ -63,6 +71,7 @@ def drawing_of(subject: Subject) -> Drawing:
     shapes = (
         *_axes(top, len(subject.timeline.runs)),
         *_areas(by_kind, top),
+        *_phases(subject),
         *(Line(_steps(line.values, top), line.colour, 1.2, line.dash) for line in lines if line.values),
         *_budget(allowed, top),
         *_legend(by_kind, lines),
@@ -112,6 +121,25 @@ def _areas(by_kind: dict[Kind, list[int]], top: float) -> Iterator[Shape]:
         yield Area((*_steps(total, top), *ground), _COLOURS[kind])
 
 
+def _phases(subject: Subject) -> Iterator[Shape]:
+    """A band below the ground in the colours of the phases, and their names in the corner."""
+    phase_of = {op.id: op.phase for op in subject.graph.ops}
+    phases = [phase_of[run.op] for run in subject.timeline.runs]
+    ground, x, begin = _HEIGHT - _BOTTOM, float(_LEFT), 0
+    for phase, runs in groupby(phases):
+        end = begin + len(list(runs))
+        yield _block(_x(begin, len(phases)), _x(end, len(phases)), ground, ground + 4, _PHASES[phase])
+        begin = end
+    for phase in dict.fromkeys(phases):
+        yield _block(x, x + 10, _HEIGHT - 16, _HEIGHT - 6, _PHASES[phase])
+        yield Text(x + 14, _HEIGHT - 7, str(phase))
+        x += 32 + width_of(phase, SIZE)
+
+
+def _block(left: float, right: float, top: float, bottom: float, colour: str) -> Area:
+    return Area(((left, top), (right, top), (right, bottom), (left, bottom)), colour)
+
+
 def _across(y: float) -> Points:
     return (_LEFT, y), (_WIDTH - _RIGHT, y)
 
@@ -138,7 +166,7 @@ def _axes(top: float, steps: int) -> Iterator[Shape]:
 def _legend(by_kind: dict[Kind, list[int]], lines: Sequence[Curve]) -> Iterator[Shape]:
     x = float(_LEFT)
     for kind in by_kind:
-        yield Area(((x, 12), (x + 10, 12), (x + 10, 22), (x, 22)), _COLOURS[kind])
+        yield _block(x, x + 10, 12, 22, _COLOURS[kind])
         yield Text(x + 14, 21, str(kind))
         x += 32 + width_of(kind, SIZE)
     for line in lines:

@@ -12,7 +12,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stowplan.capture import Captured
 from stowplan.errors import BadUse
+from stowplan.plan.options import PlanOptions
 from stowplan.run.iteration.one_by_one import (
     OneByOne,
     UpdateBook,
@@ -158,8 +159,14 @@ class Iteration:
         places = (True,) if self._elsewhere else (False, True) if self._offloads else (False,)
         return [Variant(away, two) for two in counts for away in places]
 
-    def planned(self, captured: Captured, model: nn.Module, variant: Variant) -> Captured:
-        """The step with the updates of this optimizer."""
+    @staticmethod
+    def options(options: PlanOptions) -> PlanOptions:
+        """What the search may use of these: no tiles, and the state is what a tier takes."""
+        return replace(options, allow=("recompute",) if "recompute" in options.allow else ())
+
+    def planned(self, captured: Captured, model: nn.Module, variant: Variant | None = None) -> Captured:
+        """The step with the updates of this optimizer, in the first variant if none is named."""
+        variant = variant or Variant()
         by_name = dict(model.named_parameters(remove_duplicate=False))
         groups = groups_by_parameter(self.optimizer)
         trained, stays = dict[str, Trained](), set[str]()

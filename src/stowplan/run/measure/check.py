@@ -1,7 +1,7 @@
 """Check: eager and the plan side by side. Same losses, gradients, buffers, draws; the peak; the time."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -33,13 +33,18 @@ class _Side:
     model: nn.Module
     loss: Callable[[], Tensor]
     optimizer: Optimizer | None = None
+    clip_norm: float | None = None  # if it clips in its loop
+    accumulate: int = 1  # backwards before each step of the optimizer
 
     def step(self) -> Tensor:
         """Forward and backward from fresh gradients; with an optimizer, an iteration of the usual loop."""
         self.model.zero_grad(set_to_none=True)
-        loss = self.loss()
-        loss.backward()  # type: ignore[no-untyped-call]
+        for _ in range(self.accumulate):
+            loss = self.loss()
+            loss.backward()  # type: ignore[no-untyped-call]
         if self.optimizer is not None:
+            if self.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return loss.detach()
@@ -90,21 +95,27 @@ def check(
 def check_iterations(
     target: Target,
     fitted_with: Callable[[Optimizer], nn.Module],
-    optimizer: Callable[[Iterable[Tensor]], Optimizer],
+    optimizer: Callable[[nn.Module], Optimizer],
     *,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
     iterations: int = 3,
     rounds: int = 5,
 ) -> Record:
     """The same for whole iterations: parameters and optimizer state are compared as well.
 
-    `fitted_with` fits the target with the optimizer that it is given.
+    `optimizer` makes that of a model, and `fitted_with` fits the target with it, so that the plan clips.
     """
     model = copy.deepcopy(target.model)
-    eager = replace(_eager_side(model, target), optimizer=optimizer(model.parameters()))
-    own = optimizer(target.model.parameters())
+    eager = replace(_eager_side(model, target), optimizer=optimizer(model))
+    eager = replace(eager, clip_norm=clip_norm, accumulate=accumulate)
+    own = optimizer(target.model)
     fitted = fitted_with(own)
     (plan,) = plans_of(fitted)
-    planned = _Side(target.model, lambda: _loss_in(fitted(*target.args, **target.kwargs), target.loss), own)
+    planned = replace(
+        _Side(target.model, lambda: _loss_in(fitted(*target.args, **target.kwargs), target.loss), own),
+        accumulate=accumulate,
+    )
     return _recorded(plan, eager, planned, target, iterations, rounds)
 
 
@@ -126,11 +137,15 @@ def _recorded(plan: Plan, eager: _Side, planned: _Side, target: Target, steps: i
     )
 
 
-def eager_step(target: Target) -> Callable[[], None]:
-    """One eager training step of the target, from fresh gradients."""
-    side = _eager_side(target.model, target)
-    side.model.zero_grad(set_to_none=True)
-    return lambda: _discard(side.step())
+def eager_peak_bytes(target: Target, optimizer: Optimizer | None = None) -> int:
+    """Measured in one eager training step, from fresh gradients; or in the optimizer's second iteration.
+
+    The model is trained meanwhile.
+    """
+    side = replace(_eager_side(target.model, target), optimizer=optimizer)
+    if optimizer is not None:
+        side.step()  # makes the state
+    return _measured(side, target).measured_peak_bytes
 
 
 def _eager_side(model: nn.Module, target: Target) -> _Side:

@@ -1,7 +1,7 @@
 """Inspecting a training step of PyTorch: the projected memory of its eager run, and one measured run."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -14,8 +14,7 @@ from stowplan.ir import Document, Graph, Kind, Note, NoteKind, Phase, Profile
 from stowplan.ops.regions import regions_of
 from stowplan.ops.table import site_of
 from stowplan.run.cost.probe import probe
-from stowplan.run.measure.check import eager_step
-from stowplan.run.measure.measure import measure
+from stowplan.run.measure.check import eager_peak_bytes
 from stowplan.run.optimizers import OptimizerShare, optimizer_share, training_peak_bytes
 from stowplan.run.target import Target
 
@@ -42,6 +41,7 @@ class StepInspection:
     measured_peak_bytes: int | None = None
     optimizer: OptimizerShare | None = None
     training_peak_bytes: int | None = None  # projected, with the optimizer's state and step
+    measured_training_peak_bytes: int | None = None
 
 
 def inspect_step(
@@ -49,22 +49,23 @@ def inspect_step(
     *,
     tried: bool = True,
     measured: bool = False,
-    optimizer: str | Optimizer | None = None,
+    optimizer: Optimizer | None = None,
 ) -> StepInspection:
     """Capture a step and project its peak; `tried` probes each distinct op, `measured` runs the whole step.
 
-    With an `optimizer` (an object, or a name of torch.optim) the result includes its memory.
+    With an `optimizer` of the model the result includes its memory. `measured` then trains the model.
     """
     captured = capture(target.model, target.args, target.kwargs, loss=target.loss, know_values=True)
     probed = probe(captured) if tried else None
     workspace = probed.workspace_bytes if probed else estimated_workspaces(captured.graph)
-    share = optimizer_share(optimizer, target.model.parameters()) if optimizer else None
-    return inspection_of_step(
-        captured,
-        workspace,
-        share,
-        profile=probed.profile if probed else None,
-        measured_peak_bytes=_measured_peak(target) if measured else None,
+    share = optimizer_share(optimizer) if optimizer else None
+    found = inspection_of_step(captured, workspace, share, profile=probed.profile if probed else None)
+    if not measured:
+        return found
+    return replace(
+        found,
+        measured_peak_bytes=eager_peak_bytes(target),
+        measured_training_peak_bytes=eager_peak_bytes(target, optimizer) if optimizer else None,
     )
 
 
@@ -74,7 +75,6 @@ def inspection_of_step(
     share: OptimizerShare | None,
     *,
     profile: Profile | None = None,
-    measured_peak_bytes: int | None = None,
 ) -> StepInspection:
     """The inspection of a captured step with these workspaces; without a `profile` they are estimated."""
     document = Document("torch", captured.graph, profile=profile, notes=tuple(_notes(captured.graph)))
@@ -83,14 +83,9 @@ def inspection_of_step(
         projected_peak_bytes=captured.eager.peak_bytes(workspace),
         bytes_at_peak=_bytes_at_peak(captured, workspace),
         estimated=profile is None,
-        measured_peak_bytes=measured_peak_bytes,
         optimizer=share,
         training_peak_bytes=training_peak_bytes(captured, share, workspace) if share else None,
     )
-
-
-def _measured_peak(target: Target) -> int:
-    return measure(eager_step(target), before=target.tensors_before(target.model)).measured_peak_bytes
 
 
 def _notes(graph: Graph) -> Iterator[Note]:
