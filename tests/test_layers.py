@@ -22,7 +22,7 @@ MAY_IMPORT = {
 # Each line may import from the lines above it; parts on one line do not import each other.
 LAYERS = (
     ("errors",),
-    ("units", "geometry", "torch_private"),
+    ("units", "geometry", "torch_private", "demo"),
     ("ir",),
     ("ops",),
     ("formats", "capture", "analyse"),
@@ -35,7 +35,7 @@ LAYERS = (
     ("__main__",),
 )
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-TORCH_PARTS = ("torch_private", "capture", "run", "integrations")
+TORCH_PARTS = ("torch_private", "demo", "capture", "run", "integrations")
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

@@ -33,5 +33,8 @@ python3 -m venv trains
 trains/bin/pip install --quiet torch==2.13.0
 trains/bin/pip install --quiet "$wheel[torch]"
 trains/bin/python -c "import torch; assert torch.__version__.startswith('2.13.0'), 'the torch that was there was replaced'"
-XDG_CACHE_HOME=$room/cache OMP_NUM_THREADS=1 trains/bin/python tutorial.py >/dev/null
-echo "beside torch: the tutorial, to a trained step under half of the memory"
+export XDG_CACHE_HOME=$room/cache OMP_NUM_THREADS=1
+trains/bin/python tutorial.py >/dev/null
+trains/bin/stowplan demo gpt --no-open >/dev/null
+test -s stowplan-demo/gpt.html
+echo "beside torch: the tutorial, to a trained step under half of the memory; the demo"

@@ -22,6 +22,7 @@ _SHOWN = 300  # characters of an internal error's own message
 
 # Each verb is a module of this package with `add_arguments(parser)` and `run(arguments) -> exit code`.
 VERBS = {
+    "demo": "train a U-Net and a GPT under 60 percent of their memory, beside eager PyTorch",
     "inspect": "say what is in a file, where its memory goes, and how small it could get",
     "plan": "choose what to keep, recompute or tile so that a step fits a budget in bytes",
     "check": "run a model eagerly and by a plan, and compare losses, gradients, memory and time",
