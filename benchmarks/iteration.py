@@ -1,11 +1,12 @@
 """What a whole iteration takes: forward, backward and the optimizer's step, everything in memory counted.
 
-    python -m benchmarks.iteration [--rounds 7] [--methods "eager" "stowplan" ...]
+    python -m benchmarks.iteration [--model gpt2] [--rounds 7] [--methods "eager" "stowplan" ...]
     python -m benchmarks.iteration --exact [--minutes 60]
     python -m benchmarks.iteration --faults [--times 100] [--seed 0]
 
 A GPT of 88 MiB of parameters with AdamW on a small batch: eager, the optimizer in backward by hooks, and
 stowplan in the smallest budget it finds. All methods live in one process; each round runs every method once.
+`--model gpt2` takes GPT-2 small (124 million parameters) on 2 x 256 tokens.
 
 `--exact` compares losses, parameters, buffers and optimizer state with eager's after 20 iterations, bit for
 bit: each network with each optimizer, with and without clipping, with 1 and 4 micro-batches, in a roomy and
@@ -44,7 +45,8 @@ _STUDY = Study("iteration")
 _ITERATIONS = 20
 _OFFLOAD = ("recompute", "offload")
 _ONE_BACKWARD = 240 * 2**20  # enough for all gradients, so that clipping needs no second backward
-_SIZE = {"batch": 2, "sequence": 64, "vocabulary": 8192, "context": 64, "dim": 512, "layers": 6, "heads": 8}
+_ARGUMENTS = ("batch", "sequence", "vocabulary", "context", "dim", "layers", "heads")
+_SIZES = {"gpt": (2, 64, 8192, 64, 512, 6, 8), "gpt2": (2, 256, 50257, 1024, 768, 12, 12)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,9 @@ class Method:
                 yield from (value for value in values if not value.is_meta)  # else it is on disk
 
 
-def _example() -> Example:
+def _example(name: str) -> Example:
     torch.manual_seed(0)
-    return NETS["gpt"].make(**_SIZE, dropout=0.0)
+    return NETS["gpt"].make(**dict(zip(_ARGUMENTS, _SIZES[name], strict=True)), dropout=0.0)
 
 
 def _loop(model: nn.Module, args: tuple[Tensor, ...], optimizer: Optimizer, clip: float | None) -> None:
@@ -80,14 +82,14 @@ def _loop(model: nn.Module, args: tuple[Tensor, ...], optimizer: Optimizer, clip
     optimizer.zero_grad()
 
 
-def _eager(clip: float | None = None, **options: Any) -> Method:
-    model, args = _example()
+def _eager(example: Example, clip: float | None = None, **options: Any) -> Method:
+    model, args = example
     optimizer = AdamW(model.parameters(), **options)
     return Method(lambda: _loop(model, args, optimizer, clip), model, (optimizer,))
 
 
-def _hooks() -> Method:
-    model, args = _example()
+def _hooks(example: Example) -> Method:
+    model, args = example
     own: dict[Tensor, Optimizer] = {parameter: AdamW([parameter]) for parameter in model.parameters()}
 
     def update(parameter: Tensor) -> None:
@@ -104,9 +106,9 @@ def _hooks() -> Method:
     return Method(run, model, tuple(own.values()))
 
 
-def _stowplan(fit_options: Mapping[str, Any], *, budget: int = 1, **options: Any) -> Method:
+def _stowplan(example: Example, fit_options: Mapping[str, Any], *, budget: int = 1, **options: Any) -> Method:
     """In this budget, or in the smallest if that is larger."""
-    model, args = _example()
+    model, args = example
     optimizer = AdamW(model.parameters(), **options)
 
     def fitted_in(budget: int) -> nn.Module:
@@ -122,18 +124,20 @@ def _stowplan(fit_options: Mapping[str, Any], *, budget: int = 1, **options: Any
     return Method(lambda: _loop(fitted, args, optimizer, None), model, (optimizer,), plan, staging)
 
 
-_METHODS: Mapping[str, Callable[[], Method]] = {
+_METHODS: Mapping[str, Callable[[Example], Method]] = {
     "eager": _eager,
-    "eager, fused": lambda: _eager(fused=True),
-    "eager, clipped": lambda: _eager(clip=1.0),
+    "eager, fused": lambda example: _eager(example, fused=True),
+    "eager, clipped": lambda example: _eager(example, clip=1.0),
     "hooks": _hooks,
-    "stowplan": lambda: _stowplan({}),
-    "stowplan, fused": lambda: _stowplan({}, fused=True),
-    "stowplan, clipped, gradients kept": lambda: _stowplan({"clip_norm": 1.0, "keep_gradients": True}),
-    "stowplan, clipped": lambda: _stowplan({"clip_norm": 1.0}),
-    "stowplan, state on disk": lambda: _stowplan({"allow": _OFFLOAD}),
-    "stowplan, clipped, state on disk": lambda: _stowplan(
-        {"allow": _OFFLOAD, "clip_norm": 1.0}, budget=_ONE_BACKWARD
+    "stowplan": lambda example: _stowplan(example, {}),
+    "stowplan, fused": lambda example: _stowplan(example, {}, fused=True),
+    "stowplan, clipped, gradients kept": lambda example: _stowplan(
+        example, {"clip_norm": 1.0, "keep_gradients": True}
+    ),
+    "stowplan, clipped": lambda example: _stowplan(example, {"clip_norm": 1.0}),
+    "stowplan, state on disk": lambda example: _stowplan(example, {"allow": _OFFLOAD}),
+    "stowplan, clipped, state on disk": lambda example: _stowplan(
+        example, {"allow": _OFFLOAD, "clip_norm": 1.0}, budget=_ONE_BACKWARD
     ),
 }
 
@@ -141,6 +145,7 @@ _METHODS: Mapping[str, Callable[[], Method]] = {
 def main() -> None:
     """Print a line for each method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", choices=list(_SIZES), default="gpt")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--methods", nargs="*", default=list(_METHODS), choices=list(_METHODS))
     parser.add_argument("--exact", action="store_true")
@@ -156,14 +161,14 @@ def main() -> None:
     if options.faults:
         _end_in_between(options.times, options.seed)
         return
-    methods = {name: _METHODS[name]() for name in options.methods}
+    methods = {name: _METHODS[name](_example(options.model)) for name in options.methods}
     peaks = {name: _peak(method) for name, method in methods.items()}
     times: dict[str, list[Times]] = {name: [] for name in methods}
     for _ in range(options.rounds):
         for name, method in methods.items():
             times[name].append(_timed(method.run))
     for name, method in methods.items():
-        _tell(name, method, peaks[name], times[name], times[options.methods[0]])
+        _tell(options.model, name, method, peaks[name], times[name], times[options.methods[0]])
 
 
 def _compare(until: float) -> None:
@@ -225,18 +230,18 @@ def _timed(run: Callable[[], None]) -> Times:
     return Times(thread_time() - begun.processor, perf_counter() - begun.clock)
 
 
-def _tell(name: str, method: Method, peak: int, times: list[Times], plain: list[Times]) -> None:
+def _tell(model: str, name: str, method: Method, peak: int, times: list[Times], plain: list[Times]) -> None:
     seconds = [each.processor for each in times]
     ratio, spread = ratio_of(seconds, [each.processor for each in plain])
     clock, _ = ratio_of([each.clock for each in times], [each.clock for each in plain])
-    _STUDY.tell("gpt, AdamW", name, "peak", peak, "B")
-    _STUDY.tell("gpt, AdamW", name, "time", ratio, "of eager", spread)
+    _STUDY.tell(f"{model}, AdamW", name, "peak", peak, "B")
+    _STUDY.tell(f"{model}, AdamW", name, "time", ratio, "of eager", spread)
     line = f"{name:34} {peak / 2**20:7.1f} MiB  {median(seconds):6.3f} s  {ratio:.3f} of eager"
     line += f" ({spread[0]:.3f} to {spread[1]:.3f}), {clock:.3f} on the clock"
     if method.plan is not None:
         projected = method.plan.projected_peak_bytes
         line += f"  projected {projected / 2**20:.1f} MiB ({projected / peak - 1:+.3%})"
-        line += f", {method.plan.time_ratio:.3f} of eager"
+        line += f", {method.plan.projected_seconds:.3f} s, {method.plan.time_ratio:.3f} of eager"
     print(line, flush=True)
 
 

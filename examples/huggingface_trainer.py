@@ -21,18 +21,17 @@ class Tokens(torch.utils.data.Dataset[dict[str, Any]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def train(budget: str | None) -> tuple[float, Any]:
-    """The mean loss of an epoch, and the trainer's model."""
+def train(budget: str | None, *, optimizer: bool = False, **settings: Any) -> tuple[float, Any]:
+    """The mean loss of an epoch, and the trainer's model; `optimizer` puts its update into the plan."""
     torch.manual_seed(0)
     build: Any = GPT2LMHeadModel  # has no types
     model = build(GPT2Config(vocab_size=100, n_positions=64, n_embd=64, n_layer=4, n_head=4))
     with TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder, per_device_train_batch_size=4, num_train_epochs=1, report_to=[], use_cpu=True, seed=0
-        )
+        how: Any = {"num_train_epochs": 1, "report_to": [], "use_cpu": True, "seed": 0} | settings
+        arguments = TrainingArguments(folder, per_device_train_batch_size=4, **how)
         trainer = Trainer(model, arguments, train_dataset=Tokens())
         if budget is not None:
-            fit_trainer(trainer, budget)
+            fit_trainer(trainer, budget, optimizer=optimizer)
         return trainer.train().training_loss, trainer.model
 
 

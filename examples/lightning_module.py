@@ -33,11 +33,13 @@ class Segmenter(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def train(budget: str | None) -> Segmenter:
-    """A module after a few steps, within a budget or in eager."""
+def train(budget: str | None, *, optimizer: bool = False, **settings: Any) -> Segmenter:
+    """A module after a few steps, within a budget or in eager; `optimizer` puts its update into the plan."""
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(12, 3, 64, 64), torch.randint(0, 2, (12, 64, 64)))
-    callbacks: list[Callback] = [] if budget is None else [FitWithinBudget(budget, module="network")]
+    callbacks = list[Callback]()
+    if budget is not None:
+        callbacks.append(FitWithinBudget(budget, module="network", optimizer=optimizer))
     trainer = Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -46,6 +48,7 @@ def train(budget: str | None) -> Segmenter:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **settings,
     )
     module = Segmenter()
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))

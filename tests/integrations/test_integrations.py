@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 import stowplan
 from stowplan.errors import BadUse
 from stowplan.integrations.batches import arguments_of
+from stowplan.ops.effects import UPDATE
 from stowplan.plan.plan import Plan
 from stowplan.units import parse_bytes
 
@@ -83,6 +85,62 @@ def test_lightning() -> None:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(BadUse, match="no submodule 'net'"):
         FitWithinBudget("1GiB", module="net").on_train_batch_start(trainer, LightningModule(), (0,), 0)
+
+
+def saves(plan: Plan) -> None:
+    """An iteration in which gradients are consumed, below the peak of eager."""
+    assert any(op.type == UPDATE for op in plan.graph.ops)
+    assert plan.projected_peak_bytes < plan.plain_peak_bytes
+
+
+def test_accelerate_with_its_optimizer_in_the_plan() -> None:
+    from accelerate import Accelerator
+
+    from stowplan.integrations.accelerate import prepare_within
+
+    results = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model, x = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)), torch.randn(4, 32)
+        optimizer: Any = torch.optim.AdamW(model.parameters())
+        run: Any = model
+        if planned:
+            how: Any = {"optimizer": True, "loss": torch.sum, "moves": 2}
+            run, optimizer = prepare_within(accelerator, "1MiB", model, (x,), optimizer, **how)
+            saves(plan_of(run))
+        else:
+            run, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(6):
+            with accelerator.accumulate(run):
+                accelerator.backward(run(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *results))
+    with pytest.raises(BadUse, match="0 optimizers"):
+        prepare_within(accelerator, "1MiB", model, (x,), optimizer=True)
+
+
+def test_huggingface_trainer_with_its_optimizer_in_the_plan() -> None:
+    from examples.huggingface_trainer import train
+
+    settings = {"gradient_accumulation_steps": 2, "max_steps": 2, "max_grad_norm": 0.1}
+    (plain, eager), (fitted, model) = train(None, **settings), train("8MiB", optimizer=True, **settings)
+    assert fitted == plain
+    assert all(map(torch.equal, eager.parameters(), model.parameters()))
+    saves(plan_of(model))
+
+
+def test_lightning_with_its_optimizer_in_the_plan() -> None:
+    from examples.lightning_module import train
+
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}
+    plain, fitted = train(None, **settings), train("9MiB", optimizer=True, **settings)
+    assert fitted.losses == plain.losses
+    assert all(map(torch.equal, plain.parameters(), fitted.parameters()))
+    assert fitted.plan is not None
+    saves(fitted.plan)
 
 
 def test_monai() -> None:

@@ -589,8 +589,23 @@ def test_a_second_backward_and_old_gradients_are_refused() -> None:
     optimizer.step()
     with pytest.raises(BadUse, match="zero_grad"):
         torch.autograd.backward(fitted(x))
-    with pytest.raises(BadUse, match="closure"):
-        optimizer.step(lambda: 0.0)
+
+
+def test_a_closure_is_run_once_in_the_step() -> None:
+    x, eager = tower_batch(), Tower(dropout=0.0)
+    model, optimizer, fitted = fitted_pair()
+    results = []
+    for run, own in ((eager, OPTIMIZERS["adamw"](eager.parameters())), (fitted, optimizer)):
+
+        def closure(run: nn.Module = run, own: Optimizer = own) -> float:
+            own.zero_grad()
+            loss = run(x)
+            loss.backward()
+            return float(loss.detach())
+
+        results.append([own.step(closure) for _ in range(3)])
+    assert results[0] == results[1]
+    assert all(map(torch.equal, eager.parameters(), model.parameters()))
 
 
 def test_two_modules_do_not_update_one_parameter_twice() -> None:

@@ -10,21 +10,42 @@ from stowplan.errors import BadUse
 from stowplan.run.fit import fit
 
 
-def fit_trainer(trainer: Trainer, budget: int | str, **settings: Any) -> Trainer:
+def fit_trainer(trainer: Trainer, budget: int | str, *, optimizer: bool = False, **settings: Any) -> Trainer:
     """`trainer` itself, its model fitted to calls like the one for its first batch.
 
     `settings` are those of `stowplan.fit`, such as `reserve` for the optimizer's state. Every new shape of a
-    batch is planned when it comes: pad to one length and drop the last, smaller batch.
+    batch is planned when it comes: pad to one length and drop the last, smaller batch. With `optimizer` the
+    budget is for the whole iteration: the plan has the trainer's optimizer, gradient accumulation and
+    clipping. The norm of the gradients is then not logged.
     """
     model = trainer.model
     if model is None:
         raise BadUse("the trainer has no model yet: give it one, not a model_init")
     was_training = model.training
+    if optimizer:
+        settings = _iteration_of(trainer) | settings
     args, kwargs = _first_call(trainer)
     with trainer.accelerator.autocast():
         fitted = fit(model.train(), args, kwargs, budget=budget, **settings)
     trainer.model = trainer.model_wrapped = fitted.train(was_training)
     return trainer
+
+
+def _iteration_of(trainer: Trainer) -> dict[str, Any]:
+    """What `fit` is told of the trainer's loop, which no longer clips."""
+    told = trainer.args
+    clip_norm = told.max_grad_norm if told.max_grad_norm and told.max_grad_norm > 0 else None
+
+    def clip_in_plan(_: object, max_norm: float, *__: object) -> None:
+        if max_norm not in (clip_norm, float("inf")):  # infinite to see the norm alone
+            raise BadUse(
+                f"the trainer clips to {max_norm}, and the plan to {clip_norm}: set max_grad_norm before"
+            )
+
+    accelerator: Any = trainer.accelerator
+    accelerator.clip_grad_norm_ = clip_in_plan
+    own = trainer.create_optimizer()
+    return {"optimizer": own, "clip_norm": clip_norm, "accumulate": told.gradient_accumulation_steps}
 
 
 class _Called(Exception):

@@ -407,18 +407,29 @@ class Iteration:
             )
         self._to_load.clear()
 
-    def step_begins(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
-        """`optimizer.step()` was called: do what waits for it, and look that the rest was in time."""
-        self._do_what_waits(args, kwargs)
+    def step_begins(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """`optimizer.step()` was called: do what waits for it, and look that the rest was in time.
+
+        A closure, which has the forward and backward in it, is run here; the step gets its result.
+        """
+        self._refuse_broken()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        replaced = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+            replaced = args[:1], {"closure": _Once(result)}
+        self._do_what_waits()
         for parameter in self._moved:
             if self._elsewhere and parameter.grad is not None:  # the step itself updates it
                 self._elsewhere.load(parameter)
+        return replaced
 
-    def _do_what_waits(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
+    def _do_what_waits(self) -> None:
         self._refuse_broken()
         progress = self._progress
-        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
-            raise BadUse("optimizer.step(closure) is not offered: call backward before optimizer.step()")
         if not progress.backwards:
             return  # the gradients are of another model
         self._is_stepping = bool(progress.updated)
@@ -559,11 +570,25 @@ class _StepHook:
     def __init__(self, iteration: weakref.ref[Iteration]) -> None:
         self.iteration = iteration
 
-    def __call__(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(
+        self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """As `register_step_pre_hook` wants it."""
         iteration = self.iteration()
-        if iteration is not None:
-            iteration.step_begins(args, kwargs)
+        return iteration.step_begins(args, kwargs) if iteration is not None else None
+
+
+class _Once:
+    """Stands for a closure that has run."""
+
+    def __init__(self, result: object) -> None:
+        self._result, self._is_used = result, False
+
+    def __call__(self) -> object:
+        if self._is_used:
+            raise BadUse("the optimizer evaluates its closure more than once in a step: leave out optimizer=")
+        self._is_used = True
+        return self._result
 
 
 def _stepped(iteration: weakref.ref[Iteration]) -> None:
