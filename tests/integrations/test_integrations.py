@@ -125,7 +125,7 @@ def test_accelerate_with_its_optimizer_in_the_plan() -> None:
 def test_huggingface_trainer_with_its_optimizer_in_the_plan() -> None:
     from examples.huggingface_trainer import train
 
-    settings = {"gradient_accumulation_steps": 2, "max_steps": 2, "max_grad_norm": 0.1}
+    settings: Any = {"gradient_accumulation_steps": 2, "max_steps": 2, "max_grad_norm": 0.1}
     (plain, eager), (fitted, model) = train(None, **settings), train("8MiB", optimizer=True, **settings)
     assert fitted == plain
     assert all(map(torch.equal, eager.parameters(), model.parameters()))
@@ -135,7 +135,7 @@ def test_huggingface_trainer_with_its_optimizer_in_the_plan() -> None:
 def test_lightning_with_its_optimizer_in_the_plan() -> None:
     from examples.lightning_module import train
 
-    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}
+    settings: Any = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}
     plain, fitted = train(None, **settings), train("9MiB", optimizer=True, **settings)
     assert fitted.losses == plain.losses
     assert all(map(torch.equal, plain.parameters(), fitted.parameters()))
