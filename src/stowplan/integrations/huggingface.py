@@ -32,7 +32,7 @@ def fit_trainer(trainer: Trainer, budget: int | str, *, optimizer: bool = False,
 
 
 def _iteration_of(trainer: Trainer) -> dict[str, Any]:
-    """What `fit` is told of the trainer's loop, which no longer clips."""
+    """The trainer's loop as options of `fit`. The trainer itself no longer clips."""
     told = trainer.args
     clip_norm = told.max_grad_norm if told.max_grad_norm and told.max_grad_norm > 0 else None
 

@@ -53,7 +53,7 @@ class FitWithinBudget(Callback):
         setattr(pl_module, self._module, fitted)
 
     def _iteration_of(self, trainer: Trainer, network: nn.Module) -> dict[str, Any]:
-        """What `fit` is told of the trainer's loop."""
+        """The trainer's loop as options of `fit`."""
         if len(trainer.optimizers) != 1:
             raise BadUse(f"the module has {len(trainer.optimizers)} optimizers, and the plan has one")
         (own,) = trainer.optimizers
