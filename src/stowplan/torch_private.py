@@ -60,6 +60,7 @@ __all__ = [
     "below_autograd",
     "check_version",
     "checkpoints_as_calls",
+    "dispatched_without_data",
     "fake_tensor_logger",
     "is_view",
     "nodes_made",
@@ -123,6 +124,16 @@ GLOBAL_HOOKS: tuple[Mapping[int, object], ...] = tuple(getattr(torch_modules, f"
 def has_hooks(tensor: Tensor) -> bool:
     """Whether hooks wait for the gradient of a tensor."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def dispatched_without_data(
+    fakes: FakeTensorMode, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> object:
+    """The result of an op on stand-ins, for a dispatch mode that got this op.
+
+    It is what `with fakes: target(*args, **kwargs)` gives, without another way through the dispatcher.
+    """
+    return fakes.__torch_dispatch__(target, (), args, kwargs)
 
 
 def schema_of(target: OpOverload) -> torch.FunctionSchema:

@@ -65,15 +65,18 @@ def has_learned(target: OpOverload) -> bool:
     return any(isinstance(call, tuple) and call[0] is target for call in _LEARNED)
 
 
-def as_made(target: OpOverload, args: object, kwargs: Mapping[str, object], result: object) -> object:
+def as_made(
+    fakes: FakeTensorMode, target: OpOverload, args: object, kwargs: Mapping[str, object], result: object
+) -> object:
     """A result without data, with the strides that the kernel is known to give it."""
     strides = _LEARNED.get(call_like(target, args, kwargs)) if _LEARNED else None
     if strides is None:
         return result
-    if isinstance(result, Tensor):
-        return _laid_out(result, strides[0])
-    assert isinstance(result, (tuple, list))
-    return type(result)(_laid_out(item, stride) for item, stride in zip(result, strides, strict=True))
+    with fakes:
+        if isinstance(result, Tensor):
+            return _laid_out(result, strides[0])
+        assert isinstance(result, (tuple, list))
+        return type(result)(_laid_out(item, stride) for item, stride in zip(result, strides, strict=True))
 
 
 def learn_from_kernels(events: "Iterable[Event]") -> bool:

@@ -82,6 +82,7 @@ def tensor_names(target: OpOverload) -> frozenset[str]:
     )
 
 
+@cache
 def returns_tensors(target: OpOverload) -> bool:
     """Whether the op returns tensors, not numbers or nothing."""
     return any("Tensor" in str(returned.type) for returned in schema_of(target).returns)

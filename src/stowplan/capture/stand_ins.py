@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.errors import CaptureError
-from stowplan.torch_private import FakeTensorMode, storage_id
+from stowplan.torch_private import FakeTensor, FakeTensorMode, storage_id
 
 _KNOWN_BYTES = 1 << 19  # of a storage whose values are known
 
@@ -58,10 +58,11 @@ class StandIns:
         device = self._device if tensor.is_meta else tensor.device
         if storage_id(tensor.untyped_storage()) in self._known:
             return self._copy_of(tensor)
-        storage, offset = self._storage_of(tensor, device), self._offset_of(tensor)
-        with self.fakes, torch.no_grad():
-            empty = torch.empty(0, dtype=tensor.dtype, device=device)
-            made = empty.set_(storage, offset, tensor.shape, tensor.stride())
+        storage, offset = self._storage_of(tensor), self._offset_of(tensor)
+        with torch.no_grad():
+            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+            meta.set_(storage, offset, tensor.shape, tensor.stride())
+        made = FakeTensor(self.fakes, meta, device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, requires_grad=tensor.requires_grad)
         return made.requires_grad_(tensor.requires_grad)
@@ -78,11 +79,10 @@ class StandIns:
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(storage, offset, tensor.shape, tensor.stride())
 
-    def _storage_of(self, tensor: Tensor, device: torch.device) -> torch.UntypedStorage:
+    def _storage_of(self, tensor: Tensor) -> torch.UntypedStorage:
         original = tensor.untyped_storage()
         if storage_id(original) not in self._storages:
-            with self.fakes:
-                made = torch.empty(original.nbytes(), dtype=torch.uint8, device=device).untyped_storage()
+            made = torch.empty(original.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
             self._storages[storage_id(original)] = original, made
         return self._storages[storage_id(original)][1]
 

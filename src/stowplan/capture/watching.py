@@ -29,7 +29,7 @@ from stowplan.capture.schema import (
     written_arguments,
     written_names,
 )
-from stowplan.capture.shapes import made_without_data
+from stowplan.capture.shapes import Shapes
 from stowplan.capture.stand_ins import is_small_integer
 from stowplan.capture.storage_views import StorageBook, StorageView
 from stowplan.errors import CaptureError
@@ -45,6 +45,7 @@ from stowplan.torch_private import (
 )
 
 aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _KNOWN_ELEMENTS = 1 << 16
 _CHOOSING = (aten.index.Tensor, aten.masked_select.default)
 _ASSERTIONS = (aten._assert_async.default, aten._assert_async.msg)
@@ -90,7 +91,7 @@ class Rehearsal:
     """
 
     def __init__(self, fakes: FakeTensorMode, *, knowing: bool) -> None:
-        self._fakes, self._knowing = fakes, knowing
+        self._fakes, self._knowing, self._shapes = fakes, knowing, Shapes(fakes)
 
     def run(
         self,
@@ -106,8 +107,8 @@ class Rehearsal:
         self._refuse_writing_data(target, args, kwargs)
         masks = list(masks_in(args)) if target in _CHOOSING else []
         positions = {id(mask): mask.nonzero().unbind(1) for mask in masks}
-        with self._fakes:
-            return as_made(target, args, kwargs, made_without_data(target, args, kwargs, positions))
+        made = self._shapes.result_of(target, args, kwargs, positions)
+        return as_made(self._fakes, target, args, kwargs, made)
 
     def _is_known(self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
         if torch.Tag.nondeterministic_seeded in target.tags:
@@ -249,6 +250,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
                 f"{func} branches or loops while the step runs",
                 advice="branch in Python before the step, or unroll it",
             )
+        if func is _DEVICE and isinstance(args[0], Tensor):
+            return args[0].device  # asked more often than there are ops
         given = dict(kwargs or {})
         if self._tried and func.namespace == "aten":
             raise WentOn
