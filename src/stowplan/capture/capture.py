@@ -1,6 +1,8 @@
 """Capture of a PyTorch model: the Graph of its whole training step, with no tensor allocated."""
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,6 +78,23 @@ def capture(
         know_values,
         cuda,
     )
+    with _without_collection():
+        return _captured(step)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Python's garbage collector waits: it would look at many objects that all stay, again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _captured(step: Step) -> Captured:
     for _ in range(_MOST_LAYOUTS):
         with explained():
             recording = record(step)
@@ -86,7 +105,7 @@ def capture(
     lowering = Lowering(recording, with_updates(pruned(whole)), ids)
     eager = eager_memory(recording, whole)
     program, forward = lowering.program(), recording.events[: recording.turn]
-    graph = with_swayed_ops_marked(lowering.graph(type(model).__name__), program)
+    graph = with_swayed_ops_marked(lowering.graph(type(step.model).__name__), program)
     calls = [call.call for call in whole.calls]
     answers = answers_among(calls, whole.answers, program.inputs, program.constants)
     return Captured(graph, program, eager, lowering.gradients, forward, answers)
