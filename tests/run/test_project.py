@@ -1,5 +1,6 @@
 """Steps on cards that are not here: their kernels, why peaks differ from the CPU's, plans and files."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 import stowplan
 from stowplan.capture import capture
 from stowplan.capture.cuda_calls import Chosen, CudaCalls
+from stowplan.cli.main import main
 from stowplan.errors import BadInput, BadUse, BudgetTooSmall, CaptureError, IllegalPlan
 from stowplan.ir import DType
 from stowplan.plan.cards import Card, card_named, cards, price_on_card
@@ -225,3 +227,33 @@ def test_a_faster_card_is_priced_faster_and_half_precision_at_its_own_rate() -> 
     a100 = replace(card_named("a100-80gb"), launch_seconds=1e-9, bytes_per_second=1e18)
     assert seconds(replace(a100, flops={"float32": 39e12}), torch.float32) < seconds(a100, torch.float32)
     assert seconds(a100, torch.bfloat16) < seconds(a100, torch.float32) / 8
+
+
+def test_the_commands_tell_the_card_and_the_causes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "card_steps.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def step(batch=64):\n"
+        "    return nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)), (torch.ones(batch, 64),), torch.sum\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "card_steps:step", "--device", "t4", "--json", "-o", "step.plan"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["projected_for"] == planned["device"]["card"] == "t4"
+    causes = planned["device"]["differences"]
+    gap = planned["device"]["peak_bytes"] - planned["device"]["cpu_peak_bytes"]
+    assert sum(cause["peak_bytes"] for cause in causes) == gap
+    assert planned["heap"]["reserved_peak_bytes"] <= planned["device"]["usable_bytes"]
+    assert stowplan.load_plan("step.plan").projected_for == "t4"
+    assert main(["inspect", "card_steps:step", "--device", "t4", "--optimizer", "adamw", "--json"]) == 0
+    inspected = json.loads(capsys.readouterr().out)
+    assert inspected["optimizer"]["implementation"] == "foreach"
+    assert inspected["optimizer"]["state_bytes"] > 0
+    assert main(["inspect", "card_steps:step", "--device", "t4", "--measure"]) == 2
+    assert main(["fit-largest", "card_steps:step", "--device", "t4", "--most", "65", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["techniques"] for row in rows] == [[], ["recompute"]]
+    assert rows[0]["batch"] == 65
+    assert main(["fit-largest", "card_steps:step"]) == 2

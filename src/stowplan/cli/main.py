@@ -32,6 +32,7 @@ VERBS = {
     "fit-largest": "find the largest batch, resolution or sequence that fits a budget, and its price",
     "simulate": "project a step over a mesh of workers: bytes, peak, seconds, scaling",
     "doctor": "say what is installed, what this machine has, and what is usable here",
+    "gpu-check": "measure on this device, in two minutes, what stowplan promises, as two files to send",
     "convert": "write what is in a file in another format",
 }
 

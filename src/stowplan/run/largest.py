@@ -121,8 +121,9 @@ def largest_of(
     """The largest sizes of the baseline and with more and more techniques, as they are found.
 
     `first` is the function's default size if it is not given; `most` bounds the search for a size, `moves`
-    the search for each plan. On a `card`, another device than this one, bytes are reserved ones. With an
-    `optimizer`, a name of torch.optim or MODULE:FUNCTION, whole iterations shall fit, its state in memory.
+    the search for each plan. On a `card`, another device than this one, bytes are reserved ones, and tiles
+    are not planned. With an `optimizer`, a name of torch.optim or MODULE:FUNCTION, whole iterations shall fit,
+    its state in memory.
     """
     if card is not None and optimizer is not None:
         raise BadUse("iterations with an optimizer are planned for this machine, not for another device")
@@ -131,6 +132,8 @@ def largest_of(
     limit = _MOST_STEPS if most is None else (most - sizes.first) // multiple
     if optimizer is not None:  # whose iterations have no tiles
         allow = [technique for technique in allow if technique == "recompute"]
+    if card is not None:
+        allow = [technique for technique in allow if technique != "tile"]
     for techniques in _growing(allow):
         fit, next_needs = search(partial(sizes.attempt, techniques, allowed_bytes), allowed_bytes, limit)
         yield Largest(techniques, fit, next_needs)

@@ -89,10 +89,12 @@ class ProjectedStep:
                 "convolutions: cuDNN's workspace depends on the algorithm it chooses, and is not counted;"
                 " torch.backends.cudnn.deterministic = True takes little"
             )
+        yield "tiles are not planned for another device: `fit` on the card tries them where nothing else fits"
         yield f"seconds are the roofline of {self.card.name} at its published rates: real ones are larger"
 
     def planner(self, options: PlanOptions = DEFAULT_OPTIONS) -> "Selector[Any]":
-        """Plans of requested bytes."""
+        """Plans of requested bytes, without tiles: their kernels are chosen where they run."""
+        options = replace(options, allow=set(options.allow) - {"tile"})
         pricing = price_on_card(self.graph, self.card, options)
         peak = self.captured.eager.peak_bytes(pricing.workspace_bytes)
         planner = planner_of(self.graph, pricing, options, plain_peak_bytes=peak)
@@ -106,8 +108,8 @@ class ProjectedStep:
     ) -> tuple[Plan, HeapProjection | None]:
         """A plan within the budget, which limits reserved bytes on a CUDA device, and what it reserves."""
         allowed = self.card.usable_bytes if allowed_bytes is None else allowed_bytes
-        refuse_hopeless(self.graph, allowed, options, lambda: self.planner(options).minimum_bytes)
         planner = self.planner(options)
+        refuse_hopeless(self.graph, allowed, options, lambda: planner.minimum_bytes)
         with limited_to(options.seconds):
             if not self.card.is_cuda:
                 return planner.plan(allowed), None

@@ -57,6 +57,8 @@ def _of_record(record: Record) -> Iterator[Figure]:
 
 
 def _of_plan(plan: Plan) -> Iterator[Figure]:
+    if plan.projected_for:
+        yield "device", plan.projected_for, "projected: nothing ran on it"
     yield "projected peak", format_bytes(plan.projected_peak_bytes), _of_allowed(plan)
     saved = 1 - plan.projected_peak_bytes / plan.plain_peak_bytes if plan.plain_peak_bytes else 0.0
     yield "baseline peak", format_bytes(plan.plain_peak_bytes), f"the plan needs {saved:.0%} less"

@@ -85,13 +85,19 @@ class _Side:
 
 
 def check(
-    target: Target, planning: Callable[[Subject], PlannedStep], *, steps: int = 3, rounds: int = 5
+    target: Target,
+    planning: Callable[[Subject], PlannedStep],
+    *,
+    steps: int = 3,
+    rounds: int = 5,
+    subject: Subject | None = None,
 ) -> Record:
     """Run `steps` training steps of both, comparing all; then measure the memory and time of one step each.
 
-    `planning` makes the plan of the captured step. Times are medians of `rounds` interleaved rounds.
+    `planning` makes the plan of the captured step, which is the `subject` if the caller has captured it.
+    Times are medians of `rounds` interleaved rounds.
     """
-    subject = subject_of(target)
+    subject = subject or subject_of(target)
     planned_step = planning(subject)
     plan = compared(planned_step.plan, subject)
     eager = _eager_side(_copied(target))
@@ -288,7 +294,7 @@ def _measured(side: _Side, target: Target) -> Measurement[None]:
     """One step from fresh gradients; all that the step can see is there before it."""
     side.model.zero_grad(set_to_none=True)
     there = [*target.tensors_before(side.model), *(tensor for _, tensor in side.state())]
-    return measure(lambda: _discard(side.step()), before=there)
+    return measure(lambda: _discard(side.step()), device=side.device, before=there)
 
 
 def _discard(_: Tensor) -> None:
@@ -299,7 +305,14 @@ def _times(eager: _Side, planned: _Side, rounds: int) -> tuple[float, float]:
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for side, seconds in zip((eager, planned), times, strict=True):
-            started = perf_counter()
-            side.step()
-            seconds.append(perf_counter() - started)
+            seconds.append(_seconds_of(side))
     return median(times[0]), median(times[1])
+
+
+def _seconds_of(side: _Side) -> float:
+    """Of one step, until its device is done."""
+    started = perf_counter()
+    side.step()
+    if side.device != "cpu":
+        torch.accelerator.synchronize(side.device)
+    return perf_counter() - started

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.profiler import ProfilerActivity, profile
 
-from stowplan.torch_private import allocations_seen
+from stowplan.torch_private import allocations_seen, storage_id
 
 Result = TypeVar("Result")
 
@@ -55,7 +55,7 @@ def measure(
     """
     chosen = torch.device(device)
     if chosen.type != "cpu":
-        return _measure_accelerator(step, chosen)
+        return _measure_accelerator(step, chosen, before)
     standing = _Standing(_living_tensors() if before is None else before)
     del before  # it would keep tensors alive that the step frees
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes its start and stop on stderr
@@ -67,15 +67,40 @@ def measure(
     )
 
 
-def _measure_accelerator(step: Callable[[], Result], device: torch.device) -> Measurement[Result]:
+def _measure_accelerator(
+    step: Callable[[], Result], device: torch.device, standing: Iterable[Tensor] | None
+) -> Measurement[Result]:
+    """By the device's statistics, less what is there beside the `standing` tensors."""
     torch.accelerator.synchronize(device)
     torch.accelerator.reset_peak_memory_stats(device)
-    before, started = torch.accelerator.memory_allocated(device), time.perf_counter()
+    there = device_bytes(device).current
+    before = there if standing is None else _bytes_on(device, standing)
+    del standing  # it would keep tensors alive that the step frees
+    started = time.perf_counter()
     result = step()
     torch.accelerator.synchronize(device)
-    peak, after = torch.accelerator.max_memory_allocated(device), torch.accelerator.memory_allocated(device)
-    took = time.perf_counter() - started
-    return Measurement(result, before, (before, peak, after), (0.0, took / 2, took))
+    took, after = time.perf_counter() - started, device_bytes(device)
+    curve = (before, after.peak - there + before, after.current - there + before)
+    return Measurement(result, before, curve, (0.0, took / 2, took))
+
+
+def _bytes_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
+    storages = {storage_id(t.untyped_storage()): t.untyped_storage() for t in tensors if t.device == device}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+class DeviceBytes(NamedTuple):
+    """What the allocator of an accelerator counts: now, and at most since peaks were reset."""
+
+    current: int
+    peak: int
+
+
+def device_bytes(device: torch.device, what: str = "requested") -> DeviceBytes:
+    """Bytes that are requested, allocated or reserved; where no requests are counted, allocated ones."""
+    found = torch.accelerator.memory_stats(device)
+    key = f"{what}_bytes.all" if f"{what}_bytes.all.current" in found else "allocated_bytes.all"
+    return DeviceBytes(int(found.get(f"{key}.current", 0)), int(found.get(f"{key}.peak", 0)))
 
 
 class _Change(NamedTuple):
