@@ -122,8 +122,8 @@ def largest_of(
 
     `first` is the function's default size if it is not given; `most` bounds the search for a size, `moves`
     the search for each plan. On a `card`, another device than this one, bytes are reserved ones, and tiles
-    are not planned. With an `optimizer`, a name of torch.optim or MODULE:FUNCTION, whole iterations shall fit,
-    its state in memory.
+    are not planned. With an `optimizer`, a name of torch.optim or MODULE:FUNCTION, whole iterations shall
+    fit, its state in memory.
     """
     if card is not None and optimizer is not None:
         raise BadUse("iterations with an optimizer are planned for this machine, not for another device")
