@@ -1,5 +1,10 @@
 """Strides that PyTorch's shape functions have wrong: steps that write by them follow the kernels."""
 
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +13,7 @@ from torch import Tensor, nn
 import stowplan
 from stowplan.capture import layouts
 from stowplan.errors import BudgetTooSmall
+from stowplan.torch_private import FakeTensorMode
 
 
 class Rolling(nn.Module):
@@ -65,3 +71,116 @@ def test_a_backward_kernel_with_a_layout_of_its_own(monkeypatch: pytest.MonkeyPa
     expected = torch.autograd.grad(model(x), list(model.parameters()))
     found = torch.autograd.grad(fitted(x), list(fitted.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class Softplus(nn.Module):
+    """The gradient comes by rows, the activation with channels last: the kernel follows the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Conv2d(4, 4, 1, groups=2), nn.Parameter(torch.rand(4, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.softplus(self.layer(x)) * self.scale).square().mean()
+
+
+def test_a_backward_kernel_that_follows_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "_LEARNED", {})
+    monkeypatch.setattr(layouts, "_seen", set())
+    x = torch.randn(8, 4, 6, 6, dtype=torch.float64).to(memory_format=torch.channels_last)
+    model = Softplus().double()
+    fitted = stowplan.fit(model, (x,), budget="1GiB", allow=("recompute",), moves=30)
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    found = torch.autograd.grad(fitted(x), list(fitted.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def image(*shape: int) -> Tensor:
+    return torch.rand(shape or (2, 4, 6, 6))
+
+
+def calls() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Calls of ops that compute gradients, and of some others."""
+    x, half, wide, channels = image(), image(2, 4, 3, 3), image(2, 4, 8, 8), torch.rand(4)
+    indices = torch.ops.aten.max_pool2d_with_indices(x, [2, 2])[1]
+    for name in ("sigmoid", "tanh", "silu", "mish", "gelu", "hardswish", "hardsigmoid"):
+        yield f"{name}_backward", (image(), x)
+    yield "softplus_backward", (image(), x, 1, 20)
+    yield "elu_backward", (image(), 1.0, 1.0, 1.0, False, x)
+    yield "hardtanh_backward", (image(), x, -1.0, 1.0)
+    yield "threshold_backward", (image(), x, 0.5)
+    yield "leaky_relu_backward", (image(), x, 0.1, False)
+    yield "logit_backward", (image(), x, 1e-6)
+    yield "hardshrink_backward", (image(), x, 0.5)
+    yield "softshrink_backward", (image(), x, 0.5)
+    yield "rrelu_with_noise_backward", (image(), x, image(), 0.1, 0.3, True, False)
+    yield "_prelu_kernel_backward", (image(), x, image())
+    yield "glu_backward", (image(2, 2, 6, 6), x, 1)
+    yield "log_sigmoid_backward", (image(), x, image())
+    yield "_softmax_backward_data", (image(), x, 1, torch.float32)
+    yield "_log_softmax_backward_data", (image(), x, 1, torch.float32)
+    yield "native_dropout_backward", (image(), x > 0.5, 2.0)
+    for loss in ("mse", "soft_margin"):
+        yield f"{loss}_loss_backward", (image(), x, image(), 0)
+    for loss in ("huber", "smooth_l1"):
+        yield f"{loss}_loss_backward", (image(), x, image(), 0, 1.0)
+    yield "binary_cross_entropy_backward", (image(), x, image(), None, 0)
+    yield "avg_pool2d_backward", (half, x, [2, 2], [], [0, 0], False, True, None)
+    yield "max_pool2d_with_indices_backward", (half, x, [2, 2], [], [0, 0], [1, 1], False, indices)
+    yield "_adaptive_avg_pool2d_backward", (half, x)
+    yield "reflection_pad2d_backward", (wide, x, [1, 1, 1, 1])
+    yield "replication_pad2d_backward", (wide, x, [1, 1, 1, 1])
+    for kind, rest in (("nearest2d", ()), ("bilinear2d", (False,)), ("bicubic2d", (False,))):
+        yield f"upsample_{kind}_backward", (image(2, 4, 12, 12), [12, 12], [2, 4, 6, 6], *rest)
+    statistics, all_three = [channels] * 5, [True, True, True]
+    yield "native_batch_norm_backward", (image(), x, *statistics, True, 1e-5, all_three)
+    pair = torch.rand(2, 2)
+    yield "native_group_norm_backward", (image(), x, pair, pair, channels, 2, 4, 36, 2, all_three)
+    rows, by_row = torch.rand(6), torch.rand(2, 4, 6, 1)
+    yield (
+        "native_layer_norm_backward",
+        (image(), x, [6], by_row, by_row, rows, rows, all_three),
+    )
+    yield (
+        "convolution_backward",
+        (image(), x, image(4, 4, 3, 3), [4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, all_three),
+    )
+    yield "grid_sampler_2d_backward", (image(), x, image(2, 6, 6, 2), 0, 0, False, [True, True])
+    for name in ("mul", "add", "div", "maximum", "copysign", "xlogy", "atan2"):
+        yield name, (image(), x)
+    yield "where", (x > 0.5, image(), x)
+    yield "masked_fill", (image(), x > 0.5, 0.0)
+
+
+LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda x: x,
+    lambda x: x.to(memory_format=torch.channels_last),
+    lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "args"), tuple(calls()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_kernels_whose_strides_differ_are_known(name: str, args: tuple[Any, ...]) -> None:
+    """PyTorch's shape functions agree with the kernels in every layout of the operands, or are suspects."""
+    op = getattr(torch.ops.aten, name)
+    places = [place for place, value in enumerate(args) if isinstance(value, Tensor) and value.dim() == 4]
+    for chosen in product(LAYOUTS, repeat=len(places)):
+        laid_out = list(args)
+        for place, layout in zip(places, chosen, strict=True):
+            laid_out[place] = layout(args[place])
+        with suppress(ValueError):  # a shape function may refuse a layout that no kernel hands it
+            if strides_of(op(*laid_out)) != strides_without_data(op, laid_out):
+                assert op in layouts.SUSPECTS
+
+
+def strides_of(results: Any) -> list[tuple[int, ...] | None]:
+    several = results if isinstance(results, (tuple, list)) else (results,)
+    return [None if result is None else result.stride() for result in several]
+
+
+def strides_without_data(op: Any, args: list[Any]) -> list[tuple[int, ...] | None]:
+    with FakeTensorMode() as mode:
+        return strides_of(op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args)))

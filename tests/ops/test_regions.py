@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stowplan.errors import MissingRule
 from stowplan.geometry import Rect
 from stowplan.ops.regions import DimKind, Partial, Relation, regions_of
 from stowplan.ops.regions.rules import rules
@@ -226,6 +227,19 @@ def test_the_check_sees_a_halo_one_too_small(shrink: str) -> None:
     check(sample, relation.shape, wrong, dependence(sample, 0), tally)
     assert not right.missed
     assert tally.missed
+
+
+@pytest.mark.parametrize("groups", [-1, 0, 2**64])
+def test_groups_that_cannot_be_have_no_regions(groups: int) -> None:
+    """As a damaged file may have them."""
+    target = torch.ops.aten.convolution.default
+    sample = aten(
+        target, numbers(1, 2, 6, 6), numbers(2, 1, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 2
+    )
+    site = sample.site()
+    damaged = replace(site, op=replace(site.op, attributes={**site.op.attributes, "groups": groups}))
+    with pytest.raises(MissingRule):
+        regions_of(damaged)
 
 
 MERGES: Mapping[Partial, Callable[[Tensor, Tensor, float], Tensor]] = {

@@ -5,6 +5,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from math import floor, prod
 
+from stowplan.errors import MissingRule
 from stowplan.geometry import Rect
 from stowplan.ops.regions.relation import DimKind, emptied, with_span
 from stowplan.ops.windows import Span, Window
@@ -64,6 +65,10 @@ class Grouped(Along):
 
     outputs: int
     inputs: int
+
+    def __post_init__(self) -> None:
+        if self.outputs < 1:
+            raise MissingRule(f"{self.size} inputs are in more groups than there are outputs")
 
     def needs(self, outputs: Span) -> Span:
         low, high = outputs

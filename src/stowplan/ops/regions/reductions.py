@@ -12,10 +12,10 @@ from stowplan.ops.regions.relation import DimMap, Need, Partial, Reduction, Regi
 from stowplan.ops.regions.rules import (
     barrier,
     broadcast,
+    count,
     dim_of,
     dims_of,
     identity,
-    integer,
     integers,
     needs_all,
     rules,
@@ -264,7 +264,7 @@ def _channel_statistics(site: Site, output: int, dims: tuple[int, ...]) -> Relat
 @rules.entry("aten.native_group_norm.default")
 def group_norm(site: Site) -> Regions:
     """Statistics per sample and group of channels, over the group and the spatial dims."""
-    shape, groups = shape_of(site.inputs[0]), integer(site, "group")
+    shape, groups = shape_of(site.inputs[0]), count(site, "group")
     share = shape[1] // groups
     vectors = tuple(Need((Sliding(1, shape[1]),)) for _ in site.inputs[1:])
     spatial = tuple(range(2, len(shape)))

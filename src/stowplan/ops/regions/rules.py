@@ -111,6 +111,14 @@ def integer(site: Site, key: str) -> int:
     return value
 
 
+def count(site: Site, key: str) -> int:
+    """An attribute that counts something there must be at least one of."""
+    value = integer(site, key)
+    if value < 1:
+        raise _wrong(site, key, value, "a positive integer")
+    return value
+
+
 def integers(site: Site, key: str) -> tuple[int, ...]:
     """An attribute that is a tuple of integers."""
     value = site.attributes.get(key)

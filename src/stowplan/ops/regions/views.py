@@ -10,6 +10,7 @@ from stowplan.ops.regions.relation import DimMap, Need, Regions, Relation
 from stowplan.ops.regions.rules import (
     barrier,
     broadcast,
+    count,
     dim_of,
     identity,
     integer,
@@ -119,7 +120,7 @@ def repeat_elements(site: Site) -> Regions:
         return barrier(site, f"{site.op.type} without a dim flattens its input")
     dim = dim_of(site, len(shape))
     dims = list(identity(shape))
-    dims[dim] = Grouped(dim, shape[dim], integer(site, "repeats"), 1)
+    dims[dim] = Grouped(dim, shape[dim], count(site, "repeats"), 1)
     return moved(site, dims)
 
 
@@ -146,7 +147,7 @@ def pixel_shuffle(site: Site) -> Regions:
     *batch, channels, height, width = shape_of(site.inputs[0])
     first = len(batch)
     grows = site.op.type == "aten.pixel_shuffle.default"
-    side = integer(site, "upscale_factor" if grows else "downscale_factor")
+    side = count(site, "upscale_factor" if grows else "downscale_factor")
     outer, inner = (side, 1) if grows else (1, side)
     channel = Grouped(first, channels, inner**2, outer**2)
     pixels = [Grouped(first + i, size, outer, inner) for i, size in ((1, height), (2, width))]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from stowplan.ir import Attribute, Shape
 from stowplan.ops.regions.maps import Adaptive, Always, Bordered, Digit, Grouped, Resized, Sliding
 from stowplan.ops.regions.relation import DimMap, Need, Partial, Reduction, Regions, Relation
-from stowplan.ops.regions.rules import along, barrier, identity, integer, integers, rules, whole
+from stowplan.ops.regions.rules import along, barrier, count, identity, integers, rules, whole
 from stowplan.ops.table import Site, shape_of
 from stowplan.ops.windows import Window, output_sizes, windows_of
 
@@ -15,20 +15,20 @@ def aten_convolution(site: Site) -> Regions:
     """Image [n, in, ...], weight [out, in / groups, ...] or, transposed, [in, out / groups, ...]."""
     if len(shape_of(site.inputs[0])) != len(shape_of(site.inputs[1])):
         return barrier(site, f"{site.op.type} reads an image without a batch dim")
-    groups = integer(site, "groups")
+    groups = count(site, "groups")
     return _transposed(site, groups) if site.attributes.get("transposed") else _plain(site, groups)
 
 
 @rules.entry("Convolution2DFunction")
 def chainer_convolution(site: Site) -> Regions:
     """Laid out as ATen's."""
-    return _plain(site, integer(site, "groups"))
+    return _plain(site, count(site, "groups"))
 
 
 @rules.entry("Deconvolution2DFunction")
 def chainer_deconvolution(site: Site) -> Regions:
     """Laid out as ATen's transposed convolution."""
-    return _transposed(site, integer(site, "groups"))
+    return _transposed(site, count(site, "groups"))
 
 
 @rules.entry("conv2d")
