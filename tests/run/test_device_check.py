@@ -20,7 +20,8 @@ from stowplan.run.measure.sample_networks import NETWORKS
 def test_a_device_is_checked_and_two_files_are_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["gpu-check", "--networks", "perceptron", "--device", "cpu", "-o", str(tmp_path)]) == 0
+    words = ["--networks", "perceptron", "--device", "cpu", "--time-limit", "100000", "-o", str(tmp_path)]
+    assert main(["gpu-check", *words]) == 0
     found = json.loads((tmp_path / "gpu-check.json").read_text())
     page = (tmp_path / "gpu-check.md").read_text()
     assert page in capsys.readouterr().out
