@@ -85,7 +85,8 @@ def _measure_accelerator(
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
-    storages = {storage_id(t.untyped_storage()): t.untyped_storage() for t in tensors if t.device == device}
+    there = (t for t in tensors if t.device.type == device.type and device.index in (None, t.device.index))
+    storages = {storage_id(storage): storage for storage in (t.untyped_storage() for t in there)}
     return sum(storage.nbytes() for storage in storages.values())
 
 
