@@ -8,7 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stowplan.cli.main import main
+from stowplan.plan.options import PlanOptions
 from stowplan.run.largest import Fit, SizeAttempt, largest_of, search
+from stowplan.run.planning import plan_cache
+from stowplan.run.planning.planner import plan_step
+from stowplan.run.planning.subject import PlannedStep, Subject
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
@@ -93,6 +97,24 @@ def test_the_verb_prints_the_table(target: str, capsys: pytest.CaptureFixture[st
         or iteration["projected_peak_bytes"] > plain["projected_peak_bytes"]
     )
     assert main([*words, "", "--budget", "1kB"]) == 1
+
+
+@pytest.mark.slow
+def test_plans_come_from_the_cache_that_fit_reads(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[int]()
+
+    def noted(subject: Subject, allowed_bytes: int, options: PlanOptions) -> PlannedStep:
+        found = plan_step(subject, allowed_bytes, options)
+        made.append(found.plan.allowed_bytes)
+        return found
+
+    monkeypatch.setattr(plan_cache, "plan_step", noted)
+    sizes = [
+        list(largest_of(target, 500_000, multiple=64, most=256, allow=("recompute",), moves=5))
+        for _ in range(2)
+    ]
+    assert sizes[0] == sizes[1]
+    assert len(made) == 1
 
 
 def test_a_function_without_the_size_is_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.cards import Card
 from stowplan.plan.options import TECHNIQUES, PlanOptions
+from stowplan.run.planning.plan_cache import USER_PLANS
 from stowplan.run.planning.planner import step_planner
 from stowplan.run.target import Target, function_named, load_optimizer, load_target, subject_of
 
@@ -63,7 +64,7 @@ class Sizes:
     optimizer: str | None = None  # of whole iterations
 
     def attempt(self, techniques: Techniques, allowed_bytes: int, step: int) -> SizeAttempt:
-        """Whether a size fits: capture it, probe its ops, and plan it for the budget."""
+        """Whether a size fits: capture it, probe its ops, and plan it, or take the plan that is cached."""
         size = self.first + step * self.multiple
         target = load_target(self.target, **{self.vary: size})
         options = PlanOptions(techniques, moves=self.moves)
@@ -76,14 +77,13 @@ class Sizes:
             iteration = Iteration(load_optimizer(self.optimizer, subject.model))
             captured = iteration.planned(subject.captured, subject.model)
             subject, options = replace(subject, captured=captured), iteration.options(options)
-        planner = step_planner(subject, options)
-        plain = planner.baseline
+        plain = step_planner(subject, options).baseline
         if plain.peak_bytes <= allowed_bytes:
             return SizeAttempt(plain.peak_bytes, Fit(size, plain.peak_bytes, plain.seconds, plain.seconds))
         if not techniques:
             return SizeAttempt(plain.peak_bytes, None)
         try:
-            plan = planner.plan(allowed_bytes)
+            plan = USER_PLANS.step_for(subject, allowed_bytes, options).plan
         except BudgetTooSmall as refused:
             return SizeAttempt(refused.minimum_bytes, None)
         fit = Fit(size, plan.projected_peak_bytes, plan.projected_seconds, plain.seconds)
