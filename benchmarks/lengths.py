@@ -68,7 +68,8 @@ def _loop(steps: int, lengths: int, batches: int, share: float) -> None:
     model = NETS["gpt"].make(batch=batches, sequence=_LONGEST, **_GPT).model
     budget = int(share * capture(model, largest).eager.peak_bytes())
     eager = copy.deepcopy(model)
-    fitted = stowplan.fit(model, largest, budget=budget, allow=("recompute",))
+    ranges = {name: {0: (1, batches), 1: (_SHORTEST, _LONGEST)} for name in ("args.0", "args.1")}
+    fitted = stowplan.fit(model, largest, budget=budget, allow=("recompute",), shapes=ranges)
     print(f"budget {budget:,}: {stowplan.plans_of(fitted)[0]}", flush=True)
     spent, plain, extra, shapes = 0.0, 0.0, 0.0, set[tuple[int, int]]()
     for number in range(1, steps + 1):

@@ -50,6 +50,7 @@ _LOGGER = logging.getLogger("stowplan")
 _FITTED_CLASSES: dict[type, type] = {}
 _SLOW = 3.0  # times of eager from which on a plan is a warning
 _MOST_ANSWERS = 16  # different values that forward may read off arguments of one kind
+_ROOM = 0.97  # of the elements that seem to fit without a plan, so that they do
 _MOST_SMALLER = 512  # kinds of calls that run as they are
 _MOST_REFUSED = 64  # kinds of calls of one module; the oldest makes room
 _COMPARED_SIZES = 3  # carried plans of one module that are compared with eager
@@ -156,6 +157,8 @@ class Fitting:
     priced: list[PlannedStep] = field(default_factory=list)  # steps that further sizes can take over from
     sizes: "PlannedSizes | None" = None  # the same, once there are further sizes
     shapes: "DeclaredShapes | None" = None
+    largest: Planned | None = None  # of the declared shapes
+    enlarged: set[tuple[int, ...]] = field(default_factory=set)  # sizes that were planned for smaller calls
     compared_sizes: int = 0  # carried plans that were compared with eager
     smaller: list[tuple[KindOfCall, Planned]] = field(default_factory=list)  # than a step that fits in eager
     refused: list[_Refused] = field(default_factory=list)
@@ -174,8 +177,15 @@ class Fitting:
         An optimizer is not that of the copy, so plans that update with it are not either.
         """
         planned = [] if self.iteration else list(self.planned)
-        lists: dict[str, Any] = {"bound": [], "refused": [], "priced": [], "smaller": [], "said": set()}
-        none: dict[str, Any] = {"iteration": None, "sizes": None, "latest": None}
+        lists: dict[str, Any] = {
+            "bound": [],
+            "refused": [],
+            "priced": [],
+            "smaller": [],
+            "said": set(),
+            "enlarged": set(),
+        }
+        none: dict[str, Any] = {"iteration": None, "sizes": None, "latest": None, "largest": None}
         return replace(self, planned=planned, lock=RLock(), **lists, **none)
 
     def __reduce__(self) -> Any:
@@ -243,7 +253,8 @@ class Fitting:
                     ' and pass it as a number, or use torch.compile(model, backend="stowplan")',
                 )
             self._refuse_again(kind, model, leaves)
-            larger = self._larger_in_eager(kind, model, leaves) if may_run_as_it_is else None
+            if may_run_as_it_is:
+                larger = self._larger_in_eager(kind, model, leaves) or self._enlarged(kind, model, leaves)
             if larger is not None:
                 return _AsItIs(self, model, larger, watched_as=kind)
             if change is not None:
@@ -319,6 +330,28 @@ class Fitting:
                 return planned
         return None
 
+    def _enlarged(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> Planned | None:
+        """The largest of the declared calls like this one that seems to fit without a plan, if it does.
+
+        Activations are taken to grow at least in proportion to the elements of a call. What is found is
+        planned like any call; the guess decides only which call that is.
+        """
+        if self.shapes is None or self.largest is None or self.iteration is not None:
+            return None
+        plan, sizes = self.largest.step.plan, self.shapes.sizes_of(leaves)
+        held = (t.nbytes for t in model.parameters() if t.requires_grad)
+        fixed = sum(t.nbytes for t in chain(model.parameters(), model.buffers())) + sum(held)
+        share = (self.allowed_bytes - fixed) / max(1, plan.plain_peak_bytes - fixed)
+        longer = self.shapes.enlarged(sizes, _ROOM * share) if sizes else None
+        if longer is None or longer == sizes or longer in self.enlarged:
+            return None
+        self.enlarged.add(longer)
+        try:
+            self.step_for(model, *self.shapes.call(longer), may_run_as_it_is=False)
+        except StowplanError:  # then the call itself is planned, or refused
+            return None
+        return self._larger_in_eager(kind, model, leaves)
+
     def as_it_is(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Call the model in eager, with gradients."""
         with checkpoints_as_calls():
@@ -357,6 +390,7 @@ class Fitting:
         self.shapes = DeclaredShapes.of(plain, args, kwargs, shapes)
         try:
             self.step_for(model, *self.shapes.call(self.shapes.largest))
+            self.largest = self.planned[-1] if self.planned else None
         except BudgetTooSmall as refusal:
             refusal.add_note(
                 "These are the largest of the declared shapes; declare smaller ones, or a larger budget."
@@ -455,11 +489,14 @@ class Fitting:
         return self.sizes.step_for(subject, allowed_bytes, self.options)
 
     def _compared(self, found: PlannedStep, subject: Subject) -> Plan:
-        """The plan and what is known of eager. Of carried plans, only the first few are compared.
+        """The plan and what is known of eager. Of carried plans that recompute, the first few are compared.
 
         Ops that were seen to lay out their results otherwise than captured may do so at each size anew.
         """
-        is_known = found.is_carried and self.compared_sizes >= _COMPARED_SIZES
+        fits = (
+            found.plan.plain_peak_bytes <= found.plan.allowed_bytes
+        )  # then smaller calls may run as they are
+        is_known = found.is_carried and not fits and self.compared_sizes >= _COMPARED_SIZES
         if is_known and not any(has_learned(event.target) for event in subject.captured.forward):
             note = (
                 f"the decisions are carried over from another size of the same program; {self.compared_sizes}"

@@ -81,6 +81,34 @@ class DeclaredShapes:
         args, kwargs = spec.unflatten(leaves)
         return args, kwargs
 
+    def sizes_of(self, leaves: Sequence[object]) -> tuple[int, ...] | None:
+        """The sizes of a call, one for each range; None if they are not within what was declared."""
+        found = list[int]()
+        for (_, smallest, largest), places in self.places.items():
+            tensors = [leaves[place] for place, _ in places if place < len(leaves)]
+            if len(tensors) < len(places) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+                return None
+            sizes = {_dim_of(tensor, dim) for tensor, (_, dim) in zip(tensors, places, strict=True)}
+            if len(sizes) > 1 or not smallest <= max(sizes) <= largest:
+                return None
+            found.append(max(sizes))
+        return tuple(found)
+
+    def enlarged(self, sizes: Sequence[int], share: float) -> tuple[int, ...] | None:
+        """The sizes with that of the widest range made longer, up to a share of the largest call's elements.
+
+        None if the sizes have a larger share already.
+        """
+        ranges = list(self.places)
+        widest = max(range(len(ranges)), key=lambda n: ranges[n][2] / ranges[n][1])
+        for number, (size, largest) in enumerate(zip(sizes, self.largest, strict=True)):
+            if number != widest:
+                share *= largest / size
+        longest = min(self.largest[widest], int(share * self.largest[widest]))
+        if longest < sizes[widest]:
+            return None
+        return tuple(longest if number == widest else size for number, size in enumerate(sizes))
+
     @property
     def largest(self) -> tuple[int, ...]:
         """Every size at its largest."""
@@ -95,6 +123,11 @@ class DeclaredShapes:
             if len(found) <= _MOST_ROWS or steps == 1:
                 return found[:_MOST_ROWS]
             steps -= 1
+
+
+def _dim_of(tensor: object, dim: int) -> int:
+    assert isinstance(tensor, Tensor)
+    return tensor.shape[dim] if dim < tensor.dim() else 0
 
 
 def _size_of(name: str, dim: int, given: Range) -> tuple[str, int, int]:
