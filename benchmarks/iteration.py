@@ -142,6 +142,17 @@ _METHODS: Mapping[str, Callable[[Example], Method]] = {
 }
 
 
+_LIKE = {  # the method that has trained to the same parameters in the end
+    "hooks": "eager",
+    "stowplan": "eager",
+    "stowplan, fused": "eager, fused",
+    "stowplan, clipped, gradients kept": "eager, clipped",
+    "stowplan, clipped": "eager, clipped",
+    "stowplan, state on disk": "eager",
+    "stowplan, clipped, state on disk": "eager, clipped",
+}
+
+
 def main() -> None:
     """Print a line for each method."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -169,6 +180,14 @@ def main() -> None:
             times[name].append(_timed(method.run))
     for name, method in methods.items():
         _tell(options.model, name, method, peaks[name], times[name], times[options.methods[0]])
+        plain = methods.get(_LIKE.get(name, ""))
+        if plain is not None:
+            same = all(map(torch.equal, plain.model.parameters(), method.model.parameters()))
+            _STUDY.tell(f"{options.model}, AdamW", name, "parameters as in eager", float(same), "true")
+            print(
+                f"{'':34} parameters {'equal to' if same else 'OTHER THAN'} those of {_LIKE[name]}",
+                flush=True,
+            )
 
 
 def _compare(until: float) -> None:

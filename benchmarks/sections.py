@@ -188,7 +188,8 @@ SECTIONS: Mapping[str, Callable[[Sequence[Result]], Section]] = {
     ),
     "iteration": _plainly(
         "The whole iteration",
-        "Forward, backward and AdamW's step of a GPT with 88 MiB of parameters; all memory is counted.",
+        "Forward, backward and AdamW's step of a GPT with 88 MiB of parameters and of GPT-2 small;"
+        " all memory is counted.",
     ),
     "planning": _planning,
     "lengths": _plainly(

@@ -39,6 +39,7 @@ SUITES = {
         "latency",
         "guards",
         "iteration",
+        "iteration --model gpt2",
         "offload time",
         "offload joint",
         "shards memory",

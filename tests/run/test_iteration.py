@@ -462,6 +462,7 @@ def test_state_in_a_tier_has_eagers_bits(options: dict[str, Any], monkeypatch: p
     losses = loop(fitted, optimizer, x, 4, **times)
     weight = model.get_parameter("layers.0.weight")
     assert optimizer.state[weight]["exp_avg"].is_meta
+    assert plans_of(fitted)[0].time_ratio > 1  # the updates wait for transfers
     saved = optimizer.state_dict()
     losses += loop(fitted, optimizer, x, 4, seed=2, **times)
     assert losses == expected

@@ -1,6 +1,7 @@
 """Planning a captured step: price its ops, search, and take the best of its candidates."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeAlias
 
@@ -46,21 +47,26 @@ class CapturedCandidate(GraphCandidate):
         return self.searched.points if self.searched else ()
 
     def plan(self, allowed_bytes: int) -> Plan:
-        return self.told(self.answered(allowed_bytes, plan_within))
+        plan = self.told(self.answered(allowed_bytes, plan_within))
+        return replace(plan, plain_seconds=plan.plain_seconds - _added_seconds(self.captured))
 
 
 def step_planner(subject: Subject, options: PlanOptions = DEFAULT_OPTIONS) -> Selector[StepCandidate]:
     """Probes the ops of a step; frontiers are searched when a budget first asks for them."""
     captured = subject.as_run()
     pricing = price_captured(captured, options)
-    handles = (a for call in captured.program.calls.values() for a in call.args if isinstance(a, Handle))
-    seconds = sum(pricing.seconds[op.id] for op in captured.graph.ops)
-    seconds -= sum(handle.added_seconds for handle in handles)
+    seconds = sum(pricing.seconds[op.id] for op in captured.graph.ops) - _added_seconds(captured)
     baseline = Baseline(seconds, captured.eager.peak_bytes(pricing.workspace_bytes))
     plain: StepCandidate = CapturedCandidate(captured, pricing, baseline, options)
     known = None if subject.replacements else pricing
     find = partial(_candidates, subject, known, baseline, options)
     return Selector(plain, baseline, find, Prefer(options.prefer))
+
+
+def _added_seconds(captured: Captured) -> float:
+    """What ops of the plan wait for and eager does not: transfers of optimizer state."""
+    handles = (a for call in captured.program.calls.values() for a in call.args if isinstance(a, Handle))
+    return sum(handle.added_seconds for handle in handles)
 
 
 def _candidates(
