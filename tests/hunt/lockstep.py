@@ -50,6 +50,7 @@ class Verdict(StrEnum):
 
 
 _A_LITTLE = 100.0  # times the bound on rounding; float64 decides until there
+_UNTIL_IN_TILES = (1.0, 0.8, 0.6, 0.4)  # of the share of the budget: float64 may fit without tiles at first
 LIMIT_SECONDS = 60.0  # of the processor; a case takes a fraction of one
 HARMLESS = frozenset({Verdict.OK, Verdict.REFUSED, Verdict.VOID})
 
@@ -98,8 +99,12 @@ def judge(case: Case) -> Result:
     result = _judged(case)
     if result.verdict is Verdict.OK and result.rounding:
         network = replace(case.network, dtype=torch.float64)
-        again = Result() if network == case.network else _judged(replace(case, network=network))
-        result.cpu_seconds += again.cpu_seconds
+        again = Result()
+        for smaller in () if network == case.network else _UNTIL_IN_TILES:
+            again = _judged(replace(case, network=network, share=smaller * case.share))
+            result.cpu_seconds += again.cpu_seconds
+            if again.verdict is not Verdict.OK or again.tiles:
+                break
         if again.verdict is not Verdict.OK or again.rounding or not again.tiles:
             result.verdict = Verdict.WRONG
             result.stage, _, result.message = result.rounding.partition(": ")

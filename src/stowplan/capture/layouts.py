@@ -83,7 +83,8 @@ def as_made(
         if isinstance(result, Tensor):
             return _laid_out(result, strides[0])
         assert isinstance(result, (tuple, list))
-        return type(result)(_laid_out(item, stride) for item, stride in zip(result, strides, strict=True))
+        make = getattr(result, "_make", type(result))  # a named tuple does not take its items in one
+        return make(_laid_out(item, stride) for item, stride in zip(result, strides, strict=True))
 
 
 def learn_from_kernels(events: "Iterable[Event]") -> bool:

@@ -114,8 +114,8 @@ def _run(
     replacements: Mapping[OpOverload, Replacement],
 ) -> object:
     program = captured.program
-    for name in set(program.parameters) - set(program.gradients):  # a sweep would make them, as zeros
-        values[name] = values[name].detach()
+    for name in {*program.parameters, *filter(None, program.inputs)} - set(program.gradients):
+        values[name] = values[name].detach()  # a sweep would give it a gradient of zeros
     for item in order:
         if not isinstance(item, Op):
             values.update(item.run(captured, values))
