@@ -100,6 +100,13 @@ class SparseGradient(Base):
         return y.sum()
 
 
+class WritesThroughAnotherDtype(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc(x) * 1j
+        torch.view_as_real(y).mul_(2.0)
+        return y.abs().sum()
+
+
 @pytest.mark.parametrize(
     ("model", "what", "advice"),
     [
@@ -112,6 +119,7 @@ class SparseGradient(Base):
         (DrawsInBackward, "random numbers during backward", "checkpoint"),
         (ChoosesWhileItRuns, "cond branches", "in Python"),
         (SparseGradient, "torch.sparse_coo", "sparse=False"),
+        (WritesThroughAnotherDtype, "through a view of torch.float32", "a new tensor"),
     ],
 )
 @pytest.mark.slow

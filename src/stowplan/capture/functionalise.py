@@ -289,6 +289,12 @@ class _Functionaliser:
     def _written_through(self, place: Place, view: StorageView, name: str) -> str:
         """The contents of the whole storage after `name` is written at `view`."""
         base = place.base
+        if view.dtype != base.dtype:
+            raise CaptureError(
+                f"the step writes into a tensor of {base.dtype} through a view of {view.dtype}",
+                where=self._recording.events[self._position].origin.source,
+                advice="compute a new tensor instead, such as with torch.view_as_complex or torch.complex",
+            )
         if view.is_contiguous() and base.is_contiguous() and prod(view.shape) == prod(base.shape):
             (whole,) = self._emit(aten.view.default, (Ref(name), base.shape), {}, (base,))
             root = name

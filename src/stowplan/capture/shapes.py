@@ -99,7 +99,8 @@ def _looks_of(result: object, given: Sequence[Tensor]) -> tuple[bool, tuple[_Loo
         source = operands.get(storage_id(storage))
         offset, extent = int(each.storage_offset()), _extent(each) * each.element_size()
         is_alone = offset == 0 and storage.nbytes() == extent and storage_id(storage) not in seen
-        if not is_alone if source is None else len(given) > 1:
+        is_plain_view = len(given) == 1 and each.dtype == given[0].dtype  # offsets count elements
+        if not (is_alone if source is None else is_plain_view):
             return None
         seen.add(storage_id(storage))
         further = None if source is None else offset - int(source.storage_offset())
