@@ -105,6 +105,7 @@ def test_plans_explain_and_compare_by_module(target: str, capsys: pytest.Capture
 
     changed = said(capsys, "compare", "roomy.json", "tight.json").partition("other decisions")[2]
     assert "keep recompute" in changed
+    assert "keep keep" not in changed
     assert "blocks." in changed
 
     modules = tensors_columns(subject_of(load_plan("tight.json")))["module"]

@@ -12,7 +12,13 @@ import pytest
 
 from stowplan.cli.main import VERBS, main
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ACTION = (ROOT / "examples" / "github_action.yml").read_text(encoding="utf-8")
+COMMANDS = (
+    *re.findall(r"^\$ stowplan (.*)$", README, re.MULTILINE),
+    *re.findall(r"\bstowplan ((?:plan|compare) [^;\n]*)", ACTION),
+)
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def test_the_output_is_what_the_command_prints(example: str, capsys: pytest.Capt
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("line", re.findall(r"^\$ stowplan (.*)$", README, re.MULTILINE))
+@pytest.mark.parametrize("line", COMMANDS)
 def test_every_command_is_one(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With a word too many it is refused for that word alone."""
     words = shlex.split(line, comments=True)

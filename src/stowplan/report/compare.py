@@ -1,6 +1,6 @@
-"""A comparison for people: the figures side by side, then the tensors whose decision differs."""
+"""A comparison for people: the figures side by side, then the tensors that fare otherwise."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TypeAlias, TypeVar
 
@@ -18,6 +18,7 @@ _LISTED = 15
 _INDENT = 2
 
 Row: TypeAlias = tuple[str, str, str, str]
+Cells: TypeAlias = Callable[[Sequence[Change]], tuple[str, str]]
 Number = TypeVar("Number", int, float)
 
 
@@ -27,9 +28,15 @@ def show_comparison(
     """Print the changes from the first to the second. `labels` are of a graph that has the tensors."""
     print_trimmed(console, Text(f"{names[0]} -> {names[1]}", "bold"))
     print_trimmed(console, Padding(_figures(comparison, labels), (0, 0, 1, _INDENT)))
-    if comparison.changes:
-        title = f"tensors with other decisions ({len(comparison.changes):,})"
-        print_trimmed(console, Text(title, "bold"), Padding(_changes(comparison, labels), (0, 0, 1, _INDENT)))
+    decided = [change for change in comparison.changes if change.is_decided_otherwise]
+    others = [change for change in comparison.changes if not change.is_decided_otherwise]
+    for title, changes, cells in (
+        ("tensors with other decisions", decided, _decisions),
+        ("tensors of other sizes, or at the peak of one alone", others, _sizes),
+    ):
+        if changes:
+            table = Padding(_changes(changes, labels, cells), (0, 0, 1, _INDENT))
+            print_trimmed(console, Text(f"{title} ({len(changes):,})", "bold"), table)
     if comparison.only_before or comparison.only_after:
         apart = f"{comparison.only_before:,} tensors only before, {comparison.only_after:,} only after"
         print_trimmed(console, Text(apart, "dim"))
@@ -82,33 +89,47 @@ def _share(before: float | None, after: float | None) -> str:
     return f"{after / before - 1:+.1%}" if before and after is not None else ""
 
 
-def _changes(comparison: Comparison, labels: Labels) -> Table:
+def _changes(changes: Sequence[Change], labels: Labels, cells: Cells) -> Table:
     if labels.captured:
-        return _changes_by_module(comparison, labels)
+        return _changes_by_module(changes, labels, cells)
     table = _table("tensor", "bytes", "before", "after", "at the peak")
-    for change in comparison.changes[:_LISTED]:
+    for change in changes[:_LISTED]:
         name = Text(change.tensor, no_wrap=True, overflow="ellipsis")
-        table.add_row(name, format_bytes(change.nbytes), change.before, change.after, _at_peak(change))
-    if len(comparison.changes) > _LISTED:
-        rest = sum(change.nbytes for change in comparison.changes[_LISTED:])
-        table.add_row(f"{len(comparison.changes) - _LISTED:,} more", format_bytes(rest))
+        table.add_row(name, format_bytes(change.nbytes), *cells([change]), _at_peak(change))
+    if len(changes) > _LISTED:
+        rest = sum(change.nbytes for change in changes[_LISTED:])
+        table.add_row(f"{len(changes) - _LISTED:,} more", format_bytes(rest))
     return table
 
 
-def _changes_by_module(comparison: Comparison, labels: Labels) -> Table:
+def _changes_by_module(changes: Sequence[Change], labels: Labels, cells: Cells) -> Table:
+    by_name = {change.tensor: change for change in changes}
     alike: dict[tuple[str, str, str], list[str]] = {}
-    for change in comparison.changes:
+    for change in changes:
         alike.setdefault((change.before, change.after, _at_peak(change)), []).append(change.tensor)
     rows = [(group, fate) for fate, names in alike.items() for group in labels.groups(names)]
     shown, rest = rows[:_LISTED], rows[_LISTED:]
     table = module_columns(("bytes", "n"), ("before", "after", "at the peak"))
-    for group, fate in shown:
+    for group, (_, _, at_peak) in shown:
         where = in_module(group.module, group.what, group.line)
-        table.add_row(format_bytes(group.nbytes), f"{len(group.names):,}", where, *fate)
+        members = [by_name[name] for name in group.names]
+        table.add_row(format_bytes(group.nbytes), f"{len(group.names):,}", where, *cells(members), at_peak)
     if rest:
         size, count = sum(group.nbytes for group, _ in rest), sum(len(group.names) for group, _ in rest)
         table.add_row(format_bytes(size), f"{count:,}", "more")
     return table
+
+
+def _decisions(changes: Sequence[Change]) -> tuple[str, str]:
+    """Of tensors with the same decisions."""
+    return changes[0].before, changes[0].after
+
+
+def _sizes(changes: Sequence[Change]) -> tuple[str, str]:
+    before, after = (
+        sum(sizes) for sizes in zip(*((c.nbytes_before, c.nbytes) for c in changes), strict=True)
+    )
+    return format_bytes(before), format_bytes(after)
 
 
 def _at_peak(change: Change) -> str:

@@ -36,14 +36,19 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A tensor with another fate: what was decided about it, and its bytes at the peak, on either side."""
+    """A tensor that fares otherwise: on each side its bytes, its decision, and whether it is at the peak."""
 
     tensor: str
+    nbytes_before: int
     nbytes: int
     before: str
     after: str
     at_peak_before: bool
     at_peak_after: bool
+
+    @property
+    def is_decided_otherwise(self) -> bool:
+        return self.before != self.after
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,12 @@ def comparison_of(before: Side, after: Side) -> Comparison:
     fates_before, fates_after = _fates(before), _fates(after)
     shared = fates_before.keys() & fates_after.keys()
     changes = [
-        Change(name, fates_after[name].nbytes, *_pairs(fates_before[name], fates_after[name]))
+        Change(
+            name,
+            fates_before[name].nbytes,
+            fates_after[name].nbytes,
+            *_pairs(fates_before[name], fates_after[name]),
+        )
         for name in shared
         if fates_before[name] != fates_after[name]
     ]
