@@ -146,6 +146,21 @@ def test_searching_leaves_the_rows_that_match(dump: Dump) -> None:
         assert "gradient" in card
 
 
+def test_a_key_of_the_legend_shows_its_tensors_alone(dump: Dump) -> None:
+    with browser().page(plan_page(dump("chainer"))) as page:
+        first = "document.querySelector('#lifetimes button.key')"
+        assert page.run(f"{first}.textContent") == "recompute"
+        page.run(f"{first}.click()")
+        assert page.run(f"{first}.getAttribute('aria-pressed')") == "true"
+        some, total = map(int, page.run("document.querySelector('.found').textContent").split(" of "))
+        assert 0 < some < total
+        x, _ = middle_of(page, "lifetimes")
+        page.click(x, page.run("document.querySelector('.scroll').getBoundingClientRect().top") + 5)
+        assert "recompute" in page.run("document.querySelector('.card').innerText")
+        page.run(f"{first}.click()")
+        assert page.run("document.querySelector('.found').textContent") == ""
+
+
 def test_keys_move_the_cursor(dump: Dump) -> None:
     with browser().page(plan_page(dump("chainer"))) as page:
         before = step_shown(page)

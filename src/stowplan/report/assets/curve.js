@@ -94,6 +94,7 @@ stow.curve = (() => {
     ctx.save();
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.textBaseline = "bottom";
+    ctx.textAlign = "left";
     const named = new Set();
     let free = bbox.left;
     for (const { phase, begin, end } of spans) {

@@ -21,12 +21,19 @@ stow.lifetimes = (() => {
     return words.join("\n").toLowerCase();
   }
 
-  // The rows in which every word of the search occurs.
-  function matching(model, haystacks, search) {
+  // All rows; in a plan those that are not simply kept come first.
+  function ordered(model) {
+    if (!model.raw.decisions.length) return model.raw.rows;
+    const isKept = (tensor) => ["keep", "undecided"].includes(model.group(tensor));
+    return [...model.raw.rows.filter((tensor) => !isKept(tensor)), ...model.raw.rows.filter(isKept)];
+  }
+
+  // The rows of the chosen groups (of all if none is chosen) in which every word of the search occurs.
+  function matching(model, haystacks, all, groups, search) {
     const words = search.toLowerCase().split(/\s+/).filter(Boolean);
-    if (!words.length) return model.raw.rows;
-    return model.raw.rows.filter((tensor) => {
-      haystacks[tensor] ??= haystack(model, tensor);
+    return all.filter((tensor) => {
+      if (groups.size && !groups.has(model.group(tensor))) return false;
+      if (words.length) haystacks[tensor] ??= haystack(model, tensor);
       return words.every((word) => haystacks[tensor].includes(word));
     });
   }
@@ -87,32 +94,40 @@ stow.lifetimes = (() => {
     context.textAlign = "left";
   }
 
-  function legend(model) {
-    const groups = new Set(model.raw.rows.map((tensor) => model.group(tensor)));
-    const keys = Array.from(groups, (group) => {
+  // A key for each group, which shows its rows alone when it is pressed.
+  function legend(model, all, groups, changed) {
+    const keys = Array.from(new Set(all.map((tensor) => model.group(tensor))), (group) => {
       const chip = element("i", "chip");
       chip.style.background = of(group);
-      return element("span", "key", chip, group === "undecided" ? "nothing to decide" : group);
+      const key = element("button", "key", chip, group === "undecided" ? "nothing to decide" : group);
+      key.type = "button";
+      key.title = "show these alone";
+      key.setAttribute("aria-pressed", "false");
+      key.addEventListener("click", () => {
+        if (!groups.delete(group)) groups.add(group);
+        key.setAttribute("aria-pressed", String(groups.has(group)));
+        changed();
+      });
+      return key;
     });
     return element("div", "legend", ...keys);
   }
 
-  function searchBox(found) {
+  function searchBox(changed) {
     const input = element("input", "search");
     input.type = "search";
     input.placeholder = "search tensors, ops, modules";
     input.setAttribute("aria-label", "search tensors");
-    const told = element("output", "found");
-    input.addEventListener("input", () => {
-      told.textContent = found(input.value);
-    });
-    return [input, told];
+    input.addEventListener("input", changed);
+    return input;
   }
 
   function mount(state) {
     const { model } = state;
     const haystacks = [];
-    let rows = model.raw.rows;
+    const all = ordered(model);
+    const groups = new Set(); // that are shown alone
+    let rows = all;
     const height = Math.min(HEIGHT, Math.max(3, rows.length) * ROW);
     const filler = element("div", "filler");
     const fill = () => {
@@ -136,14 +151,17 @@ stow.lifetimes = (() => {
     strip.body.replaceWith(scroll);
     filler.append(strip.body);
     scroll.addEventListener("scroll", () => strip.paint());
-    const [input, told] = searchBox((search) => {
-      rows = matching(model, haystacks, search);
+    const told = element("output", "found");
+    const changed = () => {
+      rows = matching(model, haystacks, all, groups, input.value);
       scroll.scrollTop = 0;
       fill();
       strip.paint();
-      return search.trim() ? `${whole(rows.length)} of ${whole(model.raw.rows.length)}` : "";
-    });
-    strip.heading.append(legend(model), element("div", "searching", input, told));
+      const isPart = groups.size || input.value.trim();
+      told.textContent = isPart ? `${whole(rows.length)} of ${whole(all.length)}` : "";
+    };
+    const input = searchBox(changed);
+    strip.heading.append(legend(model, all, groups, changed), element("div", "searching", input, told));
     fill();
     return strip;
   }
