@@ -23,6 +23,7 @@ from stowplan.plan.shards.mesh import Mesh, parse_mesh
 from stowplan.plan.shards.projection import Network, Projection, project
 from stowplan.plan.shards.relayout import choose_layouts
 from stowplan.plan.shards.seeds import seeds_for
+from stowplan.plan.watch import tell_phase
 from stowplan.units import parse_bytes
 
 _KEYS = (
@@ -174,6 +175,7 @@ def _ends(graph: Graph) -> tuple[str, ...]:
 
 
 def _project(graph: Graph, mesh: Mesh, machine: Machine, network: Network) -> Projection:
+    tell_phase(f"projecting {mesh.size:,} workers")
     return project(graph, mesh, seeds_for(graph, mesh), _ends(graph), machine, network)
 
 
