@@ -240,6 +240,15 @@ def test_an_op_with_impossible_groups_is_a_barrier(groups: int) -> None:
     assert "groups" in regions_of(damaged).barrier
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_result_with_a_dim_too_few_can_still_be_asked(name: str) -> None:
+    """As a damaged file may have it: regions then speak of no dim that is not there."""
+    site = SAMPLERS[name](Random(0)).site()
+    outputs = tuple(replace(tensor, shape=(tensor.shape or ())[:-1]) for tensor in site.outputs)
+    for relation in regions_of(replace(site, outputs=outputs)).outputs:
+        relation.pull(Rect((0,) * len(relation.shape), relation.shape))
+
+
 MERGES: Mapping[Partial, Callable[[Tensor, Tensor, float], Tensor]] = {
     Partial.SUM: lambda one, other, _: one + other,
     Partial.MEAN: lambda one, other, share: share * one + (1 - share) * other,

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from stowplan.errors import MissingRule
 from stowplan.ir import Attribute, Shape
-from stowplan.ops.regions.maps import Always, Sliding
+from stowplan.ops.regions.maps import Along, Always, Digit, Sliding
 from stowplan.ops.regions.relation import DimMap, Need, Regions, Relation
 from stowplan.ops.table import Site, Table, shape_of
 from stowplan.ops.windows import Window
@@ -49,12 +49,24 @@ def _fits(site: Site, regions: Regions) -> bool:
         needed = zip(relation.needs, ranks, strict=True)
         if any(need is not None and len(need.dims) != rank for need, rank in needed):
             return False
+        maps = (dim_map for need in relation.needs if need is not None for dim_map in need.dims)
+        if any(_beyond(_output_dims(dim_map), len(relation.shape)) for dim_map in maps):
+            return False
         reduced = relation.reduction.dims if relation.reduction else {}
         if len({len(dims) for dims in reduced.values()}) > 1:
             return False
         if any(at >= len(ranks) or _beyond(dims, ranks[at]) for at, dims in reduced.items()):
             return False
     return True
+
+
+def _output_dims(dim_map: DimMap) -> tuple[int, ...]:
+    match dim_map:
+        case Along():
+            return (dim_map.dim,)
+        case Digit():
+            return dim_map.dims
+    return ()
 
 
 def _beyond(dims: Iterable[int | None], rank: int) -> bool:
