@@ -208,8 +208,7 @@ def planner_for(
 
             own = load_optimizer(optimizer, subject.model)
             iteration = Iteration(own, clip_norm=clip_norm, accumulate=accumulate)
-            captured = iteration.planned(subject.captured, subject.model)
-            subject, options = replace(subject, captured=captured), iteration.options(options)
+            subject, options = iteration.of_step(subject, options)
         if allowed_bytes is not None:
             least = partial(_smallest_budget, partial(step_planner, subject, options))
             refuse_hopeless(subject.captured.graph, allowed_bytes, options, least)

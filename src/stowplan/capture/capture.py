@@ -1,8 +1,6 @@
 """Capture of a PyTorch model: the Graph of its whole training step, with no tensor allocated."""
 
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +20,7 @@ from stowplan.capture.recording import Loss, Recording, Step
 from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import Event
 from stowplan.ir import Graph
+from stowplan.ir.graph import collector_paused
 
 if TYPE_CHECKING:
     from stowplan.capture.cuda_calls import CudaCalls
@@ -78,20 +77,8 @@ def capture(
         know_values,
         cuda,
     )
-    with _without_collection():
+    with collector_paused():
         return _captured(step)
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Python's garbage collector waits: it would look at many objects that all stay, again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _captured(step: Step) -> Captured:

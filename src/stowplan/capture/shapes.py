@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stowplan.capture.layouts import call_like
 from stowplan.capture.schema import bound_arguments, leaves, written_arguments
+from stowplan.capture.storage_views import extent_of
 from stowplan.errors import CaptureError
 from stowplan.torch_private import (
     FakeTensor,
@@ -97,7 +98,10 @@ def _looks_of(result: object, given: Sequence[Tensor]) -> tuple[bool, tuple[_Loo
             return None
         storage = each.untyped_storage()
         source = operands.get(storage_id(storage))
-        offset, extent = int(each.storage_offset()), _extent(each) * each.element_size()
+        offset, extent = (
+            int(each.storage_offset()),
+            extent_of(each.shape, each.stride()) * each.element_size(),
+        )
         is_alone = offset == 0 and storage.nbytes() == extent and storage_id(storage) not in seen
         is_plain_view = len(given) == 1 and each.dtype == given[0].dtype  # offsets count elements
         if not (is_alone if source is None else is_plain_view):
@@ -106,12 +110,6 @@ def _looks_of(result: object, given: Sequence[Tensor]) -> tuple[bool, tuple[_Loo
         further = None if source is None else offset - int(source.storage_offset())
         looks.append(_Look(tuple(each.shape), each.stride(), each.dtype, each.device, further))
     return isinstance(result, Tensor), tuple(looks)
-
-
-def _extent(tensor: Tensor) -> int:
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def made_without_data(

@@ -2,7 +2,7 @@
 
 import ast
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,16 +37,20 @@ class StorageView:
 
     def extent_bytes(self) -> int:
         """Bytes from its first element to its last."""
-        if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        return (last + 1) * self.dtype.itemsize
+        return extent_of(self.shape, self.stride) * self.dtype.itemsize
 
     def is_contiguous(self) -> bool:
         """Whether its elements lie in the order of its dims."""
         return self.stride == contiguous_stride(self.shape) or (
             self.is_dense() and list(self.stride) == sorted(self.stride, reverse=True)
         )
+
+
+def extent_of(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements there are from the first to the last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

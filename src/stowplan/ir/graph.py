@@ -1,6 +1,8 @@
 """Tensor, Op, Graph: what a training step reads, writes and runs, in an executable order."""
 
+import gc
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -186,6 +188,18 @@ def attribute_of(value: object) -> Attribute:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"{type(value).__name__} is not an attribute")
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause Python's garbage collector while a graph is built: all of its many objects stay alive."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def object_without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -6,7 +6,7 @@ that does not. Every reported size was captured, probed and planned; none is ext
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
 from typing import TypeAlias
@@ -75,8 +75,7 @@ class Sizes:
             from stowplan.run.iteration.iteration import Iteration
 
             iteration = Iteration(load_optimizer(self.optimizer, subject.model))
-            captured = iteration.planned(subject.captured, subject.model)
-            subject, options = replace(subject, captured=captured), iteration.options(options)
+            subject, options = iteration.of_step(subject, options)
         plain = step_planner(subject, options).baseline
         if plain.peak_bytes <= allowed_bytes:
             return SizeAttempt(plain.peak_bytes, Fit(size, plain.peak_bytes, plain.seconds, plain.seconds))

@@ -7,11 +7,9 @@ The digest covers the document in one canonical form (no blanks, fields in order
 file; a file with other content has another digest.
 """
 
-import gc
 import json
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from hashlib import sha256
 
 import msgspec
@@ -20,7 +18,7 @@ from stowplan.errors import BadInput, BadUse
 from stowplan.formats.checked import bad_input_of, checked
 from stowplan.formats.stow.records import DocumentRecord, OpRecord, TensorRecord, document_of, record_of
 from stowplan.ir import Document
-from stowplan.ir.graph import object_without_repeats
+from stowplan.ir.graph import collector_paused, object_without_repeats
 
 __all__ = ["FORMAT", "read", "recognise", "write"]
 
@@ -60,24 +58,12 @@ def write(document: Document) -> str:
 def read(text: str) -> Document:
     """The document in a file; BadInput if it is not what was written."""
     try:
-        with _collector_paused():
+        with collector_paused():
             document = _document_in(text.encode())
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as fault:
         raise bad_input_of(fault) from fault
     checked(document.graph, {}, "$.ops")
     return document
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A large file becomes a million live objects: searching them for garbage doubles the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _document_in(data: bytes) -> Document:

@@ -7,7 +7,7 @@ import torch
 
 from stowplan.capture import Argument, Call, Handle, Ref
 from stowplan.capture.program import inputs_of
-from stowplan.capture.storage_views import contiguous_stride, stride_of, torch_dtype
+from stowplan.capture.storage_views import contiguous_stride, extent_of, stride_of, torch_dtype
 from stowplan.ir import Graph, Tensor
 from stowplan.ops.table import shape_of
 
@@ -24,8 +24,7 @@ class Operand:
     @property
     def extent(self) -> int:
         """How many elements there are from the first to the last."""
-        steps = ((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        return 0 if 0 in self.shape else 1 + sum(steps)
+        return extent_of(self.shape, self.stride)
 
     def __str__(self) -> str:
         dense = self.stride == contiguous_stride(self.shape)

@@ -34,6 +34,7 @@ from stowplan.run.iteration.one_by_one import (
 from stowplan.run.iteration.repeat import Repeat
 from stowplan.run.iteration.state_elsewhere import StateElsewhere, bring_back, state_elsewhere
 from stowplan.run.iteration.updates import Trained, with_updates
+from stowplan.run.planning.subject import Subject
 from stowplan.run.step.function import Leaving
 from stowplan.run.step.tier import LiveTier, tier_for
 from stowplan.torch_private import after_backward, running_backward, version_of
@@ -163,6 +164,11 @@ class Iteration:
     def options(options: PlanOptions) -> PlanOptions:
         """What the search may use of these: no tiles, and the state is what a tier takes."""
         return replace(options, allow=("recompute",) if "recompute" in options.allow else ())
+
+    def of_step(self, subject: Subject, options: PlanOptions) -> tuple[Subject, PlanOptions]:
+        """A step with the updates of this optimizer, its state in memory, and what the search may use."""
+        captured = self.planned(subject.captured, subject.model)
+        return replace(subject, captured=captured), self.options(options)
 
     def planned(self, captured: Captured, model: nn.Module, variant: Variant | None = None) -> Captured:
         """The step with the updates of this optimizer, in the first variant if none is named."""

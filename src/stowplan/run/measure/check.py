@@ -217,15 +217,21 @@ def _loss_in(output: object, loss: Loss | None) -> Tensor:
 def _differences(eager: _Side, planned: _Side, steps: int, roundings: int) -> tuple[Difference, ...]:
     """The largest difference of every tensor over all steps."""
     worst: dict[str, Difference] = {}
-    for seed in range(steps):
-        found = zip(_after_a_step(eager, seed), _after_a_step(planned, seed), strict=True)
-        for (name, expected), (_, got) in found:
-            difference = _difference(name, expected, got, roundings)
-            if name not in worst or difference.largest > worst[name].largest:
-                worst[name] = difference
-        eager.update()
-        planned.update()
+    for difference in _compared(eager, planned, steps, roundings):
+        name = difference.tensor
+        if name not in worst or difference.largest > worst[name].largest:
+            worst[name] = difference
     return tuple(_with_noise(worst))
+
+
+def _compared(reference: _Side, other: _Side, steps: int, roundings: int) -> Iterator[Difference]:
+    """The difference of every tensor after each step of both sides."""
+    for seed in range(steps):
+        found = zip(_after_a_step(reference, seed), _after_a_step(other, seed), strict=True)
+        for (name, expected), (_, got) in found:
+            yield _difference(name, expected, got, roundings)
+        reference.update()
+        other.update()
 
 
 def _with_noise(worst: Mapping[str, Difference]) -> Iterator[Difference]:
@@ -243,18 +249,13 @@ def _own_errors(before: Target, eager_of: Callable[[Target], _Side], steps: int)
     """
     eager, exact = eager_of(_copied(before)), eager_of(_in_float64(before))
     errors: dict[str, float] = {}
-    for seed in range(steps):
-        try:
-            found = list(zip(_after_a_step(eager, seed), _after_a_step(exact, seed), strict=True))
-        except (RuntimeError, TypeError, ValueError):  # some op of the model takes float32 alone
-            return {}
-        for (name, got), (_, expected) in found:
-            difference = _difference(name, expected, got, 0)
-            if name == "loss" and difference.relative > _SAME_LOSS:
+    try:
+        for difference in _compared(exact, eager, steps, roundings=0):
+            if difference.tensor == "loss" and difference.relative > _SAME_LOSS:
                 return {}
-            errors[name] = max(errors.get(name, 0.0), difference.largest)
-        eager.update()
-        exact.update()
+            errors[difference.tensor] = max(errors.get(difference.tensor, 0.0), difference.largest)
+    except (RuntimeError, TypeError, ValueError):  # some op of the model takes float32 alone
+        return {}
     return errors
 
 
