@@ -12,7 +12,7 @@ from stowplan.units import format_bytes, printable
 
 _STEPS = {"unet": "a U-Net, 4 images of 128x128", "gpt": "a GPT, 8 sequences of 128 tokens"}
 _SHARE = 0.6  # of eager's peak
-_GAP = 0.05  # ends the search of a plan: a good one soon is enough here
+_GAP = 0.05  # the search ends this near to its bound: a demo wants a good plan soon
 
 
 def add_arguments(parser: ArgumentParser) -> None:

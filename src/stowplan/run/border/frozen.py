@@ -92,7 +92,7 @@ class Picture:
         self.facts[label] = frozen
 
     def names_in(self, kind: type) -> Mapping[str, Any]:
-        """What a class itself defines: one object each time it is asked for, which `vars` does not give."""
+        """The names that a class defines, as the same mapping on every call; `vars` makes a new one."""
         return self._classes.setdefault(kind, vars(kind))
 
     def _watch(self, owner: Owner, key: object, value: object) -> None:
