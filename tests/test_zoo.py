@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
+from torch import Tensor, nn
 
 from benchmarks.zoo import language, others
-from benchmarks.zoo.cases import Case
+from benchmarks.zoo.cases import Case, classified
 from benchmarks.zoo.page import write_page
-from benchmarks.zoo.run import Result, tried
+from benchmarks.zoo.run import Result, run_all, tried
 
 CASES = {case.name: case for case in (*others.cases(), *language.cases())}
 
@@ -27,6 +28,27 @@ def test_a_wrong_model_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried(CASES["weight norm"]).outcome == "wrong"
 
 
+class Branching(nn.Module):
+    """Asks for a value that no argument determines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.net(x)
+        return h.sin() if h.sum() > 0 else h.cos()
+
+
+@pytest.mark.slow
+def test_a_model_that_fit_refuses_is_tried_under_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.zoo.run.compiled", lambda case: f"equal: {case.name}")
+    case = Case("torch", "branching", Branching, CASES["weight norm"].batches, classified)
+    results: list[Result] = []
+    run_all([case], 60, results.append)
+    assert [(r.outcome, r.compiled) for r in results] == [("refused", "equal: branching")]
+
+
 def test_every_case_has_its_own_name() -> None:
     cases: list[Case] = [*others.cases(), *language.cases()]
     assert len({(case.package, case.name) for case in cases}) == len(cases) >= 150
@@ -34,8 +56,10 @@ def test_every_case_has_its_own_name() -> None:
 
 def test_the_page_counts_outcomes_and_causes(tmp_path: Path) -> None:
     fitted = Result("timm", "a", "fitted", "", 4096, 2048, 1024, 3.0)
-    refused = Result("timm", "b", "refused", "/x/net.py:3: the step reads values; try this")
+    why = "/x/site-packages/net.py:3: the step reads values; try this"
+    refused = Result("timm", "b", "refused", why, compiled="equal, 2 plans")
     write_page([fitted, refused], tmp_path / "zoo.md")
     text = (tmp_path / "zoo.md").read_text()
     assert "| refused | the step reads values | b |" in text
+    assert "| b | net.py:3: the step reads values; try this | equal, 2 plans |" in text
     assert "| timm | a | fitted | 4.00 KiB | 2.00 KiB | 1.00 KiB | 3 s |" in text

@@ -18,6 +18,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts of PACKAGE/NAME, with commas")
     parser.add_argument("--seconds", type=int, default=120, help="processor time of one model (120)")
     parser.add_argument("--missing", action="store_true", help="only models without a result")
+    parser.add_argument("--again", action="store_true", help="only models that were not fitted so far")
     parser.add_argument("--page", action="store_true", help="only write the page from the results so far")
     given = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "99"}
@@ -29,7 +30,11 @@ def main() -> None:
 
     path = FOLDER / "zoo.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = {(result.package, result.name) for result in read(path)} if given.missing else set()
+    known = {
+        (result.package, result.name)
+        for result in read(path)
+        if given.missing or (given.again and result.outcome == "fitted")
+    }
     every = [*others.cases(), *language.cases()]
     parts = given.only.split(",")
     chosen = (case for part in parts for case in every if part in f"{case.package}/{case.name}")
@@ -39,7 +44,8 @@ def main() -> None:
         with path.open("a") as file:
             file.write(json.dumps(asdict(result)) + "\n")
         sys.stdout.write(
-            f"{result.outcome:16} {result.seconds:6.1f} s  {result.package}/{result.name}  {result.cause}\n"
+            f"{result.outcome:16} {result.seconds:6.1f} s  {result.package}/{result.name}  {result.cause}"
+            f"  {result.compiled}\n"
         )
         sys.stdout.flush()
 

@@ -2,7 +2,8 @@
 
 A case is planned twice, at a roomy and at a tight budget. Each planned model and an eager twin then make two
 optimizer steps on batches that were not planned for. Losses, parameters and buffers are compared to the bit,
-and the memory that the allocator tells of is compared with the budget.
+and the memory that the allocator tells of is compared with the budget. A case that `fit` refuses is tried
+again in another process with `torch.compile(backend="stowplan")`.
 """
 
 import copy
@@ -10,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from threading import Thread
@@ -22,18 +23,23 @@ from torch import Tensor, nn
 import stowplan
 from benchmarks.zoo.cases import Batch, Case, Training, package
 from stowplan.errors import BudgetTooSmall, StowplanError
+from stowplan.run.backend.compile import plans_for
 from stowplan.run.measure.measure import measure
 
 ROOMY = 2**40
 _TIGHT = 0.7  # of the peak without a plan
 _MOVES = 10
 _SEEDS = (1, 2)
+_COMPILING = 60  # seconds of processor time for a model that fit refuses
 _OUT_OF_TIME = 24  # an exit status
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`outcome` is fitted, refused, wrong, over budget, failed in eager or out of time; `cause` says why."""
+    """`outcome` is fitted, refused, wrong, over budget, failed in eager or out of time; `cause` says why.
+
+    `compiled` says what became of a refused model under `torch.compile`.
+    """
 
     package: str
     name: str
@@ -43,6 +49,7 @@ class Result:
     tight_bytes: int = 0
     measured_bytes: int = 0
     seconds: float = 0.0
+    compiled: str = ""
 
 
 def tried(case: Case) -> Result:
@@ -135,6 +142,38 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+def compiled(case: Case) -> str:
+    """What becomes of a case under torch.compile, in this process, at 0.9 of eager's peak or the smallest."""
+    torch.manual_seed(0)
+    model = Training(case.make(), case.loss).train()
+    expected = _trained(copy.deepcopy(model), case)
+    batch, twin = case.batches(0), copy.deepcopy(model)
+    torch.manual_seed(0)
+    standing = [*twin.parameters(), *twin.buffers(), *_tensors(batch)]
+    eager = measure(lambda: twin(**batch).backward(), before=standing)
+    options: dict[str, object] = {"budget": int(eager.measured_peak_bytes * 0.9), "moves": _MOVES}
+    try:
+        try:
+            different = _first_difference(expected, _trained(_compiling(model, options), case))
+        except BudgetTooSmall as refusal:
+            torch.compiler.reset()
+            options = {**options, "budget": refusal.minimum_bytes + refusal.minimum_bytes // 50}
+            different = _first_difference(expected, _trained(_compiling(model, options), case))
+    except StowplanError as error:
+        return f"refused: {_words(error)}"
+    except Exception as error:
+        return f"raises {_words(error)}"
+    if different:
+        return f"wrong: {different}"
+    return f"equal, {len(plans)} plans" if (plans := plans_for(options)) else "nothing planned"
+
+
+def _compiling(model: nn.Module, options: dict[str, object]) -> nn.Module:
+    made = copy.deepcopy(model)
+    made.compile(backend="stowplan", options=options)
+    return made
+
+
 def _first_difference(expected: list[tuple[str, Tensor]], found: list[tuple[str, Tensor]]) -> str:
     for (name, one), (_, other) in zip(expected, found, strict=True):
         same = torch.equal(one, other) or (
@@ -161,27 +200,39 @@ def run_all(cases: Iterable[Case], seconds: int, report: Callable[[Result], None
                 report(Result(name, case.name, "failed in eager", _words(error)))
             continue
         for case in group:
-            report(_apart(case, seconds))
+            report(_result(case, seconds))
 
 
-def _apart(case: Case, seconds: int) -> Result:
+def _result(case: Case, seconds: int) -> Result:
+    text = _apart(lambda: json.dumps(asdict(tried(case))), seconds)
+    if not text.startswith("{"):
+        outcome = "out of time" if text.startswith("more than") else "wrong"
+        return Result(case.package, case.name, outcome, text)
+    result = Result(**json.loads(text))
+    if result.outcome == "refused":
+        return replace(result, compiled=_apart(lambda: compiled(case), _COMPILING))
+    return result
+
+
+def _apart(run: Callable[[], str], seconds: int) -> str:
+    """What `run` returns in a fork of this process, or how the fork ended."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
         Thread(target=_end_after, args=(seconds,), daemon=True).start()
         with os.fdopen(writer, "w") as answer:
-            answer.write(json.dumps(asdict(tried(case))))
+            answer.write(run())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as answer:
         text = answer.read()
     _, status = os.waitpid(child, 0)
     if text:
-        return Result(**json.loads(text))
+        return text
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _OUT_OF_TIME:
-        return Result(case.package, case.name, "out of time", f"more than {seconds} s of processor time")
-    return Result(case.package, case.name, "wrong", f"ended with status {status}")
+        return f"more than {seconds} s of processor time"
+    return f"ended with status {status}"
 
 
 def _end_after(seconds: int) -> None:
