@@ -51,7 +51,7 @@ def test_a_model_that_fit_refuses_is_tried_under_compile(monkeypatch: pytest.Mon
 
 def test_every_case_has_its_own_name() -> None:
     cases: list[Case] = [*others.cases(), *language.cases()]
-    assert len({(case.package, case.name) for case in cases}) == len(cases) >= 150
+    assert len({(case.package, case.name) for case in cases}) == len(cases) >= 200
 
 
 def test_the_page_counts_outcomes_and_causes(tmp_path: Path) -> None:

@@ -254,7 +254,43 @@ def _decoders() -> Iterator[tuple[str, str, Batches, Mapping[str, Any]]]:
         plain,
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": WORDS, "n_positions": 64, "dff": 64},
     )
-    yield "Biogpt" if False else "BioGpt", "BioGptForCausalLM", masked, SMALL
+    yield "BioGpt", "BioGptForCausalLM", masked, SMALL
+    state = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "vocab_size": WORDS}
+    yield "FalconMamba", "FalconMambaForCausalLM", plain, state
+    yield (
+        "Mamba2",
+        "Mamba2ForCausalLM",
+        plain,
+        {**state, "num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16},
+    )
+    yield (
+        "Jamba",
+        "JambaForCausalLM",
+        masked,
+        {
+            **GROUPED,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+    )
+    yield (
+        "RecurrentGemma",
+        "RecurrentGemmaForCausalLM",
+        plain,
+        {
+            **GROUPED,
+            "lru_width": 32,
+            "attention_window_size": 16,
+            "block_types": ["recurrent", "attention"],
+        },
+    )
 
 
 def _encoders() -> Iterator[tuple[str, str, Batches, Mapping[str, Any]]]:
@@ -370,9 +406,29 @@ def _sounds() -> Iterator[tuple[str, str, Batches, Mapping[str, Any]]]:
         "begin_suppress_tokens": [],
     }
     yield "Whisper", "WhisperForConditionalGeneration", spectra, whisper
-    for name in ("Wav2Vec2", "Hubert", "WavLM", "UniSpeech", "SEW"):
+    for name in ("Wav2Vec2", "Hubert", "WavLM", "UniSpeech", "SEW", "Data2VecAudio"):
         more = {"squeeze_factor": 2} if name == "SEW" else {}
         yield name, f"{name}ForCTC", waves, {**SPEECH, **more}
+    yield (
+        "Speech2Text",
+        "Speech2TextForConditionalGeneration",
+        lambda seed: {**spectra(seed), "input_features": spectra(seed)["input_features"].transpose(1, 2)},
+        {
+            **_less(whisper, "num_mel_bins"),
+            "input_feat_per_channel": 16,
+            "conv_channels": 16,
+            "max_source_positions": 64,
+        },
+    )
+    yield (
+        "AST",
+        "ASTForAudioClassification",
+        lambda seed: {
+            "input_values": torch.randn(2, 32, 16, generator=drawn(seed)),
+            "labels": torch.randint(0, 2, (2,), generator=drawn(seed)),
+        },
+        {**SIGHT, "max_length": 32, "num_mel_bins": 16, "patch_size": 8},
+    )
 
 
 def _sights() -> Iterator[tuple[str, str, Batches, Mapping[str, Any]]]:
@@ -517,6 +573,11 @@ def cases() -> Iterator[Case]:
     yield Case(
         "transformers", "Siglip", partial(_composed, "Siglip", "SiglipModel", "", sight), captioned, own_loss
     )
+    dropped = {"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}
+    yield _case(
+        "Bart", "BartForConditionalGeneration", translated, {**SEQUENCES, **dropped}, "Bart, LayerDrop"
+    )
+    yield _case("Wav2Vec2", "Wav2Vec2ForCTC", waves, {**SPEECH, "layerdrop": 0.5}, "Wav2Vec2, LayerDrop")
     small_sight = {**SIGHT, "image_size": 16, "patch_size": 4}
     llava = partial(_composed, "Llava", "LlavaForConditionalGeneration", "llama", small_sight)
     yield Case("transformers", "Llava", llava, seen_words, own_loss)

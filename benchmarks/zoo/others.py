@@ -78,6 +78,49 @@ def _torchvision(name: str) -> nn.Module:
     return made
 
 
+_SEGMENTING = ("lraspp_mobilenet_v3_large", "fcn_resnet50", "deeplabv3_mobilenet_v3_large")
+
+
+def _segmenting(name: str) -> nn.Module:
+    made: nn.Module = getattr(package("torchvision.models.segmentation"), name)(
+        weights=None, weights_backbone=None, num_classes=4
+    )
+    return made
+
+
+def _of_pixels(net: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(net(batch["x"])["out"], batch["y"])
+
+
+def _detecting() -> nn.Module:
+    backbone = package("torchvision.models.detection.backbone_utils").resnet_fpn_backbone(
+        backbone_name="resnet18", weights=None, trainable_layers=5
+    )
+    made: nn.Module = package("torchvision.models.detection").FCOS(
+        backbone, num_classes=4, min_size=64, max_size=64
+    )
+    return made
+
+
+def _with_boxes(seed: int) -> Batch:
+    draw = drawn(seed)
+    corners = torch.rand(2, 3, 2, generator=draw) * 20
+    return {
+        "images": torch.rand(2, 3, 64, 64, generator=draw),
+        "boxes": torch.cat([corners, corners + 20], 2),
+        "labels": torch.randint(1, 4, (2, 3), generator=draw),
+    }
+
+
+def _of_boxes(net: nn.Module, batch: Batch) -> Tensor:
+    targets = [
+        {"boxes": boxes, "labels": labels}
+        for boxes, labels in zip(batch["boxes"], batch["labels"], strict=True)
+    ]
+    losses: dict[str, Tensor] = net(list(batch["images"]), targets)
+    return torch.stack(list(losses.values())).sum()
+
+
 def _diffusers(name: str, options: Mapping[str, Any]) -> nn.Module:
     made: nn.Module = getattr(package("diffusers"), name)(**options)
     return made
@@ -309,6 +352,41 @@ class Points(nn.Module):
         return logits
 
 
+class Neighbours(nn.Module):
+    """A point cloud as a graph of the nearest neighbours, as in DGCNN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edges = nn.Sequential(nn.Conv2d(6, 16, 1), nn.BatchNorm2d(16), nn.LeakyReLU(0.2))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        points = x.transpose(1, 2)
+        near = torch.cdist(points, points).topk(8, largest=False).indices
+        rows = torch.arange(len(x))[:, None, None]
+        apart = points[rows, near] - points[:, :, None]
+        edges = torch.cat([apart, points[:, :, None].expand_as(apart)], 3).permute(0, 3, 1, 2)
+        logits: Tensor = self.head(self.edges(edges).amax(3).mean(2))
+        return logits
+
+
+class Waves(nn.Module):
+    """Dilated gated convolutions over a wave, as in WaveNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(1, 8, 1), nn.Linear(8, 5)
+        self.layers = nn.ModuleList(nn.Conv1d(8, 16, 2, dilation=2**n, padding=2**n) for n in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x[:, None])
+        for layer in self.layers:
+            gate, value = layer(h)[..., : h.shape[-1]].chunk(2, 1)
+            h = h + gate.sigmoid() * value.tanh()
+        logits: Tensor = self.last(h.mean(2))
+        return logits
+
+
 class Recurrent(nn.Module):
     """A recurrent network over a sequence."""
 
@@ -363,6 +441,8 @@ def _written() -> Iterator[Case]:
     yield Case("torch", "recommender", Recommender, _vectors(16, 6), classified)
     yield Case("torch", "recommender, sparse", partial(Recommender, sparse=True), _vectors(16, 6), classified)
     yield Case("torch", "point cloud", Points, _vectors(4, 3, 64), classified)
+    yield Case("torch", "point cloud, neighbours", Neighbours, _vectors(2, 3, 32), classified)
+    yield Case("torch", "waves", Waves, _vectors(4, 256), classified)
     yield Case("torch", "spectrogram", Sound, _vectors(4, 1024), classified)
     for kind in ("RNN", "GRU", "LSTM"):
         yield Case("torch", kind, partial(Recurrent, kind), _vectors(4, 12, 8), classified)
@@ -385,6 +465,10 @@ def cases() -> Iterator[Case]:
         yield Case("timm", name, partial(_timm, name, options), images(2, size), classified)
     for name in _TORCHVISION:
         yield Case("torchvision", name, partial(_torchvision, name), images(2, 64), classified)
+    for name in _SEGMENTING:
+        make = partial(_segmenting, name)
+        yield Case("torchvision", name, make, images(2, 64, 4, dense=True), _of_pixels)
+    yield Case("torchvision", "FCOS", _detecting, _with_boxes, _of_boxes)
     yield from _diffusion()
     yield from _monai()
     yield from _segmentation()
