@@ -96,8 +96,7 @@ CASES: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.slow
-def test_trains_as_in_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", name != "lstm")  # oneDNN's LSTM is refused
+def test_trains_as_in_eager(name: str) -> None:
     model, args = CASES[name]
     assert differences(model, args) == []
 

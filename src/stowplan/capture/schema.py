@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stowplan.capture.storage_views import StorageView
-from stowplan.torch_private import OpOverload, OpOverloadPacket, schema_of
+from stowplan.torch_private import OpOverload, OpOverloadPacket, below_autograd, schema_of
 
 aten = torch.ops.aten
 
@@ -38,6 +38,16 @@ def bound_arguments(
         else:
             bound[argument.name] = kwargs.get(argument.name, argument.default_value)
     return bound
+
+
+ASKING_FOR_GRADIENTS = frozenset((torch.ops.aten.mkldnn_rnn_layer.default,))
+"""Ops whose kernels return less when gradients are not enabled, as they are not in backward."""
+
+
+def as_in_forward(target: OpOverload, *args: object, **kwargs: object) -> object:
+    """The result of an op with gradients enabled, of which nothing is recorded."""
+    with below_autograd(), torch.enable_grad():
+        return target(*args, **kwargs)
 
 
 @cache

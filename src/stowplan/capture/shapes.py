@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from stowplan.capture.layouts import call_like
-from stowplan.capture.schema import bound_arguments, leaves, written_arguments
+from stowplan.capture.schema import as_in_forward, bound_arguments, leaves, written_arguments
 from stowplan.capture.storage_views import extent_of
-from stowplan.errors import CaptureError
 from stowplan.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -121,11 +120,9 @@ def made_without_data(
 ) -> object:
     """The result of an op on stand-ins. `positions` has what each known mask selects, by identity."""
     if target is aten.mkldnn_rnn_layer.default:
-        raise CaptureError(
-            "an LSTM on the CPU is one kernel of oneDNN, and PyTorch does not tell the size of its workspace",
-            advice="set torch.backends.mkldnn.enabled = False around fit and training: it is then planned op"
-            " by op",
-        )
+        made = _layer_of_lstm(args)
+        with fakes:
+            return tuple(torch.empty_strided(m.shape, m.stride(), dtype=m.dtype) for m in made)
     if not positions and target not in _SHAPES:
         return dispatched_without_data(fakes, target, args, kwargs)
     with fakes:
@@ -153,6 +150,12 @@ def _grouped_mm(
     width = -(-columns // together) * together
     stride = (rows * width, width, 1)[-2 - len(groups) :]
     return self.new_empty_strided((*groups, rows, columns), stride, dtype=dtype)
+
+
+def _layer_of_lstm(args: tuple[object, ...]) -> tuple[Tensor, ...]:
+    """What a layer of oneDNN returns. Only its kernel tells how long its workspace is: it runs on zeros."""
+    zeros = (torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, Tensor) else v for v in args)
+    return cast(tuple[Tensor, ...], as_in_forward(aten.mkldnn_rnn_layer.default, *zeros))
 
 
 _SHAPES: dict[OpOverload, Callable[..., Tensor]] = {}

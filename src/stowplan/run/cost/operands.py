@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stowplan.capture.program import filled
+from stowplan.capture.schema import ASKING_FOR_GRADIENTS, as_in_forward
 from stowplan.run.cost.signature import Operand, Signature
 
 LARGE_BYTES = 2**28
@@ -39,6 +40,8 @@ def call_on(signature: Signature, operands: Sequence[Tensor]) -> Callable[[], ob
     call = signature.call
     args = [filled(value, named) for value in call.args]
     kwargs = {name: filled(value, named) for name, value in call.kwargs.items()}
+    if call.target in ASKING_FOR_GRADIENTS:
+        return lambda: as_in_forward(call.target, *args, **kwargs)
     if call.copied:
         return lambda: call.target(*args, **kwargs).clone()
     return lambda: call.target(*args, **kwargs)

@@ -15,6 +15,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
+from stowplan.capture.schema import as_in_forward
 from stowplan.run.step.source import Source
 from stowplan.run.step.tier import LiveTier
 from stowplan.torch_private import below_autograd
@@ -39,6 +40,7 @@ class Halves:
 def compiled(source: Source, tier: LiveTier | None = None) -> Halves:
     """Run the text that defines the two functions. It is generated here, from ops of PyTorch and a tier."""
     scope: dict[str, object] = {"torch": torch, "ops": torch.ops, "aten": torch.ops.aten, "tier": tier}
+    scope["as_in_forward"] = as_in_forward
     file = f"<stowplan step {next(_numbers)}>"
     code = compile(source.text, file, "exec")
     exec(code, scope)  # noqa: S102 -- the text is stowplan's own, made from op names, literals and its own counters

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from stowplan.capture import Argument, Call, Ref
-from stowplan.capture.schema import IRREGULAR, overloads_of, signature_of
+from stowplan.capture.schema import ASKING_FOR_GRADIENTS, IRREGULAR, overloads_of, signature_of
 from stowplan.errors import MissingRule
 from stowplan.ir import Graph
 from stowplan.run.step.literals import keyword_argument, literal, spelled
@@ -33,6 +33,8 @@ def call_lines(call: Call, overwrites: Mapping[str, str], names: Mapping[str, st
 def _expression(call: Call, names: Mapping[str, str]) -> str:
     given = [literal(value, names) for value in call.args]
     given += (keyword_argument(name, literal(value, names)) for name, value in call.kwargs.items())
+    if call.target in ASKING_FOR_GRADIENTS:
+        return f"as_in_forward({', '.join([spelled(call.target), *given])})"
     return f"{spelled(call.target)}({', '.join(given)}){'.clone()' if call.copied else ''}"
 
 
