@@ -32,6 +32,14 @@ _MOVES = 10
 _SEEDS = (1, 2)
 _COMPILING = 60  # seconds of processor time for a model that fit refuses
 _OUT_OF_TIME = 24  # an exit status
+_MOST_IMPORTED = {  # modules that a package imports when they are first needed, which would be in each fork
+    "transformers": ("transformers.models.llama.modeling_llama", "transformers.models.clip.modeling_clip"),
+    "peft": ("transformers.models.llama.modeling_llama",),
+    "diffusers": ("diffusers.models.unets.unet_2d_condition", "diffusers.models.autoencoders.autoencoder_kl"),
+    "monai": ("monai.networks.nets", "monai.losses"),
+    "torchvision": ("torchvision.models.segmentation", "torchvision.models.detection"),
+    "torch_geometric": ("torch_geometric.nn",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +202,8 @@ def run_all(cases: Iterable[Case], seconds: int, report: Callable[[Result], None
     """Each case in a fork of this process, which has imported the package of the cases once."""
     for name, group in groupby(cases, key=lambda case: case.package):
         try:
-            package(name)
+            for module in (name, *_MOST_IMPORTED.get(name, ())):
+                package(module)
         except ImportError as error:
             for case in group:
                 report(Result(name, case.name, "failed in eager", _words(error)))
