@@ -95,9 +95,9 @@ def test_traffic_from_workers_on_the_axes_is_that_of_all(
     assert found.messages.tolist() == [worker.messages for worker in expected]
 
 
-@pytest.mark.parametrize("mesh", ["data=16", "sequence=16", "data=2,sequence=8"])
+@pytest.mark.parametrize("mesh", ["data=16", "data=12", "data=24", "sequence=16", "data=2,sequence=9"])
 @pytest.mark.slow
-def test_four_places_tell_the_traffic_of_a_long_even_axis(mesh: str) -> None:
+def test_four_places_of_each_kind_tell_the_traffic_of_a_long_axis(mesh: str) -> None:
     seeds = seeds_for(capture(*gpt.NET.build("tiny", device="meta", batch=16)).graph, parse_mesh(mesh))
     captured, plan = plan_of(gpt.NET, mesh, seeds, {"batch": 16})
     outline = outline_plan(captured.graph, plan.mesh, seeds, ends_of(captured))

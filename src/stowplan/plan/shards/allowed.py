@@ -9,7 +9,7 @@ from stowplan.ops.table import Site, shape_of
 from stowplan.ops.tiling import Part, refusal_of
 from stowplan.plan.shards.cell_relation import CellRelation
 from stowplan.plan.shards.cells import Cells
-from stowplan.plan.shards.even import is_followed_evenly, outline
+from stowplan.plan.shards.even import is_followed, outline
 from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.mesh import Mesh
 
@@ -38,8 +38,12 @@ def _refused(
     """Why some worker cannot make its share of output `number`; "" if all can."""
     if layout.is_everywhere:
         return ""
-    even = [axis for axis in range(len(mesh.axes)) if is_followed_evenly(mesh, axis, rule, layout)]
-    workers = range(mesh.size) if mesh.size <= _LOOKED_AT else outline(mesh, even)
+    cut = {
+        axis: frozenset([] if cell is None else [layout.cells.sizes[cell]])
+        for axis, cell in enumerate(layout.axes)
+        if is_followed(axis, rule, layout)
+    }
+    workers = range(mesh.size) if mesh.size <= _LOOKED_AT else outline(mesh, cut)
     shares = {layout.share(mesh, worker) for worker in workers}
     refusal = refusal_of_parts(site, number, rule, layout, [found.cells for found in inputs])
     return next(filter(None, map(refusal, shares)), "")

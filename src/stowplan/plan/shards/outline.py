@@ -1,62 +1,72 @@
 """Outline: of a mesh of thousands the few workers whose shards tell those of all others."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from stowplan.geometry import Rect
-from stowplan.plan.shards.even import divides, is_followed_evenly, outline, places_on
-from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.even import CutSizes, is_followed, kinds_of, outline, places_on
+from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.propagation import ShardPropagation
 from stowplan.plan.shards.shard import Pulling, Shard
 
 
 def outlined(found: ShardPropagation, ends: Sequence[str]) -> dict[int, Shard]:
     """The shards of workers on the axes, and of one in the middle."""
-    even = even_axes(found)
+    cut = cut_sizes(found)
     while True:
-        workers = sorted({*outline(found.mesh, even), found.mesh.middle})
+        workers = sorted({*outline(found.mesh, cut), found.mesh.middle})
         shards = Pulling(found, ends, workers).run()
-        bent = bent_axes(found.mesh, even, shards)
+        bent = [axis for axis in cut if _is_bent(found, axis, cut, shards)]
         if not bent:
             return shards
-        even -= bent
+        cut = {axis: sizes for axis, sizes in cut.items() if axis not in bent}
 
 
-def even_axes(found: ShardPropagation) -> frozenset[int]:
-    """The axes that are even for all tensors and ops of a step."""
-    mesh, axes = found.mesh, set(range(len(found.mesh.axes)))
-    for layout in set(found.layouts.values()):
-        for axis, cell in enumerate(layout.axes):
-            if cell is not None and not divides(mesh.axes[axis], layout.cells.sizes[cell]):
-                axes.discard(axis)
+def cut_sizes(found: ShardPropagation) -> CutSizes:
+    """The axes that all ops follow, with the sizes of the dims that they cut."""
+    axes = set(range(len(found.mesh.axes)))
     for sharding in found.shardings:
         for use, rule in zip(sharding.op.outputs, sharding.rules, strict=True):
             layout = found.layouts[use.tensor]
-            axes = {axis for axis in axes if is_followed_evenly(mesh, axis, rule, layout)}
-    return frozenset(axes)
+            axes = {axis for axis in axes if is_followed(axis, rule, layout)}
+    layouts = set(found.layouts.values())
+    return {axis: frozenset(_cut_size(layout, axis) for layout in layouts) for axis in axes}
 
 
-def bent_axes(mesh: Mesh, even: Collection[int], shards: Mapping[int, Shard]) -> frozenset[int]:
-    """Of the even axes those on which what the places hold of some tensor does not lie on a line."""
-    return frozenset(axis for axis in even if _is_bent(mesh, axis, shards))
+def _cut_size(layout: Layout, axis: int) -> int:
+    """The size of the dim that an axis cuts; 0, of which all places have as much, if it cuts none."""
+    cell = layout.axes[axis]
+    return 0 if cell is None else layout.cells.sizes[cell]
 
 
-def _is_bent(mesh: Mesh, axis: int, shards: Mapping[int, Shard]) -> bool:
-    places = tuple(places_on(mesh.axes[axis], even=True))
+def _is_bent(found: ShardPropagation, axis: int, cut: CutSizes, shards: Mapping[int, Shard]) -> bool:
+    """Whether places of a kind hold parts of some tensor whose bounds do not lie on a line."""
+    mesh = found.mesh
+    places = places_on(mesh.axes[axis], cut[axis])
     if len(places) == mesh.axes[axis].size:
         return False
-    held = [shards[mesh.on_axis(axis, place)].held for place in places]
-    names = {name for rects in held for name in rects}
-    return any(_bends(places, [rects.get(name) for rects in held]) for name in names)
+    held = {place: shards[mesh.on_axis(axis, place)].held for place in places}
+    for name in {name for rects in held.values() for name in rects}:
+        size = _cut_size(found.layouts[name], axis)
+        kinds = kinds_of(mesh.axes[axis], frozenset([size]) if size else cut[axis])
+        starts = mesh.axes[axis].bounds(size or max(cut[axis]))
+        for kind in kinds:
+            worked_out = [place for place in kind if place in held]
+            if _bends([starts[place] for place in worked_out], [held[p].get(name) for p in worked_out]):
+                return True
+    return False
 
 
-def _bends(places: tuple[int, ...], rects: list[Rect | None]) -> bool:
+def _bends(starts: Sequence[int], rects: Sequence[Rect | None]) -> bool:
     known = [rect for rect in rects if rect is not None]
-    if len(known) != len(rects):
+    if known and len(known) != len(rects):
         return True
     bounds = zip(*((*rect.lo, *rect.hi) for rect in known), strict=True)
-    return not all(_on_a_line(places, numbers) for numbers in bounds)
+    return not all(_on_a_line(starts, numbers) for numbers in bounds)
 
 
-def _on_a_line(places: tuple[int, ...], numbers: tuple[int, ...]) -> bool:
-    step = numbers[1] - numbers[0]
-    return all(number == numbers[0] + place * step for place, number in zip(places, numbers, strict=True))
+def _on_a_line(starts: Sequence[int], numbers: Sequence[int]) -> bool:
+    run, rise = starts[-1] - starts[0], numbers[-1] - numbers[0]
+    pairs = zip(starts, numbers, strict=True)
+    if not run:
+        return len(set(numbers)) == 1
+    return all((number - numbers[0]) * run == (start - starts[0]) * rise for start, number in pairs)

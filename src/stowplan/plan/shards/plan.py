@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from stowplan.errors import IllegalPlan
@@ -84,9 +85,9 @@ def outline_plan(graph: Graph, mesh: Mesh, seeds: Chosen, ends: Sequence[str]) -
 
 
 def glance_plan(graph: Graph, mesh: Mesh, seeds: Chosen, ends: Sequence[str]) -> ShardPlan:
-    """The same with the shards of workers at the ends and in the middle of axes, even or not."""
+    """The same with the shards of workers at the ends and in the middle of axes, alike or not."""
     propagated = propagate(graph, mesh, seeds)
-    workers = {*outline(mesh, range(len(mesh.axes))), mesh.middle}
+    workers = {*outline(mesh, dict.fromkeys(range(len(mesh.axes)), frozenset[int]())), mesh.middle}
     return _planned(propagated, Pulling(propagated, ends, sorted(workers)).run())
 
 
@@ -134,6 +135,7 @@ def check(plan: ShardPlan) -> None:
             raise IllegalPlan(f"the shares of {name!r} do not partition {Rect.of_shape(layout.cells.sizes)}")
 
 
+@cache
 def _follow_each_other(axis: Axis, size: int) -> bool:
     bounds = axis.bounds(size)
     return bounds[0] == 0 and bounds[-1] == size and all(low <= high for low, high in pairwise(bounds))

@@ -8,6 +8,7 @@ by 64, twice 64 spans are sorted, and not 4096 x 4096 rects compared.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from stowplan.errors import TooManyWorkers
 from stowplan.geometry import Rect
 from stowplan.ops.windows import Span
+from stowplan.plan.shards.even import kinds_of
 from stowplan.plan.shards.plan import ShardPlan
 from stowplan.plan.shards.traffic import itemsize_of
 
@@ -101,18 +103,23 @@ def _met(low: Counts, high: Counts, lows: Counts, highs: Counts) -> Counts:
 
 
 def _held_along(plan: ShardPlan, name: str, axis: int, cell: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Low and high bounds of what every place of an axis holds; those not worked out lie on a line."""
-    size = plan.mesh.axes[axis].size
-    workers = [plan.mesh.on_axis(axis, place) for place in range(size)]
-    if all(worker in plan.shards for worker in workers):
-        rects = [_held(plan, name, worker) for worker in workers]
-        return [rect.lo[cell] for rect in rects], [rect.hi[cell] for rect in rects]
-    first, second = (_held(plan, name, worker) for worker in workers[:2])
-    steps = second.lo[cell] - first.lo[cell], second.hi[cell] - first.hi[cell]
-    low, high = (
-        [start + place * step for place in range(size)]
-        for start, step in zip((first.lo[cell], first.hi[cell]), steps, strict=True)
-    )
+    """Low and high bounds of what every place of an axis holds; those of one kind lie on a line."""
+    along, size = plan.mesh.axes[axis], plan.layouts[name].cells.sizes[cell]
+    starts = along.bounds(size)
+    low, high = [0] * along.size, [0] * along.size
+    for kind in kinds_of(along, frozenset([size])):
+        workers = {place: plan.mesh.on_axis(axis, place) for place in kind}
+        known = {place: _held(plan, name, w) for place, w in workers.items() if w in plan.shards}
+        spans = {place: (rect.lo[cell], rect.hi[cell]) for place, rect in known.items()}
+        if len(known) < len(kind):
+            first, last = kind[0], kind[-1]
+            run = starts[last] - starts[first] or 1
+            for place in kind:
+                way = starts[place] - starts[first]
+                ends = zip(spans[first], spans[last], strict=True)
+                spans[place] = cast("Span", tuple(a + way * (b - a) // run for a, b in ends))
+        for place in kind:
+            low[place], high[place] = spans[place]
     return low, high
 
 
