@@ -24,12 +24,11 @@ import stowplan
 from benchmarks.results import Study
 from stowplan.capture import capture
 from stowplan.ir import Graph
-from stowplan.plan.candidate import problem_in_order
 from stowplan.plan.carry import PlannedSize, carried_point, outline_of
 from stowplan.plan.frontier import frontier_of
-from stowplan.plan.order import slices_last
 from stowplan.plan.pricing import Machine, price_by_roofline
-from stowplan.plan.problem import Problem
+from stowplan.plan.problem import Problem, slices_last
+from stowplan.plan.select import problem_in_order
 from tests.support.nets import NETS
 
 _STUDY = Study("lengths")

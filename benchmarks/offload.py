@@ -35,8 +35,7 @@ from stowplan.plan.planner import Planner
 from stowplan.run.baseline import baseline_steps
 from stowplan.run.measure.measure import measure
 from stowplan.run.offload.disk import DiskTier
-from stowplan.run.planning.planner import step_planner
-from stowplan.run.planning.price import price_captured
+from stowplan.run.planning.planner import price_captured, step_planner
 from stowplan.run.planning.subject import Subject
 from stowplan.run.step.straight import StraightStep
 from stowplan.units import format_bytes
@@ -105,7 +104,7 @@ def _time_line(name: str, example: Example, plan: Plan, plain: StraightStep, mov
     plain_seconds, seconds = map(median, rounds)
     peak = _peak(example, moved)
     pricing = plan.pricing
-    run = simulate(plan.graph, plan.steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
+    run = simulate(plan.graph, plan.steps, pricing)
     stored = sum(transfer.nbytes for transfer in run.transfers if transfer.is_store)
     projected = plan.projected_seconds * plain_seconds / plan.plain_seconds
     _tell(name, plan, peak, rounds)

@@ -27,7 +27,7 @@ from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.judge.verify import verify
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.price import planner_for_captured, replay_bytes
+from stowplan.run.planning.planner import planner_for_captured, replay_bytes
 from stowplan.run.step.straight import StraightStep
 from tests.support.nets import NETS, Example
 

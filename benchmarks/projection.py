@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from benchmarks.results import Study, spread_of
-from stowplan.analyse.costs import estimated_workspaces
+from stowplan.analyse.facts import estimated_workspaces
 from stowplan.capture import Captured, capture
 from stowplan.run.cost.probe import CLOCK, Probed, probe
 from stowplan.run.measure.measure import measure

@@ -10,10 +10,9 @@ from rich.console import Console
 from stowplan.cli.main import main
 from stowplan.formats.door import read_document
 from stowplan.ir import Kind
-from stowplan.plan.decision import Keep, Offload, Recompute
 from stowplan.plan.files import plan_file
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Keep, Offload, Plan, Recompute
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.select import planner_of

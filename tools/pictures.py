@@ -17,8 +17,7 @@ from stowplan.formats import chainer
 from stowplan.plan.explain.peers import Peer
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Machine, price_by_macs, price_by_roofline
-from stowplan.plan.tier import Tier
+from stowplan.plan.pricing import Machine, Tier, price_by_macs, price_by_roofline
 from stowplan.report.files import write_report
 from stowplan.report.page import Subject, subject_of
 from tests.support.nets import NETS

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.results import Study, spread_of
-from stowplan.analyse.costs import costs_of
+from stowplan.analyse.facts import costs_of
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep
 from tests.support.nets import NETS

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from stowplan.errors import BudgetTooSmall, StowplanError
-from stowplan.plan.decision import RecomputeOp, Store
-from stowplan.plan.plan import Exactness
+from stowplan.plan.plan import Exactness, RecomputeOp, Store
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
 

@@ -18,8 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from stowplan.plan.pricing import Machine
-from stowplan.plan.tier import Tier
+from stowplan.plan.pricing import Machine, Tier
 from stowplan.run.cost.probe_cache import Cost, Findings, Platform, ProbeCache, Rates
 from stowplan.run.cost.probe_call import cost_of_call
 from stowplan.run.cost.signature import Signature
@@ -72,7 +71,7 @@ def same_everywhere() -> Iterator[None]:
         for target, instead in (
             ("stowplan.run.cost.probe.cost_of_call", _drawn_cost),
             ("stowplan.run.cost.probe.measure_machine", lambda *_, **__: Machine()),
-            ("stowplan.run.planning.price.tier_for", _tier),
+            ("stowplan.run.planning.planner.tier_for", _tier),
             ("stowplan.run.step.straight.tier_for", _tier),
             ("stowplan.plan.frontier._ANCHORS", _ANCHORS),
             ("stowplan.run.cost.probe_cache.ProbeCache.read", lambda *args: remembered.read(*args)),

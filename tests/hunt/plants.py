@@ -14,7 +14,7 @@ from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.run import fitting
 from stowplan.run.border.guard import Guard
-from stowplan.run.planning.price import plan_within
+from stowplan.run.planning.planner import plan_within
 from stowplan.run.step import straight
 from stowplan.run.step.halves import Halves, compiled
 from stowplan.run.step.source import Source

@@ -7,12 +7,11 @@ import pytest
 
 from stowplan.analyse.timeline import Doing, timeline_of
 from stowplan.formats import chainer
-from stowplan.plan.decision import Keep, Recompute
 from stowplan.plan.explain.comparison import Side, comparison_of
 from stowplan.plan.explain.reasons import decisions_of, reasons_of
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Keep, Plan, Recompute
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
 

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from stowplan.errors import BadUse
-from stowplan.plan.decision import Keep, Recompute, RecomputeOp
 from stowplan.plan.explain.explain import explain
 from stowplan.plan.judge.simulate import alive_at
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Keep, Plan, Recompute, RecomputeOp
 from stowplan.plan.planner import Planner
 from tests.support.steps import random_step, uneven_prices
 

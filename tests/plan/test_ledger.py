@@ -6,6 +6,7 @@ import pytest
 
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.ledger import Ledger, State
+from stowplan.plan.pricing import Basis, Pricing
 from stowplan.plan.problem import Problem, problem_of
 from stowplan.plan.schedule import steps_of
 from tests.support.steps import random_step, uneven_prices
@@ -27,7 +28,7 @@ def _judged(problem: Problem, states: list[State]) -> tuple[int, float]:
         for op in graph.ops
     }
     workspace = {name: own[name] - added[name] for name in own}
-    simulation = simulate(graph, steps_of(problem, states), seconds, workspace)
+    simulation = simulate(graph, steps_of(problem, states), Pricing(seconds, Basis.MEASURED, workspace))
     return simulation.peak_bytes, simulation.extra_seconds
 
 

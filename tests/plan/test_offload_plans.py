@@ -7,7 +7,6 @@ import pytest
 
 from stowplan.errors import BadUse, IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
-from stowplan.plan.decision import Compute, Free, Load, Offload, Step, Store
 from stowplan.plan.explain.explain import explain
 from stowplan.plan.files import plan_file
 from stowplan.plan.judge.simulate import bytes_beside, simulate
@@ -16,10 +15,9 @@ from stowplan.plan.offload.idle_intervals import idle_intervals_of
 from stowplan.plan.offload.insert_transfers import insert_transfers
 from stowplan.plan.offload.transfer_schedule import Caps, TransferSchedule
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Compute, Free, Load, Offload, Plan, Step, Store
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Basis, Pricing
-from stowplan.plan.tier import Tier
+from stowplan.plan.pricing import Basis, Pricing, Tier
 from stowplan.run.baseline import baseline_steps
 
 MB = 10**6
@@ -73,7 +71,7 @@ def moved(steps: tuple[Step, ...], name: str, *, gone: str, back: str) -> list[S
 def test_the_clock_counts_what_is_waited_for(seconds: float, gone: str, back: str, stalls: float) -> None:
     graph = chain(5)
     steps = moved(baseline_steps(graph), "a0", gone=gone, back=back)
-    run = simulate(graph, steps, priced(graph, seconds).seconds, tier=TIER)
+    run = simulate(graph, steps, priced(graph, seconds))
     assert run.stall_seconds == pytest.approx(stalls)
     assert run.seconds == pytest.approx(10 * seconds + stalls)
     assert [transfer.is_store for transfer in run.transfers] == [True, False]
@@ -86,15 +84,13 @@ def test_transfers_of_one_way_come_one_after_the_other() -> None:
     transfers = _transfers(graph, 0.1, TIER)
     caps = {transfers.intervals.index(interval): Caps(interval.after, interval.before) for interval in chosen}
     steps = insert_transfers(baseline_steps(graph), transfers.outcome(caps).moves)
-    first, second = (
-        t for t in simulate(graph, steps, priced(graph, 0.1).seconds, tier=TIER).transfers if t.is_store
-    )
+    first, second = (t for t in simulate(graph, steps, priced(graph, 0.1)).transfers if t.is_store)
     assert second.start_seconds >= first.end_seconds
 
 
 def _transfers(graph: Graph, seconds: float, tier: Tier) -> TransferSchedule:
     steps = baseline_steps(graph)
-    plain = simulate(graph, steps, priced(graph, seconds).seconds)
+    plain = simulate(graph, steps, priced(graph, seconds))
     intervals = idle_intervals_of(graph, steps, gradients=True)
     return TransferSchedule(
         steps, intervals, plain, priced(graph, seconds).seconds, tier, bytes_beside(graph, tier)
@@ -118,7 +114,7 @@ def test_the_search_and_the_judge_agree() -> None:
         }
         outcome = transfers.outcome(caps)
         steps = insert_transfers(baseline_steps(graph), outcome.moves)
-        judged = simulate(graph, steps, priced(graph, seconds).seconds, tier=tier)
+        judged = simulate(graph, steps, priced(graph, seconds, tier))
         assert judged.peak_bytes == outcome.peak_bytes
         assert judged.seconds == pytest.approx(outcome.seconds)
 
@@ -198,7 +194,7 @@ def test_a_sum_that_was_stored_before_its_last_part_is_not_loaded() -> None:
     steps[summed + 1 : summed + 1] = [Free(("g1",)), Load(("g1",))]
     steps.insert(made + 1, Store(("g1",)))
     pricing = priced(graph, 1.0)
-    curve = simulate(graph, steps, pricing.seconds, tier=TIER).curve_bytes
+    curve = simulate(graph, steps, pricing).curve_bytes
     plan = Plan(graph, pricing, max(curve), {}, tuple(steps), curve, 1.0, 1, 1.0, 1, 1.0, 0)
     with pytest.raises(IllegalPlan, match="the tier does not have"):
         verify(plan)

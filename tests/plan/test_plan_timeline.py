@@ -10,11 +10,10 @@ import pytest
 from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.formats import chainer
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use
-from stowplan.plan.decision import Free, RecomputeOp
 from stowplan.plan.explain.timeline import baseline_timeline_of, timeline_of_plan
 from stowplan.plan.explain.transfers import clock_of
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Free, Plan, RecomputeOp
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Basis, Pricing, price_by_macs
 from tests.support.plans import moved

@@ -9,8 +9,7 @@ from time import sleep
 
 import pytest
 
-from stowplan.plan.progress import showing_progress
-from stowplan.plan.watch import Searching, tell, tell_phase
+from stowplan.plan.watch import Searching, showing_progress, tell, tell_phase
 from tests.support.timing import timed
 
 

@@ -14,11 +14,10 @@ from stowplan.cli.main import main
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
 from stowplan.plan import frontier, watch
-from stowplan.plan.candidate import Candidate
 from stowplan.plan.files import plan_file
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.select import Selector, planner_of
+from stowplan.plan.select import Candidate, Selector, planner_of
 from stowplan.plan.watch import Patience, Phase, Searching, ended_by, limited_to, watched_by
 from tests.support.steps import random_step, uneven_prices
 

@@ -1,13 +1,14 @@
 """The judge's numbers, counted by hand on a step small enough to do so."""
 
+from dataclasses import replace
+
 import pytest
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
-from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
-from stowplan.plan.judge.engines import Stall
-from stowplan.plan.judge.simulate import alive_at, simulate
-from stowplan.plan.tier import Tier
+from stowplan.plan.judge.simulate import Stall, alive_at, simulate
+from stowplan.plan.plan import Compute, Free, Load, RecomputeOp, Step, Store
+from stowplan.plan.pricing import Basis, Pricing, Tier
 
 TENSORS = (
     Tensor("xt", Kind.INPUT, nbytes=1, alias_of="x"),
@@ -50,17 +51,17 @@ def _graph() -> Graph:
     return Graph({tensor.id: tensor for tensor in TENSORS}, ops, frozenset({"gw", "loss"}))
 
 
-SECONDS = {op.id: float(2**number) for number, op in enumerate(_graph().ops)}
+PRICES = Pricing({op.id: float(2**number) for number, op in enumerate(_graph().ops)}, Basis.MEASURED)
 FORWARD: tuple[Step, ...] = tuple(map(Compute, ("make", "look", "look on", "relu", "end")))
 BACKWARD: tuple[Step, ...] = (Compute("back end"), Compute("back"))
 
 
 def _curve(*steps: Step, tier: Tier | None = None) -> list[int]:
-    return [level - STANDING for level in simulate(_graph(), steps, SECONDS, tier=tier).curve_bytes]
+    return [level - STANDING for level in simulate(_graph(), steps, replace(PRICES, tier=tier)).curve_bytes]
 
 
 def test_nothing_needs_nothing() -> None:
-    nothing = simulate(_graph(), (), SECONDS)
+    nothing = simulate(_graph(), (), PRICES)
     assert (nothing.peak_bytes, nothing.seconds, nothing.stall_seconds) == (0, 0.0, 0.0)
 
 
@@ -72,7 +73,7 @@ def test_a_sum_straight_into_its_tensor_is_not_made_aside() -> None:
     graph = _graph()
     back = Op("back", "GetItem.backward", Phase.BACKWARD, (Use("gb"),), (Use("gw", Role.ACCUMULATE),))
     graph = Graph(graph.tensors, (*graph.ops[:-1], back), graph.held)
-    curve = simulate(graph, (*FORWARD, *BACKWARD), SECONDS).curve_bytes
+    curve = simulate(graph, (*FORWARD, *BACKWARD), PRICES).curve_bytes
     assert curve[-1] == curve[-2]
 
 
@@ -102,12 +103,12 @@ def test_a_view_that_is_not_wanted_again_is_not_bound() -> None:
 
 
 def test_workspace_counts_while_its_op_runs() -> None:
-    curve = simulate(_graph(), FORWARD[:3], SECONDS, {"look": 7}).curve_bytes
+    curve = simulate(_graph(), FORWARD[:3], replace(PRICES, workspace_bytes={"look": 7})).curve_bytes
     assert [level - STANDING for level in curve] == [30, 37, 30]
 
 
 def test_seconds_of_second_runs_are_told_apart() -> None:
-    played = simulate(_graph(), (*FORWARD, RecomputeOp("make", ("a",)), RecomputeOp("relu", ("b",))), SECONDS)
+    played = simulate(_graph(), (*FORWARD, RecomputeOp("make", ("a",)), RecomputeOp("relu", ("b",))), PRICES)
     assert (played.seconds, played.extra_seconds) == (31.0 + 9.0, 9.0)
 
 
@@ -123,6 +124,7 @@ def test_what_is_there_at_a_step_is_named_largest_first() -> None:
 
 AWAY: tuple[Step, ...] = (Store(("a", "at", "att")), Free(("a", "at", "att")), Load(("a", "at", "att")))
 TIER = Tier("host", 1000, 5.0, 2.0, staging_bytes=3000)
+WITH_TIER = replace(PRICES, tier=TIER)
 
 
 def test_moving_takes_staging_and_copies_of_buffers_all_along() -> None:
@@ -140,7 +142,7 @@ def test_what_comes_back_has_all_its_names_and_what_is_empty_stays_so() -> None:
 
 
 def test_what_waits_for_transfers_is_told() -> None:
-    played = simulate(_graph(), (*FORWARD[:4], *AWAY), SECONDS, tier=TIER)
+    played = simulate(_graph(), (*FORWARD[:4], *AWAY), WITH_TIER)
     written = Stall(5, "a", 15.0, 17.0)
     read = Stall(7, "a", 17.0, 22.0)
     assert played.stalls == (written, read)
@@ -151,7 +153,7 @@ def test_what_waits_for_transfers_is_told() -> None:
 def test_an_op_waits_for_what_it_adds_into() -> None:
     moves = (Store(("gw",)), Free(("gw",)), Load(("gw",)))
     steps = (*FORWARD, BACKWARD[0], *moves, BACKWARD[1])
-    played = simulate(_graph(), steps, SECONDS, tier=TIER)
+    played = simulate(_graph(), steps, WITH_TIER)
     assert [(stall.step, stall.tensor) for stall in played.stalls] == [(7, "gw"), (9, "gw")]
 
 
@@ -170,12 +172,12 @@ def test_an_op_waits_for_what_it_adds_into() -> None:
 )
 def test_a_step_that_cannot_run_is_refused(steps: tuple[Step, ...], reason: str) -> None:
     with pytest.raises(IllegalPlan, match=reason):
-        simulate(_graph(), steps, SECONDS, tier=TIER)
+        simulate(_graph(), steps, WITH_TIER)
 
 
 def test_moving_without_a_tier_is_refused() -> None:
     with pytest.raises(IllegalPlan, match="names no tier"):
-        simulate(_graph(), (*FORWARD[:3], *AWAY), SECONDS)
+        simulate(_graph(), (*FORWARD[:3], *AWAY), PRICES)
 
 
 def test_a_tensor_recomputed_while_it_exists_is_counted_twice_until_it_is_made() -> None:

@@ -6,22 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from stowplan.analyse.costs import costs_of
+from stowplan.analyse.facts import costs_of
 from stowplan.analyse.tile_costs import tile_costs_of
 from stowplan.errors import BudgetTooSmall
 from stowplan.formats.door import read_document
 from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.ir import Graph
 from stowplan.ops.table import shape_of
-from stowplan.plan.candidate import Candidate
-from stowplan.plan.decision import Tile
 from stowplan.plan.explain.explain import explain_tiled
 from stowplan.plan.files import plan_file
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions, Prefer
-from stowplan.plan.plan import Exactness, Plan
+from stowplan.plan.plan import Exactness, Plan, Tile
 from stowplan.plan.pricing import price_by_macs
-from stowplan.plan.select import Selector, planner_of
+from stowplan.plan.select import Candidate, Selector, planner_of
 from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.crops import crops_early

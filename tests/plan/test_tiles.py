@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stowplan.analyse.costs import costs_of
+from stowplan.analyse.facts import costs_of
 from stowplan.analyse.tile_costs import tile_costs_of
 from stowplan.errors import BadUse
 from stowplan.formats.door import read_document

@@ -7,14 +7,12 @@ import pytest
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
-from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Compute, Free, Load, Plan, RecomputeOp, Step, Store
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Basis, Pricing
-from stowplan.plan.tier import Tier
+from stowplan.plan.pricing import Basis, Pricing, Tier
 from tests.support.steps import random_step, uneven_prices
 
 
@@ -30,7 +28,7 @@ def plan() -> Plan:
 
 def _with_steps(plan: Plan, steps: tuple[Step, ...]) -> Plan:
     pricing = plan.pricing
-    played = simulate(plan.graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
+    played = simulate(plan.graph, steps, pricing)
     return replace(plan, steps=steps, projected_curve_bytes=played.curve_bytes)
 
 

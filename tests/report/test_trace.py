@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stowplan.ir import Document, Graph
-from stowplan.plan.decision import RecomputeOp
+from stowplan.plan.plan import RecomputeOp
 from stowplan.plan.record import Record
 from stowplan.report.files import opened
 from stowplan.report.page import Subject, subject_of

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.errors import BudgetTooSmall, IllegalPlan
-from stowplan.plan.decision import Compute, RecomputeOp, Step
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Compute, Plan, RecomputeOp, Step
 from stowplan.plan.planner import Planner
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.price import plan_within, planner_for_captured, replayed_bytes
+from stowplan.run.planning.planner import plan_within, planner_for_captured, replayed_bytes
 from stowplan.run.step.straight import StraightStep
 from tests.support.models import MOVES, Chain, Normed, TwoHeads, images
 from tests.support.nets import NETS

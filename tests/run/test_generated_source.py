@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from stowplan.capture import Call, Ref, capture
-from stowplan.plan.decision import RecomputeOp
+from stowplan.plan.plan import RecomputeOp
 from stowplan.run.baseline import baseline_steps
 from stowplan.run.fit import plans_of
-from stowplan.run.step.lines import call_lines
-from stowplan.run.step.literals import literal
+from stowplan.run.step.literals import call_lines, literal
 from stowplan.run.step.source import Source, source_of
 from stowplan.run.step.straight import StraightStep
 from tests.support.failing import Failing

@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 
 from stowplan.capture import Argument, Call, Ref
 from stowplan.ops import aten
-from stowplan.run.step.lines import call_lines
+from stowplan.run.step.literals import call_lines
 
 pytestmark = pytest.mark.torch
 

@@ -14,9 +14,8 @@ from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
 from stowplan.api import check
 from stowplan.errors import BadUse, BudgetTooSmall, IllegalPlan
 from stowplan.ops.effects import UPDATE
-from stowplan.plan.decision import Compute
 from stowplan.plan.judge.verify import verify
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Compute, Plan
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.iteration.iteration import Iteration
 from stowplan.run.iteration.one_by_one import OneByOne, refuse_unless_one_by_one

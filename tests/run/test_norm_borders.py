@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from stowplan.capture import Captured, capture
 from stowplan.errors import NotTileable
 from stowplan.ir import Phase
-from stowplan.plan.decision import RecomputeOp
 from stowplan.plan.options import PlanOptions
+from stowplan.plan.plan import RecomputeOp
 from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms, stretches_between_norms
 from stowplan.plan.tiles.collapse import SWEEP, collapse, extra_macs_of
 from stowplan.plan.tiles.costs import costs_of_sweep
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import segment_of
-from stowplan.run.planning.price import planner_for_captured
+from stowplan.run.planning.planner import planner_for_captured
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.insertions import capture_with_sweeps
 from stowplan.run.tiles.sweep import Sweep

@@ -8,15 +8,13 @@ from torch import Tensor, nn
 
 from stowplan.capture import capture
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.plan.decision import Tile
 from stowplan.plan.files import plan_file
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions, Prefer
-from stowplan.plan.plan import Exactness
+from stowplan.plan.plan import Exactness, Tile
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import plan_step
-from stowplan.run.planning.price import planner_for_captured
+from stowplan.run.planning.planner import plan_step, planner_for_captured
 from stowplan.run.planning.subject import Subject
 from tests.support.in_tiles import gradients_of, relative_error
 from tests.support.nets import NETS

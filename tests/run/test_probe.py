@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stowplan.analyse.costs import estimated_workspaces
+from stowplan.analyse.facts import estimated_workspaces
 from stowplan.capture import Captured, capture
 from stowplan.plan.pricing import Basis, price_by_profile
 from stowplan.run.cost.machine import measure_machine

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from stowplan.capture import capture
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
-from stowplan.plan.candidate import problem_in_order
 from stowplan.plan.carry import PlannedSize, carried_point, carried_pricing, outline_of
 from stowplan.plan.frontier import frontier_of
-from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Exactness
 from stowplan.plan.pricing import Basis, Machine, Pricing, price_by_roofline
+from stowplan.plan.problem import slices_last
+from stowplan.plan.select import problem_in_order
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.plan_cache import PlanCache

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stowplan.analyse.costs import estimated_workspaces
+from stowplan.analyse.facts import estimated_workspaces
 from stowplan.capture import capture
 from stowplan.run.cost.probe import probe
 from tests.support.models import images

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stowplan.capture import capture
-from stowplan.plan.decision import RecomputeOp
 from stowplan.plan.options import PlanOptions
+from stowplan.plan.plan import RecomputeOp
 from stowplan.run.fit import fit, plans_of
-from stowplan.run.planning.price import planner_for_captured
+from stowplan.run.planning.planner import planner_for_captured
 
 
 class Normed(nn.Module):

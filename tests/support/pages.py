@@ -6,13 +6,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from stowplan.formats import chainer
-from stowplan.plan.candidate import Candidate
 from stowplan.plan.explain.peers import Peer
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
-from stowplan.plan.select import Selector
+from stowplan.plan.select import Candidate, Selector
 from stowplan.plan.select import planner_of as tile_planner_of
 from stowplan.report.page import Subject, page_of, subject_of
 from tests.support.browser import Browser

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 from stowplan.analyse.timeline import Doing
 from stowplan.ir import Kind, Phase
-from stowplan.plan.decision import Compute, Free, Keep, Load, Offload, RecomputeOp, Step, Store
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.judge.verify import verify
-from stowplan.plan.plan import Plan
-from stowplan.plan.tier import Tier
+from stowplan.plan.plan import Compute, Free, Keep, Load, Offload, Plan, RecomputeOp, Step, Store
+from stowplan.plan.pricing import Tier
 
 SLOW = 0.02  # of the baseline's peak: the bytes that the tier takes in a hundredth of the step's time
 
@@ -23,7 +22,7 @@ def moved(plan: Plan, most: int = 4) -> Plan:
     rate = plan.plain_peak_bytes * SLOW * 100 / (plan.plain_seconds or 1.0)
     tier = Tier("host", 1 << 50, rate, rate)
     pricing = replace(plan.pricing, tier=tier)
-    played = simulate(plan.graph, steps, pricing.seconds, pricing.workspace_bytes, tier)
+    played = simulate(plan.graph, steps, pricing)
     return verify(
         replace(
             plan,

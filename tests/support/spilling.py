@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
-from stowplan.plan.decision import Step
 from stowplan.plan.offload.idle_intervals import idle_intervals_of
 from stowplan.plan.offload.insert_transfers import Move, insert_transfers
+from stowplan.plan.plan import Step
 from stowplan.run.baseline import baseline_steps
 from stowplan.run.offload.calls import SystemCalls
 from stowplan.run.offload.disk import DiskTier

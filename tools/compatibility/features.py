@@ -25,12 +25,10 @@ from torch import Tensor, nn
 import stowplan
 from stowplan.capture import capture
 from stowplan.cli.main import main as command
-from stowplan.plan.decision import Decision, Offload, Recompute, Tile
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Exactness
+from stowplan.plan.plan import Decision, Exactness, Offload, Recompute, Tile
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Machine, price_by_roofline
-from stowplan.plan.tier import Tier
+from stowplan.plan.pricing import Machine, Tier, price_by_roofline
 from stowplan.run.measure.measure import measure
 
 _MOVES, _STEPS = 20, 2

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
-from stowplan.analyse.facts import Facts, facts_of, memory_curve
-from stowplan.analyse.liveness import Liveness, liveness_of
+from stowplan.analyse.facts import Facts, Liveness, facts_of, liveness_of, memory_curve
 from stowplan.analyse.packing import Block, Packing, pack
 from stowplan.analyse.tile_costs import TileCosts, tile_costs_of
 from stowplan.ir import Allocation, Document, Graph, Interval, Kind, Op, Phase, Profile, Role, Tensor, Use

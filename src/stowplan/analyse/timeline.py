@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from stowplan.analyse.liveness import Liveness, liveness_of
+from stowplan.analyse.facts import Liveness, liveness_of
 from stowplan.analyse.packing import Block, pack
 from stowplan.ir import Allocation, Graph, Kind, Role
 

@@ -9,14 +9,12 @@ from torch import nn
 
 from stowplan.capture.answers import NO_ANSWERS, Answers, answers_among
 from stowplan.capture.eager import EagerMemory, eager_memory
-from stowplan.capture.functional import pruned, with_updates
+from stowplan.capture.functional import Lowering, pruned, with_updates
 from stowplan.capture.functionalise import functionalise
 from stowplan.capture.layouts import learn_from_kernels, with_swayed_ops_marked
-from stowplan.capture.lower import Lowering
 from stowplan.capture.origins import explained
 from stowplan.capture.program import Program
-from stowplan.capture.recorder import record
-from stowplan.capture.recording import Loss, Recording, Step
+from stowplan.capture.recording import Loss, Recording, Step, record
 from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import Event
 from stowplan.ir import Graph

@@ -23,7 +23,7 @@ from stowplan.torch_private import (
 
 # With a separator at the end: torchvision is no part of torch.
 _LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-_RECORDER = str(Path(__file__).with_name("recorder.py"))  # frames above it are not part of the step
+_RECORDER = str(Path(__file__).with_name("recording.py"))  # frames above it are not part of the step
 
 
 @dataclass(frozen=True, slots=True)

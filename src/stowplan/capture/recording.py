@@ -1,23 +1,41 @@
-"""Recording: the events of one training step, from its first op to its gradients, and the names in it."""
+"""Recording: the events of one training step, from its first op to its gradients, and the names in it.
+
+The recorder runs the step once on stand-ins (forward, loss and backward) under a Watch.
+"""
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from stowplan.capture.arguments import Spec, leaf_names
-from stowplan.capture.checks import unchecked
+from stowplan.capture.answers import Check, checked, unchecked
+from stowplan.capture.arguments import Spec, flatten, leaf_names, refuse_opaque
+from stowplan.capture.origins import Origins, reads_values
+from stowplan.capture.stand_ins import StandIns
 from stowplan.capture.storage_views import Lifetime, StorageView
-from stowplan.capture.watching import AnswerHere, Event, Incoming
-from stowplan.errors import CaptureError
+from stowplan.capture.watching import (
+    AnswerHere,
+    Event,
+    Incoming,
+    KnownOverwritten,
+    ReadsOutsideOps,
+    Rehearsal,
+    Undecided,
+    Watch,
+    WentOn,
+    followed,
+)
+from stowplan.errors import CaptureError, NotFinite
 from stowplan.ir import Kind
-from stowplan.torch_private import pytree
+from stowplan.torch_private import checkpoints_as_calls, pytree
 
 if TYPE_CHECKING:
     from stowplan.capture.cuda_calls import CudaCalls
+
 
 Loss: TypeAlias = Callable[..., object] | str | int
 """A function of the model's output, or the name or index of the output that is the loss."""
@@ -158,3 +176,238 @@ def _positional_names(model: nn.Module, count: int) -> list[str]:
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             names.append(parameter.name)
     return names[:count]
+
+
+_MOST_ATTEMPTS = 64  # recordings of one step: each finds a value that is overwritten, or a check
+
+
+def record(step: Step) -> Recording:
+    """Watch the step run once, without data.
+
+    Where unknown values overwrite known ones, the step is recorded again without these. Where it asks what no
+    argument determines, the step is recorded again with each of the two answers.
+    """
+    unknown, assumed = set[str](), list[Check]()
+    for _ in range(_MOST_ATTEMPTS):
+        try:
+            return _Recorder(step, unknown, assumed).record()
+        except KnownOverwritten as found:
+            if not found.made_at or found.made_at in unknown:
+                break
+            unknown.add(found.made_at)
+        except Undecided as question:
+            check = _check_for(step, unknown, assumed, question)
+            if check is None:
+                raise reads_values(question.origin) from question
+            assumed.append(check)
+    return _Recorder(step, knowing=False).record()
+
+
+def _check_for(step: Step, unknown: set[str], assumed: list[Check], question: Undecided) -> Check | None:
+    """The answer to the next question that does not raise, if the other one does nothing else."""
+    errors: dict[bool, Exception] = {}
+    for answer in (True, False):
+        try:
+            _Recorder(step, unknown, assumed, trying=answer).record()
+        except WentOn:
+            continue
+        except Exception as error:
+            errors[answer] = error
+    if len(errors) == 1:
+        ((answer, raised),) = errors.items()
+        return Check.of(raised, expected=not answer)
+    if errors or question.expected is None:
+        return None
+    where = f" at {question.origin.source}" if question.origin.source else ""
+    words = (
+        f"forward asks{where} whether numbers are finite; they are not, and the plan is for the other case"
+    )
+    return Check(question.expected, NotFinite(words))
+
+
+class _Recorder:
+    """One attempt at a recording. Holds the stand-ins, as the caller of an eager step holds the originals."""
+
+    def __init__(
+        self,
+        step: Step,
+        unknown: Collection[str] = (),
+        assumed: Sequence[Check] = (),
+        *,
+        knowing: bool = True,
+        trying: bool | None = None,
+    ) -> None:
+        self._step = step
+        flat, self._input_spec = flatten(step.args, step.kwargs)
+        refuse_opaque(flat, argument_names(step))
+        held = (named_tensors(step, "parameters"), named_tensors(step, "buffers"))
+        given = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        names = [n for n, leaf in zip(argument_names(step), flat, strict=True) if isinstance(leaf, Tensor)]
+        knowing_given = knowing and step.know_values
+        known = [t for n, t in zip(names, given, strict=True) if knowing_given and n not in unknown]
+        everything = (*given, *(t for table in held for t in table.values()))
+        self._stand_ins = StandIns(step.device, everything, known)
+        self._origins = Origins(module_paths(step))
+        rehearsal = Rehearsal(self._stand_ins.fakes, knowing=knowing)
+        self._watch = Watch(rehearsal, self._origins, unknown, assumed, trying)
+        self._watch.assuming = knowing_given
+        self._externals: dict[StorageView, ExternalTensor] = {}
+        self._entered: dict[StorageView, Tensor] = {}  # their stand-ins
+        self._wanted: list[Tensor] = []  # the leaves that gradients are for; at last in eager's order
+        self._inputs = [self._stand_ins.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat]
+
+    def record(self) -> Recording:
+        with ExitStack() as swapped:
+            for module in self._step.modules().values():
+                swapped.enter_context(self._stand_ins.inside(module))
+            return self._recorded(buffers=self._enter_externals())
+
+    def _recorded(self, buffers: Mapping[str, Tensor]) -> Recording:
+        returned = self._forward()
+        outputs, output_spec = pytree.tree_flatten(returned)
+        replaced, turn = self._replaced(buffers), len(self._watch.events)
+        tangents = self._backward(outputs, self._differentiated(returned, outputs))
+        constants = self._watch.constants
+        named = [(f"constants.{number}", tensor) for number, tensor in enumerate(constants.values())]
+        self._enter(Kind.CONSTANT, named)
+        return Recording(
+            events=tuple(self._watch.events),
+            turn=turn,
+            incoming=tuple(self._watch.incoming),
+            lifetimes=tuple(self._watch.book.lifetimes),
+            externals=tuple(self._externals.values()),
+            constants={self._view(tensor): tensor for tensor in constants.values()},
+            inputs=tuple(self._view(leaf) if isinstance(leaf, Tensor) else None for leaf in self._inputs),
+            input_spec=self._input_spec,
+            outputs=tuple(self._view(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs),
+            attached=tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs),
+            output_spec=output_spec,
+            tangents=tuple(None if tangent is None else self._view(tangent) for tangent in tangents),
+            gradients={
+                self._view(leaf): self._view(leaf.grad) for leaf in self._wanted if leaf.grad is not None
+            },
+            replaced=replaced,
+            literals=frozenset(self._view(constants[number]) for number in self._watch.literals),
+            looks_at_values=self._watch.looks_at_values,
+            answers=tuple(self._watch.answers),
+        )
+
+    def _view(self, tensor: Tensor) -> StorageView:
+        return self._watch.book.view_of(tensor)
+
+    def _enter_externals(self) -> dict[str, Tensor]:
+        """Register parameters, buffers and inputs; returns the buffers by name."""
+        parameters, buffers = named_tensors(self._step, "parameters"), named_tensors(self._step, "buffers")
+        self._enter(Kind.PARAMETER, list(parameters.items()))
+        self._enter(Kind.BUFFER, list(buffers.items()))
+        names = zip(argument_names(self._step), self._inputs, strict=True)
+        given = [(name, leaf) for name, leaf in names if isinstance(leaf, Tensor)]
+        self._enter(Kind.INPUT, given)
+        for name, leaf in given:
+            self._watch.note_given(leaf, name)
+        return buffers
+
+    def _enter(self, kind: Kind, named: Sequence[tuple[str, Tensor]]) -> None:
+        for name, tensor in named:
+            view = self._view(tensor)
+            if view in self._externals:
+                known = self._externals[view]
+                self._refuse_twin(known.names[0], self._entered[view], name, tensor)
+                self._externals[view] = replace(known, names=(*known.names, name))
+                continue
+            self._externals[view], self._entered[view] = ExternalTensor(kind, (name,), view), tensor
+            if tensor.requires_grad:
+                self._wanted.append(tensor)
+
+    def _refuse_twin(self, known: str, tensor: Tensor, name: str, other: Tensor) -> None:
+        """Two tensors with one storage view are one value, but have two gradients."""
+        if tensor is not other and (tensor.requires_grad or other.requires_grad):
+            raise CaptureError(
+                f"{known} and {name} are two tensors at the same memory, and one requires a gradient",
+                advice=f"pass one tensor for both, or {name}.clone()",
+            )
+
+    def _forward(self) -> object:
+        args, kwargs = self._input_spec.unflatten(self._inputs)
+        outside = ReadsOutsideOps(self._watch)
+        cuda = nullcontext() if self._step.cuda is None else self._step.cuda.anew()
+        with self._origins.following(), checkpoints_as_calls(), self._watch, cuda, outside:
+            returned = after_loss(self._step.model(*args, **kwargs), self._step.loss)
+        self._watch.assuming = False
+        return checked(returned, self._watch.checks)
+
+    def _replaced(self, before: Mapping[str, Tensor]) -> dict[StorageView, StorageView]:
+        now = named_tensors(self._step, "buffers")
+        return {
+            self._view(tensor): self._view(now[name])
+            for name, tensor in before.items()
+            if name in now and now[name] is not tensor
+        }
+
+    def _backward(
+        self, outputs: Sequence[object], differentiated: Mapping[int, Tensor]
+    ) -> list[Tensor | None]:
+        """Differentiate, and return the gradients that came in for the outputs."""
+        tangents = [
+            self._tangent(differentiated[position]) if position in differentiated else None
+            for position in range(len(outputs))
+        ]
+        self._enter(Kind.GRADIENT, [(f"tangents.{p}", t) for p, t in enumerate(tangents) if t is not None])
+        torch.clear_autocast_cache()  # as on leaving the autocast region, which belongs around forward only
+        roots = tuple(differentiated.values())
+        with ExitStack() as stack:
+            for device in {root.device.type for root in roots}:
+                stack.enter_context(torch.autocast(device, enabled=False))
+            stack.enter_context(followed(self._watch, roots))
+            stack.enter_context(self._watch)
+            stack.enter_context(self._noting_the_line())
+            torch.autograd.backward(roots, tuple(tangent for tangent in tangents if tangent is not None))
+        place = {leaf: position for position, leaf in enumerate(self._watch.accumulated)}
+        self._wanted.sort(key=lambda leaf: place.get(id(leaf), len(place)))
+        return tangents
+
+    @contextmanager
+    def _noting_the_line(self) -> Iterator[None]:
+        """A failure in backward has no line of the user's code: use that of the op being differentiated."""
+        try:
+            yield
+        except Exception as error:
+            node = self._watch.incoming[-1].node if self._watch.incoming else None
+            for event in self._watch.events:
+                if node in event.nodes:
+                    error.add_note(event.origin.source)
+            raise
+
+    def _tangent(self, output: Tensor) -> Tensor:
+        with self._stand_ins.fakes:
+            return torch.empty_strided(
+                output.shape, output.stride(), dtype=output.dtype, device=output.device
+            )
+
+    def _differentiated(self, returned: object, outputs: Sequence[object]) -> dict[int, Tensor]:
+        """The outputs that receive gradients, by position: see `Step`.
+
+        A tensor that is returned twice is one output: its gradient comes in once.
+        """
+        able: dict[StorageView, tuple[int, Tensor]] = {}
+        for position, leaf in enumerate(outputs):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                able.setdefault(self._view(leaf), (position, leaf))
+        if not able:
+            raise CaptureError(
+                "no output depends on a parameter that requires a gradient",
+                advice="check requires_grad, torch.no_grad and what the model returns",
+            )
+        if self._step.differentiated is not None:
+            given = set(self._step.differentiated)
+            return {position: leaf for position, leaf in able.values() if position in given}
+        if isinstance(self._step.loss, str | int):
+            named = output_named(unchecked(returned), self._step.loss)
+            if not named.requires_grad:
+                raise CaptureError(
+                    f"loss is {self._step.loss!r}, and no gradient can be computed for that output: it"
+                    " depends on no parameter and no input that requires one"
+                )
+            return dict([able[self._view(named)]])
+        losses = {position: leaf for position, leaf in able.values() if leaf.dim() == 0}
+        return losses if len(losses) == 1 and not self._step.all_outputs else dict(able.values())

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from stowplan.capture.answers import IsBelow, Question, contents_of, count_of, shape_of
-from stowplan.capture.checks import Check
-from stowplan.capture.layouts import as_made
+from stowplan.capture.answers import Check, IsBelow, Question, contents_of, count_of, shape_of
+from stowplan.capture.layouts import Shapes, as_made
 from stowplan.capture.origins import Origin, Origins
 from stowplan.capture.schema import (
     extra_bytes,
@@ -29,7 +28,6 @@ from stowplan.capture.schema import (
     written_arguments,
     written_names,
 )
-from stowplan.capture.shapes import Shapes
 from stowplan.capture.stand_ins import is_small_integer
 from stowplan.capture.storage_views import StorageBook, StorageView
 from stowplan.errors import CaptureError

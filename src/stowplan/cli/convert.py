@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 
 from stowplan import api
 from stowplan.formats.door import WRITERS
-from stowplan.plan.progress import showing_progress
+from stowplan.plan.watch import showing_progress
 from stowplan.units import printable
 
 

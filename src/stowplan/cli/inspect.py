@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 
 from stowplan import api
 from stowplan.errors import BadUse
-from stowplan.plan.progress import showing_progress
+from stowplan.plan.watch import showing_progress
 
 
 def add_arguments(parser: ArgumentParser) -> None:

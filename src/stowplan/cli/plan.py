@@ -20,13 +20,12 @@ from stowplan.cli.options import (
     write_output,
 )
 from stowplan.errors import BadUse
-from stowplan.plan.progress import Waiting, showing_progress
-from stowplan.plan.watch import Patience, ended_by, limited_to
+from stowplan.plan.watch import Patience, Waiting, ended_by, limited_to, showing_progress
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from stowplan.plan.allocator.projection import HeapProjection
-    from stowplan.plan.candidate import Tradeoff
+    from stowplan.plan.select import Tradeoff
     from stowplan.run.project import ProjectedStep
 
 

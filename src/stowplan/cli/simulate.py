@@ -16,14 +16,13 @@ from stowplan.errors import BadUse, TooManyWorkers
 from stowplan.ir import Graph, Phase
 from stowplan.ir.labels import Labels
 from stowplan.plan.pricing import Machine
-from stowplan.plan.progress import showing_progress
 from stowplan.plan.shards.choice import choose_mesh
 from stowplan.plan.shards.curves import strong_scaling, weak_scaling
 from stowplan.plan.shards.mesh import Mesh, parse_mesh
 from stowplan.plan.shards.projection import Network, Projection, project
 from stowplan.plan.shards.relayout import choose_layouts
 from stowplan.plan.shards.seeds import seeds_for
-from stowplan.plan.watch import tell_phase
+from stowplan.plan.watch import showing_progress, tell_phase
 from stowplan.units import parse_bytes
 
 _KEYS = (

@@ -12,15 +12,14 @@ from typing import Annotated
 
 import msgspec
 
-from stowplan.analyse.costs import costs_of, estimated_workspaces
+from stowplan.analyse.facts import costs_of, estimated_workspaces
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats.checked import bad_input_of
 from stowplan.ir import DType, Graph, Op
 from stowplan.ops.cuda_workspace import cuda_workspace_of
 from stowplan.ops.table import site_of
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.pricing import Basis, Pricing
-from stowplan.plan.tier import Tier
+from stowplan.plan.pricing import Basis, Pricing, Tier
 from stowplan.units import parse_bytes
 
 _TABLE = Path(__file__).with_name("cards.toml")

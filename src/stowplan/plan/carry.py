@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 
 from stowplan.ir import Attribute, Graph
 from stowplan.plan.bound import relaxed_bound_of
-from stowplan.plan.decision import RecomputeOp, Step
 from stowplan.plan.frontier import Point
 from stowplan.plan.ledger import Gaps, Ledger, State, gaps_of
+from stowplan.plan.plan import RecomputeOp, Step
 from stowplan.plan.pricing import Basis, Machine, Pricing, price_by_roofline
 from stowplan.plan.problem import Problem
 

@@ -28,8 +28,8 @@ from re import sub
 import numpy as np
 
 from stowplan.plan.bound import crossing_at
-from stowplan.plan.decision import Step
 from stowplan.plan.ledger import Gaps, Ledger, State
+from stowplan.plan.plan import Step
 from stowplan.plan.problem import Problem
 from stowplan.plan.schedule import steps_of
 from stowplan.plan.watch import Searching, patience, tell

@@ -1,16 +1,107 @@
-"""Plan: a graph, a budget, the decisions and the proof that it fits. Frozen; made by a `Planner`."""
+"""Plan: a graph, a budget, the decisions and the proof that it fits. Frozen; made by a `Planner`.
+
+A decision is one of a closed set of answers to "how long does this tensor live". A step is one action.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Phase
-from stowplan.plan.decision import Decision, Step
 from stowplan.plan.pricing import Pricing
-from stowplan.plan.tile_map import TileMap
 from stowplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from stowplan.plan.tile_map import TileMap
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Lives from its producer to its last reader."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Freed after its last forward reader and recomputed in backward.
+
+    `hold`: recomputed once, before the first backward reader, and kept to the last; otherwise for each
+    reader.
+    """
+
+    hold: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Stored in a tier while no op reads it, and loaded back before its next reader."""
+
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Never whole: its segment is computed rectangle by rectangle, `parts[i]` pieces along dim i."""
+
+    segment: str
+    parts: tuple[int, ...]
+
+
+Decision: TypeAlias = Keep | Recompute | Offload | Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run an op for the first time. `overwrites` pairs an output with the dying input it replaces."""
+
+    op: str
+    overwrites: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeOp:
+    """Run a forward op a second time, for the outputs named; its other outputs are discarded at once."""
+
+    op: str
+    outputs: tuple[str, ...]
+    overwrites: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Free tensors; a storage is freed with the last tensor in it."""
+
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Begin to write a storage, all of whose names are `tensors`, to the tier.
+
+    It stays in memory until its names are freed, and the Free waits until all is written.
+    """
+
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Begin to read a storage back into new memory, under the names it was stored by.
+
+    The next op that uses one of them waits until all is read. A stored storage can be loaded many times.
+    """
+
+    tensors: tuple[str, ...]
+
+
+def transfer_id(step: Store | Load) -> str:
+    """The op that represents a transfer; it runs as often as its tensor is stored, or loaded."""
+    return f"{'store' if isinstance(step, Store) else 'load'} {step.tensors[0]}"
+
+
+Step: TypeAlias = Compute | RecomputeOp | Free | Store | Load
 
 
 class Exactness(StrEnum):
@@ -58,7 +149,7 @@ class Plan:
     minimum_bytes: int | None  # the smallest budget for which a plan was found; None: nobody searched
     bound_seconds: float  # no schedule in this order is faster within the budget
     extra_macs: int
-    tile_maps: tuple[TileMap, ...] = ()
+    tile_maps: "tuple[TileMap, ...]" = ()
     cut_short: str = ""  # what ended the search early, if anything did
     against_eager: AgainstEager | None = None  # None: the plan is of a graph without a model
     projected_for: str = ""  # the card that the step was captured and priced for, if it is another device

@@ -8,24 +8,19 @@ from typing import TypeAlias
 
 import numpy as np
 
-from stowplan.analyse.costs import costs_of
-from stowplan.analyse.facts import memory_curve
-from stowplan.analyse.liveness import liveness_of
+from stowplan.analyse.facts import costs_of, liveness_of, memory_curve
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph, Kind
 from stowplan.ir.labels import Labels, TensorGroup
 from stowplan.plan.bound import bound_of
-from stowplan.plan.decision import Decision, Keep, Offload, Recompute, RecomputeOp, Step, Store
 from stowplan.plan.frontier import Frontier, Point, baseline_of, focus_on, frontier_of
 from stowplan.plan.judge.simulate import alive_at, simulate
 from stowplan.plan.ledger import State, gaps_of
 from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions
-from stowplan.plan.order import slices_last
-from stowplan.plan.plan import Plan
-from stowplan.plan.pricing import Pricing
-from stowplan.plan.problem import Problem, problem_of
+from stowplan.plan.plan import Decision, Keep, Offload, Plan, Recompute, RecomputeOp, Step, Store
+from stowplan.plan.pricing import Pricing, Tier
+from stowplan.plan.problem import Problem, problem_of, slices_last
 from stowplan.plan.technique import Socket
-from stowplan.plan.tier import Tier
 from stowplan.units import format_bytes
 
 _ADVICE = "`stowplan plan TARGET --frontier` shows what every budget costs"
@@ -106,7 +101,7 @@ class Planner:
     def plan_at(self, point: Point, allowed_bytes: int) -> Plan:
         """The plan of one point of the frontier, which is within `allowed_bytes`."""
         graph, steps, pricing = self.problem.graph, point.steps(self.problem), self.pricing
-        simulation = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
+        simulation = simulate(graph, steps, pricing)
         plain_seconds = sum(self.problem.seconds)
         return Plan(
             graph=graph,
@@ -137,7 +132,7 @@ class Planner:
         """The error for a budget below the smallest."""
         graph, pricing = self.problem.graph, self.pricing
         steps = self.frontier.points[0].steps(self.problem)
-        curve = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes, pricing.tier).curve_bytes
+        curve = simulate(graph, steps, pricing).curve_bytes
         peak = int(np.argmax(curve))
         alive = alive_at(graph, steps, peak)
         labels = Labels(graph)

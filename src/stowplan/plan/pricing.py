@@ -1,13 +1,41 @@
-"""Pricing: what each op costs to run, and on what that figure rests."""
+"""Pricing: what each op and each transfer costs, and on what that figure rests.
+
+A tier is where tensors can wait outside of the device's memory. It has two copy engines, one each way, that
+take transfers in the order they were begun and work beside the ops. A transfer occupies the device's memory
+from its beginning to its end.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stowplan.analyse.costs import costs_of
+from stowplan.analyse.facts import costs_of
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Profile
-from stowplan.plan.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """The properties of a tier that planning needs. Rates and latency are measured where the step runs.
+
+    `staging_bytes` is what the engines themselves take of the device's memory in a step that uses them.
+    """
+
+    name: str
+    capacity_bytes: int
+    store_bytes_per_second: float
+    load_bytes_per_second: float
+    latency_seconds: float = 0.0
+    staging_bytes: int = 0
+
+    def store_seconds(self, nbytes: int) -> float:
+        """How long the engine is busy writing `nbytes`."""
+        return self.latency_seconds + nbytes / self.store_bytes_per_second
+
+    def load_seconds(self, nbytes: int) -> float:
+        """How long the engine is busy reading `nbytes`."""
+        return self.latency_seconds + nbytes / self.load_bytes_per_second
+
 
 _BYTES_PER_MAC = 1000  # moving bytes only breaks ties where multiply-accumulates are what counts
 

@@ -7,11 +7,11 @@ reader, then write the steps with every free right behind it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stowplan.analyse.storages import is_resident, storages_of
+from stowplan.analyse.facts import is_resident, storages_of
 from stowplan.ir import Graph, Op, Role
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Compute, Free, RecomputeOp, Step
 from stowplan.plan.ledger import State, gaps_of
+from stowplan.plan.plan import Compute, Free, RecomputeOp, Step
 from stowplan.plan.problem import Problem, overwritable
 
 Copy = tuple[str, int]  # a tensor and how many times it had been made before

@@ -7,7 +7,7 @@ from stowplan.analyse.tile_costs import Levels
 from stowplan.ir import Document, Graph
 from stowplan.ir.labels import Labels
 from stowplan.ir.text import parse_graph
-from stowplan.plan.decision import Tile
+from stowplan.plan.plan import Tile
 from stowplan.plan.technique import Socket
 
 Shape = tuple[int, ...]

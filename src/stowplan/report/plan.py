@@ -10,13 +10,12 @@ from rich.text import Text
 
 from stowplan.ir import Op
 from stowplan.ir.labels import Labels
-from stowplan.plan.candidate import Tradeoff
-from stowplan.plan.decision import Compute, Decision, Keep, Offload, Recompute, RecomputeOp, Tile
 from stowplan.plan.explain.explain import Explanation
 from stowplan.plan.explain.timeline import packed_bytes_of
 from stowplan.plan.explain.updates import updates_of
-from stowplan.plan.plan import Exactness, Plan
+from stowplan.plan.plan import Compute, Decision, Exactness, Keep, Offload, Plan, Recompute, RecomputeOp, Tile
 from stowplan.plan.pricing import Basis
+from stowplan.plan.select import Tradeoff
 from stowplan.report.terminal import bar, blocks_of, memory_curve_drawing, modules_table, print_trimmed
 from stowplan.report.tiles import show_tile_map
 from stowplan.units import format_bytes, format_count, format_seconds, format_share

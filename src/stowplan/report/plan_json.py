@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.candidate import Tradeoff
 from stowplan.plan.explain.explain import Explanation, TiledTensor
 from stowplan.plan.explain.timeline import packed_bytes_of
 from stowplan.plan.explain.updates import updates_of
 from stowplan.plan.plan import Plan
+from stowplan.plan.select import Tradeoff
 from stowplan.plan.tile_map import TileMap
 
 Json = dict[str, object]

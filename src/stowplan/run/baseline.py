@@ -6,11 +6,11 @@ eager, whose in-place ops capture has functionalised.
 
 from collections.abc import Iterator
 
-from stowplan.analyse.storages import Storages, is_resident, storages_of
+from stowplan.analyse.facts import Storages, is_resident, storages_of
 from stowplan.ir import Graph, Op
 from stowplan.ops.aliasing import aliasing_of
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Compute, Free, Step
+from stowplan.plan.plan import Compute, Free, Step
 
 
 def baseline_steps(graph: Graph) -> tuple[Step, ...]:

@@ -18,10 +18,10 @@ from stowplan.plan.options import DEFAULT_OPTIONS, ON_REQUEST, TECHNIQUES, PlanO
 from stowplan.plan.plan import Plan
 from stowplan.plan.technique import Socket
 from stowplan.run.fitting import Fitting, fitted_class_of, model_class
-from stowplan.run.stand_in import seen_as
 from stowplan.run.wrappers import (
     leave_checkpointing_off,
     refuse_wrapped,
+    seen_as,
     switch_checkpointing_off,
 )
 from stowplan.units import parse_bytes

@@ -26,17 +26,17 @@ from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.ir import Kind
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
-from stowplan.plan.progress import showing_progress
-from stowplan.plan.watch import tell_phase
+from stowplan.plan.watch import showing_progress, tell_phase
 from stowplan.run.border.dependencies import Dependencies, Observation, Place, sharing_of
 from stowplan.run.border.guard import Guard
 from stowplan.run.measure.agreement import Relaid, compared, written_tensors
 from stowplan.run.planning.plan_cache import USER_PLANS, PlanCache, saved_step
 from stowplan.run.planning.subject import PlannedStep, Subject
-from stowplan.run.stand_in import fitted_class, with_forward
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import (
+    fitted_class,
     refuse_shards,
+    with_forward,
 )
 from stowplan.torch_private import checkpoints_as_calls, storage_id
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from stowplan.analyse.storages import is_resident, storages_of
+from stowplan.analyse.facts import is_resident, storages_of
 from stowplan.capture import Captured
 from stowplan.capture.stand_ins import StandIns
 from stowplan.errors import BadUse

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stowplan.analyse.costs import estimated_workspaces
+from stowplan.analyse.facts import estimated_workspaces
 from stowplan.capture import Captured, capture
 from stowplan.capture.cuda_calls import Chosen, CudaCalls
 from stowplan.capture.recording import Loss

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stowplan.plan.decision import RecomputeOp
+from stowplan.plan.plan import RecomputeOp
 from stowplan.plan.shards.buckets import LEAST_BYTES, buckets_of
 from stowplan.plan.shards.traffic import traffic_of
 from stowplan.run.fit import fit, plans_of

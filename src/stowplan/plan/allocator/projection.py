@@ -13,8 +13,7 @@ from stowplan.errors import BudgetTooSmall, IllegalPlan
 from stowplan.plan.allocator.caching import CachingAllocator, HeapFigures
 from stowplan.plan.allocator.requests import Request, Requests, requests_of
 from stowplan.plan.allocator.settings import OWN_SEGMENT, SEGMENT_STEP, SMALL_REQUEST, AllocatorSettings
-from stowplan.plan.decision import Compute, Free
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Compute, Free, Plan
 from stowplan.units import format_bytes
 
 ITERATIONS = 3  # growth after the first shows in the second; the third shows that it has ended

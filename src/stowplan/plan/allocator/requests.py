@@ -8,7 +8,7 @@ others, such as gradients, is freed before the next iteration, as `zero_grad(set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stowplan.analyse.storages import is_resident
+from stowplan.analyse.facts import is_resident
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.judge.simulate import transfer_bytes
 from stowplan.plan.plan import Plan

@@ -7,10 +7,8 @@ from difflib import get_close_matches
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Op
 from stowplan.ir.labels import Labels
-from stowplan.plan.decision import Compute, Decision, Free, Keep, Load, RecomputeOp, Step, Store
-from stowplan.plan.judge.engines import Transfer
-from stowplan.plan.judge.simulate import simulate
-from stowplan.plan.plan import Plan
+from stowplan.plan.judge.simulate import Transfer, simulate
+from stowplan.plan.plan import Compute, Decision, Free, Keep, Load, Plan, RecomputeOp, Step, Store
 from stowplan.plan.tile_map import TileLevel, TileMap
 from stowplan.units import format_bytes, format_share
 
@@ -44,7 +42,7 @@ def explain(plan: Plan, tensor: str) -> Explanation:
     spans = _spans(plan, names)
     peak = plan.projected_curve_bytes.index(plan.projected_peak_bytes)
     pricing = plan.pricing
-    run = simulate(plan.graph, plan.steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
+    run = simulate(plan.graph, plan.steps, pricing)
     runs = sum(isinstance(step, RecomputeOp) and name in step.outputs for step in plan.steps)
     again_seconds = runs * pricing.seconds[maker.id] if maker else 0.0
     return Explanation(

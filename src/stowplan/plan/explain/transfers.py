@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from stowplan.ir import Graph, Op, Phase, Use
-from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Store
-from stowplan.plan.judge.engines import Stall
-from stowplan.plan.judge.simulate import simulate
-from stowplan.plan.plan import Plan
+from stowplan.plan.judge.simulate import Stall, simulate
+from stowplan.plan.plan import Compute, Free, Load, Plan, RecomputeOp, Store, transfer_id
 
 STORE, LOAD = "stowplan.store", "stowplan.load"
 
@@ -34,11 +32,6 @@ class Clock:
     stalls: tuple[Stall, ...]
 
 
-def transfer_id(step: Store | Load) -> str:
-    """The op that represents a transfer; it runs as often as its tensor is stored, or loaded."""
-    return f"{'store' if isinstance(step, Store) else 'load'} {step.tensors[0]}"
-
-
 def with_transfers(plan: Plan) -> Graph:
     """The graph of a plan with an op for each storage that is moved, each way."""
     moves = {transfer_id(step): step for step in plan.steps if isinstance(step, Store | Load)}
@@ -56,7 +49,7 @@ def _op(name: str, step: Store | Load) -> Op:
 def clock_of(plan: Plan) -> Clock:
     """The clock of a plan by its prices."""
     pricing = plan.pricing
-    played = simulate(plan.graph, plan.steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
+    played = simulate(plan.graph, plan.steps, pricing)
     moved = {move.step: Span(move.start_seconds, move.end_seconds) for move in played.transfers}
     waits: defaultdict[int, float] = defaultdict(float)
     for stall in played.stalls:

@@ -11,9 +11,8 @@ from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role
 from stowplan.ops.effects import UPDATE
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.judge.simulate import simulate
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Compute, Free, Load, Plan, RecomputeOp, Step, Store
 from stowplan.plan.problem import can_recompute, outdated_tensors, overwritable
 from stowplan.units import format_bytes
 
@@ -22,7 +21,7 @@ def verify(plan: Plan) -> Plan:
     """`plan` itself if it is legal and stays within its budget; otherwise IllegalPlan names the step."""
     _Check(plan.graph).walk(plan.steps)
     pricing = plan.pricing
-    simulation = simulate(plan.graph, plan.steps, pricing.seconds, pricing.workspace_bytes, pricing.tier)
+    simulation = simulate(plan.graph, plan.steps, pricing)
     if simulation.curve_bytes != plan.projected_curve_bytes:
         raise IllegalPlan("the projected curve is not the one its steps have")
     if simulation.peak_bytes > plan.allowed_bytes:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from stowplan.analyse.storages import storages_of
+from stowplan.analyse.facts import storages_of
 from stowplan.ir import Graph, Kind, Op, Role
-from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
+from stowplan.plan.plan import Compute, Free, Load, RecomputeOp, Step, Store
 
 
 @dataclass(frozen=True, slots=True)

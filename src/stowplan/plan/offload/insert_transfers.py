@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stowplan.plan.decision import Free, Load, Step, Store
 from stowplan.plan.offload.idle_intervals import IdleInterval
+from stowplan.plan.plan import Free, Load, Step, Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stowplan.errors import BadUse
-from stowplan.plan.decision import Step
 from stowplan.plan.frontier import Frontier, Point
 from stowplan.plan.judge.simulate import bytes_beside, simulate
 from stowplan.plan.offload.descent import descend
@@ -17,11 +16,11 @@ from stowplan.plan.offload.idle_intervals import idle_intervals_of
 from stowplan.plan.offload.insert_transfers import Move, insert_transfers
 from stowplan.plan.offload.transfer_schedule import TransferSchedule
 from stowplan.plan.options import PlanOptions
+from stowplan.plan.plan import Step
 from stowplan.plan.planner import FRONTIER_EXTENSIONS
-from stowplan.plan.pricing import Pricing
+from stowplan.plan.pricing import Pricing, Tier
 from stowplan.plan.problem import Problem
 from stowplan.plan.schedule import steps_of
-from stowplan.plan.tier import Tier
 
 _STARTS = 8  # points of the frontier that are descended from
 
@@ -52,7 +51,7 @@ def _descended(
     problem: Problem, start: Point, pricing: Pricing, tier: Tier, gradients: bool
 ) -> Iterator[Point]:
     graph, steps = problem.graph, steps_of(problem, start.states)
-    baseline = simulate(graph, steps, pricing.seconds, pricing.workspace_bytes)
+    baseline = simulate(graph, steps, pricing)
     intervals = idle_intervals_of(graph, steps, gradients=gradients)
     transfers = TransferSchedule(steps, intervals, baseline, pricing.seconds, tier, bytes_beside(graph, tier))
     base = baseline.seconds - start.extra_seconds

@@ -7,7 +7,7 @@ Everything else can be recomputed.
 
 from collections.abc import Iterable, Sequence
 
-from stowplan.analyse.costs import estimated_workspaces
+from stowplan.analyse.facts import estimated_workspaces
 from stowplan.ir import Graph, Kind, Phase
 
 

@@ -11,21 +11,20 @@ from functools import cached_property, partial
 from stowplan.errors import BudgetTooSmall, NotTileable
 from stowplan.ir import Graph, Phase
 from stowplan.ops.table import shape_of
-from stowplan.plan.candidate import (
+from stowplan.plan.frontier import floor_of
+from stowplan.plan.options import ON_REQUEST, PlanOptions, Prefer
+from stowplan.plan.plan import Exactness, Plan, Recompute, Tile
+from stowplan.plan.planner import baseline_peak_of
+from stowplan.plan.pricing import Pricing
+from stowplan.plan.select import (
     Baseline,
     Candidate,
     GraphCandidate,
     Refusals,
+    Selector,
     Tradeoff,
     problem_in_order,
 )
-from stowplan.plan.decision import Recompute, Tile
-from stowplan.plan.frontier import floor_of
-from stowplan.plan.options import ON_REQUEST, PlanOptions, Prefer
-from stowplan.plan.plan import Exactness, Plan
-from stowplan.plan.planner import baseline_peak_of
-from stowplan.plan.pricing import Pricing
-from stowplan.plan.select import Selector
 from stowplan.plan.tile_map import TileMap, tiled_inside
 from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep
 from stowplan.plan.tiles.collapsed import stage_candidates

@@ -13,7 +13,7 @@ from math import prod
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.table import shape_of
-from stowplan.plan.candidate import Refusals
+from stowplan.plan.select import Refusals
 from stowplan.plan.tiles.barriers import runs_between_barriers
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms, stretches_between_norms
 from stowplan.plan.tiles.costs import SweepCosts, costs_of_sweep

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from stowplan.analyse.storages import is_resident
+from stowplan.analyse.facts import is_resident
 from stowplan.ir import Graph, Kind, Tensor
 from stowplan.ir.text import format_graph, parse_graph
 from stowplan.plan.tiles.segment import Segment, segment_of

@@ -17,7 +17,7 @@ from stowplan.ops.macs import macs_of
 from stowplan.ops.regions import Partial
 from stowplan.ops.statistics import statistic_of
 from stowplan.ops.table import site_of
-from stowplan.plan.candidate import Refusals
+from stowplan.plan.select import Refusals
 from stowplan.plan.tiles.backward_footprint import BackwardFootprint
 from stowplan.plan.tiles.barriers import is_barrier
 from stowplan.plan.tiles.candidates import Tiled, Tiling, grids_tried, stages_of

@@ -6,9 +6,9 @@ Sweeps are priced by the region algebra.
 from collections.abc import Iterator
 
 from stowplan.ir import Graph, Phase
-from stowplan.plan.candidate import GRAPH_CANDIDATES, Baseline, Candidate, Refusals
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.pricing import Pricing
+from stowplan.plan.select import GRAPH_CANDIDATES, Baseline, Candidate, Refusals
 from stowplan.plan.tile_map import DOCUMENT_TILES, TILE_LEVELS
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.by_sample import sample_candidates

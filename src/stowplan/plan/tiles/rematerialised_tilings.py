@@ -14,7 +14,7 @@ from stowplan.ir import Graph, Kind
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import site_of
 from stowplan.ops.windows import windows_of
-from stowplan.plan.candidate import Refusals
+from stowplan.plan.select import Refusals
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms
 from stowplan.plan.tiles.buffer_reuse import buffers_reused
 from stowplan.plan.tiles.candidates import Tiled, Tiling, evenly_tiled

@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from stowplan.ir import Graph
-from stowplan.plan.candidate import Baseline, GraphCandidate, Tradeoff, tradeoffs_of
-from stowplan.plan.decision import Decision, RecomputeOp
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Exactness, Plan
+from stowplan.plan.plan import Decision, Exactness, Plan, RecomputeOp
 from stowplan.plan.pricing import Pricing
+from stowplan.plan.select import Baseline, GraphCandidate, Tradeoff, tradeoffs_of
 from stowplan.plan.tile_map import TileMap
 
 _FEWEST, _MOST, _BY_OP = 12_000, 80_000, 100  # moves of a search, and how many an op is worth

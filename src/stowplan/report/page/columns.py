@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TypeAlias
 
-from stowplan.analyse.costs import costs_of
-from stowplan.analyse.storages import is_resident
+from stowplan.analyse.facts import costs_of, is_resident
 from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor
 from stowplan.ir.labels import Labels
-from stowplan.plan.decision import Decision
 from stowplan.plan.explain.reasons import decisions_of, reasons_of
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Decision, Plan
 from stowplan.report.page.subject import Subject
 
 

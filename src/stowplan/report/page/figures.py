@@ -7,14 +7,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stowplan.analyse.costs import costs_of
-from stowplan.analyse.facts import untiled_bound
+from stowplan.analyse.facts import costs_of, liveness_of, untiled_bound
 from stowplan.analyse.inspection import times_of
-from stowplan.analyse.liveness import liveness_of
 from stowplan.ir import Document, Graph, Kind
-from stowplan.plan.decision import Decision, Keep, Offload, Recompute, Tile
 from stowplan.plan.explain.updates import updates_of
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Decision, Keep, Offload, Plan, Recompute, Tile
 from stowplan.plan.pricing import Basis
 from stowplan.plan.record import Record
 from stowplan.report.page.subject import Subject

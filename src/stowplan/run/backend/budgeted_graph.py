@@ -11,7 +11,7 @@ from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import problem_of
 from stowplan.run.backend.frontier_plans import FrontierPlans, PlannedPoint
-from stowplan.run.planning.price import price_captured
+from stowplan.run.planning.planner import price_captured
 
 
 @dataclass(eq=False)

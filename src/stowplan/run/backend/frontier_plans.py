@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from stowplan.ir import Kind, Phase
-from stowplan.plan.decision import Compute, Free
 from stowplan.plan.frontier import Point
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.judge.verify import verify
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Compute, Free, Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Pricing
-from stowplan.run.planning.price import replayed_bytes
+from stowplan.run.planning.planner import replayed_bytes
 
 _MOST_POINTS = 32  # a frontier is thinned to about as many
 
@@ -72,7 +71,7 @@ class FrontierPlans:
 
     def _plan(self, point: Point) -> Plan:
         plan, pricing = self._planner.plan(point.peak_bytes), self._pricing
-        curve = simulate(plan.graph, plan.steps, pricing.seconds, pricing.workspace_bytes).curve_bytes
+        curve = simulate(plan.graph, plan.steps, pricing).curve_bytes
         return verify(replace(plan, pricing=pricing, projected_curve_bytes=curve, allowed_bytes=max(curve)))
 
 

@@ -35,8 +35,7 @@ from stowplan.capture.answers import NO_ANSWERS, Answers
 from stowplan.capture.arguments import look_of
 from stowplan.errors import CaptureError
 from stowplan.run.border.frozen import Frozen, Picture, Same, first_change, restore, state_of
-from stowplan.run.border.reach import Reach
-from stowplan.run.border.reads import MODULE_STATE, Reads
+from stowplan.run.border.reach import MODULE_STATE, Reach, Reads
 from stowplan.torch_private import GLOBAL_HOOKS, HOOKS, storage_id
 
 HELD_ARGUMENTS = "arguments that lie in the memory of parameters or buffers"

@@ -1,18 +1,62 @@
-"""Reach: the global and closure variables that the code of a model names.
+"""Reach: what a model's code looks at in addition to its arguments: attributes of modules, globals, closures.
 
-A static look at code objects, starting from `forward` of every class in the model and following the functions
-and methods that code names. It finds more than a step reads, and misses what a string names at run time.
+Attributes are noted while the step runs. Global and closure variables are found by a static look at code
+objects, starting from `forward` of every class in the model and following the functions and methods that code
+names. It finds more than a step reads, and misses what a string names at run time.
 """
 
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import RLock, get_ident
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from stowplan.run.border.frozen import is_closed
+
+_ONE_AT_A_TIME = RLock()
+MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
+
+
+class Reads:
+    """The names that were read, by module. Parameters, buffers and children are among them."""
+
+    def __init__(self) -> None:
+        self._names: dict[nn.Module, dict[str, None]] = {}
+
+    def by_path(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
+        """The names that were read of each module of `model`, by its first path."""
+        return {path: tuple(self._names[m]) for path, m in model.named_modules() if m in self._names}
+
+    def outside(self, model: nn.Module) -> Mapping[nn.Module, tuple[str, ...]]:
+        """Modules that are read and are not part of the model, such as those in a list."""
+        inside = set(model.modules())
+        return {module: tuple(names) for module, names in self._names.items() if module not in inside}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within, every attribute that this thread reads of any module is noted.
+
+        Python has no other way to see a read than the class's own `__getattribute__`; it is set on
+        `nn.Module`, which has none, and removed again, one recording at a time.
+        """
+        with _ONE_AT_A_TIME:
+            thread, names, plain = get_ident(), self._names, object.__getattribute__
+
+            def noting(module: nn.Module, name: str) -> object:
+                if get_ident() == thread and name not in MODULE_STATE and name[:2] != "__":
+                    names.setdefault(module, {})[name] = None
+                return plain(module, name)
+
+            nn.Module.__getattribute__ = noting  # type: ignore[method-assign,assignment]
+            try:
+                yield
+            finally:
+                del nn.Module.__getattribute__
+
 
 _MOST_FUNCTIONS = 2_000
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "torchgen", "numpy", "stowplan", "triton"}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stowplan.analyse.costs import estimated_workspaces
+from stowplan.analyse.facts import estimated_workspaces
 from stowplan.capture import Call, Captured
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Interval, Op, Phase, Profile

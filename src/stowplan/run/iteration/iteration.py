@@ -36,7 +36,7 @@ from stowplan.run.iteration.state_elsewhere import StateElsewhere, bring_back, s
 from stowplan.run.iteration.updates import Trained, with_updates
 from stowplan.run.planning.subject import Subject
 from stowplan.run.step.function import Leaving
-from stowplan.run.step.tier import LiveTier, tier_for
+from stowplan.run.step.halves import LiveTier, tier_for
 from stowplan.torch_private import after_backward, running_backward, version_of
 
 _LOGGER = logging.getLogger("stowplan")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stowplan.analyse.storages import Storages, storages_of
+from stowplan.analyse.facts import Storages, storages_of
 from stowplan.capture import Call, Captured, Handle, Ref
 from stowplan.capture.eager import EagerMemory, Span
 from stowplan.capture.program import attributes_of
@@ -24,8 +24,8 @@ from stowplan.errors import BadUse
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Use
 from stowplan.ir import Tensor as GraphTensor
 from stowplan.ops.effects import UPDATE
+from stowplan.plan.pricing import Tier
 from stowplan.plan.problem import can_recompute, outdated_tensors
-from stowplan.plan.tier import Tier
 from stowplan.run.cost.machine import least_seconds
 from stowplan.run.cost.probe_cache import Cost
 from stowplan.run.cost.probe_call import PROBES

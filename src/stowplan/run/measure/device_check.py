@@ -30,10 +30,9 @@ from stowplan.run.cost.machine import least_seconds, platform_of
 from stowplan.run.measure.check import check, eager_peak_bytes
 from stowplan.run.measure.measure import device_bytes
 from stowplan.run.measure.sample_networks import NETWORKS, mean_of_squares
-from stowplan.run.planning.planner import plan_step
-from stowplan.run.planning.price import price_captured
+from stowplan.run.planning.planner import plan_step, price_captured
 from stowplan.run.planning.subject import PlannedStep, Subject
-from stowplan.run.step.tier import tier_for
+from stowplan.run.step.halves import tier_for
 from stowplan.run.target import Target, subject_of
 
 SHARES = (0.9, 0.75, 0.6)  # of eager's projected peak

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from stowplan.plan.pricing import Machine
-from stowplan.plan.tier import Tier
+from stowplan.plan.pricing import Machine, Tier
 from stowplan.run.cost.machine import free_bytes, measure_machine, platform_of
-from stowplan.run.step.tier import DISKS
+from stowplan.run.step.halves import DISKS
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from enum import StrEnum
 import numpy as np
 from torch.optim import Optimizer
 
-from stowplan.analyse.costs import estimated_workspaces
+from stowplan.analyse.facts import estimated_workspaces
 from stowplan.analyse.inspection import Inspection, inspection_of
 from stowplan.capture import Captured, capture
 from stowplan.ir import Document, Graph, Kind, Note, NoteKind, Phase, Profile

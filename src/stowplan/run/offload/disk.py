@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from stowplan.errors import BadUse
-from stowplan.plan.tier import Tier
+from stowplan.plan.pricing import Tier
 from stowplan.run.cost import probe_cache
 from stowplan.run.offload.calls import SystemCalls
 from stowplan.run.offload.copying import Staging, read_back, write_out

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stowplan.plan.tier import Tier
+from stowplan.plan.pricing import Tier
 from stowplan.run.cost.machine import USER_CACHE, platform_of
 from stowplan.run.cost.probe_cache import ProbeCache
 

@@ -20,15 +20,14 @@ from stowplan.plan.files import plan_file
 from stowplan.plan.files.sameness import first_difference, other_ops
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import refuse_hopeless
+from stowplan.plan.problem import slices_last
 from stowplan.plan.technique import Socket
 from stowplan.plan.watch import limited_to
 from stowplan.run.cost.machine import device_of, platform_of
 from stowplan.run.cost.probe_cache import replace_file, user_folder
-from stowplan.run.planning.planner import plan_step, step_planner
-from stowplan.run.planning.price import replayed_bytes
+from stowplan.run.planning.planner import plan_step, replayed_bytes, step_planner
 from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.units import format_bytes
 

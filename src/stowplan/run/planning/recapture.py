@@ -22,8 +22,8 @@ from stowplan.errors import CaptureError, NotTileable
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of, site_of
-from stowplan.run.stand_in import with_forward
-from stowplan.run.step.binding import Binding
+from stowplan.run.step.straight import Binding
+from stowplan.run.wrappers import with_forward
 from stowplan.torch_private import OpOverload, pytree
 
 aten = torch.ops.aten

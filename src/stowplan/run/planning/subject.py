@@ -12,9 +12,8 @@ from stowplan.capture.recording import Loss
 from stowplan.plan.frontier import Point
 from stowplan.plan.plan import Plan
 from stowplan.run.planning.recapture import Replacement, forward_ops, recapture
-from stowplan.run.step.function import Consumer
+from stowplan.run.step.function import Consumer, waiting_of
 from stowplan.run.step.straight import StraightStep
-from stowplan.run.step.waiting import waiting_of
 from stowplan.torch_private import OpOverload
 
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 
 from stowplan.capture.storage_views import contiguous_stride
-from stowplan.plan.candidate import problem_in_order
 from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Machine, price_by_roofline
+from stowplan.plan.select import problem_in_order
 from stowplan.run.cost.probe import probe_memory
 from stowplan.run.cost.signature import Operand, Signature
-from stowplan.run.planning.price import plan_within
+from stowplan.run.planning.planner import plan_within
 from stowplan.run.planning.subject import PlannedStep, Subject
 
 aten = torch.ops.aten

@@ -22,9 +22,8 @@ from stowplan.run.shards.choosing import Tried
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.shard_planner import ShardPlanner
 from stowplan.run.shards.step import ShardedStep
-from stowplan.run.stand_in import fitted_class, seen_as, with_forward
 from stowplan.run.step.straight import StraightStep
-from stowplan.run.wrappers import refuse_shards
+from stowplan.run.wrappers import fitted_class, refuse_shards, seen_as, with_forward
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -16,7 +16,7 @@ from stowplan.run.planning.subject import Subject
 from stowplan.run.shards.actions import entered
 from stowplan.run.shards.operator import Collective
 from stowplan.run.shards.step import ShardedStep
-from stowplan.run.stand_in import with_forward
+from stowplan.run.wrappers import with_forward
 from stowplan.torch_private import OpOverload
 
 

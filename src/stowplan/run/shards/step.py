@@ -27,8 +27,8 @@ from stowplan.run.shards.local import LocalStep
 from stowplan.run.shards.operator import Collective, after_collectives, first_token
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.workers import Workers
-from stowplan.run.step.binding import Binding
 from stowplan.run.step.last_uses import last_uses
+from stowplan.run.step.straight import Binding
 from stowplan.torch_private import pytree
 
 _trained: Any = Trained.apply

@@ -4,26 +4,82 @@ The nodes are joined by tokens without contents. Autograd runs the first, then w
 it returns, then the next: so a gradient is accumulated, seen by hooks, used by an optimizer and freed while
 backward goes on, in the order of `Source.pieces`. Autograd has an order of its own for the gradients that one
 node returns: where hooks would see it, each of a piece's gradients gets a node.
+
+Incoming gradients: a plan takes a layout other than the captured one as it is, with eager's bits, if the
+captured calls run on it and no op then writes over an operand that is laid out otherwise than eager's result.
+Others are copied into the captured layout, which gives the gradients of eager for the copy: those for the
+original within rounding.
 """
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeAlias
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from stowplan.capture import Program, Ref
+from stowplan.capture import Captured, Program, Ref
+from stowplan.capture.layouts import swayed_ops
 from stowplan.capture.recording import output_keys
+from stowplan.capture.storage_views import same_strides, stride_of
 from stowplan.errors import BadUse, TensorChanged
+from stowplan.plan.plan import Compute, RecomputeOp, Step
 from stowplan.run.step.halves import Halves
-from stowplan.run.step.incoming import IncomingGradients
 from stowplan.run.step.source import called
 from stowplan.torch_private import has_hooks, is_view, storage_id, version_of
+from stowplan.units import format_bytes
+
+_log = logging.getLogger("stowplan")
+_Strides = tuple[tuple[int, ...], ...]
+
+
+class IncomingGradients:
+    """Of one step: `suited` makes gradients that come in ready for its backward half."""
+
+    def __init__(self, captured: Captured, steps: Sequence[Step]) -> None:
+        self._captured = captured
+        self._names = [name for name in captured.program.tangents if name is not None]
+        tensors = (captured.graph.tensors[name] for name in self._names)
+        self._expected: _Strides = tuple(map(stride_of, tensors))
+        runs = (step for step in steps if isinstance(step, (Compute, RecomputeOp)))
+        self._overwriting = frozenset(step.op for step in runs if step.overwrites)
+        self._taken: dict[_Strides, bool] = {}
+
+    def suited(self, gradients: list[Tensor]) -> list[Tensor]:
+        """The gradients in the order of the step's tangents; the list is emptied of what is copied."""
+        strides = tuple(gradient.stride() for gradient in gradients)
+        if strides == self._expected or self._takes(strides):
+            return gradients
+        for number, expected in enumerate(self._expected):
+            gradients[number] = _laid_out(gradients[number], expected)
+        return gradients
+
+    def _takes(self, strides: _Strides) -> bool:
+        if strides not in self._taken:
+            captured, given = self._captured, dict(zip(self._names, strides, strict=True))
+            swayed = swayed_ops(captured.graph, captured.program, given)
+            self._taken[strides] = swayed is not None and self._overwriting.isdisjoint(swayed)
+            if not self._taken[strides]:
+                _log.warning(
+                    "gradients come in with strides %s, and the step was captured for %s: they are copied,"
+                    " and the gradients of parameters are those of eager within rounding",
+                    *(", ".join(map(str, each)) for each in (strides, self._expected)),
+                )
+        return self._taken[strides]
+
+
+def _laid_out(gradient: Tensor, stride: tuple[int, ...]) -> Tensor:
+    if same_strides(tuple(gradient.shape), gradient.stride(), stride):
+        return gradient
+    copy = torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device)
+    return copy.copy_(gradient)
+
 
 Zeros: TypeAlias = Callable[[], Tensor]
 Repeat: TypeAlias = Callable[[Sequence[Tensor | None]], None]  # takes the incoming gradients
@@ -339,3 +395,35 @@ def latch(run: Run, position: int, gradient: Tensor | None) -> Tensor | None:
         return None
     run.latched[position] = gradient
     return gradient.new_empty(()).expand(gradient.shape)
+
+
+class Waiting:
+    """Says once that a forward began while others of the model wait."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._runs, self._said = name, WeakSet[Run](), False
+
+    def begins(self) -> None:
+        """A forward is about to run."""
+        held = sum(run.held_bytes for run in list(self._runs))
+        if held and not self._said:
+            self._said = True
+            _log.warning(
+                "a forward of %s began while an earlier one waits for its backward and holds %s: the budget"
+                " is for one forward and its backward. Call backward after each forward, or put both into one"
+                " module and fit that. This is said once.",
+                self._name,
+                format_bytes(held),
+            )
+
+    def add(self, run: Run) -> None:
+        """The run waits from now on, until its backward is done or nobody can call it any more."""
+        self._runs.add(run)
+
+
+_OF_MODEL: WeakKeyDictionary[nn.Module, Waiting] = WeakKeyDictionary()
+
+
+def waiting_of(model: nn.Module) -> Waiting:
+    """The same for all steps that are bound to a model."""
+    return _OF_MODEL.setdefault(model, Waiting(type(model).__name__))

@@ -1,4 +1,4 @@
-"""Halves: generated source as two functions, ready to be called.
+"""Halves: generated source as two functions, ready to be called, with the tier that they store tensors in.
 
 A traceback shows the generated line that an error came from, and a note on the error the module.
 """
@@ -10,15 +10,52 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
-from typing import TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from stowplan.capture.schema import as_in_forward
+from stowplan.plan.pricing import Tier
+from stowplan.plan.technique import Socket
 from stowplan.run.step.source import Source
-from stowplan.run.step.tier import LiveTier
 from stowplan.torch_private import below_autograd
+
+
+class Away(Protocol):
+    """One storage that was given to a tier, under all the names it had."""
+
+    def wait(self) -> None:
+        """Return when the last transfer begun is done; raises TierFailed if it could not be."""
+
+    def load(self) -> tuple[Tensor, ...]:
+        """Begin to read it back; the tensors are there at once, their contents after `wait`."""
+
+
+class LiveTier(Protocol):
+    """A tier as generated code sees it."""
+
+    def store(self, *tensors: Tensor) -> Away:
+        """Begin to write the storage that all of `tensors` are in."""
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Make room for storages of these bytes before a step needs it; raises TierFull."""
+
+    def described(self) -> Tier:
+        """The tier as a planner sees it, with rates that were measured."""
+
+
+TIERS: Socket[Callable[[torch.device], LiveTier]] = Socket("run", "offload")
+"""Which tier a device's tensors go to."""
+
+DISKS: Socket[Callable[[], tuple[str, Tier]]] = Socket("run", "offload")
+"""The folder of spill files and its disk as a tier."""
+
+
+def tier_for(device: torch.device) -> LiveTier:
+    """The tier for a device, one for all steps of the process."""
+    return TIERS.of("offload")(device)
+
 
 Forward: TypeAlias = Callable[[Sequence[Tensor]], tuple[tuple[Tensor, ...], list[Tensor]]]
 Backward: TypeAlias = Callable[

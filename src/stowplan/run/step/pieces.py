@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stowplan.analyse.storages import Storages, storages_of
+from stowplan.analyse.facts import Storages, storages_of
 from stowplan.capture import Program, Ref
 from stowplan.capture.program import inputs_of
 from stowplan.ir import Graph, Op
 from stowplan.ops.effects import UPDATE, only_updates_statistics
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
+from stowplan.plan.plan import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.problem import outdated_tensors
 
 _SHARE = 64  # no piece but the last hands on less than this part of the bytes of all gradients

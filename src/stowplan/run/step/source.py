@@ -15,10 +15,9 @@ from stowplan.capture.program import inputs_of
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ops.effects import UPDATE, Effect, effect_of
 from stowplan.ops.table import site_of
-from stowplan.plan.decision import Compute, Free, Load, RecomputeOp, Step, Store
+from stowplan.plan.plan import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.problem import updated_buffers
-from stowplan.run.step.lines import Moves, call_lines
-from stowplan.run.step.literals import identifiers_of
+from stowplan.run.step.literals import Moves, call_lines, identifiers_of
 from stowplan.run.step.pieces import End, Outside, Piece, ends_of_pieces, is_in_backward
 
 _DROPPED = "_"  # takes the outputs of a second run that nobody misses

@@ -9,11 +9,10 @@ from math import inf
 from stowplan.capture import Captured
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor
-from stowplan.plan.candidate import Baseline, GraphCandidate, Refusals, Tradeoff, tradeoffs_of
-from stowplan.plan.decision import Decision
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Exactness, Plan
+from stowplan.plan.plan import Decision, Exactness, Plan
 from stowplan.plan.pricing import Basis, Pricing
+from stowplan.plan.select import Baseline, GraphCandidate, Refusals, Tradeoff, tradeoffs_of
 from stowplan.plan.tile_map import TileMap, tiled_inside
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiled, Tiling, stage_tilings, whole_tilings
@@ -25,8 +24,7 @@ from stowplan.plan.tiles.rematerialise import RematerialisedInputs
 from stowplan.plan.tiles.rematerialised_tilings import Rematerialised, rematerialised_tilings
 from stowplan.plan.tiles.segment import WHOLE_STEP, stretch_named
 from stowplan.plan.tiles.sweeps import Sweeps, with_moves
-from stowplan.run.planning.planner import STEP_CANDIDATES, CapturedCandidate, StepCandidate
-from stowplan.run.planning.price import price_captured
+from stowplan.run.planning.planner import STEP_CANDIDATES, CapturedCandidate, StepCandidate, price_captured
 from stowplan.run.planning.recapture import check_differentiable
 from stowplan.run.planning.subject import Subject
 from stowplan.run.tiles.insertions import capture_with_sweeps

@@ -8,8 +8,8 @@ from stowplan.errors import IllegalPlan, NotTileable
 from stowplan.ir import Graph, Phase
 from stowplan.ir.text import parse_graph
 from stowplan.plan.files.sameness import first_difference
-from stowplan.plan.order import slices_last
 from stowplan.plan.plan import Plan
+from stowplan.plan.problem import slices_last
 from stowplan.plan.tile_map import TileMap
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.cutout import segment_text
