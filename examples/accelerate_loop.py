@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import stowplan
-from examples.plain_loop import Network
+from examples.training_script import Network
 from stowplan.integrations.accelerate import prepare_within
 
 

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 import stowplan
-from examples.plain_loop import Network
+from examples.training_script import Network
 from stowplan.run.shards.checkpoints import Checkpoints
 
 STEPS = 6

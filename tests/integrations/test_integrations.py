@@ -1,6 +1,8 @@
 """Each integration against its real package: the losses of the plain run, to the bit, in less memory."""
 
 import logging
+import runpy
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,12 +46,19 @@ def plan_of(fitted: nn.Module) -> Plan:
     return plan
 
 
-def test_a_plain_loop() -> None:
-    from examples.plain_loop import train
-
-    plain, (fitted, model) = train(None, steps=2)[0], train("9MiB", steps=2)
-    assert fitted == plain
-    holds(plan_of(model), "9MiB")
+def test_a_training_script_prints_the_same_without_its_three_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = Path(__file__).parents[2] / "examples/training_script.py"
+    lines = script.read_text(encoding="utf-8").splitlines()
+    ordinary = tmp_path / "ordinary.py"
+    ordinary.write_text("\n".join(line for line in lines if not line.endswith("# stowplan")))
+    runpy.run_path(str(script), run_name="__main__")
+    *losses, plan = capsys.readouterr().out.splitlines()
+    runpy.run_path(str(ordinary), run_name="__main__")
+    assert capsys.readouterr().out.splitlines() == losses
+    assert plan.startswith("<Plan for 7.60 MiB: peak 7.")
+    assert len(lines) == len(ordinary.read_text().splitlines()) + 3
 
 
 def test_accelerate() -> None:
@@ -64,9 +73,18 @@ def test_accelerate() -> None:
 def test_huggingface_trainer() -> None:
     from examples.huggingface_trainer import train
 
-    plain, (fitted, model) = train(None)[0], train("8MiB")
+    plain, (fitted, model) = train(None)[0], train("5MiB")
     assert fitted == plain
-    holds(plan_of(model), "8MiB")
+    holds(plan_of(model), "5MiB")
+
+
+def test_huggingface_trainer_with_adapters_of_lora() -> None:
+    from examples.huggingface_trainer import train
+
+    (plain, eager), (fitted, model) = train(None, lora=True), train("5MiB", lora=True, optimizer=True)
+    assert fitted == plain
+    assert all(map(torch.equal, eager.parameters(), model.parameters()))
+    holds(plan_of(model), "5MiB")
 
 
 def test_lightning() -> None:
@@ -151,6 +169,23 @@ def test_monai() -> None:
     holds(plan_of(network), "2400KiB")
 
 
+def test_a_large_volume() -> None:
+    from examples.large_volume import train
+
+    plain, (fitted, model) = train(32, None, steps=1)[0], train(32, "64MiB", steps=1)
+    assert fitted == plain
+    holds(plan_of(model), "64MiB")
+
+
+def test_a_diffusion_unet() -> None:
+    pytest.importorskip("diffusers", reason="the example needs `pip install diffusers`")
+    from examples.diffusion_unet import train
+
+    plain, (fitted, model) = train(None, steps=2)[0], train("36MiB", steps=2)
+    assert fitted == plain
+    holds(plan_of(model), "36MiB")
+
+
 def test_metrics_have_the_names_that_dashboards_know() -> None:
     from stowplan.integrations.metrics import memory_metrics
 
@@ -169,8 +204,6 @@ def test_batches_become_arguments() -> None:
 
 
 def test_no_integration_loads_another_package() -> None:
-    import subprocess
-
     code = "import sys, stowplan.integrations.batches; print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"'torch'", "'lightning'", "'monai'", "'transformers'"} & set(done.stdout.split(", "))
