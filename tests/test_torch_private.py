@@ -413,3 +413,20 @@ def test_a_function_without_its_cover_lets_a_mode_see_what_it_calls() -> None:
     assert torch.equal(made, covered)
     assert [name for name in seen.names if name == "dropout"] == ["dropout", "dropout"]
     assert private.uncovered(dropout)(torch.ones(2), p=0.0).sum() == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not private.cpp_compiler(), reason="inductor needs a C++ compiler, and there is none")
+def test_inductor_compiles_a_function_of_a_list_and_keeps_strides() -> None:
+    def function(given: list[Tensor]) -> list[Tensor]:
+        one, other = given
+        return [aten.relu.default(one), aten.clone.default(other)]
+
+    compiled = private.compiled_by_inductor(function, [((8, 4), (1, 8), torch.float32)] * 2)
+    given = [torch.randn(4, 8).t() for _ in range(2)]
+    boxed = list(given)
+    made = compiled(boxed)
+    assert not boxed
+    assert all(map(torch.equal, made, function(given)))
+    assert [tensor.stride() for tensor in made] == [(1, 8), (1, 8)]
+    assert {tensor.data_ptr() for tensor in made}.isdisjoint(tensor.data_ptr() for tensor in given)

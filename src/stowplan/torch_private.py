@@ -5,9 +5,13 @@ and keeps other modules from using private names. `docs/compatibility.md` has th
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from shutil import which
+from subprocess import run
 from threading import Lock, local
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -60,6 +64,8 @@ __all__ = [
     "below_autograd",
     "check_version",
     "checkpoints_as_calls",
+    "compiled_by_inductor",
+    "cpp_compiler",
     "dispatched_without_data",
     "fake_tensor_logger",
     "is_view",
@@ -297,6 +303,54 @@ def tell_of_checkpoints() -> None:
         "torch.utils.checkpoint (gradient_checkpointing) is switched off in a planned step: the plan decides"
         " what to recompute"
     )
+
+
+Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def compiled_by_inductor(
+    function: Callable[[list[Tensor]], list[Tensor]], looks: Iterable[Look]
+) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    """A function of a list of tensors on the CPU, compiled for tensors of these shapes, strides and dtypes.
+
+    The compiled one empties the list that it is given. Inductor keeps what it compiles on disk, and finds it
+    there again in another process.
+    """
+    with warnings.catch_warnings():  # of PyTorch about itself
+        warnings.simplefilter("ignore")
+        return _compiled_by_inductor(function, looks)
+
+
+def _compiled_by_inductor(
+    function: Callable[[list[Tensor]], list[Tensor]], looks: Iterable[Look]
+) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fakes = FakeTensorMode()
+    with torch.no_grad(), fakes:
+        given = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in looks]
+        traced = make_fx(lambda *given: function(list(given)), select_decomp_table())(*given)
+    (output,) = traced.graph.find_nodes(op="output")
+    results: Any = output.args[0]
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))  # these keep their strides
+    output.meta["original_output_strides"] = [node.meta["val"].stride() for node in results]
+    with torch.no_grad(), tracing(TracingContext(fakes)), config.patch(compile_threads=1):
+        compiled: Callable[[list[Tensor]], Sequence[Tensor]] = compile_fx_inner(traced, given)
+    return compiled
+
+
+@cache
+def cpp_compiler() -> str:
+    """The C++ compiler that inductor uses, and its version; empty if there is none."""
+    found = which(os.environ.get("CXX", "g++"))
+    if found is None:
+        return ""
+    told = run([found, "--version"], capture_output=True, text=True, check=False)
+    return told.stdout.partition("\n")[0]
 
 
 def store_of(group: "ProcessGroup") -> "Store":

@@ -23,6 +23,7 @@ def no_effect(site: Site) -> Effect:
     return Effect.OUTSIDE if site.attributes.get("operands") == "unknown" else Effect.NONE
 
 
+FUSED = "stowplan.fused.default"  # a group of ops as one op, which a compiled kernel computes
 UPDATE = "stowplan.update.default"  # of parameters, by an optimizer: they hold other values from then on
 
 ONCE = Effect.BUFFER_UPDATE | Effect.OUTSIDE  # no way to run it a second time; random draws can be replayed
@@ -82,3 +83,9 @@ only_updates_statistics: Table[bool] = Table("whether buffers are read only to u
 def running_statistics(site: Site) -> bool:
     """In training, running statistics go into the new running statistics and nowhere else."""
     return site.attributes.get("training") is True
+
+
+@only_updates_statistics.entry(FUSED)
+def running_statistics_in_a_kernel(site: Site) -> bool:
+    """Whoever fused the ops has asked each of them."""
+    return site.attributes.get("statistics") is True

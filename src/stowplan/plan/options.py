@@ -22,6 +22,13 @@ class Prefer(StrEnum):
     TIME = "time"  # whatever is fastest
 
 
+class Kernels(StrEnum):
+    """What computes the ops of a step."""
+
+    EAGER = "eager"  # PyTorch's own, op by op: the same bits
+    COMPILED = "compiled"  # inductor's for groups of ops, where they are faster
+
+
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
     """`allow` names the techniques that may be used, `moves` limits the search of each candidate.
@@ -36,12 +43,16 @@ class PlanOptions:
     progress: Progress | None = field(default=None, compare=False)
     seconds: float | None = None
     gap: float = 0.01
+    kernels: Kernels | str = Kernels.EAGER
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allow", known_techniques(self.allow))
         if self.prefer not in set(Prefer):
             raise BadUse(f"no preference {self.prefer!r}; there is {', '.join(Prefer)}")
         object.__setattr__(self, "prefer", Prefer(self.prefer))
+        if self.kernels not in set(Kernels):
+            raise BadUse(f"no kernels {self.kernels!r}; there is {', '.join(Kernels)}")
+        object.__setattr__(self, "kernels", Kernels(self.kernels))
         if self.seconds is not None and not self.seconds > 0:
             raise BadUse(f"a time limit of {self.seconds} s; give more than 0, or none to search to the end")
         if not 0 <= self.gap < inf:

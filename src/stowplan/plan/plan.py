@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from stowplan.errors import BadUse
-from stowplan.ir import Graph, Phase
+from stowplan.ir import Graph, Op, Phase
+from stowplan.ops.effects import FUSED
 from stowplan.plan.pricing import Pricing
 from stowplan.units import format_bytes
 
@@ -108,7 +109,7 @@ class Exactness(StrEnum):
     """How near the gradients of a planned step are to those of the plain one."""
 
     BITWISE = "bitwise"
-    ROUNDING = "within rounding"  # sums in another order: by tiles, or because eager runs other ops
+    ROUNDING = "within rounding"  # by tiles or compiled kernels, or because eager runs other ops
     UNCHECKED = "not checked against eager"
 
 
@@ -193,10 +194,16 @@ class Plan:
         return bool(self.tile_maps)
 
     @property
+    def kernels(self) -> tuple[Op, ...]:
+        """Groups of ops that compiled kernels compute; `exact` are those seen to give eager's bits."""
+        return tuple(op for op in self.graph.ops if op.type == FUSED)
+
+    @property
     def exactness(self) -> Exactness:
         """Whether its gradients equal eager's bit for bit, by its decisions and the captured ops."""
         verdict = self.against_eager.verdict if self.against_eager else Verdict.SAME
-        if self.is_tiled or verdict is Verdict.DIFFERS:
+        rounding = any(op.attributes.get("exact") is not True for op in self.kernels)
+        if self.is_tiled or verdict is Verdict.DIFFERS or rounding:
             return Exactness.ROUNDING
         return Exactness.UNCHECKED if verdict is Verdict.UNCHECKED else Exactness.BITWISE
 

@@ -214,6 +214,7 @@ class Selector(Generic[C]):
     find_candidates: Callable[[Refusals], Iterable[C]]
     prefer: Prefer = Prefer.EXACTNESS
     compare: Callable[[Plan], Plan] = lambda plan: plan  # with eager, where there is a model
+    compiled: C | None = None  # the step with compiled kernels, which is used where it is faster
     _candidates: tuple[C, ...] | None = field(default=None, repr=False)
     _refusals: Refusals = field(default_factory=Refusals, repr=False)
 
@@ -223,7 +224,7 @@ class Selector(Generic[C]):
 
     def answer(self, allowed_bytes: int) -> tuple[Plan, C]:
         """The best plan and the candidate it is for."""
-        best = self._answered(self.plain, allowed_bytes)
+        best = self._untiled_answer(allowed_bytes)
         if best is not None and (self.prefer is Prefer.EXACTNESS or self._costs_nothing(best[0])):
             return best
         candidates = () if patience().over else self.candidates
@@ -240,6 +241,19 @@ class Selector(Generic[C]):
         if over := patience().over:
             return self._so_far(best, allowed_bytes, over)
         return best or self._by_the_smallest(allowed_bytes)
+
+    def _untiled_answer(self, allowed_bytes: int) -> tuple[Plan, C] | None:
+        """The answer with compiled kernels, if there are any, unless that of the baseline graph is faster."""
+        if self.compiled is None:
+            return self._answered(self.plain, allowed_bytes)
+        best = self._answered(self.compiled, allowed_bytes)
+        if best is not None and next(self.plain.bounds(allowed_bytes)) >= best[0].projected_seconds:
+            return best
+        return _faster(best, self._answered(self.plain, allowed_bytes))
+
+    @property
+    def _untiled(self) -> tuple[C, ...]:
+        return (self.plain,) if self.compiled is None else (self.plain, self.compiled)
 
     def _so_far(self, best: tuple[Plan, C] | None, allowed_bytes: int, over: str) -> tuple[Plan, C]:
         """The best answer when the search was ended; without one, a refusal that says so."""
@@ -265,6 +279,8 @@ class Selector(Generic[C]):
     def tradeoffs(self) -> tuple[Tradeoff, ...]:
         """Budget against time over all candidates, from the smallest budget on."""
         exact = tuple(self.plain.tradeoffs())
+        if self.compiled is not None:
+            exact = tuple(_undominated((*exact, *self.compiled.tradeoffs())))
         least = min(offer.peak_bytes for offer in exact)
         tiled = [offer for candidate in self.candidates for offer in self._offered(candidate)]
         if self.prefer is Prefer.EXACTNESS:
@@ -292,12 +308,12 @@ class Selector(Generic[C]):
         }
         smallest: BudgetTooSmall | None = None
         candidates = (
-            self.plain,
+            *self._untiled,
             *(self.candidates[number] for number in sorted(floors, key=floors.__getitem__)),
         )
         for candidate in candidates:
             if smallest is not None and candidate.floor_bytes >= smallest.minimum_bytes:
-                break
+                continue
             try:
                 return candidate.plan(allowed_bytes), candidate
             except BudgetTooSmall as refusal:

@@ -11,7 +11,13 @@ from typing import Generic, TypeVar
 
 from stowplan.errors import BadUse
 
-_FOLDERS = {"tile": "tiles", "offload": "offload", "offload-gradients": "offload", "mesh": "shards"}
+_FOLDERS = {
+    "tile": "tiles",
+    "offload": "offload",
+    "offload-gradients": "offload",
+    "mesh": "shards",
+    "compiled": "kernels",
+}
 
 T = TypeVar("T")
 

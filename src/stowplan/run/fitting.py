@@ -24,7 +24,7 @@ from stowplan.capture.layouts import has_learned
 from stowplan.capture.recording import Loss, after_loss, output_keys
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.ir import Kind
-from stowplan.plan.options import PlanOptions
+from stowplan.plan.options import Kernels, PlanOptions
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.watch import showing_progress, tell_phase
 from stowplan.run.border.dependencies import Dependencies, Observation, Place, sharing_of
@@ -305,6 +305,11 @@ class Fitting:
             self.bound = [bound for bound in self.bound if bound.planned is not gone]
             self.smaller = [(kind, larger) for kind, larger in self.smaller if larger is not gone]
 
+    @property
+    def _must_plan(self) -> bool:
+        """Whether no call may run as it is: the plan updates parameters, or has kernels that are faster."""
+        return self.iteration is not None or self.options.kernels == Kernels.COMPILED
+
     def _smaller_than(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> Planned | None:
         """The step that fits without its plan and that calls of this kind were seen to be smaller than."""
         larger = next((planned for known, planned in self.smaller if known == kind), None)
@@ -319,7 +324,7 @@ class Fitting:
 
     def _larger_in_eager(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> Planned | None:
         """A planned step that is no smaller and fits without its plan."""
-        if self.iteration is not None or not any(planned.fits_in_eager for planned in self.planned):
+        if self._must_plan or not any(planned.fits_in_eager for planned in self.planned):
             return None
         from stowplan.run.smaller import CallSizes  # most modules are called with one shape
 
@@ -336,7 +341,7 @@ class Fitting:
         Activations are taken to grow at least in proportion to the elements of a call. What is found is
         planned like any call; the guess decides only which call that is.
         """
-        if self.shapes is None or self.largest is None or self.iteration is not None:
+        if self.shapes is None or self.largest is None or self._must_plan:
             return None
         plan, sizes = self.largest.step.plan, self.shapes.sizes_of(leaves)
         held = (t.nbytes for t in model.parameters() if t.requires_grad)
@@ -479,7 +484,7 @@ class Fitting:
 
     def _carried_step(self, subject: Subject, allowed_bytes: int) -> PlannedStep | None:
         """The step with a plan of another size of the same program, if there is one that is good enough."""
-        if not self.priced and self.sizes is None:
+        if (not self.priced and self.sizes is None) or self.options.kernels == Kernels.COMPILED:
             return None
         from stowplan.run.planning.sizes import PlannedSizes  # most modules are called with one shape
 

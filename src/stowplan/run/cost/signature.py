@@ -53,38 +53,44 @@ def call_signature(graph: Graph, call: Call) -> Signature:
     """The signature of one of the calls that `graph` was captured with."""
     names = list(dict.fromkeys(inputs_of(call)))
     numbers = {name: f"%{number}" for number, name in enumerate(names)}
-    args = tuple(_anonymous(value, numbers) for value in call.args)
-    kwargs = {name: _anonymous(value, numbers) for name, value in sorted(call.kwargs.items())}
-    operands = tuple(_operand(graph.tensors[name]) for name in names)
-    given = [*map(_spelled, args), *(f"{name}={_spelled(value)}" for name, value in kwargs.items())]
+    args = tuple(anonymous(value, numbers) for value in call.args)
+    kwargs = {name: anonymous(value, numbers) for name, value in sorted(call.kwargs.items())}
+    operands = tuple(operand_of(graph.tensors[name]) for name in names)
+    given = [
+        *map(spelled_argument, args),
+        *(f"{name}={spelled_argument(value)}" for name, value in kwargs.items()),
+    ]
     copied = ".clone()" if call.copied else ""
     text = f"{call.target}({', '.join(given)}){copied} of {'; '.join(map(str, operands))}"
     return Signature(replace(call, args=args, kwargs=kwargs, outputs=()), operands, text)
 
 
-def _anonymous(value: Argument, numbers: Mapping[str, str]) -> Argument:
+def anonymous(value: Argument, numbers: Mapping[str, str]) -> Argument:
+    """An argument with other names for its tensors."""
     match value:
         case Ref(name):
             return Ref(numbers[name])
         case tuple():
-            return tuple(_anonymous(item, numbers) for item in value)
+            return tuple(anonymous(item, numbers) for item in value)
         case torch.Generator():
             return None  # the default generator draws at the same price
         case _:
             return value
 
 
-def _operand(tensor: Tensor) -> Operand:
+def operand_of(tensor: Tensor) -> Operand:
+    """How a tensor of a graph looks."""
     dtype, device = torch_dtype(tensor.dtype), torch.device(tensor.device)
     return Operand(shape_of(tensor), stride_of(tensor), dtype, device)
 
 
-def _spelled(value: Argument) -> str:
+def spelled_argument(value: Argument) -> str:
+    """One spelling for one argument."""
     match value:
         case Ref(name):
             return name
         case tuple():
-            return f"[{', '.join(map(_spelled, value))}]"
+            return f"[{', '.join(map(spelled_argument, value))}]"
         case Handle():
             return repr(value.name)
         case _:

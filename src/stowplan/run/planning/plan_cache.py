@@ -15,6 +15,7 @@ from stowplan.capture import Captured
 from stowplan.errors import IllegalPlan, StowplanError
 from stowplan.ir import Graph
 from stowplan.ir.text import format_graph
+from stowplan.ops.effects import FUSED
 from stowplan.ops.table import registered_types
 from stowplan.plan.files import plan_file
 from stowplan.plan.files.sameness import first_difference, other_ops
@@ -31,7 +32,7 @@ from stowplan.run.planning.planner import plan_step, replayed_bytes, step_planne
 from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.units import format_bytes
 
-RESUMED: Socket[Callable[[Plan, Subject], Captured]] = Socket("run", "tile")
+RESUMED: Socket[Callable[[Plan, Subject], Captured]] = Socket("run", "tile", "compiled")
 """How a step is captured that a plan from elsewhere is for, where a technique changed its graph."""
 
 _MOST_PLANS = 200
@@ -106,7 +107,11 @@ def _kept_whole(subject: Subject, allowed_bytes: int, options: PlanOptions) -> P
 
 def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
     """A step with a plan from elsewhere; raises IllegalPlan if that is for another step or budget."""
-    captured = RESUMED.of("tile")(plan, subject) if plan.tile_maps else subject.captured
+    captured = subject.captured
+    if plan.tile_maps:
+        captured = RESUMED.of("tile")(plan, subject)
+    elif any(op.type == FUSED for op in plan.graph.ops):
+        captured = RESUMED.of("compiled")(plan, subject)
     difference = first_difference(plan.graph, slices_last(captured.graph))
     if difference is not None and plan.projected_for:
         kinds = other_ops(plan.graph, captured.graph) or "none in number"
@@ -127,7 +132,7 @@ def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
 def _key_of(graph: Graph, allowed_bytes: int, options: PlanOptions) -> str:
     """A file name from everything that a plan depends on."""
     device = device_of(graph)
-    settings = (sorted(options.allow), options.prefer, options.moves, options.gap)
+    settings = (sorted(options.allow), options.prefer, options.moves, options.gap, options.kernels)
     rules = sorted(registered_types & {op.type for op in graph.ops})
     parts = (
         format_graph(graph),

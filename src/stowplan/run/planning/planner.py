@@ -17,7 +17,7 @@ from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
 from stowplan.plan.frontier import Point
 from stowplan.plan.judge.verify import verify
-from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions, Prefer
+from stowplan.plan.options import DEFAULT_OPTIONS, Kernels, PlanOptions, Prefer
 from stowplan.plan.plan import Plan, RecomputeOp, Step
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Pricing, price_by_profile
@@ -105,6 +105,12 @@ STEP_CANDIDATES: Socket[StepCandidates] = Socket("run", "tile")
 """What techniques make of a captured step. The pricing is that of its ops, if they were probed."""
 
 
+COMPILED: "Socket[Callable[[Captured, Pricing, Baseline, PlanOptions], CapturedCandidate | None]]" = Socket(
+    "run", "compiled"
+)
+"""The step with compiled kernels, where these are faster."""
+
+
 class CapturedCandidate(GraphCandidate):
     """A step whose ops were probed. Its plans are verified and leave room for the draws they replay."""
 
@@ -133,7 +139,10 @@ def step_planner(subject: Subject, options: PlanOptions = DEFAULT_OPTIONS) -> Se
     plain: StepCandidate = CapturedCandidate(captured, pricing, baseline, options)
     known = None if subject.replacements else pricing
     find = partial(_candidates, subject, known, baseline, options)
-    return Selector(plain, baseline, find, Prefer(options.prefer))
+    compiled = None
+    if options.kernels == Kernels.COMPILED:
+        compiled = COMPILED.of("compiled")(captured, pricing, baseline, options)
+    return Selector(plain, baseline, find, Prefer(options.prefer), compiled=compiled)
 
 
 def _added_seconds(captured: Captured) -> float:

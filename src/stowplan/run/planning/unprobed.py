@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from stowplan.capture.storage_views import contiguous_stride
-from stowplan.plan.options import PlanOptions, Prefer
+from stowplan.plan.options import Kernels, PlanOptions, Prefer
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.select import problem_in_order
@@ -63,7 +63,7 @@ def plan_unprobed(subject: Subject, allowed_bytes: int, options: PlanOptions) ->
     """The step with a plan that keeps everything; None if that does not fit, or if all costs are known."""
     captured = subject.captured
     may_be = not subject.replacements and not options.offloads and options.prefer == Prefer.EXACTNESS
-    if not may_be:
+    if not may_be or options.kernels == Kernels.COMPILED:
         return None
     workspaces = probe_memory(captured, known_workspace)
     if workspaces is None:

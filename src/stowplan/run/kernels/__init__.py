@@ -1,0 +1,1 @@
+"""Compiled kernels: groups of ops as calls, compiled by inductor, compared with eager, priced and run."""

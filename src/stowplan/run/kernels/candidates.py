@@ -1,0 +1,156 @@
+"""The candidate with compiled kernels: the fused step, with the groups that are faster compiled.
+
+Groups are formed, compiled, compared with their ops and priced. Those that are not faster than their ops are
+left out. The borders of others may change with that, for what an eager op reads has to be there, so the rest
+is judged again.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from stowplan.capture import Captured
+from stowplan.errors import BadUse, IllegalPlan, InvalidGraph
+from stowplan.ops.effects import FUSED
+from stowplan.plan.kernels.formation import Group
+from stowplan.plan.kernels.rewrite import groups_in
+from stowplan.plan.options import PlanOptions
+from stowplan.plan.plan import Exactness, Plan
+from stowplan.plan.pricing import Pricing
+from stowplan.plan.select import Baseline, Tradeoff, tradeoffs_of
+from stowplan.plan.watch import tell_phase
+from stowplan.run.kernels.adopt import adopt, reuse
+from stowplan.run.kernels.compiling import compile_all
+from stowplan.run.kernels.fused import fused_names, fused_step, groups_in_step, kernels_of
+from stowplan.run.kernels.kernel import Kernel
+from stowplan.run.planning.plan_cache import RESUMED
+from stowplan.run.planning.planner import COMPILED, CapturedCandidate, price_captured
+from stowplan.run.planning.subject import Subject
+from stowplan.torch_private import cpp_compiler
+
+_ROUNDS = 4  # of leaving groups out; after that none is left
+_WORTH = 0.97  # of the seconds of its ops: a group that takes longer stays eager
+_LEAST_SECONDS, _LEAST_SHARE = 2e-5, 1e-4  # of a group's ops, in seconds and as a share of the step
+_LOGGER = logging.getLogger("stowplan")
+
+
+class FusedCandidate(CapturedCandidate):
+    """The fused step. Its plans are compared with the eager step."""
+
+    def __init__(
+        self, captured: Captured, pricing: Pricing, baseline: Baseline, options: PlanOptions
+    ) -> None:
+        super().__init__(captured, pricing, baseline, options)
+        fused = (op for op in captured.graph.ops if op.type == FUSED)
+        is_exact = all(op.attributes["exact"] is True for op in fused)
+        self._exactness = Exactness.BITWISE if is_exact else Exactness.ROUNDING
+
+    def plan(self, allowed_bytes: int) -> Plan:
+        return replace(super().plan(allowed_bytes), plain_seconds=self.baseline.seconds)
+
+    def tradeoffs(self) -> tuple[Tradeoff, ...]:
+        return tradeoffs_of(self.planner, self._exactness)
+
+
+@COMPILED.register("compiled")
+def fused_candidate(
+    captured: Captured, pricing: Pricing, baseline: Baseline, options: PlanOptions
+) -> CapturedCandidate | None:
+    """The step with compiled kernels where they are faster; None if they are nowhere."""
+    refuse_without_compiler()
+    judge = _Judge(captured, pricing, options)
+    groups = judge.worth_a_compile(groups_in_step(captured))
+    for _ in range(_ROUNDS):
+        try:
+            kept = judge.faster(groups)
+        except InvalidGraph as fault:
+            _LOGGER.warning("the step stays eager: %s", fault)
+            return None
+        if not kept:
+            return None
+        if len(kept) == len(groups):
+            fused, found = judge.priced
+            return FusedCandidate(fused, found, baseline, options)
+        groups = kept
+    return None
+
+
+def refuse_without_compiler() -> None:
+    """BadUse where nothing can be compiled."""
+    if not cpp_compiler():
+        raise BadUse(
+            'kernels="compiled" needs a C++ compiler, and there is none: install g++, name one in CXX, or'
+            ' leave it at kernels="eager"'
+        )
+
+
+class _Judge:
+    """Compiles and prices the groups of one step; a kernel is compiled once."""
+
+    def __init__(self, captured: Captured, pricing: Pricing, options: PlanOptions) -> None:
+        self._captured, self._pricing, self._options = captured, pricing, options
+        self._known: dict[str, Kernel] = {}
+        self.priced: tuple[Captured, Pricing] = (captured, pricing)
+
+    def worth_a_compile(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """The groups that take a share of the step worth a compiler's seconds."""
+        least = max(_LEAST_SECONDS, _LEAST_SHARE * sum(self._pricing.seconds.values()))
+        return tuple(group for group in groups if self._eager_seconds(group) >= least)
+
+    def _eager_seconds(self, group: Group) -> float:
+        return sum(self._pricing.seconds[op] for op in group.own)
+
+    def faster(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """The groups whose kernels take less time than their ops; `priced` is the step with all `groups`."""
+        dearest_first = sorted(groups, key=self._eager_seconds, reverse=True)
+        kernels = compiled(kernels_of(self._captured, dearest_first), self._known)
+        fused = fused_step(self._captured, kernels)
+        pricing = price_captured(fused, self._options)
+        workspaces = {**self._pricing.workspace_bytes, **pricing.workspace_bytes}
+        self.priced = fused, replace(pricing, workspace_bytes=workspaces)
+        names = fused_names(kernels)
+        return tuple(
+            group
+            for group, name in names.items()
+            if pricing.seconds[name] <= _WORTH * self._eager_seconds(group)
+        )
+
+
+def compiled(kernels: Mapping[Group, Kernel], known: dict[str, Kernel]) -> dict[Group, Kernel]:
+    """The groups whose kernels could be compiled, with kernels that are; `known` has those tried before."""
+    new = {kernel.name: kernel for kernel in kernels.values() if kernel.name not in known}
+    waiting = [kernel for kernel in new.values() if not reuse(kernel)]
+    compile_all(waiting)
+    for number, kernel in enumerate(waiting):
+        tell_phase("loading kernels", number, len(waiting))
+        if fault := _adopted(kernel):
+            _LOGGER.info("a kernel stays eager: %s", fault)
+    known.update(new)
+    return {
+        group: known[kernel.name]
+        for group, kernel in kernels.items()
+        if known[kernel.name].compiled is not None
+    }
+
+
+def _adopted(kernel: Kernel) -> str:
+    """Let the kernel run what inductor compiled; if it may not, the reason why."""
+    try:
+        return adopt(kernel, kernel.compile())
+    except Exception as fault:  # inductor raises whatever its compiler meets
+        return f"{type(fault).__name__}: {fault}".splitlines()[0]
+
+
+@RESUMED.register("compiled")
+def resumed(plan: Plan, subject: Subject) -> Captured:
+    """The fused step of a plan from elsewhere; IllegalPlan if its groups are not those of this step."""
+    refuse_without_compiler()
+    captured = subject.as_run()
+    groups, formed = groups_in(plan.graph), set(groups_in_step(captured))
+    if not formed.issuperset(groups):
+        raise IllegalPlan("the plan is for another step: its compiled kernels compute other ops")
+    kernels = kernels_of(captured, groups)
+    found = compiled(kernels, {})
+    if len(found) < len(groups):
+        raise IllegalPlan("the plan has kernels that cannot be compiled here; make one for this machine")
+    return fused_step(captured, found)
