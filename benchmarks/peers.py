@@ -1,11 +1,13 @@
 """stowplan against what a user would pick instead, in one process, interleaved: peak and time of each.
 
     python -m benchmarks.peers unet resnet50 gpt vit
+    python -m benchmarks.peers gpt --kernels compiled
 
 For every peer's point (peak, seconds) stowplan makes a plan of at most that peak. It also makes plans for
 half and a quarter of eager's activation memory: eager's peak without parameters, gradients, buffers and
 inputs. Peaks are the allocator's own totals. Each round runs every method once; times are medians over rounds
-of the ratio to eager. One thread.
+of the ratio to eager. One thread. With compiled kernels, `torch.compile` without a budget is a peer as well,
+and both kinds of plans answer.
 """
 
 import argparse
@@ -25,9 +27,10 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.results import Study, ratio_of
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.judge.verify import verify
+from stowplan.plan.options import Kernels, PlanOptions
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import planner_for_captured, replay_bytes
+from stowplan.run.planning.planner import step_planner
+from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.run.step.straight import StraightStep
 from tests.support.nets import NETS, Example
 
@@ -50,28 +53,39 @@ class Method:
     bound: float | None = None
 
 
-def compare(net: str, rounds: int, *, inductor: bool, batch: int | None) -> list[Method]:
+def compare(net: str, rounds: int, *, peers: "_Peers", batch: int | None) -> list[Method]:
     """Every peer, and stowplan at every peer's peak."""
     example = NETS[net].build("real", batch=batch) if batch else NETS[net].build("real")
-    methods = list(_peers(example, inductor))
+    methods = list(_methods(example, peers))
     for method in methods:
         _measure_peak(method, example)
     wishes = {method.name: method.peak_bytes for method in methods} | _goals(example, methods[0].peak_bytes)
-    for answer in _answers(example, wishes):
-        _measure_peak(answer, example)
-        methods.append(answer)
+    for kernels in peers.kernels:
+        for answer in _answers(example, wishes, kernels):
+            _measure_peak(answer, example)
+            methods.append(answer)
     _measure_times(methods, example.model, rounds)
     return methods
 
 
-def _peers(example: Example, inductor: bool) -> Iterator[Method]:
+@dataclass(frozen=True, slots=True)
+class _Peers:
+    """The backends and ratios of `torch.compile` to compare with, and the kernels of the plans."""
+
+    backends: tuple[str, ...] = ("aot_eager_decomp_partition", "inductor")
+    ratios: tuple[float, ...] = RATIOS
+    kernels: tuple[str, ...] = ("eager",)
+
+
+def _methods(example: Example, peers: _Peers) -> Iterator[Method]:
     model, args = example
     yield Method("eager", lambda: model(*args))
     blocked = _checkpointed(model)
     yield Method("checkpoint per block", lambda: blocked(*args))
-    for backend in ("aot_eager_decomp_partition", *(["inductor"] if inductor else [])):
-        for ratio in RATIOS:
-            yield Method(f"budget {ratio}, {backend}", _compiled(model, args, backend, ratio))
+    for backend in peers.backends:
+        for ratio in peers.ratios:
+            name = "inductor, no budget" if ratio == 1 else f"budget {ratio}, {backend}"
+            yield Method(name, _compiled(model, args, backend, ratio))
 
 
 def _checkpointed(model: nn.Module) -> nn.Module:
@@ -115,21 +129,25 @@ def _goals(example: Example, eager_bytes: int) -> dict[str, int]:
     return {name: always + activation_bytes // part for name, part in shares.items()}
 
 
-def _answers(example: Example, wishes: dict[str, int]) -> list[Method]:
+def _answers(example: Example, wishes: dict[str, int], kernels: str) -> list[Method]:
     """A method for each plan that the wishes lead to; several may lead to one."""
     model, args = example
     captured = capture(model, args)
-    planner = planner_for_captured(captured)
+    options = PlanOptions(allow=("recompute",), kernels=kernels)
+    planner = step_planner(Subject(captured, model, args, {}), options)
     answers: dict[int, Method] = {}
     for wish, allowed_bytes in wishes.items():
         try:
-            plan = verify(planner.plan(allowed_bytes - replay_bytes(captured)))
+            plan, candidate = planner.answer(allowed_bytes)
         except BudgetTooSmall as refusal:
             print(f"  no plan for {wish}: {refusal}")
             continue
         if plan.projected_peak_bytes not in answers:
-            step = StraightStep(captured, model, steps=plan.steps)
-            name = f"stowplan at {plan.projected_peak_bytes / 2**20:.2f} MiB"
+            step = PlannedStep(plan, candidate.captured).bound_to(model)
+            told = (
+                "stowplan" if kernels == Kernels.EAGER else f"stowplan, {len(plan.kernels)} kernels compiled,"
+            )
+            name = f"{told} at {plan.projected_peak_bytes / 2**20:.2f} MiB"
             answers[plan.projected_peak_bytes] = Method(
                 name, _calling(step, args), projected_ratio=plan.time_ratio, bound=plan.bound
             )
@@ -195,18 +213,28 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="instead of each network's own")
     parser.add_argument("--no-inductor", action="store_true", help="leave out the slowest peer to compile")
     parser.add_argument(
+        "--kernels", choices=("eager", "compiled"), default="eager", help="those of the plans"
+    )
+    parser.add_argument("--ratios", type=float, nargs="+", help="memory budgets of torch.compile; 1 is none")
+    parser.add_argument(
         "--out", type=Path, default=Path("build/peers"), help="where `stowplan report` finds them"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for net in arguments.nets:
         print(net)
-        inductor = not arguments.no_inductor
-        methods = compare(net, arguments.rounds, inductor=inductor, batch=arguments.batch)
+        methods = compare(net, arguments.rounds, peers=_peers(arguments), batch=arguments.batch)
         print(table(net, methods), flush=True)
         _tell(f"{net}, batch {arguments.batch}" if arguments.batch else net, methods)
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / f"{net}.json").write_text(_json(methods))
+
+
+def _peers(arguments: argparse.Namespace) -> _Peers:
+    if arguments.kernels == "compiled":
+        return _Peers(("inductor",), tuple(arguments.ratios or (1.0, *RATIOS)), ("eager", "compiled"))
+    backends = ("aot_eager_decomp_partition", *(() if arguments.no_inductor else ("inductor",)))
+    return _Peers(backends, tuple(arguments.ratios or RATIOS))
 
 
 def _tell(case: str, methods: list[Method]) -> None:

@@ -196,6 +196,14 @@ def test_commands_and_fit_share_plans_and_check_takes_a_plan(
         (["plan", "little_step:step", "--budget", "1MB", "--allow", "magic"], "no technique 'magic'"),
         (["plan", "little_step:nowhere", "--budget", "1MB"], "no function 'nowhere'"),
         (["plan", "nowhere_at_all:step", "--budget", "1MB"], "there is no module"),
+        (
+            ["plan", "tests/data/none.json", "--budget", "1MB", "--kernels", "compiled"],
+            "kernels cannot be compiled",
+        ),
+        (
+            ["plan", "little_step:step", "--budget", "1MB", "--device", "a100-80gb", "--kernels", "compiled"],
+            "for this machine",
+        ),
         (["inspect", "little_step:not_a_step"], "must return (model, args)"),
         (["check", "little_step:no_loss", "--budget", "1MB"], "return (model, args, loss)"),
         (["inspect", "little_step:misnamed"], "loss names one of 0, 1, 2, 'mean', 'square', 'hidden'"),

@@ -13,7 +13,7 @@ from stowplan.formats.door import format_for, read_document, text_of
 from stowplan.ir import Document
 from stowplan.plan.explain.explain import Explanation, TiledTensor, explain, explain_tiled
 from stowplan.plan.files import plan_file
-from stowplan.plan.options import DEFAULT_OPTIONS, ON_REQUEST, TECHNIQUES, PlanOptions, Prefer
+from stowplan.plan.options import DEFAULT_OPTIONS, ON_REQUEST, TECHNIQUES, Kernels, PlanOptions, Prefer
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.pricing import price_by_macs, price_by_profile
@@ -41,6 +41,7 @@ __all__ = [
     "TECHNIQUES",
     "Explanation",
     "Inspection",
+    "Kernels",
     "Plan",
     "PlanOptions",
     "Prefer",
@@ -180,6 +181,7 @@ def planner_for(
     training: bool = False,
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
+    kernels: str = Kernels.EAGER,
     gap: float = 0.0,
     allowed_bytes: int | None = None,
     optimizer: str | None = None,
@@ -193,9 +195,10 @@ def planner_for(
     `prefer="time"` takes the fastest plan. `training` is the option of `inspect`. A search for a budget ends
     within a share of `gap` of its bound. `allowed_bytes` is refused, before ops are probed, if it is below
     what every plan takes. With an `optimizer`, a name of `torch.optim` or MODULE:FUNCTION, the plans are of
-    whole iterations with its state in memory; `clip_norm` and `accumulate` are those of `fit`.
+    whole iterations with its state in memory; `kernels`, `clip_norm` and `accumulate` are those of `fit`.
     """
-    options = PlanOptions(tuple(allow), prefer, gap=gap)
+    options = PlanOptions(tuple(allow), prefer, gap=gap, kernels=kernels)
+    _refuse_kernels_of_file(target, kernels)
     _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
     if names_a_function(target):
         from stowplan.run.measure.agreement import compared
@@ -232,6 +235,11 @@ def _refuse_loop_of_file(
         raise BadUse("clip-norm and accumulate are of an iteration: give the optimizer too")
 
 
+def _refuse_kernels_of_file(target: str | Path, kernels: str) -> None:
+    if kernels != Kernels.EAGER and not names_a_function(target):
+        raise BadUse(f"{target} is a file, whose kernels cannot be compiled: give MODULE:FUNCTION")
+
+
 def _smallest_budget(planner: "Callable[[], Selector[Any]]") -> int:
     return planner().minimum_bytes
 
@@ -244,6 +252,7 @@ def plan_for(
     training: bool = False,
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
+    kernels: str = Kernels.EAGER,
     gap: float = DEFAULT_OPTIONS.gap,
     time_limit: float | None = None,
     optimizer: str | None = None,
@@ -256,6 +265,7 @@ def plan_for(
     wait in a tier, and clipping may need two backwards.
     """
     _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
+    _refuse_kernels_of_file(target, kernels)
     if not names_a_function(target):
         how: Any = {"saved": saved, "training": training, "allow": allow, "prefer": prefer, "gap": gap}
         with limited_to(time_limit):
@@ -271,10 +281,11 @@ def plan_for(
         loop: Any = {"optimizer": load_optimizer(optimizer, loaded.model)}
         loop |= {"clip_norm": clip_norm, "accumulate": accumulate}
         how = {"allow": allow, "prefer": prefer, "gap": gap, "time_limit": time_limit, **loop}
+        how["kernels"] = kernels
         call = loaded.model, loaded.args, loaded.kwargs
         return plans_of(fit(*call, loss=loaded.loss, budget=allowed_bytes, **how))[0]
     subject = subject_of(loaded)
-    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, gap=gap)
+    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, gap=gap, kernels=kernels)
     return compared(USER_PLANS.step_for(subject, allowed_bytes, options).plan, subject)
 
 
@@ -308,6 +319,7 @@ def check(
     *,
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
+    kernels: str = Kernels.EAGER,
     steps: int = 3,
     optimizer: str | None = None,
     clip_norm: float | None = None,
@@ -332,7 +344,7 @@ def check(
         from stowplan.run.fit import fit
 
         how: Any = {"budget": budget, "allow": allow, "prefer": prefer, "gap": gap}
-        how |= {"time_limit": time_limit, "plan": plan}
+        how |= {"time_limit": time_limit, "plan": plan, "kernels": kernels}
         loop: Any = {"clip_norm": clip_norm, "accumulate": accumulate}
         fitting = partial(fit, loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, **how, **loop)
         made = partial(load_optimizer, optimizer)
@@ -340,7 +352,7 @@ def check(
     if plan is not None:
         given = partial(saved_step, plan, allowed_bytes=allowed_bytes)
         return run_check(loaded, given, steps=steps)
-    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, gap=gap)
+    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, gap=gap, kernels=kernels)
     planning = partial(USER_PLANS.step_for, allowed_bytes=allowed_bytes, options=options)
     return run_check(loaded, planning, steps=steps)
 

@@ -52,6 +52,7 @@ def run(arguments: Namespace) -> int:
             allowed,
             allow=arguments.allow,
             prefer=arguments.prefer,
+            kernels=arguments.kernels,
             steps=arguments.steps,
             optimizer=arguments.optimizer,
             clip_norm=arguments.clip_norm,

@@ -8,7 +8,7 @@ from stowplan.errors import BadUse
 
 
 def add_choices(parser: ArgumentParser) -> None:
-    """Add the options for techniques and preference."""
+    """Add the options for techniques, preference and kernels."""
     known, further = (",".join(words) for words in (api.TECHNIQUES, api.ON_REQUEST))
     parser.add_argument(
         "--allow",
@@ -23,6 +23,13 @@ def add_choices(parser: ArgumentParser) -> None:
         choices=tuple(map(str, api.Prefer)),
         default=str(api.Prefer.EXACTNESS),
         help="exactness (default): tiles only if nothing else fits; time: tiles wherever they are faster",
+    )
+    parser.add_argument(
+        "--kernels",
+        choices=tuple(map(str, api.Kernels)),
+        default=str(api.Kernels.EAGER),
+        help="eager (default): PyTorch's own, the same bits; compiled: inductor compiles groups of ops, once"
+        " on a machine, where that is faster; gradients then differ by rounding",
     )
 
 

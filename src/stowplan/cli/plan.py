@@ -93,7 +93,7 @@ class _Answer:
 
 def _here(arguments: Namespace, allowed: int | None) -> _Answer:
     answer = _Answer()
-    words = ("saved", "training", "allow", "prefer", "optimizer", "clip_norm", "accumulate")
+    words = ("saved", "training", "allow", "prefer", "kernels", "optimizer", "clip_norm", "accumulate")
     how = {name: getattr(arguments, name) for name in words}
     if allowed is not None and not arguments.allocator:
         limits = {"gap": arguments.gap, "time_limit": arguments.time_limit}
@@ -111,6 +111,8 @@ def _here(arguments: Namespace, allowed: int | None) -> _Answer:
 def _on_card(arguments: Namespace, allowed: int | None) -> _Answer:
     if arguments.optimizer:
         raise BadUse("--optimizer plans iterations for this machine: drop it, or drop --device")
+    if arguments.kernels != api.Kernels.EAGER:
+        raise BadUse("--kernels compiled is for this machine, where kernels are priced: drop it, or --device")
     settings = api.allocator_settings(arguments.allocator) if arguments.allocator else None
     how = {"prefer": arguments.prefer, "gap": arguments.gap, "seconds": arguments.time_limit}
     options = api.PlanOptions(tuple(arguments.allow), **how)

@@ -2,7 +2,10 @@
 
 import copy
 import logging
+from collections.abc import Callable
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +18,7 @@ from stowplan.errors import BadUse
 from stowplan.ops.effects import FUSED
 from stowplan.plan.files import plan_file
 from stowplan.plan.plan import Exactness
+from stowplan.run.backend.compile import plans_for
 from stowplan.run.kernels import candidates, compiling
 from stowplan.run.kernels.fused import groups_in_step, kernels_of
 from stowplan.run.kernels.kernel import Kernel
@@ -132,3 +136,22 @@ def test_without_a_compiler_the_request_is_refused(monkeypatch: pytest.MonkeyPat
 def test_unknown_kernels_are_refused() -> None:
     with pytest.raises(BadUse, match="eager, compiled"):
         stowplan.fit(Activated(), (torch.randn(16, 64),), budget=BUDGET, kernels="fast")
+
+
+def test_the_backend_takes_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager's own kernels stand for compiled ones: the graph of Dynamo's runs with groups, and to the bit."""
+    monkeypatch.setattr(candidates, "cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(candidates, "compile_all", lambda _: None)
+    monkeypatch.setattr(Kernel, "compile", lambda self: self.by_ops)
+    monkeypatch.setattr(candidates, "_WORTH", inf)
+    model, x = Activated(), torch.randn(256, 64)
+    eager = copy.deepcopy(model)
+    options: dict[str, str | int | bool | Callable[..., Any]] = {"budget": BUDGET, "kernels": "compiled"}
+    compiled = torch.compile(model, backend="stowplan", options=options)
+    compiled(x).backward()
+    eager(x).backward()
+    assert any(plan.kernels for plan in plans_for(options))
+    for one, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)

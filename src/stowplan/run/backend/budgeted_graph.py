@@ -25,8 +25,7 @@ class BudgetedGraph:
     """
 
     captured: Captured
-    allow: tuple[str, ...]
-    moves: int | None
+    options: PlanOptions
     is_followed: bool
     index: int = 0
     is_known: bool = False  # whether a whole step with it has been seen
@@ -61,7 +60,7 @@ class BudgetedGraph:
             graph,
             _with_others_between(graph, pricing) if is_followed else pricing,
             plain_peak_bytes=self.captured.eager.peak_bytes(pricing.workspace_bytes),
-            options=PlanOptions(allow=self.allow, moves=self.moves),
+            options=self.options,
         )
 
     @cached_property

@@ -8,8 +8,10 @@ from torch.fx import GraphModule
 
 from stowplan.capture import Captured, Ref, capture
 from stowplan.errors import CaptureError
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.run.backend.budgeted_graph import BudgetedGraph
+from stowplan.run.planning.planner import with_kernels
 from stowplan.run.step.straight import StraightStep
 from stowplan.torch_private import storage_id
 
@@ -32,8 +34,7 @@ class CapturedGraph:
         graph: GraphModule,
         inputs: tuple[object, ...],
         *,
-        allow: tuple[str, ...],
-        moves: int | None,
+        options: PlanOptions,
         as_vector: int | None,
     ) -> "CapturedGraph":
         """Capture `graph(*inputs)`."""
@@ -43,7 +44,8 @@ class CapturedGraph:
 
         captured = capture(graph, inputs, loss=None if as_vector is None else shaped)
         _refuse_hidden_writes(captured, inputs)
-        budgeted = BudgetedGraph(captured, allow, moves, is_followed=_is_followed(captured))
+        captured = with_kernels(captured, options)
+        budgeted = BudgetedGraph(captured, options, is_followed=_is_followed(captured))
         return CapturedGraph(graph, captured, budgeted, as_vector)
 
     @property

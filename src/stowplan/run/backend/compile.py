@@ -15,7 +15,7 @@ import msgspec
 from torch.fx import GraphModule
 
 from stowplan.errors import BadUse
-from stowplan.plan.options import known_techniques
+from stowplan.plan.options import Kernels, PlanOptions, known_techniques
 from stowplan.plan.plan import Plan
 from stowplan.run.backend.planned_graph import PlannedGraph, Settings, results_of
 from stowplan.run.backend.shared_budget import SharedBudget
@@ -39,15 +39,18 @@ class _Choices(msgspec.Struct, forbid_unknown_fields=True):
     reserve: int | str = 0
     allow: str | tuple[str, ...] = _ALLOWED
     moves: int | None = None
+    kernels: str = Kernels.EAGER
 
 
 def backend(
     graph: GraphModule, _example_inputs: Sequence[object], *, options: Options | None = None
 ) -> Callable[..., object]:
-    """What Dynamo calls for each graph. Options are `budget` and, as in `fit`, `reserve`, `allow`, `moves`.
+    """What Dynamo calls for each graph.
 
-    The example inputs may be without data, and are not looked at. A graph in which nothing is differentiated
-    runs as it is, and so does what Dynamo leaves to Python: `reserve` for what that makes.
+    Options are `budget` and, as in `fit`, `reserve`, `allow`, `moves` and `kernels`. Times of plans with
+    compiled kernels are compared with the same kernels without a budget. The example inputs may be without
+    data, and are not looked at. A graph in which nothing is differentiated runs as it is, and so does what
+    Dynamo leaves to Python: `reserve` for what that makes.
     """
     settings, results = _settings_for(options or {}), results_of(graph)
     if not any(result.is_attached for result in results):
@@ -85,7 +88,8 @@ def _settings_for(options: Options) -> Settings:
         raise BadUse(
             f"graphs of torch.compile can only be planned with recompute; for {others[0]} use stowplan.fit"
         )
-    made = _SETTINGS[id(options)] = Settings(options, SharedBudget(allowed), allow, chosen.moves)
+    planning = PlanOptions(allow, moves=chosen.moves, kernels=chosen.kernels)
+    made = _SETTINGS[id(options)] = Settings(options, SharedBudget(allowed), planning)
     return made
 
 
@@ -95,5 +99,5 @@ def _checked(options: Options) -> _Choices:
     except msgspec.ValidationError as fault:
         raise BadUse(
             f'{fault}; write torch.compile(model, backend="stowplan", options={{"budget": "6GiB"}}),'
-            " and perhaps reserve, allow, moves"
+            " and perhaps reserve, allow, moves, kernels"
         ) from fault

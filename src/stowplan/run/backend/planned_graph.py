@@ -16,6 +16,7 @@ from torch.fx import Node as GraphNode
 
 from stowplan.capture.arguments import flatten
 from stowplan.errors import BadUse
+from stowplan.plan.options import PlanOptions
 from stowplan.run.backend.captured_graph import CapturedGraph
 from stowplan.run.backend.graph_run import PlannedRun
 from stowplan.run.backend.shared_budget import SharedBudget
@@ -29,8 +30,7 @@ class Settings:
 
     options: Mapping[str, object]
     budget: SharedBudget
-    allow: tuple[str, ...]
-    moves: int | None
+    planning: PlanOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,7 @@ class PlannedGraph:
         key = kind, as_vector
         if key not in self._captured:
             self._captured[key] = CapturedGraph.of(
-                self._graph,
-                inputs,
-                allow=self._settings.allow,
-                moves=self._settings.moves,
-                as_vector=as_vector,
+                self._graph, inputs, options=self._settings.planning, as_vector=as_vector
             )
         return self._captured[key]
 

@@ -130,6 +130,16 @@ class CapturedCandidate(GraphCandidate):
         return replace(plan, plain_seconds=plan.plain_seconds - _added_seconds(self.captured))
 
 
+def with_kernels(captured: Captured, options: PlanOptions) -> Captured:
+    """The step with compiled kernels, if the options ask for them and they are faster."""
+    if options.kernels == Kernels.EAGER:
+        return captured
+    pricing = price_captured(captured, options)
+    baseline = Baseline(sum(pricing.seconds.values()), captured.eager.peak_bytes(pricing.workspace_bytes))
+    found = COMPILED.of("compiled")(captured, pricing, baseline, options)
+    return found.captured if found else captured
+
+
 def step_planner(subject: Subject, options: PlanOptions = DEFAULT_OPTIONS) -> Selector[StepCandidate]:
     """Probes the ops of a step; frontiers are searched when a budget first asks for them."""
     captured = subject.as_run()
