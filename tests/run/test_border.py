@@ -12,6 +12,7 @@ import random
 import threading
 from collections import UserDict
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -337,6 +338,48 @@ def test_a_hook_on_an_inner_module_is_refused_by_name(register: Callable[[Any], 
     eager, planned = Step(), fitted(model)
     assert same(eager, planned)
     handle = register(planned)
+    with pytest.raises(CaptureError, match=r"net\.3 has a .* hook"):
+        outcome(planned)
+    handle.remove()
+    assert same(eager, planned)
+
+
+HIDDEN: ContextVar[list[Tensor] | None] = ContextVar("HIDDEN", default=None)
+
+
+class Collecting(Step):
+    """Installs hooks at its first call and reads what they collect, as models of transformers do."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if not getattr(self, "_output_capturing_hooks_installed", False):
+
+            def hook(_module: nn.Module, _args: object, output: Tensor) -> None:
+                if (hidden := HIDDEN.get()) is not None:
+                    hidden.append(output)
+
+            hook.__module__ = "transformers.utils.output_capturing"
+            for layer in self.net:
+                layer.register_forward_hook(hook)
+            self._output_capturing_hooks_installed = True
+        token = HIDDEN.set([])
+        loss = F.cross_entropy(self.net(x), y)
+        hidden = HIDDEN.get() or []
+        HIDDEN.reset(token)
+        return loss + len(hidden) * hidden[1].square().mean()
+
+
+def test_hooks_that_collect_for_forward_itself_are_part_of_the_step() -> None:
+    eager, model = Collecting(), Collecting()
+    planned = fitted(model)
+    assert same(eager, planned)
+    assert not any(layer._forward_hooks for layer in planned.net)
+    for model in (eager, planned):
+        with torch.no_grad():
+            model(X, Y)
+    assert [len(layer._forward_hooks) for layer in planned.net] == [1] * 5
+    assert same(eager, planned)
+    assert len(stowplan.plans_of(planned)) == 1
+    handle = register_forward(planned)
     with pytest.raises(CaptureError, match=r"net\.3 has a .* hook"):
         outcome(planned)
     handle.remove()

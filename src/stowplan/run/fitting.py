@@ -27,7 +27,13 @@ from stowplan.ir import Kind
 from stowplan.plan.options import Kernels, PlanOptions
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.watch import showing_progress, tell_phase
-from stowplan.run.border.dependencies import Dependencies, Observation, Place, sharing_of
+from stowplan.run.border.dependencies import (
+    Dependencies,
+    Observation,
+    Place,
+    collecting_hooks_removed,
+    sharing_of,
+)
 from stowplan.run.border.guard import Guard
 from stowplan.run.measure.agreement import Relaid, compared, written_tensors
 from stowplan.run.planning.plan_cache import USER_PLANS, PlanCache, saved_step
@@ -446,8 +452,19 @@ class Fitting:
     def _capture_and_plan(
         self, kind: KindOfCall, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> Planned:
-        begun = time.perf_counter()
         plain = with_forward(model, self.own_forward or model_class(model).forward)
+        with collecting_hooks_removed(plain):
+            return self._plan_as_captured(kind, model, plain, args, kwargs)
+
+    def _plan_as_captured(
+        self,
+        kind: KindOfCall,
+        model: nn.Module,
+        plain: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> Planned:
+        begun = time.perf_counter()
         observation = Observation(plain, self.loss)
         tell_phase("capturing")
         with observation.watching():

@@ -42,6 +42,13 @@ HELD_ARGUMENTS = "arguments that lie in the memory of parameters or buffers"
 
 _TENSOR_HOOKS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook)
 
+# Hooks of transformers hand what a module returns to the forward that runs, and do nothing else. The first
+# forward that asks for hidden states, attentions or router logits installs them and notes that it did.
+_COLLECTING_HOOKS, _COLLECTING_NOTED = (
+    "transformers.utils.output_capturing",
+    "_output_capturing_hooks_installed",
+)
+
 _FLAT_WEIGHTS = (
     "_flat_weights",
     "_flat_weight_refs",
@@ -97,7 +104,7 @@ class Observation:
         """Within, the step is captured. Leaves everything as it was; refuses what cannot be replayed."""
         refuse_hooks(self._model)
         everything = {
-            path: tuple(name for name in vars(module) if name not in MODULE_STATE)
+            path: tuple(name for name in vars(module) if _is_own_state(name))
             for path, module in self._model.named_modules()
         }
         before = _picture(self._model, everything, {}, self._reach.variables)
@@ -117,7 +124,7 @@ class Observation:
     def _now(self, names: Mapping[str, tuple[str, ...]]) -> dict[str, Frozen]:
         """The same facts after the step; an attribute that is new counts too."""
         new = {
-            path: tuple(dict.fromkeys((*names.get(path, ()), *(n for n in vars(m) if n not in MODULE_STATE))))
+            path: tuple(dict.fromkeys((*names.get(path, ()), *filter(_is_own_state, vars(m)))))
             for path, m in self._model.named_modules()
         }
         return _picture(self._model, new, {}, self._reach.variables).facts
@@ -163,17 +170,43 @@ class _RefusingTensorHooks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _is_own_state(name: str) -> bool:
+    return name not in MODULE_STATE and name != _COLLECTING_NOTED
+
+
+@contextmanager
+def collecting_hooks_removed(model: nn.Module) -> Iterator[None]:
+    """Removes the hooks that forward installs within: the planned step needs none, and eager adds its own."""
+    before = [
+        (module, set(module._forward_hooks), _COLLECTING_NOTED in vars(module)) for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, hooks, was_noted in before:
+            for number in [number for number in module._forward_hooks if number not in hooks]:
+                if getattr(module._forward_hooks[number], "__module__", None) == _COLLECTING_HOOKS:
+                    del module._forward_hooks[number]
+            if not was_noted:
+                vars(module).pop(_COLLECTING_NOTED, None)
+
+
+def _counted_hooks(hooks: Mapping[int, Any]) -> list[Any]:
+    """The hooks whose work capture does not see whole."""
+    return [hook for hook in hooks.values() if getattr(hook, "__module__", None) != _COLLECTING_HOOKS]
+
+
 def refuse_hooks(model: nn.Module) -> None:
     """A planned step calls no inner module, so hooks there would not run."""
     for registered in GLOBAL_HOOKS:
         if registered:
             raise CaptureError(
-                f"a hook for all modules is registered ({_hook_name(registered)})",
+                f"a hook for all modules is registered ({_hook_name(list(registered.values()))})",
                 advice="a planned step calls no inner module, so it would not run there: remove it",
             )
     for path, module in model.named_modules():
         for kind in HOOKS:
-            if path and (hooks := getattr(module, kind, None)):
+            if path and (hooks := _counted_hooks(getattr(module, kind, {}))):
                 what = kind.strip("_").removesuffix("s").replace("_", " ")
                 raise CaptureError(
                     f"{path} has a {what} ({_hook_name(hooks)})",
@@ -184,8 +217,8 @@ def refuse_hooks(model: nn.Module) -> None:
                 )
 
 
-def _hook_name(hooks: Mapping[int, Any]) -> str:
-    hook = next(iter(hooks.values()))
+def _hook_name(hooks: Sequence[Any]) -> str:
+    hook = hooks[0]
     return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
 
 
@@ -257,7 +290,7 @@ def _add_module(
     label = path or "the model"
     if path:
         found.facts[f"class of {label}"] = Same(type(module))
-        hooks = (hook for kind in HOOKS for hook in getattr(module, kind).values())
+        hooks = (hook for kind in HOOKS for hook in _counted_hooks(getattr(module, kind)))
         found.facts[f"hooks of {label}"] = tuple(map(Same, hooks))
     found.facts[f"modules of {label}"] = tuple(
         (name, None if child is None else paths[child]) for name, child in module._modules.items()
@@ -272,7 +305,11 @@ def _add_module(
 def _add_attribute(found: Picture, label: str, module: nn.Module, name: str) -> None:
     """An attribute that is the module's own or its class's; not the forward that `fit` itself replaces."""
     own = vars(module)
-    if label == "forward" or (isinstance(module, nn.RNNBase) and name in _FLAT_WEIGHTS):
+    if (
+        label == "forward"
+        or name == _COLLECTING_NOTED
+        or (isinstance(module, nn.RNNBase) and name in _FLAT_WEIGHTS)
+    ):
         return
     if name in own:
         found.add(label, own, name)

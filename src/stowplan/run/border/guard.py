@@ -78,7 +78,10 @@ class Guard:
         modules = list(self._model.modules())
         self._children = [module._modules for module in modules if module._modules]
         self._child_copies = [dict(table) for table in self._children]
-        self._hooks = [*GLOBAL_HOOKS, *(getattr(module, kind) for module in modules[1:] for kind in HOOKS)]
+        hooks = [*GLOBAL_HOOKS, *(getattr(module, kind) for module in modules[1:] for kind in HOOKS)]
+        self._no_hooks = [table for table in hooks if not table]
+        self._hooks = [table for table in hooks if table]
+        self._hook_numbers = list(map(list, self._hooks))
         tables = [(vars(m), name, vars(m)[name]) for m in modules for name in _TABLES if vars(m)[name]]
         self._own, self._table_names = [own for own, _, _ in tables], [name for _, name, _ in tables]
         self._tables = [table for _, _, table in tables]
@@ -108,7 +111,8 @@ class Guard:
         try:
             return (
                 self._children == self._child_copies
-                and not any(self._hooks)
+                and not any(self._no_hooks)
+                and list(map(list, self._hooks)) == self._hook_numbers
                 and all(map(is_, map(type, self._modules), self._kinds))
                 and all(map(is_, map(getitem, self._own, self._table_names), self._tables))
                 and all(map(is_, map(getitem, self._owners, self._keys), self._values))
