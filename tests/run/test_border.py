@@ -386,6 +386,30 @@ def test_hooks_that_collect_for_forward_itself_are_part_of_the_step() -> None:
     assert same(eager, planned)
 
 
+class Instantiating(dict[str, Any]):
+    """Makes an instance of the class that it holds, as the table of activations of transformers does."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+ACTIVATIONS = Instantiating(gelu=nn.GELU, tanh=nn.Tanh)
+
+
+class Activated(Step):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(ACTIVATIONS["tanh"](self.net(x)), y)
+
+
+def test_a_dict_that_gives_something_else_than_it_holds_is_left_as_it_is() -> None:
+    planned = fitted(Activated())
+    assert dict.items(ACTIVATIONS) == {"gelu": nn.GELU, "tanh": nn.Tanh}.items()
+    assert same(Activated(), planned)
+    ACTIVATIONS["tanh"] = nn.Sigmoid
+    assert same(Activated(), planned)
+    assert len(stowplan.plans_of(planned)) == 2
+
+
 class Watching(Step):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = self.net(x)

@@ -5,7 +5,7 @@ read anew at each call. Functions, classes, modules and what Python cannot open 
 """
 
 import random
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -138,8 +138,12 @@ class Picture:
             self._keep(value, list(value))
             return self._items(value, label, enumerate(value))
         if isinstance(value, dict):
-            self._keep(value, dict(value))
-            return self._items(value, label, value.items())
+            items = _items_of(value)
+            self._keep(value, items)
+            if _looks_up_itself(value):
+                self.states.append((value, state_of(value)))
+                return self._items(None, label, items.items())
+            return self._items(value, label, items.items())
         attributes = _attributes(value)
         if attributes is None:
             return Same(value)
@@ -163,6 +167,16 @@ class Picture:
         return tuple(found)
 
 
+def _looks_up_itself(value: dict[Any, Any]) -> bool:
+    """Whether a dict gives something else than it holds, as one that makes an instance of each class."""
+    return type(value).__getitem__ not in (dict.__getitem__, OrderedDict.__getitem__, defaultdict.__getitem__)
+
+
+def _items_of(value: dict[Any, Any]) -> dict[Any, Any]:
+    """What a dict itself holds, in its order."""
+    return dict(OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value))
+
+
 def state_of(value: object) -> str:
     """What a generator will draw next, what an array or a set holds: one digest, to be compared."""
     match value:
@@ -178,6 +192,8 @@ def state_of(value: object) -> str:
             state = value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
         case set():
             state = sorted(map(repr, value))
+        case dict():
+            state = [(id(key), id(item)) for key, item in _items_of(value).items()]
         case _:
             raise AssertionError(value)
     return sha256(repr(state).encode()).hexdigest()
@@ -193,7 +209,8 @@ def restore(contents: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _listed(container: Any) -> Iterable[object]:
-    return chain(container, container.values()) if isinstance(container, dict) else container
+    items = _items_of(container) if isinstance(container, dict) else {}
+    return chain(items, items.values()) if items else container
 
 
 def first_change(before: Mapping[str, Frozen], after: Mapping[str, Frozen]) -> str | None:
