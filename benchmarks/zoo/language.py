@@ -286,6 +286,7 @@ def _decoders() -> Iterator[tuple[str, str, Batches, Mapping[str, Any]]]:
         plain,
         {
             **GROUPED,
+            "use_cache": False,
             "lru_width": 32,
             "attention_window_size": 16,
             "block_types": ["recurrent", "attention"],

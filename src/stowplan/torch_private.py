@@ -9,15 +9,15 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from shutil import which
 from subprocess import run
-from threading import Lock, local
+from threading import Lock, RLock, get_ident, local
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch._C._dynamo.guards import TensorGuards
 from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
 from torch._ops import OpOverload, OpOverloadPacket
@@ -68,12 +68,14 @@ __all__ = [
     "cpp_compiler",
     "dispatched_without_data",
     "fake_tensor_logger",
+    "idle_conversions_skipped",
     "is_view",
     "nodes_made",
     "pytree",
     "running_backward",
     "running_node",
     "schema_of",
+    "script_calls_handed_to",
     "sequence_number",
     "storage_id",
     "store_of",
@@ -294,6 +296,56 @@ _CHECKPOINTS = _Checkpoints()
 def checkpoints_as_calls() -> AbstractContextManager[None]:
     """Within, and in this thread, `torch.utils.checkpoint` only calls the function that it is given."""
     return _CHECKPOINTS.as_calls()
+
+
+_FOLLOWING = RLock()
+
+
+@contextmanager
+def script_calls_handed_to(follow: Callable[..., object]) -> Iterator[None]:
+    """Within, and in this thread, a call of a TorchScript function is `follow(function, *args, **kwargs)`.
+
+    TorchScript makes tensors of numbers without an op that a dispatch mode would see.
+    """
+    kind: Any = torch.jit.ScriptFunction
+    with _FOLLOWING:
+        thread, plain = get_ident(), kind.__call__
+
+        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if get_ident() != thread:
+                return plain(function, *args, **kwargs)
+            return follow(partial(plain, function), *args, **kwargs)
+
+        kind.__call__ = call
+        try:
+            yield
+        finally:
+            kind.__call__ = plain
+
+
+@contextmanager
+def idle_conversions_skipped() -> Iterator[None]:
+    """Within, and in this thread, `module.to(dtype)` leaves tensors alone that are as they shall be.
+
+    PyTorch swaps tensors without data for themselves, which it refuses for tensors that others know of.
+    """
+    kind: Any = nn.Module
+    with _FOLLOWING:
+        thread, plain = get_ident(), kind._apply
+
+        def apply(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+            own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+            if get_ident() != thread or any(fn(tensor) is not tensor for tensor in own):
+                return plain(module, fn, recurse)
+            for child in module.children() if recurse else ():
+                child._apply(fn)
+            return module
+
+        kind._apply = apply
+        try:
+            yield
+        finally:
+            kind._apply = plain
 
 
 @cache

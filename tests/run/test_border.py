@@ -291,6 +291,46 @@ def test_state_that_forward_writes_is_refused_by_name(kind: type[Step], named: s
     assert (model.count, model.history, hasattr(model, "scores")) == (0, [], False)
 
 
+class Settling(Step):
+    """Sets a value at its first call, as models of transformers set the kind of their problem."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if getattr(self.config, "kind", None) is None:
+            self.config.kind = "classes" if y.dtype is torch.int64 else "values"
+        self.shape = tuple(x.shape)
+        output = self.net(x)
+        return F.cross_entropy(output, y) if self.config.kind == "classes" else F.mse_loss(output, y)
+
+
+def test_a_value_that_forward_sets_once_and_for_all_is_set_by_fit() -> None:
+    eager, planned = Settling(), fitted(Settling())
+    assert same(eager, planned)
+    assert (planned.config.kind, planned.shape) == ("classes", (32, 8)) == (eager.config.kind, eager.shape)
+    for x, y in ((X[:16], Y[:16]), (X, Y)):
+        for model in (eager, planned):
+            torch.manual_seed(3)
+            model(x, y)
+        assert planned.shape == eager.shape == tuple(x.shape)
+    planned.config.kind = eager.config.kind = None
+    assert same(eager, planned)
+    assert planned.config.kind == "classes"
+
+
+class Switching(Step):
+    """Does something else at its first call."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scale, self.count = (0.5 if self.count == 0 else 1.0), 1
+        return F.cross_entropy(self.net(x), y) * scale
+
+
+def test_a_first_call_that_is_unlike_the_next_is_refused() -> None:
+    model = Switching()
+    with pytest.raises(CaptureError, match="count changed from 0 to 1"):
+        fitted(model)
+    assert model.count == 0
+
+
 class Drawing(Step):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.net(x), y) * (1 + random.random())

@@ -1,6 +1,7 @@
 """Ops and modules of real models: fitted equal to eager, or refused with advice."""
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -54,10 +55,51 @@ class Mean(nn.Module):
         return loss
 
 
+class Spoken(nn.Module):
+    """CTC of known lengths, which follow from the look of a tensor without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames = self.net(x.expand(3, 6, 8)).log_softmax(-1).transpose(0, 1)
+        lengths = torch.ones_like(frames[..., 0], dtype=torch.long).sum(0)
+        letters = torch.tensor([[1, 2], [3, 4], [2, 1]])
+        return F.ctc_loss(frames, letters.flatten(), lengths, (letters >= 0).sum(1))
+
+
+def scale_of(x: Tensor, factor: int) -> Tensor:
+    return torch.sqrt(torch.tensor(x.size(-1), dtype=torch.float) * factor)
+
+
+def size_of(x: Tensor) -> Tensor:
+    return torch.tensor(x.size(-1))
+
+
+with warnings.catch_warnings(action="ignore"):  # newer versions of PyTorch advise against it
+    scripted_scale, scripted_size = torch.jit.script(scale_of), torch.jit.script(size_of)
+
+
+class Scripted(nn.Module):
+    """TorchScript makes tensors of sizes, which no op is seen to make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.net = self.net.to(x.dtype)
+        h: Tensor = self.net(x) / scripted_scale(x, 2) * scripted_size(x)
+        return h.square().mean()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "grouped_mm": Experts,
     "gru": lambda: Sequence(nn.GRU),
     "lstm": lambda: Sequence(nn.LSTM),
+    "ctc": Spoken,
+    "script": Scripted,
     "weight_norm": lambda: Mean(parametrizations.weight_norm(nn.Linear(8, 4))),
     "spectral_norm": lambda: Mean(parametrizations.spectral_norm(nn.Linear(8, 4))),
 }

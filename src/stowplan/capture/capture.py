@@ -1,20 +1,21 @@
 """Capture of a PyTorch model: the Graph of its whole training step, with no tensor allocated."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from stowplan.capture.answers import NO_ANSWERS, Answers, answers_among
 from stowplan.capture.eager import EagerMemory, eager_memory
-from stowplan.capture.functional import Lowering, pruned, with_updates
+from stowplan.capture.functional import Lowering, Value, pruned, with_updates
 from stowplan.capture.functionalise import functionalise
 from stowplan.capture.layouts import learn_from_kernels, with_swayed_ops_marked
 from stowplan.capture.origins import explained
-from stowplan.capture.program import Program
+from stowplan.capture.program import Argument, Call, Program
 from stowplan.capture.recording import Loss, Recording, Step, record
+from stowplan.capture.schema import FILLING, fill_value
 from stowplan.capture.storage_views import StorageView
 from stowplan.capture.watching import Event
 from stowplan.ir import Graph
@@ -41,6 +42,17 @@ class Captured:
     gradients: Mapping[str, str]
     forward: tuple[Event, ...] = ()
     answers: Answers = NO_ANSWERS
+
+
+def is_same_step(one: Captured, other: Captured) -> bool:
+    """Whether two captures do the same with the same tensors."""
+    mine, theirs = one.program.constants, other.program.constants
+    return (
+        one.graph.ops == other.graph.ops
+        and one.program.calls == other.program.calls
+        and mine.keys() == theirs.keys()
+        and all(mine[name] is theirs[name] or torch.equal(mine[name], theirs[name]) for name in mine)
+    )
 
 
 def capture(
@@ -91,9 +103,20 @@ def _captured(step: Step) -> Captured:
     eager = eager_memory(recording, whole)
     program, forward = lowering.program(), recording.events[: recording.turn]
     graph = with_swayed_ops_marked(lowering.graph(type(step.model).__name__), program)
-    calls = [call.call for call in whole.calls]
+    calls = [_without_operand(call.call, whole.values) for call in whole.calls]
     answers = answers_among(calls, whole.answers, program.inputs, program.constants)
     return Captured(graph, program, eager, lowering.gradients, forward, answers)
+
+
+def _without_operand(call: Call, values: Mapping[str, Value]) -> Call:
+    """`ones_like(h)` as a call that needs no h, so that an answer that depends on it can be asked for."""
+    output = call.outputs[0] if call.target in FILLING else None
+    if output is None:
+        return call
+    made, value = values[output].view, cast(Argument, fill_value(call.target, call.args, call.kwargs))
+    return replace(
+        call, target=torch.ops.aten.full.default, args=(made.shape, value), kwargs={"dtype": made.dtype}
+    )
 
 
 def _external_ids(recording: Recording) -> dict[StorageView, str]:

@@ -424,6 +424,20 @@ def _layer_of_lstm(args: tuple[object, ...]) -> tuple[Tensor, ...]:
     return cast(tuple[Tensor, ...], as_in_forward(aten.mkldnn_rnn_layer.default, *zeros))
 
 
-_SHAPES: dict[OpOverload, Callable[..., Tensor]] = {}
+def _ctc_loss(log_probs: Tensor, target_lengths: Sequence[int], **_: object) -> tuple[Tensor, Tensor]:
+    """The losses, and a table over time and targets with a blank around each."""
+    time, count = log_probs.shape[:2]
+    table = log_probs.new_empty((count, time, 2 * max(target_lengths, default=0) + 1))
+    return log_probs.new_empty(count), table
+
+
+def _ctc_loss_backward(log_probs: Tensor, **_: object) -> Tensor:
+    return log_probs.new_empty(log_probs.shape)
+
+
+_SHAPES: dict[OpOverload, Callable[..., object]] = {
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
+}
 if hasattr(aten, "_grouped_mm"):  # since PyTorch 2.8
     _SHAPES[aten._grouped_mm.default] = _grouped_mm

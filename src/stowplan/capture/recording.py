@@ -31,7 +31,12 @@ from stowplan.capture.watching import (
 )
 from stowplan.errors import CaptureError, NotFinite
 from stowplan.ir import Kind
-from stowplan.torch_private import checkpoints_as_calls, pytree
+from stowplan.torch_private import (
+    checkpoints_as_calls,
+    idle_conversions_skipped,
+    pytree,
+    script_calls_handed_to,
+)
 
 if TYPE_CHECKING:
     from stowplan.capture.cuda_calls import CudaCalls
@@ -331,7 +336,17 @@ class _Recorder:
         args, kwargs = self._input_spec.unflatten(self._inputs)
         outside = ReadsOutsideOps(self._watch)
         cuda = nullcontext() if self._step.cuda is None else self._step.cuda.anew()
-        with self._origins.following(), checkpoints_as_calls(), self._watch, cuda, outside:
+        scripts = script_calls_handed_to(self._watch.run_script)
+        following = self._origins.following()
+        with (
+            following,
+            checkpoints_as_calls(),
+            idle_conversions_skipped(),
+            scripts,
+            self._watch,
+            cuda,
+            outside,
+        ):
             returned = after_loss(self._step.model(*args, **kwargs), self._step.loss)
         self._watch.assuming = False
         return checked(returned, self._watch.checks)

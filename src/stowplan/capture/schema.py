@@ -40,6 +40,22 @@ def bound_arguments(
     return bound
 
 
+# They take no more of a tensor than its look: `ones_like(h, dtype=torch.long)` is known although h is not.
+FILLING: Mapping[OpOverload, int] = {
+    torch.ops.aten.ones_like.default: 1,
+    torch.ops.aten.zeros_like.default: 0,
+    torch.ops.aten.full_like.default: 0,
+    torch.ops.aten.new_ones.default: 1,
+    torch.ops.aten.new_zeros.default: 0,
+    torch.ops.aten.new_full.default: 0,
+}
+
+
+def fill_value(target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """The number that one of the ops above fills its result with."""
+    return bound_arguments(target, args, kwargs).get("fill_value", FILLING[target])
+
+
 ASKING_FOR_GRADIENTS = frozenset((torch.ops.aten.mkldnn_rnn_layer.default,))
 """Ops whose kernels return less when gradients are not enabled, as they are not in backward."""
 

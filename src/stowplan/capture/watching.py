@@ -21,7 +21,9 @@ from stowplan.capture.answers import Check, IsBelow, Question, contents_of, coun
 from stowplan.capture.layouts import Shapes, as_made
 from stowplan.capture.origins import Origin, Origins
 from stowplan.capture.schema import (
+    FILLING,
     extra_bytes,
+    fill_value,
     leaves,
     returns_tensors,
     returns_views,
@@ -102,6 +104,13 @@ class Rehearsal:
         """The result of an op, without data unless its values are known. It is unknown without `known`."""
         if known and self._is_known(target, args, kwargs):
             return target(*args, **kwargs)
+        if known and self._knowing and target in FILLING:
+            with self._fakes:
+                foreseen = target(*args, **kwargs)
+            if _is_integer_of_size(foreseen) and foreseen.device.type == "cpu":
+                value = cast(int, fill_value(target, args, kwargs))
+                whole = torch.empty_strided(foreseen.shape, foreseen.stride(), dtype=foreseen.dtype)
+                return whole.fill_(value)
         self._refuse_writing_data(target, args, kwargs)
         masks = list(masks_in(args)) if target in _CHOOSING else []
         positions = {id(mask): mask.nonzero().unbind(1) for mask in masks}
@@ -235,6 +244,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self._rehearsal, self._origins, self._unknown = rehearsal, origins, unknown
         self._made_at: dict[int, str] = {}  # by storage: the line, or the name of the argument
         self._nodes_made = nodes_made()
+        self._literal = False  # while unknown tensors are literals
 
     def __torch_dispatch__(
         self,
@@ -385,6 +395,23 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             if made is not None and self.book.lifetimes[made.storage].born == now:
                 self._made_at[made.storage] = event.origin.source
 
+    @contextmanager
+    def writing_literals(self) -> Iterator[None]:
+        """Within, tensors that no op was seen to make are made of numbers."""
+        was, self._literal = self._literal, True
+        try:
+            yield
+        finally:
+            self._literal = was
+
+    def run_script(self, function: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """A TorchScript function. Of the tensors that no op makes, those that it is given are no literals."""
+        self._placed((args, tuple(kwargs.values())))
+        with self.writing_literals():
+            result = function(*args, **kwargs)
+            self._placed(result)
+        return result
+
     def _placed(self, value: object) -> object:
         if isinstance(value, (tuple, list)):
             return tuple(self._placed(item) for item in value)
@@ -392,6 +419,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             return value
         if not self.book.knows(value):
             self._enter_constant(value)
+            if self._literal:
+                self.literals.add(self.book.view_of(value).storage)
         return self.book.view_of(value)
 
     def _enter_literal(self, value: object) -> None:
@@ -471,13 +500,34 @@ class ReadsOutsideOps(TorchFunctionMode):
             self._note_all((args, tuple(given.values())), is_copy=func in (torch.as_tensor, torch.asarray))
         if func is torch.nn.functional.one_hot:
             return self._one_hot(*args, **given)
-        before = len(self._watch.events)
-        result = func(*args, **given)
-        if func is torch.nn.functional.ctc_loss and any(
-            event.target is aten._ctc_loss.default for event in self._watch.events[before:]
-        ):  # it took the lengths as numbers
-            self._note_all((args, tuple(given.values())))
-        return result
+        if func is torch.nn.functional.ctc_loss:
+            return self._ctc_loss(*args, **given)
+        return func(*args, **given)
+
+    def _ctc_loss(
+        self,
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        blank: int = 0,
+        reduction: str = "mean",
+        zero_infinity: bool = False,
+    ) -> Tensor:
+        """On the CPU it takes the lengths as numbers, and its mean makes a tensor of them without an op."""
+        lengths = [input_lengths, target_lengths]
+        for place, length in enumerate(lengths):
+            is_known = isinstance(length, Tensor) and not isinstance(length, FakeTensor)
+            if is_known and log_probs.device.type == "cpu":
+                self._note_all(length)
+                lengths[place] = tuple(length.tolist())
+        own_mean = reduction == "mean" and isinstance(lengths[1], tuple)
+        how = blank, "none" if own_mean else reduction, zero_infinity
+        losses: Tensor = torch.nn.functional.ctc_loss(log_probs, targets, lengths[0], lengths[1], *how)
+        if not own_mean:
+            return losses
+        counts = torch.tensor(lengths[1], dtype=losses.dtype, device=losses.device)
+        return (losses / counts.clamp_min(1)).mean()
 
     def _note_all(self, values: object, *, is_copy: bool = False) -> None:
         if is_copy and isinstance(values, tuple) and values[0] and isinstance(values[0][0], Tensor):

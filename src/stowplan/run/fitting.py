@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stowplan.capture import Captured, Program, Ref, capture
+from stowplan.capture import Captured, Program, Ref, capture, is_same_step
 from stowplan.capture.arguments import Spec, flatten, look_of
 from stowplan.capture.layouts import has_learned
 from stowplan.capture.recording import Loss, after_loss, output_keys
@@ -465,12 +465,8 @@ class Fitting:
         kwargs: Mapping[str, object],
     ) -> Planned:
         begun = time.perf_counter()
-        observation = Observation(plain, self.loss)
         tell_phase("capturing")
-        with observation.watching():
-            captured = capture(
-                plain, args, kwargs, loss=self.loss, all_outputs=self.all_outputs, know_values=True
-            )
+        observation, captured = self._observed(model, plain, args, kwargs)
         if self.loss is None:
             _refuse_given_back(captured)
         leaves = flatten(args, kwargs)[0]
@@ -483,6 +479,8 @@ class Fitting:
             else:
                 subject, found = self._planned_iteration(self.iteration, subject, model, beside)
         plan = self._compared(found, subject)
+        if observation.writes:  # an eager forward that was stopped may have left others
+            observation.writes.repeat({id(vars(plain)): vars(model)})
         if not found.is_carried:
             self.priced.append(found)
         name, seconds = model_class(model).__name__, time.perf_counter() - begun
@@ -492,6 +490,35 @@ class Fitting:
         how = "carried a plan over for" if found.is_carried else "planned"
         _LOGGER.log(level, "%s %s: %r, in %.1f s%s", how, name, plan, seconds, slow if is_slow else "")
         return Planned(kind, replace(found, plan=plan), dependencies)
+
+    def _observed(
+        self, model: nn.Module, plain: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[Observation, Captured]:
+        """The captured step, and what it depends on.
+
+        Forward may write plain values if it finds them at the next call, leaves them so, and does the same.
+        They are then written now, as its first call would.
+        """
+        how = partial(capture, plain, args, kwargs, loss=self.loss, all_outputs=self.all_outputs)
+        first: Captured | None = None
+        observation = Observation(plain, self.loss)
+        try:
+            with observation.watching():
+                first = how(know_values=True)
+            return observation, first
+        except CaptureError as refusal:
+            writes = observation.writes
+            if first is None or writes is None:
+                raise
+            observation = Observation(plain, self.loss)
+            with writes.kept():
+                with observation.watching():
+                    second = how(know_values=True)
+                if not is_same_step(first, second):
+                    raise refusal from None
+        writes.repeat({id(vars(plain)): vars(model)})
+        observation.note_writes(writes)
+        return observation, second
 
     def _planned_step(self, subject: Subject, allowed_bytes: int) -> PlannedStep:
         if self.given is not None and not self.planned:

@@ -21,6 +21,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -93,11 +94,38 @@ class Dependencies:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """Numbers, strings and the like that forward wrote into attributes and dicts: places and values."""
+
+    places: tuple[tuple[dict[Any, Any], Any, Any], ...]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """The program as forward left it; as it was before if anything fails within."""
+        before = [(owner, dict(owner)) for owner, _, _ in self.places]
+        self.repeat()
+        try:
+            yield
+        except BaseException:
+            restore(before)
+            raise
+
+    def repeat(self, instead: Mapping[int, dict[str, Any]] | None = None) -> None:
+        """Write again, for owners whose identity is given to others `instead`."""
+        for owner, key, value in self.places:
+            (instead or {}).get(id(owner), owner)[key] = value
+
+
 class Observation:
-    """What a step was seen to depend on while it was captured."""
+    """What a step was seen to depend on while it was captured.
+
+    `writes` are what forward wrote, if these are plain values, which it may find and leave at each call.
+    """
 
     def __init__(self, model: nn.Module, loss: object = None) -> None:
         self._model, self._reads, self._reach = model, Reads(), Reach.of(model, loss)
+        self.writes: Writes | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -116,10 +144,21 @@ class Observation:
             change = first_change(before.facts, self._now(everything))
         finally:
             drawn = draws.used()
+            writes = _plain_writes([*shallow, *before.contents])
             restore([*shallow, *before.contents])
             draws.put_back()
+        if change is not None and not first_change(before.facts, self._now(everything)):
+            self.writes = writes
         _refuse_writes(change)
         _refuse_draws(drawn)
+
+    def note_writes(self, writes: Writes) -> None:
+        """What forward writes is what it finds, so the step depends on it."""
+        self.writes = writes
+        modules = {id(vars(module)): module for module in self._model.modules()}
+        for owner, key, _ in writes.places:
+            if id(owner) in modules:
+                self._reads.add(modules[id(owner)], key)
 
     def _now(self, names: Mapping[str, tuple[str, ...]]) -> dict[str, Frozen]:
         """The same facts after the step; an attribute that is new counts too."""
@@ -153,6 +192,29 @@ class Observation:
         picture.facts[HELD_ARGUMENTS] = held_among(leaves, storages_of(self._model))
         variables = self._reach.variables
         return Dependencies(picture.facts, reads, others, variables, places, looked_at, answers)
+
+
+def _plain_writes(contents: Iterable[tuple[Any, Any]]) -> Writes | None:
+    """What these containers hold that they did not hold before; None if it is more than plain values."""
+    places: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
+    for container, held in contents:
+        now = dict.items(container) if isinstance(container, dict) else enumerate(container)
+        were = held if isinstance(held, dict) else dict(enumerate(held))
+        changed = [(key, value) for key, value in now if key not in were or were[key] is not value]
+        if len(container) < len(held) + sum(key not in were for key, _ in changed):
+            return None  # something is gone
+        for key, value in changed:
+            if not isinstance(container, dict) or not _is_plain(value):
+                return None
+            places[id(container), key] = container, key, value
+    return Writes(tuple(places.values()))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    plain = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
+    return isinstance(value, plain)
 
 
 class _RefusingTensorHooks(TorchFunctionMode):

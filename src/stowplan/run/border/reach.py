@@ -27,6 +27,10 @@ class Reads:
     def __init__(self) -> None:
         self._names: dict[nn.Module, dict[str, None]] = {}
 
+    def add(self, module: nn.Module, name: str) -> None:
+        """Take a name as read."""
+        self._names.setdefault(module, {})[name] = None
+
     def by_path(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
         """The names that were read of each module of `model`, by its first path."""
         return {path: tuple(self._names[m]) for path, m in model.named_modules() if m in self._names}
