@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -34,6 +35,20 @@ class Origin:
     source: str = ""
 
 
+_NOWHERE = Origin()
+_told = ContextVar("origin that a caller tells", default=_NOWHERE)
+
+
+@contextmanager
+def told(origin: Origin) -> Iterator[None]:
+    """Within, ops whose module or line cannot be seen have this origin."""
+    token = _told.set(origin)
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
 class Origins:
     """Follows the calls of modules while a step runs, without reading the variables of frames.
 
@@ -55,7 +70,8 @@ class Origins:
 
     def here(self) -> Origin:
         """The origin of the op being dispatched."""
-        return Origin(self._entered[-1] if self._entered else "", _line_above(sys._getframe(1)))
+        scope, line = self._entered[-1] if self._entered else "", _line_above(sys._getframe(1))
+        return Origin(scope or _told.get().scope, line or _told.get().source)
 
     def _enter(self, module: nn.Module, _: object) -> None:
         outer = self._entered[-1] if self._entered else ""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from stowplan.ir.graph import Graph, Kind, Op, Phase, Tensor
+from stowplan.units import format_bytes
 
 _KINDS = frozenset(map(str, Kind))
 _NAMED = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT, Kind.CONSTANT)
@@ -108,6 +109,10 @@ class Labels:
             groups.append(OpGroup(len(names), total, module, *self._place(self._ops[names[0]])[1:]))
         return sorted(groups, key=lambda group: -group.seconds)
 
+    def largest(self, names: Iterable[str], most: int = 4) -> str:
+        """The largest groups of some tensors with their bytes, as a refusal names them."""
+        return ", ".join(map(_with_bytes, self.groups(names)[:most]))
+
     def made_in(self, module: str) -> list[str]:
         """The forward tensors with a storage of their own that a module makes, or modules inside it."""
         return [
@@ -152,6 +157,13 @@ class Labels:
 
     def _source(self, op: Op) -> str:
         return op.source or self._ops.get(op.adjoint_of or op.id, op).source
+
+
+def _with_bytes(group: TensorGroup) -> str:
+    size = format_bytes(group.nbytes)
+    if len(group.names) > 1:
+        return f"{group.module} {group.what} ({len(group.names)} tensors, {size})"
+    return f"{group.names[0]}{f' of {group.module}' if group.module != group.names[0] else ''} ({size})"
 
 
 def shape_text(tensor: Tensor) -> str:

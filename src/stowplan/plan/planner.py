@@ -11,7 +11,7 @@ import numpy as np
 from stowplan.analyse.facts import costs_of, liveness_of, memory_curve
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph, Kind
-from stowplan.ir.labels import Labels, TensorGroup
+from stowplan.ir.labels import Labels
 from stowplan.plan.bound import bound_of
 from stowplan.plan.frontier import Frontier, Point, baseline_of, focus_on, frontier_of
 from stowplan.plan.judge.simulate import alive_at, simulate
@@ -136,11 +136,10 @@ class Planner:
         peak = int(np.argmax(curve))
         alive = alive_at(graph, steps, peak)
         labels = Labels(graph)
-        named = ", ".join(map(_sized, labels.groups(alive)[:4]))
         return BudgetTooSmall(
             f"{format_bytes(allowed_bytes)} allowed, but the smallest plan found needs "
             f"{format_bytes(self.minimum_bytes)} ({self.minimum_bytes} bytes) at"
-            f" {self._place(labels, steps[peak])}; it binds through {named};"
+            f" {self._place(labels, steps[peak])}; it binds through {labels.largest(alive)};"
             f" {self._advice()}",
             allowed_bytes=allowed_bytes,
             minimum_bytes=self.minimum_bytes,
@@ -161,14 +160,6 @@ class Planner:
         workspace = self.pricing.workspace_bytes.get(name, 0)
         inside = f", {format_bytes(workspace)} of it inside the kernel" if workspace else ""
         return f"{labels.op(name, with_source=True)}{inside}"
-
-
-def _sized(group: TensorGroup) -> str:
-    """The tensors of a refusal, and their bytes."""
-    size = format_bytes(group.nbytes)
-    if len(group.names) > 1:
-        return f"{group.module} {group.what} ({len(group.names)} tensors, {size})"
-    return f"{group.names[0]}{f' of {group.module}' if group.module != group.names[0] else ''} ({size})"
 
 
 def refuse_hopeless(

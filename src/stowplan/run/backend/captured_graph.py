@@ -1,18 +1,22 @@
 """A graph of Dynamo's, captured for one kind of call, and run by one plan or another."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import wraps
 
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter, Node
 
 from stowplan.capture import Captured, Ref, capture
+from stowplan.capture.origins import Origin, told
 from stowplan.errors import CaptureError
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.run.backend.budgeted_graph import BudgetedGraph
 from stowplan.run.planning.planner import with_kernels
 from stowplan.run.step.straight import StraightStep
+from stowplan.run.wrappers import with_forward
 from stowplan.torch_private import storage_id
 
 
@@ -42,7 +46,13 @@ class CapturedGraph:
         def shaped(outputs: Sequence[Tensor]) -> list[Tensor]:
             return [o.reshape(1) if n == as_vector else o for n, o in enumerate(outputs)]
 
-        captured = capture(graph, inputs, loss=None if as_vector is None else shaped)
+        @wraps(type(graph).forward)
+        def node_by_node(self: GraphModule, *given: object) -> object:
+            return _Led(self).run(*given)
+
+        captured = capture(
+            with_forward(graph, node_by_node), inputs, loss=None if as_vector is None else shaped
+        )
         _refuse_hidden_writes(captured, inputs)
         captured = with_kernels(captured, options)
         budgeted = BudgetedGraph(captured, options, is_followed=_is_followed(captured))
@@ -73,6 +83,19 @@ class CapturedGraph:
         outputs = self._latest[1](*inputs)
         assert isinstance(outputs, (tuple, list))
         return [o.reshape(()) if n == self.as_vector else o for n, o in enumerate(outputs)]
+
+
+class _Led(Interpreter):
+    """Runs a graph node by node, and tells for each the module and the line that Dynamo took it from."""
+
+    def run_node(self, n: Node) -> object:
+        """As the base class does."""
+        path = next((path for path, _ in reversed(n.meta.get("nn_module_stack", {}).values())), "")
+        lines = re.findall(r'^ *File "(.+)", line (\d+)', n.stack_trace or "", re.MULTILINE)
+        source = ":".join(lines[-1]) if lines else ""
+        scope = re.sub(r"^L\['(\w+)'\]", r"\1", path).removeprefix("self").removeprefix(".")
+        with told(Origin(scope, source)):
+            return super().run_node(n)
 
 
 def _is_followed(captured: Captured) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from stowplan.errors import BudgetTooSmall
+from stowplan.ir.labels import Labels
 from stowplan.plan.judge.simulate import alive_at
 from stowplan.plan.plan import Plan
 from stowplan.run.backend.budgeted_graph import BudgetedGraph
@@ -100,11 +101,11 @@ class SharedBudget:
         planned = [*self._memory.waiting, newcomer][int(np.argmax(needed))]
         plan, own = planned.point.plan, planned.point.peak_bytes
         binding = alive_at(plan.graph, plan.steps, int(np.argmax(plan.projected_curve_bytes)))
-        named = (f"{name} ({format_bytes(plan.graph.tensors[name].nbytes or 0)})" for name in binding[:4])
         return BudgetTooSmall(
             f"{format_bytes(self.allowed_bytes)} allowed for all graphs of the step, but at least"
             f" {format_bytes(max(needed))} ({max(needed)} bytes) needed: {format_bytes(own)} by a graph that"
-            f" binds through {', '.join(named)}; {format_bytes(max(needed) - own)} are held by others then",
+            f" binds through {Labels(plan.graph).largest(binding)};"
+            f" {format_bytes(max(needed) - own)} are held by others then",
             allowed_bytes=self.allowed_bytes,
             minimum_bytes=max(needed),
             binding=binding,
