@@ -61,9 +61,15 @@ def run() -> Subject:
     return subject_of(api.check("examples.unet:step", "329MiB"), "unet.run.json")
 
 
-def taken(name: str, *subjects: Subject, show: str = "", height: int = 800) -> None:
+def gpt() -> Subject:
+    """The GPT of `stowplan demo` in half of its memory."""
+    return subject_of(api.plan_for("stowplan.demo:gpt", 58 << 20, gap=0.05), "gpt_58MiB.plan.json")
+
+
+def taken(name: str, *subjects: Subject, show: str = "", height: int = 800, colours: str = "light") -> None:
     """A picture of the page after the script `show`."""
     with browser().page(written(*subjects), 1280, height) as page:
+        page.prefer_colours(colours)
         page.run(show)
         page.settle()
         page.screenshot(FOLDER / f"{name}.png")
@@ -84,6 +90,10 @@ PICTURES: Mapping[str, Callable[[], object]] = {
     "plan": lambda: taken("plan", *unet_plans(), show=_SELECTED),
     "frontier": lambda: taken(
         "frontier", *unet_plans(), show=_scrolled_to("What a budget costs"), height=330
+    ),
+    "modules": lambda: taken("modules", gpt(), show=_scrolled_to("Which modules"), height=240),
+    "dark": lambda: taken(
+        "dark", *unet_plans(), show="stow.shownState.measureBy(true)", height=560, colours="dark"
     ),
     "curve": lambda: write_report(unet_plans()[:1], FOLDER / "curve.png"),
     "tiles": lambda: taken("tiles", tiled(), show=_scrolled_to("Tile ")),

@@ -9,7 +9,15 @@ import pytest
 from stowplan.report.files import opened
 from stowplan.report.page import subject_of
 from tests.support.browser import Page, collisions
-from tests.support.pages import browser, compared_page, plan_in_spatial_tiles, plan_page, planner_of, written
+from tests.support.pages import (
+    browser,
+    compared_page,
+    gpt_plan,
+    plan_in_spatial_tiles,
+    plan_page,
+    planner_of,
+    written,
+)
 from tests.support.plans import moved
 
 pytestmark = pytest.mark.browser
@@ -169,6 +177,49 @@ def test_keys_move_the_cursor(dump: Dump) -> None:
         assert step_shown(page) == before + 2
         page.press("p")
         assert step_shown(page) == before
+
+
+def test_modules_hold_all_of_the_peak_and_open() -> None:
+    with browser().page(written(subject_of(gpt_plan(), "GPT"))) as page:
+        labels = "Array.from(document.querySelectorAll('#modules %s'), (e) => e.title.split(', '))"
+        total = page.run("stow.text.bytes(stow.shownState.model.raw.curve.total[stow.shownState.pinned])")
+        assert page.run("document.querySelector('.alive-now b').textContent") == total
+        first = page.run(labels % ".modules > .parts > .part > .box")
+        assert sum(float(share.split()[0]) for _, _, share in first) == pytest.approx(100, abs=1)
+        assert max(float(share.split()[0]) for _, _, share in first) > 10
+        page.run("document.querySelector('#modules .part .parts').parentElement.firstChild.click()")
+        inner = page.run(labels % ".modules > .parts > .part > .box")
+        assert inner != first
+        assert page.run("document.querySelectorAll('#modules .crumbs button').length") == 2
+        assert page.run("document.activeElement.parentElement.className") == "crumbs"
+        page.run("document.querySelector('#modules .crumbs button').click()")
+        assert page.run(labels % ".modules > .parts > .part > .box") == first
+        boxes = page.run("document.querySelectorAll('#modules .box').length")
+        page.run("document.querySelector('#modules .key').click()")
+        assert page.run("document.querySelectorAll('#modules .box').length") < boxes
+        assert page.errors == []
+
+
+def test_the_axis_counts_time_and_steps(dump: Dump) -> None:
+    with browser().page(plan_page(dump("chainer"))) as page:
+        steps = page.run("stow.shownState.model.steps")
+        page.press("t")
+        assert page.run("document.querySelectorAll('#curve .axis [aria-pressed=true]')[0].textContent") in (
+            "by work",
+            "by time",
+        )
+        page.point(*middle_of(page, "curve", 0.25))
+        page.settle()
+        step = step_shown(page) - 1
+        before, after = page.run(f"[{step}, {step + 1}].map((step) => stow.shownState.model.times[step])")
+        assert before <= 0.25 * page.run("stow.shownState.model.duration") + 1e-9 <= after * 1.01
+        assert all(colours(page, view) > 3 for view in STRIPS)
+        page.press("t")
+        page.point(5, 5)
+        page.point(*middle_of(page, "curve", 0.25))
+        page.settle()
+        assert abs(step_shown(page) - steps / 4) <= 2
+        assert page.errors == []
 
 
 def test_several_plans_are_compared(dump: Dump) -> None:

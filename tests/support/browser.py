@@ -173,6 +173,15 @@ class Page:
         assert "exceptionDetails" not in answer, f"{script}: {answer['exceptionDetails']}"
         return answer["result"].get("value")
 
+    def prefer_colours(self, scheme: str) -> None:
+        """Show the page as to someone who prefers "light" or "dark" ones, drawn anew if it was not so."""
+        turns = not self.run(f"matchMedia('(prefers-color-scheme: {scheme})').matches")
+        self.run("performance.clearMarks('drawn')")
+        wanted = {"name": "prefers-color-scheme", "value": scheme}
+        self._ask("Emulation.setEmulatedMedia", features=[wanted])
+        if turns:
+            self.wait_for(_DRAWN)
+
     def own_seconds(self) -> float:
         """What the page's thread has had of a processor so far, however many others wanted it too."""
         metrics = self._ask("Performance.getMetrics")["metrics"]

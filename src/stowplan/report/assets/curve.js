@@ -4,7 +4,7 @@ stow.curve = (() => {
 
   const { Strip, element } = stow.strip;
   const { plain, of } = stow.palette;
-  const { binarySteps, bytes, shown, tick, whole } = stow.text;
+  const { binarySteps, bytes, seconds, shown, tick, whole } = stow.text;
   // How the curves beside the stack are drawn; those of other subjects are like none of these.
   const BESIDE = {
     baseline: { colour: "beside", width: 1.5, dash: [6, 4] },
@@ -85,10 +85,10 @@ stow.curve = (() => {
   }
 
   // A band along the ground in the colours of the phases; each is named where it first begins, if there is room.
-  function drawPhases(plot, spans) {
+  function drawPhases(plot, state, spans) {
     const { ctx, bbox } = plot;
     const right = bbox.left + bbox.width;
-    const at = (step) => Math.min(right, Math.max(bbox.left, plot.valToPos(step, "x", true)));
+    const at = (step) => Math.min(right, Math.max(bbox.left, plot.valToPos(state.at(step), "x", true)));
     const band = 4 * devicePixelRatio;
     const ground = bbox.top + bbox.height;
     ctx.save();
@@ -124,17 +124,38 @@ stow.curve = (() => {
       padding: [10, strip.right, 0, 0],
       legend: { show: false },
       cursor: { show: false },
-      scales: { x: { time: false, range: () => state.range }, y: { range: [0, top * 1.08] } },
+      scales: { x: { time: false, range: () => state.extent }, y: { range: [0, top * 1.08] } },
       axes: [
-        { ...axis, size: 26, values: (_, ticks) => ticks.map((step) => stepMark(step, state)) },
+        { ...axis, size: 26, values: (_, ticks) => ticks.map((place) => mark(place, state)) },
         { ...axis, size: strip.left, values: (_, ticks) => ticks.map(tick), incrs: binarySteps },
       ],
       series: series(strip, curve),
-      hooks: { draw: [(plot) => drawPhases(plot, spans), (plot) => drawBudget(plot, curve)] },
+      hooks: { draw: [(plot) => drawPhases(plot, state, spans), (plot) => drawBudget(plot, curve)] },
     };
   }
 
   const stepMark = (step, state) => (step % 1 || step >= state.model.steps ? "" : whole(step + 1));
+  const timeMark = (time, { model }) =>
+    model.raw.timed_by === "macs" ? `${time} %` : seconds(time).replace(/\.0+ /, " ");
+  const mark = (place, state) => (state.timed ? timeMark : stepMark)(place, state);
+
+  // Two keys for the axis, where ops have times; multiply-accumulates that stand for time are called work.
+  function axisKeys(state) {
+    const words = ["by step", state.model.raw.timed_by === "macs" ? "by work" : "by time"];
+    const keys = words.map((word, index) => {
+      const key = element("button", "key", word);
+      key.type = "button";
+      key.addEventListener("click", () => state.measureBy(index === 1));
+      return key;
+    });
+    const show = () => keys.forEach((key, index) => key.setAttribute("aria-pressed", String(state.timed === (index === 1))));
+    state.onChange((what) => what === "range" && show());
+    show();
+    const root = element("div", "axis", ...keys);
+    root.setAttribute("role", "group");
+    root.setAttribute("aria-label", "the axis counts");
+    return root;
+  }
 
   function legend(model, curve) {
     const entries = curve.kinds.map((kind, index) => ({
@@ -161,23 +182,34 @@ stow.curve = (() => {
     return { root, update };
   }
 
+  // The picture in words, for those who do not see it.
+  function summary({ raw: { curve }, steps }) {
+    const allowed = curve.allowed === null ? "" : `, ${bytes(curve.allowed)} allowed`;
+    const beside = curve.beside.map((b) => `, ${shown(b.name)} at most ${bytes(b.bytes.reduce((a, c) => Math.max(a, c), 0))}`);
+    return `Memory over ${whole(steps)} steps: ${bytes(curve.total[curve.peak])} at the peak, step ${whole(curve.peak + 1)}${allowed}${beside.join("")}`;
+  }
+
   function mount(state) {
     const { model } = state;
     const { curve } = model.raw;
     const keys = legend(model, curve);
     const steps = Array.from({ length: model.steps + 1 }, (_, step) => step);
-    const data = [steps, ...stacked(curve).map(extended), ...curve.beside.map((b) => extended(b.bytes))];
+    const curves = [...stacked(curve).map(extended), ...curve.beside.map((b) => extended(b.bytes))];
     const spans = phasesOf(model);
     let plot = null;
     const ground = element("div", "plot");
+    ground.setAttribute("role", "img");
+    ground.setAttribute("aria-label", summary(model));
     const draw = (_, strip) => {
       plot?.destroy();
-      plot = new uPlot(options(state, strip, curve, spans), data, ground);
+      const places = state.timed ? Array.from(model.times) : steps;
+      plot = new uPlot(options(state, strip, curve, spans), [places, ...curves], ground);
     };
     const height = window.innerWidth < 700 ? 200 : 280;
     const strip = new Strip(state, { name: "curve", title: "Memory while each step runs", height, draw });
     strip.body.prepend(ground);
     strip.heading.append(keys.root);
+    if (model.duration > 0) strip.heading.append(axisKeys(state));
     keys.update(state.cursor);
     state.onChange((what) => what === "cursor" && keys.update(state.cursor));
     return strip;

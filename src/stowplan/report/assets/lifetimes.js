@@ -117,7 +117,7 @@ stow.lifetimes = (() => {
     const input = element("input", "search");
     input.type = "search";
     input.placeholder = "search tensors, ops, modules";
-    input.setAttribute("aria-label", "search tensors");
+    input.setAttribute("aria-label", "search tensors, ops, modules; Enter selects the first that is found");
     input.addEventListener("input", changed);
     return input;
   }
@@ -148,6 +148,9 @@ stow.lifetimes = (() => {
     const strip = new Strip(state, { name: "lifetimes", title, height, draw, click });
     const scroll = element("div", "scroll", filler);
     scroll.style.height = `${height}px`;
+    scroll.tabIndex = 0;
+    scroll.setAttribute("role", "region");
+    scroll.setAttribute("aria-label", title);
     strip.body.replaceWith(scroll);
     filler.append(strip.body);
     scroll.addEventListener("scroll", () => strip.paint());
@@ -161,6 +164,9 @@ stow.lifetimes = (() => {
       told.textContent = isPart ? `${whole(rows.length)} of ${whole(all.length)}` : "";
     };
     const input = searchBox(changed);
+    input.addEventListener("keydown", ({ key }) => {
+      if (key === "Enter" && rows.length) state.select({ tensor: rows[0] });
+    });
     strip.heading.append(legend(model, all, groups, changed), element("div", "searching", input, told));
     fill();
     return strip;

@@ -4,8 +4,10 @@ stow.main = (() => {
 
   const { element } = stow.strip;
   const { button } = stow.panel;
-  const { shown } = stow.text;
+  const { bytes: inWords, shown } = stow.text;
   const KEYS = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 };
+
+  let again = null; // draws the page that is shown once more
 
   function figure([label, size, meaning]) {
     const told = element("span", "", shown(meaning));
@@ -19,7 +21,12 @@ stow.main = (() => {
     const { what } = data.subjects[chosen];
     const title = element("h1", "", shown(data.title), element("small", "", what === data.title ? "" : ` ${shown(what)}`));
     const top = element("div", "title", title, ...(tabs.length > 1 ? [element("nav", "", ...tabs)] : []));
-    return element("header", "", top, element("div", "figures", ...data.subjects[chosen].figures.map(figure)));
+    if (tabs.length > 1) tabs[chosen].setAttribute("aria-current", "true");
+    const figures = element("div", "figures", ...data.subjects[chosen].figures.map(figure));
+    figures.tabIndex = 0; // it scrolls on a narrow screen
+    figures.setAttribute("role", "group");
+    figures.setAttribute("aria-label", "figures");
+    return element("header", "", top, figures);
   }
 
   function notes(found) {
@@ -36,14 +43,26 @@ stow.main = (() => {
       "p",
       "help",
       "Point at a step to see what is alive; click to stay there. Drag over steps to see them closer, double click for all, ",
-      "ctrl and wheel to zoom. Arrow keys move the cursor, P goes to the peak, Escape closes what is selected.",
+      "ctrl and wheel to zoom. Arrow keys move the cursor, P goes to the peak, T changes between steps and time, Escape closes what is selected.",
     );
+  }
+
+  // Says where the cursor stays to those who do not see it.
+  function announcer(state) {
+    const said = element("output", "unseen");
+    state.onChange((what) => {
+      if (what !== "cursor" || state.cursor !== state.pinned) return;
+      const { model, pinned } = state;
+      said.textContent = `step ${pinned + 1} of ${model.steps}, ${inWords(model.raw.curve.total[pinned])} alive while running ${model.opName(model.opAt(pinned))}`;
+    });
+    return said;
   }
 
   function onKey(state, event) {
     if (event.target instanceof HTMLInputElement) return;
     if (event.key in KEYS) state.pin(state.pinned + KEYS[event.key]);
     else if (event.key === "p") state.pin(state.model.raw.curve.peak);
+    else if (event.key === "t") state.measureBy(!state.timed);
     else if (event.key === "Escape") state.select(null);
     else return;
     event.preventDefault();
@@ -57,6 +76,7 @@ stow.main = (() => {
       () => steps && views.append(stow.network.mount(state).root),
       () => steps && views.append(stow.lifetimes.mount(state).root),
       () => steps && views.append(stow.arena.mount(state).root),
+      () => steps && below.append(stow.modules.mount(state).root),
       () => steps && raw.tilings.length && below.append(stow.tiles.mount(state)),
       () => steps && raw.regions && below.append(stow.regions.mount(state)),
       () => frontier && below.append(stow.frontier.mount(frontier)),
@@ -75,12 +95,14 @@ stow.main = (() => {
   function show(root, data, chosen) {
     const state = new stow.state.State(new stow.model.Model(data.subjects[chosen], data.words));
     stow.shownState = state;
+    again = () => show(root, data, chosen);
     const views = element("div", "views");
     const below = element("div", "below");
     root.replaceChildren(
       header(data, chosen, (index) => show(root, data, index)),
       element("div", "along", views, stow.panel.mount(state)),
       below,
+      announcer(state),
     );
     fill(views, below, state, data.frontier);
   }
@@ -97,6 +119,8 @@ stow.main = (() => {
   async function start() {
     const data = await unpacked(document.getElementById("data").textContent);
     show(document.getElementById("report"), data, 0);
+    // Pictures have the colours of the time when they were drawn.
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => again());
     document.addEventListener("keydown", (event) => onKey(stow.shownState, event));
   }
 

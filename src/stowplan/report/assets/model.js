@@ -21,6 +21,7 @@ stow.model = (() => {
   class Model {
     #staysOf = null;
     #runsOf = null;
+    #times = null;
 
     constructor(raw, words) {
       unshared(raw.ops);
@@ -44,6 +45,24 @@ stow.model = (() => {
     get runsOf() {
       this.#runsOf ??= grouped(this.raw.runs.op, this.raw.ops.id.length);
       return this.#runsOf;
+    }
+
+    // By step the seconds before it, and last the seconds of all; transfers take none of the device's time. Where work
+    // stands for time, it is in percent of all work.
+    get times() {
+      if (this.#times) return this.#times;
+      this.#times = new Float64Array(this.steps + 1);
+      for (let step = 0; step < this.steps; step += 1) {
+        const waits = ["store", "load"].includes(this.doing(step));
+        this.#times[step + 1] = this.#times[step] + (waits ? 0 : this.raw.ops.seconds?.[this.opAt(step)] ?? 0);
+      }
+      const all = this.#times[this.steps];
+      if (this.raw.timed_by === "macs" && all) this.#times = this.#times.map((each) => (100 * each) / all);
+      return this.#times;
+    }
+
+    get duration() {
+      return this.times[this.steps];
     }
 
     viewsOf(tensor) {

@@ -78,19 +78,21 @@ stow.network = (() => {
     const { model } = strip.state;
     const [low, high] = visibleRuns(strip.state);
     const height = Math.max(2, place.lane - 4);
-    const each = strip.plotWidth / (high - low);
-    const width = each - (each > 4 ? 2 : each > 2 ? 1 : 0);
+    const width = (run) => {
+      const each = strip.x(run + 1) - strip.x(run);
+      return each - (each > 4 ? 2 : each > 2 ? 1 : 0);
+    };
     const raster = new Raster(context, strip.left, strip.plotWidth, strip.height);
     const y = (run) => top(model, place, run) + (place.lane - height) / 2;
     for (let run = low; run < high; run += 1) {
-      raster.fill(strip.x(run), y(run), width, height, pixel(of(model.manner(run))));
+      raster.fill(strip.x(run), y(run), width(run), height, pixel(of(model.manner(run))));
     }
     raster.paint();
-    if (width <= 3) return;
     for (let run = low; run < high; run += 1) {
-      const box = [strip.x(run), y(run), width, height];
+      const box = [strip.x(run), y(run), width(run), height];
+      if (box[2] <= 3) continue;
       if (model.doing(run) === "recompute") hatch(context, ...box);
-      if (width > 34 && height >= 12) label(context, model, run, box);
+      if (box[2] > 34 && height >= 12) label(context, model, run, box);
     }
   }
 

@@ -207,6 +207,7 @@ stow.panel = (() => {
   function mount(state) {
     const root = element("aside", "panel");
     root.id = "panel";
+    root.setAttribute("aria-label", "what is alive at this step");
     const paint = () => {
       if (!state.model.steps) root.replaceChildren(element("p", "", "Nothing runs in this graph."));
       else root.replaceChildren(head(state), ...card(state), list(state));

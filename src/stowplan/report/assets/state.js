@@ -15,6 +15,7 @@ stow.state = (() => {
       this.cursor = this.pinned;
       this.range = [0, Math.max(1, model.steps)];
       this.selected = null; // { op } or { tensor }
+      this.timed = false; // whether the axis counts seconds; else steps
     }
 
     // Call `listener` after every change, with what changed: "cursor", "range" or "selected".
@@ -24,6 +25,37 @@ stow.state = (() => {
 
     #tell(what) {
       for (const listener of this.#listeners) listener(what);
+    }
+
+    // Let the axis count seconds or steps. Where nothing takes time, it counts steps.
+    measureBy(timed) {
+      this.timed = timed && this.model.duration > 0;
+      this.#tell("range");
+    }
+
+    // Where a step begins on the axis; half a step is the middle of its time.
+    at(step) {
+      if (!this.timed) return step;
+      const { times, steps } = this.model;
+      const before = clamp(Math.floor(step), 0, steps);
+      return times[before] + (step - before) * (times[Math.min(before + 1, steps)] - times[before]);
+    }
+
+    // The ends of what is in sight, on the axis.
+    get extent() {
+      const [low, high] = this.range.map((step) => this.at(step));
+      return [low, high > low ? high : low + 1];
+    }
+
+    // The step in sight that a place on the axis belongs to.
+    stepAt(place) {
+      let [low, high] = [this.range[0], this.range[1] - 1];
+      while (low < high) {
+        const middle = Math.ceil((low + high) / 2);
+        if (this.at(middle) <= place) low = middle;
+        else high = middle - 1;
+      }
+      return low;
     }
 
     // Look at a step as long as the pointer is there.

@@ -44,6 +44,7 @@ stow.strip = (() => {
       this.root.id = name;
       this.#canvas.setAttribute("role", "img");
       this.#canvas.setAttribute("aria-label", title);
+      this.#overlay.setAttribute("aria-hidden", "true");
       this.#listen();
     }
 
@@ -76,14 +77,13 @@ stow.strip = (() => {
     }
 
     x(step) {
-      const [low, high] = this.state.range;
-      return this.left + ((step - low) / (high - low)) * this.plotWidth;
+      const [low, high] = this.state.extent;
+      return this.left + ((this.state.at(step) - low) / (high - low)) * this.plotWidth;
     }
 
     stepAt(x) {
-      const [low, high] = this.state.range;
-      const step = Math.floor(low + ((x - this.left) / this.plotWidth) * (high - low));
-      return Math.min(Math.max(step, low), high - 1);
+      const [low, high] = this.state.extent;
+      return this.state.stepAt(low + ((x - this.left) / this.plotWidth) * (high - low));
     }
 
     #point(event) {

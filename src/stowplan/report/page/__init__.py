@@ -33,6 +33,7 @@ _SCRIPTS = (
     "lifetimes.js",
     "arena.js",
     "panel.js",
+    "modules.js",
     "tiles.js",
     "regions.js",
     "frontier.js",
