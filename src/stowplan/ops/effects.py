@@ -64,7 +64,10 @@ def updates_parameters(_: Site) -> Effect:
 
 @effect_of.entry(
     *(f"stowplan.{name}.default" for name in ("exchange", "exchange_back", "total", "norm", "norm_back")),
-    *(f"stowplan.{name}.default" for name in ("first_token", "bring", "begin_sums", "end_sums")),
+    *(
+        f"stowplan.{name}.default"
+        for name in ("first_token", "bring", "begin_sums", "end_sums", "scatter_sum")
+    ),
 )
 def involves_other_workers(_: Site) -> Effect:
     """Other workers take part in it, once: a worker that repeated it would wait for them forever."""

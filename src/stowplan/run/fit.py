@@ -37,6 +37,7 @@ from stowplan.units import parse_bytes
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from stowplan.run.iteration.iteration import Iteration
     from stowplan.run.shapes import Shapes
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -46,7 +47,8 @@ Model = TypeVar("Model", bound=nn.Module)
 class ShardRequest:
     """What a step on a mesh is planned for: a budget for each worker, of which a reserve stays free.
 
-    `layouts` says whether stages may be cut otherwise than the inputs.
+    `layouts` says whether stages may be cut otherwise than the inputs, and `parameters` whether each worker
+    has them whole. `iteration` has the optimizer of sharded parameters.
     """
 
     mesh: object
@@ -55,6 +57,8 @@ class ShardRequest:
     options: PlanOptions
     dims: Mapping[str, Sequence[int | None]] | None = None
     layouts: str = "follow"
+    parameters: str = "replicate"
+    iteration: "Iteration | None" = None
 
 
 MESHES: Socket[Callable[[nn.Module, tuple[object, ...], dict[str, object], ShardRequest], nn.Module]] = (
@@ -72,6 +76,7 @@ def fit(
     mesh: object = None,
     dims: Mapping[str, Sequence[int | None]] | None = None,
     layouts: str = "follow",
+    parameters: str = "replicate",
     reserve: int | str = 0,
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
@@ -153,6 +158,13 @@ def fit(
     say which dims they cut, or `dims` says it for each input. `layouts="choose"` may cut stages of a
     convolutional net in another way than its inputs. `mesh=4` chooses the fastest division over 4 workers
     that fits the budget on each; `choices_of(fitted)` lists the options.
+
+    `parameters="shard"` on a mesh of one data axis ("data=4") leaves each worker its rows of every parameter,
+    gradient and optimizer state. The parameters of `model` stay the same objects and hold these rows, so an
+    optimizer may be made before or after `fit`. The plan gathers whole parameters where they are read, and
+    decides under the budget which to keep for backward and which to gather again; gradients are summed and
+    divided as soon as they are final. `optimizer` and `clip_norm` then work as in one process.
+    `parameters="choose"` does so only if the budget is too small for whole parameters.
     """
     _refuse_misuse(model, args)
     _refuse_loss(loss, outputs)
@@ -170,6 +182,7 @@ def fit(
             accumulate=accumulate,
             keep_gradients=keep_gradients,
             offloads="offload" in options.allow,
+            on_workers=mesh is not None,
         )
         options = iteration.options(options)
     elif (clip_norm, clip_value, accumulate, keep_gradients) != (None, None, 1, False):
@@ -179,13 +192,16 @@ def fit(
     if shapes is not None and (mesh is not None or plan is not None):
         raise BadUse("shapes are for one process, and for plans that fit makes; leave out mesh= and plan=")
     if mesh is not None:
-        _refuse_on_mesh(budget, plan, options, iteration)
+        _refuse_on_mesh(budget, plan, options, iteration, parameters)
         if loss is not None or outputs != "loss":
             raise BadUse("loss and outputs are not offered with a mesh: there the model returns its loss")
-        request = ShardRequest(mesh, parse_bytes(budget), parse_bytes(reserve), options, dims, layouts)
+        amounts = parse_bytes(budget), parse_bytes(reserve)
+        request = ShardRequest(mesh, *amounts, options, dims, layouts, parameters, iteration)
         return cast(Model, MESHES.of("mesh")(model, tuple(args), dict(kwargs or {}), request))
-    if dims is not None or layouts != "follow":
-        raise BadUse("dims and layouts are of a step on a mesh, and there is no mesh; give mesh= as well")
+    if dims is not None or layouts != "follow" or parameters != "replicate":
+        raise BadUse(
+            "dims, layouts and parameters are of a step on a mesh, and there is none; give mesh= too"
+        )
     if budget == "auto":
         from stowplan.run.auto_budget import automatic_budget
 
@@ -289,9 +305,14 @@ def _refuse_iteration(
         raise BadUse(f"keep_gradients is {keep_gradients!r}; it is True, or a list of names of parameters")
 
 
-def _refuse_on_mesh(budget: int | str, plan: Plan | None, options: PlanOptions, iteration: object) -> None:
-    if iteration is not None:
-        raise BadUse("optimizer= is for one process; with a mesh, use reserve= for the optimizer's state")
+def _refuse_on_mesh(
+    budget: int | str, plan: Plan | None, options: PlanOptions, iteration: "Iteration | None", parameters: str
+) -> None:
+    if iteration is not None and parameters == "replicate":
+        raise BadUse(
+            'on a mesh, optimizer= is for parameters="shard"; with whole parameters on each worker, use'
+            " reserve= for the optimizer's state"
+        )
     if budget == "auto":
         raise BadUse('budget="auto" is what is free here, and workers may share that: give each its bytes')
     if plan is not None:

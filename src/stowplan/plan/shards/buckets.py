@@ -16,18 +16,23 @@ LEAST_BYTES = 2**20  # below, a sum takes hardly less time
 _LEAST_BUCKETS = 4  # of a small model as well, so that some are summed before backward ends
 
 
-def buckets_of(graph: Graph, trained: Iterable[str] | None = None) -> tuple[tuple[str, ...], ...]:
-    """The trained parameters in the order of their first use, grouped; without `trained`, all that are."""
+def buckets_of(
+    graph: Graph, trained: Iterable[str] | None = None, most_bytes: int | None = None
+) -> tuple[tuple[str, ...], ...]:
+    """The trained parameters in the order of their first use, grouped; without `trained`, all that are.
+
+    `most_bytes` limits a group that is not a single parameter.
+    """
     names = dict.fromkeys(_trained(graph) if trained is None else trained)
     used = dict.fromkeys(name for op in forward_ops(graph) for name in op.reads() if name in names)
     order = [*(name for name in names if name not in used), *used]
-    return tuple(reversed([tuple(reversed(bucket)) for bucket in _filled(graph, order[::-1])]))
+    return tuple(reversed([tuple(reversed(bucket)) for bucket in _filled(graph, order[::-1], most_bytes)]))
 
 
-def _filled(graph: Graph, names: list[str]) -> Iterator[list[str]]:
+def _filled(graph: Graph, names: list[str], most_bytes: int | None) -> Iterator[list[str]]:
     """One after the other, each with gradients of one element type up to the limit."""
     sizes = {name: graph.tensors[name].nbytes or 0 for name in names}
-    limit = min(MOST_BYTES, max(LEAST_BYTES, sum(sizes.values()) // _LEAST_BUCKETS))
+    limit = most_bytes or min(MOST_BYTES, max(LEAST_BYTES, sum(sizes.values()) // _LEAST_BUCKETS))
     bucket: list[str] = []
     for name in names:
         is_full = sum(sizes[known] for known in bucket) + sizes[name] > limit

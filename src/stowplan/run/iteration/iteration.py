@@ -111,9 +111,15 @@ class Iteration:
         accumulate: int = 1,
         keep_gradients: bool | Iterable[str] = False,
         offloads: bool = False,
+        on_workers: bool = False,
     ) -> None:
-        """`offloads`: the optimizer's state may wait in the tier of its device."""
+        """`offloads`: the optimizer's state may wait in the tier of its device.
+
+        `on_workers`: the parameters are shards, and each worker updates its own.
+        """
         refuse_unless_one_by_one(optimizer)
+        self._on_workers = on_workers
+        self.norm_over_workers: Callable[[Tensor], Tensor] | None = None  # from the norm of this worker's
         bring_back(optimizer)
         self.optimizer, self.accumulate = optimizer, accumulate
         self.clip_norm, self.clip_value = clip_norm, clip_value
@@ -132,7 +138,7 @@ class Iteration:
         self._norms: dict[Tensor, Tensor] = {}  # of gradients, if there are two backwards
         self._total_norm: Tensor | None = None  # in the second of them
         self._repeat: Callable[[], None] | None = None
-        self._offloads = offloads and not self.keeps_all
+        self._offloads = offloads and not self.keeps_all and not on_workers
         self._elsewhere: StateElsewhere | None = None
         self._moved: dict[Tensor, None] = {}  # the parameters whose state waits there
         self._broken = ""
@@ -243,7 +249,7 @@ class Iteration:
     @property
     def _repeats(self) -> bool:
         """Whether a plan that consumes gradients is for two backwards: for the norm, then for the updates."""
-        return self.clip_norm is not None and self.accumulate == 1
+        return self.clip_norm is not None and self.accumulate == 1 and not self._on_workers
 
     def repeat_for(
         self, run: Callable[[], Sequence[Tensor]], given: Iterable[Tensor], written: Iterable[Tensor]
@@ -448,11 +454,19 @@ class Iteration:
         if self._repeat is not None:
             self._update_in_second_backward(model)
         elif self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
+            self._clip(list(model.parameters()), self.clip_norm)
         elif self.clip_value is not None:
             nn.utils.clip_grad_value_(model.parameters(), self.clip_value)
         if not self.keeps_all:
             self._update_rest(model)
+
+    def _clip(self, parameters: list[nn.Parameter], most: float) -> None:
+        if self.norm_over_workers is None:
+            nn.utils.clip_grad_norm_(parameters, most)
+            return
+        norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
+        total = self.norm_over_workers(torch.linalg.vector_norm(torch.stack(norms)))
+        nn.utils.clip_grads_with_norm_(parameters, most, total)
 
     def _update_in_second_backward(self, model: nn.Module) -> None:
         """The norm is known: run forward and backward a second time, clip and update."""
@@ -518,7 +532,9 @@ class Iteration:
 
     def _refuse_surroundings(self) -> None:
         workers = torch.distributed
-        if workers.is_available() and workers.is_initialized() and workers.get_world_size() > 1:
+        if self._on_workers:
+            pass  # their gradients have been summed when they leave the step
+        elif workers.is_available() and workers.is_initialized() and workers.get_world_size() > 1:
             raise BadUse(
                 "optimizer= is for one process: workers add up gradients after the plan would have consumed"
                 " them; leave it out, and use reserve= for the optimizer's state"

@@ -12,11 +12,12 @@ from stowplan.run.parts.kernels import run_local
 from stowplan.run.parts.losses import TiledLoss
 from stowplan.run.parts.part import Index, LocalCall
 from stowplan.run.shards.attention import causal_part, is_causal_part
-from stowplan.run.shards.functions import Bucketed
+from stowplan.run.shards.functions import Bucketed, Gathered
 from stowplan.run.shards.operator import Collective, bucket_placeholder, exchange, norm, quotient, total
 from stowplan.run.shards.take import Blank, Take
 
 _bucketed: Any = Bucketed.apply
+_gathered: Any = Gathered.apply
 
 
 @dataclass(slots=True)
@@ -24,12 +25,14 @@ class Values:
     """The tensors of a worker while its step runs: parts by tensor, and the token that orders its messages.
 
     `flats` has a flat tensor for each bucket whose parameters are still unused. If it is empty, a placeholder
-    stands in the step for each bucket, and the parameters are used without buckets.
+    stands in the step for each bucket, and the parameters are used without buckets. `given` are the tensors
+    that the step was called with.
     """
 
     parts: dict[str, Tensor]
     token: Tensor
     flats: list[Tensor]
+    given: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,21 @@ class EnterBucket:
         given = [values.parts[name] for name in self.parameters]
         values.token, *parameters = entered(self.collective, values.flats.pop(0), values.token, given)
         values.parts.update(zip(self.parameters, parameters, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class GatherParameters:
+    """Makes whole parameters of their shards, before an op that reads one of them."""
+
+    parameters: tuple[str, ...]
+    collective: Collective
+
+    def touches(self) -> Iterable[str]:
+        return self.parameters
+
+    def run(self, values: Values) -> None:
+        wholes = _gathered(self.collective, *(values.given[name] for name in self.parameters))
+        values.parts.update(zip(self.parameters, wholes, strict=True))
 
 
 def entered(
@@ -216,4 +234,4 @@ class Normalise:
         return made, mean.view(samples, self.groups), variance.view(samples, self.groups)
 
 
-Action: TypeAlias = EnterBucket | Make | Draw | Swap | Sum | Loss | Normalise
+Action: TypeAlias = EnterBucket | GatherParameters | Make | Draw | Swap | Sum | Loss | Normalise

@@ -6,7 +6,8 @@ worker may keep, recompute and place whatever else it likes.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -19,11 +20,15 @@ from stowplan.run.border.guard import Guard
 from stowplan.run.fit import ShardRequest
 from stowplan.run.planning.subject import PlannedStep
 from stowplan.run.shards.choosing import Tried
+from stowplan.run.shards.parameters import ParameterShards
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.shard_planner import ShardPlanner
 from stowplan.run.shards.step import ShardedStep
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import fitted_class, refuse_shards, seen_as, with_forward
+
+if TYPE_CHECKING:
+    from stowplan.run.iteration.iteration import Iteration
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -39,9 +44,26 @@ def fit_on_mesh(
     dependencies = _dependencies(model, args, kwargs)
     found, tried = ShardPlanner(model, args, kwargs, request).on(cast("MeshLike | int", request.mesh))
     fitted.__dict__["_fitting"] = FittingOnMesh(
-        found.sharded, found.planned, dependencies, _autocast(model), tried
+        found.sharded, found.planned, dependencies, _autocast(model), tried, request.iteration
     )
+    if request.iteration is not None:
+        request.iteration.belongs_to(fitted)
+        request.iteration.norm_over_workers = found.sharded.workers.norm
+    if found.sharded.parameters is not None:
+        # Nothing but the shapes of parameters has changed since the step was captured.
+        facts = dependencies.picture(fitted, ()).facts
+        fitted.__dict__["_fitting"].dependencies = replace(dependencies, facts=facts)
+        model.register_forward_pre_hook(partial(_refuse_shards, found.sharded.parameters))
     return fitted
+
+
+def _refuse_shards(shards: ParameterShards, module: nn.Module, _: object) -> None:
+    """Shards may broadcast like whole parameters, and give a wrong result without an error."""
+    if shards.is_divided and not isinstance(module, _FittedOnMesh):
+        raise BadUse(
+            f"the parameters of {type(module).__name__} are shards since fit: call it within"
+            " `with shards_of(fitted).whole():`, on all workers"
+        )
 
 
 def shards_of(fitted: nn.Module) -> ShardedStep:
@@ -76,6 +98,7 @@ class FittingOnMesh:
     dependencies: Dependencies
     autocast: object
     tried: tuple[Tried, ...] = ()
+    iteration: "Iteration | None" = None
     bound: tuple[Guard, StraightStep] | None = None
 
     @property
@@ -85,11 +108,17 @@ class FittingOnMesh:
 
     def __deepcopy__(self, _: dict[int, Any]) -> "FittingOnMesh":
         """For a copy of the model: the same plan, bound to it when it is called."""
+        if self.sharded.parameters is not None:
+            raise BadUse("a module with sharded parameters cannot be copied: copy it before fit")
         return replace(self, bound=None)
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """This worker's part of the results, for its part of the arguments."""
         refuse_shards(model)
+        if self.sharded.parameters is not None and not self.sharded.parameters.is_divided:
+            raise BadUse("the step runs on shards: leave `shards_of(fitted).whole()` before it is called")
+        if self.iteration is not None:
+            self.iteration.forward_begins()
         if _autocast(model) != self.autocast:
             self._refuse("autocast was switched")
         if self.bound is None or not self.bound[0].is_untouched(()):
@@ -101,7 +130,7 @@ class FittingOnMesh:
         guard = Guard(self.dependencies, model)
         if (change := guard.change(())) is not None:
             self._refuse(change)
-        return guard, self.planned.bound_to(model, places=guard.tensors())
+        return guard, self.planned.bound_to(model, places=guard.tensors(), consumer=self.iteration)
 
     def _refuse(self, change: str) -> NoReturn:
         raise BadUse(

@@ -91,8 +91,14 @@ def _keep_device(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) 
 
 
 def _first_token_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-    """If several workers have the same result, only one of their gradients counts."""
-    found = gradient if ctx.counts else torch.zeros_like(gradient)
+    """If several workers have the same result, only one of their gradients counts.
+
+    All workers multiply the gradient of a scalar, so that their steps have the same ops.
+    """
+    if gradient.dim() == 0:
+        found = gradient * float(ctx.counts)
+    else:
+        found = gradient if ctx.counts else torch.zeros_like(gradient)
     return found, torch.zeros((), dtype=torch.float32, device=ctx.device), None
 
 
@@ -143,3 +149,16 @@ class Bucketed(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         flat, token = torch.ops.stowplan.begin_sums(gradients, token, ctx.collective.key)
         return flat, token, None, *(None for _ in gradients)
+
+
+class Gathered(torch.autograd.Function):
+    """Turns shards into whole parameters; backward sums their gradients and leaves each worker its shards."""
+
+    @staticmethod
+    def forward(ctx: Any, collective: Collective, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.collective = collective
+        return tuple(torch.ops.stowplan.gather(shards, collective.key))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *torch.ops.stowplan.scatter_sum(gradients, ctx.collective.key)

@@ -19,11 +19,22 @@ from stowplan.plan.shards.propagation import SUMMED, ShardingKind
 from stowplan.plan.shards.shard import LIKES, Level
 from stowplan.run.parts.losses import tiled_loss
 from stowplan.run.parts.part import Index, LocalCall, local_call
-from stowplan.run.shards.actions import Action, Draw, EnterBucket, Loss, Make, Normalise, Sum, Swap
+from stowplan.run.shards.actions import (
+    Action,
+    Draw,
+    EnterBucket,
+    GatherParameters,
+    Loss,
+    Make,
+    Normalise,
+    Sum,
+    Swap,
+)
 from stowplan.run.shards.draws import is_drawn_in_pieces
 from stowplan.run.shards.exchange import exchange_of
 from stowplan.run.shards.norm import Norm
 from stowplan.run.shards.operator import Collective, Total
+from stowplan.run.shards.parameters import ParameterShards
 from stowplan.run.shards.take import Blank, Take, take, within
 from stowplan.run.shards.workers import Workers
 
@@ -32,9 +43,17 @@ class LocalStep:
     """Builds the actions of this process's worker."""
 
     def __init__(
-        self, captured: Captured, plan: ShardPlan, workers: Workers, buckets: Sequence[EnterBucket]
+        self,
+        captured: Captured,
+        plan: ShardPlan,
+        workers: Workers,
+        buckets: Sequence[EnterBucket],
+        parameters: ParameterShards | None = None,
     ) -> None:
-        self._buckets = list(buckets)  # that no op has read from
+        self._parameters = parameters
+        gathers = parameters.gathers() if parameters else ()
+        self._buckets: list[EnterBucket | GatherParameters] = [*buckets, *gathers]  # that no op has read from
+        self._read_at: dict[str, int] = {}  # by gathered parameter, the level that read it last
         self._calls, self._graph = captured.program.calls, captured.graph
         self._plan, self._workers = plan, workers
         self._shard = plan.shards[workers.rank]
@@ -49,15 +68,29 @@ class LocalStep:
         for name, tensor in self._graph.tensors.items():
             if tensor.kind is Kind.INPUT and name in self._exchanged:
                 yield self._swap(name)
-        for level in self._shard.levels:
+        for number, level in enumerate(self._shard.levels):
             yield from self._bring_for(level)
+            yield from self._gather_again_for(level, number)
             yield from self._level(level)
             for name in self._names(level):
                 if name in self._exchanged:
                     yield self._swap(name)
         yield from self._buckets
 
-    def _bring_for(self, level: Level) -> Iterator[EnterBucket]:
+    def _gather_again_for(self, level: Level, number: int) -> Iterator[GatherParameters]:
+        """A parameter that was read long ago, as a tied embedding is by the head, is not kept until here.
+
+        Its gradients are then summed use by use, so that none waits for the other.
+        """
+        if self._parameters is None:
+            return
+        for name in dict.fromkeys(level.sharding.op.reads()):
+            if self._described(name).kind is Kind.PARAMETER:
+                if number - self._read_at.get(name, number) > len(self._shard.levels) // 2:
+                    yield self._parameters.gather((name,))
+                self._read_at[name] = number
+
+    def _bring_for(self, level: Level) -> Iterator[EnterBucket | GatherParameters]:
         """Buckets up to the last that the op reads from, on all workers alike, even those that do nothing."""
         read = set(level.sharding.op.reads())
         while any(not read.isdisjoint(bucket.parameters) for bucket in self._buckets):

@@ -15,6 +15,7 @@ from stowplan.capture import Handle
 from stowplan.capture.program import handle_of
 from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.exchange import Exchange
+from stowplan.run.shards.gather import Gather
 from stowplan.run.shards.norm import Norm
 from stowplan.run.shards.workers import Workers
 
@@ -28,8 +29,8 @@ class Total:
     differentiated: bool = True
 
 
-Operation: TypeAlias = Exchange | Norm | Total | Bucket
-AnyOperation = TypeVar("AnyOperation", Exchange, Norm, Total, Bucket)
+Operation: TypeAlias = Exchange | Norm | Total | Bucket | Gather
+AnyOperation = TypeVar("AnyOperation", Exchange, Norm, Total, Bucket, Gather)
 
 
 class Collective(Handle):
@@ -122,6 +123,22 @@ def _end_sums(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
     return collective_of(name).of_kind(Bucket).end(flat)
 
 
+@torch.library.custom_op(
+    "stowplan::gather", mutates_args=(), schema="(Tensor[] shards, str name) -> Tensor[]"
+)
+def gather(shards: list[Tensor], name: str) -> list[Tensor]:
+    """Whole parameters from the shards of all workers. A plan may gather them again for backward."""
+    return collective_of(name).of_kind(Gather).forward(shards)
+
+
+@torch.library.custom_op(
+    "stowplan::scatter_sum", mutates_args=(), schema="(Tensor[] gradients, str name) -> Tensor[]"
+)
+def scatter_sum(gradients: list[Tensor], name: str) -> list[Tensor]:
+    """This worker's shards of gradients that are summed over all workers."""
+    return collective_of(name).of_kind(Gather).backward(gradients)
+
+
 @torch.library.custom_op("stowplan::quotient", mutates_args=())
 def quotient(pair: Tensor) -> Tensor:
     """A sum over its weight, which has no gradient."""
@@ -199,6 +216,18 @@ def _(gradients: list[Tensor], token: Tensor, name: str) -> tuple[Tensor, Tensor
 def _(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
     del token
     return [flat.new_empty(shape) for shape in collective_of(name).of_kind(Bucket).shapes]
+
+
+@gather.register_fake
+def _(shards: list[Tensor], name: str) -> list[Tensor]:
+    pairs = zip(shards, collective_of(name).of_kind(Gather).rows, strict=True)
+    return [shard.new_empty(rows.shape) for shard, rows in pairs]
+
+
+@scatter_sum.register_fake
+def _(gradients: list[Tensor], name: str) -> list[Tensor]:
+    pairs = zip(gradients, collective_of(name).of_kind(Gather).rows, strict=True)
+    return [gradient.new_empty(rows.of_shard) for gradient, rows in pairs]
 
 
 @quotient.register_fake

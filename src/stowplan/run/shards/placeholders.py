@@ -29,7 +29,8 @@ def subject_with_placeholders(step: ShardedStep, model: nn.Module) -> Subject:
 
     args, kwargs = step.example
     module = with_forward(model, forward)
-    return Subject(capture(module, args, kwargs), module, args, kwargs, _replacements(step))
+    replacements = {} if step.parameters else _replacements(step)
+    return Subject(capture(module, args, kwargs), module, args, kwargs, replacements)
 
 
 def _replacements(step: ShardedStep) -> dict[OpOverload, Replacement]:

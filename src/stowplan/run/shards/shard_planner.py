@@ -1,12 +1,16 @@
 """The shard planner: plans each worker's part of a step within its budget, on a given or a chosen mesh."""
 
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
+from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from stowplan.capture import Captured
 from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.plan.plan import Plan
 from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.mesh import Axis, Mesh
 from stowplan.plan.shards.options import Environment, Option, meshes_for, options_of
@@ -15,13 +19,20 @@ from stowplan.plan.shards.propagation import Chosen
 from stowplan.run.cost.machine import device_of, measure_machine
 from stowplan.run.fit import ShardRequest
 from stowplan.run.planning.planner import plan_step
-from stowplan.run.planning.subject import PlannedStep
+from stowplan.run.planning.subject import PlannedStep, Subject
 from stowplan.run.shards.agreement import agreed
 from stowplan.run.shards.choosing import Attempt, Tried, fastest_that_fits
+from stowplan.run.shards.parameters import ParameterShards
 from stowplan.run.shards.placeholders import subject_with_placeholders
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep, ends_of, seeds_of, step_to_shard
 from stowplan.run.shards.workers import Workers
+
+if TYPE_CHECKING:
+    from stowplan.run.iteration.iteration import Variant
+
+PARAMETERS = ("replicate", "shard", "choose")
+"""Every worker has the whole of them, its rows of them, or its rows if the whole does not fit."""
 
 LAYOUTS = ("follow", "choose")
 """Stages are cut along the dims of the inputs, or along other dims where that is faster."""
@@ -36,6 +47,11 @@ class ShardPlanner:
         self._model, self._args, self._kwargs, self._request = model, args, kwargs, request
         if request.layouts not in LAYOUTS:
             raise BadUse(f"no layouts {request.layouts!r}; there is {', '.join(LAYOUTS)}")
+        if request.parameters not in PARAMETERS:
+            raise BadUse(f"no parameters {request.parameters!r}; there is {', '.join(PARAMETERS)}")
+        is_chosen = isinstance(request.mesh, int) or request.layouts != "follow"
+        if request.parameters != "replicate" and is_chosen:
+            raise BadUse('parameters="shard" is for a mesh such as data=4, and not for a chosen division')
         self._captured = step_to_shard(model, args, kwargs)
         self._device = device_of(self._captured.graph)
 
@@ -44,7 +60,7 @@ class ShardPlanner:
         if isinstance(mesh, int) and self._request.dims is not None:
             raise BadUse("dims says what the axes of a mesh cut; of a number of workers, that is chosen")
         if not isinstance(mesh, int) and self._request.layouts == "follow":
-            return self._attempt(mesh), ()
+            return self._on_given(mesh), ()
         options = self._options(mesh)
         return fastest_that_fits(options, lambda option: self._attempt(_place(mesh, option), option.chosen))
 
@@ -57,6 +73,87 @@ class ShardPlanner:
         first = Machine(*meeting.all_gather(machine, self._device)[0])
         seeds = partial(seeds_of, self._captured, dims=self._request.dims)
         return options_of(graph, meshes, Environment(seeds, ends_of(self._captured), first, Network()))
+
+    def _on_given(self, mesh: MeshLike) -> Attempt:
+        if self._request.parameters == "shard" or self._request.iteration is not None:
+            return self._attempt_sharded(mesh)
+        try:
+            return self._attempt(mesh)
+        except BudgetTooSmall as refusal:
+            if self._request.parameters == "replicate":
+                raise
+            whole = refusal
+        try:
+            return self._attempt_sharded(mesh)
+        except BudgetTooSmall as refusal:
+            raise min(whole, refusal, key=lambda each: each.minimum_bytes) from None
+
+    def _attempt_sharded(self, mesh: MeshLike) -> Attempt:
+        """The step with sharded parameters, planned by the first worker for all: they gather in one order."""
+        workers, iteration = Workers(mesh), self._request.iteration
+        shards = ParameterShards(self._model, self._captured, workers)
+        shards.measure_network(self._device)
+        undo = shards.divide(iteration.optimizer if iteration else None)
+        allowed_bytes = self._request.budget_bytes
+        try:
+            captures = partial(self._captured_part, workers, shards)
+            sharded, subject = agreed(workers, captures, allowed_bytes, self._device)
+            plans = partial(self._first_variant, sharded, subject)
+            own = agreed(workers, plans, allowed_bytes, self._device)
+            variant, look, plan = workers.from_first(own)
+            adopts = partial(self._alike, subject.captured, variant, look)
+            captured = agreed(workers, adopts, allowed_bytes, self._device)
+            if iteration is not None and variant is not None:
+                iteration.takes(variant, captured, self._model)
+        except BaseException:
+            undo()
+            raise
+        planned = PlannedStep(replace(plan, graph=captured.graph), captured)
+        return Attempt(sharded, planned, plan.projected_seconds, plan.plain_seconds)
+
+    def _captured_part(self, workers: Workers, shards: ParameterShards) -> tuple[ShardedStep, Subject]:
+        given = self._model, self._args, self._kwargs
+        dims = self._request.dims
+        sharded = ShardedStep(*given, mesh=workers, dims=dims, captured=self._captured, parameters=shards)
+        for name, layout in sharded.plan.layouts.items():
+            if any(layout.cells.sizes[cell] % workers.mesh.size for cell in layout.cut_cells):
+                raise BadUse(
+                    f'parameters="shard" is for equal parts, and {name!r} of {layout.cells.sizes} is not a'
+                    f" multiple of {workers.mesh.size} there: drop the samples beyond, or pad them"
+                )
+        return sharded, subject_with_placeholders(sharded, self._model)
+
+    def _first_variant(
+        self, sharded: ShardedStep, subject: Subject
+    ) -> "tuple[Variant | None, str, Plan] | None":
+        """On the first worker, a plan in the first variant of the iteration that fits; None on others."""
+        if sharded.workers.rank:
+            return None
+        iteration, refusals = self._request.iteration, list[BudgetTooSmall]()
+        variants = iteration.variants(subject.captured, self._model) if iteration else [None]
+        for variant in variants:
+            step = replace(subject, captured=self._with_updates(subject.captured, variant))
+            try:
+                plan = self._plan(sharded, step).plan
+            except BudgetTooSmall as refusal:
+                refusals.append(refusal)
+            else:
+                return variant, _look_of(step.captured), plan
+        raise min(refusals, key=lambda each: each.minimum_bytes)
+
+    def _alike(self, captured: Captured, variant: "Variant | None", look: str) -> Captured:
+        """This worker's step with updates, which must be like that of the first worker."""
+        own = self._with_updates(captured, variant)
+        if look != _look_of(own):
+            raise BadUse(
+                "worker 0 has a step of other ops or sizes: all workers must make the same call of fit, and a"
+                ' result that all workers have must be a number for parameters="shard"'
+            )
+        return own
+
+    def _with_updates(self, captured: Captured, variant: "Variant | None") -> Captured:
+        iteration = self._request.iteration
+        return captured if iteration is None else iteration.planned(captured, self._model, variant)
 
     def _attempt(self, mesh: MeshLike, chosen: Chosen | None = None) -> Attempt:
         workers = Workers(mesh)
@@ -71,14 +168,25 @@ class ShardPlanner:
         request = self._request
         given = self._model, self._args, self._kwargs
         sharded = ShardedStep(*given, mesh=workers, dims=request.dims, chosen=chosen, captured=self._captured)
+        return sharded, self._plan(sharded, subject_with_placeholders(sharded, self._model))
+
+    def _plan(self, sharded: ShardedStep, subject: Subject) -> PlannedStep:
+        request, options = self._request, self._request.options
         beside = request.reserve_bytes + sharded.remembered_bytes
-        subject = subject_with_placeholders(sharded, self._model)
+        if sharded.parameters and "recompute" in options.allow:
+            options = replace(options, allow=("recompute",))
         try:
-            with workers.rehearsing():
-                planned = plan_step(subject, request.budget_bytes - beside, request.options)
+            with sharded.workers.rehearsing():
+                return plan_step(subject, request.budget_bytes - beside, options)
         except BudgetTooSmall as refusal:
             raise refusal.beside(beside, "the reserve and buffers as they were before a step") from None
-        return sharded, planned
+
+
+def _look_of(captured: Captured) -> str:
+    """A digest of the ops of a step and of the bytes of its tensors."""
+    ops = [(op.id, op.type, *op.reads(), *op.writes()) for op in captured.graph.ops]
+    sizes = [(name, tensor.nbytes) for name, tensor in captured.graph.tensors.items()]
+    return sha256(repr((ops, sizes)).encode()).hexdigest()
 
 
 def _place(mesh: MeshLike | int, option: Option) -> MeshLike:

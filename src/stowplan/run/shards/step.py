@@ -1,6 +1,7 @@
 """ShardedStep: the training step of a model as one worker of a mesh takes part in it."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.functions import Trained
 from stowplan.run.shards.local import LocalStep
 from stowplan.run.shards.operator import Collective, after_collectives, first_token
+from stowplan.run.shards.parameters import ParameterShards
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.workers import Workers
 from stowplan.run.step.last_uses import last_uses
@@ -50,13 +52,16 @@ class ShardedStep:
         dims: Chosen | None = None,
         chosen: Chosen | None = None,
         captured: Captured | None = None,
+        parameters: ParameterShards | None = None,
     ) -> None:
+        """`parameters` are those of which each worker has its rows; they are gathered in the step."""
         captured = captured or step_to_shard(model, args, kwargs)
         self.captured, self.workers = captured, mesh if isinstance(mesh, Workers) else Workers(mesh)
         self.plan = plan_sharded(captured, self.workers.mesh, dims, chosen)
         self.workers.join(sharding.summed_axes for sharding in self.plan.shardings if sharding.summed_axes)
-        self.buckets = tuple(self._entries(captured))
-        local = LocalStep(captured, self.plan, self.workers, self.buckets)
+        self.parameters = parameters
+        self.buckets = () if parameters else tuple(self._entries(captured))
+        local = LocalStep(captured, self.plan, self.workers, self.buckets, parameters)
         self._actions = tuple(local.actions())
         self._frees = last_uses([action.touches() for action in self._actions], ends_of(captured))
         self._local = _local(captured, self.plan, self.workers.rank)
@@ -109,6 +114,10 @@ class ShardedStep:
         found: tuple[Tensor, ...] = _trained([bucket.collective for bucket in self.buckets], *trained)
         return found
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside this context parameters are whole on every worker, as for evaluation; all must come here."""
+        return nullcontext() if self.parameters is None else self.parameters.whole()
+
     def changed_in(self, model: nn.Module) -> list[Tensor]:
         """The buffers of a model that its step changes."""
         program = self.captured.program
@@ -127,9 +136,9 @@ class ShardedStep:
         """
         program = self.captured.program
         parts = dict(tensors)
-        first = parts[self.buckets[0].parameters[0]]
+        first = parts[next(name for name in program.gradients if name in program.parameters)]
         token, *flats = (first_token(first),) if with_placeholders else self.begun(parts)
-        values = Values(parts, token, flats)
+        values = Values(parts, token, flats, tensors)
         for action, gone in zip(self._actions, self._frees, strict=True):
             action.run(values)
             for name in gone:

@@ -7,6 +7,7 @@ counted, so that what was sent can be held against what was projected.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,6 +121,17 @@ class Workers:
             dist.all_reduce(gathered, group=self._groups[self.everyone])
         found: list[list[float]] = gathered.tolist()
         return found
+
+    def norm(self, own: Tensor) -> Tensor:
+        """The norm of what all workers have together, from the norm of this one's."""
+        return self.add_up(own.double().square(), self.everyone).sqrt().to(own.dtype)
+
+    def from_first(self, value: object) -> Any:
+        """What the first worker gives, on all of them. Not part of a step."""
+        given = [value]
+        with self.naming_who_is_lost():
+            dist.broadcast_object_list(given, src=self._ranks[0], group=self._groups[self.everyone])
+        return given[0]
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

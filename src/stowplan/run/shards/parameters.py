@@ -1,0 +1,217 @@
+"""Sharded parameters: each worker of a data axis has its rows of every parameter, and of its state.
+
+The parameters of the model stay the same objects, so that an optimizer keeps them; they hold the worker's
+rows in place of the whole. The step gathers the whole again where an op reads it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stowplan.capture import Captured
+from stowplan.errors import BadUse
+from stowplan.ops.table import shape_of
+from stowplan.plan.decision import Compute, RecomputeOp
+from stowplan.plan.shards.buckets import buckets_of
+from stowplan.plan.shards.projection import Network
+from stowplan.plan.shards.propagation import forward_ops
+from stowplan.run.cost.probe_cache import Cost
+from stowplan.run.cost.probe_call import PROBES, probed_cost
+from stowplan.run.cost.signature import Signature
+from stowplan.run.planning.subject import PlannedStep
+from stowplan.run.shards.actions import GatherParameters
+from stowplan.run.shards.gather import Gather, Rows
+from stowplan.run.shards.operator import Collective
+from stowplan.run.shards.workers import Workers
+
+GATHER, SCATTER_SUM = "stowplan.gather.default", "stowplan.scatter_sum.default"
+_KINDS = (GATHER, SCATTER_SUM)
+
+_MOST_BYTES = 4 * 2**20  # of parameters that are gathered together: a plan keeps or drops them together
+_LEAST_BYTES = 2**14
+_GROUPS = 16  # of a small model as well
+_PROBED_BYTES = 2**20
+
+
+def refuse_other_axes(workers: Workers) -> None:
+    """Rows are divided along one data axis."""
+    axes = workers.mesh.axes
+    if len(axes) != 1 or axes[0].name != "data" or axes[0].weights:
+        raise BadUse(
+            f'parameters="shard" is for a mesh of one data axis with equal shares, such as data=4, not for'
+            f' {workers.mesh}: give parameters="replicate", or that part of the mesh to fully_shard(fit(...))'
+        )
+
+
+@dataclass(slots=True)
+class _Divided:
+    """A parameter, how its rows are divided, and while they are, whole values to go back to."""
+
+    parameter: nn.Parameter
+    rows: Rows
+
+
+class ParameterShards:
+    """The parameters that a captured step reads, divided over the workers of a mesh."""
+
+    def __init__(self, model: nn.Module, captured: Captured, workers: Workers) -> None:
+        refuse_other_axes(workers)
+        self._workers, self._captured = workers, captured
+        self.is_divided = False
+        self._divided = {
+            name: _Divided(
+                model.get_parameter(names[0]), Rows(shape_of(captured.graph.tensors[name]), workers.mesh.size)
+            )
+            for name, names in captured.program.parameters.items()
+        }
+        self._network = Network(0.0, float("inf"))
+
+    def rows_of(self, parameter: Tensor) -> Rows | None:
+        """How a parameter is divided; None if it is not."""
+        return next((each.rows for each in self._divided.values() if each.parameter is parameter), None)
+
+    def measure_network(self, device: torch.device) -> None:
+        """Find the price of a message, the same on all workers."""
+        seconds = [_seconds_to_gather(self._workers, size, device) for size in (1, _PROBED_BYTES // 4)]
+        found = self._workers.all_gather(seconds, device)
+        peers = max(1, self._workers.mesh.size - 1)
+        latency, filled = (max(times) / peers for times in zip(*found, strict=True))
+        self._network = Network(latency, _PROBED_BYTES / max(1e-9, filled - latency))
+
+    def gathers(self) -> tuple[GatherParameters, ...]:
+        """What is gathered together, in the order of first uses."""
+        graph, program = self._captured.graph, self._captured.program
+        total = sum(graph.tensors[name].nbytes or 0 for name in self._divided)
+        most_bytes = min(_MOST_BYTES, max(_LEAST_BYTES, total // _GROUPS))
+        used: dict[str, int] = {}
+        for number, op in enumerate(forward_ops(graph)):
+            for name in op.reads():
+                used.setdefault(name, number)
+        trained = [name for name in self._divided if name in program.gradients and name in used]
+        frozen = [name for name in self._divided if name not in program.gradients and name in used]
+        groups = [
+            group for names in (trained, frozen) for group in buckets_of(graph, names, most_bytes=most_bytes)
+        ]
+        ordered = sorted(groups, key=lambda group: min(used[name] for name in group))
+        return tuple(self.gather(names) for names in ordered)
+
+    def gather(self, names: tuple[str, ...]) -> GatherParameters:
+        """A gather of these parameters."""
+        rows = tuple(self._divided[name].rows for name in names)
+        price = self._network.latency_seconds, self._network.bytes_per_second
+        operation = Gather(self._workers, rows, *price)
+        spelled = ", ".join("x".join(map(str, each.shape)) or "scalar" for each in rows)
+        return GatherParameters(names, Collective(f"{self._workers.mesh}: {spelled}", operation))
+
+    def divide(self, optimizer: Optimizer | None) -> Callable[[], None]:
+        """Leave this worker its rows of parameters and of their state; the result takes it back."""
+        rank = self._workers.rank
+        before: list[Callable[[], None]] = []
+        for each in self._divided.values():
+            parameter, rows = each.parameter, each.rows
+            state = {} if optimizer is None else optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
+                    before.append(_setting(state, key, value))
+                    state[key] = rows.shard(value, rank)
+            before.append(_resetting(parameter, parameter.data))
+            parameter.grad = None
+            parameter.data = rows.shard(parameter.data, rank)
+        self.is_divided = True
+
+        def undo() -> None:
+            for restore in before:
+                restore()
+            self.is_divided = False
+
+        return undo
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside this context every worker has whole parameters; all workers must come here.
+
+        Changes of them are kept: afterwards each worker has its rows of what they are then.
+        """
+        own, sent_bytes = self._workers.rank, self._workers.sent_bytes
+        shards: dict[str, Tensor] = {}
+        for name, each in self._divided.items():
+            shards[name] = each.parameter.data
+            (whole,) = Gather(self._workers, (each.rows,)).forward([each.parameter.data])
+            each.parameter.grad = None
+            each.parameter.data = whole
+        self._workers.sent_bytes = sent_bytes  # this is not part of a step
+        self.is_divided = False
+        try:
+            yield
+        finally:
+            for name, each in self._divided.items():
+                rows = each.rows.of(each.parameter.data, own)
+                shards[name][: len(rows)] = rows
+                each.parameter.grad = None
+                each.parameter.data = shards[name]
+            self.is_divided = True
+
+
+def sent_bytes_of(planned: PlannedStep) -> int:
+    """The bytes that this worker sends for the gathers and sums of a planned step."""
+    calls = planned.captured.program.calls
+    items = {op.id: op.outputs[0].tensor for op in planned.captured.graph.ops if op.outputs}
+    total = 0
+    for step in planned.plan.steps:
+        if isinstance(step, Compute | RecomputeOp) and (kind := str(calls[step.op].target)) in _KINDS:
+            dtype = planned.captured.graph.tensors[items[step.op]].dtype
+            assert dtype is not None
+            operation = _operation_of(calls[step.op].args)
+            total += operation.sent_elements(is_backward=kind == SCATTER_SUM) * dtype.itemsize
+    return total
+
+
+def _operation_of(args: tuple[Any, ...]) -> Gather:
+    collective = args[1]
+    assert isinstance(collective, Collective)
+    return collective.of_kind(Gather)
+
+
+def _seconds_to_gather(workers: Workers, elements: int, device: torch.device) -> float:
+    """The fastest of a few gathers of this many float32 of each worker."""
+    gather = Gather(workers, (Rows((workers.mesh.size * elements,), workers.mesh.size),))
+    shard, times, sent = torch.zeros(elements, device=device), list[float](), workers.sent_bytes
+    for _ in range(3):
+        begun = perf_counter()
+        gather.forward([shard])
+        times.append(perf_counter() - begun)
+    workers.sent_bytes = sent  # not part of a step
+    return min(times)
+
+
+def _setting(state: dict[str, Any], key: str, value: Tensor) -> Callable[[], None]:
+    def restore() -> None:
+        state[key] = value
+
+    return restore
+
+
+def _resetting(parameter: nn.Parameter, whole: Tensor) -> Callable[[], None]:
+    def restore() -> None:
+        parameter.grad = None
+        parameter.data = whole
+
+    return restore
+
+
+def _probed(signature: Signature, device: torch.device) -> Cost | None:
+    """What this worker does itself, and the messages."""
+    own = probed_cost(signature, device, repeats=3)
+    is_backward = str(signature.call.target) == SCATTER_SUM
+    itemsize = signature.operands[0].dtype.itemsize
+    messages = _operation_of(signature.call.args).seconds(itemsize, is_backward=is_backward)
+    return None if own is None else Cost(own.seconds + messages, own.rise_bytes)
+
+
+PROBES.update({GATHER: _probed, SCATTER_SUM: _probed})

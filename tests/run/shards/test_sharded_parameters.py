@@ -1,0 +1,139 @@
+"""Sharded parameters on real processes: exact, within the budget, and every planted fault is seen."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stowplan import fit
+from stowplan.errors import BadUse
+from stowplan.run.iteration.iteration import Iteration
+from stowplan.run.shards.gather import Gather
+from tests.support.workers.compared import example_of
+from tests.support.workers.processes import on_workers
+from tests.support.workers.sharded import Trained, Training
+
+pytestmark = [pytest.mark.torch, pytest.mark.distributed]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All that a worker finds out, so that processes are started once."""
+
+    roomy: Trained
+    tight: Trained
+    faults: dict[str, float]
+    refusals: dict[str, str]
+
+
+_gathers = Gather.forward
+_first_seen: dict[int, tuple[Gather, list[Tensor]]] = {}
+
+
+def gathered_in_the_first_iteration(self: Gather, shards: list[Tensor]) -> list[Tensor]:
+    fresh = _gathers(self, shards)
+    if not self.workers.step:
+        return fresh  # while it is planned
+    _, stale = _first_seen.setdefault(id(self), (self, [whole.clone() for whole in fresh]))
+    return [whole.clone() for whole in stale]
+
+
+def not_summed(self: Gather, gradients: list[Tensor]) -> list[Tensor]:
+    pairs = zip(gradients, self.rows, strict=True)
+    return [rows.shard(gradient, self.workers.rank) for gradient, rows in pairs]
+
+
+def of_this_worker_alone(own: Tensor) -> Tensor:
+    return own
+
+
+FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "a stale gather": (Gather, "forward", gathered_in_the_first_iteration),
+    "a shard that is not summed": (Gather, "backward", not_summed),
+    "a norm of one worker alone": (Iteration, "norm_over_workers", of_this_worker_alone),
+}
+
+
+def look() -> Findings:
+    roomy = Training("1GiB")
+    right, faults = roomy.run(5), {}
+    for name, (owner, method, fault) in FAULTS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(roomy.iteration if owner is Iteration else owner, method, fault)
+            faults[name] = roomy.run(2).far
+    tight = Training(int(0.75 * right.projected_bytes)).run(2)
+    return Findings(right, tight, faults, dict(_refusals(roomy)))
+
+
+def _refusals(sharded: Training) -> Iterator[tuple[str, str]]:
+    """What is refused, and why."""
+    model, args = example_of("gpt", batch=4)
+    shapes = [parameter.shape for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings: dict[str, dict[str, Any]] = {
+        "another axis": {"mesh": "sequence=2"},
+        "an optimizer of whole parameters": {
+            "mesh": "data=2",
+            "parameters": "replicate",
+            "optimizer": optimizer,
+        },
+        "a number of workers": {"mesh": 2},
+        "no such choice": {"mesh": "data=2", "parameters": "halve"},
+        "an odd batch": {"mesh": "data=2"},
+    }
+    for name, given in settings.items():
+        batch = tuple(each[:3] for each in args) if name == "an odd batch" else args
+        with pytest.raises(BadUse) as refusal:
+            fit(model, batch, budget="1GiB", **{"parameters": "shard", **given})
+        assert [parameter.shape for parameter in model.parameters()] == shapes
+        yield name, str(refusal.value)
+    with pytest.raises(BadUse) as refusal:
+        sharded.model(*sharded.args)
+    yield "the model itself", str(refusal.value)
+
+
+@pytest.fixture(scope="module")
+def two() -> list[Findings]:
+    return on_workers(2, look)
+
+
+def test_training_on_shards_is_training_in_one_process(two: list[Findings]) -> None:
+    for found in two:
+        assert found.roomy.is_right, found.roomy
+        assert found.roomy.recomputed == 0
+
+
+def test_a_smaller_budget_gathers_again_and_holds_on_every_worker(two: list[Findings]) -> None:
+    for found in two:
+        assert found.tight.is_right, found.tight
+        assert found.tight.recomputed > 0
+        assert found.tight.measured_bytes < found.roomy.measured_bytes
+        assert found.tight.sent_bytes[0] > found.roomy.sent_bytes[0]
+
+
+def test_planted_faults_are_seen(two: list[Findings]) -> None:
+    for found in two:
+        assert all(far > 1e-6 for far in found.faults.values()), found.faults
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("another axis", "one data axis"),
+        ("an optimizer of whole parameters", 'parameters="shard"'),
+        ("a number of workers", "not for a chosen division"),
+        ("no such choice", "replicate, shard, choose"),
+        ("an odd batch", "pad them"),
+        ("the model itself", "are shards since fit"),
+    ],
+)
+def test_what_is_not_offered_is_refused(two: list[Findings], what: str, why: str) -> None:
+    assert why in two[0].refusals[what]
+
+
+def test_parameters_are_divided_only_on_a_mesh() -> None:
+    with pytest.raises(BadUse, match="give mesh= too"):
+        fit(nn.Linear(2, 2), (torch.ones(2, 2),), budget="1MiB", parameters="shard")

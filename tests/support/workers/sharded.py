@@ -1,0 +1,110 @@
+"""Training with sharded parameters over real processes beside the same training in one process."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stowplan import fit, shards_of
+from stowplan.plan.decision import RecomputeOp
+from stowplan.run.iteration.iteration import Iteration
+from stowplan.run.measure.measure import measure
+from stowplan.run.planning.subject import PlannedStep
+from stowplan.run.shards.parameters import sent_bytes_of
+from tests.support.workers.compared import distance, example_of
+
+CLIP = 0.5
+"""A norm that gradients of the nets exceed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """How far losses and parameters are from those of one process, and what the worker took and sent."""
+
+    far: float
+    allowed_bytes: int
+    measured_bytes: int
+    projected_bytes: int
+    sent_bytes: tuple[int, int]  # measured and projected
+    recomputed: int  # gathers that are repeated for backward
+
+    @property
+    def is_right(self) -> bool:
+        within = self.measured_bytes <= self.allowed_bytes
+        return self.far <= 1e-12 and within and self.sent_bytes[0] == self.sent_bytes[1]
+
+
+def iterate(
+    step: Callable[..., Tensor],
+    args: tuple[Any, ...],
+    optimizer: torch.optim.Optimizer,
+    clips: nn.Module | None,
+) -> float:
+    """One iteration of the usual loop."""
+    loss = step(*args)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if clips is not None:
+        nn.utils.clip_grad_norm_(clips.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+class Training:
+    """AdamW with clipping and dropout, on all workers and in this process alone, from the same parameters."""
+
+    def __init__(self, budget: int | str, **options: Any) -> None:
+        self.model, self.args = example_of("gpt", batch=4)
+        self._first = copy.deepcopy(self.model)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        mesh = f"data={dist.get_world_size()}"
+        how = {"mesh": mesh, "parameters": "shard", "moves": 100, "optimizer": self._optimizer}
+        self.fitted = fit(self.model, self.args, budget=budget, **{**how, "clip_norm": CLIP, **options})
+
+    @property
+    def iteration(self) -> Iteration:
+        """Of the fitted module."""
+        found: Iteration = self.fitted.__dict__["_fitting"].iteration
+        return found
+
+    def run(self, iterations: int) -> Trained:
+        """What these iterations give, from the first parameters."""
+        plain, sharded = copy.deepcopy(self._first), shards_of(self.fitted)
+        with sharded.whole():
+            self.model.load_state_dict(plain.state_dict())
+        self._optimizer.state.clear()
+        alone = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+        torch.manual_seed(3)
+        expected = [iterate(plain, self.args, alone, plain) for _ in range(iterations)]
+        torch.manual_seed(3)
+        losses, peak = list[float](), 0
+        shares, _ = sharded.share(*self.args)
+        for _ in range(iterations):
+            sharded.workers.sent_bytes = 0
+            state = [t for each in self._optimizer.state.values() for t in each.values()]
+            before = [*shares, *self.model.parameters(), *self.model.buffers(), *state]
+            taken = measure(partial(iterate, self.fitted, shares, self._optimizer, None), before=before)
+            losses.append(taken.result)
+            peak = max(peak, taken.measured_peak_bytes)
+        off = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+        with sharded.whole():
+            far = distance(_values(self.model), _values(plain))
+        planned: PlannedStep = self.fitted.__dict__["_fitting"].planned
+        steps = planned.plan.steps
+        return Trained(
+            max(far, off),
+            planned.plan.allowed_bytes + sharded.remembered_bytes,
+            peak,
+            planned.plan.projected_peak_bytes,
+            (sharded.workers.sent_bytes, sent_bytes_of(planned)),
+            sum(isinstance(step, RecomputeOp) and "gather" in step.op for step in steps),
+        )
+
+
+def _values(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
