@@ -3,7 +3,7 @@
 import sys
 
 import benchmarks.shards
-from benchmarks.shards import budgets, calibrate, exact, faults, memory, scaling
+from benchmarks.shards import budgets, calibrate, exact, faults, memory, parameters, scaling
 
 STUDIES = {
     "exact": exact.main,
@@ -12,6 +12,7 @@ STUDIES = {
     "scaling": scaling.main,
     "calibrate": calibrate.main,
     "faults": faults.main,
+    "parameters": parameters.main,
 }
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stowplan import fit, shards_of
-from stowplan.plan.decision import RecomputeOp
+from stowplan.plan.plan import RecomputeOp
 from stowplan.run.iteration.iteration import Iteration
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.subject import PlannedStep

@@ -39,12 +39,17 @@ class Rows:
 
     def span(self, worker: int) -> slice:
         """The rows that belong to a worker."""
-        return slice(*(min(self._count, number * self.each) for number in (worker, worker + 1)))
+        first = min(self._count, worker * self.each)
+        return slice(first, first + self.count(worker))
+
+    def count(self, worker: int) -> int:
+        """How many rows belong to a worker."""
+        first, end = (min(self._count, number * self.each) for number in (worker, worker + 1))
+        return end - first
 
     def elements(self, worker: int) -> int:
         """Of the rows that belong to a worker."""
-        rows = self.span(worker)
-        return (rows.stop - rows.start) * prod(self.shape[1:])
+        return self.count(worker) * prod(self.shape[1:])
 
     def of(self, whole: Tensor, worker: int) -> Tensor:
         """A worker's rows of a whole parameter: a view."""
@@ -86,7 +91,7 @@ class Gather:
         """The whole parameters. A single one is received in its place; several travel in one message."""
         own = self.workers.rank
         wholes = [s.new_empty(rows.shape) for s, rows in zip(shards, self.rows, strict=True)]
-        sent = self._packed([shard[: self._length(rows, own)] for shard, rows in self._with_rows(shards)])
+        sent = self._packed([shard[: rows.count(own)] for shard, rows in self._with_rows(shards)])
         received = {peer: self._room(wholes, peer) for peer in self.peers}
         wait = self.workers.swap(
             [(peer, sent) for peer in self.peers if sent.numel()],
@@ -99,7 +104,7 @@ class Gather:
         if len(wholes) > 1:
             for peer, flat in received.items():
                 parts = [rows.of(whole, peer) for whole, rows in self._with_rows(wholes)]
-                for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+                for part, values in zip(parts, torch.split(flat, [p.numel() for p in parts]), strict=True):
                     part.copy_(values.view(part.shape))
             _end([sent, *received.values()])
         return wholes
@@ -118,20 +123,15 @@ class Gather:
                 [(target, sent)] if sent.numel() else [], [(source, received)] if received.numel() else []
             )
             wait()
-            parts = received.split([rows.elements(own) for rows in self.rows])
+            parts = torch.split(received, [rows.elements(own) for rows in self.rows])
             for shard, rows, part in zip(found, self.rows, parts, strict=True):
-                mine = shard[: self._length(rows, own)]
+                mine = shard[: rows.count(own)]
                 mine.add_(part.view(mine.shape))
             _end([received] if sent.untyped_storage().data_ptr() in given else [received, sent])
         return found
 
     def _with_rows(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Rows]]:
         return list(zip(tensors, self.rows, strict=True))
-
-    @staticmethod
-    def _length(rows: Rows, worker: int) -> int:
-        span = rows.span(worker)
-        return span.stop - span.start
 
     @staticmethod
     def _packed(parts: Sequence[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from stowplan.capture import Captured
 from stowplan.errors import BadUse
 from stowplan.ops.table import shape_of
-from stowplan.plan.decision import Compute, RecomputeOp
+from stowplan.plan.plan import Compute, RecomputeOp
 from stowplan.plan.shards.buckets import buckets_of
 from stowplan.plan.shards.projection import Network
 from stowplan.plan.shards.propagation import forward_ops

@@ -1,0 +1,156 @@
+"""Sharded parameters: an iteration of GPT-2 small with AdamW on 4 workers, beside FSDP2 and one process."""
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW, Optimizer
+
+from benchmarks.results import Study
+from stowplan import fit, plans_of, shards_of
+from stowplan.errors import BudgetTooSmall
+from stowplan.run.measure.measure import measure
+from stowplan.run.shards.parameters import sent_bytes_of
+from tests.support.nets import NETS
+from tests.support.nets.net import Example
+from tests.support.workers.processes import on_workers
+
+SIZES = {
+    "gpt2": {"vocabulary": 50257, "context": 1024, "dim": 768, "layers": 12, "heads": 12},
+    "gpt": {"vocabulary": 8192, "context": 64, "dim": 256, "layers": 6, "heads": 8},
+}
+_MOVES = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a worker took for an iteration of one method."""
+
+    method: str
+    peak_bytes: int
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """An iteration, and what is there between two of them."""
+
+    name: str
+    run: Callable[[], None]
+    model: nn.Module
+    optimizer: Optimizer
+    note: str = ""
+
+    def tensors(self) -> Iterable[Tensor]:
+        state = (value for each in self.optimizer.state.values() for value in each.values())
+        return map(_local, (*self.model.parameters(), *self.model.buffers(), *state))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found.detach()
+
+
+def _example(name: str, batch: int, sequence: int) -> Example:
+    torch.manual_seed(0)
+    return NETS["gpt"].make(batch=batch, sequence=sequence, dropout=0.0, **SIZES[name])
+
+
+def _loop(model: Callable[..., Tensor], args: Sequence[Tensor], optimizer: Optimizer) -> None:
+    model(*args).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _fsdp(example: Example, *, reshard: bool) -> Method:
+    model, args = example
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    for block in next(each for each in model.modules() if isinstance(each, nn.ModuleList | nn.Sequential)):
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    share = len(args[0]) // dist.get_world_size()
+    own = [each[dist.get_rank() * share :][:share].clone() for each in args]
+    optimizer = AdamW(model.parameters())
+    name = f"FSDP2, reshard_after_forward={reshard}"
+    return Method(name, lambda: _loop(model, own, optimizer), model, optimizer)
+
+
+def _stowplan(example: Example, budget: int | str) -> Method:
+    model, args = example
+    optimizer = AdamW(model.parameters())
+    mesh = f"data={dist.get_world_size()}"
+    how = {"mesh": mesh, "parameters": "shard", "moves": _MOVES}
+    fitted = fit(model, args, budget=budget, optimizer=optimizer, **how)  # type: ignore[arg-type]
+    shares, _ = shards_of(fitted).share(*args)
+    (plan,) = plans_of(fitted)
+    sent = sent_bytes_of(fitted.__dict__["_fitting"].planned)
+    note = f"budget {plan.allowed_bytes:,}, projected {plan.projected_peak_bytes:,}; {sent:,} bytes sent"
+    return Method("stowplan", lambda: _loop(fitted, shares, optimizer), model, optimizer, note)
+
+
+def compare(name: str, batch: int, sequence: int, share: float, rounds: int, fsdp: bool) -> list[Taken]:
+    """One process on the first worker, then all methods in turn."""
+    alone = Taken("one process, eager", 0, 0.0)
+    if dist.get_rank() == 0:
+        model, args = _example(name, batch, sequence)
+        optimizer = AdamW(model.parameters())
+        method = Method(alone.method, lambda: _loop(model, args, optimizer), model, optimizer)
+        (alone,) = _taken([method], 1)
+        del model, optimizer, method
+    nbytes = torch.tensor([alone.peak_bytes])
+    dist.broadcast(nbytes, 0)
+    budget = int(share * int(nbytes))
+    try:
+        methods = [_stowplan(_example(name, batch, sequence), budget)]
+    except BudgetTooSmall as refusal:
+        methods = [_stowplan(_example(name, batch, sequence), refusal.minimum_bytes)]
+    if fsdp:
+        methods += (_fsdp(_example(name, batch, sequence), reshard=reshard) for reshard in (True, False))
+    return [alone, *_taken(methods, rounds)]
+
+
+def _taken(methods: Sequence[Method], rounds: int) -> list[Taken]:
+    for method in methods:
+        method.run()  # the optimizer makes its state
+    peaks = [measure(each.run, before=list(each.tensors())).measured_peak_bytes for each in methods]
+    times: list[list[float]] = [[] for _ in methods]
+    for _ in range(rounds):
+        for method, own in zip(methods, times, strict=True):
+            begun = perf_counter()
+            method.run()
+            own.append(perf_counter() - begun)
+    found = zip(methods, peaks, times, strict=True)
+    return [Taken(each.name, peak, median(own), each.note) for each, peak, own in found]
+
+
+def main(argv: Sequence[str]) -> None:
+    """A line for each method and worker."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=list(SIZES), default="gpt2")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--share", type=float, default=0.35, help="budget of a worker, of one process's peak")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--fsdp", action="store_true", help="FSDP2 too, in the same rounds")
+    given = parser.parse_args(argv)
+    asked = given.model, given.batch, given.sequence, given.share, given.rounds, given.fsdp
+    found = on_workers(given.workers, compare, *asked)
+    alone = found[0][0].peak_bytes
+    study, case = Study("shards"), f"{given.model} with sharded parameters on {given.workers} workers"
+    for rank, taken in enumerate(found):
+        for each in taken if rank == 0 else taken[1:]:
+            share = each.peak_bytes / alone
+            text = f"worker {rank}, {each.method}: {each.peak_bytes:,} bytes, {share:.3f} of one process"
+            print(f"{text}; {each.seconds:.2f} s; {each.note}")
+            study.tell(case, f"{each.method}, worker {rank}", "peak", each.peak_bytes, "B")
+            study.tell(case, f"{each.method}, worker {rank}", "share", share, "of one process")
+            study.tell(case, f"{each.method}, worker {rank}", "iteration", each.seconds, "s")
