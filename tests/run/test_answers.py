@@ -207,7 +207,7 @@ def test_an_assertion_that_runs_beside_the_step_raises() -> None:
         lambda h, _n: h if (h > 0).any() else 2 * h,
         lambda h, _n: h * h.max().item(),
         lambda h, n: h if (h.detach().round().long().abs().sum() > n.sum()) else 2 * h,
-        lambda h, _n: h if torch.rand(()) < 0.5 else 2 * h,
+        lambda h, _n: h if torch.rand((), generator=torch.Generator()) < 0.5 else 2 * h,
     ],
 )
 def test_a_value_that_no_argument_determines_is_refused(body: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -218,3 +218,40 @@ def test_a_value_that_no_argument_determines_is_refused(body: Callable[[Tensor, 
 def test_a_draw_that_decides_nothing_stays_a_draw() -> None:
     model, eager = fitted(lambda h, _n: F.dropout(h) if torch.rand(()) >= 0.0 else 2 * h, ONE)
     assert agree(model, eager, ONE)
+
+
+class Dropping(nn.Module):
+    """LayerDrop: each layer is skipped if a number that is drawn says so, with dropout in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layers = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = F.dropout(x, 0.1)
+            if torch.rand([]) < 0.5:
+                continue
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def test_draws_that_steer_forward_choose_among_plans() -> None:
+    eager, x = Dropping(), torch.randn(4, 8)
+    fitted = stowplan.fit(Dropping(), (x,), budget="1MiB", moves=3, allow=("recompute",))
+    assert stowplan.plans_of(fitted)[0].against_eager == AgainstEager(Verdict.SAME)
+    paths = set()
+    for seed in range(8):
+        for model in (eager, fitted):
+            model.zero_grad()
+            torch.manual_seed(seed)
+            model(x).backward()
+        grads = [parameter.grad for parameter in eager.parameters()]
+        paths.add(tuple(grad is None for grad in grads))
+        for one, other in zip(grads, (p.grad for p in fitted.parameters()), strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or other is None or torch.equal(one, other)
+    assert len(paths) >= 3
+    assert len(paths) <= len(stowplan.plans_of(fitted)) <= 4

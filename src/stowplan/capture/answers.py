@@ -18,7 +18,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stowplan.capture.layouts import run_on_zeros
 from stowplan.capture.program import Call, copies_of_written, filled, inputs_of, outputs_by_name
+from stowplan.capture.schema import draws
+from stowplan.capture.storage_views import StorageView
 from stowplan.torch_private import OpOverload, pytree
 
 
@@ -83,13 +86,26 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """A random call before a question about what was drawn, with views in place of its operands.
+
+    It runs on zeros, which takes as much from the generator; `number` is the output that the question needs.
+    """
+
+    target: OpOverload
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    number: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Answers:
     """Calls and answers in the order of forward. `inputs` are the names of the arguments, by position.
 
     `constants` are tensors of the user's code that a call needs; the guards hold them to their values.
     """
 
-    steps: tuple[Call | Answer, ...] = ()
+    steps: tuple[Call | Draw | Answer, ...] = ()
     inputs: tuple[str | None, ...] = ()
     constants: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -97,6 +113,17 @@ class Answers:
         """What forward would find otherwise with these arguments; None if the program holds for them."""
         if not self.steps:
             return None
+        if not self.draws:
+            return self._other_answer(arguments)
+        with torch.random.fork_rng(()):
+            return self._other_answer(arguments)
+
+    @property
+    def draws(self) -> bool:
+        """Whether forward asks what it has drawn."""
+        return any(isinstance(step, Draw) for step in self.steps)
+
+    def _other_answer(self, arguments: Sequence[object]) -> str | None:
         values: dict[str, Tensor] = dict(self.constants)
         named = zip(self.inputs, arguments, strict=True)
         values.update((name, leaf) for name, leaf in named if name is not None and isinstance(leaf, Tensor))
@@ -104,6 +131,11 @@ class Answers:
             for step in self.steps:
                 if isinstance(step, Call):
                     values.update(_made(step, values))
+                    continue
+                if isinstance(step, Draw):
+                    drawn = run_on_zeros(step.target, step.args, step.kwargs)
+                    if step.number is not None and isinstance(drawn, Tensor):
+                        values[step.number] = drawn
                     continue
                 now = step.ask(*(values[name] for name in step.tensors))
                 if now != step.value:
@@ -119,11 +151,13 @@ def answers_among(
     answers: Sequence[tuple[int, Answer]],
     inputs: tuple[str | None, ...],
     constants: Mapping[str, Tensor],
+    view_of: Callable[[str], StorageView],
 ) -> Answers:
-    """The answers that depend on arguments, each given with the number of calls before it."""
+    """The answers that depend on arguments or draws, each given with the number of calls before it."""
     changing = {name for name in inputs if name is not None}
-    for call in calls:
-        if not changing.isdisjoint(inputs_of(call)):
+    random = {place for place, call in enumerate(calls) if draws(call.target, call.args, call.kwargs)}
+    for place, call in enumerate(calls):
+        if place in random or not changing.isdisjoint(inputs_of(call)):
             changing.update(name for name in call.outputs if name is not None)
     asked: dict[object, tuple[int, Answer]] = {}
     for place, answer in answers:
@@ -131,12 +165,26 @@ def answers_among(
             asked.setdefault((answer.ask, answer.tensors), (place, answer))
     if not asked:
         return NO_ANSWERS
-    steps: list[tuple[int, int, Call | Answer]] = [(place, 0, answer) for place, answer in asked.values()]
+    steps: list[tuple[int, int, Call | Draw | Answer]] = [
+        (place, 0, answer) for place, answer in asked.values()
+    ]
     needed = {name for _, answer in asked.values() for name in answer.tensors}
+    last_number = -1
     for place in range(len(calls) - 1, -1, -1):
-        if not needed.isdisjoint(calls[place].outputs):
+        if place in random:
+            if not needed.isdisjoint(calls[place].outputs):
+                last_number = max(last_number, place)
+        elif not needed.isdisjoint(calls[place].outputs):
             needed.update(inputs_of(calls[place]))
             steps.append((place, 1, calls[place]))
+    for place in random:
+        if place <= last_number:
+            call = calls[place]
+            number = next((name for name in call.outputs if name in needed), None)
+            operands = {name: view_of(name) for name in inputs_of(call)}
+            args = tuple(filled(value, operands) for value in call.args)
+            kwargs = {name: filled(value, operands) for name, value in call.kwargs.items()}
+            steps.append((place, 1, Draw(call.target, args, kwargs, number)))
     steps.sort(key=lambda step: step[:2])
     known = {name: tensor for name, tensor in constants.items() if name in needed}
     return Answers(tuple(step for _, _, step in steps), inputs, known)

@@ -104,7 +104,9 @@ def _captured(step: Step) -> Captured:
     program, forward = lowering.program(), recording.events[: recording.turn]
     graph = with_swayed_ops_marked(lowering.graph(type(step.model).__name__), program)
     calls = [_without_operand(call.call, whole.values) for call in whole.calls]
-    answers = answers_among(calls, whole.answers, program.inputs, program.constants)
+    answers = answers_among(
+        calls, whole.answers, program.inputs, program.constants, lambda name: whole.values[name].view
+    )
     return Captured(graph, program, eager, lowering.gradients, forward, answers)
 
 

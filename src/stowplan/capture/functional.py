@@ -6,7 +6,7 @@ not kept twice. Views of the new contents become views of the buffer. `Lowering`
 plans are made on and the Program that runs it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -16,12 +16,10 @@ from stowplan.capture.answers import Answer
 from stowplan.capture.origins import Origin
 from stowplan.capture.program import Argument, Call, Program, Ref, attributes_of, inputs_of
 from stowplan.capture.recording import Recording
-from stowplan.capture.schema import bound_arguments
+from stowplan.capture.schema import draws
 from stowplan.capture.storage_views import StorageView, contiguous_stride
 from stowplan.errors import CaptureError
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Role, Tensor, Use, validate
-from stowplan.ops.aten import RANDOM
-from stowplan.torch_private import OpOverload
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +88,6 @@ def pruned(functional: FunctionalStep) -> FunctionalStep:
             needed.update(inputs_of(call.call))
             kept.append(call)
     return replace(functional, calls=tuple(reversed(kept)))
-
-
-def draws(target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether a call may draw random numbers, by PyTorch's tag, which misses a few ops.
-
-    The tag of attention does not tell that it draws only for dropout, and that its backward is given what was
-    drawn.
-    """
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return str(target) in RANDOM
-    bound = bound_arguments(target, args, kwargs)
-    return bound.get("dropout_p") != 0.0 and "philox_seed" not in bound
 
 
 UPDATE = "update_"

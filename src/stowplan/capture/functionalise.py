@@ -13,11 +13,12 @@ from math import prod
 import torch
 
 from stowplan.capture.answers import Answer
-from stowplan.capture.functional import FunctionalCall, FunctionalStep, Place, Value, draws
+from stowplan.capture.functional import FunctionalCall, FunctionalStep, Place, Value
 from stowplan.capture.program import Argument, Call, Ref, handle_or_text
 from stowplan.capture.recording import Recording
 from stowplan.capture.schema import (
     bound_arguments,
+    draws,
     functional_variant,
     is_copied_out,
     leaves,

@@ -147,12 +147,17 @@ def _made(event: "Event") -> tuple[Tensor | None, ...]:
     if skipped or sum(view.extent_bytes() for view in given) > _MOST_BYTES:
         return ()
     try:
-        with torch.no_grad():
-            result = event.target(*_filled(event.args), **{n: _filled(v) for n, v in event.kwargs.items()})
+        result = run_on_zeros(event.target, event.args, event.kwargs)
     except (RuntimeError, IndexError, ValueError):  # it rejects zeros
         return ()
     returned = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     return tuple(value if isinstance(value, Tensor) else None for value in returned)
+
+
+def run_on_zeros(target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    """The result of an op on zeros in place of tensors that are given by their views."""
+    with torch.no_grad():
+        return target(*_filled(args), **{name: _filled(value) for name, value in kwargs.items()})
 
 
 def _filled(value: object) -> Any:

@@ -165,7 +165,7 @@ def _attribute(value: object) -> Attribute:
     return "generator" if isinstance(value, torch.Generator) else str(value)
 
 
-def filled(value: Argument, values: Mapping[str, Tensor]) -> object:
+def filled(value: Argument, values: Mapping[str, object]) -> object:
     """An argument of a call as its target takes it, with tensors in place of their names."""
     match value:
         case Ref(name):

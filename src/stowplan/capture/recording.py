@@ -190,30 +190,35 @@ def record(step: Step) -> Recording:
     """Watch the step run once, without data.
 
     Where unknown values overwrite known ones, the step is recorded again without these. Where it asks what no
-    argument determines, the step is recorded again with each of the two answers.
+    argument determines, the step is recorded again with each of the two answers. Where neither does nothing
+    but raise, it is recorded again with the numbers that it draws.
     """
-    unknown, assumed = set[str](), list[Check]()
+    unknown, assumed, drawing = set[str](), list[Check](), False
     for _ in range(_MOST_ATTEMPTS):
         try:
-            return _Recorder(step, unknown, assumed).record()
+            return _Recorder(step, unknown, assumed, drawing=drawing).record()
         except KnownOverwritten as found:
             if not found.made_at or found.made_at in unknown:
                 break
             unknown.add(found.made_at)
         except Undecided as question:
-            check = _check_for(step, unknown, assumed, question)
-            if check is None:
+            check = _check_for(step, unknown, assumed, question, drawing=drawing)
+            if check is not None:
+                assumed.append(check)
+            elif drawing:
                 raise reads_values(question.origin) from question
-            assumed.append(check)
+            drawing = drawing or check is None
     return _Recorder(step, knowing=False).record()
 
 
-def _check_for(step: Step, unknown: set[str], assumed: list[Check], question: Undecided) -> Check | None:
+def _check_for(
+    step: Step, unknown: set[str], assumed: list[Check], question: Undecided, *, drawing: bool
+) -> Check | None:
     """The answer to the next question that does not raise, if the other one does nothing else."""
     errors: dict[bool, Exception] = {}
     for answer in (True, False):
         try:
-            _Recorder(step, unknown, assumed, trying=answer).record()
+            _Recorder(step, unknown, assumed, trying=answer, drawing=drawing).record()
         except WentOn:
             continue
         except Exception as error:
@@ -241,8 +246,9 @@ class _Recorder:
         *,
         knowing: bool = True,
         trying: bool | None = None,
+        drawing: bool = False,
     ) -> None:
-        self._step = step
+        self._step, self._drawing = step, drawing
         flat, self._input_spec = flatten(step.args, step.kwargs)
         refuse_opaque(flat, argument_names(step))
         held = (named_tensors(step, "parameters"), named_tensors(step, "buffers"))
@@ -263,6 +269,8 @@ class _Recorder:
 
     def record(self) -> Recording:
         with ExitStack() as swapped:
+            if self._drawing:
+                swapped.enter_context(torch.random.fork_rng(()))
             for module in self._step.modules().values():
                 swapped.enter_context(self._stand_ins.inside(module))
             return self._recorded(buffers=self._enter_externals())
@@ -347,8 +355,9 @@ class _Recorder:
             cuda,
             outside,
         ):
+            self._watch.drawing = self._drawing
             returned = after_loss(self._step.model(*args, **kwargs), self._step.loss)
-        self._watch.assuming = False
+        self._watch.assuming = self._watch.drawing = False
         return checked(returned, self._watch.checks)
 
     def _replaced(self, before: Mapping[str, Tensor]) -> dict[StorageView, StorageView]:

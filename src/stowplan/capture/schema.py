@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stowplan.capture.storage_views import StorageView
+from stowplan.ops.aten import RANDOM
 from stowplan.torch_private import OpOverload, OpOverloadPacket, below_autograd, schema_of
 
 aten = torch.ops.aten
@@ -38,6 +39,18 @@ def bound_arguments(
         else:
             bound[argument.name] = kwargs.get(argument.name, argument.default_value)
     return bound
+
+
+def draws(target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Whether a call may draw random numbers, by PyTorch's tag, which misses a few ops.
+
+    The tag of attention does not tell that it draws only for dropout, and that its backward is given what was
+    drawn.
+    """
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return str(target) in RANDOM
+    bound = bound_arguments(target, args, kwargs)
+    return bound.get("dropout_p") != 0.0 and "philox_seed" not in bound
 
 
 # They take no more of a tensor than its look: `ones_like(h, dtype=torch.long)` is known although h is not.

@@ -18,10 +18,12 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from stowplan.capture.answers import Check, IsBelow, Question, contents_of, count_of, shape_of
-from stowplan.capture.layouts import Shapes, as_made
+from stowplan.capture.layouts import Shapes, as_made, run_on_zeros
 from stowplan.capture.origins import Origin, Origins
 from stowplan.capture.schema import (
     FILLING,
+    bound_arguments,
+    draws,
     extra_bytes,
     fill_value,
     leaves,
@@ -244,6 +246,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self._rehearsal, self._origins, self._unknown = rehearsal, origins, unknown
         self._made_at: dict[int, str] = {}  # by storage: the line, or the name of the argument
         self._nodes_made = nodes_made()
+        self.drawing = False  # while numbers that are drawn are known
+        self._numbers: set[int] = set()  # their storages
         self._literal = False  # while unknown tensors are literals
 
     def __torch_dispatch__(
@@ -280,8 +284,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             self._enter_literal(args[0])
         placed = tuple(self._placed(value) for value in args)  # before it runs: it may change their shapes
         placed_by_name = {name: self._placed(value) for name, value in given.items()}
-        result = self._run(func, args, given)
+        drawn = self._drawn(func, (args, given), (placed, placed_by_name)) if self.drawing else None
+        result = self._run(func, args, given) if drawn is None else drawn
         self._note(func, placed, placed_by_name, result)
+        if drawn is not None:
+            self._numbers.add(self.book.view_of(drawn).storage)
         self._note_chosen(func, args, result)
         return result
 
@@ -292,6 +299,34 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         except KnownOverwritten as found:
             found.made_at = self._made_at.get(self.book.view_of(found.tensor).storage, "")
             raise
+
+    def _drawn(
+        self,
+        func: OpOverload,
+        given: tuple[tuple[object, ...], Mapping[str, object]],
+        placed: tuple[tuple[object, ...], Mapping[str, object]],
+    ) -> Tensor | None:
+        """A number that forward draws, or the result of an op on nothing but such numbers.
+
+        Other draws are made on zeros: they leave the generator where eager leaves it.
+        """
+        if written_names(func) and not draws(func, *given):
+            return None
+        if draws(func, *given):
+            if bound_arguments(func, *given).get("generator") is not None:
+                raise Undecided(None, self._origins.here())
+            made = run_on_zeros(func, *placed)
+            is_number = isinstance(made, Tensor) and made.numel() == 1 and made.dim() < 2
+            is_number = is_number and not written_names(func)
+        else:
+            operands = list(_tensors_in((given[0], tuple(given[1].values()))))
+            is_number = bool(operands) and all(self._is_number(operand) for operand in operands)
+            made = func(*given[0], **given[1]) if is_number else None
+        is_number = is_number and self._origins.here().source not in self._unknown
+        return made if is_number and isinstance(made, Tensor) else None
+
+    def _is_number(self, tensor: Tensor) -> bool:
+        return not isinstance(tensor, FakeTensor) and self.book.view_of(tensor).storage in self._numbers
 
     def _assumed_answer(self, func: OpOverload, args: tuple[object, ...]) -> bool | None:
         """The answer to a question whose answer no argument determines, if the step may assume one."""

@@ -251,7 +251,7 @@ class Fitting:
                     if found is None:
                         return self._bind(planned, guard, model)
                     change = change or found
-                    answers += guard.other_answer is not None
+                    answers += guard.other_answer is not None and not planned.dependencies.answers.draws
             if answers >= _MOST_ANSWERS:
                 raise CaptureError(
                     f"{change}, and it has read {answers} other values there: each needs a plan of its own",
