@@ -41,8 +41,23 @@ CONTENTS = {
         "reference",
         "public-names",
     ),
-    "Understand": ("concepts", "glossary", "design", "decisions/index", "benchmarks", "security"),
-    "Work on it": ("repository/CONTRIBUTING", "adding-a-reader", "adding-an-op-rule", "repository/CHANGELOG"),
+    "Understand": (
+        "concepts",
+        "glossary",
+        "design",
+        "decisions/index",
+        "benchmarks",
+        "security",
+        "dependencies",
+    ),
+    "Work on it": (
+        "repository/CONTRIBUTING",
+        "adding-a-reader",
+        "adding-an-op-rule",
+        "releasing",
+        "repository/CHANGELOG",
+        "repository/SECURITY",
+    ),
 }
 NOTES = sorted(note.stem for note in Path(__file__).parent.glob("decisions/0*.md"))
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,42 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [*ALL_PAGES, *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"))],
+    [*ALL_PAGES, *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY"))],
     ids=lambda p: p.stem,
 )
 def test_links_lead_somewhere(page: Path) -> None:
     for target in _LINK.findall(page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+        is_shown = target.endswith((".md", ".png", ".svg")) or page.parent.name == "decisions"
+        assert is_shown, f"{target}: the site has no page for it"
+
+
+_ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
+
+
+@pytest.mark.parametrize("page", [*ALL_PAGES, ROOT / "README.md"], ids=lambda p: p.stem)
+def test_links_into_pages_lead_to_headings(page: Path) -> None:
+    for target, anchor in _ANCHOR.findall(page.read_text(encoding="utf-8")):
+        text = (page.parent / target if target else page).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        assert anchor in [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings]
+
+
+def test_every_page_is_listed_and_most_titles_are_questions() -> None:
+    listed = _text("docs/index.md")
+    titles = {page.stem: page.read_text(encoding="utf-8").partition("\n")[0] for page in PAGES}
+    assert [name for name in titles if name != "index" and f"]({name}.md)" not in listed] == []
+    plain = {name for name, title in titles.items() if not title.endswith("?")}
+    assert plain <= {"index", "reference", "benchmarks", "zoo"}  # whose programs write them
+
+
+def test_the_page_of_dependencies_has_them_all() -> None:
+    project = tomllib.loads(_text("pyproject.toml"))
+    asked = {"all": project["project"]["dependencies"], "build": project["build-system"]["requires"]}
+    asked |= {f"`[{name}]`": extra for name, extra in project["project"]["optional-dependencies"].items()}
+    rows = re.findall(r"^\| ([\w-]+) \| (\S+) \| .+ \| .+ \|$", _text("docs/dependencies.md"), re.MULTILINE)
+    found = {(re.split(r"[<>=]", one)[0], place) for place, several in asked.items() for one in several}
+    assert found == {row for row in rows if row[0] != "package"}
 
 
 def test_the_architecture_is_the_code() -> None:
