@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from types import FunctionType
 
 import torch
@@ -64,7 +64,7 @@ def compare(net: str, rounds: int, *, peers: "_Peers", batch: int | None) -> lis
         for answer in _answers(example, wishes, kernels):
             _measure_peak(answer, example)
             methods.append(answer)
-    _measure_times(methods, example.model, rounds)
+    _measure_times(methods, example.model, rounds, peers.clock)
     return methods
 
 
@@ -75,6 +75,7 @@ class _Peers:
     backends: tuple[str, ...] = ("aot_eager_decomp_partition", "inductor")
     ratios: tuple[float, ...] = RATIOS
     kernels: tuple[str, ...] = ("eager",)
+    clock: Callable[[], float] = perf_counter
 
 
 def _methods(example: Example, peers: _Peers) -> Iterator[Method]:
@@ -172,13 +173,13 @@ def _measure_peak(method: Method, example: Example) -> None:
     print(f"  {method.name}: {method.peak_bytes / 2**20:.1f} MiB", flush=True)
 
 
-def _measure_times(methods: list[Method], model: nn.Module, rounds: int) -> None:
+def _measure_times(methods: list[Method], model: nn.Module, rounds: int, clock: Callable[[], float]) -> None:
     times: list[list[float]] = [[] for _ in methods]
     for _ in range(rounds):
         for method, seconds in zip(methods, times, strict=True):
-            started = perf_counter()
+            started = clock()
             _run(method, model)
-            seconds.append(perf_counter() - started)
+            seconds.append(clock() - started)
     for method, seconds in zip(methods, times, strict=True):
         method.ratio, method.quartiles = ratio_of(seconds, times[0])
 
@@ -215,6 +216,9 @@ def main() -> None:
     parser.add_argument(
         "--kernels", choices=("eager", "compiled"), default="eager", help="those of the plans"
     )
+    parser.add_argument(
+        "--processor-time", action="store_true", help="for a machine that others use: no waiting counts"
+    )
     parser.add_argument("--ratios", type=float, nargs="+", help="memory budgets of torch.compile; 1 is none")
     parser.add_argument(
         "--out", type=Path, default=Path("build/peers"), help="where `stowplan report` finds them"
@@ -231,10 +235,12 @@ def main() -> None:
 
 
 def _peers(arguments: argparse.Namespace) -> _Peers:
+    clock = process_time if arguments.processor_time else perf_counter
     if arguments.kernels == "compiled":
-        return _Peers(("inductor",), tuple(arguments.ratios or (1.0, *RATIOS)), ("eager", "compiled"))
+        ratios = tuple(arguments.ratios or (1.0, *RATIOS))
+        return _Peers(("inductor",), ratios, ("eager", "compiled"), clock)
     backends = ("aot_eager_decomp_partition", *(() if arguments.no_inductor else ("inductor",)))
-    return _Peers(backends, tuple(arguments.ratios or RATIOS))
+    return _Peers(backends, tuple(arguments.ratios or RATIOS), clock=clock)
 
 
 def _tell(case: str, methods: list[Method]) -> None:

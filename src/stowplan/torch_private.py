@@ -13,7 +13,7 @@ from functools import cache, partial
 from shutil import which
 from subprocess import run
 from threading import Lock, RLock, get_ident, local
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -361,20 +361,24 @@ Look = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def compiled_by_inductor(
-    function: Callable[[list[Tensor]], list[Tensor]], looks: Iterable[Look]
+    function: Callable[[list[Tensor]], list[Tensor]],
+    looks: Iterable[Look],
+    decompositions: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType({}),
 ) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     """A function of a list of tensors on the CPU, compiled for tensors of these shapes, strides and dtypes.
 
     The compiled one empties the list that it is given. Inductor keeps what it compiles on disk, and finds it
-    there again in another process.
+    there again in another process. `decompositions` come before its own.
     """
     with warnings.catch_warnings():  # of PyTorch about itself
         warnings.simplefilter("ignore")
-        return _compiled_by_inductor(function, looks)
+        return _compiled_by_inductor(function, looks, decompositions)
 
 
 def _compiled_by_inductor(
-    function: Callable[[list[Tensor]], list[Tensor]], looks: Iterable[Look]
+    function: Callable[[list[Tensor]], list[Tensor]],
+    looks: Iterable[Look],
+    decompositions: Mapping[OpOverload, Callable[..., Any]],
 ) -> Callable[[list[Tensor]], Sequence[Tensor]]:
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -385,7 +389,9 @@ def _compiled_by_inductor(
     fakes = FakeTensorMode()
     with torch.no_grad(), fakes:
         given = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in looks]
-        traced = make_fx(lambda *given: function(list(given)), select_decomp_table())(*given)
+        traced = make_fx(lambda *given: function(list(given)), {**select_decomp_table(), **decompositions})(
+            *given
+        )
     (output,) = traced.graph.find_nodes(op="output")
     results: Any = output.args[0]
     output.meta["user_visible_output_idxs"] = list(range(len(results)))  # these keep their strides

@@ -99,7 +99,7 @@ def test_kernels_that_are_not_compiled_leave_the_step_eager(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(candidates, "cpp_compiler", lambda: "g++")
-    monkeypatch.setattr(candidates, "compile_all", lambda _: None)
+    monkeypatch.setattr(candidates, "compile_all", lambda _: [])
     monkeypatch.setattr(Kernel, "compile", lambda _: 1 / 0)
     model, x = Activated(), torch.randn(128, 64)
     with caplog.at_level(logging.INFO, "stowplan"):
@@ -113,11 +113,24 @@ def test_kernels_that_are_not_compiled_leave_the_step_eager(
 def test_a_slower_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager's own kernels in place of compiled ones are as fast as eager, so no group is worth it."""
     monkeypatch.setattr(candidates, "cpp_compiler", lambda: "g++")
-    monkeypatch.setattr(candidates, "compile_all", lambda _: None)
+    monkeypatch.setattr(candidates, "compile_all", lambda _: [])
     monkeypatch.setattr(Kernel, "compile", lambda self: self.by_ops)
     monkeypatch.setattr(candidates, "_WORTH", 0.0)
     fitted = stowplan.fit(Activated(), (torch.randn(128, 64),), budget=BUDGET, kernels="compiled")
     assert not any(op.type == FUSED for op in stowplan.plans_of(fitted)[0].graph.ops)
+
+
+def test_kernels_for_which_there_is_no_time_stay_eager(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child is ended at the limit, and this process does not compile in its place."""
+    monkeypatch.setattr(candidates, "cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(compiling, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(Kernel, "compile", None)
+    with caplog.at_level(logging.WARNING, "stowplan"):
+        fitted = stowplan.fit(Activated(), (torch.randn(2048, 64),), budget=BUDGET, kernels="compiled")
+    assert any("time for compiling is over" in record.getMessage() for record in caplog.records)
+    assert not stowplan.plans_of(fitted)[0].kernels
 
 
 def test_children_get_kernels_as_they_are() -> None:
@@ -141,7 +154,7 @@ def test_unknown_kernels_are_refused() -> None:
 def test_the_backend_takes_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager's own kernels stand for compiled ones: the graph of Dynamo's runs with groups, and to the bit."""
     monkeypatch.setattr(candidates, "cpp_compiler", lambda: "g++")
-    monkeypatch.setattr(candidates, "compile_all", lambda _: None)
+    monkeypatch.setattr(candidates, "compile_all", lambda _: [])
     monkeypatch.setattr(Kernel, "compile", lambda self: self.by_ops)
     monkeypatch.setattr(candidates, "_WORTH", inf)
     model, x = Activated(), torch.randn(256, 64)

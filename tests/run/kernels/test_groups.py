@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from stowplan.plan.kernels.rewrite import Fused, borders_of, fused_graph, groups
 from stowplan.plan.options import PlanOptions
 from stowplan.run.kernels import kernel as kernels_module
 from stowplan.run.kernels.adopt import adopt
+from stowplan.run.kernels.decompositions import nll_loss_backward
 from stowplan.run.kernels.fused import fused_step, groups_in_step, kernels_of
 from stowplan.run.kernels.kernel import Kernel
+from stowplan.run.kernels.known import Finding, read_finding, write_finding
 from stowplan.run.planning.planner import planner_for_captured, replay_bytes
 from stowplan.run.step.straight import StraightStep
 from tests.support.models import Chain
@@ -288,3 +291,38 @@ def test_a_price_is_of_one_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     before = kernel_of_gated()
     monkeypatch.setattr(kernels_module, "cpp_compiler", lambda: "g++ 99")
     assert kernel_of_gated().name != before.name
+
+
+@pytest.mark.parametrize("dims", [(), (3, 5)])
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_losses_are_decomposed_to_the_same_gradient(dims: tuple[int, ...], reduction: int) -> None:
+    ops = torch.ops.aten
+    forward, backward = (
+        (ops.nll_loss2d_forward, ops.nll_loss2d_backward)
+        if dims
+        else (ops.nll_loss_forward, ops.nll_loss_backward)
+    )
+    for weight in (None, torch.rand(7)):
+        scores, target = torch.randn(4, 7, *dims), torch.randint(0, 7, (4, *dims))
+        target.view(-1)[0] = -100
+        loss, total = forward(scores, target, weight, reduction, -100)
+        given = (torch.randn_like(loss), scores, target, weight, reduction, -100, total)
+        assert torch.equal(backward(*given), nll_loss_backward(*given))
+
+
+def test_what_is_known_of_a_kernel_comes_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert read_finding("one") is None
+    write_finding("one", Finding("", is_exact=True))
+    assert read_finding("one") == Finding("", is_exact=True)
+    assert read_finding("other") is None
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")  # inductor has compiled nothing there
+    assert read_finding("one") is None
+
+
+def test_a_damaged_finding_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    write_finding("one", Finding("", is_exact=True))
+    for path in tmp_path.rglob("*.json"):
+        path.write_text('{"fault": 3}')
+    assert read_finding("one") is None

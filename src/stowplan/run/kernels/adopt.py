@@ -10,8 +10,10 @@ from stowplan.run.cost.machine import free_bytes
 from stowplan.run.cost.probe_call import LARGE_BYTES, operands_of
 from stowplan.run.cost.signature import Operand, Signature
 from stowplan.run.kernels.kernel import Function, Kernel, fused_call
+from stowplan.run.kernels.known import Finding
 from stowplan.torch_private import storage_id
 
+NO_ROOM = "memory is too short to compare it with its ops"
 _RELATIVE = 1e-3  # of the largest number: what is further off is wrong, not rounded
 _ERRORS, _ULPS = 2.0, 4.0  # times the error of the ops, and units in the last place of the largest number
 _ROOM = 8  # this many times the operands' bytes must be free: for them, and for results of both
@@ -28,32 +30,40 @@ def reuse(kernel: Kernel) -> bool:
     return found is not None
 
 
-def adopt(kernel: Kernel, function: Function) -> str:
+def adopt(kernel: Kernel, function: Function, known: Finding | None = None) -> str:
     """Let the kernel run `function` from now on; if it may not, the reason why.
 
-    It is called on two sets of operands, one of numbers from 0 to 1 and one of both signs, and compared with
-    the ops. On the first set these run in float64 as well: its error may be twice that of eager's kernels.
+    Unless that is known, it is called on two sets of operands, one of numbers from 0 to 1 and one of both
+    signs, and compared with the ops. On the first set these run in float64 as well: its error may be twice
+    that of eager's kernels.
     """
+    fault, is_exact = (known.fault, known.is_exact) if known else _compared(kernel, function)
+    if not fault:
+        kernel.compiled, kernel.is_exact = function, is_exact
+        _ADOPTED[kernel.name, torch.get_num_threads()] = function, is_exact
+    return fault
+
+
+def _compared(kernel: Kernel, function: Function) -> tuple[str, bool]:
+    """What is wrong with the function, and whether it gives the bits of the ops."""
     signature = _signature(kernel)
     if _ROOM * signature.operand_bytes > free_bytes(torch.device("cpu")):
-        return "memory is too short to compare it with its ops"
+        return NO_ROOM, False
     is_exact = all(_bytes_of(look) <= LARGE_BYTES for look in kernel.looks)  # larger ones are all zero
     operands = operands_of(signature)
     for number in range(2):
         expected = kernel.by_ops(operands)
         made = list(function(list(operands)))
         if fault := _fault_of(kernel, operands, made, expected):
-            return fault
+            return fault, False
         same = [_have_same_bits(*pair) for pair in zip(made, expected, strict=True)]
         is_exact = is_exact and all(same)
         if number == 0 and not all(same) and (fault := _error_of(kernel, operands, made, expected)):
-            return fault
+            return fault, False
         for tensor, look in zip(operands, kernel.looks, strict=True):
             if tensor.is_floating_point():
                 tensor.as_strided((look.extent,), (1,)).mul_(8).sub_(4)
-    kernel.compiled, kernel.is_exact = function, is_exact
-    _ADOPTED[kernel.name, torch.get_num_threads()] = function, is_exact
-    return ""
+    return "", is_exact
 
 
 def _signature(kernel: Kernel) -> Signature:

@@ -19,10 +19,11 @@ from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.pricing import Pricing
 from stowplan.plan.select import Baseline, Tradeoff, tradeoffs_of
 from stowplan.plan.watch import tell_phase
-from stowplan.run.kernels.adopt import adopt, reuse
+from stowplan.run.kernels.adopt import NO_ROOM, adopt, reuse
 from stowplan.run.kernels.compiling import compile_all
 from stowplan.run.kernels.fused import fused_names, fused_step, groups_in_step, kernels_of
 from stowplan.run.kernels.kernel import Kernel
+from stowplan.run.kernels.known import Finding, read_finding, write_finding
 from stowplan.run.planning.plan_cache import RESUMED
 from stowplan.run.planning.planner import COMPILED, CapturedCandidate, price_captured
 from stowplan.run.planning.subject import Subject
@@ -117,13 +118,15 @@ class _Judge:
 
 
 def compiled(kernels: Mapping[Group, Kernel], known: dict[str, Kernel]) -> dict[Group, Kernel]:
-    """The groups whose kernels could be compiled, with kernels that are; `known` has those tried before."""
+    """The groups whose kernels may run compiled, with kernels that do; `known` has those tried before."""
     new = {kernel.name: kernel for kernel in kernels.values() if kernel.name not in known}
     waiting = [kernel for kernel in new.values() if not reuse(kernel)]
-    compile_all(waiting)
+    findings = {kernel.name: read_finding(kernel.name) for kernel in waiting}
+    late = compile_all([kernel for kernel in waiting if findings[kernel.name] is None])
+    waiting = [kernel for kernel in waiting if kernel not in late]
     for number, kernel in enumerate(waiting):
         tell_phase("loading kernels", number, len(waiting))
-        if fault := _adopted(kernel):
+        if fault := _adopted(kernel, findings[kernel.name]):
             _LOGGER.info("a kernel stays eager: %s", fault)
     known.update(new)
     return {
@@ -133,12 +136,17 @@ def compiled(kernels: Mapping[Group, Kernel], known: dict[str, Kernel]) -> dict[
     }
 
 
-def _adopted(kernel: Kernel) -> str:
+def _adopted(kernel: Kernel, known: Finding | None) -> str:
     """Let the kernel run what inductor compiled; if it may not, the reason why."""
+    if known is not None and known.fault:
+        return known.fault
     try:
-        return adopt(kernel, kernel.compile())
-    except Exception as fault:  # inductor raises whatever its compiler meets
-        return f"{type(fault).__name__}: {fault}".splitlines()[0]
+        fault = adopt(kernel, kernel.compile(), known)
+    except Exception as error:  # inductor raises whatever its compiler meets
+        fault = f"{type(error).__name__}: {error}".splitlines()[0]
+    if known is None and fault != NO_ROOM:
+        write_finding(kernel.name, Finding(fault, kernel.is_exact))
+    return fault
 
 
 @RESUMED.register("compiled")

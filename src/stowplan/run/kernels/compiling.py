@@ -31,15 +31,15 @@ _MOST_CHILDREN = 4
 _LOGGER = logging.getLogger("stowplan")
 
 
-def compile_all(kernels: Sequence[Kernel]) -> None:
-    """Let children compile these as far as there is time. What they cannot compile, they leave out."""
+def compile_all(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Let children compile these, and return those for which there was no time."""
     if not kernels:
-        return
+        return []
     limit = min(MOST_SECONDS, patience().seconds_left / 2)
     children = max(1, min(_MOST_CHILDREN, len(os.sched_getaffinity(0)), len(kernels) // 2))
-    expected = (_FIRST_SECONDS + _SECONDS * len(kernels)) / children
+    expected = _FIRST_SECONDS + _SECONDS * len(kernels) / children
     _LOGGER.info(
-        "compiling %d kernels: about %.0f s if they are new to this machine, at most %.0f s",
+        "compiling %d kernels, once on this machine: about %.0f s, at most %.0f s",
         len(kernels),
         expected,
         limit,
@@ -51,8 +51,12 @@ def compile_all(kernels: Sequence[Kernel]) -> None:
         try:
             _wait_for(lines, len(running), len(kernels), monotonic() + limit)
         finally:
-            for child in running:
-                child.end()
+            late = [kernel for child in running for kernel in child.end()]
+    if late:
+        _LOGGER.warning(
+            "the time for compiling is over: %d of %d kernels stay eager", len(late), len(kernels)
+        )
+    return late
 
 
 class _Child:
@@ -69,7 +73,7 @@ class _Child:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self._lines = lines
+        self._lines, self._kernels, self._done = lines, kernels, 0
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -77,16 +81,18 @@ class _Child:
         """One line for each kernel, as they come, and None at the end."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
+            self._done += 1
             self._lines.put(line)
         self._lines.put(None)
 
-    def end(self) -> None:
-        """End the process, if it has not ended."""
+    def end(self) -> Sequence[Kernel]:
+        """End the process, if it has not ended; the kernels that it did not come to."""
         self._process.kill()
         self._process.wait()
         self._reader.join()
         assert self._process.stdout is not None
         self._process.stdout.close()
+        return self._kernels[self._done :]
 
 
 def _wait_for(lines: "SimpleQueue[str | None]", children: int, count: int, deadline: float) -> None:
@@ -96,14 +102,9 @@ def _wait_for(lines: "SimpleQueue[str | None]", children: int, count: int, deadl
         try:
             line = lines.get(timeout=max(0.0, deadline - monotonic()))
         except Empty:
-            _LOGGER.warning(
-                "the time for compiling is over: %d of %d kernels stay eager", count - done, count
-            )
             return
         done += line is not None
         children -= line is None
-        if line and line.strip():
-            _LOGGER.info("a kernel stays eager: %s", line.strip())
 
 
 def packed(kernel: Kernel) -> Any:
@@ -185,9 +186,9 @@ def main(file: str) -> None:
     for content in kernels:
         try:
             unpacked(content).compile()
-            print(flush=True)
-        except Exception as fault:
-            print(f"{type(fault).__name__}: {fault}".splitlines()[0][:200], flush=True)
+            print("compiled", flush=True)
+        except Exception as fault:  # the parent meets it as well, and tells
+            print(type(fault).__name__, flush=True)
 
 
 if __name__ == "__main__":

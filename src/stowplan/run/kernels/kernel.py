@@ -7,7 +7,9 @@ and prices.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from hashlib import sha256
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from stowplan.capture import Argument, Call, Handle, Ref
 from stowplan.capture.program import filled, handle_of, outputs_by_name
 from stowplan.run.cost.signature import Operand, anonymous, spelled_argument
+from stowplan.run.kernels import decompositions
 from stowplan.torch_private import compiled_by_inductor, cpp_compiler
 
 Function = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -39,7 +42,7 @@ class Kernel(Handle):
         self.results, self.result_looks = tuple(map(names.__getitem__, results)), tuple(results.values())
         self.compiled: Function | None = None
         self.is_exact = True
-        digest = sha256(f"{cpp_compiler()}\n{self.text}".encode())
+        digest = sha256(f"{cpp_compiler()}\n{_code_digest()}\n{self.text}".encode())
         super().__init__(digest.hexdigest()[:24], "kernel")
 
     @property
@@ -65,7 +68,14 @@ class Kernel(Handle):
 
     def compile(self) -> Function:
         """Inductor's function: from PyTorch's cache on disk if it is there, which takes a moment."""
-        return compiled_by_inductor(self.by_ops, [(o.shape, o.stride, o.dtype) for o in self.looks])
+        looks = [(look.shape, look.stride, look.dtype) for look in self.looks]
+        return compiled_by_inductor(self.by_ops, looks, decompositions.DECOMPOSITIONS)
+
+
+@cache
+def _code_digest() -> str:
+    """The code that says how ops are compiled: who changes it gets new kernels and new prices."""
+    return sha256(Path(decompositions.__file__).read_bytes()).hexdigest()
 
 
 def _anonymous_call(call: Call, names: Mapping[str, str]) -> Call:
