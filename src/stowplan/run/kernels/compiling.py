@@ -36,7 +36,7 @@ def compile_all(kernels: Sequence[Kernel]) -> list[Kernel]:
     if not kernels:
         return []
     limit = min(MOST_SECONDS, patience().seconds_left / 2)
-    children = max(1, min(_MOST_CHILDREN, len(os.sched_getaffinity(0)), len(kernels) // 2))
+    children = max(1, min(_MOST_CHILDREN, os.cpu_count() or 1, len(kernels) // 4))
     expected = _FIRST_SECONDS + _SECONDS * len(kernels) / children
     _LOGGER.info(
         "compiling %d kernels, once on this machine: about %.0f s, at most %.0f s",
