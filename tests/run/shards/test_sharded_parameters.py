@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from stowplan import fit
 from stowplan.errors import BadUse
@@ -27,6 +30,8 @@ class Findings:
     tight: Trained
     faults: dict[str, float]
     refusals: dict[str, str]
+    saved: list[Any]  # whole parameters, as numbers
+    resumed: bool
 
 
 _gathers = Gather.forward
@@ -57,15 +62,19 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 }
 
 
-def look() -> Findings:
+def look(folder: Path) -> Findings:
     roomy = Training("1GiB")
     right, faults = roomy.run(5), {}
+    roomy.checkpoints(folder).save(5)
+    saved = roomy.values()
     for name, (owner, method, fault) in FAULTS.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(roomy.iteration if owner is Iteration else owner, method, fault)
             faults[name] = roomy.run(2).far
+    roomy.checkpoints(folder).resume()
+    resumed = all(map(torch.equal, roomy.values(), saved))
     tight = Training(int(0.75 * right.projected_bytes)).run(2)
-    return Findings(right, tight, faults, dict(_refusals(roomy)))
+    return Findings(right, tight, faults, dict(_refusals(roomy)), [each.tolist() for each in saved], resumed)
 
 
 def _refusals(sharded: Training) -> Iterator[tuple[str, str]]:
@@ -96,8 +105,13 @@ def _refusals(sharded: Training) -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def two() -> list[Findings]:
-    return on_workers(2, look)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[Findings]:
+    return on_workers(2, look, folder)
 
 
 def test_training_on_shards_is_training_in_one_process(two: list[Findings]) -> None:
@@ -117,6 +131,15 @@ def test_a_smaller_budget_gathers_again_and_holds_on_every_worker(two: list[Find
 def test_planted_faults_are_seen(two: list[Findings]) -> None:
     for found in two:
         assert all(far > 1e-6 for far in found.faults.values()), found.faults
+
+
+def test_a_checkpoint_of_shards_is_resumed_and_loads_as_whole(two: list[Findings], folder: Path) -> None:
+    assert all(found.resumed for found in two)
+    model, _ = example_of("gpt", batch=4)
+    state = {"model": {name: torch.zeros_like(p) for name, p in model.named_parameters()}}
+    with pytest.warns(UserWarning, match="load in a single process"):
+        load(state, storage_reader=FileSystemReader(folder / "step-5"), no_dist=True)
+    assert [each.tolist() for each in state["model"].values()] == two[0].saved
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,9 @@ class Worker:
     process: BaseProcess
     pipe: Connection
 
-    def answer(self) -> Any:
+    def answer(self, patience: float = PATIENCE_SECONDS) -> Any:
         """What the worker's function returned."""
-        assert self.pipe.poll(PATIENCE_SECONDS), "no answer"
+        assert self.pipe.poll(patience), "no answer"
         answer, fault = self.pipe.recv()
         assert not fault, fault
         return answer
@@ -75,12 +75,16 @@ def started(
 
 
 def on_workers(
-    count: int, work: Callable[..., Any], *args: object, dying: frozenset[int] = frozenset()
+    count: int,
+    work: Callable[..., Any],
+    *args: object,
+    dying: frozenset[int] = frozenset(),
+    patience: float = PATIENCE_SECONDS,
 ) -> list[Any]:
     """What `work(*args)` returns in each of `count` processes, by rank; those that die are not asked."""
-    workers = started(count, work, *args)
+    workers = started(count, work, *args, timeout=patience)
     try:
-        return [worker.answer() for rank, worker in enumerate(workers) if rank not in dying]
+        return [worker.answer(patience) for rank, worker in enumerate(workers) if rank not in dying]
     finally:
         for worker in workers:
             worker.end()

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from stowplan.plan.plan import RecomputeOp
 from stowplan.run.iteration.iteration import Iteration
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.subject import PlannedStep
+from stowplan.run.shards.checkpoints import Checkpoints
 from stowplan.run.shards.parameters import sent_bytes_of
 from tests.support.workers.compared import distance, example_of
 
@@ -72,6 +74,15 @@ class Training:
         found: Iteration = self.fitted.__dict__["_fitting"].iteration
         return found
 
+    def checkpoints(self, folder: Path) -> Checkpoints:
+        """Of model and optimizer in this folder."""
+        return Checkpoints(folder, shards_of(self.fitted).workers, self.fitted, self._optimizer)
+
+    def values(self) -> list[Tensor]:
+        """The whole parameters."""
+        with shards_of(self.fitted).whole():
+            return _values(self.model)
+
     def run(self, iterations: int) -> Trained:
         """What these iterations give, from the first parameters."""
         plain, sharded = copy.deepcopy(self._first), shards_of(self.fitted)
@@ -92,8 +103,7 @@ class Training:
             losses.append(taken.result)
             peak = max(peak, taken.measured_peak_bytes)
         off = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-        with sharded.whole():
-            far = distance(_values(self.model), _values(plain))
+        far = distance(self.values(), _values(plain))
         planned: PlannedStep = self.fitted.__dict__["_fitting"].planned
         steps = planned.plan.steps
         return Trained(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from stowplan.errors import WorkerLost
 from stowplan.run.shards.processes import MeshLike, processes_of
@@ -125,6 +126,10 @@ class Workers:
     def norm(self, own: Tensor) -> Tensor:
         """The norm of what all workers have together, from the norm of this one's."""
         return self.add_up(own.double().square(), self.everyone).sqrt().to(own.dtype)
+
+    def device_mesh(self, device: torch.device) -> DeviceMesh:
+        """The workers as PyTorch's mesh of one dim. All workers must come here."""
+        return DeviceMesh(device.type, list(self._ranks))
 
     def from_first(self, value: object) -> Any:
         """What the first worker gives, on all of them. Not part of a step."""
