@@ -152,12 +152,33 @@ def test_unknown_kernels_are_refused() -> None:
         stowplan.fit(Activated(), (torch.randn(16, 64),), budget=BUDGET, kernels="fast")
 
 
-def test_the_backend_takes_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager's own kernels stand for compiled ones: the graph of Dynamo's runs with groups, and to the bit."""
+@pytest.fixture
+def eager_for_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager's own kernels stand for compiled ones, so that a step with groups keeps its bits; it is taken."""
+    monkeypatch.setattr("stowplan.plan.select._faster", lambda one, other: one or other)
     monkeypatch.setattr(candidates, "cpp_compiler", lambda: "g++")
     monkeypatch.setattr(candidates, "compile_all", lambda _: [])
     monkeypatch.setattr(Kernel, "compile", lambda self: self.by_ops)
     monkeypatch.setattr(candidates, "_WORTH", inf)
+
+
+@pytest.mark.usefixtures("eager_for_compiled")
+def test_the_optimizer_updates_in_a_step_with_groups() -> None:
+    model, x = Activated(), torch.randn(320, 64)
+    eager = copy.deepcopy(model)
+    own, plain = (torch.optim.AdamW(each.parameters()) for each in (model, eager))
+    fitted = stowplan.fit(model, (x,), budget=BUDGET, kernels="compiled", optimizer=own)
+    assert stowplan.plans_of(fitted)[0].kernels
+    for _ in range(2):
+        for step, optimizer in ((fitted, own), (eager, plain)):
+            step(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, model.parameters(), eager.parameters()))
+
+
+@pytest.mark.usefixtures("eager_for_compiled")
+def test_the_backend_takes_kernels() -> None:
     model, x = Activated(), torch.randn(256, 64)
     eager = copy.deepcopy(model)
     options: dict[str, str | int | bool | Callable[..., Any]] = {"budget": BUDGET, "kernels": "compiled"}
