@@ -7,7 +7,6 @@ A rect may reach below 0 or past a tensor's border: what lies outside the tensor
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from math import prod
 from operator import le
 from typing import TypeAlias
 
@@ -36,12 +35,15 @@ class Rect:
 
     @property
     def shape(self) -> Point:
-        return tuple([max(0, high - low) for low, high in zip(self.lo, self.hi, strict=True)])
+        return tuple([high - low if high > low else 0 for low, high in zip(self.lo, self.hi, strict=True)])
 
     @property
     def volume(self) -> int:
         """How many points it holds."""
-        return prod(self.shape)
+        points = 1
+        for low, high in zip(self.lo, self.hi, strict=True):
+            points *= high - low if high > low else 0
+        return points
 
     @property
     def is_empty(self) -> bool:
@@ -72,6 +74,8 @@ class Rect:
         """The part inside a tensor of this shape."""
         if len(shape) != self.ndim:
             raise ValueError(f"a rect of {self.ndim} dims is not part of a tensor of {len(shape)}")
+        if min(self.lo, default=0) >= 0 and all(map(le, self.hi, shape)):
+            return self
         return Rect(tuple([max(0, low) for low in self.lo]), tuple(map(min, self.hi, shape)))
 
     def overhang(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:

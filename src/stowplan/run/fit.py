@@ -25,6 +25,7 @@ from stowplan.plan.options import (
 )
 from stowplan.plan.plan import Plan
 from stowplan.plan.technique import Socket
+from stowplan.run.call_planner import CallPlanner
 from stowplan.run.fitting import Fitting, fitted_class_of, model_class
 from stowplan.run.wrappers import (
     leave_checkpointing_off,
@@ -208,16 +209,16 @@ def fit(
         budget = automatic_budget(model, (args, dict(kwargs or {})))
     whole = parse_bytes(budget)
     beside = parse_bytes(reserve)
-    fitting = Fitting(_own_forward(model), whole - beside, options)
-    fitting.given, fitting.reserve_bytes = plan, beside
-    fitting.keep_plans = _at_least_one(keep_plans)
-    fitting.loss, fitting.all_outputs = loss, outputs == "all"
+    own_forward = _own_forward(model)
+    planner = CallPlanner(whole - beside, options, loss, outputs == "all", iteration)
+    fitting = Fitting(
+        own_forward, planner, given=plan, reserve_bytes=beside, keep_plans=_at_least_one(keep_plans)
+    )
     fitted: Model = seen_as(fitted_class_of(model_class(model)), model)
     fitted.__dict__.pop("forward", None)
     fitted.__dict__["_fitting"] = fitting
     if iteration is not None:
         iteration.belongs_to(fitted)
-        fitting.iteration = iteration
     switch_checkpointing_off(model)
     leave_checkpointing_off(fitted)
     with torch.enable_grad():

@@ -6,61 +6,45 @@ holds.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from threading import RLock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from stowplan.capture import Captured, Program, Ref, capture, is_same_step
-from stowplan.capture.arguments import Spec, flatten, look_of
-from stowplan.capture.layouts import has_learned
-from stowplan.capture.recording import Loss, after_loss, output_keys
-from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
-from stowplan.ir import Kind
-from stowplan.plan.options import Kernels, PlanOptions
-from stowplan.plan.plan import AgainstEager, Plan, Verdict
-from stowplan.plan.watch import showing_progress, tell_phase
+from stowplan.capture.arguments import flatten
+from stowplan.capture.recording import after_loss
+from stowplan.errors import BudgetTooSmall, CaptureError, StowplanError
+from stowplan.plan.options import Kernels
+from stowplan.plan.plan import Plan
 from stowplan.run.border.dependencies import (
     Dependencies,
-    Observation,
-    Place,
-    collecting_hooks_removed,
-    sharing_of,
 )
 from stowplan.run.border.guard import Guard
-from stowplan.run.measure.agreement import Relaid, compared, written_tensors
-from stowplan.run.planning.plan_cache import USER_PLANS, PlanCache, saved_step
-from stowplan.run.planning.subject import PlannedStep, Subject
+from stowplan.run.call_planner import CallPlanner, KindOfCall, Planned, kind_of_call, refused_beside
+from stowplan.run.measure.agreement import written_tensors
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import (
     fitted_class,
-    refuse_shards,
     with_forward,
 )
-from stowplan.torch_private import checkpoints_as_calls, storage_id
+from stowplan.torch_private import checkpoints_as_calls
 
 if TYPE_CHECKING:
-    from stowplan.run.iteration.iteration import Iteration
-    from stowplan.run.planning.sizes import PlannedSizes
     from stowplan.run.shapes import DeclaredShapes, Shapes
 
 _LOGGER = logging.getLogger("stowplan")
 
 _FITTED_CLASSES: dict[type, type] = {}
-_SLOW = 3.0  # times of eager from which on a plan is a warning
 _MOST_ANSWERS = 16  # different values that forward may read off arguments of one kind
 _ROOM = 0.97  # of the elements that seem to fit without a plan, so that they do
 _MOST_SMALLER = 512  # kinds of calls that run as they are
 _MOST_REFUSED = 64  # kinds of calls of one module; the oldest makes room
-_COMPARED_SIZES = 3  # carried plans of one module that are compared with eager
-_MOST_LAYOUTS = 64  # that one step has wrong at first
 
 
 class _Fitted(nn.Module):
@@ -96,36 +80,6 @@ def model_class(model: nn.Module) -> type[nn.Module]:
     return next(fitted, type(model))
 
 
-class KindOfCall(NamedTuple):
-    """The looks and structure of the leaves of a call, which of them share memory, and what autocast does."""
-
-    looks: tuple[object, ...]
-    spec: str
-    shared: tuple[Place, ...]
-    casts: tuple[tuple[str, torch.dtype], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A planned step, the kind of call it is for, and everything else that it depends on."""
-
-    kind: KindOfCall
-    step: PlannedStep
-    dependencies: Dependencies
-
-    @property
-    def fits_in_eager(self) -> bool:
-        """Whether the model may run as it is.
-
-        That is known if eager was seen to run the captured ops, and if these do not depend on values.
-        """
-        plan = self.step.plan
-        if self.dependencies.answers.steps:
-            return False
-        known = plan.against_eager is not None and plan.against_eager.verdict is Verdict.SAME
-        return known and not plan.is_tiled and plan.plain_peak_bytes <= plan.allowed_bytes
-
-
 @dataclass(frozen=True, slots=True)
 class _Refused:
     """A kind of call that does not fit, for the program as it was."""
@@ -149,27 +103,17 @@ class Fitting:
     """The plans of one fitted module: by kind of call, and for the program as it was when each was made."""
 
     own_forward: Callable[..., Any] | None  # what stands for the class's, if it was set on the model itself
-    allowed_bytes: int
-    options: PlanOptions
+    planner: CallPlanner
     planned: list[Planned] = field(default_factory=list)
     bound: list[_Bound] = field(default_factory=list)  # the latest last
     given: Plan | None = None  # a saved plan, for the first kind of call
     reserve_bytes: int = 0  # of the budget, beside what is allowed
-    loss: Loss | None = None
-    all_outputs: bool = False  # gradients may come in for all, not for the loss alone
-    iteration: "Iteration | None" = None  # the optimizer that the plans update with
-    cache: PlanCache = USER_PLANS
     keep_plans: int = 128
-    priced: list[PlannedStep] = field(default_factory=list)  # steps that further sizes can take over from
-    sizes: "PlannedSizes | None" = None  # the same, once there are further sizes
     shapes: "DeclaredShapes | None" = None
     largest: Planned | None = None  # of the declared shapes
     enlarged: set[tuple[int, ...]] = field(default_factory=set)  # sizes that were planned for smaller calls
-    compared_sizes: int = 0  # carried plans that were compared with eager
     smaller: list[tuple[KindOfCall, Planned]] = field(default_factory=list)  # than a step that fits in eager
     refused: list[_Refused] = field(default_factory=list)
-    latest: Dependencies | None = None  # of the last capture
-    said: set[str] = field(default_factory=set)
     lock: AbstractContextManager[object] = field(default_factory=RLock)
 
     @property
@@ -182,44 +126,47 @@ class Fitting:
 
         An optimizer is not that of the copy, so plans that update with it are not either.
         """
-        planned = [] if self.iteration else list(self.planned)
-        lists: dict[str, Any] = {
-            "bound": [],
-            "refused": [],
-            "priced": [],
-            "smaller": [],
-            "said": set(),
-            "enlarged": set(),
-        }
-        none: dict[str, Any] = {"iteration": None, "sizes": None, "latest": None, "largest": None}
-        return replace(self, planned=planned, lock=RLock(), **lists, **none)
+        planned = [] if self.planner.iteration else list(self.planned)
+        lists: dict[str, Any] = {"bound": [], "refused": [], "smaller": [], "enlarged": set()}
+        return replace(
+            self, planner=self.planner.for_a_copy(), planned=planned, lock=RLock(), largest=None, **lists
+        )
 
     def __reduce__(self) -> Any:
         """For a file or another process: how to plan. What was planned is planned there when it is called."""
-        how = (self.own_forward, self.allowed_bytes, replace(self.options, progress=None))
-        more = {name: getattr(self, name) for name in ("reserve_bytes", "loss", "all_outputs", "keep_plans")}
-        return Fitting, how, (None, more)
+        own = self.planner
+        how = (own.allowed_bytes, replace(own.options, progress=None), own.loss, own.all_outputs)
+        return _read_back, (self.own_forward, how, self.reserve_bytes, self.keep_plans)
+
+    @property
+    def allowed_bytes(self) -> int:
+        """The budget without the reserve."""
+        return self.planner.allowed_bytes
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Call the model: by a plan if a gradient is wanted, and as it is if not."""
-        if self.iteration:
-            self.iteration.refuse_between()
+        iteration = self.planner.iteration
+        if iteration:
+            iteration.refuse_between()
         if not torch.is_grad_enabled():
             return self._eager(model, args, kwargs)
         step = self.step_for(model, args, kwargs)
-        if self.iteration:
-            self.iteration.forward_begins()
+        if iteration:
+            iteration.forward_begins()
         if step is None:
-            self._say_once("nothing wants a gradient: the model is run as it is, without a plan")
+            self.planner.say_once("nothing wants a gradient: the model is run as it is, without a plan")
             return self._eager(model, args, kwargs)
         return step(*args, **kwargs)
 
     def _eager(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        return after_loss(self.eager_forward(model)(*args, **kwargs), self.loss)
+        return after_loss(self.eager_forward(model)(*args, **kwargs), self.planner.loss)
+
+    def _forward_of(self, model: nn.Module) -> Callable[..., Any]:
+        return self.own_forward or model_class(model).forward
 
     def eager_forward(self, model: nn.Module) -> Callable[..., Any]:
         """The model's own forward, bound to it."""
-        return partial(self.own_forward or model_class(model).forward, model)
+        return partial(self._forward_of(model), model)
 
     def step_for(
         self,
@@ -282,17 +229,18 @@ class Fitting:
         change: str | None,
     ) -> Planned:
         """Plan; a budget that is too small is remembered."""
-        self.latest = None
+        self.planner.latest = None
         leaves = flatten(args, kwargs)[0]
         try:
             with (
                 _told_as_new(leaves, change, is_new=bool(self.planned)),
-                _beside(self.reserve_bytes, "the reserve"),
+                refused_beside(self.reserve_bytes, "the reserve"),
             ):
-                return self._plan(kind, model, args, kwargs)
+                given = None if self.planned else self.given
+                return self.planner.plan(kind, model, self._forward_of(model), args, kwargs, given)
         except BudgetTooSmall as refusal:
-            if self.latest is not None:
-                known = _Refused(kind, self.latest, refusal.again())
+            if self.planner.latest is not None:
+                known = _Refused(kind, self.planner.latest, refusal.again())
                 self.refused = [*self.refused, known][-_MOST_REFUSED:]
             raise
 
@@ -314,7 +262,7 @@ class Fitting:
     @property
     def _must_plan(self) -> bool:
         """Whether no call may run as it is: the plan updates parameters, or has kernels that are faster."""
-        return self.iteration is not None or self.options.kernels == Kernels.COMPILED
+        return self.planner.iteration is not None or self.planner.options.kernels == Kernels.COMPILED
 
     def _smaller_than(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> Planned | None:
         """The step that fits without its plan and that calls of this kind were seen to be smaller than."""
@@ -397,7 +345,7 @@ class Fitting:
         """Plan the largest of the declared shapes; raises BudgetTooSmall if they do not fit."""
         from stowplan.run.shapes import DeclaredShapes
 
-        plain = with_forward(model, self.own_forward or model_class(model).forward)
+        plain = with_forward(model, self._forward_of(model))
         self.shapes = DeclaredShapes.of(plain, args, kwargs, shapes)
         try:
             self.step_for(model, *self.shapes.call(self.shapes.largest))
@@ -426,161 +374,16 @@ class Fitting:
             step = known.step
             step.bind(model, guard.tensors())
         else:
-            step = planned.step.bound_to(model, places=guard.tensors(), consumer=self.iteration)
+            step = planned.step.bound_to(model, places=guard.tensors(), consumer=self.planner.iteration)
         others = [b for b in self.bound if b is not known and any(b.planned is p for p in self.planned)]
         self.bound = [*others, _Bound(planned, guard, step)]
         return step
 
-    def _plan(
-        self, kind: KindOfCall, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Planned:
-        """Capture and plan, again for each kernel that turns out to lay out its result otherwise."""
-        for _ in range(_MOST_LAYOUTS):
-            try:
-                return self._plan_once(kind, model, args, kwargs)
-            except Relaid as found:
-                reason = found
-        raise CaptureError(f"{reason}, and so do many others", advice="call contiguous() on its operands")
 
-    def _plan_once(
-        self, kind: KindOfCall, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Planned:
-        refuse_shards(model)
-        with showing_progress(f"planning {model_class(model).__name__}", allowed_bytes=self.allowed_bytes):
-            return self._capture_and_plan(kind, model, args, kwargs)
-
-    def _capture_and_plan(
-        self, kind: KindOfCall, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Planned:
-        plain = with_forward(model, self.own_forward or model_class(model).forward)
-        with collecting_hooks_removed(plain):
-            return self._plan_as_captured(kind, model, plain, args, kwargs)
-
-    def _plan_as_captured(
-        self,
-        kind: KindOfCall,
-        model: nn.Module,
-        plain: nn.Module,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-    ) -> Planned:
-        begun = time.perf_counter()
-        tell_phase("capturing")
-        observation, captured = self._observed(model, plain, args, kwargs)
-        if self.loss is None:
-            _refuse_given_back(captured)
-        leaves = flatten(args, kwargs)[0]
-        dependencies = self.latest = observation.dependencies(captured.program, leaves, captured.answers)
-        subject = Subject(captured, plain, args, kwargs, loss=self.loss)
-        beside = _constant_bytes(captured.program)
-        with _beside(beside, "tensors that are attributes, globals or written out"):
-            if self.iteration is None:
-                found = self._planned_step(subject, self.allowed_bytes - beside)
-            else:
-                subject, found = self._planned_iteration(self.iteration, subject, model, beside)
-        plan = self._compared(found, subject)
-        if observation.writes:  # an eager forward that was stopped may have left others
-            observation.writes.repeat({id(vars(plain)): vars(model)})
-        if not found.is_carried:
-            self.priced.append(found)
-        name, seconds = model_class(model).__name__, time.perf_counter() - begun
-        slow = "; a larger budget costs less time: `stowplan plan TARGET --frontier` shows all"
-        is_slow = plan.time_ratio > _SLOW
-        level = logging.WARNING if is_slow else logging.INFO
-        how = "carried a plan over for" if found.is_carried else "planned"
-        _LOGGER.log(level, "%s %s: %r, in %.1f s%s", how, name, plan, seconds, slow if is_slow else "")
-        return Planned(kind, replace(found, plan=plan), dependencies)
-
-    def _observed(
-        self, model: nn.Module, plain: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> tuple[Observation, Captured]:
-        """The captured step, and what it depends on.
-
-        Forward may write plain values if it finds them at the next call, leaves them so, and does the same.
-        They are then written now, as its first call would.
-        """
-        how = partial(capture, plain, args, kwargs, loss=self.loss, all_outputs=self.all_outputs)
-        first: Captured | None = None
-        observation = Observation(plain, self.loss)
-        try:
-            with observation.watching():
-                first = how(know_values=True)
-            return observation, first
-        except CaptureError as refusal:
-            writes = observation.writes
-            if first is None or writes is None:
-                raise
-            observation = Observation(plain, self.loss)
-            with writes.kept():
-                with observation.watching():
-                    second = how(know_values=True)
-                if not is_same_step(first, second):
-                    raise refusal from None
-        writes.repeat({id(vars(plain)): vars(model)})
-        observation.note_writes(writes)
-        return observation, second
-
-    def _planned_step(self, subject: Subject, allowed_bytes: int) -> PlannedStep:
-        if self.given is not None and not self.planned:
-            return saved_step(self.given, subject, allowed_bytes)
-        carried = self._carried_step(subject, allowed_bytes)
-        return carried or self.cache.step_for(subject, allowed_bytes, self.options)
-
-    def _carried_step(self, subject: Subject, allowed_bytes: int) -> PlannedStep | None:
-        """The step with a plan of another size of the same program, if there is one that is good enough."""
-        if (not self.priced and self.sizes is None) or self.options.kernels == Kernels.COMPILED:
-            return None
-        from stowplan.run.planning.sizes import PlannedSizes  # most modules are called with one shape
-
-        self.sizes = self.sizes or PlannedSizes()
-        while self.priced:
-            self.sizes.add(self.priced.pop(0))
-        return self.sizes.step_for(subject, allowed_bytes, self.options)
-
-    def _compared(self, found: PlannedStep, subject: Subject) -> Plan:
-        """The plan and what is known of eager. Of carried plans that recompute, the first few are compared.
-
-        Ops that were seen to lay out their results otherwise than captured may do so at each size anew.
-        """
-        fits = (
-            found.plan.plain_peak_bytes <= found.plan.allowed_bytes
-        )  # then smaller calls may run as they are
-        is_known = found.is_carried and not fits and self.compared_sizes >= _COMPARED_SIZES
-        if is_known and not any(has_learned(event.target) for event in subject.captured.forward):
-            note = (
-                f"the decisions are carried over from another size of the same program; {self.compared_sizes}"
-                " other sizes were compared with eager, and this one was not"
-            )
-            return replace(found.plan, against_eager=AgainstEager(Verdict.UNCHECKED, note))
-        plan = compared(found.plan, subject)
-        self.compared_sizes += found.is_carried
-        return plan
-
-    def _planned_iteration(
-        self, iteration: "Iteration", subject: Subject, model: nn.Module, beside: int
-    ) -> tuple[Subject, PlannedStep]:
-        """The first variant that fits the budget. If none does, the smallest refusal is raised."""
-        refusals = list[BudgetTooSmall]()
-        for variant in iteration.variants(subject.captured, model):
-            step = replace(subject, captured=iteration.planned(subject.captured, model, variant))
-            try:
-                found = self._planned_step(step, self.allowed_bytes - beside)
-            except BudgetTooSmall as refusal:
-                refusals.append(refusal)
-                continue
-            iteration.takes(variant, step.captured, model)
-            if variant.two_backwards:
-                self._say_once(
-                    "gradients do not fit the budget until their norm is known: forward and backward are run"
-                    " twice in each iteration, for the norm and for the updates"
-                )
-            return step, found
-        raise min(refusals, key=lambda each: each.minimum_bytes) from None
-
-    def _say_once(self, sentence: str) -> None:
-        if sentence not in self.said:
-            self.said.add(sentence)
-            _LOGGER.warning(sentence)
+def _read_back(
+    own_forward: Callable[..., Any] | None, how: tuple[Any, ...], reserve_bytes: int, keep_plans: int
+) -> Fitting:
+    return Fitting(own_forward, CallPlanner(*how), reserve_bytes=reserve_bytes, keep_plans=keep_plans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -596,38 +399,6 @@ class _AsItIs:
         if self.watched_as is None:
             return self.fitting.as_it_is(self.model, args, kwargs)
         return self.fitting.watched_as_it_is(self.watched_as, self.larger, self.model, args, kwargs)
-
-
-def _refuse_given_back(captured: Captured) -> None:
-    """A parameter or input that is returned beside the loss: the caller may well want its gradient too."""
-    program, graph, keys = captured.program, captured.graph, output_keys(captured.program.output_spec)
-    loss = next(key for key, tangent in zip(keys, program.tangents, strict=True) if tangent is not None)
-    for key, leaf, attached, tangent in zip(
-        keys, program.outputs, program.attached, program.tangents, strict=True
-    ):
-        if isinstance(leaf, Ref) and attached and tangent is None:
-            given = graph.tensors[graph.storage_of(leaf.tensor)]
-            if given.kind in (Kind.PARAMETER, Kind.INPUT):
-                raise BadUse(
-                    f"output {key!r} is the {given.kind} {given.id!r} or a view of it, and requires a"
-                    f' gradient like the loss, output {loss!r}; use fit(..., outputs="all") if you'
-                    f" differentiate both, and fit(..., loss={loss!r}) if not"
-                )
-
-
-@contextmanager
-def _beside(nbytes: int, what: str) -> Iterator[None]:
-    """A refusal tells of the whole budget."""
-    try:
-        yield
-    except BudgetTooSmall as refusal:
-        raise refusal.beside(nbytes, what) from None
-
-
-def _constant_bytes(program: Program) -> int:
-    """What tensors take that a plan does not count: plain attributes, globals, numbers in the code."""
-    storages = {storage_id(t.untyped_storage()): t.untyped_storage() for t in program.constants.values()}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 @contextmanager
@@ -646,14 +417,6 @@ def _told_as_new(leaves: Sequence[object], change: str | None, *, is_new: bool) 
                 " planned when it comes; pad to shapes that fit, or call fit with the largest first."
             )
         raise
-
-
-def kind_of_call(leaves: list[object], spec: Spec) -> KindOfCall:
-    """Equal for calls that one captured step can serve, as far as the call itself tells."""
-    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)} | {"cpu"}
-    casts = tuple((d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d))
-    shared = sharing_of(leaf for leaf in leaves if isinstance(leaf, Tensor))
-    return KindOfCall(tuple(map(look_of, leaves)), str(spec), shared, casts)
 
 
 def _wants_gradient(model: nn.Module, leaves: Sequence[object]) -> bool:

@@ -22,7 +22,7 @@ from stowplan.run.step.function import Before
 from stowplan.torch_private import OpOverload, TorchDispatchMode
 
 if TYPE_CHECKING:
-    from stowplan.run.fitting import KindOfCall
+    from stowplan.run.call_planner import KindOfCall
 
 Sizes = tuple[tuple[int, ...], ...]
 

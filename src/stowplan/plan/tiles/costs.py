@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
-from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Phase
 from stowplan.ops.macs import macs_of
 from stowplan.ops.table import shape_of, site_of
@@ -50,12 +50,13 @@ def costs_of_sweep(segment: Segment, rounds: Sequence[Round]) -> SweepCosts:
     """Count all tiles of all rounds, and walk each as it runs."""
     macs = {op.id: macs_of(site_of(segment.graph, op)) for op in segment.ops}
     work = dict.fromkeys(macs, 0.0)
-    for each in rounds:
-        for op, share in _work(each.segment, each.tiles).items():
+    of_rounds = [_work(each.segment, each.tiles) for each in rounds]
+    for of_round in of_rounds:
+        for op, share in of_round.items():
             work[op] += share
     gathered = {product.op.id: product.work for each in rounds for product in each.products.values()}
     *gathering, last = rounds
-    last_work = _work(last.segment, last.tiles)
+    last_work = of_rounds[-1]
     return SweepCosts(
         tiles=max(len(each.tiles) for each in rounds),
         work=work,
@@ -86,11 +87,14 @@ def _backward_peak_in(segment: Segment) -> Callable[[Tile], int]:
 
 def _work(segment: Segment, tiles: Iterable[Tile]) -> dict[str, float]:
     made = dict.fromkeys((op.id for op in segment.ops), 0.0)
+    whole = dict[str, int]()
     for tile in tiles:
         outputs = Counter(level.op.id for level in tile.levels)
         for level in tile.levels:
-            whole = Rect.of_shape(shape_of(segment.graph.tensors[_made_by(level)])).volume
-            made[level.op.id] += level.made.volume / max(1, whole) / outputs[level.op.id]
+            name = _made_by(level)
+            if name not in whole:
+                whole[name] = max(1, prod(shape_of(segment.graph.tensors[name])))
+            made[level.op.id] += level.made.volume / whole[name] / outputs[level.op.id]
     if segment.loss is not None:
         made[segment.loss.id] = 1.0
     return made

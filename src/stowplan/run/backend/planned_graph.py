@@ -20,7 +20,7 @@ from stowplan.plan.options import PlanOptions
 from stowplan.run.backend.captured_graph import CapturedGraph
 from stowplan.run.backend.graph_run import PlannedRun
 from stowplan.run.backend.shared_budget import SharedBudget
-from stowplan.run.fitting import kind_of_call
+from stowplan.run.call_planner import kind_of_call
 from stowplan.run.step.function import ends_of_chain
 
 

@@ -1,0 +1,308 @@
+"""CallPlanner: from a call of a model to a planned step.
+
+The step is captured, with what it depends on, priced and planned, and compared with one eager forward.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stowplan.capture import Captured, Program, Ref, capture, is_same_step
+from stowplan.capture.arguments import Spec, flatten, look_of
+from stowplan.capture.layouts import has_learned
+from stowplan.capture.recording import Loss, output_keys
+from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
+from stowplan.ir import Kind
+from stowplan.plan.options import Kernels, PlanOptions
+from stowplan.plan.plan import AgainstEager, Plan, Verdict
+from stowplan.plan.watch import showing_progress, tell_phase
+from stowplan.run.border.dependencies import (
+    Dependencies,
+    Observation,
+    Place,
+    collecting_hooks_removed,
+    sharing_of,
+)
+from stowplan.run.measure.agreement import Relaid, compared
+from stowplan.run.planning.plan_cache import USER_PLANS, PlanCache, saved_step
+from stowplan.run.planning.subject import PlannedStep, Subject
+from stowplan.run.wrappers import refuse_shards, with_forward
+from stowplan.torch_private import storage_id
+
+if TYPE_CHECKING:
+    from stowplan.run.iteration.iteration import Iteration
+    from stowplan.run.planning.sizes import PlannedSizes
+
+_LOGGER = logging.getLogger("stowplan")
+
+_SLOW = 3.0  # times of eager from which on a plan is a warning
+_COMPARED_SIZES = 3  # carried plans of one module that are compared with eager
+_MOST_LAYOUTS = 64  # that one step has wrong at first
+
+
+class KindOfCall(NamedTuple):
+    """The looks and structure of the leaves of a call, which of them share memory, and what autocast does."""
+
+    looks: tuple[object, ...]
+    spec: str
+    shared: tuple[Place, ...]
+    casts: tuple[tuple[str, torch.dtype], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A planned step, the kind of call it is for, and everything else that it depends on."""
+
+    kind: KindOfCall
+    step: PlannedStep
+    dependencies: Dependencies
+
+    @property
+    def fits_in_eager(self) -> bool:
+        """Whether the model may run as it is.
+
+        That is known if eager was seen to run the captured ops, and if these do not depend on values.
+        """
+        plan = self.step.plan
+        if self.dependencies.answers.steps:
+            return False
+        known = plan.against_eager is not None and plan.against_eager.verdict is Verdict.SAME
+        return known and not plan.is_tiled and plan.plain_peak_bytes <= plan.allowed_bytes
+
+
+@dataclass(slots=True)
+class CallPlanner:
+    """Plans the calls of one fitted module."""
+
+    allowed_bytes: int
+    options: PlanOptions
+    loss: Loss | None = None
+    all_outputs: bool = False  # gradients may come in for all, not for the loss alone
+    iteration: "Iteration | None" = None  # the optimizer that the plans update with
+    cache: PlanCache = USER_PLANS
+    priced: list[PlannedStep] = field(default_factory=list)  # steps that further sizes can take over from
+    sizes: "PlannedSizes | None" = None  # the same, once there are further sizes
+    compared_sizes: int = 0  # carried plans that were compared with eager
+    latest: Dependencies | None = None  # of the last capture
+    said: set[str] = field(default_factory=set)
+
+    def for_a_copy(self) -> "CallPlanner":
+        """For a copy of the model, whose optimizer is another one and whose steps are priced anew."""
+        return replace(self, priced=[], sizes=None, iteration=None, latest=None, said=set())
+
+    def plan(
+        self,
+        kind: KindOfCall,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        given: Plan | None = None,
+    ) -> Planned:
+        """Capture `forward(model, ...)` and plan it, again for each kernel that lays out results otherwise.
+
+        A plan that is `given` is used if it is one of this step.
+        """
+        for _ in range(_MOST_LAYOUTS):
+            try:
+                return self._plan_once(kind, model, forward, args, kwargs, given)
+            except Relaid as found:
+                reason = found
+        raise CaptureError(f"{reason}, and so do many others", advice="call contiguous() on its operands")
+
+    def _plan_once(
+        self,
+        kind: KindOfCall,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        given: Plan | None,
+    ) -> Planned:
+        refuse_shards(model)
+        plain = with_forward(model, forward)
+        with (
+            showing_progress(f"planning {type(model).__name__}", allowed_bytes=self.allowed_bytes),
+            collecting_hooks_removed(plain),
+        ):
+            return self._capture_and_plan(kind, model, plain, args, kwargs, given)
+
+    def _capture_and_plan(
+        self,
+        kind: KindOfCall,
+        model: nn.Module,
+        plain: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        given: Plan | None,
+    ) -> Planned:
+        begun = time.perf_counter()
+        tell_phase("capturing")
+        observation, captured = self._observed(model, plain, args, kwargs)
+        if self.loss is None:
+            _refuse_given_back(captured)
+        leaves = flatten(args, kwargs)[0]
+        dependencies = self.latest = observation.dependencies(captured.program, leaves, captured.answers)
+        subject = Subject(captured, plain, args, kwargs, loss=self.loss)
+        beside = _constant_bytes(captured.program)
+        with refused_beside(beside, "tensors that are attributes, globals or written out"):
+            if self.iteration is None:
+                found = self._planned_step(subject, self.allowed_bytes - beside, given)
+            else:
+                subject, found = self._planned_iteration(self.iteration, subject, model, beside, given)
+        plan = self._compared(found, subject)
+        if observation.writes:  # an eager forward that was stopped may have left others
+            observation.writes.repeat({id(vars(plain)): vars(model)})
+        if not found.is_carried:
+            self.priced.append(found)
+        name, seconds = type(model).__name__, time.perf_counter() - begun
+        slow = "; a larger budget costs less time: `stowplan plan TARGET --frontier` shows all"
+        is_slow = plan.time_ratio > _SLOW
+        level = logging.WARNING if is_slow else logging.INFO
+        how = "carried a plan over for" if found.is_carried else "planned"
+        _LOGGER.log(level, "%s %s: %r, in %.1f s%s", how, name, plan, seconds, slow if is_slow else "")
+        return Planned(kind, replace(found, plan=plan), dependencies)
+
+    def _observed(
+        self, model: nn.Module, plain: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[Observation, Captured]:
+        """The captured step, and what it depends on.
+
+        Forward may write plain values if it finds them at the next call, leaves them so, and does the same.
+        They are then written now, as its first call would.
+        """
+        how = partial(capture, plain, args, kwargs, loss=self.loss, all_outputs=self.all_outputs)
+        first: Captured | None = None
+        observation = Observation(plain, self.loss)
+        try:
+            with observation.watching():
+                first = how(know_values=True)
+            return observation, first
+        except CaptureError as refusal:
+            writes = observation.writes
+            if first is None or writes is None:
+                raise
+            observation = Observation(plain, self.loss)
+            with writes.kept():
+                with observation.watching():
+                    second = how(know_values=True)
+                if not is_same_step(first, second):
+                    raise refusal from None
+        writes.repeat({id(vars(plain)): vars(model)})
+        observation.note_writes(writes)
+        return observation, second
+
+    def _planned_step(self, subject: Subject, allowed_bytes: int, given: Plan | None) -> PlannedStep:
+        if given is not None:
+            return saved_step(given, subject, allowed_bytes)
+        carried = self._carried_step(subject, allowed_bytes)
+        return carried or self.cache.step_for(subject, allowed_bytes, self.options)
+
+    def _carried_step(self, subject: Subject, allowed_bytes: int) -> PlannedStep | None:
+        """The step with a plan of another size of the same program, if there is one that is good enough."""
+        if (not self.priced and self.sizes is None) or self.options.kernels == Kernels.COMPILED:
+            return None
+        from stowplan.run.planning.sizes import PlannedSizes  # most modules are called with one shape
+
+        self.sizes = self.sizes or PlannedSizes()
+        while self.priced:
+            self.sizes.add(self.priced.pop(0))
+        return self.sizes.step_for(subject, allowed_bytes, self.options)
+
+    def _compared(self, found: PlannedStep, subject: Subject) -> Plan:
+        """The plan and what is known of eager. Of carried plans that recompute, the first few are compared.
+
+        Ops that were seen to lay out their results otherwise than captured may do so at each size anew.
+        """
+        fits = (
+            found.plan.plain_peak_bytes <= found.plan.allowed_bytes
+        )  # then smaller calls may run as they are
+        is_known = found.is_carried and not fits and self.compared_sizes >= _COMPARED_SIZES
+        if is_known and not any(has_learned(event.target) for event in subject.captured.forward):
+            note = (
+                f"the decisions are carried over from another size of the same program; {self.compared_sizes}"
+                " other sizes were compared with eager, and this one was not"
+            )
+            return replace(found.plan, against_eager=AgainstEager(Verdict.UNCHECKED, note))
+        plan = compared(found.plan, subject)
+        self.compared_sizes += found.is_carried
+        return plan
+
+    def _planned_iteration(
+        self,
+        iteration: "Iteration",
+        subject: Subject,
+        model: nn.Module,
+        beside: int,
+        given: Plan | None,
+    ) -> tuple[Subject, PlannedStep]:
+        """The first variant that fits the budget. If none does, the smallest refusal is raised."""
+        refusals = list[BudgetTooSmall]()
+        for variant in iteration.variants(subject.captured, model):
+            step = replace(subject, captured=iteration.planned(subject.captured, model, variant))
+            try:
+                found = self._planned_step(step, self.allowed_bytes - beside, given)
+            except BudgetTooSmall as refusal:
+                refusals.append(refusal)
+                continue
+            iteration.takes(variant, step.captured, model)
+            if variant.two_backwards:
+                self.say_once(
+                    "gradients do not fit the budget until their norm is known: forward and backward are run"
+                    " twice in each iteration, for the norm and for the updates"
+                )
+            return step, found
+        raise min(refusals, key=lambda each: each.minimum_bytes) from None
+
+    def say_once(self, sentence: str) -> None:
+        """Warn, if it was not said before."""
+        if sentence not in self.said:
+            self.said.add(sentence)
+            _LOGGER.warning(sentence)
+
+
+def _refuse_given_back(captured: Captured) -> None:
+    """A parameter or input that is returned beside the loss: the caller may well want its gradient too."""
+    program, graph, keys = captured.program, captured.graph, output_keys(captured.program.output_spec)
+    loss = next(key for key, tangent in zip(keys, program.tangents, strict=True) if tangent is not None)
+    for key, leaf, attached, tangent in zip(
+        keys, program.outputs, program.attached, program.tangents, strict=True
+    ):
+        if isinstance(leaf, Ref) and attached and tangent is None:
+            given = graph.tensors[graph.storage_of(leaf.tensor)]
+            if given.kind in (Kind.PARAMETER, Kind.INPUT):
+                raise BadUse(
+                    f"output {key!r} is the {given.kind} {given.id!r} or a view of it, and requires a"
+                    f' gradient like the loss, output {loss!r}; use fit(..., outputs="all") if you'
+                    f" differentiate both, and fit(..., loss={loss!r}) if not"
+                )
+
+
+@contextmanager
+def refused_beside(nbytes: int, what: str) -> Iterator[None]:
+    """A refusal tells of the whole budget."""
+    try:
+        yield
+    except BudgetTooSmall as refusal:
+        raise refusal.beside(nbytes, what) from None
+
+
+def _constant_bytes(program: Program) -> int:
+    """What tensors take that a plan does not count: plain attributes, globals, numbers in the code."""
+    storages = {storage_id(t.untyped_storage()): t.untyped_storage() for t in program.constants.values()}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def kind_of_call(leaves: list[object], spec: Spec) -> KindOfCall:
+    """Equal for calls that one captured step can serve, as far as the call itself tells."""
+    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)} | {"cpu"}
+    casts = tuple((d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d))
+    shared = sharing_of(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    return KindOfCall(tuple(map(look_of, leaves)), str(spec), shared, casts)
