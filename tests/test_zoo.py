@@ -22,6 +22,11 @@ def test_a_model_of_the_zoo_equals_eager_within_its_budget(name: str) -> None:
     assert 0 < result.measured_bytes <= result.tight_bytes < result.eager_bytes
 
 
+def test_a_roomy_run_says_that_the_tight_budget_was_not_tried() -> None:
+    result = tried(CASES["waves"], roomy_only=True)
+    assert (result.outcome, result.tight_bytes) == ("fitted, roomy", 0)
+
+
 @pytest.mark.slow
 def test_a_wrong_model_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.zoo.run._first_difference", lambda _expected, _found: "weight differs")
