@@ -17,7 +17,8 @@ _OPENING = (
     " not planned for, next to an eager twin. *Fitted* means that losses, parameters and buffers equal"
     " eager's to the bit, and that the allocator's peak is within the budget. *Fitted, roomy* means the same"
     " bits at a roomy budget; the tight one was not tried in this run. A model that `fit` refuses is"
-    ' tried with `torch.compile(model, backend="stowplan")` at 0.9 of eager\'s peak, or the smallest budget;'
+    ' tried with `torch.compile(model, backend="stowplan")` at 0.9 of eager\'s peak, or more if that is'
+    " too little;"
     " *equal* there means the same bits after the same two steps."
 )
 

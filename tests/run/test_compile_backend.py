@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
+from stowplan.plan.options import PlanOptions
+from stowplan.run.backend.captured_graph import CapturedGraph
 from stowplan.run.backend.compile import backend, plans_for
 from stowplan.run.measure.measure import measure
 from tests.support.models import MOVES, Chain, Normed, images
@@ -343,3 +345,15 @@ def test_torch_finds_the_backend_by_its_name() -> None:
     """In a process that has never heard of stowplan, by the entry point that installing it leaves."""
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+class Reading(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+
+def test_a_graph_that_reads_values_is_not_sent_back_to_compile() -> None:
+    graph, x = torch.fx.symbolic_trace(Reading()), torch.ones(3, requires_grad=True)
+    with pytest.raises(CaptureError, match=r"reads the values.*torch\.compiler\.disable") as refusal:
+        CapturedGraph.of(graph, (x,), options=PlanOptions(), as_vector=None)
+    assert "torch.compile(" not in str(refusal.value)

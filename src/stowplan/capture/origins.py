@@ -107,17 +107,17 @@ def _is_a_file(name: str) -> bool:
     return not name.startswith("<")
 
 
-_BY_PARTS = (
+BY_PARTS = (
     'or run it in Python and plan the parts around it: torch.compile(model, backend="stowplan",'
     ' options={"budget": ...})'
 )
 _VALUES = (
     "the step reads the values of a tensor",
-    f"values do not exist before it runs: branch on shapes or Python numbers, use torch.where, {_BY_PARTS}",
+    f"values do not exist before it runs: branch on shapes or Python numbers, use torch.where, {BY_PARTS}",
 )
 _SHAPES = (
     "the shape of a tensor depends on values",
-    f"use torch.where or a mask instead of indexing by one, {_BY_PARTS}",
+    f"use torch.where or a mask instead of indexing by one, {BY_PARTS}",
 )
 _UNKNOWN = (
     "an op does not define the shape of its output",

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from stowplan.capture import Captured, Ref, capture
-from stowplan.capture.origins import Origin, told
+from stowplan.capture.origins import BY_PARTS, Origin, told
 from stowplan.errors import CaptureError
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
@@ -18,6 +18,11 @@ from stowplan.run.planning.planner import with_kernels
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import with_forward
 from stowplan.torch_private import storage_id
+
+_OUTSIDE = (
+    "put it into a function under @torch.compiler.disable: Dynamo then leaves it to Python, and the graphs"
+    " around it are planned"
+)
 
 
 @dataclass(slots=True)
@@ -50,9 +55,14 @@ class CapturedGraph:
         def node_by_node(self: GraphModule, *given: object) -> object:
             return _Led(self).run(*given)
 
-        captured = capture(
-            with_forward(graph, node_by_node), inputs, loss=None if as_vector is None else shaped
-        )
+        try:
+            captured = capture(
+                with_forward(graph, node_by_node), inputs, loss=None if as_vector is None else shaped
+            )
+        except CaptureError as refusal:
+            if BY_PARTS not in refusal.advice:
+                raise
+            raise CaptureError(refusal.what, where=refusal.where, advice=_OUTSIDE) from refusal
         _refuse_hidden_writes(captured, inputs)
         captured = with_kernels(captured, options)
         budgeted = BudgetedGraph(captured, options, is_followed=_is_followed(captured))
