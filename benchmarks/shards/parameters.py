@@ -21,6 +21,7 @@ from stowplan.run.shards.parameters import sent_bytes_of
 from tests.support.nets import NETS
 from tests.support.nets.net import Example
 from tests.support.workers.processes import on_workers
+from tests.support.workers.sharded import Trained, Training
 
 SIZES = {
     "gpt2": {"vocabulary": 50257, "context": 1024, "dim": 768, "layers": 12, "heads": 12},
@@ -118,6 +119,12 @@ def compare(name: str, batch: int, sequence: int, share: float, rounds: int, fsd
     return [alone, *_taken(methods, rounds)]
 
 
+def exact() -> tuple[Trained, Trained]:
+    """Five iterations with dropout, AdamW and clipping, in a roomy budget and in one that gathers again."""
+    roomy = Training("1GiB").run(5)
+    return roomy, Training(int(0.8 * roomy.projected_bytes)).run(5)
+
+
 def _taken(methods: Sequence[Method], rounds: int) -> list[Taken]:
     for method in methods:
         method.run()  # the optimizer makes its state
@@ -144,8 +151,15 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--share", type=float, default=0.35, help="budget of a worker, of one process's peak")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--exact", action="store_true", help="instead, a tiny GPT in float64")
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 too, in the same rounds")
     given = parser.parse_args(argv)
+    if given.exact:
+        for rank, (roomy, tight) in enumerate(on_workers(given.workers, exact)):
+            print(f"worker {rank}: {roomy}\nworker {rank}: {tight}")
+            assert roomy.is_right, roomy
+            assert tight.is_right, tight
+        return
     asked = given.model, given.batch, given.sequence, given.share, given.rounds, given.fsdp
     found = on_workers(given.workers, compare, *asked, patience=_PATIENCE_SECONDS)
     alone = found[0][0].peak_bytes
