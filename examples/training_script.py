@@ -23,10 +23,10 @@ class Network(nn.Module):
         return nn.functional.cross_entropy(self.layers(images), labels)
 
 
-def step() -> tuple[nn.Module, tuple[Tensor, ...]]:
+def step(batch: int = 4) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """The model and one batch, for `stowplan check examples.training_script:step --budget 7.6MiB`."""
     torch.manual_seed(0)
-    return Network(), (torch.randn(4, 3, 64, 64), torch.randint(0, 2, (4, 64, 64)))
+    return Network(), (torch.randn(batch, 3, 64, 64), torch.randint(0, 2, (batch, 64, 64)))
 
 
 def main() -> None:

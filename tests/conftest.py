@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ settings.register_profile("same", settings.get_profile("fresh"), derandomize=Tru
 settings.load_profile("same")
 
 _ROOT = Path(__file__).resolve().parents[1]
+
+os.environ.pop("COLUMNS", None)  # outputs are compared at the width that a pipe gets
 
 
 @pytest.fixture(scope="session")

@@ -12,11 +12,14 @@ from stowplan.formats.door import read_document
 from stowplan.ir import Kind
 from stowplan.plan.files import plan_file
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Keep, Offload, Plan, Recompute
+from stowplan.plan.plan import Exactness, Keep, Offload, Plan, Recompute
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import price_by_macs
-from stowplan.plan.select import planner_of
+from stowplan.plan.select import Tradeoff, planner_of
+from stowplan.plan.shards.mesh import parse_mesh
+from stowplan.plan.shards.projection import Projection
 from stowplan.report.plan import show_frontier
+from stowplan.report.simulate import show_projections
 from stowplan.units import format_bytes
 from tests.support.plans import moved
 
@@ -58,6 +61,55 @@ def test_the_frontier_has_a_row_from_the_smallest_budget_to_the_baseline() -> No
     assert "1.0000" in rows[len(planner.tradeoffs()[:16]) - 1]
 
 
+def test_the_frontier_tells_the_smallest_budgets_and_when_tiles_are_faster() -> None:
+    offers = (
+        Tradeoff(1 << 20, 2.0, Exactness.ROUNDING),
+        Tradeoff(2 << 20, 1.5, Exactness.BITWISE),
+        Tradeoff(3 << 20, 1.0, Exactness.BITWISE),
+    )
+    console = Console(file=StringIO(), width=80)
+    show_frontier(offers, 1.0, console, faster=Tradeoff(2 << 20, 1.25, Exactness.ROUNDING))
+    assert isinstance(console.file, StringIO)
+    said = console.file.getvalue()
+    assert "smallest budget: 2.00 MiB with the same bits, 1.00 MiB within rounding" in said
+    assert "tiles would be faster here, 1.2500 at 2.00 MiB: --prefer time" in said
+
+
+def test_lines_keep_to_the_columns_that_are_told(
+    tight: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = _saved(tight, tmp_path)
+    recomputed = next(name for name, each in tight.decisions.items() if isinstance(each, Recompute))
+    for words in (("inspect", str(SAMPLE)), ("explain", saved, recomputed), ("compare", saved, saved)):
+        for columns in (80, 60):
+            monkeypatch.setenv("COLUMNS", str(columns))
+            main([*words])
+            assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
+
+
+def test_a_simulated_mesh_fits_into_eighty_columns() -> None:
+    many = Projection(
+        mesh=parse_mesh("data=4096"),
+        compute_seconds=1.0,
+        network_seconds=0.2,
+        waiting_seconds=0.034,
+        sent_bytes=123 << 20,
+        summed_bytes=123 << 20,
+        peak_bytes=123 << 20,
+        planning_seconds=1.5,
+        planner_bytes=321 << 20,
+        gathered={},
+    )
+    console = Console(file=StringIO(), width=80)
+    show_projections("train:step", many, [many, many], [], {}, console)
+    assert isinstance(console.file, StringIO)
+    said = console.file.getvalue()
+    assert "workers mesh" in said
+    assert said.count("123 MiB 123 MiB") == 3
+    assert "efficiency" in said
+    assert "planned in 1.50 s with 321 MiB at most, each" in said
+
+
 def test_a_tensor_is_explained_in_words(
     tight: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,4 +133,4 @@ def test_a_tensor_that_is_moved_is_followed_out_and_back(
     name = next(name for name, decision in plan.decisions.items() if isinstance(decision, Offload))
     said = _said(capsys, "explain", _saved(plan, tmp_path), name)
     assert "offloaded to host" in said
-    assert said.index("stored begun in step") < said.index("loaded begun in step") < said.index("waited for")
+    assert said.index("stored begun as op") < said.index("loaded begun as op") < said.index("waited for")

@@ -100,7 +100,7 @@ def _show(found: "tuple[Largest, ...]", vary: str, title: str) -> None:
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="cyan")
     table.add_column("with")
-    for heading in (vary, "peak", "time per sample", "of eager's", "the next needs"):
+    for heading in (vary, "peak", "time per sample", "of eager's, same size", "the next needs"):
         table.add_column(heading, justify="right")
     for row in found:
         table.add_row(*_cells(row, vary))

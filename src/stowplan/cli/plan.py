@@ -88,6 +88,7 @@ class _Answer:
     heap: "HeapProjection | None" = None
     offers: "Sequence[Tradeoff]" = ()
     plain_seconds: float = 0.0
+    faster: "Tradeoff | None" = None  # than the plan, in tiles
     step: "ProjectedStep | None" = None  # on a card that is not here
 
 
@@ -105,6 +106,8 @@ def _here(arguments: Namespace, allowed: int | None) -> _Answer:
                 answer.plan, answer.heap = api.plan_for_allocator(planner, allowed, arguments.allocator)
             answer.offers = planner.tradeoffs() if arguments.frontier else ()
             answer.plain_seconds = planner.baseline.seconds
+            if answer.plan and arguments.frontier:
+                answer.faster = planner.faster_in_tiles(answer.plan)
     return answer
 
 
@@ -121,7 +124,7 @@ def _on_card(arguments: Namespace, allowed: int | None) -> _Answer:
     if not arguments.frontier:
         return _Answer(plan, heap, step=step)
     planner = step.planner(options)
-    return _Answer(plan, heap, planner.tradeoffs(), planner.baseline.seconds, step)
+    return _Answer(plan, heap, planner.tradeoffs(), planner.baseline.seconds, step=step)
 
 
 @contextmanager
@@ -178,4 +181,4 @@ def _print_for_people(title: str, answer: _Answer, solve_seconds: float) -> None
 
         show_card(answer.step, console)
     if answer.offers:
-        show_frontier(answer.offers, answer.plain_seconds, console)
+        show_frontier(answer.offers, answer.plain_seconds, console, answer.faster)

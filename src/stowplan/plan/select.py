@@ -287,6 +287,15 @@ class Selector(Generic[C]):
             return (*_undominated(offer for offer in tiled if offer.peak_bytes < least), *exact)
         return tuple(_undominated((*exact, *tiled)))
 
+    def faster_in_tiles(self, plan: Plan) -> Tradeoff | None:
+        """The fastest tiles within the plan's budget, if they beat a plan without tiles by more than 1 %."""
+        if plan.is_tiled:
+            return None
+        offers = (offer for candidate in self.candidates for offer in self._offered(candidate))
+        within = [offer for offer in offers if offer.peak_bytes <= plan.allowed_bytes]
+        best = min(within, key=lambda offer: offer.seconds, default=None)
+        return best if best and best.seconds < 0.99 * plan.projected_seconds else None
+
     @property
     def minimum_bytes(self) -> int:
         """The smallest budget for which a plan was found; searches wherever it could be."""

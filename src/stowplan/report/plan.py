@@ -41,8 +41,10 @@ def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float 
         show_tile_map(told, console)
 
 
-def show_frontier(offers: Sequence[Tradeoff], plain_seconds: float, console: Console) -> None:
-    """Budget against time, a row for each of some points."""
+def show_frontier(
+    offers: Sequence[Tradeoff], plain_seconds: float, console: Console, faster: Tradeoff | None = None
+) -> None:
+    """Budget against time, a row for each of some points; the smallest budgets; tiles if they are faster."""
     table = Table.grid(padding=(0, 2))
     rows = sorted({i * (len(offers) - 1) // (_FRONTIER_ROWS - 1) for i in range(_FRONTIER_ROWS)})
     ratios = [offer.seconds / (plain_seconds or 1.0) for offer in offers]
@@ -52,18 +54,31 @@ def show_frontier(offers: Sequence[Tradeoff], plain_seconds: float, console: Con
         size = Text(format_bytes(offers[row].peak_bytes), justify="right")
         table.add_row(size, f"{ratios[row]:.4f}", drawn, Text(offers[row].exactness, "dim"))
     _section(console, "budget and time against the baseline", table)
+    least = {exactness: _least(offers, exactness) for exactness in {offer.exactness for offer in offers}}
+    if least.keys() == {Exactness.BITWISE, Exactness.ROUNDING}:
+        without, rounded = (format_bytes(least[kind]) for kind in (Exactness.BITWISE, Exactness.ROUNDING))
+        print_trimmed(
+            console, Text(f"smallest budget: {without} with the same bits, {rounded} within rounding")
+        )
+    if faster is not None:
+        words = f"{faster.seconds / (plain_seconds or 1.0):.4f} at {format_bytes(faster.peak_bytes)}"
+        print_trimmed(console, Text(f"tiles would be faster here, {words}: --prefer time"))
+
+
+def _least(offers: Iterable[Tradeoff], exactness: Exactness) -> int:
+    return min(offer.peak_bytes for offer in offers if offer.exactness is exactness)
 
 
 def show_explanation(explanation: Explanation, labels: Labels, console: Console) -> None:
     """All about one tensor."""
-    spans = ", ".join(f"{start} to {end}" for start, end in explanation.spans)
+    spans = ", ".join(f"{start:,} to {end:,}" for start, end in explanation.run_spans)
     readers = map(labels.op, explanation.readers)
     rows = (
         ("bytes", format_bytes(explanation.nbytes)),
         ("decided", _word(explanation.decision)),
         ("made by", labels.op(explanation.maker) or "outside the step"),
         ("read by", (",\n" if labels.captured else ", ").join(readers) or "nothing"),
-        ("in memory during steps", spans or "never"),
+        ("in memory", f"while ops {spans} of {explanation.runs:,} run" if spans else "never"),
         ("at the peak", "in memory" if explanation.alive_at_peak else "not in memory"),
         *_price(explanation),
         *_moved(explanation),
@@ -81,10 +96,10 @@ def _price(explanation: Explanation) -> Iterable[tuple[str, str]]:
 
 def _moved(explanation: Explanation) -> Iterable[tuple[str, str]]:
     """A row for each transfer of the tensor, and one for the time spent waiting."""
-    for transfer in explanation.transfers:
+    for transfer, number in zip(explanation.transfers, explanation.transfer_runs, strict=True):
         seconds = format_seconds(transfer.end_seconds - transfer.start_seconds)
         way = "stored" if transfer.is_store else "loaded"
-        yield way, f"begun in step {transfer.step}, takes {seconds}"
+        yield way, f"begun as op {number:,}, takes {seconds}"
     if explanation.transfers:
         yield "waited for", format_seconds(explanation.stall_seconds)
 

@@ -12,18 +12,8 @@ from stowplan.report.terminal import print_trimmed
 from stowplan.units import format_bytes, format_seconds
 
 _INDENT = 2
-_HEADINGS = (
-    "workers",
-    "mesh",
-    "step",
-    "network",
-    "efficiency",
-    "sent",
-    "summed",
-    "peak",
-    "planned in",
-    "with",
-)
+_HEADINGS = ("workers", "mesh", "step", "network", "efficiency", "sent", "summed", "peak")
+_NARROW = 90  # columns: below, one blank has to do between two figures
 
 
 def show_projections(
@@ -51,7 +41,8 @@ def show_projections(
 def _show_table(
     title: str, rows: Sequence[Projection], efficiencies: Sequence[float], console: Console
 ) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
+    gap = 1 if console.width < _NARROW else 2
+    table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="cyan")
     for heading in _HEADINGS:
         is_mesh = heading == "mesh"
         table.add_column(
@@ -67,8 +58,10 @@ def _show_table(
             format_bytes(row.sent_bytes),
             format_bytes(row.summed_bytes),
             format_bytes(row.peak_bytes),
-            format_seconds(row.planning_seconds),
-            format_bytes(row.planner_bytes),
         )
+    seconds = format_seconds(max(row.planning_seconds for row in rows))
+    size = format_bytes(max(row.planner_bytes for row in rows))
+    planned = f"planned in {seconds} with {size}" + (" at most, each" if len(rows) > 1 else "")
     print_trimmed(console, Text(title, "bold"))
-    print_trimmed(console, Padding(table, (0, 0, 1, _INDENT)))
+    print_trimmed(console, Padding(table, (0, 0, 0, _INDENT)))
+    print_trimmed(console, Padding(Text(planned, "dim"), (0, 0, 1, _INDENT)))

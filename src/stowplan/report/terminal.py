@@ -1,5 +1,6 @@
 """Drawing in a terminal: a console of readable width, bars and memory curves made of block characters."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from math import ceil
@@ -21,9 +22,10 @@ _GLUE = "\u00a0"  # a blank that lines are not broken at
 
 
 def console_for_output() -> Console:
-    """A console as wide as the terminal but at most WIDTH; a pipe gets WIDTH. NO_COLOR is heeded."""
+    """A console as wide as the terminal or COLUMNS, at most WIDTH; a pipe gets WIDTH. NO_COLOR is heeded."""
     console = Console(highlight=False, markup=False, emoji=False)
-    console.width = min(WIDTH, console.width) if console.is_terminal else WIDTH
+    is_known = console.is_terminal or "COLUMNS" in os.environ
+    console.width = min(WIDTH, console.width) if is_known else WIDTH
     return console
 
 

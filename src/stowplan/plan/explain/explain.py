@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import accumulate
 
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Op
@@ -25,11 +26,14 @@ class Explanation:
     maker: str
     readers: tuple[str, ...]
     spans: tuple[tuple[int, int], ...]  # steps from which to which it is in memory
+    run_spans: tuple[tuple[int, int], ...]  # the same, counting only what runs, from 1, as reports do
+    runs: int  # of the whole plan, counted so
     alive_at_peak: bool
     again_runs: int  # of its maker
     again_seconds: float  # spent on them
     again_share: float  # of the baseline's seconds
     transfers: tuple[Transfer, ...]  # out and back
+    transfer_runs: tuple[int, ...]  # their numbers, as in `run_spans`
     stall_seconds: float  # waited for it
     otherwise: str  # a sentence
 
@@ -40,9 +44,11 @@ def explain(plan: Plan, tensor: str) -> Explanation:
     maker = next((op for op in plan.graph.ops if name in op.writes()), None)
     names = _storage(plan.graph, name)
     spans = _spans(plan, names)
+    numbers = run_numbers(plan)
     peak = plan.projected_curve_bytes.index(plan.projected_peak_bytes)
     pricing = plan.pricing
     run = simulate(plan.graph, plan.steps, pricing)
+    transfers = tuple(transfer for transfer in run.transfers if name in transfer.tensors)
     runs = sum(isinstance(step, RecomputeOp) and name in step.outputs for step in plan.steps)
     again_seconds = runs * pricing.seconds[maker.id] if maker else 0.0
     return Explanation(
@@ -52,11 +58,14 @@ def explain(plan: Plan, tensor: str) -> Explanation:
         maker=maker.id if maker else "",
         readers=tuple(_readers(plan.graph, names)),
         spans=spans,
+        run_spans=tuple((numbers[start], numbers[end]) for start, end in spans),
+        runs=numbers[-1],
         alive_at_peak=any(start <= peak <= end for start, end in spans),
         again_runs=runs,
         again_seconds=again_seconds,
         again_share=again_seconds / (plan.plain_seconds or 1.0),
-        transfers=tuple(transfer for transfer in run.transfers if name in transfer.tensors),
+        transfers=transfers,
+        transfer_runs=tuple(numbers[transfer.step] for transfer in transfers),
         stall_seconds=sum((stall.seconds for stall in run.stalls if stall.tensor == name), 0.0),
         otherwise=_otherwise(plan, name, maker, spans, peak),
     )
@@ -120,6 +129,11 @@ def _readers(graph: Graph, names: set[str]) -> Iterator[str]:
         made = set(op.writes())
         if not names.isdisjoint(op.reads()) and not (made and names >= made):
             yield op.id
+
+
+def run_numbers(plan: Plan) -> list[int]:
+    """By step of the plan the number of its run, from 1; a step that frees belongs to the run before it."""
+    return list(accumulate(0 if isinstance(step, Free) else 1 for step in plan.steps)) or [0]
 
 
 def _spans(plan: Plan, names: set[str]) -> tuple[tuple[int, int], ...]:
