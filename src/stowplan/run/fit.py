@@ -201,7 +201,7 @@ def fit(
         return cast(Model, MESHES.of("mesh")(model, tuple(args), dict(kwargs or {}), request))
     if dims is not None or layouts != "follow" or parameters != "replicate":
         raise BadUse(
-            "dims, layouts and parameters are of a step on a mesh, and there is none; give mesh= too"
+            "dims, layouts and parameters are of a step on a mesh, and there is no mesh; give mesh= too"
         )
     if budget == "auto":
         from stowplan.run.auto_budget import automatic_budget
