@@ -77,6 +77,17 @@ class Planned:
         return known and not plan.is_tiled and plan.plain_peak_bytes <= plan.allowed_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """A call `forward(model, *args, **kwargs)` to be planned."""
+
+    kind: KindOfCall
+    model: nn.Module
+    forward: Callable[..., Any]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+
+
 @dataclass(slots=True)
 class CallPlanner:
     """Plans the calls of one fitted module."""
@@ -97,52 +108,29 @@ class CallPlanner:
         """For a copy of the model, whose optimizer is another one and whose steps are priced anew."""
         return replace(self, priced=[], sizes=None, iteration=None, latest=None, said=set())
 
-    def plan(
-        self,
-        kind: KindOfCall,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        given: Plan | None = None,
-    ) -> Planned:
-        """Capture `forward(model, ...)` and plan it, again for each kernel that lays out results otherwise.
+    def plan(self, call: ModelCall, given: Plan | None = None) -> Planned:
+        """Capture a call and plan it, again for each kernel that lays out its result otherwise.
 
         A plan that is `given` is used if it is one of this step.
         """
         for _ in range(_MOST_LAYOUTS):
             try:
-                return self._plan_once(kind, model, forward, args, kwargs, given)
+                return self._plan_once(call, given)
             except Relaid as found:
                 reason = found
         raise CaptureError(f"{reason}, and so do many others", advice="call contiguous() on its operands")
 
-    def _plan_once(
-        self,
-        kind: KindOfCall,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        given: Plan | None,
-    ) -> Planned:
-        refuse_shards(model)
-        plain = with_forward(model, forward)
+    def _plan_once(self, call: ModelCall, given: Plan | None) -> Planned:
+        refuse_shards(call.model)
+        plain = with_forward(call.model, call.forward)
         with (
-            showing_progress(f"planning {type(model).__name__}", allowed_bytes=self.allowed_bytes),
+            showing_progress(f"planning {type(call.model).__name__}", allowed_bytes=self.allowed_bytes),
             collecting_hooks_removed(plain),
         ):
-            return self._capture_and_plan(kind, model, plain, args, kwargs, given)
+            return self._capture_and_plan(call, plain, given)
 
-    def _capture_and_plan(
-        self,
-        kind: KindOfCall,
-        model: nn.Module,
-        plain: nn.Module,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        given: Plan | None,
-    ) -> Planned:
+    def _capture_and_plan(self, call: ModelCall, plain: nn.Module, given: Plan | None) -> Planned:
+        model, args, kwargs = call.model, call.args, call.kwargs
         begun = time.perf_counter()
         tell_phase("capturing")
         observation, captured = self._observed(model, plain, args, kwargs)
@@ -153,10 +141,11 @@ class CallPlanner:
         subject = Subject(captured, plain, args, kwargs, loss=self.loss)
         beside = _constant_bytes(captured.program)
         with refused_beside(beside, "tensors that are attributes, globals or written out"):
+            plans = partial(self._planned_step, allowed_bytes=self.allowed_bytes - beside, given=given)
             if self.iteration is None:
-                found = self._planned_step(subject, self.allowed_bytes - beside, given)
+                found = plans(subject)
             else:
-                subject, found = self._planned_iteration(self.iteration, subject, model, beside, given)
+                subject, found = self._planned_iteration(self.iteration, subject, model, plans)
         plan = self._compared(found, subject)
         if observation.writes:  # an eager forward that was stopped may have left others
             observation.writes.repeat({id(vars(plain)): vars(model)})
@@ -168,7 +157,7 @@ class CallPlanner:
         level = logging.WARNING if is_slow else logging.INFO
         how = "carried a plan over for" if found.is_carried else "planned"
         _LOGGER.log(level, "%s %s: %r, in %.1f s%s", how, name, plan, seconds, slow if is_slow else "")
-        return Planned(kind, replace(found, plan=plan), dependencies)
+        return Planned(call.kind, replace(found, plan=plan), dependencies)
 
     def _observed(
         self, model: nn.Module, plain: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -221,9 +210,8 @@ class CallPlanner:
 
         Ops that were seen to lay out their results otherwise than captured may do so at each size anew.
         """
-        fits = (
-            found.plan.plain_peak_bytes <= found.plan.allowed_bytes
-        )  # then smaller calls may run as they are
+        # smaller calls may run as they are if this one fits without its plan
+        fits = found.plan.plain_peak_bytes <= found.plan.allowed_bytes
         is_known = found.is_carried and not fits and self.compared_sizes >= _COMPARED_SIZES
         if is_known and not any(has_learned(event.target) for event in subject.captured.forward):
             note = (
@@ -240,26 +228,16 @@ class CallPlanner:
         iteration: "Iteration",
         subject: Subject,
         model: nn.Module,
-        beside: int,
-        given: Plan | None,
+        plan: Callable[[Subject], PlannedStep],
     ) -> tuple[Subject, PlannedStep]:
-        """The first variant that fits the budget. If none does, the smallest refusal is raised."""
-        refusals = list[BudgetTooSmall]()
-        for variant in iteration.variants(subject.captured, model):
-            step = replace(subject, captured=iteration.planned(subject.captured, model, variant))
-            try:
-                found = self._planned_step(step, self.allowed_bytes - beside, given)
-            except BudgetTooSmall as refusal:
-                refusals.append(refusal)
-                continue
-            iteration.takes(variant, step.captured, model)
-            if variant.two_backwards:
-                self.say_once(
-                    "gradients do not fit the budget until their norm is known: forward and backward are run"
-                    " twice in each iteration, for the norm and for the updates"
-                )
-            return step, found
-        raise min(refusals, key=lambda each: each.minimum_bytes) from None
+        variant, step, found = iteration.first_that_fits(subject, model, plan)
+        iteration.takes(variant, step.captured, model)
+        if variant.two_backwards:
+            self.say_once(
+                "gradients do not fit the budget until their norm is known: forward and backward are run"
+                " twice in each iteration, for the norm and for the updates"
+            )
+        return step, found
 
     def say_once(self, sentence: str) -> None:
         """Warn, if it was not said before."""

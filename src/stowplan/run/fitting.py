@@ -26,7 +26,14 @@ from stowplan.run.border.dependencies import (
     Dependencies,
 )
 from stowplan.run.border.guard import Guard
-from stowplan.run.call_planner import CallPlanner, KindOfCall, Planned, kind_of_call, refused_beside
+from stowplan.run.call_planner import (
+    CallPlanner,
+    KindOfCall,
+    ModelCall,
+    Planned,
+    kind_of_call,
+    refused_beside,
+)
 from stowplan.run.measure.agreement import written_tensors
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import (
@@ -236,8 +243,8 @@ class Fitting:
                 _told_as_new(leaves, change, is_new=bool(self.planned)),
                 refused_beside(self.reserve_bytes, "the reserve"),
             ):
-                given = None if self.planned else self.given
-                return self.planner.plan(kind, model, self._forward_of(model), args, kwargs, given)
+                call = ModelCall(kind, model, self._forward_of(model), args, kwargs)
+                return self.planner.plan(call, None if self.planned else self.given)
         except BudgetTooSmall as refusal:
             if self.planner.latest is not None:
                 known = _Refused(kind, self.planner.latest, refusal.again())

@@ -7,7 +7,7 @@ forward made and a backward group reads is then computed in that group, where th
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stowplan.ir import Graph, Phase
 from stowplan.plan.kernels.dependencies import Dependencies, bits_of
@@ -117,11 +117,7 @@ def _own_copies(
             if maker in known.views or maker in spared:
                 copies.add(maker)
                 waiting += graph.ops[maker].reads()
-        yield replace(group, **_fields(_group(graph, own, copies)))
-
-
-def _fields(group: Group) -> dict[str, tuple[str, ...]]:
-    return {"ops": group.ops, "copies": group.copies}
+        yield _group(graph, own, copies)
 
 
 class _Spared:

@@ -52,18 +52,18 @@ def fused_graph(graph: Graph, groups: Sequence[Group], describe: Describe) -> Gr
 
     Groups that have ops in common, or that would have to run before each other, are refused.
     """
-    own = [op for group in groups for op in group.own]
-    if len(own) != len(set(own)):
+    own = {op for group in groups for op in group.own}
+    if len(own) < sum(len(group.own) for group in groups):
         raise InvalidGraph("two groups compute the same op")
     position_of = {op.id: position for position, op in enumerate(graph.ops)}
     alive = _alive(graph, groups)
-    ops = [op for op in graph.ops if op.id in alive and op.id not in set(own)]
+    ops = [op for op in graph.ops if op.id in alive and op.id not in own]
     places: dict[str, tuple[int, ...]] = {op.id: (position_of[op.id],) for op in ops}
-    borders = borders_of(graph, groups)
-    for number, fused in enumerate(borders):
+    op_of = _OpOfGroup(graph, describe)
+    for number, fused in enumerate(borders_of(graph, groups)):
         if not fused.outputs:  # all of its readers compute it for themselves
             continue
-        op = _op_of(graph, fused, name_of(number), describe)
+        op = op_of(fused, name_of(number))
         ops.append(op)
         places[op.id] = tuple(position_of[member] for member in fused.group.ops)
     ordered = _ordered(graph, ops, places)
@@ -71,7 +71,7 @@ def fused_graph(graph: Graph, groups: Sequence[Group], describe: Describe) -> Gr
     before = {name for op in graph.ops for name in op.writes()}
     tensors = {n: t for n, t in graph.tensors.items() if n in made or n not in before}
     tensors = {
-        n: t if t.gradient_of in (None, *tensors) else replace(t, gradient_of=None)
+        n: t if t.gradient_of is None or t.gradient_of in tensors else replace(t, gradient_of=None)
         for n, t in tensors.items()
     }
     ids = {op.id for op in ordered}
@@ -79,29 +79,35 @@ def fused_graph(graph: Graph, groups: Sequence[Group], describe: Describe) -> Gr
     return validate(Graph(tensors, tuple(ordered), graph.held, graph.name))
 
 
-def _op_of(graph: Graph, fused: Fused, name: str, describe: Describe) -> Op:
-    ops = {op.id: op for op in graph.ops}
-    first = ops[fused.group.own[0]]
-    backward = first.phase is Phase.BACKWARD
-    made = {n for op in graph.ops if op.phase is Phase.FORWARD for n in op.writes()}
-    roles = (Role.SAVED if backward and name in made else Role.DATA for name in fused.inputs)
-    outdated = outdated_tensors(graph)
-    readers = (ops[op] for op in fused.group.ops if not outdated.isdisjoint(ops[op].reads()))
-    statistics = all(only_updates_statistics(site_of(graph, op)) for op in readers)
-    group = fused.group
-    attributes: Attributes = {"ops": group.ops, "copies": group.copies, "statistics": statistics}
-    return Op(
-        name,
-        FUSED,
-        first.phase,
-        tuple(Use(name, role) for name, role in zip(fused.inputs, roles, strict=True)),
-        tuple(map(Use, fused.outputs)),
-        {**attributes, **describe(fused)},
-        first.device,
-        None,
-        first.scope,
-        first.source,
-    )
+class _OpOfGroup:
+    """The op that a group of one graph becomes."""
+
+    def __init__(self, graph: Graph, describe: Describe) -> None:
+        self._graph, self._describe = graph, describe
+        self._ops = {op.id: op for op in graph.ops}
+        self._forward = {n for op in graph.ops if op.phase is Phase.FORWARD for n in op.writes()}
+        self._outdated = outdated_tensors(graph)
+
+    def __call__(self, fused: Fused, name: str) -> Op:
+        group = fused.group
+        first = self._ops[group.own[0]]
+        saved = self._forward if first.phase is Phase.BACKWARD else ()
+        members = (self._ops[op] for op in group.ops)
+        readers = (op for op in members if not self._outdated.isdisjoint(op.reads()))
+        statistics = all(only_updates_statistics(site_of(self._graph, op)) for op in readers)
+        attributes: Attributes = {"ops": group.ops, "copies": group.copies, "statistics": statistics}
+        return Op(
+            name,
+            FUSED,
+            first.phase,
+            tuple(Use(n, Role.SAVED if n in saved else Role.DATA) for n in fused.inputs),
+            tuple(map(Use, fused.outputs)),
+            {**attributes, **self._describe(fused)},
+            first.device,
+            None,
+            first.scope,
+            first.source,
+        )
 
 
 def name_of(number: int) -> str:

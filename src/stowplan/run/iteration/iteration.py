@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stowplan.capture import Captured
-from stowplan.errors import BadUse
+from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.options import PlanOptions
 from stowplan.run.iteration.one_by_one import (
     OneByOne,
@@ -39,6 +39,7 @@ from stowplan.run.step.function import Leaving
 from stowplan.run.step.halves import LiveTier, tier_for
 from stowplan.torch_private import after_backward, running_backward, version_of
 
+Found = TypeVar("Found")
 _LOGGER = logging.getLogger("stowplan")
 _SAMPLE = 64  # elements of a gradient that shall not change, to see changes that no version counter tells
 _RESUME = "load the parameters and the optimizer's state as they were saved last (load_state_dict of both)"
@@ -165,6 +166,19 @@ class Iteration:
         counts = (False, True) if self.may_repeat(captured, model) else (False,)
         places = (True,) if self._elsewhere else (False, True) if self._offloads else (False,)
         return [Variant(away, two) for two in counts for away in places]
+
+    def first_that_fits(
+        self, subject: Subject, model: nn.Module, plan: Callable[[Subject], Found]
+    ) -> tuple[Variant, Subject, Found]:
+        """The first variant that `plan` finds a plan for; raises the smallest refusal if there is none."""
+        refusals = list[BudgetTooSmall]()
+        for variant in self.variants(subject.captured, model):
+            step = replace(subject, captured=self.planned(subject.captured, model, variant))
+            try:
+                return variant, step, plan(step)
+            except BudgetTooSmall as refusal:
+                refusals.append(refusal)
+        raise min(refusals, key=lambda each: each.minimum_bytes) from None
 
     @staticmethod
     def options(options: PlanOptions) -> PlanOptions:

@@ -51,7 +51,7 @@ def refuse_other_axes(workers: Workers) -> None:
 
 @dataclass(slots=True)
 class _Divided:
-    """A parameter, how its rows are divided, and while they are, whole values to go back to."""
+    """A parameter, and how its rows are divided."""
 
     parameter: nn.Parameter
     rows: Rows

@@ -129,17 +129,11 @@ class ShardPlanner:
         """On the first worker, a plan in the first variant of the iteration that fits; None on others."""
         if sharded.workers.rank:
             return None
-        iteration, refusals = self._request.iteration, list[BudgetTooSmall]()
-        variants = iteration.variants(subject.captured, self._model) if iteration else [None]
-        for variant in variants:
-            step = replace(subject, captured=self._with_updates(subject.captured, variant))
-            try:
-                plan = self._plan(sharded, step).plan
-            except BudgetTooSmall as refusal:
-                refusals.append(refusal)
-            else:
-                return variant, _look_of(step.captured), plan
-        raise min(refusals, key=lambda each: each.minimum_bytes)
+        plans, iteration = partial(self._plan, sharded), self._request.iteration
+        if iteration is None:
+            return None, _look_of(subject.captured), plans(subject).plan
+        variant, step, planned = iteration.first_that_fits(subject, self._model, plans)
+        return variant, _look_of(step.captured), planned.plan
 
     def _alike(self, captured: Captured, variant: "Variant | None", look: str) -> Captured:
         """This worker's step with updates, which must be like that of the first worker."""
