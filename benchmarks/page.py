@@ -17,7 +17,7 @@ from stowplan.report.picture.shapes import svg_of_drawing
 from stowplan.units import format_bytes, format_seconds
 
 _DOCS = ROOT / "docs"
-_TITLE = "Benchmarks"
+_TITLE = "How much memory and time do plans take, measured?"
 _OPENING = (
     "The command under each table measured its figures, on the machine named there. Peaks are the "
     "allocator's own. Each round runs every method once; times are medians over rounds, with their "
@@ -41,7 +41,7 @@ code { font-size: 12.5px; background: #f5f7fa; padding: .05rem .25rem; }
 
 def html_of(results: Sequence[Result]) -> str:
     """One page without anything outside of it."""
-    parts = [f"<h1>stowplan: {_TITLE.lower()}</h1>", f"<p>{_marked(_OPENING)}</p>"]
+    parts = [f"<h1>{_TITLE}</h1>", f"<p>{_marked(_OPENING)}</p>"]
     for section in _sections(results):
         parts += [
             f"<h2>{escape(section.title)}</h2>",
@@ -54,7 +54,7 @@ def html_of(results: Sequence[Result]) -> str:
         body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
         parts.append(f"<table><tr>{cells}</tr>{body}</table>")
         parts += [f'<p class="by">{_marked(line)}</p>' for line in _origins(section.results)]
-    meta = f'<meta charset="utf-8"><title>stowplan {_TITLE.lower()}</title><style>{_STYLE}</style>'
+    meta = f'<meta charset="utf-8"><title>{_TITLE} - stowplan</title><style>{_STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{meta}</head><body>{"".join(parts)}</body></html>\n'
 
 

@@ -3,6 +3,7 @@
 torchrun --standalone --nproc-per-node 2 --max-restarts 2 -m examples.several_workers FOLDER
 
 `--lose-worker-in 4` kills a worker in the middle of the fourth step, to see torchrun start all of them again.
+`stowplan report FOLDER/*.plan.json -o workers.html` shows the plans of the workers side by side.
 """
 
 import argparse
@@ -35,6 +36,7 @@ def train(folder: Path, budget: str, lost_in: int = 0) -> str:
     mesh = f"space={dist.get_world_size()}"
     model = stowplan.fit(model, (images, labels), budget=budget, mesh=mesh, moves=50)
     shards = stowplan.shards_of(model)
+    stowplan.plans_of(model)[0].save(folder / f"worker{dist.get_rank()}.plan.json")
     own, _ = shards.share(images, labels)
     checkpoints = Checkpoints(folder, shards.workers, model, optimizer)
     for done in range(checkpoints.resume() + 1, STEPS + 1):

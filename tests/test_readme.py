@@ -1,5 +1,6 @@
 """The README shows a real command with its real output."""
 
+import json
 import re
 import shlex
 import shutil
@@ -77,3 +78,24 @@ def test_the_python_lines_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert lines is not None
     after = "assert all(parameter.grad is not None for parameter in model.parameters())"
     subprocess.run([sys.executable, "-c", f"{_BEFORE}\n{lines[1]}\n{after}"], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_the_notebook_says_what_its_lines_print(tmp_path: Path) -> None:
+    """Its lines run without IPython, and print what the notebook shows, but for figures."""
+    cells = json.loads((ROOT / "examples" / "first_plan.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] for cell in code)
+    plain = [
+        cell for cell in code if "IPython" not in "".join(cell["source"]) and cell["source"][0][0] != "!"
+    ]
+    program = "\n".join("".join(cell["source"]) for cell in plain)
+    printed = subprocess.check_output([sys.executable, "-c", program], cwd=tmp_path, text=True)
+    shown = "".join(line for cell in plain for made in cell["outputs"] for line in made.get("text", ()))
+    assert "same gradients: True" in printed
+    assert _without_figures(printed) == _without_figures(shown)
+
+
+def _without_figures(text: str) -> str:
+    return re.sub(r"\d[\d.,]*", "#", text)

@@ -1,15 +1,22 @@
-"""The pictures in docs/pictures that show reports, from real plans and runs: `python -m tools.pictures [NAME
-...]`.
+"""The pictures in docs/pictures, from real pages, plans and runs: `python -m tools.pictures [NAME ...]`.
 
 It needs Chromium, and some minutes: one picture shows a measured run. `make pictures` is for looking at pages
 on several screens, and writes none of these.
 """
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from markdown_it import MarkdownIt
+from rich.console import Console
+from rich.text import Text
 
 from stowplan import api
 from stowplan.capture import capture
@@ -18,7 +25,7 @@ from stowplan.plan.explain.peers import Peer
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Machine, Tier, price_by_macs, price_by_roofline
-from stowplan.report.files import write_report
+from stowplan.report.files import opened, write_report
 from stowplan.report.page import Subject, subject_of
 from tests.support.nets import NETS
 from tests.support.pages import browser, tiled_plan_of, written
@@ -66,9 +73,64 @@ def gpt() -> Subject:
     return subject_of(api.plan_for("stowplan.demo:gpt", 58 << 20, gap=0.05), "gpt_58MiB.plan.json")
 
 
-def taken(name: str, *subjects: Subject, show: str = "", height: int = 800, colours: str = "light") -> None:
+def workers() -> list[Subject]:
+    """The plans of three workers, from a run of examples/several_workers.py."""
+    with TemporaryDirectory() as folder:
+        _told("torchrun --standalone --nproc-per-node 3 -m examples.several_workers", folder)
+        plans = sorted(Path(folder).glob("*.plan.json"))
+        return [subject_of(opened(plan), plan.name) for plan in plans]
+
+
+def _told(command: str, *arguments: str, **settings: str) -> str:
+    """What a command prints when it is run in the root of the project."""
+    words, environment = [*command.split(), *arguments], {**os.environ, **settings}
+    return subprocess.run(
+        words, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def terminal() -> None:
+    """A command on a terminal of 80 columns."""
+    command = "stowplan plan examples/data/unet_step.txt --budget 3.11GiB"
+    printed = _told(command, COLUMNS="80", FORCE_COLOR="1", TERM="xterm-256color")
+    console = Console(record=True, width=80, file=StringIO(), force_terminal=True)
+    console.print(Text(f"$ {command}", "bold"), Text.from_ansi(printed), sep="\n")
+    _page_taken("terminal", console.export_html(inline_styles=True), 800, 60 + 19 * len(printed.splitlines()))
+
+
+def readme() -> None:
+    """README as a browser shows it, its first screen."""
+    body = MarkdownIt("commonmark").enable("table").render((ROOT / "README.md").read_text(encoding="utf-8"))
+    head = f'<!doctype html><meta charset="utf-8"><base href="{ROOT.as_uri()}/"><style>{_PAPER}</style>'
+    _page_taken("readme", head + body, 1000, 900)
+
+
+_PAPER = """
+body { max-width: 900px; margin: 20px auto; font: 16px/1.5 system-ui, sans-serif; color: #1f2328 }
+pre, code { background: #f6f8fa } pre { padding: 12px; font-size: 13px; overflow: auto }
+img { max-width: 100% } table { border-collapse: collapse }
+td, th { border: 1px solid #d1d9e0; padding: 6px }
+"""
+
+
+def _page_taken(name: str, html: str, width: int, height: int) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "page.html"
+        path.write_text(html, encoding="utf-8")
+        with browser().page(path, width, height, until="document.readyState === 'complete'") as page:
+            page.screenshot(FOLDER / f"{name}.png")
+
+
+def taken(
+    name: str,
+    *subjects: Subject,
+    show: str = "",
+    width: int = 1280,
+    height: int = 800,
+    colours: str = "light",
+) -> None:
     """A picture of the page after the script `show`."""
-    with browser().page(written(*subjects), 1280, height) as page:
+    with browser().page(written(*subjects), width, height) as page:
         page.prefer_colours(colours)
         page.run(show)
         page.settle()
@@ -99,6 +161,10 @@ PICTURES: Mapping[str, Callable[[], object]] = {
     "tiles": lambda: taken("tiles", tiled(), show=_scrolled_to("Tile ")),
     "offload": lambda: taken("offload", offloading()),
     "run": lambda: taken("run", run()),
+    "narrow": lambda: taken("narrow", gpt(), width=390, height=844),
+    "workers": lambda: taken("workers", *workers(), show=_scrolled_to("Side by side"), height=200),
+    "terminal": terminal,
+    "readme": readme,
 }
 
 if __name__ == "__main__":

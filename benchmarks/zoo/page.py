@@ -29,7 +29,7 @@ def write_page(results: Sequence[Result], path: Path) -> None:
 
 
 def _lines(results: Sequence[Result]) -> Iterator[str]:
-    yield "# Models that were tried\n"
+    yield "# Which models were tried?\n"
     yield _OPENING.format(version=torch.__version__) + "\n"
     outcomes = Counter(result.outcome for result in results)
     yield f"| outcome | models of {len(results)} |"

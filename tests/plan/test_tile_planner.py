@@ -5,9 +5,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from stowplan.analyse.facts import costs_of
 from stowplan.analyse.tile_costs import tile_costs_of
+from stowplan.api import load_plan
+from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
 from stowplan.formats.door import read_document
 from stowplan.geometry import Rect, are_disjoint, covers
@@ -187,3 +191,18 @@ def test_a_step_that_writes_its_sums_of_gradients_out_is_answered() -> None:
     planner = planner_of(step, price_by_macs(step), options=PlanOptions(allow=("tile",), moves=50))
     with pytest.raises(BudgetTooSmall):
         planner.plan(planner.baseline.peak_bytes // 8)
+
+
+def test_tiles_leave_out_what_a_crop_drops_and_their_plan_can_be_read(tmp_path: Path) -> None:
+    body = [layer for _ in range(4) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
+    captured = capture(nn.Sequential(*body), (torch.randn(1, 4, 64, 64),), loss=_middle_rows)
+    planner = planner_of(captured.graph, price_by_macs(captured.graph), PlanOptions(("tile",), moves=50))
+    plan = planner.plan(planner.baseline.peak_bytes // 3)
+    assert plan.tile_maps
+    assert plan.tile_maps[0].halo_share == 0.0
+    plan.save(tmp_path / "cropped.plan.json")
+    assert load_plan(tmp_path / "cropped.plan.json") == plan
+
+
+def _middle_rows(made: torch.Tensor) -> torch.Tensor:
+    return made[:, :, 24:40].square().mean()

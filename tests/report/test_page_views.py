@@ -231,10 +231,15 @@ def test_several_plans_are_compared(dump: Dump) -> None:
         assert "roomy" in page.run("document.querySelector('#curve .legend').textContent")
         assert colours(page, "frontier") > 5
         assert len(page.run("stow.shownState.model.raw.curve.beside")) == 2
+        cards = page.run("Array.from(document.querySelectorAll('#beside .card'), card => card.innerText)")
+        assert [card.splitlines()[0] for card in cards] == ["tight", "roomy"]
+        assert all("peak" in card and " of " in card for card in cards)
+        assert colours(page, "beside") > 2
         steps = page.run("stow.shownState.model.steps")
-        page.run("document.querySelectorAll('nav .tab')[1].click()")
+        page.run("document.querySelectorAll('#beside .card')[1].click()")
         page.wait_for("document.getElementById('frontier') !== null")
         assert page.run("stow.shownState.model.steps") < steps
+        assert page.run("document.querySelector('nav .tab.chosen').textContent") == "roomy"
         assert page.errors == []
 
 

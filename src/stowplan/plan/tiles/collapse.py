@@ -132,11 +132,12 @@ def _first_makes(ops: list[Op]) -> tuple[Op, ...]:
 
 
 def _tidied(graph: Graph) -> Graph:
-    """Without the tensors that no op mentions any more."""
+    """Without the tensors that no op mentions any more; a view of one of them is a tensor of its own."""
     used = {use.tensor for op in graph.ops for use in (*op.inputs, *op.outputs)} | graph.held
     resident = (Kind.PARAMETER, Kind.BUFFER, Kind.CONSTANT, Kind.INPUT)
     kept = {n: t for n, t in graph.tensors.items() if n in used or t.kind in resident}
-    return validate(replace(graph, tensors=kept, held=graph.held & kept.keys()))
+    apart = {n: replace(t, alias_of=None) for n, t in kept.items() if t.alias_of and t.alias_of not in kept}
+    return validate(replace(graph, tensors={**kept, **apart}, held=graph.held & kept.keys()))
 
 
 def _priced(

@@ -42,8 +42,11 @@ class SweepCosts:
 
     @property
     def halo_share(self) -> float:
-        """The share of multiply-accumulates that are there only because tiles overlap."""
-        return self.forward_macs / self.untiled_macs - 1.0 if self.untiled_macs else 0.0
+        """The share of multiply-accumulates that are there only because tiles overlap.
+
+        It is 0 where tiles do less than the whole, because they leave out what nothing reads.
+        """
+        return max(0.0, self.forward_macs / self.untiled_macs - 1.0) if self.untiled_macs else 0.0
 
 
 def costs_of_sweep(segment: Segment, rounds: Sequence[Round]) -> SweepCosts:

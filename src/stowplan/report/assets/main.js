@@ -69,7 +69,7 @@ stow.main = (() => {
   }
 
   // The first picture and the panel at once; the rest one by one, each after what is there has been painted.
-  function fill(views, below, state, frontier) {
+  function fill(views, below, state, { subjects, frontier }, chosen, choose) {
     const { raw, steps } = state.model;
     if (steps) views.append(stow.curve.mount(state).root);
     const later = [
@@ -79,6 +79,7 @@ stow.main = (() => {
       () => steps && below.append(stow.modules.mount(state).root),
       () => steps && raw.tilings.length && below.append(stow.tiles.mount(state)),
       () => steps && raw.regions && below.append(stow.regions.mount(state)),
+      () => subjects.length > 1 && below.append(stow.beside.mount(subjects, chosen, choose)),
       () => frontier && below.append(stow.frontier.mount(frontier)),
       () => raw.notes.length && below.append(notes(raw.notes)),
       () => steps && below.append(help()),
@@ -96,15 +97,16 @@ stow.main = (() => {
     const state = new stow.state.State(new stow.model.Model(data.subjects[chosen], data.words));
     stow.shownState = state;
     again = () => show(root, data, chosen);
+    const choose = (index) => show(root, data, index);
     const views = element("div", "views");
     const below = element("div", "below");
     root.replaceChildren(
-      header(data, chosen, (index) => show(root, data, index)),
+      header(data, chosen, choose),
       element("div", "along", views, stow.panel.mount(state)),
       below,
       announcer(state),
     );
-    fill(views, below, state, data.frontier);
+    fill(views, below, state, data, chosen, choose);
   }
 
   // The data is compressed JSON: a large step would otherwise be megabytes of text to read first.

@@ -37,6 +37,7 @@ _SCRIPTS = (
     "tiles.js",
     "regions.js",
     "frontier.js",
+    "beside.js",
     "main.js",
 )
 _STYLES = ("uPlot.min.css", "report.css")
