@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stowplan.capture import capture
 from stowplan.capture.layouts import SWAYED
+from stowplan.errors import CaptureError
 from stowplan.run.fit import fit
 from tests.support.side_by_side import AMPLE, fitted_at_both_ends
 
@@ -102,6 +103,85 @@ def test_gradients_of_any_layout(
             for one, other in zip(expected, found, strict=True):
                 torch.testing.assert_close(one, other)
                 assert said or torch.equal(one, other), layout.__name__
+
+
+def _residual(linear: nn.Module, x: Tensor, y: Tensor) -> object:
+    return x + linear(y)
+
+
+def _two_heads(linear: nn.Module, x: Tensor, y: Tensor) -> object:
+    return x + y, linear(x.detach())
+
+
+def _expanding(linear: nn.Module, x: Tensor, y: Tensor) -> object:
+    return x.sum() + linear(y.mean(0)).sum()
+
+
+def _turned(linear: nn.Module, x: Tensor, y: Tensor) -> object:
+    return linear((x * y).transpose(0, 1)).square()
+
+
+def _in_part(linear: nn.Module, x: Tensor, y: Tensor) -> object:
+    return x, linear(y[:2])
+
+
+class Applying(nn.Module):
+    def __init__(self, compute: Callable[..., object]) -> None:
+        super().__init__()
+        self.linear, self.compute = nn.Linear(8, 8), compute
+
+    def forward(self, x: Tensor, y: Tensor) -> object:
+        return self.compute(self.linear, x, y)
+
+
+@pytest.mark.parametrize("compute", [_residual, _two_heads, _expanding, _turned, _in_part])
+def test_gradients_leave_for_ops_before_the_model_with_the_strides_of_eager(
+    compute: Callable[..., object],
+) -> None:
+    """Else the kernels there would add in another order than in eager."""
+    torch.manual_seed(0)
+    model, front, x = Applying(compute), nn.Conv1d(8, 8, 1), torch.randn(4, 8, 6)
+    seen: list[tuple[int, ...]] = []
+
+    def arguments() -> tuple[Tensor, ...]:
+        given = tuple(front(x * factor).transpose(1, 2) for factor in (1, 2))
+        for tensor in given:
+            tensor.register_hook(lambda gradient: seen.append(gradient.stride()))
+        return given
+
+    def trained(run: nn.Module) -> list[Tensor]:
+        seen.clear()
+        returned = run(*arguments())
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+        sum((output * output.detach()).sum() for output in outputs).backward()
+        parameters = [*front.parameters(), *model.parameters()]
+        found = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+        front.zero_grad()
+        model.zero_grad()
+        return found
+
+    expected, strides = trained(model), list(seen)
+    fitted = fit(model, arguments(), budget=AMPLE, moves=10)
+    assert all(map(torch.equal, expected, trained(fitted)))
+    assert sorted(seen) == sorted(strides)
+    leaves = [argument.detach().requires_grad_() for argument in arguments()]
+    eager = [argument.detach().requires_grad_() for argument in arguments()]
+    for run, given in ((model, eager), (fitted, leaves)):
+        outputs = run(*given)
+        sum(output.sum() for output in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
+    for one, other in zip(eager, leaves, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(one.grad, other.grad)
+        assert one.grad.stride() == other.grad.stride()
+
+
+def test_writing_into_the_result_of_an_op_before_the_model_is_refused() -> None:
+    """Its caller would go on with a tensor that autograd takes for unchanged."""
+    model = Applying(lambda linear, x, y: linear(x.mul_(y)))
+    h = nn.Linear(8, 8)(torch.randn(4, 8))
+    with pytest.raises(CaptureError, match=r"test_incoming_gradients.py:\d+: forward writes into x"):
+        fit(model, (h, torch.ones(4, 8)), budget=AMPLE)
 
 
 def test_what_is_copied_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -93,13 +93,15 @@ class TensorLook(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    is_leaf: bool
 
 
 def look_of(leaf: object) -> object:
     """Equal for leaves that one captured step serves."""
     if isinstance(leaf, Tensor):
         shape, stride = tuple(leaf.shape), leaf.stride()
-        return TensorLook(type(leaf), shape, stride, leaf.dtype, leaf.device, leaf.requires_grad)
+        wants = leaf.requires_grad, leaf.is_leaf
+        return TensorLook(type(leaf), shape, stride, leaf.dtype, leaf.device, *wants)
     if isinstance(leaf, float):  # a NaN is like itself, and -0.0 unlike 0.0
         return type(leaf), leaf.hex()
     if isinstance(leaf, complex):

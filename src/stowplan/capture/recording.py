@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from stowplan.capture.answers import Check, checked, unchecked
 from stowplan.capture.arguments import Spec, flatten, leaf_names, refuse_opaque
 from stowplan.capture.origins import Origins, reads_values
+from stowplan.capture.schema import leaves, written_arguments
 from stowplan.capture.stand_ins import StandIns
 from stowplan.capture.storage_views import Lifetime, StorageView
 from stowplan.capture.watching import (
@@ -235,6 +236,12 @@ def _check_for(
     return Check(question.expected, NotFinite(words))
 
 
+def _writes_into(event: Event, view: StorageView) -> bool:
+    written = written_arguments(event.target, event.args, event.kwargs)
+    storages = (g.storage for g in leaves(tuple(written.values())) if isinstance(g, StorageView))
+    return view.storage in storages
+
+
 class _Recorder:
     """One attempt at a recording. Holds the stand-ins, as the caller of an eager step holds the originals."""
 
@@ -277,6 +284,7 @@ class _Recorder:
 
     def _recorded(self, buffers: Mapping[str, Tensor]) -> Recording:
         returned = self._forward()
+        self._refuse_new_history()
         outputs, output_spec = pytree.tree_flatten(returned)
         replaced, turn = self._replaced(buffers), len(self._watch.events)
         tangents = self._backward(outputs, self._differentiated(returned, outputs))
@@ -297,7 +305,9 @@ class _Recorder:
             output_spec=output_spec,
             tangents=tuple(None if tangent is None else self._view(tangent) for tangent in tangents),
             gradients={
-                self._view(leaf): self._view(leaf.grad) for leaf in self._wanted if leaf.grad is not None
+                self._view(leaf): self._view(gradient)
+                for leaf in self._wanted
+                if (gradient := self._stand_ins.gradient_of(leaf)) is not None
             },
             replaced=replaced,
             literals=frozenset(self._view(constants[number]) for number in self._watch.literals),
@@ -339,6 +349,18 @@ class _Recorder:
                 f"{known} and {name} are two tensors at the same memory, and one requires a gradient",
                 advice=f"pass one tensor for both, or {name}.clone()",
             )
+
+    def _refuse_new_history(self) -> None:
+        """Eager's caller would differentiate the write; a planned step is one node before which it is."""
+        for view, tensor in self._entered.items():
+            if self._stand_ins.has_new_history(tensor):
+                written = (event for event in self._watch.events if _writes_into(event, view))
+                where = next((event.origin.source for event in written), "")
+                raise CaptureError(
+                    f"forward writes into {self._externals[view].names[0]}, which requires a gradient",
+                    where=where,
+                    advice="write into a copy of it, made with clone()",
+                )
 
     def _forward(self) -> object:
         args, kwargs = self._input_spec.unflatten(self._inputs)

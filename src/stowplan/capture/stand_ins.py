@@ -2,15 +2,19 @@
 
 A parameter with two names in a model has one stand-in, so tied weights stay tied. Tensors that share a
 storage have stand-ins that share one of its size, because a slice keeps the whole storage alive. Small
-integer arguments may keep their values: their stand-ins are copies.
+integer arguments may keep their values: their stand-ins are copies. The stand-in of a tensor that an op made
+before the step is no leaf either: autograd hands its gradient on as it is, and copies that of a leaf into
+the leaf's strides.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from stowplan.errors import CaptureError
 from stowplan.torch_private import FakeTensor, FakeTensorMode, storage_id
@@ -35,6 +39,7 @@ class StandIns:
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # likewise
         self._begins: dict[int, int] = {}  # by storage, the first byte in use
         self._known: set[int] = set()  # storages whose stand-ins have values
+        self._results: dict[Tensor, _Gradient] = {}  # of the stand-ins that are no leaves
         values = {id(tensor) for tensor in known if is_small_integer(tensor)}
         unknown: set[int] = set()
         for tensor in filter(_is_plain, tensors):
@@ -52,6 +57,14 @@ class StandIns:
             self._made[id(tensor)] = tensor, self._make(tensor)
         return self._made[id(tensor)][1]
 
+    def gradient_of(self, stand_in: Tensor) -> Tensor | None:
+        """What backward left for a stand-in that requires a gradient."""
+        return self._results[stand_in].arrived if stand_in in self._results else stand_in.grad
+
+    def has_new_history(self, stand_in: Tensor) -> bool:
+        """Whether the step wrote into a tensor that autograd then follows as the result of that write."""
+        return stand_in in self._results and stand_in.grad_fn is not self._results[stand_in].node
+
     def _make(self, tensor: Tensor) -> Tensor:
         if not _is_plain(tensor):
             raise CaptureError(f"{type(tensor).__name__} is a tensor subclass, which cannot be captured")
@@ -65,7 +78,12 @@ class StandIns:
         made = FakeTensor(self.fakes, meta, device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad)
+        if tensor.is_leaf:
+            return made.requires_grad_(tensor.requires_grad)
+        gradient = _Gradient()
+        result = _as_result(torch.empty(0, requires_grad=True), made, gradient)
+        gradient.node, self._results[result] = result.grad_fn, gradient
+        return result
 
     def _copy_of(self, tensor: Tensor) -> Tensor:
         original = tensor.untyped_storage()
@@ -101,6 +119,33 @@ class StandIns:
     def inside(self, model: nn.Module) -> AbstractContextManager[None]:
         """Within, the parameters and buffers of `model` are stand-ins; afterwards its own."""
         return with_tensors(model, self.of)
+
+
+@dataclass(slots=True, eq=False)
+class _Gradient:
+    """The gradient of a tensor that is no leaf, when it has come to the node of that tensor."""
+
+    arrived: Tensor | None = None
+    node: Node | None = None
+
+
+class _Result(torch.autograd.Function):
+    """Stands for the op that made a tensor before the step."""
+
+    @staticmethod
+    def forward(ctx: Any, before: Tensor, made: Tensor, gradient: _Gradient) -> Tensor:
+        del before  # autograd differentiates the result because of it
+        ctx.gradient = gradient
+        ctx.mark_dirty(made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        (ctx.gradient.arrived,) = gradients
+        return None, None, None
+
+
+_as_result: Callable[..., Tensor] = _Result.apply
 
 
 @contextmanager

@@ -60,9 +60,9 @@ class CapturedGraph:
                 with_forward(graph, node_by_node), inputs, loss=None if as_vector is None else shaped
             )
         except CaptureError as refusal:
-            if BY_PARTS not in refusal.advice:
-                raise
-            raise CaptureError(refusal.what, where=refusal.where, advice=_OUTSIDE) from refusal
+            advice = f"{refusal.advice}, or {_OUTSIDE}" if refusal.advice else _OUTSIDE
+            advice = _OUTSIDE if BY_PARTS in refusal.advice else advice
+            raise CaptureError(refusal.what, where=refusal.where, advice=advice) from refusal
         _refuse_hidden_writes(captured, inputs)
         captured = with_kernels(captured, options)
         budgeted = BudgetedGraph(captured, options, is_followed=_is_followed(captured))
