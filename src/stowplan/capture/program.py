@@ -6,7 +6,7 @@ handle by its name, which does not depend on the process.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TypeAlias
 from weakref import WeakValueDictionary
@@ -96,6 +96,24 @@ class Call:
     fresh: tuple[str, ...] = ()
     copied: bool = False
 
+    @staticmethod
+    def by_name(
+        target: OpOverload, given: Mapping[str, Argument], outputs: tuple[str | None, ...] = ()
+    ) -> "Call":
+        """A call with these arguments, in the order of the schema; its results are a list."""
+        args = tuple(given[argument.name] for argument in schema_of(target).arguments)
+        return Call(target, args, {}, outputs, single=False)
+
+    def arguments(self) -> dict[str, object]:
+        """Every argument of the schema by name, with the schema's default where it was omitted."""
+        return bound_arguments(self.target, self.args, self.kwargs)
+
+    def replacing(self, given: Mapping[str, Argument]) -> "Call":
+        """The same call with other values of the arguments that `given` names."""
+        names = [argument.name for argument in schema_of(self.target).arguments]
+        args = tuple(given.get(name, value) for name, value in zip(names, self.args, strict=False))
+        return replace(self, args=args, kwargs={name: given.get(name, v) for name, v in self.kwargs.items()})
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -128,7 +146,7 @@ class Program:
 
 def inputs_of(call: Call) -> Iterator[str]:
     """The ids of the tensors a call reads, in the order of its schema; lists are flattened."""
-    for value in bound_arguments(call.target, call.args, call.kwargs).values():
+    for value in call.arguments().values():
         for leaf in leaves(value):
             if isinstance(leaf, Ref):
                 yield leaf.tensor
@@ -142,7 +160,7 @@ def attributes_of(call: Call) -> dict[str, Attribute]:
     """
     attributes: dict[str, Attribute] = {}
     tensors = 0
-    for name, value in bound_arguments(call.target, call.args, call.kwargs).items():
+    for name, value in call.arguments().items():
         found = [leaf for leaf in leaves(value) if isinstance(leaf, Ref)]
         if name not in tensor_names(call.target):
             attributes[name] = _attribute(value)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from stowplan.capture import Call
-from stowplan.capture.schema import bound_arguments
 from stowplan.errors import NotTileable
 from stowplan.run.parts.part import call_with, filled_in, slotted
 
@@ -66,7 +65,7 @@ def tiled_loss(call: Call) -> TiledLoss:
     """How to take this loss over tiles."""
     if call.target not in (*_BY_CLASS, *_BY_ELEMENT, *_PLAIN):
         raise NotTileable(f"{call.target} has no form for a part of what it is taken of")
-    bound = bound_arguments(call.target, call.args, call.kwargs)
+    bound = call.arguments()
     slots = iter(range(len(bound)))
     arguments = {name: slotted(value, slots) for name, value in bound.items()}
     mean = bound.get("reduction") == 1 or call.target is aten.mean.default

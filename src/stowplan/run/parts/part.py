@@ -9,7 +9,6 @@ from torch import Tensor
 
 from stowplan import ir
 from stowplan.capture import Call, Ref
-from stowplan.capture.schema import bound_arguments
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Shape
 from stowplan.ops.table import shape_of
@@ -81,7 +80,7 @@ class LocalCall:
 def local_call(graph: Graph, call: Call, level: Level, held: Mapping[str, Rect]) -> LocalCall:
     """The call for one level of a tile that holds these parts."""
     slots = iter(range(len(level.op.inputs)))
-    bound = bound_arguments(call.target, call.args, call.kwargs)
+    bound = call.arguments()
     arguments = {name: slotted(value, slots) for name, value in bound.items()}
     sources = []
     for use, need in zip(level.op.inputs, level.needs, strict=True):

@@ -6,7 +6,6 @@ from math import prod
 import torch
 
 from stowplan.capture import Captured, Ref
-from stowplan.capture.schema import bound_arguments
 from stowplan.errors import BadUse
 from stowplan.geometry import Rect
 from stowplan.ir import Kind
@@ -208,7 +207,7 @@ class LocalStep:
 
     def _norm(self, level: Level) -> Normalise:
         op, call = level.sharding.op, self._calls[level.sharding.op.id]
-        bound = bound_arguments(call.target, call.args, call.kwargs)
+        bound = call.arguments()
         name, need = op.inputs[0].tensor, level.needs[0]
         assert need is not None
         cells = self._cells(name)

@@ -188,10 +188,11 @@ def overwriting(call: Call, overwrites: Mapping[str, str]) -> Call:
 
 def _overwriting_some(call: Call, target: OpOverload, outputs: Container[str]) -> Call:
     """The call of a sweep, with the outputs that overwrite an input."""
-    *given, over, name = call.args
+    over = call.arguments()["over"]
     assert isinstance(over, tuple)
-    chosen = (place if output in outputs else -1 for output, place in zip(call.outputs, over, strict=True))
-    return replace(call, target=target, args=(*given, tuple(chosen), name))
+    pairs = zip(call.outputs, over, strict=True)
+    chosen = tuple(place if output in outputs else -1 for output, place in pairs)
+    return replace(call.replacing({"over": chosen}), target=target)
 
 
 @cache

@@ -78,9 +78,7 @@ class _Rewriting:
         names = dict(self._names)
         if found.before is not None:
             names |= self._remake(op, found.before)
-        gradients, _, _, *rest, _ = self._calls[op.id].args
-        args = (gradients, *_operands(found.sweep, names), *rest, found.sweep)
-        self._put(op, replace(self._calls[op.id], args=args))
+        self._put(op, self._calls[op.id].replacing(_operands(found.sweep, names)))
 
     def _remake(self, reader: Op, sweep: Sweep) -> dict[str, str]:
         """Add an op that recomputes inputs of the reader; returns their new names by the old ones."""
@@ -88,8 +86,8 @@ class _Rewriting:
         made = {name: f"{self._names[name]}_for_{reader.id}" for name in outputs}
         for name, again in made.items():
             self._tensors[again] = replace(self._tensors[self._names[name]], id=again)
-        args: tuple[Argument, ...] = (*_operands(sweep, self._names), (-1,) * len(outputs), sweep)
-        call = Call(torch.ops.stowplan.sweep.default, args, {}, tuple(made.values()), single=False)
+        given = {**_operands(sweep, self._names), "over": (-1,) * len(outputs)}
+        call = Call.by_name(torch.ops.stowplan.sweep.default, given, tuple(made.values()))
         op = replace(reader, id=f"again_for_{reader.id}", type=str(call.target), adjoint_of=None)
         self._put(replace(op, outputs=tuple(map(Use, made.values()))), call)
         return made
@@ -107,9 +105,10 @@ class _Rewriting:
         )
 
 
-def _operands(sweep: Sweep, names: Mapping[str, str]) -> tuple[tuple[Ref, ...], ...]:
-    """The tensors that a sweep reads, and the statistics that it is given."""
-    return tuple(tuple(Ref(names[name]) for name in of) for of in (sweep.reads, sweep.known))
+def _operands(sweep: Sweep, names: Mapping[str, str]) -> dict[str, Argument]:
+    """Arguments of the ops of a sweep: the tensors that it reads, the statistics that it is given, itself."""
+    inputs, statistics = (tuple(Ref(names[name]) for name in of) for of in (sweep.reads, sweep.known))
+    return {"inputs": inputs, "statistics": statistics, "name": sweep}
 
 
 def _names_in(captured: Captured, sweeps: Sequence[Sweep]) -> dict[str, str]:
@@ -129,8 +128,10 @@ def _pairs(op: Op, call: Call, sweep: Sweep) -> Iterator[tuple[str, str]]:
     made = sweep.statistics if op.type == _GATHER else sweep.segment.outputs
     yield from ((name, output) for name, output in zip(made, call.outputs, strict=False) if output)
     if op.type != _GATHER:
-        yield from zip(sweep.segment.inputs, (ref.tensor for ref in _refs(call.args[0])), strict=True)
+        yield from zip(
+            sweep.segment.inputs, (ref.tensor for ref in _refs(call.arguments()["inputs"])), strict=True
+        )
 
 
-def _refs(argument: Argument) -> Iterator[Ref]:
+def _refs(argument: object) -> Iterator[Ref]:
     return (leaf for leaf in leaves(argument) if isinstance(leaf, Ref))

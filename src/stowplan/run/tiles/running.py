@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from stowplan.capture import Call, Ref
-from stowplan.capture.schema import bound_arguments
 from stowplan.run.tiles.gathering import Gathering
 from stowplan.run.tiles.sweep import Sweep
 
@@ -27,7 +26,7 @@ def running_statistics(
 def _updated(
     call: Call, gathering: Gathering, statistics: Mapping[str, Tensor], values: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    given = bound_arguments(call.target, call.args, call.kwargs)
+    given = call.arguments()
     momentum, count = given["momentum"], gathering.count
     assert isinstance(momentum, float)
     mean, variance = (statistics[name] for name in gathering.read)

@@ -46,8 +46,8 @@ class Sample:
 def cost_of_sweep(signature: Signature, device: torch.device) -> Cost | None:
     """The cost of one run of a sweep, from a sample of its tiles; None if that cannot be probed."""
     rounds_run = SWEEPS[str(signature.call.target)]
-    sweep = signature.call.args[-1]
-    assert isinstance(sweep, Sweep), "an op that runs a sweep has it as its last argument"
+    sweep = signature.call.arguments()["name"]
+    assert isinstance(sweep, Sweep)
     if signature.operand_bytes > free_bytes(device):
         return None
     samples = [
@@ -148,8 +148,7 @@ def _shapes(levels: Iterable[Level]) -> tuple[tuple[int, ...], ...]:
 def _tried(
     sweep: Sweep, tiles: Sequence[Sequence[int]], signature: Signature, device: torch.device
 ) -> Cost | None:
-    call = signature.call
-    some = replace(signature, call=replace(call, args=(*call.args[:-1], sweep.only(tiles))))
+    some = replace(signature, call=signature.call.replacing({"name": sweep.only(tiles)}))
     return probed_cost(some, device, repeats=1)
 
 

@@ -84,16 +84,21 @@ def signatures_of(sweep: Sweep) -> list[Signature]:
     segment, tensors = sweep.segment, sweep.segment.graph.tensors
     gradients = {t.gradient_of: t.id for t in tensors.values() if t.gradient_of is not None}
     wanted = tuple(place for place, name in enumerate(segment.inputs) if name in gradients)
-    inputs, statistics = _refs(segment.inputs), _refs(sweep.statistics)
-    gather = [_signature(sweep, _OPS.gather.default, _refs(sweep.looks_at))] if statistics else []
+    given: dict[str, Argument] = {
+        "inputs": _refs(segment.inputs),
+        "statistics": _refs(sweep.statistics),
+        "wanted": wanted,
+    }
+    looked_at = {"inputs": _refs(sweep.looks_at)}
+    gather = [_signature(sweep, _OPS.gather.default, looked_at)] if sweep.statistics else []
     if segment.loss is not None:
-        return [*gather, _signature(sweep, _OPS.sweep_loss.default, inputs, statistics, wanted)]
+        return [*gather, _signature(sweep, _OPS.sweep_loss.default, given)]
     incoming = _refs(gradients.get(name, name) for name in segment.outputs)
-    over = tuple(sweep.over_gradients(wanted))
+    ahead, back = tuple(sweep.over_inputs()), tuple(sweep.over_gradients(wanted))
     return [
         *gather,
-        _signature(sweep, _OPS.sweep.default, inputs, statistics, tuple(sweep.over_inputs())),
-        _signature(sweep, _OPS.sweep_backward.default, incoming, inputs, statistics, wanted, over),
+        _signature(sweep, _OPS.sweep.default, {**given, "over": ahead}),
+        _signature(sweep, _OPS.sweep_backward.default, {**given, "gradients": incoming, "over": back}),
     ]
 
 
@@ -101,10 +106,10 @@ def _refs(names: Iterable[str]) -> tuple[Ref, ...]:
     return tuple(map(Ref, names))
 
 
-def _signature(sweep: Sweep, target: OpOverload, *args: Argument) -> Signature:
+def _signature(sweep: Sweep, target: OpOverload, given: Mapping[str, Argument]) -> Signature:
     graph = sweep.segment.graph
     tensors = {**graph.tensors, **{t.id: t for t in _statistics(sweep)}}
-    return call_signature(replace(graph, tensors=tensors), Call(target, (*args, sweep), {}, (), False))
+    return call_signature(replace(graph, tensors=tensors), Call.by_name(target, {**given, "name": sweep}))
 
 
 def _statistics(sweep: Sweep) -> Iterator[Tensor]:
