@@ -11,7 +11,7 @@ import pickle
 import random
 import threading
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
@@ -329,6 +329,80 @@ def test_a_first_call_that_is_unlike_the_next_is_refused() -> None:
     with pytest.raises(CaptureError, match="count changed from 0 to 1"):
         fitted(model)
     assert model.count == 0
+
+
+class Found:
+    """What a library looks up once for each type, as einops does; `count` is state if someone changes it."""
+
+    def __init__(self, kind: object) -> None:
+        self.kind, self.module, self.count = kind, torch, 0
+
+
+FOUND: dict[object, Any] = {}
+
+
+class LookingUp(Step):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if type(x) not in FOUND:
+            FOUND[type(x)] = Found("tensor")
+        return F.cross_entropy(self.net(x), y)
+
+
+class LookingUpAndCounting(LookingUp):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x, y)
+        FOUND[type(x)].count += 1
+        return loss
+
+
+class Listing(Step):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        FOUND[len(FOUND)] = Found("call")
+        return F.cross_entropy(self.net(x), y)
+
+
+class KeepingWeights(Step):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        FOUND.setdefault("weights", Found(self.net(x)))
+        return F.cross_entropy(self.net(x), y)
+
+
+class KeepingAGenerator(Step):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        FOUND.setdefault("draw", Found(random.Random(0)))
+        return F.cross_entropy(self.net(x), y)
+
+
+class KeepingAFunction(Step):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        FOUND.setdefault("later", Found(lambda: x))
+        return F.cross_entropy(self.net(x), y)
+
+
+@pytest.fixture
+def _nothing_found() -> Iterator[None]:
+    FOUND.clear()
+    yield
+    FOUND.clear()
+
+
+@pytest.mark.usefixtures("_nothing_found")
+def test_a_table_that_forward_fills_once_is_filled_by_fit() -> None:
+    planned = fitted(LookingUp())
+    assert [found.count for found in FOUND.values()] == [0] * len(FOUND)
+    assert FOUND
+    assert same(LookingUp(), planned)
+
+
+@pytest.mark.usefixtures("_nothing_found")
+@pytest.mark.parametrize(
+    "kind", [LookingUpAndCounting, Listing, KeepingWeights, KeepingAGenerator, KeepingAFunction]
+)
+def test_a_table_that_is_state_is_refused(kind: type[Step]) -> None:
+    """It changes again, or has a tensor, or something that may have one or change without being seen."""
+    with pytest.raises(CaptureError, match=r"global .FOUND. of .*(has other items|count changed)"):
+        fitted(kind())
+    assert not FOUND
 
 
 class Drawing(Step):

@@ -147,8 +147,9 @@ class CallPlanner:
             else:
                 subject, found = self._planned_iteration(self.iteration, subject, model, plans)
         plan = self._compared(found, subject)
-        if observation.writes:  # an eager forward that was stopped may have left others
+        if observation.writes:  # an eager forward that was stopped may have left others, or more in a table
             observation.writes.repeat({id(vars(plain)): vars(model)})
+            dependencies = observation.dependencies(captured.program, leaves, captured.answers)
         if not found.is_carried:
             self.priced.append(found)
         name, seconds = type(model).__name__, time.perf_counter() - begun

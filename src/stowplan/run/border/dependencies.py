@@ -21,7 +21,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -35,7 +34,7 @@ from stowplan.capture import Program
 from stowplan.capture.answers import NO_ANSWERS, Answers
 from stowplan.capture.arguments import look_of
 from stowplan.errors import CaptureError
-from stowplan.run.border.frozen import Frozen, Picture, Same, first_change, restore, state_of
+from stowplan.run.border.frozen import Frozen, Picture, Same, first_change, is_plain, restore, state_of
 from stowplan.run.border.reach import MODULE_STATE, Reach, Reads
 from stowplan.torch_private import GLOBAL_HOOKS, HOOKS, storage_id
 
@@ -96,7 +95,7 @@ class Dependencies:
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """Numbers, strings and the like that forward wrote into attributes and dicts: places and values."""
+    """Numbers, strings and the like, and new objects of these, that forward wrote: places and values."""
 
     places: tuple[tuple[dict[Any, Any], Any, Any], ...]
 
@@ -195,7 +194,10 @@ class Observation:
 
 
 def _plain_writes(contents: Iterable[tuple[Any, Any]]) -> Writes | None:
-    """What these containers hold that they did not hold before; None if it is more than plain values."""
+    """What these containers hold that they did not hold before; None if it is more than plain values.
+
+    A new item may also be an object of plain values, as in a library's table of what it has looked up.
+    """
     places: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
     for container, held in contents:
         now = dict.items(container) if isinstance(container, dict) else enumerate(container)
@@ -204,17 +206,10 @@ def _plain_writes(contents: Iterable[tuple[Any, Any]]) -> Writes | None:
         if len(container) < len(held) + sum(key not in were for key, _ in changed):
             return None  # something is gone
         for key, value in changed:
-            if not isinstance(container, dict) or not _is_plain(value):
+            if not isinstance(container, dict) or not is_plain(value, opened=key not in were):
                 return None
             places[id(container), key] = container, key, value
     return Writes(tuple(places.values()))
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    plain = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
-    return isinstance(value, plain)
 
 
 class _RefusingTensorHooks(TorchFunctionMode):

@@ -17,12 +17,14 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from stowplan.capture.arguments import look_of
 
 Frozen: TypeAlias = Hashable
 
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum)
 _MOST_PARTS = 20_000  # of one value; a larger one is pictured by identity
 _CLOSED_PACKAGES = frozenset(
     (
@@ -107,7 +109,7 @@ class Picture:
         if isinstance(value, Tensor):
             self.tensors[label] = owner, key
             return look_of(value)
-        if isinstance(value, (bool, int, float, complex, str, bytes, type(None), Enum, np.generic)):
+        if isinstance(value, (*_PLAIN, np.generic)):
             return look_of(value)
         if isinstance(value, (nn.Module, type, FunctionType, ModuleType)) or self._parts > _MOST_PARTS:
             return Same(value)
@@ -265,6 +267,34 @@ def _short(frozen: Frozen) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def is_plain(value: object, *, opened: bool, _within: tuple[object, ...] = ()) -> bool:
+    """Whether a value is numbers, strings and the like; if `opened`, or an object or container of these.
+
+    A picture of such an object shows every change of it. An object that Python alone has made has no tensors
+    and no state but its attributes.
+    """
+    if isinstance(value, tuple):
+        return all(is_plain(item, opened=opened, _within=_within) for item in value)
+    if isinstance(value, (*_PLAIN, torch.dtype, torch.device)):
+        return True
+    if not opened or isinstance(value, nn.Module):
+        return False
+    if isinstance(value, (type, ModuleType)) or any(value is outer for outer in _within):
+        return True
+    parts = _parts_of(value)
+    return parts is not None and all(is_plain(p, opened=True, _within=(*_within, value)) for p in parts)
+
+
+def _parts_of(value: object) -> list[object] | None:
+    """The items or attributes of a value that has no other state; None if it may have some."""
+    if isinstance(value, (list, set, frozenset)) and type(value) in (list, set, frozenset):
+        return list(value)
+    if isinstance(value, dict):
+        return [*value, *value.values()] if type(value) is dict else None
+    attributes = _attributes(value) if type(value).__new__ is object.__new__ else None
+    return None if attributes is None else [*attributes.values()]
 
 
 def is_closed(value: object) -> bool:
