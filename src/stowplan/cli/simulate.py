@@ -86,6 +86,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--budget", help="with --workers or --layouts: the budget of each worker, such as 6GiB"
     )
+    parser.add_argument(
+        "--parameters",
+        choices=("replicate", "shard"),
+        default="replicate",
+        help="with --mesh: whole parameters on every worker, or its rows of them (default replicate)",
+    )
     parser.add_argument("--layouts", action="store_true", help="choose for each stage how it is cut")
     parser.add_argument("--machine", help="a TOML file with [compute] and [network]; defaults without it")
     parser.add_argument(
@@ -107,16 +113,19 @@ def run(arguments: Namespace) -> int:
 
 def _simulated(arguments: Namespace) -> Simulation:
     machine, network = read_machine(arguments.machine)
+    shards = arguments.parameters == "shard"
+    if shards and (arguments.layouts or not arguments.mesh):
+        raise BadUse("--parameters shard is for a mesh such as --mesh data=4, and not for a chosen division")
     graphs = _graphs(arguments.target)
     graph, most = graphs(1), arguments.up_to
     wanted = _wanted(graph, arguments, machine, network)
     stages: Mapping[str, str] = {}
     if arguments.layouts:
         wanted, stages = _relaid(graph, wanted.mesh, arguments, machine, network)
-    strong = list(_curve(lambda _: graph, strong_scaling(wanted.mesh, most), machine, network))
+    strong = list(_curve(lambda _: graph, strong_scaling(wanted.mesh, most), machine, network, shards))
     weak: list[Projection] = []
     if api.names_a_function(arguments.target):
-        weak = list(_curve(graphs, weak_scaling(wanted.mesh, most), machine, network))
+        weak = list(_curve(graphs, weak_scaling(wanted.mesh, most), machine, network, shards))
     return Simulation(arguments.target, wanted, strong, weak, stages, Labels(graph))
 
 
@@ -129,12 +138,12 @@ def _relaid(
 
 
 def _curve(
-    graphs: Graphs, meshes: Iterable[Mesh], machine: Machine, network: Network
+    graphs: Graphs, meshes: Iterable[Mesh], machine: Machine, network: Network, shards: bool
 ) -> Iterator[Projection]:
     """Projections up to the first mesh with idle workers."""
     with suppress(TooManyWorkers):
         for mesh in meshes:
-            yield _project(graphs(mesh.size), mesh, machine, network)
+            yield _project(graphs(mesh.size), mesh, machine, network, shards)
 
 
 def read_machine(path: str | None) -> tuple[Machine, Network]:
@@ -161,7 +170,8 @@ def _graphs(target: str) -> Graphs:
 
 def _wanted(graph: Graph, arguments: Namespace, machine: Machine, network: Network) -> Projection:
     if arguments.mesh:
-        return _project(graph, parse_mesh(arguments.mesh), machine, network)
+        shards = arguments.parameters == "shard"
+        return _project(graph, parse_mesh(arguments.mesh), machine, network, shards)
     allowed = parse_bytes(arguments.budget) if arguments.budget else None
     return choose_mesh(graph, arguments.workers, _ends(graph), machine, network, allowed)
 
@@ -173,9 +183,10 @@ def _ends(graph: Graph) -> tuple[str, ...]:
     return tuple(name for op in forward for name in list(op.writes())[:1] if name not in read)
 
 
-def _project(graph: Graph, mesh: Mesh, machine: Machine, network: Network) -> Projection:
+def _project(graph: Graph, mesh: Mesh, machine: Machine, network: Network, shards: bool) -> Projection:
     tell_phase(f"projecting {mesh.size:,} workers")
-    return project(graph, mesh, seeds_for(graph, mesh), _ends(graph), machine, network)
+    seeds, ends = seeds_for(graph, mesh), _ends(graph)
+    return project(graph, mesh, seeds, ends, machine, network, shards_parameters=shards)
 
 
 def _as_json(found: Simulation) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 from stowplan.capture import Captured, capture
 from stowplan.cli.main import main
 from stowplan.errors import BadUse, BudgetTooSmall, TooManyWorkers
+from stowplan.ir import Kind
 from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.choice import choose_mesh, meshes_of
 from stowplan.plan.shards.curves import strong_scaling, weak_scaling
@@ -30,10 +31,13 @@ def unet() -> Captured:
     return capture(*NETS["unet"].build("tiny", device="meta", resolution=412))
 
 
-def projected(captured: Captured, mesh: str, network: Network = NETWORK) -> Projection:
+def projected(
+    captured: Captured, mesh: str, network: Network = NETWORK, *, shards_parameters: bool = False
+) -> Projection:
     graph, found = captured.graph, parse_mesh(mesh)
     ends = [op.outputs[0].tensor for op in graph.ops if op.type == "aten.nll_loss2d_forward.default"]
-    return project(graph, found, seeds_for(graph, found), ends, Machine(), network)
+    seeds = seeds_for(graph, found)
+    return project(graph, found, seeds, ends, Machine(), network, shards_parameters=shards_parameters)
 
 
 @pytest.mark.slow
@@ -51,8 +55,9 @@ def test_workers_wait_for_the_slowest_of_more_the_more_uneven_their_pace(unet: C
     even, uneven = Network(), Network(jitter_seconds=1e-3)
     assert projected(unet, "space=2", even).waiting_seconds == 0
     assert projected(unet, "space=1", uneven).waiting_seconds == 0
-    by_batch = projected(unet, "data=2", uneven).waiting_seconds
-    assert 0 < by_batch < projected(unet, "space=2", uneven).waiting_seconds
+    pair = capture(*NETS["unet"].build("tiny", device="meta", resolution=220, batch=2))
+    by_batch, by_space = (projected(pair, mesh, uneven).waiting_seconds for mesh in ("data=2", "space=2"))
+    assert 0 < by_batch < by_space
     more = projected(unet, "space=2", Network(jitter_seconds=4e-3))
     assert more.waiting_seconds == pytest.approx(2 * projected(unet, "space=2", uneven).waiting_seconds)
 
@@ -93,9 +98,24 @@ def test_a_mesh_of_many_workers_is_chosen_among_the_most_promising(unet: Capture
         projected(unet, "space=2x64")
 
 
-def test_an_axis_that_says_not_what_it_cuts_is_refused(unet: Captured) -> None:
-    with pytest.raises(BadUse, match="rows"):
-        seeds_for(unet.graph, parse_mesh("rows=2"))
+def test_sharded_parameters_take_less_memory_and_are_sent_in_place_of_sums(unet: Captured) -> None:
+    whole, divided = (projected(unet, "space=2x2", shards_parameters=shards) for shards in (False, True))
+    nbytes = sum(t.nbytes or 0 for t in unet.graph.tensors.values() if t.kind is Kind.PARAMETER)
+    assert whole.peak_bytes - 2 * nbytes < divided.peak_bytes < whole.peak_bytes - nbytes // 2
+    assert whole.summed_bytes - divided.summed_bytes == nbytes
+    assert 0.74 * 2 * nbytes < divided.sent_bytes - whole.sent_bytes <= 0.76 * 3 * nbytes
+    assert divided.network_seconds > whole.network_seconds
+
+
+def test_more_workers_than_samples_are_refused(unet: Captured) -> None:
+    with pytest.raises(TooManyWorkers, match="the axis data=128 cuts a dim of"):
+        projected(unet, "data=128,space=2")
+
+
+@pytest.mark.parametrize(("mesh", "why"), [("rows=2", "rows"), ("data=2,model=2", "no axis cuts heads")])
+def test_an_axis_that_says_not_what_it_cuts_is_refused(unet: Captured, mesh: str, why: str) -> None:
+    with pytest.raises(BadUse, match=why):
+        seeds_for(unet.graph, parse_mesh(mesh))
 
 
 @pytest.mark.slow
@@ -115,6 +135,11 @@ def test_simulate_from_the_command_line(
     assert four["compute_seconds"] == pytest.approx(sixteen["compute_seconds"], rel=0.1)  # dropout
     assert four["sent_bytes"] == sixteen["sent_bytes"]
     assert four["planner_bytes"] > 0
+    assert main([*words, "--parameters", "shard", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak_bytes"] < shown["peak_bytes"]
+    chosen = ["simulate", "simulated_step:step", "--workers", "2", "--parameters", "shard"]
+    assert main(chosen) == BadUse.exit_code
+    assert "not for a chosen division" in capsys.readouterr().err
     assert main(words) == 0
     assert "4 workers" in capsys.readouterr().out
     (tmp_path / "machine.toml").write_text("[network]\nspeed = 1\n")

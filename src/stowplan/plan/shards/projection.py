@@ -8,15 +8,19 @@ collective a worker waits for the slowest worker that takes part. Nothing is ass
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import ceil, log2, prod, sqrt
 from statistics import NormalDist
 from time import perf_counter
 
 from stowplan.analyse.facts import facts_of
+from stowplan.errors import TooManyWorkers
 from stowplan.ir import Graph, Op
+from stowplan.ops.table import shape_of
 from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.shards.buckets import buckets_of
 from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.parameter_shards import DividedParameters
 from stowplan.plan.shards.plan import RESIDENT, ShardPlan, outline_plan
 from stowplan.plan.shards.propagation import ShardingKind
 from stowplan.plan.shards.scale import MeshTraffic, mesh_traffic
@@ -66,31 +70,71 @@ class Projection:
 
 
 def project(
-    graph: Graph, mesh: Mesh, seeds: Seeds, ends: Sequence[str], machine: Machine, network: Network
+    graph: Graph,
+    mesh: Mesh,
+    seeds: Seeds,
+    ends: Sequence[str],
+    machine: Machine,
+    network: Network,
+    *,
+    shards_parameters: bool = False,
 ) -> Projection:
     """The step of `graph` on `mesh`; only workers on the axes and in the middle are worked out."""
     started = perf_counter()
+    _refuse_idle_workers(graph, mesh, seeds)
     plan = outline_plan(graph, mesh, seeds, ends)
-    return projection_of(plan, mesh_traffic(plan), machine, network, started)
+    divided = DividedParameters(graph, mesh.size) if shards_parameters else None
+    return projection_of(plan, mesh_traffic(plan), machine, network, started, divided)
+
+
+def _refuse_idle_workers(graph: Graph, mesh: Mesh, seeds: Seeds) -> None:
+    """Every worker has a part of every input that is cut."""
+    for name, dims in seeds.items():
+        shape = shape_of(graph.tensors[name])
+        for axis, dim in zip(mesh.axes, dims, strict=True):
+            if dim is not None and any(low == high for low, high in pairwise(axis.bounds(shape[dim]))):
+                raise TooManyWorkers(
+                    f"some of {mesh.size} workers on mesh {mesh} have nothing of {name!r}: the axis"
+                    f" {axis.name}={axis.size} cuts a dim of {shape[dim]}; give it fewer workers"
+                )
 
 
 def projection_of(
-    plan: ShardPlan, traffic: MeshTraffic, machine: Machine, network: Network, started: float
+    plan: ShardPlan,
+    traffic: MeshTraffic,
+    machine: Machine,
+    network: Network,
+    started: float,
+    divided: DividedParameters | None = None,
 ) -> Projection:
-    """The projection of a plan; `started` is when its planning began."""
+    """The projection of a plan; `started` is when its planning began.
+
+    With `divided` parameters, gradients are sent and not handed to sums.
+    """
     graph, mesh = plan.graph, plan.mesh
     summed, sums = summed_by(plan, 0)
+    parts = [local_graph(plan, worker) for worker in {0, mesh.middle}]
+    if divided is None:
+        waits = sums - len(buckets_of(graph)) + 1  # buckets are summed meanwhile, and waited for once
+        peak = max(facts_of(part).peak.bytes for part in parts)
+    else:
+        own = divided.traffic()
+        summed, sums = summed - trained_bytes(plan), sums - len(buckets_of(graph))
+        waits = sums + own.collectives
+        messages = own.collectives * (mesh.size - 1)
+        traffic = MeshTraffic(traffic.sent_bytes + own.sent_bytes, traffic.messages + messages)
+        peak = max(map(divided.peak_bytes, parts))
     whole = price_by_roofline(graph, machine).seconds
-    messages = network.latency_seconds * traffic.messages + traffic.sent_bytes / network.bytes_per_second
+    seconds = network.latency_seconds * traffic.messages + traffic.sent_bytes / network.bytes_per_second
     compute = slowest_seconds(plan, whole, machine) * network.workers_per_core
     return Projection(
         mesh,
         compute_seconds=compute,
-        network_seconds=float(messages.max()) + _sum_seconds(mesh.size, summed, sums, network),
-        waiting_seconds=_waiting_seconds(plan, compute, sums, network),
+        network_seconds=float(seconds.max()) + _sum_seconds(mesh.size, summed, sums, network),
+        waiting_seconds=_waiting_seconds(plan, compute, waits, network),
         sent_bytes=int(traffic.sent_bytes.max()),
         summed_bytes=summed,
-        peak_bytes=max(facts_of(local_graph(plan, worker)).peak.bytes for worker in {0, mesh.middle}),
+        peak_bytes=peak,
         planning_seconds=perf_counter() - started,
         planner_bytes=_resident_peak_bytes(),
         gathered=plan.gathered,
@@ -177,13 +221,12 @@ def _share_done(plan: ShardPlan, level: Level) -> float:
     return rect.volume / max(1, prod(plan.layouts[name].cells.sizes))
 
 
-def _waiting_seconds(plan: ShardPlan, compute: float, sums: int, network: Network) -> float:
+def _waiting_seconds(plan: ShardPlan, compute: float, waits: int, network: Network) -> float:
     """Compute time between two collectives differs from worker to worker; all wait for the slowest."""
     exchanges = sum(1 + (name in plan.differentiated) for name in plan.exchanged)
-    waited = sums - len(buckets_of(plan.graph)) + 1  # buckets are summed meanwhile, and waited for once
     neighbours = min(plan.mesh.size, 1 + 2 * sum(axis.size > 1 for axis in plan.mesh.axes))
-    slowest = exchanges * expected_most(neighbours) + waited * expected_most(plan.mesh.size)
-    return slowest * sqrt(network.jitter_seconds * compute / (exchanges + waited))
+    slowest = exchanges * expected_most(neighbours) + waits * expected_most(plan.mesh.size)
+    return slowest * sqrt(network.jitter_seconds * compute / (exchanges + waits))
 
 
 def expected_most(count: int) -> float:

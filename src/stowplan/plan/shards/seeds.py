@@ -17,7 +17,9 @@ def seeds_for(graph: Graph, mesh: Mesh) -> Mapping[str, tuple[int | None, ...]]:
     """By input, the dim that each axis cuts; None where it has no such dim."""
     if unknown := [axis.name for axis in mesh.axes if axis.name not in NAMES]:
         raise BadUse(
-            f"mesh axis {unknown[0]!r} says not what it cuts; name it {', '.join(NAMES)}, or give dims"
+            f"mesh axis {unknown[0]!r} says not what it cuts; name it {', '.join(NAMES)}, or give dims. These"
+            ' cut inputs: no axis cuts heads or hidden width (tensor parallel). parameters="shard" divides'
+            " parameters by rows"
         )
     inputs = {n: shape_of(t) for n, t in graph.tensors.items() if t.kind is Kind.INPUT}
     places = max((len(shape) - 2 for shape in inputs.values()), default=0)
