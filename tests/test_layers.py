@@ -1,6 +1,7 @@
 """Imports point one way, and torch stays at the edges."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
+_DEFINED = re.compile(r'library\.(?:custom_op|define)\(\s*"(stowplan::\w+)"')
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 TORCH_PARTS = ("torch_private", "demo", "capture", "run", "integrations")
 
@@ -122,6 +124,14 @@ def test_the_check_itself_allows_a_right_import(module: str, imported: str) -> N
 
 
 @pytest.mark.slow
+def test_no_two_modules_define_one_op() -> None:
+    """PyTorch would take the later definition for both."""
+    texts = (path.read_text() for path in SOURCE.rglob("*.py"))
+    defined = [name for text in texts for name in _DEFINED.findall(text)]
+    assert "stowplan::gather_parameters" in defined
+    assert len(set(defined)) == len(defined)
+
+
 def test_tests_share_through_support_alone() -> None:
     """Benchmarks and examples import from `tests.support`, never the other way round."""
     wrong = [

@@ -16,8 +16,8 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.results import Study
 from stowplan import fit, plans_of, shards_of
 from stowplan.errors import BudgetTooSmall
+from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.run.measure.measure import measure
-from stowplan.run.shards.parameters import sent_bytes_of
 from tests.support.nets import NETS
 from tests.support.nets.net import Example
 from tests.support.workers.processes import on_workers
@@ -27,6 +27,14 @@ SIZES = {
     "gpt2": {"vocabulary": 50257, "context": 1024, "dim": 768, "layers": 12, "heads": 12},
     "gpt": {"vocabulary": 8192, "context": 64, "dim": 256, "layers": 6, "heads": 8},
 }
+EXACT = (
+    ("gpt", "data=2"),
+    ("gpt", "data=4"),
+    ("gpt", "data=2,sequence=2"),
+    ("llama", "data=2,sequence=2"),
+    ("llama", "sequence=4"),
+    ("resnet50", "data=2,space=2"),
+)
 _MOVES = 300
 _PATIENCE_SECONDS = 3600.0  # a large model on a busy machine
 
@@ -93,7 +101,7 @@ def _stowplan(example: Example, budget: int | str) -> Method:
     fitted = fit(model, args, budget=budget, optimizer=optimizer, **how)  # type: ignore[arg-type]
     shares, _ = shards_of(fitted).share(*args)
     (plan,) = plans_of(fitted)
-    sent = sent_bytes_of(fitted.__dict__["_fitting"].planned)
+    sent = shards_of(fitted).sent_bytes(fitted.__dict__["_fitting"].planned)
     note = f"budget {plan.allowed_bytes:,}, projected {plan.projected_peak_bytes:,}; {sent:,} bytes sent"
     return Method("stowplan", lambda: _loop(fitted, shares, optimizer), model, optimizer, note)
 
@@ -119,10 +127,14 @@ def compare(name: str, batch: int, sequence: int, share: float, rounds: int, fsd
     return [alone, *_taken(methods, rounds)]
 
 
-def exact() -> tuple[Trained, Trained]:
+def exact(net: str, mesh: str) -> tuple[Trained, Trained]:
     """Five iterations with dropout, AdamW and clipping, in a roomy budget and in one that gathers again."""
-    roomy = Training("1GiB").run(5)
-    return roomy, Training(int(0.8 * roomy.projected_bytes)).run(5)
+    roomy = Training("1GiB", net=net, mesh=mesh).run(5)
+    try:
+        tight = Training(int(0.8 * roomy.projected_bytes), net=net, mesh=mesh)
+    except BudgetTooSmall as refusal:
+        tight = Training(refusal.minimum_bytes, net=net, mesh=mesh)
+    return roomy, tight.run(5)
 
 
 def _taken(methods: Sequence[Method], rounds: int) -> list[Taken]:
@@ -151,14 +163,15 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--share", type=float, default=0.35, help="budget of a worker, of one process's peak")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--exact", action="store_true", help="instead, a tiny GPT in float64")
+    parser.add_argument("--exact", action="store_true", help="instead, tiny models in float64")
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 too, in the same rounds")
     given = parser.parse_args(argv)
     if given.exact:
-        for rank, (roomy, tight) in enumerate(on_workers(given.workers, exact)):
-            print(f"worker {rank}: {roomy}\nworker {rank}: {tight}")
-            assert roomy.is_right, roomy
-            assert tight.is_right, tight
+        for net, mesh in EXACT:
+            for rank, (roomy, tight) in enumerate(on_workers(parse_mesh(mesh).size, exact, net, mesh)):
+                print(f"{net} on {mesh}, worker {rank}: {roomy}\n  {tight}", flush=True)
+                assert roomy.is_right, roomy
+                assert tight.is_right, tight
         return
     asked = given.model, given.batch, given.sequence, given.share, given.rounds, given.fsdp
     found = on_workers(given.workers, compare, *asked, patience=_PATIENCE_SECONDS)

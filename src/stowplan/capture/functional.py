@@ -14,7 +14,7 @@ import torch
 
 from stowplan.capture.answers import Answer
 from stowplan.capture.origins import Origin
-from stowplan.capture.program import Argument, Call, Program, Ref, attributes_of, inputs_of
+from stowplan.capture.program import Call, Program, Ref, attributes_of, inputs_of, reading
 from stowplan.capture.recording import Recording
 from stowplan.capture.schema import draws
 from stowplan.capture.storage_views import StorageView, contiguous_stride
@@ -102,7 +102,7 @@ def with_updates(functional: FunctionalStep) -> FunctionalStep:
     for position in range(-1, len(functional.calls)):
         if position >= 0:
             call = functional.calls[position]
-            calls.append(replace(call, call=_renamed(call.call, renamed)))
+            calls.append(replace(call, call=reading(call.call, renamed)))
             for view, read in _views(functional, call.call):
                 values[view] = replace(values[view], root=values[renamed.get(read, read)].root)
         for buffer in due.get(position, ()):
@@ -147,22 +147,6 @@ def _positions(functional: FunctionalStep) -> dict[int, list[str]]:
     for buffer, position in latest.items():
         due.setdefault(position, []).append(buffer)
     return due
-
-
-def _renamed(call: Call, names: dict[str, str]) -> Call:
-    if not names:
-        return call
-    args = tuple(_renamed_argument(value, names) for value in call.args)
-    kwargs = {name: _renamed_argument(value, names) for name, value in call.kwargs.items()}
-    return replace(call, args=args, kwargs=kwargs)
-
-
-def _renamed_argument(value: Argument, names: dict[str, str]) -> Argument:
-    if isinstance(value, Ref):
-        return Ref(names.get(value.tensor, value.tensor))
-    if isinstance(value, tuple):
-        return tuple(_renamed_argument(item, names) for item in value)
-    return value
 
 
 UPDATE_BUFFER = "stowplan.update_buffer"

@@ -152,6 +152,23 @@ def inputs_of(call: Call) -> Iterator[str]:
                 yield leaf.tensor
 
 
+def reading(call: Call, names: Mapping[str, str]) -> Call:
+    """The call with other tensors in place of some that it reads."""
+    if not names:
+        return call
+    args = tuple(_reading(value, names) for value in call.args)
+    kwargs = {name: _reading(value, names) for name, value in call.kwargs.items()}
+    return replace(call, args=args, kwargs=kwargs)
+
+
+def _reading(value: Argument, names: Mapping[str, str]) -> Argument:
+    if isinstance(value, Ref):
+        return Ref(names.get(value.tensor, value.tensor))
+    if isinstance(value, tuple):
+        return tuple(_reading(item, names) for item in value)
+    return value
+
+
 def attributes_of(call: Call) -> dict[str, Attribute]:
     """The arguments that are not tensors, by the schema's names, with defaults filled in.
 

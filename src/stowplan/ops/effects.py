@@ -64,9 +64,10 @@ def updates_parameters(_: Site) -> Effect:
 
 @effect_of.entry(
     *(f"stowplan.{name}.default" for name in ("exchange", "exchange_back", "total", "norm", "norm_back")),
+    "stowplan.scatter_sum_in_order.default",
     *(
         f"stowplan.{name}.default"
-        for name in ("first_token", "bring", "begin_sums", "end_sums", "scatter_sum")
+        for name in ("first_token", "bring", "begin_sums", "end_sums", "scatter_sum", "gather_in_order")
     ),
 )
 def involves_other_workers(_: Site) -> Effect:

@@ -160,7 +160,7 @@ def fit(
     convolutional net in another way than its inputs. `mesh=4` chooses the fastest division over 4 workers
     that fits the budget on each; `choices_of(fitted)` lists the options.
 
-    `parameters="shard"` on a mesh of one data axis ("data=4") leaves each worker its rows of every parameter,
+    `parameters="shard"` on a mesh ("data=4") leaves each worker its rows of every parameter,
     gradient and optimizer state. The parameters of `model` stay the same objects and hold these rows, so an
     optimizer may be made before or after `fit`. The plan gathers whole parameters where they are read, and
     decides under the budget which to keep for backward and which to gather again; gradients are summed and

@@ -1,4 +1,7 @@
-"""Sharded parameters on real processes: exact, within the budget, and every planted fault is seen."""
+"""Sharded parameters on real processes: exact, within the budget, and every planted fault is seen.
+
+Workers that share samples evenly have one plan. On other meshes each worker has a plan of its own.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from stowplan import fit
+from stowplan.capture import capture
 from stowplan.errors import BadUse
+from stowplan.plan.shards.parameter_shards import DividedParameters
 from stowplan.run.iteration.iteration import Iteration
 from stowplan.run.shards.gather import Gather
 from tests.support.workers.compared import example_of
@@ -28,6 +33,7 @@ class Findings:
 
     roomy: Trained
     tight: Trained
+    uneven: Trained  # two samples on one worker, one on the other
     faults: dict[str, float]
     refusals: dict[str, str]
     saved: list[Any]  # whole parameters, as numbers
@@ -64,17 +70,31 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 
 def look(folder: Path) -> Findings:
     roomy = Training("1GiB")
-    right, faults = roomy.run(5), {}
+    right = roomy.run(5)
     roomy.checkpoints(folder).save(5)
     saved = roomy.values()
-    for name, (owner, method, fault) in FAULTS.items():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(roomy.iteration if owner is Iteration else owner, method, fault)
-            faults[name] = roomy.run(2).far
+    faults = dict(_faults(roomy))
     roomy.checkpoints(folder).resume()
     resumed = all(map(torch.equal, roomy.values(), saved))
     tight = Training(int(0.75 * right.projected_bytes)).run(2)
-    return Findings(right, tight, faults, dict(_refusals(roomy)), [each.tolist() for each in saved], resumed)
+    uneven = Training("1GiB", batch=3).run(2)
+    refusals, values = dict(_refusals(roomy)), [each.tolist() for each in saved]
+    return Findings(right, tight, uneven, faults, refusals, values, resumed)
+
+
+def _faults(training: Training) -> Iterator[tuple[str, float]]:
+    """How far each of the faults leads."""
+    for name, (owner, method, fault) in FAULTS.items():
+        _first_seen.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(training.iteration if owner is Iteration else owner, method, fault)
+            yield name, training.run(2).far
+
+
+def look_along_the_sequence() -> tuple[Trained, dict[str, float]]:
+    """A Llama in a budget that gathers again, and the faults in it."""
+    llama = Training("500KiB", net="llama", mesh="data=2,sequence=2")
+    return llama.run(5), dict(_faults(llama))
 
 
 def _refusals(sharded: Training) -> Iterator[tuple[str, str]]:
@@ -83,7 +103,6 @@ def _refusals(sharded: Training) -> Iterator[tuple[str, str]]:
     shapes = [parameter.shape for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters())
     settings: dict[str, dict[str, Any]] = {
-        "another axis": {"mesh": "sequence=2"},
         "an optimizer of whole parameters": {
             "mesh": "data=2",
             "parameters": "replicate",
@@ -91,12 +110,10 @@ def _refusals(sharded: Training) -> Iterator[tuple[str, str]]:
         },
         "a number of workers": {"mesh": 2},
         "no such choice": {"mesh": "data=2", "parameters": "halve"},
-        "an odd batch": {"mesh": "data=2"},
     }
     for name, given in settings.items():
-        batch = tuple(each[:3] for each in args) if name == "an odd batch" else args
         with pytest.raises(BadUse) as refusal:
-            fit(model, batch, budget="1GiB", **{"parameters": "shard", **given})
+            fit(model, args, budget="1GiB", **{"parameters": "shard", **given})
         assert [parameter.shape for parameter in model.parameters()] == shapes
         yield name, str(refusal.value)
     with pytest.raises(BadUse) as refusal:
@@ -118,6 +135,24 @@ def test_training_on_shards_is_training_in_one_process(two: list[Findings]) -> N
     for found in two:
         assert found.roomy.is_right, found.roomy
         assert found.roomy.recomputed == 0
+
+
+def test_bytes_sent_are_those_that_simulate_projects(two: list[Findings]) -> None:
+    divided = DividedParameters(capture(*example_of("gpt", batch=4)).graph, 2)
+    assert [found.roomy.sent_bytes[0] for found in two] == divided.traffic(again=False).sent_bytes.tolist()
+    assert [found.tight.sent_bytes[0] for found in two] <= divided.traffic().sent_bytes.tolist()
+
+
+def test_workers_with_unequal_shares_have_plans_of_their_own(two: list[Findings]) -> None:
+    for found in two:
+        assert found.uneven.is_right, found.uneven
+
+
+def test_parameters_are_sharded_over_all_workers_of_other_axes_too() -> None:
+    for found, faults in on_workers(4, look_along_the_sequence):
+        assert found.is_right, found
+        assert found.recomputed > 0
+        assert all(far > 1e-6 for far in faults.values()), faults
 
 
 def test_a_smaller_budget_gathers_again_and_holds_on_every_worker(two: list[Findings]) -> None:
@@ -145,11 +180,9 @@ def test_a_checkpoint_of_shards_is_resumed_and_loads_as_whole(two: list[Findings
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("another axis", "one data axis"),
         ("an optimizer of whole parameters", 'parameters="shard"'),
         ("a number of workers", "not for a chosen division"),
         ("no such choice", "replicate, shard, choose"),
-        ("an odd batch", "pad them"),
         ("the model itself", "are shards since fit"),
     ],
 )

@@ -102,17 +102,17 @@ def compare(cell: Cell, chosen: Chosen | None = None, **settings: Any) -> Outcom
 
 
 def example_of(net: str, **settings: Any) -> Example:
-    """A small one, in float64, with dropout behind the activations of nets that have none."""
+    """A small one, in float64, with dropout behind the activations or RMS norms of nets that have none."""
     model, args = NETS[net].build("tiny", dtype=torch.float64, **{**_SETTINGS.get(net, {}), **settings})
     if not any(isinstance(module, nn.Dropout) for module in model.modules()):
-        _drop_behind_activations(model)
+        _add_dropout(model)
     return Example(model, args)
 
 
-def _drop_behind_activations(model: nn.Module) -> None:
+def _add_dropout(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if isinstance(child, nn.ReLU | nn.LeakyReLU | nn.GELU):
+            if isinstance(child, nn.ReLU | nn.LeakyReLU | nn.GELU | nn.RMSNorm):
                 setattr(parent, name, nn.Sequential(child, nn.Dropout(0.1)))
 
 

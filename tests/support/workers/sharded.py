@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stowplan import fit, shards_of
-from stowplan.plan.plan import RecomputeOp
+from stowplan.plan.plan import Compute, RecomputeOp, Step
 from stowplan.run.iteration.iteration import Iteration
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.subject import PlannedStep
 from stowplan.run.shards.checkpoints import Checkpoints
-from stowplan.run.shards.parameters import sent_bytes_of
 from tests.support.workers.compared import distance, example_of
 
 CLIP = 0.5
@@ -60,11 +59,14 @@ def iterate(
 class Training:
     """AdamW with clipping and dropout, on all workers and in this process alone, from the same parameters."""
 
-    def __init__(self, budget: int | str, **options: Any) -> None:
-        self.model, self.args = example_of("gpt", batch=4)
+    def __init__(
+        self, budget: int | str, *, net: str = "gpt", batch: int = 4, mesh: str = "", **options: Any
+    ) -> None:
+        """Without `mesh`, samples are divided over all workers."""
+        self.model, self.args = example_of(net, batch=batch)
         self._first = copy.deepcopy(self.model)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        mesh = f"data={dist.get_world_size()}"
+        mesh = mesh or f"data={dist.get_world_size()}"
         how = {"mesh": mesh, "parameters": "shard", "moves": 100, "optimizer": self._optimizer}
         self.fitted = fit(self.model, self.args, budget=budget, **{**how, "clip_norm": CLIP, **options})
 
@@ -111,9 +113,15 @@ class Training:
             planned.plan.allowed_bytes + sharded.remembered_bytes,
             peak,
             planned.plan.projected_peak_bytes,
-            (sharded.workers.sent_bytes, sent_bytes_of(planned)),
-            sum(isinstance(step, RecomputeOp) and "gather" in step.op for step in steps),
+            (sharded.workers.sent_bytes, sharded.sent_bytes(planned)),
+            sum(_repeats_a_gather(step) for step in steps),
         )
+
+
+def _repeats_a_gather(step: Step) -> bool:
+    if isinstance(step, RecomputeOp):
+        return "gather" in step.op
+    return isinstance(step, Compute) and "gather" in step.op and step.op.endswith("_again")
 
 
 def _values(model: nn.Module) -> list[Tensor]:

@@ -52,6 +52,16 @@ class ShardPlan:
         return {sharding.op.id: sharding.gathered for sharding in self.shardings if sharding.gathered}
 
     @property
+    def is_alike(self) -> bool:
+        """Whether all workers do the same on equal parts: they share the samples evenly, and nothing else."""
+        axes = self.mesh.axes
+        return [(axis.name, axis.weights) for axis in axes] == [("data", ())] and not any(
+            layout.cells.sizes[cell] % self.mesh.size
+            for layout in self.layouts.values()
+            for cell in layout.cut_cells
+        )
+
+    @property
     def made_in_order(self) -> Sequence[str]:
         """The first output of every op."""
         return [sharding.op.outputs[0].tensor for sharding in self.shardings if sharding.op.outputs]

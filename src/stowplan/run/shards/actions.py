@@ -12,12 +12,13 @@ from stowplan.run.parts.kernels import run_local
 from stowplan.run.parts.losses import TiledLoss
 from stowplan.run.parts.part import Index, LocalCall
 from stowplan.run.shards.attention import causal_part, is_causal_part
-from stowplan.run.shards.functions import Bucketed, Gathered
+from stowplan.run.shards.functions import Bucketed, Gathered, GatheredInOrder
 from stowplan.run.shards.operator import Collective, bucket_placeholder, exchange, norm, quotient, total
 from stowplan.run.shards.take import Blank, Take
 
 _bucketed: Any = Bucketed.apply
 _gathered: Any = Gathered.apply
+_gathered_in_order: Any = GatheredInOrder.apply
 
 
 @dataclass(slots=True)
@@ -56,16 +57,24 @@ class EnterBucket:
 
 @dataclass(frozen=True, slots=True)
 class GatherParameters:
-    """Makes whole parameters of their shards, before an op that reads one of them."""
+    """Makes whole parameters of their shards, before an op that reads one of them.
+
+    Between workers that have plans of their own, gathers are `in_order` with all other messages.
+    """
 
     parameters: tuple[str, ...]
     collective: Collective
+    in_order: bool
 
     def touches(self) -> Iterable[str]:
         return self.parameters
 
     def run(self, values: Values) -> None:
-        wholes = _gathered(self.collective, *(values.given[name] for name in self.parameters))
+        shards = [values.given[name] for name in self.parameters]
+        if self.in_order:
+            *wholes, values.token = _gathered_in_order(self.collective, values.token, *shards)
+        else:
+            wholes = _gathered(self.collective, *shards)
         values.parts.update(zip(self.parameters, wholes, strict=True))
 
 

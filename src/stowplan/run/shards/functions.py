@@ -157,8 +157,29 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, collective: Collective, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.collective = collective
-        return tuple(torch.ops.stowplan.gather(shards, collective.key))
+        return tuple(torch.ops.stowplan.gather_parameters(shards, collective.key))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return None, *torch.ops.stowplan.scatter_sum(gradients, ctx.collective.key)
+
+
+class GatheredInOrder(torch.autograd.Function):
+    """The same with the token, which comes last."""
+
+    @staticmethod
+    def forward(ctx: Any, collective: Collective, token: Tensor, *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.collective = collective
+        ctx.is_trained = any(shard.requires_grad for shard in shards)
+        *wholes, token = torch.ops.stowplan.gather_in_order(shards, token, collective.key)
+        if not ctx.is_trained:
+            ctx.mark_non_differentiable(*wholes)
+        return *wholes, token
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        *wholes, token = gradients
+        if not ctx.is_trained:
+            return None, token, *(None for _ in wholes)
+        *shards, token = torch.ops.stowplan.scatter_sum_in_order(wholes, token, ctx.collective.key)
+        return None, token, *shards

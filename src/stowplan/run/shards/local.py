@@ -49,8 +49,8 @@ class LocalStep:
         buckets: Sequence[EnterBucket],
         parameters: ParameterShards | None = None,
     ) -> None:
-        self._parameters = parameters
-        gathers = parameters.gathers() if parameters else ()
+        self._parameters, self._in_order = parameters, not plan.is_alike
+        gathers = parameters.gathers(in_order=self._in_order) if parameters else ()
         self._buckets: list[EnterBucket | GatherParameters] = [*buckets, *gathers]  # that no op has read from
         self._read_at: dict[str, int] = {}  # by gathered parameter, the level that read it last
         self._calls, self._graph = captured.program.calls, captured.graph
@@ -86,7 +86,7 @@ class LocalStep:
         for name in dict.fromkeys(level.sharding.op.reads()):
             if self._described(name).kind is Kind.PARAMETER:
                 if number - self._read_at.get(name, number) > len(self._shard.levels) // 2:
-                    yield self._parameters.gather((name,))
+                    yield self._parameters.gather((name,), in_order=self._in_order)
                 self._read_at[name] = number
 
     def _bring_for(self, level: Level) -> Iterator[EnterBucket | GatherParameters]:

@@ -124,9 +124,9 @@ def _end_sums(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
 
 
 @torch.library.custom_op(
-    "stowplan::gather", mutates_args=(), schema="(Tensor[] shards, str name) -> Tensor[]"
+    "stowplan::gather_parameters", mutates_args=(), schema="(Tensor[] shards, str name) -> Tensor[]"
 )
-def gather(shards: list[Tensor], name: str) -> list[Tensor]:
+def _gather_parameters(shards: list[Tensor], name: str) -> list[Tensor]:
     """Whole parameters from the shards of all workers. A plan may gather them again for backward."""
     return collective_of(name).of_kind(Gather).forward(shards)
 
@@ -134,9 +134,28 @@ def gather(shards: list[Tensor], name: str) -> list[Tensor]:
 @torch.library.custom_op(
     "stowplan::scatter_sum", mutates_args=(), schema="(Tensor[] gradients, str name) -> Tensor[]"
 )
-def scatter_sum(gradients: list[Tensor], name: str) -> list[Tensor]:
+def _scatter_sum(gradients: list[Tensor], name: str) -> list[Tensor]:
     """This worker's shards of gradients that are summed over all workers."""
     return collective_of(name).of_kind(Gather).backward(gradients)
+
+
+@torch.library.custom_op(
+    "stowplan::gather_in_order",
+    mutates_args=(),
+    schema="(Tensor[] shards, Tensor token, str name) -> Tensor[]",
+)
+def _gather_in_order(shards: list[Tensor], token: Tensor, name: str) -> list[Tensor]:
+    """The same between workers that have plans of their own, and the next token."""
+    return [*collective_of(name).of_kind(Gather).forward(shards), token.clone()]
+
+
+@torch.library.custom_op(
+    "stowplan::scatter_sum_in_order",
+    mutates_args=(),
+    schema="(Tensor[] gradients, Tensor token, str name) -> Tensor[]",
+)
+def _scatter_sum_in_order(gradients: list[Tensor], token: Tensor, name: str) -> list[Tensor]:
+    return [*collective_of(name).of_kind(Gather).backward(gradients), token.clone()]
 
 
 @torch.library.custom_op("stowplan::quotient", mutates_args=())
@@ -218,16 +237,28 @@ def _(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
     return [flat.new_empty(shape) for shape in collective_of(name).of_kind(Bucket).shapes]
 
 
-@gather.register_fake
+@_gather_parameters.register_fake
 def _(shards: list[Tensor], name: str) -> list[Tensor]:
     pairs = zip(shards, collective_of(name).of_kind(Gather).rows, strict=True)
     return [shard.new_empty(rows.shape) for shard, rows in pairs]
 
 
-@scatter_sum.register_fake
+@_scatter_sum.register_fake
 def _(gradients: list[Tensor], name: str) -> list[Tensor]:
     pairs = zip(gradients, collective_of(name).of_kind(Gather).rows, strict=True)
     return [gradient.new_empty(rows.of_shard) for gradient, rows in pairs]
+
+
+@_gather_in_order.register_fake
+def _(shards: list[Tensor], token: Tensor, name: str) -> list[Tensor]:
+    pairs = zip(shards, collective_of(name).of_kind(Gather).rows, strict=True)
+    return [*(shard.new_empty(rows.shape) for shard, rows in pairs), torch.empty_like(token)]
+
+
+@_scatter_sum_in_order.register_fake
+def _(gradients: list[Tensor], token: Tensor, name: str) -> list[Tensor]:
+    pairs = zip(gradients, collective_of(name).of_kind(Gather).rows, strict=True)
+    return [*(gradient.new_empty(rows.of_shard) for gradient, rows in pairs), torch.empty_like(token)]
 
 
 @quotient.register_fake

@@ -1,7 +1,8 @@
-"""Sharded parameters: each worker of a data axis has its rows of every parameter, and of its state.
+"""Sharded parameters: each worker of a mesh has its rows of every parameter, and of its state.
 
 The parameters of the model stay the same objects, so that an optimizer keeps them; they hold the worker's
-rows in place of the whole. The step gathers the whole again where an op reads it.
+rows in place of the whole. The step gathers the whole again where an op reads it. Rows are divided over all
+workers, whatever their axes: each has a part of the gradient, so a sum over all of them is due anyway.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,12 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stowplan.capture import Captured
-from stowplan.errors import BadUse
 from stowplan.ops.table import shape_of
 from stowplan.plan.plan import Compute, RecomputeOp
-from stowplan.plan.shards.buckets import buckets_of
+from stowplan.plan.shards.parameter_shards import gather_groups
 from stowplan.plan.shards.projection import Network
-from stowplan.plan.shards.propagation import forward_ops
 from stowplan.run.cost.probe_cache import Cost
 from stowplan.run.cost.probe_call import PROBES, probed_cost
 from stowplan.run.cost.signature import Signature
@@ -28,25 +27,13 @@ from stowplan.run.planning.subject import PlannedStep
 from stowplan.run.shards.actions import GatherParameters
 from stowplan.run.shards.gather import Gather, Rows
 from stowplan.run.shards.operator import Collective
+from stowplan.run.shards.second_gathers import GATHER_IN_ORDER, SCATTER_SUM_IN_ORDER
 from stowplan.run.shards.workers import Workers
 
-GATHER, SCATTER_SUM = "stowplan.gather.default", "stowplan.scatter_sum.default"
-_KINDS = (GATHER, SCATTER_SUM)
+_GATHERS = ("stowplan.gather_parameters.default", GATHER_IN_ORDER)
+_SUMS = ("stowplan.scatter_sum.default", SCATTER_SUM_IN_ORDER)
 
-_MOST_BYTES = 4 * 2**20  # of parameters that are gathered together: a plan keeps or drops them together
-_LEAST_BYTES = 2**14
-_GROUPS = 16  # of a small model as well
 _PROBED_BYTES = 2**20
-
-
-def refuse_other_axes(workers: Workers) -> None:
-    """Rows are divided along one data axis."""
-    axes = workers.mesh.axes
-    if len(axes) != 1 or axes[0].name != "data" or axes[0].weights:
-        raise BadUse(
-            f'parameters="shard" is for a mesh of one data axis with equal shares, such as data=4, not for'
-            f' {workers.mesh}: give parameters="replicate", or that part of the mesh to fully_shard(fit(...))'
-        )
 
 
 @dataclass(slots=True)
@@ -61,7 +48,6 @@ class ParameterShards:
     """The parameters that a captured step reads, divided over the workers of a mesh."""
 
     def __init__(self, model: nn.Module, captured: Captured, workers: Workers) -> None:
-        refuse_other_axes(workers)
         self._workers, self._captured = workers, captured
         self.is_divided = False
         self._divided = {
@@ -84,30 +70,20 @@ class ParameterShards:
         latency, filled = (max(times) / peers for times in zip(*found, strict=True))
         self._network = Network(latency, _PROBED_BYTES / max(1e-9, filled - latency))
 
-    def gathers(self) -> tuple[GatherParameters, ...]:
+    def gathers(self, *, in_order: bool) -> tuple[GatherParameters, ...]:
         """What is gathered together, in the order of first uses."""
         graph, program = self._captured.graph, self._captured.program
-        total = sum(graph.tensors[name].nbytes or 0 for name in self._divided)
-        most_bytes = min(_MOST_BYTES, max(_LEAST_BYTES, total // _GROUPS))
-        used: dict[str, int] = {}
-        for number, op in enumerate(forward_ops(graph)):
-            for name in op.reads():
-                used.setdefault(name, number)
-        trained = [name for name in self._divided if name in program.gradients and name in used]
-        frozen = [name for name in self._divided if name not in program.gradients and name in used]
-        groups = [
-            group for names in (trained, frozen) for group in buckets_of(graph, names, most_bytes=most_bytes)
-        ]
-        ordered = sorted(groups, key=lambda group: min(used[name] for name in group))
-        return tuple(self.gather(names) for names in ordered)
+        groups = gather_groups(graph, self._divided, program.gradients)
+        return tuple(self.gather(names, in_order=in_order) for names in groups)
 
-    def gather(self, names: tuple[str, ...]) -> GatherParameters:
+    def gather(self, names: tuple[str, ...], *, in_order: bool) -> GatherParameters:
         """A gather of these parameters."""
         rows = tuple(self._divided[name].rows for name in names)
         price = self._network.latency_seconds, self._network.bytes_per_second
         operation = Gather(self._workers, rows, *price)
         spelled = ", ".join("x".join(map(str, each.shape)) or "scalar" for each in rows)
-        return GatherParameters(names, Collective(f"{self._workers.mesh}: {spelled}", operation))
+        collective = Collective(f"{self._workers.mesh}: {spelled}", operation)
+        return GatherParameters(names, collective, in_order)
 
     def divide(self, optimizer: Optimizer | None) -> Callable[[], None]:
         """Leave this worker its rows of parameters and of their state; the result takes it back."""
@@ -158,23 +134,25 @@ class ParameterShards:
             self.is_divided = True
 
 
-def sent_bytes_of(planned: PlannedStep) -> int:
-    """The bytes that this worker sends for the gathers and sums of a planned step."""
+def gathered_bytes(planned: PlannedStep) -> int:
+    """The bytes that this worker sends for the gathers and sums of parameters in a planned step."""
     calls = planned.captured.program.calls
     items = {op.id: op.outputs[0].tensor for op in planned.captured.graph.ops if op.outputs}
     total = 0
     for step in planned.plan.steps:
-        if isinstance(step, Compute | RecomputeOp) and (kind := str(calls[step.op].target)) in _KINDS:
+        if isinstance(step, Compute | RecomputeOp) and (kind := str(calls[step.op].target)) in (
+            *_GATHERS,
+            *_SUMS,
+        ):
             dtype = planned.captured.graph.tensors[items[step.op]].dtype
             assert dtype is not None
             operation = _operation_of(calls[step.op].args)
-            total += operation.sent_elements(is_backward=kind == SCATTER_SUM) * dtype.itemsize
+            total += operation.sent_elements(is_backward=kind in _SUMS) * dtype.itemsize
     return total
 
 
 def _operation_of(args: tuple[Any, ...]) -> Gather:
-    collective = args[1]
-    assert isinstance(collective, Collective)
+    (collective,) = (arg for arg in args if isinstance(arg, Collective))
     return collective.of_kind(Gather)
 
 
@@ -208,10 +186,10 @@ def _resetting(parameter: nn.Parameter, whole: Tensor) -> Callable[[], None]:
 def _probed(signature: Signature, device: torch.device) -> Cost | None:
     """What this worker does itself, and the messages."""
     own = probed_cost(signature, device, repeats=3)
-    is_backward = str(signature.call.target) == SCATTER_SUM
+    is_backward = str(signature.call.target) in _SUMS
     itemsize = signature.operands[0].dtype.itemsize
     messages = _operation_of(signature.call.args).seconds(itemsize, is_backward=is_backward)
     return None if own is None else Cost(own.seconds + messages, own.rise_bytes)
 
 
-PROBES.update({GATHER: _probed, SCATTER_SUM: _probed})
+PROBES.update(dict.fromkeys((*_GATHERS, *_SUMS), _probed))

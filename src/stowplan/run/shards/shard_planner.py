@@ -25,6 +25,7 @@ from stowplan.run.shards.choosing import Attempt, Tried, fastest_that_fits
 from stowplan.run.shards.parameters import ParameterShards
 from stowplan.run.shards.placeholders import subject_with_placeholders
 from stowplan.run.shards.processes import MeshLike
+from stowplan.run.shards.second_gathers import NEVER, first_needs, with_second_gathers
 from stowplan.run.shards.step import ShardedStep, ends_of, seeds_of, step_to_shard
 from stowplan.run.shards.workers import Workers
 
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 PARAMETERS = ("replicate", "shard", "choose")
 """Every worker has the whole of them, its rows of them, or its rows if the whole does not fit."""
+
+_FAST_ENOUGH = 1.02  # times the step in which nothing is recomputed: no other one is looked at
 
 LAYOUTS = ("follow", "choose")
 """Stages are cut along the dims of the inputs, or along other dims where that is faster."""
@@ -89,7 +92,10 @@ class ShardPlanner:
             raise min(whole, refusal, key=lambda each: each.minimum_bytes) from None
 
     def _attempt_sharded(self, mesh: MeshLike) -> Attempt:
-        """The step with sharded parameters, planned by the first worker for all: they gather in one order."""
+        """The step with sharded parameters.
+
+        If workers are alike, the first plans for all. Else each has a plan of its own.
+        """
         workers, iteration = Workers(mesh), self._request.iteration
         shards = ParameterShards(self._model, self._captured, workers)
         shards.measure_network(self._device)
@@ -98,6 +104,8 @@ class ShardPlanner:
         try:
             captures = partial(self._captured_part, workers, shards)
             sharded, subject = agreed(workers, captures, allowed_bytes, self._device)
+            if not sharded.plan.is_alike:
+                return self._own_plans(sharded, subject)
             plans = partial(self._first_variant, sharded, subject)
             own = agreed(workers, plans, allowed_bytes, self._device)
             variant, look, plan = workers.from_first(own)
@@ -115,13 +123,37 @@ class ShardPlanner:
         given = self._model, self._args, self._kwargs
         dims = self._request.dims
         sharded = ShardedStep(*given, mesh=workers, dims=dims, captured=self._captured, parameters=shards)
-        for name, layout in sharded.plan.layouts.items():
-            if any(layout.cells.sizes[cell] % workers.mesh.size for cell in layout.cut_cells):
-                raise BadUse(
-                    f'parameters="shard" is for equal parts, and {name!r} of {layout.cells.sizes} is not a'
-                    f" multiple of {workers.mesh.size} there: drop the samples beyond, or pad them"
-                )
         return sharded, subject_with_placeholders(sharded, self._model)
+
+    def _own_plans(self, sharded: ShardedStep, subject: Subject) -> Attempt:
+        """The fastest of the steps that repeat no gather, half of them or all, and fit on each worker.
+
+        The gathers to repeat are the first ones of forward: their parameters would wait for the longest time.
+        """
+        workers, refusals, found = sharded.workers, list[BudgetTooSmall](), list[Attempt]()
+        needs = workers.all_gather(first_needs(subject.captured), self._device)
+        after = {n: int(min(own)) for n, own in enumerate(zip(*needs, strict=True)) if 0 < min(own) < NEVER}
+        for count in dict.fromkeys((0, len(after) // 2, len(after))):
+            repeated = dict(list(after.items())[:count])
+            step = replace(subject, captured=with_second_gathers(subject.captured, repeated))
+            plans = partial(self._own_plan, sharded, step)
+            try:
+                planned = agreed(workers, plans, self._request.budget_bytes, self._device)
+            except BudgetTooSmall as refusal:
+                refusals.append(refusal)
+                continue
+            found.append(self._attempted(sharded, planned))
+            if found[0].planned_seconds <= _FAST_ENOUGH * found[0].plain_seconds:
+                break
+        if not found:
+            raise min(refusals, key=lambda each: each.minimum_bytes) from None
+        return min(found, key=lambda attempt: attempt.planned_seconds)
+
+    def _own_plan(self, sharded: ShardedStep, subject: Subject) -> PlannedStep:
+        plans, iteration = partial(self._plan, sharded), self._request.iteration
+        if iteration is None:
+            return plans(subject)
+        return iteration.first_that_fits(subject, self._model, plans)[2]
 
     def _first_variant(
         self, sharded: ShardedStep, subject: Subject
@@ -153,8 +185,12 @@ class ShardPlanner:
         workers = Workers(mesh)
         plan = partial(self._planned, workers, chosen)
         sharded, planned = agreed(workers, plan, self._request.budget_bytes, self._device)
+        return self._attempted(sharded, planned)
+
+    def _attempted(self, sharded: ShardedStep, planned: PlannedStep) -> Attempt:
+        """A step that all workers have planned, with the seconds of the slowest."""
         own = planned.plan.projected_seconds, planned.plan.plain_seconds
-        slowest = map(max, zip(*workers.all_gather(own, self._device), strict=True))
+        slowest = map(max, zip(*sharded.workers.all_gather(own, self._device), strict=True))
         return Attempt(sharded, planned, *slowest)
 
     def _planned(self, workers: Workers, chosen: Chosen | None) -> tuple[ShardedStep, PlannedStep]:

@@ -19,14 +19,16 @@ from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
 from stowplan.plan.shards.propagation import Chosen
 from stowplan.plan.shards.seeds import seeds_for
+from stowplan.plan.shards.traffic import traffic_of
 from stowplan.run.parts.part import index_of
 from stowplan.run.planning.recapture import check_differentiable
+from stowplan.run.planning.subject import PlannedStep
 from stowplan.run.shards.actions import EnterBucket, Values
 from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.functions import Trained
 from stowplan.run.shards.local import LocalStep
 from stowplan.run.shards.operator import Collective, after_collectives, first_token
-from stowplan.run.shards.parameters import ParameterShards
+from stowplan.run.shards.parameters import ParameterShards, gathered_bytes
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.workers import Workers
 from stowplan.run.step.last_uses import last_uses
@@ -128,6 +130,10 @@ class ShardedStep:
         """Of buffers as they were before a step, for the case that a worker is lost in it."""
         changed = (self.captured.graph.tensors[buffer] for buffer in self.captured.program.updates)
         return sum(buffer.nbytes or 0 for buffer in changed)
+
+    def sent_bytes(self, planned: PlannedStep) -> int:
+        """The bytes that this worker sends to others in a planned step, beside what it hands to sums."""
+        return traffic_of(self.plan)[self.workers.rank].sent_bytes + gathered_bytes(planned)
 
     def run(self, tensors: Mapping[str, Tensor], *, with_placeholders: bool = False) -> object:
         """Run all actions on tensors by the names of the captured graph.
