@@ -6,5 +6,6 @@ python -m benchmarks.shards budgets     peak and time of each worker within budg
 python -m benchmarks.shards scaling     a batch of one per worker, on one and on two workers
 python -m benchmarks.shards calibrate   a machine file from workers here, and how far projections are off
 python -m benchmarks.shards parameters  GPT-2 small with sharded parameters, beside FSDP2 (--fsdp)
+python -m benchmarks.shards elastic     sharded parameters over 20 random changes of the number of workers
 python -m benchmarks.shards faults --kills 20 --stops 4 --cuts 2 --plants     workers lost at random moments
 """

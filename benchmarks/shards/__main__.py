@@ -3,7 +3,7 @@
 import sys
 
 import benchmarks.shards
-from benchmarks.shards import budgets, calibrate, exact, faults, memory, parameters, scaling
+from benchmarks.shards import budgets, calibrate, elastic, exact, faults, memory, parameters, scaling
 
 STUDIES = {
     "exact": exact.main,
@@ -13,6 +13,7 @@ STUDIES = {
     "calibrate": calibrate.main,
     "faults": faults.main,
     "parameters": parameters.main,
+    "elastic": elastic.main,
 }
 
 
