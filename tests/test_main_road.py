@@ -76,6 +76,7 @@ def test_a_fit_without_techniques_loads_none(
     loaded, ran = json.loads(found)
     techniques = [name for name in loaded if not set(name.split(".")).isdisjoint((*TECHNIQUES, "kernels"))]
     assert not techniques
+    assert not [name for name in loaded if "arena" in name]
     with capsys.disabled():
         print(f"\nmodules of an untiled fit: {len(loaded)} loaded, {len(ran)} run")
     assert len(loaded) <= MOST_LOADED

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stowplan.plan.allocator.settings import AllocatorSettings
     from stowplan.plan.allocator.survey import HeapSurvey
     from stowplan.run.measure.inspect_step import StepInspection
+    from stowplan.run.planning.subject import PlannedStep, Subject
     from stowplan.run.project import ProjectedStep
 
 __all__ = [
@@ -258,20 +259,21 @@ def plan_for(
     optimizer: str | None = None,
     clip_norm: float | None = None,
     accumulate: int = 1,
+    arena: bool = False,
 ) -> Plan:
     """A plan for a graph file or for MODULE:FUNCTION, whose plan is kept in the cache that `fit` reads.
 
-    The options are those of `planner_for`. With an `optimizer` it is the plan that `fit` makes: its state may
-    wait in a tier, and clipping may need two backwards.
+    The options are those of `planner_for`, and the `arena` of `fit`. With an `optimizer` it is the plan that
+    `fit` makes: its state may wait in a tier, and clipping may need two backwards.
     """
     _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
     _refuse_kernels_of_file(target, kernels)
+    _refuse_arena(target, arena, optimizer)
     if not names_a_function(target):
         how: Any = {"saved": saved, "training": training, "allow": allow, "prefer": prefer, "gap": gap}
         with limited_to(time_limit):
             return planner_for(target, allowed_bytes=allowed_bytes, **how).plan(allowed_bytes)
     from stowplan.run.measure.agreement import compared
-    from stowplan.run.planning.plan_cache import USER_PLANS
     from stowplan.run.target import load_optimizer, load_target, subject_of
 
     loaded = load_target(str(target))
@@ -285,8 +287,28 @@ def plan_for(
         call = loaded.model, loaded.args, loaded.kwargs
         return plans_of(fit(*call, loss=loaded.loss, budget=allowed_bytes, **how))[0]
     subject = subject_of(loaded)
-    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, gap=gap, kernels=kernels)
-    return compared(USER_PLANS.step_for(subject, allowed_bytes, options).plan, subject)
+    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, gap=gap, kernels=kernels, arena=arena)
+    return compared(_planned_step(subject, allowed_bytes, options).plan, subject)
+
+
+def _refuse_arena(target: str | Path, arena: bool, optimizer: str | None) -> None:
+    if arena and (optimizer is not None or not names_a_function(target)):
+        raise BadUse("an arena is for the step of MODULE:FUNCTION without an optimizer: leave it out")
+
+
+def _planned_step(
+    subject: "Subject", allowed_bytes: int, options: PlanOptions, given: Plan | None = None
+) -> "PlannedStep":
+    from stowplan.run.planning.plan_cache import USER_PLANS, saved_step
+
+    def planned(room: int) -> "PlannedStep":
+        return saved_step(given, subject, room) if given else USER_PLANS.step_for(subject, room, options)
+
+    if not options.arena:
+        return planned(allowed_bytes)
+    from stowplan.run.planning.in_arena import in_arena
+
+    return in_arena(allowed_bytes, planned, is_given=given is not None)
 
 
 def plan_for_allocator(
@@ -327,16 +349,18 @@ def check(
     gap: float = DEFAULT_OPTIONS.gap,
     time_limit: float | None = None,
     plan: Plan | None = None,
+    arena: bool = False,
 ) -> Record:
     """Run MODULE:FUNCTION eagerly and by a plan for `budget`, side by side, and compare all there is.
 
     With an `optimizer`, a name of `torch.optim` or MODULE:FUNCTION, whole iterations are planned, run and
-    compared; `clip_norm` and `accumulate` are those of `fit`. A saved `plan` is used instead of a new one.
+    compared; `clip_norm`, `accumulate` and `arena` are those of `fit`. A saved `plan` is used instead of a
+    new one.
     """
     _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
+    _refuse_arena(target, arena, optimizer)
     from stowplan.run.measure.check import check as run_check
     from stowplan.run.measure.check import check_iterations
-    from stowplan.run.planning.plan_cache import USER_PLANS, saved_step
     from stowplan.run.target import load_optimizer, load_target
 
     loaded, allowed_bytes = load_target(target), parse_bytes(budget)
@@ -349,11 +373,8 @@ def check(
         fitting = partial(fit, loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, **how, **loop)
         made = partial(load_optimizer, optimizer)
         return check_iterations(loaded, lambda own: fitting(optimizer=own), made, iterations=steps, **loop)
-    if plan is not None:
-        given = partial(saved_step, plan, allowed_bytes=allowed_bytes)
-        return run_check(loaded, given, steps=steps)
-    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, gap=gap, kernels=kernels)
-    planning = partial(USER_PLANS.step_for, allowed_bytes=allowed_bytes, options=options)
+    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, gap=gap, kernels=kernels, arena=arena)
+    planning = partial(_planned_step, allowed_bytes=allowed_bytes, options=options, given=plan)
     return run_check(loaded, planning, steps=steps)
 
 

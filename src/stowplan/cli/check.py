@@ -53,6 +53,7 @@ def run(arguments: Namespace) -> int:
             allow=arguments.allow,
             prefer=arguments.prefer,
             kernels=arguments.kernels,
+            arena=arguments.arena,
             steps=arguments.steps,
             optimizer=arguments.optimizer,
             clip_norm=arguments.clip_norm,

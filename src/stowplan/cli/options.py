@@ -8,7 +8,7 @@ from stowplan.errors import BadUse
 
 
 def add_choices(parser: ArgumentParser) -> None:
-    """Add the options for techniques, preference and kernels."""
+    """Add the options for techniques, preference, kernels and arena."""
     known, further = (",".join(words) for words in (api.TECHNIQUES, api.ON_REQUEST))
     parser.add_argument(
         "--allow",
@@ -30,6 +30,12 @@ def add_choices(parser: ArgumentParser) -> None:
         default=str(api.Kernels.EAGER),
         help="eager (default): PyTorch's own, the same bits; compiled: inductor compiles groups of ops, once"
         " on a machine, where that is faster; gradients then differ by rounding",
+    )
+    parser.add_argument(
+        "--arena",
+        action="store_true",
+        help="run the step in one storage, each tensor at an offset that the plan gives it: the budget limits"
+        " this arena and what lies beside it, whatever the allocator does",
     )
 
 

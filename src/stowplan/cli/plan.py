@@ -62,6 +62,8 @@ def run(arguments: Namespace) -> int:
         raise BadUse("say --budget BYTES, or --frontier to see what there is to choose from")
     if arguments.allocator and not arguments.budget and not arguments.device:
         raise BadUse("--allocator needs --budget BYTES: it says what the budget limits")
+    if arguments.arena and (arguments.allocator or arguments.frontier or arguments.device):
+        raise BadUse("--arena is for --budget on this machine: drop --allocator, --frontier and --device")
     refuse_unwritable(arguments.output)
     started = perf_counter()
     allowed = parse_bytes(arguments.budget) if arguments.budget else None
@@ -97,7 +99,7 @@ def _here(arguments: Namespace, allowed: int | None) -> _Answer:
     words = ("saved", "training", "allow", "prefer", "kernels", "optimizer", "clip_norm", "accumulate")
     how = {name: getattr(arguments, name) for name in words}
     if allowed is not None and not arguments.allocator:
-        limits = {"gap": arguments.gap, "time_limit": arguments.time_limit}
+        limits = {"gap": arguments.gap, "time_limit": arguments.time_limit, "arena": arguments.arena}
         answer.plan = api.plan_for(arguments.target, allowed, **how, **limits)
     if arguments.allocator or arguments.frontier:
         with limited_to(arguments.time_limit):

@@ -34,7 +34,7 @@ class PlanOptions:
     """`allow` names the techniques that may be used, `moves` limits the search of each candidate.
 
     A search ends when the time of its plan is at most a share of `gap` above the lower bound, or after
-    `seconds`, with the best plan so far.
+    `seconds`, with the best plan so far. With `arena` the step runs in one storage, which the budget limits.
     """
 
     allow: Collection[str] = TECHNIQUES
@@ -44,6 +44,7 @@ class PlanOptions:
     seconds: float | None = None
     gap: float = 0.01
     kernels: Kernels | str = Kernels.EAGER
+    arena: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allow", known_techniques(self.allow))

@@ -129,6 +129,23 @@ class AgainstEager:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class ArenaUse:
+    """What a step takes that runs in an arena: `nbytes` of it, and the most that lies beside it at once.
+
+    `copied_bytes` are those of all results that are copied into the arena.
+    """
+
+    nbytes: int
+    beside_bytes: int
+    copied_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The arena exists from the beginning of forward to the end of backward."""
+        return self.nbytes + self.beside_bytes
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """A schedule for one budget, with the figures that show that it fits.
@@ -136,6 +153,7 @@ class Plan:
     Bytes count everything alive during the step except constants. `decisions` has an entry for the owner of
     each storage of the forward half that backward needs, or that is recomputed for it. With tiles, `graph`
     has sweeps in place of segments, `tile_maps` describes them, and `decisions` also has the tensors inside.
+    The projected curve counts what tensors request; with an `arena` the step takes what that says.
     """
 
     graph: Graph
@@ -154,6 +172,7 @@ class Plan:
     cut_short: str = ""  # what ended the search early, if anything did
     against_eager: AgainstEager | None = None  # None: the plan is of a graph without a model
     projected_for: str = ""  # the card that the step was captured and priced for, if it is another device
+    arena: ArenaUse | None = None
 
     def __repr__(self) -> str:
         """Its figures in one line; the steps are thousands."""
@@ -214,6 +233,11 @@ class Plan:
 
     @property
     def projected_peak_bytes(self) -> int:
+        return self.arena.peak_bytes if self.arena else self.requested_peak_bytes
+
+    @property
+    def requested_peak_bytes(self) -> int:
+        """The most that tensors and workspace request at once."""
         return max(self.projected_curve_bytes, default=0)
 
     @property

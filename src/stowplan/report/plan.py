@@ -134,6 +134,7 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
                 f"{format_bytes(plan.projected_peak_bytes)} ({plan.projected_peak_bytes:,} bytes),"
                 f" baseline {format_bytes(plan.plain_peak_bytes)}",
             ),
+            *_arena(plan),
             ("time", f"{plan.time_ratio:.4f} of the baseline, in {unit}"),
             *_iteration(plan),
             *_without_backward(plan),
@@ -154,6 +155,14 @@ def _smallest_budget(plan: Plan) -> str:
         why = "the baseline fits" if fits else "a search for this budget alone came near enough to its bound"
         return f"not searched, because {why}"
     return f"{format_bytes(plan.minimum_bytes)} ({plan.minimum_bytes:,} bytes)"
+
+
+def _arena(plan: Plan) -> Iterator[tuple[str, str]]:
+    """For a step in an arena: its parts, and what tensors request of them at most."""
+    if use := plan.arena:
+        copied = f", {format_bytes(use.copied_bytes)} are copied into it" if use.copied_bytes else ""
+        yield "arena", f"{format_bytes(use.nbytes)}, and {format_bytes(use.beside_bytes)} beside it{copied}"
+        yield "requested", f"{format_bytes(plan.requested_peak_bytes)} at most"
 
 
 def _iteration(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,8 @@ def plan_json(plan: Plan, solve_seconds: float | None = None) -> Json:
         "feasible": True,
         "allowed_bytes": plan.allowed_bytes,
         "projected_peak_bytes": plan.projected_peak_bytes,
+        "requested_peak_bytes": plan.requested_peak_bytes,
+        "arena": plan.arena and asdict(plan.arena),
         "plain_peak_bytes": plan.plain_peak_bytes,
         "time_ratio": plan.time_ratio,
         "exactness": plan.exactness,

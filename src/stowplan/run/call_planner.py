@@ -190,6 +190,14 @@ class CallPlanner:
         return observation, second
 
     def _planned_step(self, subject: Subject, allowed_bytes: int, given: Plan | None) -> PlannedStep:
+        if not self.options.arena:
+            return self._searched_step(subject, allowed_bytes, given)
+        from stowplan.run.planning.in_arena import in_arena  # most steps have none
+
+        plans = partial(self._searched_step, subject, given=given)
+        return in_arena(allowed_bytes, plans, is_given=given is not None)
+
+    def _searched_step(self, subject: Subject, allowed_bytes: int, given: Plan | None) -> PlannedStep:
         if given is not None:
             return saved_step(given, subject, allowed_bytes)
         carried = self._carried_step(subject, allowed_bytes)

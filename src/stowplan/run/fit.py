@@ -82,6 +82,7 @@ def fit(
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
     kernels: str = Kernels.EAGER,
+    arena: bool = False,
     plan: Plan | None = None,
     loss: Loss | None = None,
     outputs: str = "loss",
@@ -121,6 +122,11 @@ def fit(
     where that is faster; products and convolutions stay eager. Each distinct group is compiled once on a
     machine, in child processes, which takes seconds for each and five minutes at most. The budget holds as
     for other plans, and gradients are equal within rounding unless every kernel gave the bits of its ops.
+
+    `arena=True` runs the step in one storage: each tensor that the step computes lies at an offset that the
+    plan gives it, so the step takes the same memory whatever the allocator does, and nothing fragments. The
+    budget limits the arena and what lies beside it, and gradients are the same to the bit. Gradients lie in
+    the arena too: it ends when they do, as with `zero_grad()`.
 
     `loss` says what is differentiated. The name or index of an output means this output; the module still
     returns all of them. A function of the model's output becomes part of the plan, and the module returns
@@ -170,7 +176,9 @@ def fit(
     _refuse_misuse(model, args)
     _refuse_loss(loss, outputs)
     refuse_wrapped(model)
-    options = PlanOptions(tuple(allow), prefer, moves, progress, time_limit, gap, kernels)
+    options = PlanOptions(tuple(allow), prefer, moves, progress, time_limit, gap, kernels, bool(arena))
+    if options.arena and (optimizer is not None or mesh is not None):
+        raise BadUse("arena=True is for the step of one process; leave it out with optimizer= or mesh=")
     iteration = None
     if optimizer is not None:
         _refuse_iteration(options, clip_norm, clip_value, accumulate, keep_gradients)

@@ -268,8 +268,9 @@ class Fitting:
 
     @property
     def _must_plan(self) -> bool:
-        """Whether no call may run as it is: the plan updates parameters, or has kernels that are faster."""
-        return self.planner.iteration is not None or self.planner.options.kernels == Kernels.COMPILED
+        """Whether no call may run as it is: the plan updates parameters, is faster, or has an arena."""
+        options = self.planner.options
+        return self.planner.iteration is not None or options.kernels == Kernels.COMPILED or options.arena
 
     def _smaller_than(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> Planned | None:
         """The step that fits without its plan and that calls of this kind were seen to be smaller than."""

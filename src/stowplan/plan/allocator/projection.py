@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from stowplan.errors import BudgetTooSmall, IllegalPlan
+from stowplan.plan.allocator.arena import ArenaLayout
 from stowplan.plan.allocator.caching import CachingAllocator, HeapFigures
 from stowplan.plan.allocator.requests import Request, Requests, requests_of
 from stowplan.plan.allocator.settings import OWN_SEGMENT, SEGMENT_STEP, SMALL_REQUEST, AllocatorSettings
@@ -46,18 +47,24 @@ class HeapProjection:
 
 
 def project(
-    plan: Plan, settings: AllocatorSettings, *, repair: bool = True, lasting: tuple[int, ...] = ()
+    plan: Plan,
+    settings: AllocatorSettings,
+    *,
+    repair: bool = True,
+    lasting: tuple[int, ...] = (),
+    arena: ArenaLayout | None = None,
 ) -> HeapProjection:
     """Run the plan's requests through the allocator; OutOfDeviceMemory if the device is too small.
 
-    `lasting` are the bytes of blocks that libraries keep beside the plan's tensors.
+    `lasting` are the bytes of blocks that libraries keep beside the plan's tensors. With an `arena`, the
+    requests are those of a step that runs in it.
     """
-    requests = requests_of(plan, lasting)
+    requests = requests_of(plan, lasting, arena)
     unlimited = _unlimited(settings)
     plain = _run(requests, unlimited, 0)
     held = _best_held(requests, unlimited, plain[-1]) if repair and not settings.expandable_segments else 0
     iterations = _run(requests, settings, held)
-    expected = plan.projected_peak_bytes + sum(lasting)
+    expected = (arena.use.peak_bytes if arena else plan.requested_peak_bytes) + sum(lasting)
     if iterations[0].requested_peak_bytes != expected:
         raise IllegalPlan(
             f"its requests add up to {iterations[0].requested_peak_bytes} bytes at most, its projected peak"

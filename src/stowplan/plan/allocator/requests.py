@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stowplan.analyse.facts import is_resident
+from stowplan.plan.allocator.arena import ArenaLayout, Way
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.judge.simulate import transfer_bytes
 from stowplan.plan.plan import Plan
@@ -29,16 +30,27 @@ class Requests:
     iteration: tuple[Request, ...]
 
 
-def requests_of(plan: Plan, lasting_bytes: tuple[int, ...] = ()) -> Requests:
+def requests_of(
+    plan: Plan, lasting_bytes: tuple[int, ...] = (), arena: ArenaLayout | None = None
+) -> Requests:
     """All that a plan allocates. A tensor that is written over another takes no block of its own.
 
-    `lasting_bytes` are blocks that others keep.
+    `lasting_bytes` are blocks that others keep. An `arena` is one block for the whole iteration; what is
+    copied into it has a block of its own while it is computed.
     """
     timeline, pricing = timeline_of_plan(plan), plan.pricing
     staged = transfer_bytes(plan.graph, plan.steps, pricing.tier)
     sizes, first, last = dict[int, int](), dict[int, int](), dict[int, int]()
     lasting: set[int] = set()
+    inside: set[int] = set()
+    copied: list[list[int]] = [[] for _ in timeline.runs]
     for stay in timeline.stays:
+        if slot := arena.slots.get((stay.tensor, stay.copy)) if arena else None:
+            inside.add(stay.place)
+            if slot.way is Way.COPIED:
+                copied[stay.first].append(slot.nbytes)
+        if stay.place in inside:
+            continue
         sizes[stay.place] = max(stay.nbytes, sizes.get(stay.place, 0))
         first[stay.place] = min(stay.first, first.get(stay.place, stay.first))
         last[stay.place] = max(stay.last, last.get(stay.place, stay.last))
@@ -51,15 +63,19 @@ def requests_of(plan: Plan, lasting_bytes: tuple[int, ...] = ()) -> Requests:
             begun[first[place]].append(place)
             ended[last[place]].append(place)
     before = [Request(place, sizes[place]) for place in sorted(lasting) if sizes[place]]
-    fresh = 1 + max(sizes, default=0)
-    iteration: list[Request] = []
+    fresh = 1 + max((stay.place for stay in timeline.stays), default=0)
+    whole = fresh + 2 + len(lasting_bytes) + 1
+    iteration = [Request(whole, arena.use.nbytes)] if arena and arena.use.nbytes else []
     for number, run in enumerate(timeline.runs):
         iteration += [Request(place, sizes[place]) for place in begun[number]]
+        iteration += [Request(whole + 1 + i, size) for i, size in enumerate(copied[number])]
         workspace = pricing.workspace_bytes.get(run.op, 0)
         aside = [size for size in (run.aside_bytes - workspace - staged, workspace) if size]
         iteration += [Request(fresh + i, size) for i, size in enumerate(aside)]
         iteration += [Request(fresh + i, 0) for i in range(len(aside))]
+        iteration += [Request(whole + 1 + i, 0) for i in range(len(copied[number]))]
         iteration += [Request(place, 0) for place in ended[number]]
+    iteration += [Request(whole, 0)] if iteration and iteration[0].block == whole else []
     others = filter(None, (staged, *lasting_bytes))
     before += [Request(fresh + 2 + i, size) for i, size in enumerate(others)]
     return Requests(tuple(before), tuple(iteration))

@@ -45,7 +45,7 @@ def explain(plan: Plan, tensor: str) -> Explanation:
     names = _storage(plan.graph, name)
     spans = _spans(plan, names)
     numbers = run_numbers(plan)
-    peak = plan.projected_curve_bytes.index(plan.projected_peak_bytes)
+    peak = plan.projected_curve_bytes.index(plan.requested_peak_bytes)
     pricing = plan.pricing
     run = simulate(plan.graph, plan.steps, pricing)
     transfers = tuple(transfer for transfer in run.transfers if name in transfer.tensors)

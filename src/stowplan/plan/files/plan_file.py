@@ -19,6 +19,7 @@ from stowplan.ir import Document
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import (
     AgainstEager,
+    ArenaUse,
     Compute,
     Decision,
     Free,
@@ -153,6 +154,8 @@ def _check_figures(plan: Plan) -> None:
     check_numbers("$.content.projected_seconds", seconds)
     check_numbers("$.content.allowed_bytes", [plan.allowed_bytes])
     check_numbers("$.content.extra_macs", [abs(plan.extra_macs)])
+    if use := plan.arena:
+        check_bytes("$.content.arena", (use.nbytes, use.beside_bytes, use.copied_bytes))
 
 
 def _check_decisions(plan: Plan) -> None:
@@ -232,6 +235,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cut_short: str = ""
     against_eager: AgainstEager | None = None
     projected_for: str = ""
+    arena: ArenaUse | None = None
 
 
 def recognise(text: str) -> bool:

@@ -108,7 +108,7 @@ def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) ->
 
 def probed_cost(signature: Signature, device: torch.device, *, repeats: int) -> Cost | None:
     """The measured cost of a call; None if the op refuses the generated operands."""
-    with _undisturbed(device):
+    with undisturbed(device):
         try:
             return _cost(signature, device, repeats)
         except (RuntimeError, ValueError, IndexError):
@@ -130,7 +130,7 @@ def _cost(signature: Signature, device: torch.device, repeats: int) -> Cost:
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed(device: torch.device) -> Iterator[None]:
     """Random ops draw from copies of the generators; no backward is recorded, nothing is cast on the way."""
     accelerators = [] if device.type == "cpu" else [device]
     with (

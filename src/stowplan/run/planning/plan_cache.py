@@ -5,7 +5,7 @@ that plans. What is damaged, or from another version, is no error: the step is p
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -107,7 +107,7 @@ def _kept_whole(subject: Subject, allowed_bytes: int, options: PlanOptions) -> P
 
 def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
     """A step with a plan from elsewhere; raises IllegalPlan if that is for another step or budget."""
-    captured = subject.captured
+    captured, plan = subject.captured, replace(plan, arena=None)  # laid out anew where one is asked for
     if plan.tile_maps:
         captured = RESUMED.of("tile")(plan, subject)
     elif any(op.type == FUSED for op in plan.graph.ops):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from stowplan.run.planning.recapture import Replacement, forward_ops, recapture
 from stowplan.run.step.function import Consumer, waiting_of
 from stowplan.run.step.straight import StraightStep
 from stowplan.torch_private import OpOverload
+
+if TYPE_CHECKING:
+    from stowplan.plan.allocator.arena import ArenaLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,14 @@ class PlannedStep:
     """A plan and its step, which techniques may have captured a second time.
 
     `points` are the frontier of the step, if it was searched. The decisions of a plan that is `carried` come
-    from a plan of the same program at another size.
+    from a plan of the same program at another size. With an `arena`, the step's tensors lie there.
     """
 
     plan: Plan
     captured: Captured
     points: tuple[Point, ...] = ()
     is_carried: bool = False
+    arena: "ArenaLayout | None" = None
 
     def bound_to(
         self,
@@ -72,4 +76,5 @@ class PlannedStep:
             waiting=waiting_of(model),
             places=places,
             consumer=consumer,
+            arena=self.arena,
         )

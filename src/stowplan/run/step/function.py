@@ -398,10 +398,11 @@ def latch(run: Run, position: int, gradient: Tensor | None) -> Tensor | None:
 
 
 class Waiting:
-    """Says once that a forward began while others of the model wait."""
+    """Says once that a forward began while others of the model wait, or hold what they left."""
 
     def __init__(self, name: str) -> None:
         self._name, self._runs, self._said = name, WeakSet[Run](), False
+        self._said_held = False
 
     def begins(self) -> None:
         """A forward is about to run."""
@@ -414,6 +415,17 @@ class Waiting:
                 " module and fit that. This is said once.",
                 self._name,
                 format_bytes(held),
+            )
+
+    def held_by_others(self, nbytes: int) -> None:
+        """Somebody holds tensors of an arena whose step is done."""
+        if not self._said_held:
+            self._said_held = True
+            _log.warning(
+                "a forward of %s began while views of gradients of an earlier step keep its arena of %s: the"
+                " budget is for one arena. Clone gradients that you keep. This is said once.",
+                self._name,
+                format_bytes(nbytes),
             )
 
     def add(self, run: Run) -> None:

@@ -128,10 +128,11 @@ def call_lines(call: Call, overwrites: Mapping[str, str], names: Mapping[str, st
         return _into_part(call, names[next(iter(overwrites))], names)
     if overwrites:
         call = overwriting(call, overwrites)
-    return [f"{_assigned(call.outputs, call.single, names)}{_expression(call, names)}"]
+    return [f"{_assigned(call.outputs, call.single, names)}{expression(call, names)}"]
 
 
-def _expression(call: Call, names: Mapping[str, str]) -> str:
+def expression(call: Call, names: Mapping[str, str]) -> str:
+    """The call alone; a name may stand for any expression."""
     given = [literal(value, names) for value in call.args]
     given += (keyword_argument(name, literal(value, names)) for name, value in call.kwargs.items())
     if call.target in ASKING_FOR_GRADIENTS:
@@ -169,7 +170,7 @@ def _on_copies(call: Call, overwrites: Mapping[str, str], names: Mapping[str, st
             else:
                 kwargs[name] = Ref(output)
     made = replace(call, args=tuple(args), kwargs=kwargs, outputs=results, fresh=())
-    return [*lines, f"{_assigned(results, call.single, names)}{_expression(made, names)}"]
+    return [*lines, f"{_assigned(results, call.single, names)}{expression(made, names)}"]
 
 
 def overwriting(call: Call, overwrites: Mapping[str, str]) -> Call:
@@ -182,7 +183,7 @@ def overwriting(call: Call, overwrites: Mapping[str, str]) -> Call:
         return replace(call, target=target)
     target = out_target(call.target)
     if target is not None:
-        return replace(call, target=target, kwargs={**call.kwargs, _out_name(target): Ref(victim)})
+        return replace(call, target=target, kwargs={**call.kwargs, out_name(target): Ref(victim)})
     raise MissingRule(f"{call.target} has no variant that overwrites {victim!r}")
 
 
@@ -222,7 +223,8 @@ def out_target(target: OpOverload) -> OpOverload | None:
     )
 
 
-def _out_name(target: OpOverload) -> str:
+def out_name(target: OpOverload) -> str:
+    """The argument that is written to."""
     return str(schema_of(target).arguments[-1].name)
 
 

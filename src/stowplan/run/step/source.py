@@ -4,11 +4,11 @@ The text holds no word of the user's. What the user calls a tensor, and the modu
 from, stand in tables beside it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from textwrap import TextWrapper
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from stowplan.capture import Call, Program, Ref
 from stowplan.capture.program import inputs_of
@@ -58,8 +58,25 @@ class Source:
         return "\n".join((*lines, "", *told, ""))
 
 
-def source_of(graph: Graph, program: Program, steps: Sequence[Step]) -> Source:
-    """The forward half of the steps and the backward half, which begins with the first backward op."""
+class InArena(Protocol):
+    """Writes the calls of a step that runs in an arena."""
+
+    def lines(
+        self,
+        op: Op,
+        call: Call,
+        overwrites: Mapping[str, str],
+        names: Mapping[str, str],
+        wanted: Collection[str],
+    ) -> list[str]:
+        """The statements that run `call`, whose `wanted` outputs stay; asked in the order of the steps."""
+
+
+def source_of(graph: Graph, program: Program, steps: Sequence[Step], arena: InArena | None = None) -> Source:
+    """The forward half of the steps and the backward half, which begins with the first backward op.
+
+    With an `arena`, the code calls `new_arena()` at the beginning of forward.
+    """
     ops = {op.id: op for op in graph.ops}
     steps = steps[: _end_of_backward(ops, steps)]
     turn = _turn(ops, steps)
@@ -67,16 +84,17 @@ def source_of(graph: Graph, program: Program, steps: Sequence[Step]) -> Source:
     outputs = tuple(dict.fromkeys(leaf.tensor for leaf in program.outputs if isinstance(leaf, Ref)))
     tangents = tuple(name for name in program.tangents if name is not None)
     draws, moves = _replayed_draws(graph, steps), Moves(names, graph)
-    writer = _Writer(ops, program.calls, names, draws, moves, Outside(graph, program, outputs))
+    writer = _Writer(ops, program.calls, names, draws, moves, Outside(graph, program, outputs), arena)
     forward = _Half(writer, steps[:turn])
     forward.give(outputs)
-    kept = (*draws.values(), *moves.handles)
+    kept = (*draws.values(), *moves.handles, *(("arena",) if arena else ()))
     backward = _Half(writer, steps[turn:], ends_of_pieces(graph, program, steps[turn:]))
     saved = tuple(name for name in backward.needed if name in forward.made and name not in outputs)
     primals = tuple(name for name in backward.needed if name not in {*saved, *tangents})
     lines = (
         _Line("def forward(primals):"),
         *_unpacking(names, forward.needed, "primals", clear=False),
+        *((_Line("    arena = new_arena()"),) if arena else ()),
         *forward.lines,
         _Line(f"    return {_tuple(names, outputs)}, [{_list(names, saved, kept)}]"),
         _Line(""),
@@ -155,6 +173,7 @@ class _Writer:
     draws: Mapping[str, str]
     moves: Moves
     outside: Outside
+    arena: InArena | None
 
 
 class _Half:
@@ -168,6 +187,7 @@ class _Half:
         self.pieces: list[Piece] = []
         self._ops, self._calls, self._names = writer.ops, writer.calls, writer.names
         self._draws, self._moves, self._outside = writer.draws, writer.moves, writer.outside
+        self._arena = writer.arena
         self._place = ""
         self._read: dict[str, bool] = {}
         waiting = list(ends)
@@ -252,7 +272,10 @@ class _Half:
         self._write(self._moves.wait_for(inputs_of(call)))
         dropped = set(op.writes()).difference(wanted)
         names = {**self._names, **dict.fromkeys(dropped, _DROPPED)}
-        lines = call_lines(call, overwrites, names)
+        if self._arena is None:
+            lines = call_lines(call, overwrites, names)
+        else:
+            lines = self._arena.lines(op, call, overwrites, names, wanted)
         lines += [f"del {_DROPPED}"] if dropped else []
         self._write(self._drawing_the_same(op, lines, again))
         self.bound.update(wanted)

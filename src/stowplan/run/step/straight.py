@@ -6,7 +6,7 @@ A binding says which living tensor each parameter, buffer, input and constant of
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,10 @@ from stowplan.run.step.halves import LiveTier, compiled, tier_for
 from stowplan.run.step.pieces import Piece
 from stowplan.run.step.source import source_of
 from stowplan.torch_private import pytree
+
+if TYPE_CHECKING:
+    from stowplan.plan.allocator.arena import ArenaLayout
+    from stowplan.run.step.arena import ArenaCode
 
 
 class Binding:
@@ -113,20 +117,23 @@ class StraightStep:
         waiting: Waiting | None = None,
         places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
         consumer: Consumer | None = None,
+        arena: "ArenaLayout | None" = None,
     ) -> None:
         """`tier` is the target of Store steps, by default the tier for the step's device.
 
-        `waiting` learns of each forward. `consumer` takes the gradients that the steps consume.
+        `waiting` learns of each forward. `consumer` takes the gradients that the steps consume. With an
+        `arena`, tensors lie where it says.
         """
         self._waiting, self._consumer = waiting, consumer
         self._program, self._device = captured.program, device_of(captured.graph)
         steps = steps or baseline_steps(captured.graph)
-        source = source_of(captured.graph, captured.program, steps)
+        self._arena = _code_of(captured, arena, self._device) if arena else None
+        source = source_of(captured.graph, captured.program, steps, self._arena)
         self._incoming = IncomingGradients(captured, steps)
         if source.stored_bytes:
             tier = tier or tier_for(self._device)
             tier.reserve(source.stored_bytes)
-        self._halves = compiled(source, tier)
+        self._halves = compiled(source, tier, self._arena.new if self._arena else None)
         self._captured, self._loss = captured, loss
         self.bind(model, places)
         self.source = source.annotated()
@@ -143,6 +150,8 @@ class StraightStep:
         """The model's results for these arguments, which must look like those of the capture."""
         found = self._binding.tensors(args, kwargs)
         run = self._new_run()
+        if self._arena and (held := self._arena.release(found.values())) and self._waiting:
+            self._waiting.held_by_others(held)
         if self._consumer and any(piece.consumed for piece in self._halves.source.pieces):
             written = [found[name] for name in self._program.updates]
             run.repeat = self._consumer.repeat_for(
@@ -176,6 +185,12 @@ class StraightStep:
             else leaf
             for leaf, attached in zip(self._program.outputs, self._program.attached, strict=True)
         ]
+
+
+def _code_of(captured: Captured, layout: "ArenaLayout", device: torch.device) -> "ArenaCode":
+    from stowplan.run.step.arena import ArenaCode  # most steps have none
+
+    return ArenaCode(captured, layout, device)
 
 
 def _primals_of(piece: Piece, program: Program) -> tuple[str, ...]:

@@ -1,0 +1,280 @@
+"""A step in an arena: eager's bits, the memory that was projected, and nothing shared that others hold."""
+
+import copy
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stowplan.capture import Ref, capture
+from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.plan.allocator.arena import Way
+from stowplan.plan.plan import RecomputeOp
+from stowplan.run.fit import fit, plans_of
+from stowplan.run.measure.measure import measure
+from stowplan.run.step import arena as arenas
+from tests.support.models import Normed, Tied, images
+from tests.support.side_by_side import different, trained
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
+
+
+class Mixed(nn.Module):
+    """Products, norms, dropout, a residual sum and two losses, one of which is only returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(48, 96), nn.Linear(96, 48)
+        self.norm, self.drop = nn.LayerNorm(48), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + self.drop(self.second(torch.nn.functional.gelu(self.first(self.norm(x)))))
+        return torch.relu(x).square().mean()
+
+
+MODELS = {
+    "mixed": (Mixed, (images(32, 48),)),
+    "normed": (Normed, (images(2, 3, 16, 16),)),
+    "tied": (Tied, (torch.arange(8).view(2, 4) % 5, torch.arange(8).view(2, 4) % 7)),
+}
+
+
+class TiedRows(Tied):
+    """The head sees rows."""
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        return super().forward(tokens.reshape(-1), target.reshape(-1))
+
+
+MODELS["tied"] = (TiedRows, MODELS["tied"][1])
+
+
+def peak_of(model: nn.Module, args: tuple[Tensor, ...]) -> int:
+    return capture(model, args).eager.peak_bytes()
+
+
+def in_arena(model: nn.Module, args: tuple[Tensor, ...], share: float = 1.3) -> nn.Module:
+    budget = int(peak_of(model, args) * share)
+    return fit(model, args, budget=budget, arena=True, allow=["recompute"], moves=3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_are_those_of_eager_and_memory_is_what_was_projected(name: str) -> None:
+    made, args = MODELS[name]
+    model = made()
+    twin = copy.deepcopy(model)
+    fitted = in_arena(twin, args)
+    (plan,) = plans_of(fitted)
+    assert plan.arena is not None
+    assert plan.arena.nbytes > 0
+    assert not different(trained(model, model, args), trained(fitted, twin, args))
+    twin.zero_grad()
+    there = [*twin.parameters(), *twin.buffers(), *args]
+    seen = measure(lambda: fitted(*args).backward(), before=there)
+    states = 2 * torch.get_rng_state().nbytes if "draws" in source_of(fitted) else 0
+    assert 0 <= plan.projected_peak_bytes + states - seen.measured_peak_bytes <= states + 256
+
+
+def source_of(fitted: nn.Module) -> str:
+    text: str = fitted.__dict__["_fitting"].bound[0].step.source
+    return text
+
+
+def test_a_plan_that_recomputes_runs_in_an_arena() -> None:
+    model, args = Mixed(), (images(512, 48),)
+    twin = copy.deepcopy(model)
+    fitted = in_arena(twin, args, share=0.85)
+    (plan,) = plans_of(fitted)
+    assert any(isinstance(step, RecomputeOp) for step in plan.steps)
+    assert plan.projected_peak_bytes <= plan.allowed_bytes < plan.plain_peak_bytes
+    assert not different(trained(model, model, args), trained(fitted, twin, args))
+
+
+def test_the_code_says_where_each_tensor_lies() -> None:
+    fitted = in_arena(Mixed(), MODELS["mixed"][1])
+    source = source_of(fitted)
+    assert "arena = new_arena()" in source
+    assert "aten.addmm.out(" in source
+    assert "out=arena.at(" in source
+    assert "new_arena" not in source_of(fit(Mixed(), MODELS["mixed"][1], budget="1GiB"))
+
+
+def test_two_forwards_and_two_threads_have_arenas_of_their_own() -> None:
+    args = MODELS["normed"][1]
+    model = Normed().eval()
+    fitted = in_arena(copy.deepcopy(model), args)
+    outcomes = []
+    for run in (model, fitted):
+        run.zero_grad()
+        (run(*args) * run(args[0] * 2)).backward()
+        outcomes.append([p.grad for p in run.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True) if a is not None and b is not None)
+
+    def gradient(scale: float) -> Tensor:
+        x = (args[0] * scale).requires_grad_()
+        (found,) = torch.autograd.grad(fitted(x), [fitted.get_parameter("conv.weight")])
+        return found
+
+    expected = [gradient(scale) for scale in (1.0, 3.0)]
+    with ThreadPoolExecutor(2) as threads:
+        for found, wanted in zip(threads.map(gradient, [1.0, 3.0] * 8), expected * 8, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def arenas_of(fitted: nn.Module) -> list["weakref.ref[torch.UntypedStorage]"]:
+    return [past.storage for past in fitted.__dict__["_fitting"].bound[0].step._arena._past]
+
+
+def test_an_arena_ends_with_its_gradients() -> None:
+    fitted = in_arena(Mixed(), MODELS["mixed"][1])
+    fitted(*MODELS["mixed"][1]).backward()
+    (there,) = arenas_of(fitted)
+    assert there() is not None
+    fitted.zero_grad()
+    gc.collect()
+    assert there() is None
+
+
+def test_gradients_that_are_accumulated_move_out_of_the_arena(caplog: pytest.LogCaptureFixture) -> None:
+    args = MODELS["mixed"][1]
+    model = Mixed().eval()
+    fitted = in_arena(copy.deepcopy(model), args)
+    for run in (model, fitted):
+        for scale in (1, 2, 3):
+            run(args[0] * scale).backward()
+    pairs = zip(model.parameters(), fitted.parameters(), strict=True)
+    assert all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
+    assert "keep its arena" not in caplog.text
+    assert all(ref() is None for ref in arenas_of(fitted))
+
+
+def test_someone_who_keeps_a_view_of_a_gradient_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    args = MODELS["mixed"][1]
+    fitted = in_arena(Mixed(), args)
+    fitted(*args).backward()
+    gradient = fitted.get_parameter("first.weight").grad
+    assert gradient is not None
+    kept, expected = gradient.view(-1), gradient.clone().view(-1)
+    fitted.zero_grad()
+    with caplog.at_level(logging.WARNING, "stowplan"):
+        fitted(*args).backward()
+    assert "keep its arena" in caplog.text
+    assert torch.equal(kept, expected)
+
+
+@pytest.fixture
+def keeping() -> Iterator[list[Tensor]]:
+    """An op of someone else's, which keeps what it is given."""
+    kept: list[Tensor] = []
+    with torch.library._scoped_library("arena_tests", "FRAGMENT") as library:
+        library.define("keep(Tensor x) -> Tensor")
+
+        def keep(x: Tensor) -> Tensor:
+            kept.append(x)
+            return x.clone()
+
+        library.impl("keep", keep, "CPU")
+        library.impl("keep", lambda x: torch.empty_like(x), "Meta")
+        yield kept
+
+
+def test_what_another_op_sees_lies_beside(keeping: list[Tensor]) -> None:
+    class Shown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.layers[0](x))
+            shown = torch.ops.arena_tests.keep(x.detach())
+            for layer in self.layers[1:]:
+                x = torch.tanh(layer(x))
+            loss: Tensor = (x * shown).mean()
+            return loss
+
+    args = (images(16, 8),)
+    model = Shown()
+    model(*args)
+    expected = keeping[-1].clone()
+    fitted = in_arena(model, args)
+    fitted(*args).backward()
+    assert torch.equal(keeping[-1], expected)
+
+
+def test_what_is_read_by_its_place_in_a_storage_lies_beside() -> None:
+    class Strided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen = torch.as_strided(torch.tanh(self.layer(x)), (4, 8), (16, 1), 8)
+            return (seen * 2).square().mean()
+
+    args = (images(8, 8),)
+    model = Strided()
+    twin = copy.deepcopy(model)
+    assert not different(trained(model, model, args), trained(in_arena(twin, args), twin, args))
+
+
+def test_a_kernel_that_writes_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = capture(Mixed(), MODELS["mixed"][1])
+    right = arenas.into
+    (name,) = [op.outputs[0].tensor for op in captured.graph.ops if op.type == "aten.relu.default"]
+    device = torch.device("cpu")
+    monkeypatch.setattr(arenas, "_writing", {})
+    assert arenas.ways_of(captured, (), {}, device)[name] is Way.WRITTEN
+    monkeypatch.setattr(arenas, "_writing", {})
+    monkeypatch.setattr(arenas, "into", lambda call: _wronged(right(call)))
+    assert arenas.ways_of(captured, (), {}, device)[name] is Way.COPIED
+
+
+def _wronged(form: arenas.Form | None) -> arenas.Form | None:
+    """A ReLU that begins at a quarter."""
+    if form is None or "clamp_min" not in str(form.call.target):
+        return form
+    return form._replace(call=replace(form.call, args=(*form.call.args[:-1], 0.25)))
+
+
+def test_a_kernel_that_allocates_its_result_all_the_same_is_not_used() -> None:
+    """A generated variant of an op: it computes aside and copies."""
+    captured = capture(Mixed(), (images(512, 48),))
+    graph, calls = captured.graph, captured.program.calls
+    (op,) = [op for op in graph.ops if op.type == "aten.relu.default"]
+    call, tensor = calls[op.id], graph.tensors[op.outputs[0].tensor]
+    aside = replace(call, target=torch.ops.aten.relu.out, kwargs={"out": Ref(arenas._OUT)})
+    device = torch.device("cpu")
+    assert not arenas._gives_the_same(graph, call, arenas.Form(aside), tensor, 0, device)
+    assert arenas._gives_the_same(graph, call, arenas.Form(aside), tensor, tensor.nbytes or 0, device)
+
+
+def test_a_result_that_is_a_view_into_the_arena_is_refused() -> None:
+    arena = arenas.Arena((arenas._Look(torch.float32, 16, (4, 4), (4, 1)),), 128, torch.device("cpu"))
+    arena.beside(torch.empty(4))
+    with pytest.raises(BadUse, match="an op returned a view of its operand"):
+        arena.beside(arena.at(0)[1:])
+
+
+def test_a_budget_that_no_arena_fits_names_one_that_does() -> None:
+    model, args = TiedRows(), MODELS["tied"][1]
+    with pytest.raises(BudgetTooSmall) as refusal:
+        in_arena(model, args, share=0.5)
+    budget = refusal.value.minimum_bytes
+    (plan,) = plans_of(fit(model, args, budget=budget, arena=True, allow=["recompute"], moves=3))
+    assert plan.projected_peak_bytes <= budget
+
+
+def test_an_arena_is_for_the_step_of_one_process() -> None:
+    model, args = Mixed(), MODELS["mixed"][1]
+    with pytest.raises(BadUse, match="leave it out with optimizer= or mesh="):
+        fit(model, args, budget="1GiB", arena=True, optimizer=torch.optim.SGD(model.parameters()))
