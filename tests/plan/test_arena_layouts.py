@@ -7,7 +7,7 @@ import pytest
 from stowplan.analyse.timeline import Run, Stay, Timeline
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph
-from stowplan.plan.allocator.arena import ArenaLayout, Slot, Way, lay_out, refuse_unsafe
+from stowplan.plan.allocator.arena import ArenaLayout, Placement, Slot, lay_out, refuse_unsafe
 from stowplan.plan.allocator.projection import project
 from stowplan.plan.allocator.requests import requests_of
 from stowplan.plan.allocator.settings import AllocatorSettings
@@ -32,7 +32,7 @@ def timeline(*stays: tuple[str, int, int, int]) -> Timeline:
 
 
 STEP = timeline(("a", 100, 0, 1), ("b", 60, 1, 2), ("c", 100, 2, 3), ("gradient", 40, 3, 4))
-WRITTEN = dict.fromkeys(("a", "b", "c", "gradient"), Way.WRITTEN)
+WRITTEN = dict.fromkeys(("a", "b", "c", "gradient"), Placement.WRITTEN)
 
 
 def test_a_tensor_that_others_keep_does_not_follow_another_in_its_place() -> None:
@@ -62,7 +62,7 @@ def test_offsets_are_aligned() -> None:
 
 
 def test_what_has_no_way_in_lies_beside() -> None:
-    layout = lay_out(STEP, {"a": Way.WRITTEN, "c": Way.WRITTEN}, alignment=1)
+    layout = lay_out(STEP, {"a": Placement.WRITTEN, "c": Placement.WRITTEN}, alignment=1)
     assert set(layout.slots) == {("a", 0), ("c", 0)}
     assert layout.use == ArenaUse(100, 60, 0)
 
@@ -70,11 +70,11 @@ def test_what_has_no_way_in_lies_beside() -> None:
 def test_a_copy_needs_its_bytes_twice_and_is_made_where_that_is_less() -> None:
     """The small one is copied, for its bytes beside are there for a moment; the large one is not."""
     step = timeline(("large", 100, 0, 3), ("small", 10, 0, 3), ("other", 10, 3, 5))
-    ways = {"large": Way.COPIED, "small": Way.COPIED, "other": Way.WRITTEN}
-    layout = lay_out(step, ways, alignment=1)
+    placements = {"large": Placement.COPIED, "small": Placement.COPIED, "other": Placement.WRITTEN}
+    layout = lay_out(step, placements, alignment=1)
     assert layout.use.peak_bytes <= 130
     for (name, _), slot in layout.slots.items():
-        assert slot.way is ways[name]
+        assert slot.placement is placements[name]
 
 
 def test_an_overlap_is_caught() -> None:
@@ -92,10 +92,10 @@ def test_a_tensor_that_leaves_keeps_its_place() -> None:
 @pytest.mark.parametrize(
     ("slot", "message"),
     [
-        (Slot(-4, 60, Way.WRITTEN), "outside of the arena"),
-        (Slot(120, 60, Way.WRITTEN), "outside of the arena"),
-        (Slot(2, 60, Way.WRITTEN), "across its lines"),
-        (Slot(100, 56, Way.WRITTEN), "larger than its place"),
+        (Slot(-4, 60, Placement.WRITTEN), "outside of the arena"),
+        (Slot(120, 60, Placement.WRITTEN), "outside of the arena"),
+        (Slot(2, 60, Placement.WRITTEN), "across its lines"),
+        (Slot(100, 56, Placement.WRITTEN), "larger than its place"),
     ],
 )
 def test_a_slot_lies_in_the_arena(slot: Slot, message: str) -> None:
@@ -112,12 +112,12 @@ def plan() -> Plan:
     return planner.plan(planner.minimum_bytes)
 
 
-@pytest.mark.parametrize("way", Way)
-def test_the_requests_of_a_step_in_an_arena_add_up(way: Way) -> None:
+@pytest.mark.parametrize("placement", Placement)
+def test_the_requests_of_a_step_in_an_arena_add_up(placement: Placement) -> None:
     """One block for the arena, and what is beside it: at most what the layout says, to the byte."""
     made = plan()
     walked = timeline_of_plan(made)
-    layout = lay_out(walked, {stay.tensor: way for stay in walked.stays if stay.made}, alignment=512)
+    layout = lay_out(walked, {stay.tensor: placement for stay in walked.stays if stay.made}, alignment=512)
     requests = requests_of(made, arena=layout)
     assert sum(request.nbytes == layout.use.nbytes for request in requests.iteration) >= 1
     heap = project(made, AllocatorSettings(), arena=layout)

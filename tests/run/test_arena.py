@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stowplan.capture import Ref, capture
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.plan.allocator.arena import Way
+from stowplan.plan.allocator.arena import Placement
 from stowplan.plan.plan import RecomputeOp
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
@@ -233,17 +233,17 @@ def test_a_kernel_that_writes_other_bits_is_not_used(monkeypatch: pytest.MonkeyP
     (name,) = [op.outputs[0].tensor for op in captured.graph.ops if op.type == "aten.relu.default"]
     device = torch.device("cpu")
     monkeypatch.setattr(arenas, "_writing", {})
-    assert arenas.ways_of(captured, (), {}, device)[name] is Way.WRITTEN
+    assert arenas.placements_of(captured, (), {}, device)[name] is Placement.WRITTEN
     monkeypatch.setattr(arenas, "_writing", {})
     monkeypatch.setattr(arenas, "into", lambda call: _wronged(right(call)))
-    assert arenas.ways_of(captured, (), {}, device)[name] is Way.COPIED
+    assert arenas.placements_of(captured, (), {}, device)[name] is Placement.COPIED
 
 
-def _wronged(form: arenas.Form | None) -> arenas.Form | None:
+def _wronged(writing: arenas.WritingCall | None) -> arenas.WritingCall | None:
     """A ReLU that begins at a quarter."""
-    if form is None or "clamp_min" not in str(form.call.target):
-        return form
-    return form._replace(call=replace(form.call, args=(*form.call.args[:-1], 0.25)))
+    if writing is None or "clamp_min" not in str(writing.call.target):
+        return writing
+    return writing._replace(call=replace(writing.call, args=(*writing.call.args[:-1], 0.25)))
 
 
 def test_a_kernel_that_allocates_its_result_all_the_same_is_not_used() -> None:
@@ -254,8 +254,8 @@ def test_a_kernel_that_allocates_its_result_all_the_same_is_not_used() -> None:
     call, tensor = calls[op.id], graph.tensors[op.outputs[0].tensor]
     aside = replace(call, target=torch.ops.aten.relu.out, kwargs={"out": Ref(arenas._OUT)})
     device = torch.device("cpu")
-    assert not arenas._gives_the_same(graph, call, arenas.Form(aside), tensor, 0, device)
-    assert arenas._gives_the_same(graph, call, arenas.Form(aside), tensor, tensor.nbytes or 0, device)
+    assert not arenas._gives_the_same(graph, call, arenas.WritingCall(aside), tensor, 0, device)
+    assert arenas._gives_the_same(graph, call, arenas.WritingCall(aside), tensor, tensor.nbytes or 0, device)
 
 
 def test_a_result_that_is_a_view_into_the_arena_is_refused() -> None:

@@ -3,7 +3,7 @@
 Whatever the allocator does, a step in an arena takes the bytes of the arena and of what lies beside it. Ops
 bring their results into it in two ways: some write to memory that they are given, the results of others are
 copied, which needs their bytes twice for a moment. A result that would have to be copied stays beside the
-arena if the step takes less memory that way.
+arena if the step takes less memory then.
 
 The layout is judged by `refuse_unsafe`, which shares no code with what makes it.
 """
@@ -25,7 +25,7 @@ _NEAR = 1.002  # times the least memory is as good, if fewer bytes are copied
 _SIZES = 24  # limits of copied sizes that are compared
 
 
-class Way(StrEnum):
+class Placement(StrEnum):
     """How a result comes into an arena."""
 
     WRITTEN = "written"  # the op writes to memory that it is given
@@ -40,7 +40,7 @@ class Slot(NamedTuple):
 
     offset: int
     nbytes: int
-    way: Way
+    placement: Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +74,29 @@ class _Storage(NamedTuple):
 
 
 def lay_out(
-    timeline: Timeline, ways: Mapping[str, Way], *, leaving: Container[str] = (), alignment: int
+    timeline: Timeline, placements: Mapping[str, Placement], *, leaving: Container[str] = (), alignment: int
 ) -> ArenaLayout:
-    """Offsets for storages in which there are never other tensors than those in `ways`.
+    """Offsets for storages in which there are never other tensors than those in `placements`.
 
     `leaving` are the tensors that others hold after the step. Offsets are multiples of `alignment`.
     """
     there = _storages_of(timeline)
-    able = [s for s in there if s.nbytes and all(stay.made and stay.tensor in ways for stay in s.stays)]
-    written = [storage for storage in able if ways[storage.copy[0]] is Way.WRITTEN]
-    copied = [storage for storage in able if ways[storage.copy[0]] is Way.COPIED]
+    able = [s for s in there if s.nbytes and all(stay.made and stay.tensor in placements for stay in s.stays)]
+    written = [storage for storage in able if placements[storage.copy[0]] is Placement.WRITTEN]
+    copied = [storage for storage in able if placements[storage.copy[0]] is Placement.COPIED]
     chosen = _chosen(timeline, there, written, copied, alignment)
     placed = [*written, *chosen]
     blocks = [_block(number, storage, alignment) for number, storage in enumerate(placed)]
     packing = pack(blocks)
     slots = {
-        storage.copy: Slot(packing.offsets[block.id], storage.nbytes, ways[storage.copy[0]])
+        storage.copy: Slot(packing.offsets[block.id], storage.nbytes, placements[storage.copy[0]])
         for storage, block in zip(placed, blocks, strict=True)
     }
     beside = _curve_beside(timeline, there, placed, chosen)
     copies = sum(storage.nbytes for storage in chosen)
     use = ArenaUse(packing.arena_bytes, int(beside.max(initial=0)), copies)
     layout = ArenaLayout(slots, use)
-    refuse_unsafe(layout, timeline, able=ways, leaving=leaving, alignment=alignment)
+    refuse_unsafe(layout, timeline, able=placements, leaving=leaving, alignment=alignment)
     return layout
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from stowplan.analyse.facts import is_resident
-from stowplan.plan.allocator.arena import ArenaLayout, Way
+from stowplan.plan.allocator.arena import ArenaLayout, Placement
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.judge.simulate import transfer_bytes
 from stowplan.plan.plan import Plan
@@ -47,7 +47,7 @@ def requests_of(
     for stay in timeline.stays:
         if slot := arena.slots.get((stay.tensor, stay.copy)) if arena else None:
             inside.add(stay.place)
-            if slot.way is Way.COPIED:
+            if slot.placement is Placement.COPIED:
                 copied[stay.first].append(slot.nbytes)
         if stay.place in inside:
             continue

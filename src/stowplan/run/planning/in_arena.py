@@ -13,7 +13,7 @@ from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.run.cost.machine import device_of
 from stowplan.run.planning.planner import replayed_bytes
 from stowplan.run.planning.subject import PlannedStep
-from stowplan.run.step.arena import ways_of
+from stowplan.run.step.arena import placements_of
 from stowplan.units import format_bytes
 
 _ATTEMPTS = 4
@@ -24,7 +24,7 @@ def in_arena(
 ) -> PlannedStep:
     """The step that `planned` makes for a budget, in an arena that takes at most `allowed_bytes`.
 
-    BudgetTooSmall names the smallest budget that was found to do. A plan that `is_given` is not made again.
+    BudgetTooSmall names a budget that suffices. A plan that `is_given` is the only one there is.
     """
     room, least, binding = allowed_bytes, allowed_bytes, tuple[str, ...]()
     for attempt in range(_ATTEMPTS):
@@ -58,7 +58,7 @@ def _laid_out(step: PlannedStep) -> PlannedStep:
 def layout_of(step: PlannedStep) -> ArenaLayout:
     """Where the tensors of a planned step lie in an arena."""
     graph, program, device = step.captured.graph, step.captured.program, device_of(step.captured.graph)
-    ways = ways_of(step.captured, step.plan.steps, step.plan.pricing.workspace_bytes, device)
+    placements = placements_of(step.captured, step.plan.steps, step.plan.pricing.workspace_bytes, device)
     leaving = {graph.storage_of(gradient) for gradient in program.gradients.values()}
     alignment = 64 if device.type == "cpu" else 512  # of blocks of PyTorch's allocators
-    return lay_out(timeline_of_plan(step.plan), ways, leaving=leaving, alignment=alignment)
+    return lay_out(timeline_of_plan(step.plan), placements, leaving=leaving, alignment=alignment)

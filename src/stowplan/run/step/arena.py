@@ -27,7 +27,7 @@ from stowplan.ir import Graph, Op, Role
 from stowplan.ir import Tensor as GraphTensor
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
-from stowplan.plan.allocator.arena import ArenaLayout, Copy, Way
+from stowplan.plan.allocator.arena import ArenaLayout, Copy, Placement
 from stowplan.plan.plan import Load, Step, Store
 from stowplan.run.cost.machine import free_bytes
 from stowplan.run.cost.probe_call import call_on, operands_of, undisturbed
@@ -42,48 +42,50 @@ _SLACK_BYTES = 4096  # of memory beyond what the op took with a result of its ow
 _aten = torch.ops.aten
 
 
-class Form(NamedTuple):
+class WritingCall(NamedTuple):
     """A call that writes the result of another to the tensor `_OUT`, which may have to be zero before."""
 
     call: Call
     zeroed: bool = False
 
 
-def into(call: Call) -> Form | None:
+def into(call: Call) -> WritingCall | None:
     """`call` as one that writes to given memory; None if no kernel does."""
     if not call.single or call.fresh or call.copied or call.target in ASKING_FOR_GRADIENTS:
         return None
     target, args = call.target, call.args
     if target in (_aten.clone.default, _aten._to_copy.default):
-        return Form(replace(call, target=_aten.copy_.default, args=(Ref(_OUT), args[0]), kwargs={}))
+        return WritingCall(replace(call, target=_aten.copy_.default, args=(Ref(_OUT), args[0]), kwargs={}))
     if target is _aten.relu.default:  # which has no such kernel, and is this one
-        return Form(replace(call, target=_aten.clamp_min.out, args=(*args, 0), kwargs={"out": Ref(_OUT)}))
+        return WritingCall(
+            replace(call, target=_aten.clamp_min.out, args=(*args, 0), kwargs={"out": Ref(_OUT)})
+        )
     if target is _aten.embedding_dense_backward.default and args[3:] == (-1, False):  # nothing is left out
         added = Ref(_OUT), (args[1],), args[0], True
-        return Form(replace(call, target=_aten.index_put_.default, args=added, kwargs={}), zeroed=True)
+        return WritingCall(replace(call, target=_aten.index_put_.default, args=added, kwargs={}), zeroed=True)
     writing = out_target(target)
     if writing is None:
         return None
-    return Form(replace(call, target=writing, kwargs={**call.kwargs, out_name(writing): Ref(_OUT)}))
+    return WritingCall(replace(call, target=writing, kwargs={**call.kwargs, out_name(writing): Ref(_OUT)}))
 
 
 _writing: dict[str, bool] = {}  # by how a call looks: whether its kernel writes the same bits to given memory
 
 
-def ways_of(
+def placements_of(
     captured: Captured, steps: Iterable[Step], workspace_bytes: Mapping[str, int], device: torch.device
-) -> dict[str, Way]:
+) -> dict[str, Placement]:
     """How each tensor that owns its storage comes into an arena, without those that must not lie there."""
     graph, program = captured.graph, captured.program
     barred = _barred(graph, program, steps)
-    ways = {}
+    placements = {}
     for op in graph.ops:
         call = program.calls[op.id]
         for name in _owners(graph, op):
             if name not in barred and _lies_dense(graph.tensors[name], device):
                 written = _is_written(graph, op, call, name, workspace_bytes.get(op.id, 0), device)
-                ways[name] = Way.WRITTEN if written else Way.COPIED
-    return ways
+                placements[name] = Placement.WRITTEN if written else Placement.COPIED
+    return placements
 
 
 def _owners(graph: Graph, op: Op) -> Iterator[str]:
@@ -121,20 +123,25 @@ def _lies_dense(tensor: GraphTensor, device: torch.device) -> bool:
 def _is_written(
     graph: Graph, op: Op, call: Call, name: str, workspace_bytes: int, device: torch.device
 ) -> bool:
-    form = into(call)
-    if form is None or effect_of(site_of(graph, op)) & Effect.RANDOM:
+    writing = into(call)
+    if writing is None or effect_of(site_of(graph, op)) & Effect.RANDOM:
         return False
     signature = call_signature(graph, call)
     tensor = graph.tensors[name]
     key = f"{signature.text} to {tensor.layout}"
     if key not in _writing:
         fits = _ROOM * (signature.operand_bytes + (tensor.nbytes or 0)) <= free_bytes(device)
-        _writing[key] = fits and _gives_the_same(graph, call, form, tensor, workspace_bytes, device)
+        _writing[key] = fits and _gives_the_same(graph, call, writing, tensor, workspace_bytes, device)
     return _writing[key]
 
 
 def _gives_the_same(
-    graph: Graph, call: Call, form: Form, tensor: GraphTensor, workspace_bytes: int, device: torch.device
+    graph: Graph,
+    call: Call,
+    writing: WritingCall,
+    tensor: GraphTensor,
+    workspace_bytes: int,
+    device: torch.device,
 ) -> bool:
     """Whether a call writes the same bits to given memory, and allocates no more than the op does."""
     signature, names = call_signature(graph, call), list(dict.fromkeys(inputs_of(call)))
@@ -146,12 +153,12 @@ def _gives_the_same(
             given = torch.empty_strided(
                 expected.shape, stride_of(tensor), dtype=expected.dtype, device=expected.device
             )
-            given.fill_(0 if form.zeroed else float("nan") if given.is_floating_point() else 1)
+            given.fill_(0 if writing.zeroed else float("nan") if given.is_floating_point() else 1)
             found = {**dict(zip(names, operands, strict=True)), _OUT: given}
-            args = [filled(value, found) for value in form.call.args]
-            kwargs = {name: filled(value, found) for name, value in form.call.kwargs.items()}
+            args = [filled(value, found) for value in writing.call.args]
+            kwargs = {name: filled(value, found) for name, value in writing.call.kwargs.items()}
             there = [*operands, expected, given]
-            seen = measure(lambda: form.call.target(*args, **kwargs), device=device, before=there)
+            seen = measure(lambda: writing.call.target(*args, **kwargs), device=device, before=there)
         except (RuntimeError, ValueError, IndexError):
             return False
     alike = same_strides(tuple(given.shape), expected.stride(), given.stride())
@@ -257,13 +264,13 @@ class ArenaCode:
                     new.append(name)
                     if copy in self._numbers:
                         number_of[name] = self._numbers[copy]
-                        way = self.layout.slots[copy].way
-        if len(number_of) == 1 and way is Way.WRITTEN:
+                        placement = self.layout.slots[copy].placement
+        if len(number_of) == 1 and placement is Placement.WRITTEN:
             (name,) = number_of
-            form = into(call)
-            assert form is not None, f"{call.target} does not write to given memory"
-            slot = f"arena.{'zeros' if form.zeroed else 'at'}({number_of[name]})"
-            return [f"{names[name]} = {expression(form.call, {**names, _OUT: slot})}"]
+            writing = into(call)
+            assert writing is not None, f"{call.target} does not write to given memory"
+            slot = f"arena.{'zeros' if writing.zeroed else 'at'}({number_of[name]})"
+            return [f"{names[name]} = {expression(writing.call, {**names, _OUT: slot})}"]
         taken = (f"{names[n]} = arena.take({number}, {names[n]})" for n, number in number_of.items())
         beside = (f"arena.beside({names[n]})" for n in new if n not in number_of)
         return [*call_lines(call, overwrites, names), *taken, *beside]
