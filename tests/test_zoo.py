@@ -22,9 +22,30 @@ def test_a_model_of_the_zoo_equals_eager_within_its_budget(name: str) -> None:
     assert 0 < result.measured_bytes <= result.tight_bytes < result.eager_bytes
 
 
-def test_a_roomy_run_says_that_the_tight_budget_was_not_tried() -> None:
-    result = tried(CASES["waves"], roomy_only=True)
-    assert (result.outcome, result.tight_bytes) == ("fitted, roomy", 0)
+QUICK = (
+    *("recommender", "spectrogram", "waves", "Bert, padded", "GPT2, padded", "Qwen3, padded", "Llama, LoRA"),
+    *("Llama, DoRA", "Phi3", "T5", "Pegasus", "Whisper", "Wav2Vec2", "ViT", "CLIP", "Llava", "PatchTST"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_a_model_of_the_zoo_equals_eager(name: str) -> None:
+    pytest.importorskip(CASES[name].package)
+    result = tried(CASES[name], roomy_only=True)
+    assert (result.outcome, result.tight_bytes) == ("fitted, roomy", 0), result
+
+
+@pytest.mark.slow
+def test_a_budget_that_is_too_small_is_tried_again_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "benchmarks.zoo.run.compiled",
+        lambda _, budget: f"equal at {budget}" if budget else "refused: needs 1000 bytes: too small",
+    )
+    case = Case("torch", "branching", Branching, CASES["weight norm"].batches, classified)
+    results: list[Result] = []
+    run_all([case], 60, results.append)
+    assert [r.compiled for r in results] == ["equal at 1020"]
 
 
 @pytest.mark.slow
@@ -47,7 +68,7 @@ class Branching(nn.Module):
 
 @pytest.mark.slow
 def test_a_model_that_fit_refuses_is_tried_under_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.zoo.run.compiled", lambda case: f"equal: {case.name}")
+    monkeypatch.setattr("benchmarks.zoo.run.compiled", lambda case, _budget: f"equal: {case.name}")
     case = Case("torch", "branching", Branching, CASES["weight norm"].batches, classified)
     results: list[Result] = []
     run_all([case], 60, results.append)

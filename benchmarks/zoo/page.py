@@ -15,11 +15,11 @@ _OPENING = (
     " It is planned at a roomy budget and at a tight one: 0.7 of eager's peak, or the smallest if that is"
     " larger, with recomputation alone. Each planned model makes two optimizer steps on batches that it was"
     " not planned for, next to an eager twin. *Fitted* means that losses, parameters and buffers equal"
-    " eager's to the bit, and that the allocator's peak is within the budget. *Fitted, roomy* means the same"
-    " bits at a roomy budget; the tight one was not tried in this run. A model that `fit` refuses is"
+    " eager's to the bit, and that the allocator's peak is within the budget. (*Fitted, roomy* would mean"
+    " that the tight budget was not tried.) A model that `fit` refuses is"
     ' tried with `torch.compile(model, backend="stowplan")` at 0.9 of eager\'s peak, or more if that is'
-    " too little;"
-    " *equal* there means the same bits after the same two steps."
+    " too little, with 60 s of processor time for each budget; *equal* there means the same bits after the"
+    " same two steps."
 )
 
 
@@ -32,6 +32,8 @@ def _lines(results: Sequence[Result]) -> Iterator[str]:
     yield "# Which models were tried?\n"
     yield _OPENING.format(version=torch.__version__) + "\n"
     outcomes = Counter(result.outcome for result in results)
+    minutes = sum(result.seconds for result in results) / 60
+    yield f"All of them together took {minutes:.0f} minutes of processor time, on one core.\n"
     yield f"| outcome | models of {len(results)} |"
     yield "|---|---|"
     for outcome, count in outcomes.most_common():

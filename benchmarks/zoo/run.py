@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from threading import Thread
@@ -30,7 +31,8 @@ ROOMY = 2**40
 _TIGHT = 0.7  # of the peak without a plan
 _MOVES = 10
 _SEEDS = (1, 2)
-_COMPILING = 60  # seconds of processor time for a model that fit refuses
+_COMPILING = 60  # seconds of processor time for a model that fit refuses, at one budget
+_TOO_SMALL = "refused: needs "
 _OUT_OF_TIME = 24  # an exit status
 _MOST_IMPORTED = {  # modules that a package imports when they are first needed, which would be in each fork
     "transformers": ("transformers.models.llama.modeling_llama", "transformers.models.clip.modeling_clip"),
@@ -166,8 +168,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def compiled(case: Case) -> str:
-    """What becomes of a case under torch.compile, at 0.9 of eager's peak if that is enough."""
+def compiled(case: Case, budget: int) -> str:
+    """What becomes of a case under torch.compile, at a budget or, if that is 0, at 0.9 of eager's peak."""
     torch.manual_seed(0)
     model = Training(case.make(), case.loss).train()
     expected = _trained(copy.deepcopy(model), case)
@@ -175,32 +177,32 @@ def compiled(case: Case) -> str:
     torch.manual_seed(0)
     standing = [*twin.parameters(), *twin.buffers(), *_tensors(batch)]
     eager = measure(lambda: twin(**batch).backward(), before=standing)
-    budget = int(eager.measured_peak_bytes * 0.9)
-    for further in (
-        1.02,
-        1.1,
-        2.0,
-        0.0,
-    ):  # a graph that comes later may need more than the first refusal says
-        torch.compiler.reset()
-        options: dict[str, object] = {"budget": budget, "moves": _MOVES}
-        try:
-            different = _first_difference(expected, _trained(_compiling(model, options), case))
-        except BudgetTooSmall as refusal:
-            if not further:
-                return f"refused: {_words(refusal)}"
-            budget = int(refusal.minimum_bytes * further)
-            continue
-        except StowplanError as error:
-            return f"refused: {_words(error)}"
-        except Exception as error:
-            return f"raises {_words(error)}"
-        break
+    budget = budget or int(eager.measured_peak_bytes * 0.9)
+    options: dict[str, object] = {"budget": budget, "moves": _MOVES}
+    try:
+        different = _first_difference(expected, _trained(_compiling(model, options), case))
+    except BudgetTooSmall as refusal:
+        return f"{_TOO_SMALL}{refusal.minimum_bytes} bytes: {_words(refusal)}"
+    except StowplanError as error:
+        return f"refused: {_words(error)}"
+    except Exception as error:
+        return f"raises {_words(error)}"
     if different:
         return f"wrong: {different}"
-    times = budget / eager.measured_peak_bytes
-    plans = plans_for(options)
-    return f"equal, {len(plans)} plans at {times:.1f} of eager's peak" if plans else "nothing planned"
+    found = f"equal, {len(plans)} plans" if (plans := plans_for(options)) else "nothing planned"
+    share, seconds = budget / eager.measured_peak_bytes, time.process_time()
+    return f"{found} at {share:.1f} of eager's peak, {seconds:.0f} s of processor time"
+
+
+def _compiled_apart(case: Case) -> str:
+    """Each budget in a process of its own: a later graph may need more than the first refusal says."""
+    budget, words = 0, ""
+    for further in (1.02, 1.1, 2.0, 0.0):
+        words = _apart(partial(compiled, case, budget), _COMPILING)
+        if not words.startswith(_TOO_SMALL):
+            break
+        budget = int(int(words.removeprefix(_TOO_SMALL).split()[0]) * further)
+    return words
 
 
 def _compiling(model: nn.Module, options: dict[str, object]) -> nn.Module:
@@ -248,7 +250,7 @@ def _result(case: Case, seconds: int, *, roomy_only: bool) -> Result:
         return Result(case.package, case.name, outcome, text)
     result = Result(**json.loads(text))
     if result.outcome == "refused":
-        return replace(result, compiled=_apart(lambda: compiled(case), _COMPILING))
+        return replace(result, compiled=_compiled_apart(case))
     return result
 
 

@@ -338,6 +338,26 @@ def test_a_gradient_goes_from_graph_to_graph_with_the_strides_of_eager() -> None
     assert len(plans_for(options)) == 2
 
 
+class Passing(nn.Linear):
+    """Its second graph hands the gradient on as it comes, its third as a view: neither has an op for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        torch._dynamo.graph_break()
+        h = h + 1.0
+        torch._dynamo.graph_break()
+        h = h.flatten()
+        torch._dynamo.graph_break()
+        return h.square().sum()
+
+
+def test_graphs_without_an_op_in_backward() -> None:
+    model, x = Passing(4, 4), images(2, 4)
+    run, twin, options = compiled(model)
+    assert different(trained(model, model, (x,), scalar), trained(run, twin, (x,), scalar)) == []
+    assert len(plans_for(options)) == 4
+
+
 def test_options_are_checked() -> None:
     model, x = nn.Linear(4, 4), images(2, 4)
     wrong = Options(budget="1GiB", allow="tile")
@@ -375,6 +395,9 @@ class Reading(nn.Module):
 
 def test_a_graph_that_reads_values_is_not_sent_back_to_compile() -> None:
     graph, x = torch.fx.symbolic_trace(Reading()), torch.ones(3, requires_grad=True)
+    for node in graph.graph.nodes:
+        node.stack_trace = '  File "/home/user/train.py", line 12, in forward'
     with pytest.raises(CaptureError, match=r"reads the values.*torch\.compiler\.disable") as refusal:
         CapturedGraph.of(graph, (x,), options=PlanOptions(), as_vector=None)
     assert "torch.compile(" not in str(refusal.value)
+    assert str(refusal.value).startswith("/home/user/train.py:12: ")

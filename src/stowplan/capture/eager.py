@@ -81,13 +81,14 @@ def _spans(recording: Recording, functional: FunctionalStep) -> Iterator[Span]:
     tangents = {
         view.storage: _tangent_end(recording, view) for view in recording.tangents if view is not None
     }
-    last = [len(recording.events) - 1 if life.died is None else life.died for life in recording.lifetimes]
+    latest = len(recording.events) - 1  # before the turn if gradients pass through a backward without ops
+    last = [latest if life.died is None else life.died for life in recording.lifetimes]
     taken_over = _taken_over(recording, last)
     for later, earlier in reversed(taken_over.items()):
         last[earlier] = last[later]
     for number, life in enumerate(recording.lifetimes):
         if number in tangents:
-            first, end = recording.turn, tangents[number]
+            first, end = min(recording.turn, latest), min(tangents[number], latest)
         else:
             first, end = max(0, life.born), last[number]
         if number not in constants and number not in taken_over and first <= end:
@@ -118,8 +119,9 @@ def _writes_in_eager(event: Event) -> bool:
 
 
 def _tangent_end(recording: Recording, tangent: StorageView) -> int:
-    """The call of backward holds the gradient of a loss; any other gradient dies at its last reader."""
-    if not tangent.shape:
+    """The call of backward holds the gradient of a loss; others die at their last reader or are handed on."""
+    handed_on = {gradient.storage for gradient in recording.gradients.values()}
+    if not tangent.shape or tangent.storage in handed_on:
         return len(recording.events) - 1
     readers = (position for position, event in enumerate(recording.events) if tangent in event.args)
     return max(readers, default=recording.turn)

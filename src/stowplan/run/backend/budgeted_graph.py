@@ -69,9 +69,12 @@ class BudgetedGraph:
 
 
 def _with_others_between(graph: Graph, pricing: Pricing) -> Pricing:
-    """The first op of backward gets an additional workspace: the smallest peak of the whole step."""
+    """The first op of backward gets an additional workspace: the smallest peak of the whole step.
+
+    If gradients pass through unchanged, backward has no op, and the last op of forward gets it.
+    """
     problem = problem_of(graph, [pricing.seconds[op.id] for op in graph.ops], pricing.workspace_bytes)
-    first = graph.ops[problem.turn].id
+    first = graph.ops[min(problem.turn, len(graph.ops) - 1)].id
     others = floor_of(problem) - problem.standing_bytes
     workspace = {**pricing.workspace_bytes, first: pricing.workspace_bytes.get(first, 0) + others}
     return replace(pricing, workspace_bytes=workspace)

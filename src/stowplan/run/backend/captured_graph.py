@@ -105,7 +105,12 @@ class _Led(Interpreter):
         source = ":".join(lines[-1]) if lines else ""
         scope = re.sub(r"^L\['(\w+)'\]", r"\1", path).removeprefix("self").removeprefix(".")
         with told(Origin(scope, source)):
-            return super().run_node(n)
+            try:
+                return super().run_node(n)
+            except Exception as error:
+                if source:
+                    error.add_note(source)  # the frames between have no line of the user's code
+                raise
 
 
 def _is_followed(captured: Captured) -> bool:
