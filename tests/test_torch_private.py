@@ -430,3 +430,14 @@ def test_inductor_compiles_a_function_of_a_list_and_keeps_strides() -> None:
     assert all(map(torch.equal, made, function(given)))
     assert [tensor.stride() for tensor in made] == [(1, 8), (1, 8)]
     assert {tensor.data_ptr() for tensor in made}.isdisjoint(tensor.data_ptr() for tensor in given)
+
+
+def test_exporting_is_told_from_running() -> None:
+    class Asking(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if private.is_exporting() else x - 1
+
+    x = torch.zeros(2)
+    assert not private.is_exporting()
+    if hasattr(torch.compiler, "is_exporting"):
+        assert torch.export.export(Asking(), (x,), strict=False).module()(x).tolist() == [1, 1]

@@ -69,6 +69,7 @@ __all__ = [
     "dispatched_without_data",
     "fake_tensor_logger",
     "idle_conversions_skipped",
+    "is_exporting",
     "is_view",
     "nodes_made",
     "pytree",
@@ -209,6 +210,9 @@ def after_backward(callback: Callable[[], None]) -> None:
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
+
+# Public since 2.7. Before, torch.export cannot be told from torch.compile.
+is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Within, ops go to their kernels and autograd records nothing, while gradients may count as enabled."""

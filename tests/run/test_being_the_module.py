@@ -61,6 +61,15 @@ def test_it_looks_like_the_model() -> None:
 
 
 @pytest.mark.slow
+def test_it_is_exported_as_the_model_itself() -> None:
+    if not hasattr(torch.compiler, "is_exporting"):
+        pytest.skip("this PyTorch does not tell that it exports")
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), images(3, 4)
+    exported = torch.export.export(fitted(model, x), (x,), strict=False)
+    assert torch.equal(exported.module()(x), model(x))
+    assert sorted(exported.state_dict) == sorted(model.state_dict())
+
+
 def test_it_can_be_fitted_again_with_another_budget() -> None:
     x = images(64, 16)
     model = Chain()

@@ -351,6 +351,22 @@ class Passing(nn.Linear):
         return h.square().sum()
 
 
+def test_a_graph_without_ops_gives_back_what_it_was_given() -> None:
+    class Same(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor]:
+            return (x,)
+
+    options, x = Options(budget="1GiB"), images(2, 4).requires_grad_()
+    graph = torch.fx.symbolic_trace(Same())
+    for node in graph.graph.nodes:
+        node.meta["example_value"] = x
+    run: Callable[..., Any] = backend(graph, (x,), options=options)
+    (found,) = run(x * 1)
+    found.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(2, 4))
+
+
 def test_graphs_without_an_op_in_backward() -> None:
     model, x = Passing(4, 4), images(2, 4)
     run, twin, options = compiled(model)
@@ -396,7 +412,9 @@ class Reading(nn.Module):
 def test_a_graph_that_reads_values_is_not_sent_back_to_compile() -> None:
     graph, x = torch.fx.symbolic_trace(Reading()), torch.ones(3, requires_grad=True)
     for node in graph.graph.nodes:
-        node.stack_trace = '  File "/home/user/train.py", line 12, in forward'
+        node.stack_trace = (
+            f'  File "/home/user/train.py", line 12, in forward\n  File "{nn.__file__}", line 1, in pad'
+        )
     with pytest.raises(CaptureError, match=r"reads the values.*torch\.compiler\.disable") as refusal:
         CapturedGraph.of(graph, (x,), options=PlanOptions(), as_vector=None)
     assert "torch.compile(" not in str(refusal.value)

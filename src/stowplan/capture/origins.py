@@ -83,7 +83,7 @@ class Origins:
 
 def _line_above(frame: FrameType | None) -> str:
     while frame is not None and frame.f_code.co_filename != _RECORDER:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES) and _is_a_file(frame.f_code.co_filename):
+        if is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -100,11 +100,12 @@ def line_of(error: BaseException) -> str:
 
 def _line_in(step: TracebackType) -> str:
     name = step.tb_frame.f_code.co_filename
-    return f"{name}:{step.tb_lineno}" if not name.startswith(_LIBRARIES) and _is_a_file(name) else ""
+    return f"{name}:{step.tb_lineno}" if is_users(name) else ""
 
 
-def _is_a_file(name: str) -> bool:
-    return not name.startswith("<")
+def is_users(file: str) -> bool:
+    """Whether a file belongs neither to PyTorch nor to stowplan, and is one."""
+    return not file.startswith((*_LIBRARIES, "<"))
 
 
 BY_PARTS = (

@@ -40,7 +40,7 @@ from stowplan.run.wrappers import (
     fitted_class,
     with_forward,
 )
-from stowplan.torch_private import checkpoints_as_calls
+from stowplan.torch_private import checkpoints_as_calls, is_exporting
 
 if TYPE_CHECKING:
     from stowplan.run.shapes import DeclaredShapes, Shapes
@@ -151,11 +151,11 @@ class Fitting:
         return self.planner.allowed_bytes
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        """Call the model: by a plan if a gradient is wanted, and as it is if not."""
+        """Call the model: by a plan if a gradient is wanted, and as it is if not, or if it is exported."""
         iteration = self.planner.iteration
         if iteration:
             iteration.refuse_between()
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_exporting():
             return self._eager(model, args, kwargs)
         step = self.step_for(model, args, kwargs)
         if iteration:

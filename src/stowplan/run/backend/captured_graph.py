@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from stowplan.capture import Captured, Ref, capture
-from stowplan.capture.origins import BY_PARTS, Origin, told
+from stowplan.capture.origins import BY_PARTS, Origin, is_users, told
 from stowplan.errors import CaptureError
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
@@ -102,14 +102,14 @@ class _Led(Interpreter):
         """As the base class does."""
         path = next((path for path, _ in reversed(n.meta.get("nn_module_stack", {}).values())), "")
         lines = re.findall(r'^ *File "(.+)", line (\d+)', n.stack_trace or "", re.MULTILINE)
-        source = ":".join(lines[-1]) if lines else ""
+        source = next((f"{file}:{line}" for file, line in reversed(lines) if is_users(file)), "")
         scope = re.sub(r"^L\['(\w+)'\]", r"\1", path).removeprefix("self").removeprefix(".")
         with told(Origin(scope, source)):
             try:
                 return super().run_node(n)
             except Exception as error:
-                if source:
-                    error.add_note(source)  # the frames between have no line of the user's code
+                if source:  # the frames between have no line of the user's code
+                    error.add_note(f"{source} in {scope}" if scope else source)
                 raise
 
 
