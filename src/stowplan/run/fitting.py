@@ -337,7 +337,7 @@ class Fitting:
 
         captured, given = larger.step.captured, flatten(args, kwargs)[0]
         written = written_tensors(captured.program, [model], given)
-        devices = {tensor.device.type for tensor in model.parameters()}
+        devices = {tensor.device for tensor in model.parameters()}
         try:
             result = watched(lambda: self.as_it_is(model, args, kwargs), captured.forward, written, devices)
         except Unlike:

@@ -17,6 +17,7 @@ from torch import Tensor
 from stowplan.capture.arguments import TensorLook
 from stowplan.capture.storage_views import contiguous_stride
 from stowplan.capture.watching import Event
+from stowplan.run.cost.machine import rng_state, set_rng_state
 from stowplan.run.measure.agreement import changes_nothing
 from stowplan.run.step.function import Before
 from stowplan.torch_private import OpOverload, TorchDispatchMode
@@ -62,14 +63,16 @@ class Unlike(BaseException):
 
 
 def watched(
-    run: Callable[[], object], forward: Sequence[Event], written: Iterable[Tensor], devices: Iterable[str]
+    run: Callable[[], object],
+    forward: Sequence[Event],
+    written: Iterable[Tensor],
+    devices: Iterable[torch.device],
 ) -> object:
     """Run a forward that is like this one and no larger; raises Unlike, with everything as it was before.
 
     `written` are the tensors that it changes.
     """
-    generators = [torch.default_generator, *map(_generator, set(devices) - {"cpu"})]
-    states = [generator.get_state() for generator in generators]
+    states = [(device, rng_state(device)) for device in {torch.device("cpu"), *devices}]
     watch = _Watch(forward)
     try:
         with Before(written), watch:
@@ -77,15 +80,9 @@ def watched(
             watch.finish()
             return result
     except BaseException:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        for device, state in states:
+            set_rng_state(device, state)
         raise
-
-
-def _generator(device: str) -> torch.Generator:
-    module = torch.get_device_module(device)
-    generator: torch.Generator = module.default_generators[module.current_device()]
-    return generator
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped

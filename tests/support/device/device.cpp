@@ -817,6 +817,14 @@ struct Call {
         !std::all_of(schema.returns().begin(), schema.returns().end(), is_tensor);
   }
 
+  // An op in place without other tensors: its shape cannot change, and some Meta kernels of these load much of Python.
+  bool changes_one() const {
+    size_t tensors = 0;
+    for (auto& arg : args) each_tensor(arg, [&](const Tensor&) { tensors++; });
+    return tensors == 1 && args[0].isTensor() && is_written(0) && schema.returns().size() == 1 &&
+        returned(0) == &args[0] && !schema.arguments()[0].is_out();
+  }
+
   bool selects_by_mask() const {
     bool found = false;
     if (name == "aten::index")
@@ -868,7 +876,8 @@ struct Call {
   Stack go_on() const {
     Stack metas = args_for_meta();
     const Stack given = metas;
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &metas);
+    if (changes_one()) metas = {given[0]};
+    else op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &metas);
     for (size_t number = 0; number < args.size(); number++)
       if (is_written(number) && args[number].isTensor() && is_here(args[number].toTensor()))
         if (const auto& meta = given[number].toTensor(); meta.sizes() != args[number].toTensor().sizes()) {

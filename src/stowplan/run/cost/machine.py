@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from ctypes import CDLL
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,7 +55,8 @@ def measure_machine(device: torch.device | str = "cpu", *, cache: ProbeCache | N
 
 def _measured(device: torch.device) -> Machine:
     left, right = (torch.full((_SIDE, _SIDE), 0.5, device=device) for _ in range(2))
-    source = torch.zeros(_COPIED_BYTES // 4, device=device)
+    nbytes = room_for(_COPIED_BYTES, device)
+    source = torch.zeros(nbytes // 4, device=device)
     target, scalar = torch.zeros_like(source), torch.zeros((), device=device)
 
     def seconds(run: Callable[[], object]) -> float:
@@ -63,7 +65,7 @@ def _measured(device: torch.device) -> Machine:
     with torch.no_grad():
         return Machine(
             macs_per_second=_SIDE**3 / seconds(lambda: left @ right),
-            bytes_per_second=2 * _COPIED_BYTES / seconds(lambda: target.copy_(source)),
+            bytes_per_second=2 * nbytes / seconds(lambda: target.copy_(source)),
             launch_seconds=seconds(lambda: scalar + scalar),
         )
 
@@ -87,6 +89,25 @@ def _kernels() -> str:
     mkldnn = "mkldnn" if torch.backends.mkldnn.enabled else "no mkldnn"
     deterministic = ", deterministic" if torch.are_deterministic_algorithms_enabled() else ""
     return f"{torch.backends.cpu.get_cpu_capability()}, {mkldnn}{deterministic}"
+
+
+def rng_state(device: torch.device) -> torch.Tensor:
+    """The state of the generator that random ops on `device` draw from; it lies in the host's memory."""
+    state = torch.get_rng_state() if device.type == "cpu" else _random_of(device).get_rng_state(device)
+    assert isinstance(state, torch.Tensor)
+    return state
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """Let random ops on `device` draw from a state on."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        _random_of(device).set_rng_state(state, device)
+
+
+def _random_of(device: torch.device) -> Any:
+    return torch.get_device_module(device)
 
 
 def release_free_memory() -> None:
@@ -122,11 +143,20 @@ def least_seconds(
     return min(times)
 
 
+def room_for(nbytes: int, device: torch.device) -> int:
+    """`nbytes`, or as much as a device that is nearly full can spare for a measurement."""
+    return min(nbytes, max(free_bytes(device) // 4, 4096))
+
+
 def free_bytes(device: torch.device) -> int:
-    """Memory of `device` that nobody uses; half the installed memory where the system does not say."""
+    """Memory of `device` that nobody uses; half the installed memory where the system does not say.
+
+    What an accelerator's allocator keeps for later requests is free too.
+    """
     if device.type != "cpu":
         free, _ = torch.accelerator.get_memory_info(device)
-        return int(free)
+        kept = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        return int(free) + max(kept, 0)
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))

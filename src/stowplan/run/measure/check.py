@@ -14,7 +14,7 @@ from stowplan.capture.recording import Loss, after_loss, output_named
 from stowplan.errors import BadUse
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.record import Difference, Record
-from stowplan.run.cost.machine import free_bytes
+from stowplan.run.cost.machine import free_bytes, rng_state
 from stowplan.run.fit import plans_of
 from stowplan.run.measure.agreement import compared
 from stowplan.run.measure.measure import Measurement, measure
@@ -277,7 +277,9 @@ def _allowing(difference: Difference, own: Mapping[str, float]) -> Difference:
 def _after_a_step(side: _Side, seed: int) -> list[tuple[str, Tensor]]:
     torch.manual_seed(seed)
     loss = side.step()
-    return [("loss", loss), *side.tensors(), ("generator state", torch.get_rng_state())]
+    places = {torch.device("cpu"), torch.device(side.device)}
+    states = [(f"generator state of {place}", rng_state(place)) for place in sorted(places, key=str)]
+    return [("loss", loss), *side.tensors(), *states]
 
 
 def _difference(name: str, expected: Tensor, got: Tensor, roundings: int) -> Difference:

@@ -164,10 +164,14 @@ def _versions(device: torch.device) -> dict[str, str]:
 
 
 def _notes(device: torch.device) -> Iterator[str]:
-    if device.type != "cuda":
-        yield f"allocated and reserved bytes do not apply: {device.type} has no caching allocator of CUDA"
+    if not _counts_reserved(device):
+        yield f"allocated and reserved bytes do not apply: {device.type} has no caching allocator"
     if device.type == "cpu":
         yield "torch.compile was not timed: compiling on a CPU takes longer than the whole check"
+
+
+def _counts_reserved(device: torch.device) -> bool:
+    return device.type != "cpu" and "reserved_bytes.all.peak" in torch.accelerator.memory_stats(device)
 
 
 def _warm_up(device: torch.device) -> None:
@@ -235,7 +239,7 @@ def _projected(captured: Captured, device: torch.device) -> Bytes:
     """Eager's peak from the capture; the allocator's share from its model, for a step that keeps all."""
     pricing: Pricing = price_captured(captured)
     requested = captured.eager.peak_bytes(pricing.workspace_bytes)
-    if device.type != "cuda":
+    if not _counts_reserved(device):
         return Bytes(requested)
     keeps_all = planner_of(captured.graph, pricing, PlanOptions(())).plan(2**62)
     heap = project(keeps_all, AllocatorSettings(), repair=False).figures

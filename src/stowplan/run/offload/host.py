@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stowplan.errors import BadUse
 from stowplan.plan.pricing import Tier
-from stowplan.run.cost.machine import free_bytes, least_seconds
+from stowplan.run.cost.machine import free_bytes, least_seconds, room_for
 from stowplan.run.offload.live import Look, bytes_of
 
 _MOVED_BYTES = 2**26
@@ -31,13 +31,14 @@ class HostTier:
 
     def described(self) -> Tier:
         """Rates are measured anew, for it takes milliseconds."""
-        data = torch.zeros(_MOVED_BYTES, dtype=torch.uint8, device=self.device)
-        pinned = self.take(_MOVED_BYTES)
+        nbytes = room_for(_MOVED_BYTES, self.device)
+        data = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        pinned = self.take(nbytes)
         out = least_seconds(lambda: pinned.copy_(data, non_blocking=True), self.device, repeats=5)
         back = least_seconds(lambda: data.copy_(pinned, non_blocking=True), self.device, repeats=5)
         self.give_back(pinned)
         capacity = int(_SHARE * free_bytes(torch.device("cpu")))
-        return Tier("host", capacity, _MOVED_BYTES / out, _MOVED_BYTES / back)
+        return Tier("host", capacity, nbytes / out, nbytes / back)
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Pin the memory that a step will need."""
@@ -65,25 +66,32 @@ class HostAway:
         storage = tensors[0].untyped_storage()
         self._tier, self._looks = tier, tuple(map(Look.of, tensors))
         self._buffer = tier.take(storage.nbytes())
-        self._done = self._copy(self._tier.out, self._buffer, bytes_of(storage))
+        self._begin(self._tier.out, self._buffer, bytes_of(storage))
 
     def __del__(self) -> None:
-        """The buffer is used again only by transfers on the same streams, which come after."""
+        """If the step ended early, nobody waited: what comes next must not use memory in transfer."""
+        if not self._is_waited_for:
+            self.wait()
         self._tier.give_back(self._buffer)
 
     def wait(self) -> None:
         """Let the ops that follow wait; the host goes on."""
         torch.accelerator.current_stream(self._tier.device).wait_event(self._done)
+        self._is_waited_for = True
 
     def load(self) -> tuple[Tensor, ...]:
         """Begin to copy it back into memory of its own."""
         self._tier.back.wait_event(self._done)
         target = torch.empty(self._buffer.nbytes, dtype=torch.uint8, device=self._tier.device)
-        self._done = self._copy(self._tier.back, target, self._buffer)
+        self._begin(self._tier.back, target, self._buffer)
         return tuple(look.on(target.untyped_storage()) for look in self._looks)
 
-    def _copy(self, stream: torch.Stream, target: Tensor, source: Tensor) -> torch.Event:
+    def _begin(self, stream: torch.Stream, target: Tensor, source: Tensor) -> None:
         """Copy on `stream`, after all ops that were launched before."""
+        self._done = self._copy(stream, target, source)
+        self._is_waited_for = False
+
+    def _copy(self, stream: torch.Stream, target: Tensor, source: Tensor) -> torch.Event:
         stream.wait_event(torch.accelerator.current_stream(self._tier.device).record_event())
         with stream:
             target.copy_(source, non_blocking=True)

@@ -64,7 +64,7 @@ def replayed_bytes(plan: Plan) -> int:
 def _replayed_bytes(graph: Graph, steps: Iterable[Step]) -> int:
     again = {step.op for step in steps if isinstance(step, RecomputeOp)}
     replayed = sum(op.id in again and is_random(graph, op) for op in graph.ops)
-    return (replayed + bool(replayed)) * torch.get_rng_state().nbytes
+    return (replayed + bool(replayed)) * _rng_state_bytes(graph)
 
 
 def price_captured(captured: Captured, options: PlanOptions = DEFAULT_OPTIONS) -> Pricing:
@@ -82,7 +82,12 @@ def price_captured(captured: Captured, options: PlanOptions = DEFAULT_OPTIONS) -
 def replay_bytes(captured: Captured) -> int:
     """The bytes of the generator states that let every random op be recomputed with the same draws."""
     random = sum(is_random(captured.graph, op) for op in captured.graph.ops)
-    return (random + bool(random)) * torch.get_rng_state().nbytes
+    return (random + bool(random)) * _rng_state_bytes(captured.graph)
+
+
+def _rng_state_bytes(graph: Graph) -> int:
+    """What a state takes of the budget: on an accelerator nothing, for states are in the host's memory."""
+    return torch.get_rng_state().nbytes if device_of(graph).type == "cpu" else 0
 
 
 def is_random(graph: Graph, op: Op) -> bool:

@@ -5,8 +5,8 @@ A traceback shows the generated line that an error came from, and a note on the 
 
 import linecache
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
@@ -94,16 +94,27 @@ def compiled(
     def run_backward(
         primals: Sequence[Tensor], saved: list[Tensor], tangents: list[Tensor], handed: list[Tensor]
     ) -> Generator[None, None, None]:
+        kinds = {each.device.type for each in (*primals, *tangents)}
         pieces = backward(primals, saved, tangents, handed)
         del primals, saved, tangents
         for _ in source.pieces:
-            with places.noted():
+            with places.noted(), _casting_nothing(kinds):
                 next(pieces)
             yield
 
     halves = Halves(source, run_forward, run_backward)
     weakref.finalize(halves, linecache.cache.pop, file, None).atexit = False
     return halves
+
+
+@contextmanager
+def _casting_nothing(kinds: Iterable[str]) -> Iterator[None]:
+    """The ops have the casts of forward in them: autocast around backward must add none."""
+    with ExitStack() as stack:
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 class _Places:

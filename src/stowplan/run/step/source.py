@@ -288,18 +288,20 @@ class _Half:
         """
         if op.id not in self._draws:
             return lines
-        generator, state = "torch.default_generator", "state"
-        if op.device != "cpu":
-            generator, state = f"torch.get_device_module({op.device!a})", "rng_state"
+        generator, state, place = "torch.default_generator", "state", ""
+        if op.device != "cpu":  # the generator of this device, whichever is the current one
+            generator, state, place = f"torch.get_device_module({op.device!a})", "rng_state", f"{op.device!a}"
+        read = f"{generator}.get_{state}({place})"
         if not again:
-            return [f"{self._draws[op.id]} = {generator}.get_{state}()", *lines]
+            return [f"{self._draws[op.id]} = {read}", *lines]
+        place = f", {place}" if place else ""
         return [
-            f"now = {generator}.get_{state}()",
+            f"now = {read}",
             "try:",
-            f"    {generator}.set_{state}({self._draws[op.id]})",
+            f"    {generator}.set_{state}({self._draws[op.id]}{place})",
             *(f"    {line}" for line in lines),
             "finally:",
-            f"    {generator}.set_{state}(now)",
+            f"    {generator}.set_{state}(now{place})",
             "del now",
         ]
 

@@ -1,0 +1,175 @@
+"""`fit` on the stand-in: bits as in eager there, peaks as projected, transfers in order, draws repeated."""
+
+import copy
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import stowplan
+from stowplan.plan.plan import Exactness, Plan, RecomputeOp, Store
+from stowplan.run.auto_budget import automatic_budget
+from stowplan.run.measure.measure import device_bytes, measure
+from stowplan.run.offload.host import HostAway, HostTier
+from tests.support import device as stand_in
+
+_MIB = 2**20
+_LATE = 3_000  # microseconds
+
+
+def _network(*, drop: float = 0.0, blocks: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    dropout: list[nn.Module] = [nn.Dropout(drop)] if drop else []
+    return nn.Sequential(
+        *(layer for _ in range(blocks) for layer in (nn.Linear(32, 32), nn.Tanh(), *dropout))
+    )
+
+
+class _Trained:
+    """A network and the same network fitted, on one device."""
+
+    def __init__(
+        self, model: nn.Module, place: torch.device, budget: float, allow: Iterable[str], rows: int = 128
+    ) -> None:
+        self.place, self.input = place, torch.randn(rows, 32, device=place)
+        self.eager = model.to(place)
+        fresh = copy.deepcopy(self.eager)
+        self.eager_peak = self.peak(self.eager)
+        self.budget = int(self.eager_peak * budget)
+        self.fitted = stowplan.fit(fresh, (self.input,), budget=self.budget, loss=torch.sum, allow=allow)
+        self.gradients(self.fitted)
+
+    @property
+    def plan(self) -> Plan:
+        return stowplan.plans_of(self.fitted)[0]
+
+    def peak(self, model: nn.Module) -> int:
+        model.zero_grad()
+        there = [*model.parameters(), self.input]
+        return measure(lambda: self._step(model), device=self.place, before=there).measured_peak_bytes
+
+    def gradients(self, model: nn.Module) -> list[Tensor]:
+        model.zero_grad()
+        self._step(model)
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    def is_the_same(self) -> bool:
+        pairs = zip(self.gradients(self.eager), self.gradients(self.fitted), strict=True)
+        return all(torch.equal(one, other) for one, other in pairs)
+
+    def _step(self, model: nn.Module) -> None:
+        torch.manual_seed(5)
+        torch.autograd.backward(model(self.input).sum())
+
+
+def _has(plan: Plan, kind: type) -> bool:
+    return any(isinstance(step, kind) for step in plan.steps)
+
+
+def test_recomputing_gives_the_bits_of_eager_within_the_budget(device: torch.device) -> None:
+    trained = _Trained(_network(), device, 0.8, ["recompute"])
+    assert _has(trained.plan, RecomputeOp)
+    assert trained.plan.exactness is Exactness.BITWISE
+    assert trained.is_the_same()
+    assert trained.peak(trained.fitted) == trained.plan.projected_peak_bytes <= trained.budget
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_draws_are_repeated_on_their_own_device(index: int) -> None:
+    trained = _Trained(_network(drop=0.5, blocks=3), torch.device("standin", index), 0.6, ["recompute"])
+    again = {step.op for step in trained.plan.steps if isinstance(step, RecomputeOp)}
+    assert any(op.id in again and "dropout" in op.type for op in trained.plan.graph.ops)
+    assert torch.accelerator.current_device_index() == 0
+    assert trained.is_the_same()
+    assert trained.peak(trained.fitted) == trained.plan.projected_peak_bytes <= trained.budget
+
+
+def _offloading(device: torch.device) -> _Trained:
+    trained = _Trained(_network(), device, 0.7, ["offload"])
+    assert _has(trained.plan, Store)
+    return trained
+
+
+def test_offloading_gives_the_bits_of_eager_whatever_is_late(device: torch.device) -> None:
+    trained = _offloading(device)
+    assert trained.peak(trained.fitted) == trained.plan.projected_peak_bytes <= trained.budget
+    for seed in range(100):
+        stand_in.delay(100, seed=seed)
+        assert trained.is_the_same(), f"seed {seed}"
+
+
+def _not(*_: object) -> None:
+    """A wait that is missing."""
+
+
+def _copy_at_once(_: HostAway, stream: torch.Stream, target: Tensor, source: Tensor) -> torch.Event:
+    with stream:
+        target.copy_(source, non_blocking=True)
+    return stream.record_event()
+
+
+@pytest.mark.parametrize(("name", "fault"), [("wait", _not), ("_copy", _copy_at_once)])
+def test_a_transfer_without_its_wait_is_seen(
+    name: str, fault: Callable[..., object], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = _offloading(device)
+    monkeypatch.setattr(HostAway, name, fault)
+    stand_in.delay(_LATE)
+    seen = [trained.is_the_same() for _ in range(5)]
+    assert not all(seen), "no bits were wrong"
+    assert stand_in.take_faults(), "and no wait was missed"
+    torch.accelerator.synchronize()
+    stand_in.take_faults()
+
+
+def test_a_step_that_eager_has_no_room_for_runs_under_the_budget() -> None:
+    place = torch.device("standin", 1)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Tanh(), nn.Sigmoid())))
+    data = torch.zeros(3 * _MIB, device=place, requires_grad=True)
+    torch.accelerator.empty_cache()
+    stand_in.set_capacity(device_bytes(place, "reserved").current + 76 * _MIB, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.autograd.backward(model(data).sum())
+    torch.accelerator.empty_cache()
+    fitted = stowplan.fit(model, (data,), budget="auto", loss=torch.sum, allow=["recompute"])
+    torch.autograd.backward(fitted(data))
+    assert data.grad is not None
+
+
+def test_memory_that_the_allocator_keeps_is_part_of_an_automatic_budget(device: torch.device) -> None:
+    model = nn.Linear(4, 4).to(device)
+    args = (torch.ones(2, 4, device=device),)
+    torch.accelerator.empty_cache()
+    before = automatic_budget(model, args)
+    torch.zeros(30 * _MIB, device=device)
+    assert torch.accelerator.memory_reserved() > 100 * _MIB
+    assert automatic_budget(model, args) == pytest.approx(before, abs=1)
+
+
+def test_pinned_memory_of_a_tier_is_used_again(device: torch.device) -> None:
+    tier = HostTier(device)
+    for number in range(3):
+        data = torch.full((256,), float(number), device=device)
+        away = tier.store(data)
+        away.wait()
+        del data
+        (back,) = away.load()
+        away.wait()
+        assert back.tolist() == [number] * 256
+        del away
+        assert [len(free) for free in tier._pinned.values()] == [1]
+
+
+def test_a_transfer_that_nobody_waited_for_spoils_nothing(device: torch.device) -> None:
+    tier, data = HostTier(device), torch.ones(256, device=device)
+    away = tier.store(data)
+    away.wait()
+    stand_in.delay(_LATE, stream=tier.back)
+    (back,) = away.load()
+    address = back.data_ptr()
+    del away, back  # as when an op fails between a load and its use
+    fresh = torch.zeros(256, device=device)
+    assert fresh.data_ptr() == address
+    torch.accelerator.synchronize()
+    assert fresh.tolist() == [0] * 256

@@ -1,0 +1,100 @@
+"""The other paths on the stand-in: tiles, optimizers, autocast, `torch.compile`, and `stowplan gpu-check`."""
+
+import copy
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import stowplan
+from stowplan.cli.main import main
+from stowplan.plan.plan import Tile
+from stowplan.run.measure.measure import measure
+from tests.support import device as stand_in
+
+
+def _network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.Tanh())))
+
+
+def _gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    torch.autograd.backward(loss.sum())
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_tiles_hold_the_budget(device: torch.device) -> None:
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 1, 3),
+    ]
+    eager = nn.Sequential(*layers).to(device)
+    image = torch.randn(1, 3, 48, 48, device=device)
+    there = [*eager.parameters(), image]
+    peak = measure(lambda: _gradients(eager, eager(image)), device=device, before=there).measured_peak_bytes
+    fitted = stowplan.fit(copy.deepcopy(eager), (image,), budget=peak // 2, loss=torch.sum, allow=["tile"])
+    found = _gradients(fitted, fitted(image))
+    (plan,) = stowplan.plans_of(fitted)
+    assert any(isinstance(decision, Tile) for decision in plan.decisions.values())
+    for one, other in zip(found, _gradients(eager, eager(image)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
+    stand_in.delay(200)
+    del found
+    there = [*fitted.parameters(), image]
+    fitted.zero_grad()
+    run = measure(lambda: _gradients(fitted, fitted(image)), device=device, before=there)
+    assert run.measured_peak_bytes <= plan.projected_peak_bytes <= peak // 2
+
+
+def test_an_optimizer_in_the_plan_updates_as_eager_does(device: torch.device) -> None:
+    eager, data = _network().to(device), torch.randn(64, 32, device=device)
+    model = copy.deepcopy(eager)
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (eager, model)]
+    fitted = stowplan.fit(model, (data,), budget="160KiB", loss=torch.sum, optimizer=optimizers[1])
+    stand_in.delay(200)
+    for _ in range(3):
+        for each, optimizer in zip((eager, fitted), optimizers, strict=True):
+            torch.autograd.backward(each(data).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, eager.parameters(), fitted.parameters()))
+
+
+def test_autocast_around_backward_adds_no_casts(device: torch.device) -> None:
+    eager, data = _network().to(device), torch.randn(64, 32, device=device)
+    with torch.autocast("standin", dtype=torch.bfloat16):
+        fitted = stowplan.fit(
+            copy.deepcopy(eager), (data,), budget="1MiB", loss=torch.sum, allow=["recompute"]
+        )
+        pairs = zip(_gradients(eager, eager(data)), _gradients(fitted, fitted(data)), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    with torch.autocast("standin", dtype=torch.bfloat16):
+        losses = [each(data) for each in (eager, fitted)]
+    assert losses[0].dtype == torch.bfloat16
+    pairs = zip(_gradients(eager, losses[0]), _gradients(fitted, losses[1]), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_the_check_of_a_device_runs_and_finds_what_it_projects(device: torch.device, tmp_path: Path) -> None:
+    words = [
+        "--networks",
+        "perceptron",
+        "--device",
+        str(device),
+        "--time-limit",
+        "100000",
+        "-o",
+        str(tmp_path),
+    ]
+    assert main(["gpu-check", *words]) == 0
+    (network,) = json.loads((tmp_path / "gpu-check.json").read_text())["networks"]
+    assert network["projected"]["requested"] == network["measured"]["requested"] > 0
+    assert network["projected"]["allocated"] > 0
+    assert all(plan["held"] and plan["same_bits"] for plan in network["plans"])
+    print(network["projected"], network["measured"])
