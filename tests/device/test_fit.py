@@ -1,6 +1,7 @@
 """`fit` on the stand-in: bits as in eager there, peaks as projected, transfers in order, draws repeated."""
 
 import copy
+import os
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support import device as stand_in
 
 _MIB = 2**20
 _LATE = 3_000  # microseconds
+_ITERATIONS = int(os.environ.get("STAND_IN_ITERATIONS", "100"))  # each with other delays
 
 
 def _network(*, drop: float = 0.0, blocks: int = 4) -> nn.Sequential:
@@ -75,9 +77,8 @@ def test_recomputing_gives_the_bits_of_eager_within_the_budget(device: torch.dev
     assert trained.peak(trained.fitted) == trained.plan.projected_peak_bytes <= trained.budget
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_draws_are_repeated_on_their_own_device(index: int) -> None:
-    trained = _Trained(_network(drop=0.5, blocks=3), torch.device("standin", index), 0.6, ["recompute"])
+def test_draws_are_repeated_on_their_own_device() -> None:
+    trained = _Trained(_network(drop=0.5, blocks=3), torch.device("standin", 1), 0.6, ["recompute"])
     again = {step.op for step in trained.plan.steps if isinstance(step, RecomputeOp)}
     assert any(op.id in again and "dropout" in op.type for op in trained.plan.graph.ops)
     assert torch.accelerator.current_device_index() == 0
@@ -94,7 +95,7 @@ def _offloading(device: torch.device) -> _Trained:
 def test_offloading_gives_the_bits_of_eager_whatever_is_late(device: torch.device) -> None:
     trained = _offloading(device)
     assert trained.peak(trained.fitted) == trained.plan.projected_peak_bytes <= trained.budget
-    for seed in range(100):
+    for seed in range(_ITERATIONS):
         stand_in.delay(100, seed=seed)
         assert trained.is_the_same(), f"seed {seed}"
 

@@ -48,6 +48,7 @@ def measure_machine(device: torch.device | str = "cpu", *, cache: ProbeCache | N
     if known is not None:
         return known
     machine = _measured(chosen)
+    release_free_memory(chosen)
     if cache:
         cache.add(place, {}, machine)
     return machine
@@ -110,8 +111,13 @@ def _random_of(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-def release_free_memory() -> None:
-    """Give back to the system what this process has freed; glibc keeps it for later otherwise."""
+def release_free_memory(device: torch.device) -> None:
+    """Give back to the system what this process has freed; allocators keep it for later otherwise.
+
+    On an accelerator the segments that measurements leave would fragment the step's memory.
+    """
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
     trim = getattr(CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

@@ -135,13 +135,13 @@ class _CostBook:
                     found[signature.text] = cost
                     released += signature.operand_bytes
                     if released > _RELEASED_BYTES:
-                        release_free_memory()
+                        release_free_memory(self._device)
                         released = 0
                 tell_phase("probing ops", number, len(signatures))
                 if progress:
                     progress(number, len(signatures))
         finally:
-            release_free_memory()
+            release_free_memory(self._device)
             self.costs.update(found)
             if self._cache and found and keep:
                 self._cache.add(self._platform, found)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from stowplan.errors import BadUse
 from stowplan.plan.pricing import Tier
-from stowplan.run.cost.machine import free_bytes, least_seconds, room_for
+from stowplan.run.cost.machine import free_bytes, least_seconds, release_free_memory, room_for
 from stowplan.run.offload.live import Look, bytes_of
 
 _MOVED_BYTES = 2**26
@@ -37,6 +37,8 @@ class HostTier:
         out = least_seconds(lambda: pinned.copy_(data, non_blocking=True), self.device, repeats=5)
         back = least_seconds(lambda: data.copy_(pinned, non_blocking=True), self.device, repeats=5)
         self.give_back(pinned)
+        del data
+        release_free_memory(self.device)
         capacity = int(_SHARE * free_bytes(torch.device("cpu")))
         return Tier("host", capacity, nbytes / out, nbytes / back)
 
