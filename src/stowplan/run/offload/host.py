@@ -32,15 +32,19 @@ class HostTier:
     def described(self) -> Tier:
         """Rates are measured anew, for it takes milliseconds."""
         nbytes = room_for(_MOVED_BYTES, self.device)
+        out, back = self._seconds(nbytes)
+        release_free_memory(self.device)
+        capacity = int(_SHARE * free_bytes(torch.device("cpu")))
+        return Tier("host", capacity, nbytes / out, nbytes / back)
+
+    def _seconds(self, nbytes: int) -> tuple[float, float]:
+        """Of a copy out and of one back."""
         data = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         pinned = self.take(nbytes)
         out = least_seconds(lambda: pinned.copy_(data, non_blocking=True), self.device, repeats=5)
         back = least_seconds(lambda: data.copy_(pinned, non_blocking=True), self.device, repeats=5)
         self.give_back(pinned)
-        del data
-        release_free_memory(self.device)
-        capacity = int(_SHARE * free_bytes(torch.device("cpu")))
-        return Tier("host", capacity, nbytes / out, nbytes / back)
+        return out, back
 
     def reserve(self, sizes: Sequence[int]) -> None:
         """Pin the memory that a step will need."""
