@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from stowplan.api import read_document
 from stowplan.cli.main import main
+from stowplan.plan.shards.seeds import step_of_document
+from stowplan.plan.shards.text import load_plan, read_sheet
 
 _FORWARD_ONLY = ("megengine", "tilelog")
 
@@ -78,3 +81,26 @@ def test_an_op_without_its_operands_is_refused_by_name(
     for words in (["inspect", str(path)], ["plan", str(path), "--budget", "1GiB"]):
         assert main(words) == 2
         assert "op 'lacking' lacks what a 'conv2d' has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "data=2", "data=2,space=2", "data=4,space=2x2"])
+def test_the_parts_of_a_region_graph_are_written_for_other_numbers_of_workers(
+    mesh: str, dump: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, written = dump("regiongraph"), tmp_path / "regions.txt"
+    words = ["simulate", str(path), "--mesh", mesh, "--up-to", "1", "--regions", str(written), "--json"]
+    assert main(words) == 0
+    shown = json.loads(capsys.readouterr().out)
+    document = read_document(str(path))
+    plan = load_plan(written.read_text(), step_of_document(document.graph), ["classifier.evaluate.ouptut"])
+    first = read_sheet(written.read_text()).workers[0].tensors
+    assert (str(plan.mesh), plan.mesh.size) == (shown["mesh"], shown["workers"])
+    assert document.regions is not None
+    of_file = {name: document.regions.tensors[name].read for name in first if first[name].read is not None}
+    is_same = of_file == {name: region.read for name, region in first.items() if region.read is not None}
+    assert is_same is (mesh == "data=1")  # the file is of one worker
+    image = first["data.raw_output"]
+    assert image.read is not None
+    assert image.write is not None
+    has_halo = any(high > own for high, own in zip(image.read.hi, image.write.hi, strict=True))
+    assert has_halo is ("space" in mesh)

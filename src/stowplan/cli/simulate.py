@@ -12,16 +12,18 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from stowplan import api
-from stowplan.errors import BadUse, TooManyWorkers
+from stowplan.errors import BadUse, IllegalPlan, TooManyWorkers
 from stowplan.ir import Graph, Phase
 from stowplan.ir.labels import Labels
 from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.choice import choose_mesh
 from stowplan.plan.shards.curves import strong_scaling, weak_scaling
 from stowplan.plan.shards.mesh import Mesh, parse_mesh
+from stowplan.plan.shards.plan import shard_plan
 from stowplan.plan.shards.projection import Network, Projection, project
 from stowplan.plan.shards.relayout import choose_layouts
-from stowplan.plan.shards.seeds import seeds_for
+from stowplan.plan.shards.seeds import seeds_for, step_of_document
+from stowplan.plan.shards.text import load_plan, write_sheet
 from stowplan.plan.watch import showing_progress, tell_phase
 from stowplan.units import parse_bytes
 
@@ -29,6 +31,8 @@ _KEYS = (
     "[compute] macs_per_second, bytes_per_second, launch_seconds;"
     " [network] latency_seconds, bytes_per_second, jitter_seconds, workers_per_core"
 )
+
+_MOST_WRITTEN = 1024  # workers, each with a page of its own
 
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -93,6 +97,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="with --mesh: whole parameters on every worker, or its rows of them (default replicate)",
     )
     parser.add_argument("--layouts", action="store_true", help="choose for each stage how it is cut")
+    parser.add_argument(
+        "--regions",
+        metavar="FILE",
+        help="write which part of each tensor every worker reads and writes",
+    )
     parser.add_argument("--machine", help="a TOML file with [compute] and [network]; defaults without it")
     parser.add_argument(
         "--up-to", type=int, default=4096, help="number of workers at which the curves end (default 4096)"
@@ -120,6 +129,8 @@ def _simulated(arguments: Namespace) -> Simulation:
     graph, most = graphs(1), arguments.up_to
     wanted = _wanted(graph, arguments, machine, network)
     stages: Mapping[str, str] = {}
+    if arguments.regions:
+        _write_regions(graph, wanted.mesh, arguments)
     if arguments.layouts:
         wanted, stages = _relaid(graph, wanted.mesh, arguments, machine, network)
     strong = list(_curve(lambda _: graph, strong_scaling(wanted.mesh, most), machine, network, shards))
@@ -127,6 +138,20 @@ def _simulated(arguments: Namespace) -> Simulation:
     if api.names_a_function(arguments.target):
         weak = list(_curve(graphs, weak_scaling(wanted.mesh, most), machine, network, shards))
     return Simulation(arguments.target, wanted, strong, weak, stages, Labels(graph))
+
+
+def _write_regions(graph: Graph, mesh: Mesh, arguments: Namespace) -> None:
+    """The parts of every worker as region text, which must read back into the same plan."""
+    if arguments.layouts or mesh.size > _MOST_WRITTEN:
+        raise BadUse(f"--regions is for at most {_MOST_WRITTEN:,} workers, and not for chosen layouts")
+    plan = shard_plan(graph, mesh, seeds_for(graph, mesh), _ends(graph))
+    text = write_sheet(plan)
+    if load_plan(text, graph, _ends(graph)) != plan:
+        raise IllegalPlan(f"the regions of mesh {mesh} do not read back")
+    try:
+        Path(arguments.regions).write_text(text, encoding="utf-8")
+    except OSError as fault:
+        raise BadUse(f"cannot write {arguments.regions!r}: {fault.strerror}") from None
 
 
 def _relaid(
@@ -160,7 +185,7 @@ def read_machine(path: str | None) -> tuple[Machine, Network]:
 
 def _graphs(target: str) -> Graphs:
     if not api.names_a_function(target):
-        graph = api.read_document(target).graph
+        graph = step_of_document(api.read_document(target).graph)
         return lambda _: graph
     from stowplan.run.target import load_target, subject_of, with_batches
 

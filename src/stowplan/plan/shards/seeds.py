@@ -4,9 +4,10 @@ Images are [sample, channel, place..], maps of labels [sample, place..], tokens 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from stowplan.errors import BadUse
-from stowplan.ir import Graph, Kind, Shape
+from stowplan.ir import Graph, Kind, Phase, Shape
 from stowplan.ops.table import shape_of
 from stowplan.plan.shards.mesh import Mesh
 
@@ -31,13 +32,24 @@ def seeds_for(graph: Graph, mesh: Mesh) -> Mapping[str, tuple[int | None, ...]]:
     return seeds
 
 
+def step_of_document(graph: Graph) -> Graph:
+    """The step of a graph from a file: what its `data` ops make are inputs, which are divided.
+
+    Ops of forward that make no tensor, as those that print an accuracy, are left out.
+    """
+    given = {name for op in graph.ops if op.type == "data" for name in op.writes()}
+    tensors = {n: replace(t, kind=Kind.INPUT) if n in given else t for n, t in graph.tensors.items()}
+    ops = (op for op in graph.ops if op.type != "data" and (op.outputs or op.phase is not Phase.FORWARD))
+    return replace(graph, tensors=tensors, ops=tuple(ops))
+
+
 def _cut(shape: Shape, mesh: Mesh, places: int) -> tuple[int | None, ...]:
-    """`places` is how many dims of space the image has: labels have them last."""
+    """`places` is how many dims of space the image has: labels have them last, or one label is for all."""
     found: list[int | None] = []
     space = len(shape) - places
     for axis in mesh.axes:
         if axis.name == "space":
-            found.append(space if 1 <= space < len(shape) else None)
+            found.append(space if 1 <= space < len(shape) and shape[space] > 1 else None)
             space += 1
         else:
             dim = NAMES.index(axis.name) // 2  # data cuts the first dim, a sequence the second
