@@ -77,6 +77,15 @@ def test_a_copy_needs_its_bytes_twice_and_is_made_where_that_is_less() -> None:
         assert slot.placement is placements[name]
 
 
+def test_what_dies_at_once_is_not_copied() -> None:
+    """Beside the arena it takes its bytes once, and its slot would be as large again."""
+    step = timeline(("kept", 50, 0, 9), ("brief", 100, 2, 3), ("other", 100, 5, 6))
+    placements = {"kept": Placement.COPIED, "brief": Placement.COPIED, "other": Placement.COPIED}
+    layout = lay_out(step, placements, alignment=1)
+    assert not {("brief", 0), ("other", 0)} & layout.slots.keys()
+    assert layout.use.peak_bytes == 150
+
+
 def test_an_overlap_is_caught() -> None:
     layout = lay_out(STEP, WRITTEN, alignment=1)
     with pytest.raises(IllegalPlan, match="'a' and 'b' share bytes of the arena while both are needed"):

@@ -98,6 +98,17 @@ def test_a_plan_that_recomputes_runs_in_an_arena() -> None:
     assert not different(trained(model, model, args), trained(fitted, twin, args))
 
 
+def test_calls_of_other_shapes_have_arenas_of_their_size() -> None:
+    model, larger = Mixed(), (images(64, 48),)
+    twin = copy.deepcopy(model)
+    fitted = in_arena(twin, MODELS["mixed"][1], share=3.0)
+    assert not different(trained(model, model, larger), trained(fitted, twin, larger))
+    small, large = (plan.arena for plan in plans_of(fitted))
+    assert small is not None
+    assert large is not None
+    assert small.nbytes < large.nbytes
+
+
 def test_the_code_says_where_each_tensor_lies() -> None:
     fitted = in_arena(Mixed(), MODELS["mixed"][1])
     source = source_of(fitted)

@@ -16,13 +16,15 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stowplan.analyse.packing import Block, max_live_bytes, overlapping, pack
+from stowplan.analyse.packing import Block, overlapping, pack
 from stowplan.analyse.timeline import Stay, Timeline
 from stowplan.errors import IllegalPlan
 from stowplan.plan.plan import ArenaUse
 
 _NEAR = 1.002  # times the least memory is as good, if fewer bytes are copied
 _SIZES = 24  # limits of copied sizes that are compared
+_LIVES = (1, 2, 3, 4, 6, 10, 20, 50)  # runs that a copied tensor lives through at least
+_CHANGES, _LOOKED_AT = 200, 12  # bound the effort, to about a second
 
 
 class Placement(StrEnum):
@@ -119,20 +121,82 @@ def _chosen(
     copied: Sequence[_Storage],
     alignment: int,
 ) -> list[_Storage]:
-    """Of the storages that would be copied, those up to some size: the size with which least is taken."""
-    sizes = sorted({storage.nbytes for storage in copied})
-    limits = (
-        sorted({0, *(sizes[at * len(sizes) // _SIZES] for at in range(_SIZES)), sizes[-1]}) if sizes else [0]
-    )
-    found = []
-    for limit in limits:
-        chosen = [storage for storage in copied if storage.nbytes <= limit]
-        placed = [*written, *chosen]
-        within = max_live_bytes(_block(number, s, alignment) for number, s in enumerate(placed))
-        beside = int(_curve_beside(timeline, there, placed, chosen).max(initial=0))
-        found.append((within + beside, chosen))
-    least = min(taken for taken, _ in found)
-    return next(chosen for taken, chosen in found if taken <= _NEAR * least)
+    """Of the storages that would be copied, those with which least is taken, as far as was found.
+
+    Those up to some size that live through at least some runs are compared. Then storages that exist where
+    most lies beside the arena change sides, while that helps.
+    """
+    if not copied:
+        return []
+    choice = _Choice(timeline, there, written, copied, alignment)
+    sizes, lives = choice.nbytes, choice.last - choice.first + 1
+    limits = np.unique(np.append(np.quantile(sizes, np.linspace(0, 1, _SIZES), method="nearest"), 0))
+    tried = [(sizes <= limit) & (lives >= life) for limit in limits for life in _LIVES]
+    found = [(choice.taken_bytes(inside), int(sizes[inside].sum()), inside) for inside in tried]
+    least = min(taken for taken, _, _ in found)
+    taken, _, inside = min((f for f in found if f[0] <= _NEAR * least), key=lambda f: f[1])
+    for _ in range(_CHANGES):
+        changed = [choice.changed(inside, number) for number in choice.where_most_is(inside)]
+        attempts = [(choice.taken_bytes(attempt), number) for number, attempt in enumerate(changed)]
+        if not attempts or min(attempts)[0] >= taken:
+            break
+        taken, number = min(attempts)
+        inside = changed[number]
+    return [storage for storage, is_inside in zip(copied, inside.tolist(), strict=True) if is_inside]
+
+
+class _Choice:
+    """What a step takes, for any choice among the storages that would be copied."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        there: Sequence[_Storage],
+        written: Sequence[_Storage],
+        copied: Sequence[_Storage],
+        alignment: int,
+    ) -> None:
+        self._runs = len(timeline.runs)
+        self.first = np.array([storage.first for storage in copied], dtype=np.int64)
+        self.last = np.array([storage.last for storage in copied], dtype=np.int64)
+        self.nbytes = np.array([storage.nbytes for storage in copied], dtype=np.int64)
+        self._aligned = -(-self.nbytes // alignment) * alignment
+        blocks = [_block(number, storage, alignment) for number, storage in enumerate(written)]
+        spans = [(block.start, block.end, block.nbytes) for block in blocks]
+        self._within = self._curve(*(np.array(spans, dtype=np.int64).reshape(-1, 3).T))
+        self._beside = _curve_beside(timeline, there, [*written, *copied], ())
+
+    def _curve(
+        self, first: NDArray[np.int64], last: NDArray[np.int64], nbytes: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        change = np.zeros(self._runs + 1, dtype=np.int64)
+        np.add.at(change, first, nbytes)
+        np.subtract.at(change, last + 1, nbytes)
+        curve: NDArray[np.int64] = np.cumsum(change[:-1])
+        return curve
+
+    def _curve_beside(self, inside: NDArray[np.bool_]) -> NDArray[np.int64]:
+        last = np.where(inside, self.first, self.last)  # what is copied is beside while it is computed
+        return self._beside + self._curve(self.first, last, self.nbytes)
+
+    def taken_bytes(self, inside: NDArray[np.bool_]) -> int:
+        """The arena, if it has no gaps, and the most that lies beside it."""
+        within = self._within + self._curve(self.first[inside], self.last[inside], self._aligned[inside])
+        return int(within.max() + self._curve_beside(inside).max())
+
+    def where_most_is(self, inside: NDArray[np.bool_]) -> list[int]:
+        """The largest of the storages that are beside the arena where most is."""
+        run = int(self._curve_beside(inside).argmax())
+        last = np.where(inside, self.first, self.last)
+        there = np.flatnonzero((self.first <= run) & (run <= last))
+        found: list[int] = there[np.argsort(-self.nbytes[there], kind="stable")][:_LOOKED_AT].tolist()
+        return found
+
+    def changed(self, inside: NDArray[np.bool_], number: int) -> NDArray[np.bool_]:
+        """The choice with one storage on the other side."""
+        other = inside.copy()
+        other[number] = not other[number]
+        return other
 
 
 def _curve_beside(

@@ -8,7 +8,7 @@ import platform as host
 import sys
 import time
 from collections.abc import Callable
-from ctypes import CDLL
+from ctypes import CDLL, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,18 @@ def release_free_memory(device: torch.device) -> None:
     trim = getattr(CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+_LARGE_PAGE = 2**21
+_MADV_HUGEPAGE = 14  # of Linux
+
+
+def prefer_large_pages(storage: torch.UntypedStorage) -> None:
+    """Ask the system for large pages where a storage of the CPU lies; each first touch then costs less."""
+    first = -(-storage.data_ptr() // _LARGE_PAGE) * _LARGE_PAGE
+    length = storage.data_ptr() + storage.nbytes() - first
+    if sys.platform == "linux" and length >= _LARGE_PAGE:
+        CDLL(None).madvise(c_void_p(first), c_size_t(length), _MADV_HUGEPAGE)
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:

@@ -29,7 +29,7 @@ from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
 from stowplan.plan.allocator.arena import ArenaLayout, Copy, Placement
 from stowplan.plan.plan import Load, Step, Store
-from stowplan.run.cost.machine import free_bytes
+from stowplan.run.cost.machine import free_bytes, prefer_large_pages
 from stowplan.run.cost.probe_call import call_on, operands_of, undisturbed
 from stowplan.run.cost.signature import call_signature
 from stowplan.run.measure.measure import measure
@@ -73,9 +73,17 @@ _writing: dict[str, bool] = {}  # by how a call looks: whether its kernel writes
 
 
 def placements_of(
-    captured: Captured, steps: Iterable[Step], workspace_bytes: Mapping[str, int], device: torch.device
+    captured: Captured,
+    steps: Iterable[Step],
+    workspace_bytes: Mapping[str, int],
+    device: torch.device,
+    *,
+    probed: bool = True,
 ) -> dict[str, Placement]:
-    """How each tensor that owns its storage comes into an arena, without those that must not lie there."""
+    """How each tensor that owns its storage comes into an arena, without those that must not lie there.
+
+    If kernels are not `probed`, they are trusted: for a projection, which runs nothing.
+    """
     graph, program = captured.graph, captured.program
     barred = _barred(graph, program, steps)
     placements = {}
@@ -83,7 +91,10 @@ def placements_of(
         call = program.calls[op.id]
         for name in _owners(graph, op):
             if name not in barred and _lies_dense(graph.tensors[name], device):
-                written = _is_written(graph, op, call, name, workspace_bytes.get(op.id, 0), device)
+                if probed:
+                    written = _is_written(graph, op, call, name, workspace_bytes.get(op.id, 0), device)
+                else:
+                    written = into(call) is not None
                 placements[name] = Placement.WRITTEN if written else Placement.COPIED
     return placements
 
@@ -186,6 +197,8 @@ class Arena:
     def __init__(self, looks: tuple[_Look, ...], nbytes: int, device: torch.device) -> None:
         self._looks, self._device = looks, device
         self.storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        if device.type == "cpu":  # new memory at each step, unlike what malloc keeps
+            prefer_large_pages(self.storage)
 
     def at(self, number: int) -> Tensor:
         """The slot, with whatever it contains."""
