@@ -96,8 +96,9 @@ def _detecting() -> nn.Module:
     backbone = package("torchvision.models.detection.backbone_utils").resnet_fpn_backbone(
         backbone_name="resnet18", weights=None, trainable_layers=5
     )
+    head = package("torchvision.models.detection.fcos").FCOSHead(backbone.out_channels, 1, 4, num_convs=1)
     made: nn.Module = package("torchvision.models.detection").FCOS(
-        backbone, num_classes=4, min_size=64, max_size=64
+        backbone, num_classes=4, min_size=64, max_size=64, head=head
     )
     return made
 

@@ -33,7 +33,10 @@ def _lines(results: Sequence[Result]) -> Iterator[str]:
     yield _OPENING.format(version=torch.__version__) + "\n"
     outcomes = Counter(result.outcome for result in results)
     minutes = sum(result.seconds for result in results) / 60
-    yield f"All of them together took {minutes:.0f} minutes of processor time, on one core.\n"
+    yield (
+        f"The models took {minutes:.0f} minutes of processor time together, without imports and without"
+        " torch.compile. A model that was run several times has its latest result here.\n"
+    )
     yield f"| outcome | models of {len(results)} |"
     yield "|---|---|"
     for outcome, count in outcomes.most_common():

@@ -224,7 +224,7 @@ def _first_difference(expected: list[tuple[str, Tensor]], found: list[tuple[str,
 def _words(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     name = "" if isinstance(error, StowplanError) else f"{type(error).__name__}: "
-    return f"{name}{text}"[:300]
+    return f"{name}{text}"[:700]
 
 
 def run_all(

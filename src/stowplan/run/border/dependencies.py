@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from stowplan.capture import Program
 from stowplan.capture.answers import NO_ANSWERS, Answers
 from stowplan.capture.arguments import look_of
+from stowplan.capture.origins import BY_PARTS
 from stowplan.errors import CaptureError
 from stowplan.run.border.frozen import Frozen, Picture, Same, first_change, is_plain, restore, state_of
 from stowplan.run.border.reach import MODULE_STATE, Reach, Reads
@@ -414,8 +415,8 @@ def _refuse_writes(change: str | None) -> None:
             f"forward changes the state of the program: {change}",
             advice=(
                 "a planned step runs no Python of forward, so this would happen once and never again; keep it"
-                " in a buffer, return it, or set it outside forward. What forward builds at its first call"
-                " alone is there if the model is called once before fit"
+                " in a buffer, return it, or set it outside forward (what forward builds at its first call"
+                f" alone is there if the model is called once before fit), {BY_PARTS}"
             ),
         )
 
