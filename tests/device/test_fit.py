@@ -1,14 +1,18 @@
 """`fit` on the stand-in: bits as in eager there, peaks as projected, transfers in order, draws repeated."""
 
 import copy
+import gc
 import os
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan.plan.allocator.projection import project
+from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.plan import Exactness, Plan, RecomputeOp, Store
 from stowplan.run.auto_budget import automatic_budget
 from stowplan.run.measure.measure import device_bytes, measure
@@ -32,14 +36,23 @@ class _Trained:
     """A network and the same network fitted, on one device."""
 
     def __init__(
-        self, model: nn.Module, place: torch.device, budget: float, allow: Iterable[str], rows: int = 128
+        self,
+        model: nn.Module,
+        place: torch.device,
+        budget: float,
+        allow: Iterable[str],
+        rows: int = 128,
+        *,
+        arena: bool = False,
     ) -> None:
         self.place, self.input = place, torch.randn(rows, 32, device=place)
         self.eager = model.to(place)
         fresh = copy.deepcopy(self.eager)
         self.eager_peak = self.peak(self.eager)
         self.budget = int(self.eager_peak * budget)
-        self.fitted = stowplan.fit(fresh, (self.input,), budget=self.budget, loss=torch.sum, allow=allow)
+        self.fitted = stowplan.fit(
+            fresh, (self.input,), budget=self.budget, loss=torch.sum, allow=allow, arena=arena
+        )
         self.gradients(self.fitted)
 
     @property
@@ -75,6 +88,42 @@ def test_recomputing_gives_the_bits_of_eager_within_the_budget(device: torch.dev
     assert trained.plan.exactness is Exactness.BITWISE
     assert trained.is_the_same()
     assert trained.peak(trained.fitted) == trained.plan.projected_peak_bytes <= trained.budget
+
+
+def test_a_step_in_an_arena_gives_the_bits_of_eager_and_takes_what_was_projected(
+    device: torch.device,
+) -> None:
+    trained = _Trained(_network(), device, 1.1, ["recompute"], arena=True)
+    assert trained.plan.arena is not None
+    assert trained.plan.arena.nbytes > trained.plan.requested_peak_bytes // 2
+    stand_in.delay(_LATE)
+    assert trained.is_the_same()
+    assert trained.peak(trained.fitted) == trained.plan.projected_peak_bytes <= trained.budget
+
+
+@pytest.mark.parametrize("arena", [False, True])
+def test_a_step_reserves_what_the_model_of_the_allocator_says(arena: bool) -> None:
+    """From an empty device on: parameters, input, then three steps."""
+    place, call = torch.device("standin", 1), torch.randn(1500, 96)
+    widths = (96, 260, 110, 340, 96)
+    layers = [nn.Linear(*pair) for pair in pairwise(widths)]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+    gc.collect()
+    torch.accelerator.empty_cache()
+    assert device_bytes(place).current == 0
+    x = call.to(place)
+    fitted = stowplan.fit(model.to(place), (x,), budget="100MiB", loss=torch.sum, arena=arena)
+    torch.accelerator.synchronize(place)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats(place)
+    for _ in range(3):
+        model.zero_grad()
+        torch.autograd.backward(fitted(x))
+    planned = fitted.__dict__["_fitting"].planned[0].step
+    heap = project(planned.plan, AllocatorSettings(), repair=False, arena=planned.arena)
+    torch.accelerator.synchronize(place)
+    measured = torch.accelerator.memory_stats(place)["reserved_bytes.all.peak"]
+    assert measured == heap.figures.reserved_peak_bytes
 
 
 def test_draws_are_repeated_on_their_own_device() -> None:
