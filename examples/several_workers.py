@@ -36,6 +36,7 @@ def train(folder: Path, budget: str, lost_in: int = 0) -> str:
     mesh = f"space={dist.get_world_size()}"
     model = stowplan.fit(model, (images, labels), budget=budget, mesh=mesh, moves=50)
     shards = stowplan.shards_of(model)
+    folder.mkdir(parents=True, exist_ok=True)
     stowplan.plans_of(model)[0].save(folder / f"worker{dist.get_rank()}.plan.json")
     own, _ = shards.share(images, labels)
     checkpoints = Checkpoints(folder, shards.workers, model, optimizer)
