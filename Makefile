@@ -38,6 +38,10 @@ test-untimed: ## all other tests
 test-fast: ## the tests that need neither a quiet machine, several processes nor a browser, in under 90 s
 	$(SIDE_BY_SIDE) -m "not slow and not timing and not distributed and not browser"
 
+.PHONY: test-device
+test-device: ## the tests on the stand-in accelerator, with 2,000 iterations of offloading and torch.compile
+	STAND_IN=long $(PYTHON) -m pytest tests/device
+
 .PHONY: coverage
 coverage: ## the test suite under branch coverage, with the processes it starts; all but the tests that compare seconds
 	$(PYTHON) -m coverage erase

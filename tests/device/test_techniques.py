@@ -2,8 +2,10 @@
 
 import copy
 import json
+import os
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -99,3 +101,29 @@ def test_the_check_of_a_device_runs_and_finds_what_it_projects(device: torch.dev
     assert projected["allocated"] == measured["allocated"]
     assert measured["reserved"] <= projected["reserved"] < 1.1 * measured["reserved"]
     assert all(plan["held"] and plan["same_bits"] for plan in network["plans"])
+
+
+@pytest.mark.skipif(os.environ.get("STAND_IN") != "long", reason="a minute; `make test-device` runs it")
+def test_a_compiled_step_has_the_bits_of_eager(device: torch.device) -> None:
+    eager, data = _network().to(device), torch.randn(64, 32, device=device)
+    model = torch.compile(copy.deepcopy(eager), backend="stowplan", options={"budget": "100KiB"})
+    stand_in.delay(200)
+    for _ in range(2):
+        pairs = zip(_gradients(model, model(data)), _gradients(eager, eager(data)), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_a_model_on_two_devices_has_the_bits_of_eager(device: torch.device) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8).to(device), nn.Linear(8, 8).to("standin:1")
+
+        def forward(self, data: Tensor) -> Tensor:
+            moved: Tensor = torch.tanh(self.first(data)).to("standin:1")
+            return self.second(moved).sum()
+
+    eager, data = Two(), torch.randn(4, 8, device=device)
+    fitted = stowplan.fit(copy.deepcopy(eager), (data,), budget="1MiB", allow=["recompute"])
+    pairs = zip(_gradients(fitted, fitted(data)), _gradients(eager, eager(data)), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
