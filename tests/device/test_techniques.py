@@ -106,10 +106,11 @@ def test_the_check_of_a_device_runs_and_finds_what_it_projects(device: torch.dev
 @pytest.mark.skipif(os.environ.get("STAND_IN") != "long", reason="a minute; `make test-device` runs it")
 def test_a_compiled_step_has_the_bits_of_eager(device: torch.device) -> None:
     eager, data = _network().to(device), torch.randn(64, 32, device=device)
-    model = torch.compile(copy.deepcopy(eager), backend="stowplan", options={"budget": "100KiB"})
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, backend="stowplan", options={"budget": "100KiB"})
     stand_in.delay(200)
     for _ in range(2):
-        pairs = zip(_gradients(model, model(data)), _gradients(eager, eager(data)), strict=True)
+        pairs = zip(_gradients(model, compiled(data)), _gradients(eager, eager(data)), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
 
 
@@ -121,7 +122,8 @@ def test_a_model_on_two_devices_has_the_bits_of_eager(device: torch.device) -> N
 
         def forward(self, data: Tensor) -> Tensor:
             moved: Tensor = torch.tanh(self.first(data)).to("standin:1")
-            return self.second(moved).sum()
+            loss: Tensor = self.second(moved).sum()
+            return loss
 
     eager, data = Two(), torch.randn(4, 8, device=device)
     fitted = stowplan.fit(copy.deepcopy(eager), (data,), budget="1MiB", allow=["recompute"])
