@@ -17,10 +17,10 @@ from stowplan.plan.plan import Exactness, Plan, RecomputeOp, Store
 from stowplan.run.auto_budget import automatic_budget
 from stowplan.run.measure.measure import device_bytes, measure
 from stowplan.run.offload.host import HostAway, HostTier
+from stowplan.run.offload.plugin import tier_of
 from tests.support import device as stand_in
 
 _MIB = 2**20
-_LATE = 3_000  # microseconds
 _ITERATIONS = 2_000 if os.environ.get("STAND_IN") == "long" else 100  # each with other delays
 
 
@@ -164,13 +164,19 @@ def test_a_transfer_without_its_wait_is_seen(
     name: str, fault: Callable[..., object], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = _offloading(device)
+    expected = [gradient.clone() for gradient in trained.gradients(trained.eager)]
+    assert all(map(torch.equal, trained.gradients(trained.fitted), expected))
     monkeypatch.setattr(HostAway, name, fault)
-    stand_in.delay(_LATE)
-    seen = [trained.is_the_same() for _ in range(5)]
-    assert not all(seen), "no bits were wrong"
-    assert stand_in.take_faults(), "and no wait was missed"
+    tier, ops = tier_of(device), torch.accelerator.current_stream(device)
+    assert isinstance(tier, HostTier)
+    late, others = (tier.back, [ops]) if name == "wait" else (ops, [tier.out, tier.back])
+    with stand_in.held(late):
+        gradients = trained.gradients(trained.fitted)
+        for stream in others:
+            stream.synchronize()
     torch.accelerator.synchronize()
-    stand_in.take_faults()
+    assert not all(map(torch.equal, gradients, expected)), "no bits are wrong"
+    assert stand_in.take_faults(), "and no wait is missing"
 
 
 def test_a_step_that_eager_has_no_room_for_runs_under_the_budget() -> None:
@@ -215,11 +221,11 @@ def test_a_transfer_that_nobody_waited_for_spoils_nothing(device: torch.device) 
     tier, data = HostTier(device), torch.ones(256, device=device)
     away = tier.store(data)
     away.wait()
-    stand_in.delay(_LATE, stream=tier.back)
-    (back,) = away.load()
-    address = back.data_ptr()
-    del away, back  # as when an op fails between a load and its use
-    fresh = torch.zeros(256, device=device)
-    assert fresh.data_ptr() == address
+    with stand_in.held(tier.back):
+        (back,) = away.load()
+        address = back.data_ptr()
+        del away, back  # as when an op fails between a load and its use
+        fresh = torch.zeros(256, device=device)
+        assert fresh.data_ptr() == address
     torch.accelerator.synchronize()
     assert fresh.tolist() == [0] * 256

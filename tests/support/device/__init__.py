@@ -12,7 +12,8 @@ import shutil
 import sys
 import tempfile
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -54,12 +55,21 @@ def take_faults() -> list[str]:
     return list(torch.ops.standin.take_faults())
 
 
-def delay(most_microseconds: int, *, seed: int = 0, stream: torch.Stream | None = None) -> None:
-    """Let each kernel and copy begin late by a random time, on one stream or on all."""
-    if stream is None:
-        torch.ops.standin.set_delay(most_microseconds, seed)
-    else:
-        torch.ops.standin.set_stream_delay(stream.device_index, stream.stream_id, most_microseconds)
+def delay(most_microseconds: int, *, seed: int = 0) -> None:
+    """Let each kernel and copy begin late by a random time."""
+    torch.ops.standin.set_delay(most_microseconds, seed)
+
+
+@contextmanager
+def held(*streams: torch.Stream) -> Iterator[None]:
+    """Let the streams begin nothing inside, whatever the host and other streams do."""
+    for stream in streams:
+        torch.ops.standin.hold(stream.device_index, stream.stream_id, True)
+    try:
+        yield
+    finally:
+        for stream in streams:
+            torch.ops.standin.hold(stream.device_index, stream.stream_id, False)
 
 
 def set_capacity(nbytes: int, device: int = 0) -> None:

@@ -139,7 +139,7 @@ void Stream::work() {
   omp_set_num_threads(1);
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [&] { return !queue_.empty(); });
+    changed_.wait(lock, [&] { return !queue_.empty() && !held_; });
     Job job = std::move(queue_.front());
     queue_.pop_front();
     const int64_t late = job.may_be_late && most_microseconds_ ? late_() % most_microseconds_ : 0;
@@ -828,7 +828,9 @@ struct Call {
   bool selects_by_mask() const {
     bool found = false;
     if (name == "aten::index")
-      each_tensor(args[1], [&](const Tensor& by) { found |= by.scalar_type() == at::kBool || by.scalar_type() == at::kByte; });
+      each_tensor(args[1], [&](const Tensor& by) {
+        found |= by.scalar_type() == at::kBool || by.scalar_type() == at::kByte;
+      });
     return found;
   }
 
@@ -961,9 +963,7 @@ void set_delay(int64_t most_microseconds, int64_t seed) {
   for (auto& stream : world().streams) stream->delay(most_microseconds, seed);
 }
 
-void set_stream_delay(int64_t device, int64_t id, int64_t most_microseconds) {
-  world().streams.at(device * kStreams + id)->delay(most_microseconds, 0);
-}
+void hold(int64_t device, int64_t id, bool held) { world().streams.at(device * kStreams + id)->hold(held); }
 
 std::vector<std::string> take_faults() {
   Locked lock;
@@ -989,7 +989,7 @@ TORCH_LIBRARY(standin, m) {
   m.def("device_count", &device_count);
   m.def("set_capacity", &set_capacity);
   m.def("set_delay", &set_delay);
-  m.def("set_stream_delay", &set_stream_delay);
+  m.def("hold", &hold);
   m.def("take_faults", &take_faults);
   m.def("layout", &layout);
   m.def("get_rng_state", &get_rng_state);

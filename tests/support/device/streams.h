@@ -80,6 +80,12 @@ class Stream {
     late_.seed(seed + number);
   }
 
+  void hold(bool held) {  // begin no job until it is released
+    std::unique_lock lock(mutex_);
+    held_ = held;
+    changed_.notify_all();
+  }
+
   std::string take_error() {
     std::unique_lock lock(mutex_);
     return std::exchange(error_, "");
@@ -91,6 +97,7 @@ class Stream {
   std::deque<Job> queue_;
   std::thread thread_;
   uint64_t done_ = 0;
+  bool held_ = false;
   int64_t most_microseconds_ = 0;
   std::minstd_rand late_;
   std::string error_;
