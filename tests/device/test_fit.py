@@ -74,6 +74,7 @@ class _Trained:
 
     def _step(self, model: nn.Module) -> None:
         torch.manual_seed(5)
+        torch.rand(1, device=self.place)  # its generator then differs from the other device's
         torch.autograd.backward(model(self.input).sum())
 
 
