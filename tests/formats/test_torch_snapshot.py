@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stowplan.analyse.inspection import inspection_of
+from stowplan.analyse.timeline import recorded_arena, timeline_of
 from stowplan.errors import BadInput
 from stowplan.formats.door import read_document
 from stowplan.formats.torch_snapshot import read, recognise
@@ -141,3 +142,31 @@ def test_a_small_file_cannot_stand_for_a_large_one() -> None:
     ):
         with pytest.raises(BadInput, match=told):
             read(pickle.dumps(snapshot, protocol=4))
+
+
+def test_segments_last_from_when_they_are_taken_to_when_they_are_given_back() -> None:
+    """One was there before and stays, one comes and goes, half of a mapped one is unmapped."""
+    mib, frames = 2**20, list[dict[str, Any]]()
+    trace = [
+        event("alloc", 0, mib, 0, frames),  # op 1
+        event("segment_alloc", 4, 2 * mib, 1, frames),
+        event("alloc", 4, 2 * mib, 1, frames),  # op 2
+        event("free_completed", 4, 2 * mib, 2, frames),
+        event("segment_free", 4, 2 * mib, 2, frames),
+        event("segment_map", 8, 4 * mib, 3, frames),
+        event("alloc", 8, mib, 3, frames),  # op 3
+        event("segment_unmap", 10, 2 * mib, 3, frames),
+        event("segment_free", 16, mib, 4, frames),  # taken before the trace begins
+        event("alloc", 1, mib, 5, frames),  # op 4
+    ]
+    segments = [
+        {"device": 0, "address": BASE, "total_size": 2 * mib, "blocks": []},
+        {"device": 0, "address": BASE + 8 * mib, "total_size": 2 * mib, "blocks": []},
+    ]
+    document = read(pickle.dumps({"segments": segments, "device_traces": [trace]}))
+    assert document.allocation is not None
+    found = [((at - BASE) // mib, size // mib, *when) for at, size, *when in document.allocation.segments]
+    assert found == [(0, 2, 0, 4), (4, 2, 2, 2), (8, 2, 3, 4), (10, 2, 3, 3), (16, 1, 0, 3)]
+    arena = recorded_arena(timeline_of(document.graph), document.allocation)
+    assert arena.nbytes == 9 * mib  # without the gaps between segments
+    assert [held.address // mib for held in arena.segments] == [0, 2, 4, 6, 8]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stowplan.analyse.facts import Liveness, liveness_of
 from stowplan.analyse.packing import Block, pack
-from stowplan.ir import Allocation, Graph, Kind, Role
+from stowplan.ir import Allocation, Graph, Kind, Reserved, Role
 
 
 class Doing(StrEnum):
@@ -191,12 +191,16 @@ def _highest_between(stops: Sequence[int], curve: NDArray[np.int64]) -> NDArray[
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """Offsets by stay (None where no place is known) and, for workspace, by run."""
+    """Offsets by stay (None where no place is known) and, for workspace, by run.
+
+    `segments` are those of an allocator, with offsets in place of addresses.
+    """
 
     offsets: tuple[int | None, ...]
     aside_offsets: Mapping[int, int]
     nbytes: int
     recorded: bool
+    segments: tuple[Reserved, ...] = ()
 
 
 def packed_arena(timeline: Timeline) -> Arena:
@@ -223,13 +227,20 @@ def _blocks_of(timeline: Timeline) -> list[Block]:
 
 
 def recorded_arena(timeline: Timeline, allocation: Allocation) -> Arena:
-    """The addresses of a run, with gaps that no tensor touches closed: address spaces are mostly gaps."""
+    """The addresses of a run, without the gaps that no tensor and no segment touches: they are most of it."""
     known = [allocation.places.get(stay.tensor) for stay in timeline.stays]
-    shown = sorted(place for place in known if place is not None)
+    segments = allocation.segments
+    shown = sorted((*(place for place in known if place is not None), *(held[:2] for held in segments)))
     offset_of: dict[int, int] = {}
     reach = used = 0
     for address, nbytes in shown:
         used += max(0, address + nbytes - max(address, reach))
         reach = max(reach, address + nbytes)
         offset_of[address] = used - (reach - address)
-    return Arena(tuple(offset_of[place[0]] if place else None for place in known), {}, used, recorded=True)
+    return Arena(
+        tuple(offset_of[place[0]] if place else None for place in known),
+        {},
+        used,
+        recorded=True,
+        segments=tuple(held._replace(address=offset_of[held.address]) for held in segments),
+    )

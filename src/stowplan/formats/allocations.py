@@ -4,12 +4,27 @@ Ops are split so that in each the allocations come before the frees. The graph's
 op, the most that the run had allocated.
 """
 
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stowplan.ir import Allocation, Graph, Interval, Kind, Note, NoteKind, Op, Phase, Profile, Tensor, Use
+from stowplan.ir import (
+    Allocation,
+    Graph,
+    Interval,
+    Kind,
+    Note,
+    NoteKind,
+    Op,
+    Phase,
+    Profile,
+    Reserved,
+    Tensor,
+    Use,
+)
 
 _AT_ONCE = Interval(0.0, 0.0, 0.0)
+_OPEN = -1  # the position of an op that has not come
 OPERANDS_UNKNOWN: Mapping[str, str] = {"operands": "unknown"}
 """The operands of such an op are unknown, so `ops.effects` does not let it be recomputed."""
 
@@ -45,6 +60,8 @@ class AllocationHistory:
     _living: dict[int, str] = field(default_factory=dict)
     _times_at: dict[int, int] = field(default_factory=dict)
     _kept: set[str] = field(default_factory=set)
+    _open: list[Reserved] = field(default_factory=list)  # segments of the allocator, in order of address
+    _ended: list[Reserved] = field(default_factory=list)
     _missing_frees: int = 0
 
     def enter(self, work: Work) -> None:
@@ -78,6 +95,47 @@ class AllocationHistory:
             self.existed(address, nbytes)
         self._parts[-1].freed.append(self._living.pop(address))
 
+    def reserve(self, address: int, nbytes: int) -> None:
+        """The allocator takes memory from the device, for the work that comes next."""
+        self._end(address, nbytes)
+        insort(self._open, Reserved(address, nbytes, len(self._parts), _OPEN))
+
+    def give_back(self, address: int, nbytes: int) -> None:
+        """The allocator gives memory back to the device."""
+        self.had(address, nbytes)
+        self._end(address, nbytes)
+
+    def had(self, address: int, nbytes: int) -> None:
+        """The allocator has this memory now; what of it nobody saw it take was there at the beginning."""
+        end, found, there = address + nbytes, list[Reserved](), self._open[self._within(address, nbytes)]
+        for held in there:
+            if held.address > address:
+                found.append(Reserved(address, held.address - address, 0, _OPEN))
+            address = held.address + held.nbytes
+        if address < end:
+            found.append(Reserved(address, end - address, 0, _OPEN))
+        for held in found:
+            insort(self._open, held)
+
+    def _end(self, address: int, nbytes: int) -> None:
+        """Open segments end where they are in this range; the rest of them stays."""
+        where, now = self._within(address, nbytes), max(0, len(self._parts) - 1)
+        rest = []
+        for held in self._open[where]:
+            begins, ends = max(held.address, address), min(held.address + held.nbytes, address + nbytes)
+            self._ended.append(Reserved(begins, ends - begins, held.first, max(held.first, now)))
+            before, after = begins - held.address, held.address + held.nbytes - ends
+            rest += [held._replace(nbytes=before)] if before else []
+            rest += [held._replace(address=ends, nbytes=after)] if after else []
+        self._open[where] = rest
+
+    def _within(self, address: int, nbytes: int) -> slice:
+        """The open segments that overlap a range; open ones do not overlap each other."""
+        low = bisect_right(self._open, address, key=_address)
+        if low and address < self._open[low - 1].address + self._open[low - 1].nbytes:
+            low -= 1
+        return slice(low, max(low, bisect_left(self._open, address + nbytes, key=_address)))
+
     def _place(self, address: int, nbytes: int, kind: Kind) -> str:
         count = self._times_at.get(address, 0) + 1
         self._times_at[address] = count
@@ -93,8 +151,10 @@ class AllocationHistory:
         return Graph(dict(self._tensors), ops, held=frozenset(self._kept.union(self._living.values())))
 
     def allocation(self) -> Allocation:
-        """The address of each tensor."""
-        return Allocation(dict(self._places))
+        """The address of each tensor, and the segments."""
+        last = max(0, len(self._parts) - 1)
+        still = (held._replace(last=max(held.first, last)) for held in self._open)
+        return Allocation(dict(self._places), tuple(sorted((*self._ended, *still))))
 
     def profile(self, clock: str) -> Profile:
         """The time of each op."""
@@ -113,6 +173,10 @@ class AllocationHistory:
             what = f"{self._missing_frees} addresses were allocated twice: assumed freed just before"
             found.append(Note(NoteKind.REPAIRED, "", what))
         return found
+
+
+def _address(held: Reserved) -> int:
+    return held.address
 
 
 def continued(work: Work) -> Work:

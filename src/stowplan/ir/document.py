@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from stowplan.geometry import Rect
 from stowplan.ir.graph import Graph
@@ -29,11 +30,21 @@ class Profile:
     estimated: bool = False
 
 
+class Reserved(NamedTuple):
+    """Memory that an allocator had from the device, from the op at position `first` to that at `last`."""
+
+    address: int
+    nbytes: int
+    first: int
+    last: int
+
+
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The places of tensors: (address, bytes) by tensor id."""
+    """The places of tensors: (address, bytes) by tensor id, and the allocator's segments, if known."""
 
     places: Mapping[str, tuple[int, int]]
+    segments: tuple[Reserved, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

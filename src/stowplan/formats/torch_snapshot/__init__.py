@@ -55,6 +55,7 @@ def read(data: bytes) -> Document:
 
 _ATEN_CALL = re.compile(r"at::_ops::(\w+)::")
 _LIBRARY = "/torch/"
+_TAKEN, _GIVEN_BACK = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
 _FREED = "free_completed"  # a requested free is completed at once, or when the streams that use it are done
 
 
@@ -109,6 +110,8 @@ def history_of(snapshot: Snapshot, device: int) -> tuple[AllocationHistory, list
     segments = [segment for segment in snapshot.segments if segment.device == device]
     _place_what_was_there(history, segments, traces[device])
     _replay(history, traces[device])
+    for segment in segments:
+        history.had(segment.address, segment.total_size)
     others = [number for number, trace in enumerate(traces) if trace and number != device]
     return history, [_left_out(number, len(traces[number])) for number in others]
 
@@ -145,6 +148,10 @@ def _replay(history: AllocationHistory, trace: Sequence[Traced]) -> None:
             history.allocate(event.addr, event.size)
         elif event.action == _FREED:
             _free(history, event)
+        elif event.action in _TAKEN:
+            history.reserve(event.addr, event.size)
+        elif event.action in _GIVEN_BACK:
+            history.give_back(event.addr, event.size)
 
 
 def _free(history: AllocationHistory, event: Event) -> None:

@@ -40,6 +40,20 @@ stow.arena = (() => {
     for (const found of bordered) context.strokeRect(...found);
   }
 
+  // What an allocator had from the device, behind what lies in it.
+  function drawSegments(context, strip, size, segments) {
+    context.fillStyle = plain("grid");
+    context.strokeStyle = plain("line");
+    for (const [offset, length, first, last] of segments) {
+      const x = Math.max(strip.left, strip.x(first));
+      const end = Math.min(strip.left + strip.plotWidth, strip.x(last + 1));
+      const top = y(strip, size, offset + length);
+      if (end <= x) continue;
+      context.fillRect(x, top, end - x, y(strip, size, offset) - top);
+      context.strokeRect(x, top, end - x, y(strip, size, offset) - top);
+    }
+  }
+
   function fillAsides(raster, strip, size) {
     const { model } = strip.state;
     const [low, high] = strip.state.range;
@@ -103,6 +117,11 @@ stow.arena = (() => {
     return arena.bytes > most ? `, ${percent(arena.bytes / most - 1)} above the peak` : "";
   }
 
+  function source({ recorded, segments }) {
+    if (segments.length) return `as recorded, in the allocator's segments (grey: reserved and not in use)`;
+    return recorded ? "as recorded, untouched gaps closed" : "as packed into one arena";
+  }
+
   function mount(state) {
     const { model } = state;
     const { arena } = model.raw;
@@ -114,6 +133,7 @@ stow.arena = (() => {
       context.beginPath();
       context.rect(strip.left, 0, strip.plotWidth, strip.height);
       context.clip();
+      drawSegments(context, strip, size, arena.segments);
       drawStays(context, strip, size, groups);
       drawSelected(context, strip, size);
       context.restore();
@@ -122,8 +142,7 @@ stow.arena = (() => {
       const stay = stayAt(model, strip, size, step, py);
       if (stay !== null) state.select({ tensor: model.raw.stays.tensor[stay] });
     };
-    const source = arena.recorded ? "as recorded, untouched gaps closed" : "as packed into one arena";
-    const title = `Where it lies: ${bytes(arena.bytes)} ${source}${over(model)}`;
+    const title = `Where it lies: ${bytes(arena.bytes)} ${source(arena)}${over(model)}`;
     const strip = new Strip(state, { name: "arena", title, height: HEIGHT, draw, click });
     return strip;
   }

@@ -184,5 +184,6 @@ def _arena(arena: Arena) -> Columns:
     return {
         "bytes": arena.nbytes,
         "recorded": arena.recorded,
+        "segments": arena.segments,
         "asides": [[run, offset] for run, offset in sorted(arena.aside_offsets.items())],
     }
