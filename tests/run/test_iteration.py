@@ -117,6 +117,21 @@ class Noisy(Sign):
                 p.add_(torch.randn_like(p))
 
 
+class Masters(Sign):
+    """Updates copies of narrow parameters in float32, and rounds them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state.setdefault("master", p.detach().float())
+                    state.setdefault("mean", torch.zeros_like(state["master"])).lerp_(p.grad.float(), 0.1)
+                    p.copy_(state["master"].sub_(state["mean"], alpha=group["lr"]))
+
+
 def tower_batch() -> Tensor:
     return torch.randn(8, 48, generator=torch.Generator().manual_seed(3))
 
@@ -232,6 +247,24 @@ def test_twenty_iterations_and_a_resume_have_eagers_bits(net: str, kind: str) ->
     assert losses == expected
     assert same((eager, eager_optimizer), (resumed, other))
     assert all(parameter.grad is None for parameter in resumed.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("allow", [("recompute",), ("recompute", "offload")])
+def test_masters_of_narrow_parameters_are_state_like_any_other(allow: tuple[str, ...]) -> None:
+    x = tower_batch().bfloat16()
+    eager = Tower().bfloat16()
+    plain = Masters(eager.parameters())
+    expected = loop(eager, plain, x, 4)
+    model = Tower().bfloat16()
+    optimizer = Masters(model.parameters())
+    budget = smallest(model, x, optimizer, allow=allow)
+    fitted = fit(model, (x,), budget=budget, optimizer=optimizer, moves=3, allow=allow)
+    there = [*model.parameters(), *model.buffers(), x]
+    measured = measure(lambda: loop(fitted, optimizer, x, 4), before=there)
+    assert measured.result == expected
+    assert same((eager, plain), (model, optimizer))
+    assert measured.measured_peak_bytes <= budget
 
 
 @pytest.mark.slow
