@@ -106,7 +106,7 @@ class AllocationHistory:
         self._end(address, nbytes)
 
     def had(self, address: int, nbytes: int) -> None:
-        """The allocator has this memory now; what of it nobody saw it take was there at the beginning."""
+        """The allocator has this memory now; what it did not take in sight was there at the beginning."""
         end, found, there = address + nbytes, list[Reserved](), self._open[self._within(address, nbytes)]
         for held in there:
             if held.address > address:

@@ -25,6 +25,7 @@ from stowplan.ir import (
     Phase,
     Profile,
     Regions,
+    Reserved,
     Role,
     Shape,
     Tensor,
@@ -127,6 +128,13 @@ class TilesRecord(_Record):
     backward: tuple[TileRecord, ...]
 
 
+class AllocationRecord(_Record):
+    """The places of tensors, and the segments of an allocator."""
+
+    places: dict[str, tuple[int, int]]
+    segments: tuple[Reserved, ...] = ()
+
+
 class DocumentRecord(_Record):
     """All a file says. Tensors and ops come first: the writer gives each of them a line."""
 
@@ -135,7 +143,7 @@ class DocumentRecord(_Record):
     held: tuple[str, ...] = ()
     name: str = ""
     profile: Profile | None = None
-    allocation: Allocation | None = None
+    allocation: AllocationRecord | None = None
     regions: Regions | None = None
     tiles: TilesRecord | None = None
     notes: tuple[Note, ...] = ()
@@ -154,7 +162,7 @@ def record_of(document: Document) -> DocumentRecord:
         held=tuple(sorted(graph.held)),
         name=graph.name,
         profile=document.profile,
-        allocation=document.allocation,
+        allocation=_allocation_record(document.allocation) if document.allocation else None,
         regions=document.regions,
         tiles=_tiles_record(document.tiles) if document.tiles else None,
         notes=document.notes,
@@ -197,6 +205,10 @@ def _use_record(use: Use) -> UseRecord:
     return use.tensor if use.role is Role.DATA else (use.tensor, use.role)
 
 
+def _allocation_record(allocation: Allocation) -> AllocationRecord:
+    return AllocationRecord(dict(allocation.places), allocation.segments)
+
+
 def _tiles_record(tiles: TileSchedule) -> TilesRecord:
     return TilesRecord(tiles.grid, tuple(tiles.forward.items()), tuple(tiles.backward.items()))
 
@@ -227,7 +239,7 @@ def document_of(record: DocumentRecord, format_name: str) -> Document:
         format_name,
         graph,
         record.profile,
-        record.allocation,
+        Allocation(record.allocation.places, record.allocation.segments) if record.allocation else None,
         record.regions,
         _tiles(record.tiles) if record.tiles else None,
         record.notes,
