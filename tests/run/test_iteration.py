@@ -89,9 +89,12 @@ class Sign(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                    p.add_(mean.mul(0.9).add(p.grad, alpha=0.1).sign_(), alpha=-group["lr"])
-                    mean.lerp_(p.grad, 0.01)
+                    self.update(p, p.grad, group["lr"])
+
+    def update(self, p: Tensor, gradient: Tensor, lr: float) -> None:
+        mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+        p.add_(mean.mul(0.9).add(gradient, alpha=0.1).sign_(), alpha=-lr)
+        mean.lerp_(gradient, 0.01)
 
 
 class Coupled(Sign):
@@ -120,16 +123,10 @@ class Noisy(Sign):
 class Masters(Sign):
     """Updates copies of narrow parameters in float32, and rounds them."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        assert closure is None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state.setdefault("master", p.detach().float())
-                    state.setdefault("mean", torch.zeros_like(state["master"])).lerp_(p.grad.float(), 0.1)
-                    p.copy_(state["master"].sub_(state["mean"], alpha=group["lr"]))
+    def update(self, p: Tensor, gradient: Tensor, lr: float) -> None:
+        master = self.state[p].setdefault("master", p.detach().float())
+        mean = self.state[p].setdefault("mean", torch.zeros_like(master))
+        p.copy_(master.sub_(mean.lerp_(gradient.float(), 0.1), alpha=lr))
 
 
 def tower_batch() -> Tensor:

@@ -351,7 +351,7 @@ class _Recorder:
             )
 
     def _refuse_new_history(self) -> None:
-        """Eager's caller would differentiate the write; a planned step is one node before which it is."""
+        """Refuse a write into an argument that an op made: eager differentiates it, a planned step cannot."""
         for view, tensor in self._entered.items():
             if self._stand_ins.has_new_history(tensor):
                 written = (event for event in self._watch.events if _writes_into(event, view))

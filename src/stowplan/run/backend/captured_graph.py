@@ -60,8 +60,8 @@ class CapturedGraph:
                 with_forward(graph, node_by_node), inputs, loss=None if as_vector is None else shaped
             )
         except CaptureError as refusal:
-            advice = f"{refusal.advice}, or {_OUTSIDE}" if refusal.advice else _OUTSIDE
-            advice = _OUTSIDE if BY_PARTS in refusal.advice else advice
+            own = "" if BY_PARTS in refusal.advice else refusal.advice
+            advice = f"{own}, or {_OUTSIDE}" if own else _OUTSIDE
             raise CaptureError(refusal.what, where=refusal.where, advice=advice) from refusal
         _refuse_hidden_writes(captured, inputs)
         captured = with_kernels(captured, options)

@@ -270,8 +270,9 @@ def _cut(text: str) -> str:
 
 
 def is_plain(value: object, *, opened: bool, _within: tuple[object, ...] = ()) -> bool:
-    """Whether a value is numbers, strings and the like; if `opened`, or an object or container of these.
+    """Whether a value is made of numbers, strings and the like.
 
+    If `opened`, objects and containers of these count too.
     A picture of such an object shows every change of it. An object that Python alone has made has no tensors
     and no state but its attributes.
     """

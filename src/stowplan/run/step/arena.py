@@ -1,9 +1,9 @@
 """A step in an arena: which of its tensors can lie there, and the code that puts them there.
 
 A tensor can lie in an arena if an op of PyTorch's makes it and nobody else keeps it beyond its last use: not
-what the step returns, nor what moves to a tier, nor what another's op sees. Gradients leave the step, and
-nothing is written over them. Each run of a step has an arena of its own, which ends with its last tensor, so
-two forwards, a second thread or a backward that never comes share nothing.
+what the step returns, nor what moves to a tier, nor what an op of another library reads or makes. Gradients
+leave the step, and nothing is written over them. Each run of a step has an arena of its own, which ends with
+its last tensor, so two forwards, a second thread or a backward that never comes share nothing.
 
 An op writes into the arena itself if it has a kernel for that, which was seen to give the same bits here.
 """
@@ -268,28 +268,23 @@ class ArenaCode:
         wanted: Collection[str],
     ) -> list[str]:
         """The statements that run a call of the step; to be asked in the order of its steps."""
-        new, number_of = [], dict[str, int]()
-        for name in _owners(self.captured.graph, op):
-            if name in overwrites or name in wanted:
-                copy = name, self._computed[name]
-                self._computed[name] += 1
-                if name not in overwrites:
-                    new.append(name)
-                    if copy in self._numbers:
-                        number_of[name] = self._numbers[copy]
-                        placement = self.layout.slots[copy].placement
-        if len(number_of) == 1 and placement is Placement.WRITTEN:
-            (name,) = number_of
+        made = [n for n in _owners(self.captured.graph, op) if n in overwrites or n in wanted]
+        copies: dict[str, Copy] = {name: (name, self._computed[name]) for name in made}
+        self._computed.update(made)
+        new = [name for name in made if name not in overwrites]
+        placed = [name for name in new if copies[name] in self._numbers]
+        if [self.layout.slots[copies[name]].placement for name in placed] == [Placement.WRITTEN]:
+            (name,) = placed
             writing = into(call)
             assert writing is not None, f"{call.target} does not write to given memory"
-            slot = f"arena.{'zeros' if writing.zeroed else 'at'}({number_of[name]})"
+            slot = f"arena.{'zeros' if writing.zeroed else 'at'}({self._numbers[copies[name]]})"
             return [f"{names[name]} = {expression(writing.call, {**names, _OUT: slot})}"]
-        taken = (f"{names[n]} = arena.take({number}, {names[n]})" for n, number in number_of.items())
-        beside = (f"arena.beside({names[n]})" for n in new if n not in number_of)
+        taken = (f"{names[n]} = arena.take({self._numbers[copies[n]]}, {names[n]})" for n in placed)
+        beside = (f"arena.beside({names[n]})" for n in new if n not in placed)
         return [*call_lines(call, overwrites, names), *taken, *beside]
 
     def release(self, given: Iterable[Tensor]) -> int:
-        """Move gradients out of arenas whose steps are done; the bytes that others hold all the same.
+        """Move gradients out of arenas whose steps are done; the bytes of arenas that someone still holds.
 
         `given` are the tensors whose gradients the step computes. A gradient that is kept for the next
         backward would else keep the whole arena.
