@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from time import process_time
 from typing import Any
@@ -102,7 +103,7 @@ def deep() -> Figures:
     """A Llama of 100 layers, 18,443 ops, priced by a roofline: search at 0.7 of its peak."""
     from stowplan.capture import capture
     from stowplan.plan.options import PlanOptions
-    from stowplan.plan.pricing import Machine, price_by_roofline
+    from stowplan.plan.plan import Machine, price_by_roofline
     from stowplan.plan.select import planner_of
 
     example = NETS["llama"].build("real", device="meta", batch=8, layers=100)
@@ -114,6 +115,14 @@ def deep() -> Figures:
         planner.plan(planner.baseline.peak_bytes * 7 // 10)
 
     return {"seconds": _seconds(search)}
+
+
+def kernels() -> Figures:
+    """GPT-2 small with compiled kernels: what they take beyond a plan with eager's, children included."""
+    example = _built("hf_gpt2")
+    fit = partial(stowplan.fit, *example, budget=_GPT2_PEAK * 8 // 10)
+    eager, compiled = (_seconds(partial(fit, kernels=each), _whole_time) for each in ("eager", "compiled"))
+    return {"seconds": compiled - eager}
 
 
 def memory() -> Figures:
@@ -165,6 +174,7 @@ CASES: Mapping[str, Case] = {
     "unet": Case(unet, {"seconds": "54 to 117"}, {"seconds": 15}),
     "resnet50_2048": Case(resnet50_2048, {"seconds": 168}, {"seconds": 60}),
     "deep": Case(deep, {"seconds": 11.6}, {"seconds": 8}),
+    "kernels": Case(kernels, {}, {"seconds": 90, "seconds, warm": 5}, warm=True),
     # The user's process and its neighbours.
     "memory": Case(memory, {"MiB": "390 more than warm"}, {"MiB": "at most 50 more than warm"}, warm=True),
     "prices": Case(prices, {}, dict.fromkeys(("resnet50 most apart", "gpt most apart"), 0.05)),
@@ -179,10 +189,16 @@ def _resnet() -> Example:
     return _built("resnet50", batch=32, resolution=128, width=48, classes=10)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    begun = process_time()
+def _seconds(work: Callable[[], object], clock: Callable[[], float] = process_time) -> float:
+    begun = clock()
     work()
-    return process_time() - begun
+    return clock() - begun
+
+
+def _whole_time() -> float:
+    """Processor seconds of this process and of its children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return process_time() + children.ru_utime + children.ru_stime
 
 
 def _seconds_to_fit(net: str, budget: str) -> float:
@@ -200,8 +216,7 @@ def _in_tiles(name: str, share: float) -> Figures:
     from benchmarks.tiles import CASES as TILED
     from benchmarks.tiles import allowances
     from stowplan.capture import capture
-    from stowplan.run.planning.planner import step_planner
-    from stowplan.run.planning.subject import Subject
+    from stowplan.run.planning.planner import Subject, step_planner
 
     example = _built(TILED[name].net, **TILED[name].settings)
 
@@ -216,10 +231,9 @@ def _in_tiles(name: str, share: float) -> Figures:
 def _costliest(net: str) -> Mapping[str, float]:
     """Seconds of the ops that take longest, by op, probed without a cache."""
     from stowplan.capture import capture
-    from stowplan.plan.pricing import Machine, price_by_roofline
+    from stowplan.plan.plan import Machine, price_by_roofline
     from stowplan.run.cost.machine import device_of
-    from stowplan.run.cost.probe import costs_of_calls
-    from stowplan.run.cost.signature import call_signature
+    from stowplan.run.cost.probe import call_signature, costs_of_calls
 
     captured = capture(*_built(net))
     expected = price_by_roofline(captured.graph, Machine()).seconds
@@ -255,6 +269,7 @@ def _measured(name: str) -> Figures:
 
 def _child(name: str, cache: str) -> Figures:
     environment = {**os.environ, "XDG_CACHE_HOME": cache, "OMP_NUM_THREADS": "1"}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = f"{cache}/inductor"
     command = [sys.executable, "-m", "benchmarks.latency", "--run", name]
     run = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: Figures = json.loads(run.stdout.splitlines()[-1])

@@ -35,10 +35,10 @@ class Subject:
 
 
 SUBJECTS = (
-    Subject("verify", ("plan/judge/verify.py",), ("tests/plan/test_verify.py",)),
+    Subject("verify", ("plan/judge.py",), ("tests/plan/test_verify.py",)),
     Subject(
         "simulate",
-        ("plan/judge/simulate.py",),
+        ("plan/judge.py",),
         ("tests/plan/test_simulate.py", "tests/plan/test_verify.py", "tests/plan/test_ledger.py"),
     ),
     Subject(

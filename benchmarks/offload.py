@@ -27,17 +27,14 @@ from torch import Tensor
 from benchmarks.results import Study, ratio_of
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall, TierDamaged
-from stowplan.plan.judge.simulate import simulate
-from stowplan.plan.judge.verify import verify
+from stowplan.plan.judge import simulate, verify
 from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
-from stowplan.run.baseline import baseline_steps
 from stowplan.run.measure.measure import measure
 from stowplan.run.offload.disk import DiskTier
-from stowplan.run.planning.planner import price_captured, step_planner
-from stowplan.run.planning.subject import Subject
-from stowplan.run.step.straight import StraightStep
+from stowplan.run.planning.planner import Subject, price_captured, step_planner
+from stowplan.run.step.straight import StraightStep, baseline_steps
 from stowplan.units import format_bytes
 from tests.support.nets import NETS, Example
 from tests.support.spilling import Spilling, same, spilling

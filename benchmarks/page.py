@@ -1,7 +1,8 @@
 """The page of benchmarks, from what the studies have written: `python -m benchmarks.page`.
 
 `build/bench/index.html` has every figure in plots and tables; `--docs` writes the same for the documentation,
-with its pictures and a copy of the figures.
+with its pictures and a copy of the figures. `--section STUDY` writes one section of the documentation and
+leaves the others as they are.
 """
 
 import argparse
@@ -73,6 +74,29 @@ def markdown_of(results: Sequence[Result]) -> tuple[str, dict[str, str]]:
     return "\n".join(lines).rstrip() + "\n", pictures
 
 
+def with_section(page: str, text: str) -> str:
+    """A page of the documentation with one section as in `text`: in its place, or before the second one."""
+    _, mark, section = text.partition("\n## ")
+    title = section.partition("\n")[0]
+    head, *sections = page.rstrip("\n").split(mark)
+    titles = [each.partition("\n")[0] for each in sections]
+    place = titles.index(title) if title in titles else min(1, len(sections))
+    sections[place : place + (title in titles)] = [section.rstrip("\n") + "\n"]
+    return mark.join((head, *sections)).rstrip("\n") + "\n"
+
+
+def write_section(study: str, results: Path = FOLDER) -> None:
+    """Write what a study has found so far into the documentation, with its pictures and figures."""
+    found = [result for result in read_results(results) if result.study == study]
+    text, pictures = markdown_of(found)
+    page, figures = _DOCS / "benchmarks.md", _DOCS / "benchmarks.jsonl"
+    page.write_text(with_section(page.read_text(encoding="utf-8"), text), encoding="utf-8")
+    for name, picture in pictures.items():
+        (_DOCS / "pictures" / name).write_text(picture, encoding="utf-8")
+    others = [result for result in read_results(figures) if result.study != study]
+    figures.write_bytes(b"".join(msgspec.json.encode(result) + b"\n" for result in (*others, *found)))
+
+
 def rows_of(results: Sequence[Result]) -> list[list[str]]:
     """A row for each method and case, a column for each figure; the first row names them."""
     figures = list(dict.fromkeys(result.figure for result in results))
@@ -134,7 +158,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--results", type=Path, default=FOLDER, help="the folder with the figures")
     parser.add_argument("--docs", action="store_true", help="write docs/benchmarks.md as well")
+    parser.add_argument(
+        "--section", metavar="STUDY", help="only the section of this study in docs/benchmarks.md"
+    )
     options = parser.parse_args()
+    if options.section:
+        write_section(options.section, options.results)
+        return
     results = read_results(options.results)
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "index.html").write_text(html_of(results), encoding="utf-8")

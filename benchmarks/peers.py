@@ -1,41 +1,72 @@
 """stowplan against what a user would pick instead, in one process, interleaved: peak and time of each.
 
     python -m benchmarks.peers unet resnet50 gpt vit
-    python -m benchmarks.peers gpt --kernels compiled
+    python -m benchmarks.peers --kernels compiled --prepare
+    python -m benchmarks.peers --kernels compiled
 
 For every peer's point (peak, seconds) stowplan makes a plan of at most that peak. It also makes plans for
 half and a quarter of eager's activation memory: eager's peak without parameters, gradients, buffers and
-inputs. Peaks are the allocator's own totals. Each round runs every method once; times are medians over rounds
-of the ratio to eager. One thread. With compiled kernels, `torch.compile` without a budget is a peer as well,
-and both kinds of plans answer.
+inputs. A larger budget whose plan is not faster gets no plan of its own. Peaks are the allocator's own
+totals. Each round runs every method once; times are medians over rounds of the ratio to eager. One thread.
+
+With compiled kernels, `torch.compile` without a budget is a peer as well, and both kinds of plans answer.
+Compilers take minutes, so `--prepare` runs all but the rounds and leaves what was compiled in the caches of
+inductor (TORCHINDUCTOR_CACHE_DIR) and of stowplan (XDG_CACHE_HOME); others may use the machine meanwhile. A
+run with rounds throws the prices of ops away and takes them anew: what decides its plans was measured there.
 """
 
 import argparse
 import copy
 import json
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from time import perf_counter, process_time
 from types import FunctionType
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.page import write_section
 from benchmarks.results import Study, ratio_of
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.options import Kernels, PlanOptions
+from stowplan.plan.plan import Plan
+from stowplan.run.cost.machine import user_folder
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import step_planner
-from stowplan.run.planning.subject import PlannedStep, Subject
+from stowplan.run.planning.planner import PlannedStep, StepCandidate, Subject, step_planner
 from stowplan.run.step.straight import StraightStep
 from tests.support.nets import NETS, Example
 
-BLOCKS = ("DoubleConvolution", "Bottleneck", "Block")  # what a practitioner would checkpoint
+COMPILED_CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "resnet50": ("resnet50", {}),
+    "resnet50-b32": ("resnet50", {"batch": 32}),
+    "vit": ("vit", {}),
+    "gpt-6x512": (
+        "gpt",
+        {"batch": 8, "vocabulary": 8192, "context": 256, "dim": 512, "layers": 6, "heads": 8},
+    ),
+    "unet-316": ("unet", {"resolution": 316}),
+    "unet-572": ("unet", {}),
+    "hf_llama-6x512": (
+        "hf_llama",
+        {"batch": 4, "vocabulary": 8192, "dim": 512, "layers": 6, "heads": 8, "hidden": 1376},
+    ),
+}
+"""Networks whose activations are most of their memory: those that are compared with compiled kernels."""
+CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {**{net: (net, {}) for net in NETS}, **COMPILED_CASES}
+BLOCKS = ("DoubleConvolution", "Bottleneck", "Block", "LlamaDecoderLayer")  # what people checkpoint
 RATIOS = (0.7, 0.5, 0.3, 0.1)
+HALF, QUARTER = "half of the activations", "a quarter of the activations"
+_SAME = 1.003  # times as long: a larger budget that saves no more gets no plan of its own
+_NEAR = 0.01  # of the projection: how far a measured peak may be from it
 Loss = Callable[[], Tensor]
 
 
@@ -45,26 +76,48 @@ class Method:
 
     name: str
     loss: Loss
+    is_warm: bool = False  # whether it has run
     answers: list[str] = field(default_factory=list)
+    allowed_bytes: int | None = None  # the least of the budgets that it answers
+    projected_bytes: int | None = None
     peak_bytes: int = 0
     ratio: float = 0.0
     quartiles: tuple[float, float] = (0.0, 0.0)
     projected_ratio: float | None = None
     bound: float | None = None
 
+    @property
+    def fault(self) -> str:
+        """What a measured peak breaks: the budget or the projection."""
+        if self.allowed_bytes is None or self.projected_bytes is None:
+            return ""
+        told = f"{self.name}: measured {self.peak_bytes:,} bytes"
+        if self.peak_bytes > self.allowed_bytes:
+            return f"{told}, allowed {self.allowed_bytes:,}"
+        apart = abs(self.peak_bytes - self.projected_bytes)
+        return f"{told}, projected {self.projected_bytes:,}" if apart > _NEAR * self.peak_bytes else ""
 
-def compare(net: str, rounds: int, *, peers: "_Peers", batch: int | None) -> list[Method]:
-    """Every peer, and stowplan at every peer's peak."""
-    example = NETS[net].build("real", batch=batch) if batch else NETS[net].build("real")
+
+def compare(case: str, rounds: int, *, peers: "_Peers", batch: int | None) -> list[Method]:
+    """Every peer, and stowplan at every peer's peak; without rounds only peaks are measured."""
+    net, settings = CASES[case]
+    example = NETS[net].build("real", **{**settings, **({"batch": batch} if batch else {})})
+    began = perf_counter()
     methods = list(_methods(example, peers))
     for method in methods:
         _measure_peak(method, example)
+    print(f"  peers are ready after {perf_counter() - began:.0f} s", flush=True)
     wishes = {method.name: method.peak_bytes for method in methods} | _goals(example, methods[0].peak_bytes)
+    if rounds:
+        rmtree(user_folder("probes"), ignore_errors=True)
     for kernels in peers.kernels:
         for answer in _answers(example, wishes, kernels):
             _measure_peak(answer, example)
             methods.append(answer)
-    _measure_times(methods, example.model, rounds, peers.clock)
+        print(f"  plans with {kernels} kernels are ready after {perf_counter() - began:.0f} s", flush=True)
+    if rounds:
+        done = _measure_times(methods, example.model, rounds, peers)
+        print(f"  {done} rounds of {len(methods)} methods after {perf_counter() - began:.0f} s", flush=True)
     return methods
 
 
@@ -76,6 +129,7 @@ class _Peers:
     ratios: tuple[float, ...] = RATIOS
     kernels: tuple[str, ...] = ("eager",)
     clock: Callable[[], float] = perf_counter
+    limit_seconds: float | None = None  # after which no round begins, once three are done
 
 
 def _methods(example: Example, peers: _Peers) -> Iterator[Method]:
@@ -86,7 +140,7 @@ def _methods(example: Example, peers: _Peers) -> Iterator[Method]:
     for backend in peers.backends:
         for ratio in peers.ratios:
             name = "inductor, no budget" if ratio == 1 else f"budget {ratio}, {backend}"
-            yield Method(name, _compiled(model, args, backend, ratio))
+            yield Method(name, _compiled(model, args, backend, ratio), is_warm=True)
 
 
 def _checkpointed(model: nn.Module) -> nn.Module:
@@ -98,8 +152,8 @@ def _checkpointed(model: nn.Module) -> nn.Module:
 
 
 def _recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(*args: Tensor) -> Tensor:
-        result: Tensor = checkpoint(forward, *args, use_reentrant=False)
+    def run(*args: Tensor, **kwargs: object) -> Tensor:
+        result: Tensor = checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
         return result
 
     return run
@@ -126,7 +180,7 @@ def _goals(example: Example, eager_bytes: int) -> dict[str, int]:
     parameters = [*model.parameters()]
     always = sum(t.nbytes for t in (*parameters, *parameters, *model.buffers(), *args))
     activation_bytes = eager_bytes - always
-    shares = {"half of the activations": 2, "a quarter of the activations": 4}
+    shares = {HALF: 2, QUARTER: 4}
     return {name: always + activation_bytes // part for name, part in shares.items()}
 
 
@@ -136,24 +190,32 @@ def _answers(example: Example, wishes: dict[str, int], kernels: str) -> list[Met
     captured = capture(model, args)
     options = PlanOptions(allow=("recompute",), kernels=kernels)
     planner = step_planner(Subject(captured, model, args, {}), options)
-    answers: dict[int, Method] = {}
-    for wish, allowed_bytes in wishes.items():
+    answers: list[Method] = []
+    before: Plan | None = None
+    for wish, allowed_bytes in sorted(wishes.items(), key=lambda pair: pair[1]):
         try:
             plan, candidate = planner.answer(allowed_bytes)
         except BudgetTooSmall as refusal:
             print(f"  no plan for {wish}: {refusal}")
             continue
-        if plan.projected_peak_bytes not in answers:
-            step = PlannedStep(plan, candidate.captured).bound_to(model)
-            told = (
-                "stowplan" if kernels == Kernels.EAGER else f"stowplan, {len(plan.kernels)} kernels compiled,"
-            )
-            name = f"{told} at {plan.projected_peak_bytes / 2**20:.2f} MiB"
-            answers[plan.projected_peak_bytes] = Method(
-                name, _calling(step, args), projected_ratio=plan.time_ratio, bound=plan.bound
-            )
-        answers[plan.projected_peak_bytes].answers.append(wish)
-    return list(answers.values())
+        if before is None or before.projected_seconds > _SAME * plan.projected_seconds:
+            answers.append(_planned(plan, candidate, example, kernels))
+            before = plan
+        answers[-1].answers.append(wish)
+    return answers
+
+
+def _planned(plan: Plan, candidate: StepCandidate, example: Example, kernels: str) -> Method:
+    step = PlannedStep(plan, candidate.captured).bound_to(example.model)
+    told = "stowplan" if kernels == Kernels.EAGER else f"stowplan, {len(plan.kernels)} kernels compiled,"
+    return Method(
+        f"{told} at {plan.projected_peak_bytes / 2**20:.2f} MiB",
+        _calling(step, example.args),
+        allowed_bytes=plan.allowed_bytes,
+        projected_bytes=plan.projected_peak_bytes,
+        projected_ratio=plan.time_ratio,
+        bound=plan.bound,
+    )
 
 
 def _calling(step: StraightStep, args: tuple[Tensor, ...]) -> Loss:
@@ -167,21 +229,27 @@ def _calling(step: StraightStep, args: tuple[Tensor, ...]) -> Loss:
 
 def _measure_peak(method: Method, example: Example) -> None:
     model, args = example
-    _run(method, model)
+    if not method.is_warm:
+        _run(method, model)
     standing = [*model.parameters(), *model.buffers(), *args]
     method.peak_bytes = measure(lambda: _run(method, model), before=standing).measured_peak_bytes
     print(f"  {method.name}: {method.peak_bytes / 2**20:.1f} MiB", flush=True)
 
 
-def _measure_times(methods: list[Method], model: nn.Module, rounds: int, clock: Callable[[], float]) -> None:
+def _measure_times(methods: list[Method], model: nn.Module, rounds: int, peers: _Peers) -> int:
+    """Run the rounds, and say how many there were."""
     times: list[list[float]] = [[] for _ in methods]
-    for _ in range(rounds):
+    began, clock = perf_counter(), peers.clock
+    for number in range(rounds):
+        if peers.limit_seconds and number >= 3 and perf_counter() - began > peers.limit_seconds:
+            break
         for method, seconds in zip(methods, times, strict=True):
             started = clock()
             _run(method, model)
             seconds.append(clock() - started)
     for method, seconds in zip(methods, times, strict=True):
         method.ratio, method.quartiles = ratio_of(seconds, times[0])
+    return len(times[0])
 
 
 def _run(method: Method, model: nn.Module) -> None:
@@ -206,11 +274,48 @@ def table(net: str, methods: list[Method]) -> str:
     return "\n".join(rows)
 
 
-def main() -> None:
-    """Compare on each network named and write table and JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("nets", nargs="+", choices=sorted(NETS))
+def main() -> int:
+    """Compare on each network named and write table and JSON; 1 if a budget or a projection did not hold."""
+    arguments = _arguments()
+    torch.set_num_threads(1)
+    peers, faults = _peers(arguments), list[str]()
+    for net in arguments.nets or COMPILED_CASES:
+        print(net, flush=True)
+        rounds = 0 if arguments.prepare else arguments.rounds
+        methods = compare(net, rounds, peers=peers, batch=arguments.batch)
+        print(table(net, methods), flush=True)
+        faults += (f"{net}, {method.fault}" for method in methods if method.fault)
+        torch.compiler.reset()
+        if arguments.prepare:
+            continue
+        study = Study("kernels" if arguments.kernels == "compiled" else "peers")
+        _tell(study, f"{net}, batch {arguments.batch}" if arguments.batch else net, methods)
+        if arguments.docs:
+            write_section(study.name)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / f"{net}.json").write_text(_json(methods))
+    print("\n".join(["budgets or projections that did not hold:", *faults]) if faults else "budgets hold")
+    return 1 if faults else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "nets",
+        nargs="*",
+        metavar="NET",
+        help=f"{', '.join(CASES)}; those of compiled kernels if none is named",
+    )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--limit", type=float, metavar="SECONDS", help="begin no round after this, once three are done"
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="leave all that is compiled in the caches, and time nothing"
+    )
+    parser.add_argument("--docs", action="store_true", help="write each network into docs/benchmarks.md")
     parser.add_argument("--batch", type=int, help="instead of each network's own")
     parser.add_argument("--no-inductor", action="store_true", help="leave out the slowest peer to compile")
     parser.add_argument(
@@ -224,30 +329,29 @@ def main() -> None:
         "--out", type=Path, default=Path("build/peers"), help="where `stowplan report` finds them"
     )
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    for net in arguments.nets:
-        print(net)
-        methods = compare(net, arguments.rounds, peers=_peers(arguments), batch=arguments.batch)
-        print(table(net, methods), flush=True)
-        _tell(f"{net}, batch {arguments.batch}" if arguments.batch else net, methods)
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / f"{net}.json").write_text(_json(methods))
+    if unknown := set(arguments.nets) - CASES.keys():
+        parser.error(f"no network {', '.join(unknown)}; there is {', '.join(CASES)}")
+    return arguments
 
 
 def _peers(arguments: argparse.Namespace) -> _Peers:
-    clock = process_time if arguments.processor_time else perf_counter
+    clock, limit = process_time if arguments.processor_time else perf_counter, arguments.limit
     if arguments.kernels == "compiled":
         ratios = tuple(arguments.ratios or (1.0, *RATIOS))
-        return _Peers(("inductor",), ratios, ("eager", "compiled"), clock)
+        return _Peers(("inductor",), ratios, ("eager", "compiled"), clock, limit)
     backends = ("aot_eager_decomp_partition", *(() if arguments.no_inductor else ("inductor",)))
-    return _Peers(backends, tuple(arguments.ratios or RATIOS), clock=clock)
+    return _Peers(backends, tuple(arguments.ratios or RATIOS), clock=clock, limit_seconds=limit)
 
 
-def _tell(case: str, methods: list[Method]) -> None:
-    study = Study("peers")
+def _tell(study: Study, case: str, methods: list[Method]) -> None:
     for method in methods:
-        study.tell(case, method.name, "peak", method.peak_bytes, "B")
-        study.tell(case, method.name, "time", method.ratio, "of eager", method.quartiles)
+        goals = [goal for goal in (HALF, QUARTER) if goal in method.answers]
+        way = method.name + (f" ({', '.join(goals)})" if goals else "")
+        study.tell(case, way, "peak", method.peak_bytes, "B")
+        study.tell(case, way, "time", method.ratio, "of eager", method.quartiles)
+        if method.projected_bytes is not None:
+            apart = method.projected_bytes / method.peak_bytes - 1
+            study.tell(case, way, "projected peak", apart, "of measured")
 
 
 def _json(methods: list[Method]) -> str:
@@ -260,4 +364,4 @@ def _json(methods: list[Method]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,9 +3,9 @@
     python -m benchmarks.reserved [NET=BATCH ...]
 
 Each network is captured without memory and planned for 70 % of the baseline's peak, or the smallest budget.
-Ratios are to the requested peak: reserved as it is, with a held segment, with expandable segments; the floor
+Ratios are to the requested peak: reserved as it is, with held segments, with expandable segments; the floor
 that no placement of blocks passes, because the small and the large pool share nothing; the step in an arena
-as `fit(..., arena=True)` runs it, requested and reserved with a held segment; and the bytes of one arena for
+as `fit(..., arena=True)` runs it, requested and reserved with held segments; and the bytes of one arena for
 everything, if every op wrote to given memory and needed no other. The kernels that write to given memory are
 those of the CPU, and are not probed here. The last column is the growth after the first iteration.
 """
@@ -20,8 +20,8 @@ from stowplan.plan.allocator.arena import lay_out
 from stowplan.plan.allocator.projection import project
 from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.explain.timeline import packed_bytes_of, timeline_of_plan
+from stowplan.plan.plan import Machine, price_by_roofline
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.run.step.arena import placements_of
 from tests.support.nets import NETS
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("nets", nargs="*", default=list(_NETS), metavar="NET=BATCH")
     options = parser.parse_args()
-    columns = ("reserved", "held segment", "expandable", "floor", "arena", "arena reserved", "packed")
+    columns = ("reserved", "held segments", "expandable", "floor", "arena", "arena reserved", "packed")
     print(f"| network | requested MiB | {' | '.join(columns)} | growth MiB |")
     print("|---" * (len(columns) + 3) + "|")
     for word in options.nets:
@@ -56,7 +56,7 @@ def _row(name: str, batch: int) -> str:
     in_arena = project(plan, AllocatorSettings(), arena=layout)
     figures = {
         "reserved": held.unrepaired_bytes,
-        "held segment": held.figures.reserved_peak_bytes,
+        "held segments": held.figures.reserved_peak_bytes,
         "expandable": expandable.figures.reserved_peak_bytes,
         "floor": held.floor_bytes,
         "arena": layout.use.peak_bytes,

@@ -68,8 +68,16 @@ class Study:
             when=_BEGUN,
         )
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{self.name}.jsonl").open("ab") as file:
+        with self._path.open("ab") as file:
             file.write(msgspec.json.encode(result) + b"\n")
+
+    def told(self) -> "list[Result]":
+        """The figures that were written down so far, of each case those of its last run."""
+        return read_results(self._path) if self._path.exists() else []
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / f"{self.name}.jsonl"
 
 
 def read_results(source: Path = FOLDER) -> list[Result]:

@@ -10,9 +10,10 @@ from stowplan.units import format_bytes
 
 _OURS, _PLAIN = "#2f6fb5", "#45505e"
 _FAMILIES = {  # by what the name of a way contains: what it is called, and its colour
+    "kernels compiled": ("stowplan, compiled kernels", "#8a5bbf"),
     "stowplan": ("stowplan", _OURS),
     "checkpoint": ("checkpoint per block", "#1f9d7a"),
-    "inductor": ("memory budget, inductor", "#d1582a"),
+    "inductor": ("torch.compile, inductor", "#d1582a"),
     "budget": ("memory budget, eager kernels", "#e09a1a"),
     "eager": ("eager", _PLAIN),
 }
@@ -49,6 +50,43 @@ def _peers(results: Sequence[Result]) -> Section:
     return Section("peers", "Compared with other methods", (opening, verdict), tuple(drawings), results)
 
 
+def _kernels(results: Sequence[Result]) -> Section:
+    nets = list(dict.fromkeys(result.case for result in results))
+    drawings = tuple(_against_peers(net, _by_way(results, net)) for net in nets)
+    behind = [line for net in nets for line in _ahead(net, _by_way(results, net))]
+    words = (
+        "Plans with eager's kernels and plans with compiled groups of ops, beside `torch.compile` (inductor) "
+        "without a budget and with activation memory budgets of 0.7, 0.5, 0.3 and 0.1. "
+        "Every plan has a peak of one of the others as its budget, or half or a quarter of the activations.",
+        "Where other methods are ahead: " + "; ".join(behind) + "."
+        if behind
+        else "On these steps no other method is ahead.",
+        *(told for net in nets if (told := _shares(net, _by_way(results, net)))),
+    )
+    return Section("kernels", "Compiled kernels", words, drawings, results)
+
+
+def _shares(net: str, ways: Mapping[str, Mapping[str, Result]]) -> str:
+    """The times of the best plans within no budget, half and a quarter of the activations."""
+    compiled = ways.get("inductor, no budget")
+    ours = [figures for way, figures in ways.items() if "stowplan" in way]
+    if compiled is None or not ours:
+        return ""
+    best = min(figures["time"].value for figures in ours)
+    told = [
+        f"{net}: the fastest plan takes {best / compiled['time'].value:.3f} of inductor's without a budget"
+    ]
+    for share in ("half", "a quarter"):
+        goals = [f for way, f in ways.items() if "stowplan" in way and f"{share} of the activations" in way]
+        if goals:
+            budget = max(figures["peak"].value for figures in goals)
+            within = min(f["time"].value for f in ours if f["peak"].value <= budget)
+            told.append(f"with {share} of the activations {within:.3f} of eager's")
+        else:
+            told.append(f"there is no plan with {share} of the activations")
+    return ", ".join(told) + "."
+
+
 def _by_way(results: Sequence[Result], case: str) -> dict[str, dict[str, Result]]:
     found: dict[str, dict[str, Result]] = {}
     for result in results:
@@ -65,7 +103,7 @@ def _against_peers(net: str, ways: Mapping[str, Mapping[str, Result]]) -> Drawin
         point = Point(figures["peak"].value / 2**20, time.value, time.spread)
         families.setdefault(family, []).append(point)
     series = [
-        Series(name, colour, tuple(points), joined=name == "stowplan")
+        Series(name, colour, tuple(points), joined="stowplan" in name)
         for (name, colour), points in families.items()
     ]
     return scatter(net, Axis("peak, MiB", "{:,.0f}".format), Axis("time of eager", "{:.2f}".format), series)
@@ -174,6 +212,7 @@ def _plainly(title: str, words: str) -> Callable[[Sequence[Result]], Section]:
 
 SECTIONS: Mapping[str, Callable[[Sequence[Result]], Section]] = {
     "peers": _peers,
+    "kernels": _kernels,
     "tiles": _tiles,
     "offload": _offload,
     "joint": _plainly(

@@ -28,8 +28,7 @@ from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Selector
 from stowplan.run.cost.machine import free_bytes
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import StepCandidate, step_planner
-from stowplan.run.planning.subject import PlannedStep, Subject
+from stowplan.run.planning.planner import PlannedStep, StepCandidate, Subject, step_planner
 from tests.support.nets import NETS, Example
 
 _ROOM = 0.8  # of the free memory: eager is run only within this

@@ -7,8 +7,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+from torch import Tensor
+
 from benchmarks import compare
-from benchmarks.page import html_of, markdown_of
+from benchmarks.page import html_of, markdown_of, with_section
+from benchmarks.peers import Method
 from benchmarks.results import Result, Study, ratio_of, read_results
 from benchmarks.suite import SUITES
 
@@ -46,6 +49,49 @@ def test_a_peer_that_is_ahead_is_named(tmp_path: Path, peer_time: float, is_ahea
     told_so = f"checkpoint per block: within 200 MiB {peer_time:.3f} of eager, stowplan 1.100"
     assert (told_so in page) is is_ahead
     assert ("within the spread" in page) is (peer_time == 1.09)
+
+
+def test_one_section_is_written_and_the_others_stay(tmp_path: Path) -> None:
+    page, _ = markdown_of(told(tmp_path, 1.3))
+    tiles, _ = markdown_of([result for result in told(tmp_path, 1.3) if result.study == "tiles"])
+    assert with_section(page, tiles) == page
+    changed = with_section(page, tiles.replace("256 MiB", "1 MiB"))
+    assert changed != page
+    assert with_section(changed, tiles) == page
+    new = with_section(page, tiles.replace("## Tiles", "## Others"))
+    assert [line for line in new.splitlines() if line.startswith("## ")] == [
+        *("## Compared with other methods", "## Others", "## Tiles", "## Planning time")
+    ]
+
+
+def test_compiled_kernels_are_told_beside_inductor(tmp_path: Path) -> None:
+    ways = {
+        "eager": (300, 1.0),
+        "inductor, no budget": (280, 0.9),
+        "stowplan, 3 kernels compiled, at 270.00 MiB": (270, 0.909),
+        "stowplan at 150.00 MiB (half of the activations)": (150, 0.97),
+    }
+    study = Study("kernels", tmp_path)
+    for way, (peak, time) in ways.items():
+        study.tell("net", way, "peak", peak * 2**20, "B")
+        study.tell("net", way, "time", time, "of eager", (time, time))
+    text, _ = markdown_of(read_results(tmp_path))
+    assert "net: the fastest plan takes 1.010 of inductor's without a budget" in text
+    assert "with half of the activations 0.970 of eager's" in text
+    assert "there is no plan with a quarter of the activations" in text
+    assert "net, inductor, no budget: within 280 MiB 0.900 of eager, stowplan 0.909" in text
+
+
+@pytest.mark.parametrize(
+    ("peak", "told_so"), [(1000, ""), (900, "projected"), (1001, "allowed"), (995, "")], ids=str
+)
+def test_a_peak_that_breaks_its_budget_or_projection_is_a_fault(peak: int, told_so: str) -> None:
+    def loss() -> Tensor:
+        raise AssertionError("nothing is run")
+
+    method = Method("plan", loss, allowed_bytes=1000, projected_bytes=1000, peak_bytes=peak)
+    assert told_so in method.fault
+    assert bool(method.fault) is bool(told_so)
 
 
 def test_the_last_run_of_a_case_counts(tmp_path: Path) -> None:

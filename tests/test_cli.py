@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,46 @@ def test_the_retained_view_of_chainer(
     record = inspected("--saved", "retain", dump("chainer"))
     assert record["peak"]["bytes"] == 7_413_120_272
     assert record["lower_bound_bytes"] == 2_324_568_072
+
+
+def test_layouts_may_be_chosen_for_a_file(
+    dump: Callable[[str], Path], inspected: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = inspected("--layouts", "chosen", dump("tensorflow"))
+    assert record["peak"]["bytes"] == 611_568_384
+    assert "0 changes of layout where the file has 18" in record["notes"][-1]["what"]
+    assert main(["plan", str(dump("tensorflow")), "--budget", "1GiB"]) == 0
+    assert "18 changes of layout copy 1.05 GiB; --layouts chosen needs 0" in capsys.readouterr().out
+    assert main(["plan", str(dump("tensorflow")), "--budget", "500MiB", "--layouts", "chosen"]) == 0
+    shown = capsys.readouterr().out
+    assert "baseline 583 MiB" in shown
+    assert "in chosen layouts" in shown
+
+
+def test_layouts_are_not_chosen_where_times_or_a_model_decide(
+    dump: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", "--layouts", "chosen", str(dump("megengine"))]) == 2
+    assert "not of their kernels for another layout" in capsys.readouterr().err
+    assert main(["plan", "train:step", "--layouts", "chosen", "--budget", "1GiB"]) == 2
+    assert "layouts are chosen for files" in capsys.readouterr().err
+
+
+def test_addresses_of_a_plan_beside_those_of_the_file(
+    dump: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", str(dump("megengine")), "--budget", "190MiB"]
+    assert main(words) == 0
+    assert "addresses: 68.9 MiB in one arena, 97.7 MiB at those of the file" in capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    addresses = json.loads(capsys.readouterr().out)["addresses"]
+    assert addresses["arena_bytes"] == 72_272_896
+    assert addresses["recorded_bytes"] == 102_443_008
+    placed = addresses["tensors"]
+    for one, other in combinations(placed, 2):
+        meet = one["first_step"] < other["last_step"] and other["first_step"] < one["last_step"]
+        below = one["offset"] + one["nbytes"] <= other["offset"]
+        assert not meet or below or other["offset"] + other["nbytes"] <= one["offset"]
 
 
 def test_times_of_the_profile(dump: Callable[[str], Path], inspected: Callable[..., dict[str, Any]]) -> None:

@@ -103,7 +103,7 @@ def test_imports_point_down_the_layers() -> None:
         ("stowplan.geometry", "stowplan.units.parse_bytes"),
         ("stowplan.formats.stow", "torch"),
         ("stowplan.plan.solve", "torch.nn"),
-        ("stowplan.ops.macs", "stowplan.helpers.all"),
+        ("stowplan.ops.effects", "stowplan.helpers.all"),
     ],
 )
 def test_the_check_itself_sees_a_wrong_import(module: str, imported: str) -> None:

@@ -157,6 +157,16 @@ def test_tensors_without_data_behave_as_those_with() -> None:
     assert private.storage_id(made.untyped_storage()) != 0
 
 
+def test_a_kernel_shapes_its_result_without_data() -> None:
+    fakes = private.FakeTensorMode()
+    x = fakes.from_tensor(torch.rand(4, 6).t())
+    made = private.shaped_by_kernel(fakes, aten.add.Tensor, (x, 1.0), {}, x.device)
+    assert isinstance(made, private.FakeTensor)
+    assert (made.shape, made.stride(), made.device) == (x.shape, x.stride(), x.device)
+    parts = private.shaped_by_kernel(fakes, aten.split.Tensor, (x, 3), {}, x.device)
+    assert [each.storage_offset() for each in parts] == [0, 3]
+
+
 @pytest.mark.parametrize(
     ("op", "error"),
     [
@@ -268,6 +278,16 @@ def test_calls_of_backward_are_told_apart_and_say_when_they_end() -> None:
     assert private.running_backward() == -1
     assert len({*running, -1}) == 3
     assert ended == [1, 2]
+
+
+def test_a_backward_that_returns_gradients_accumulates_none() -> None:
+    x, found = torch.ones(2, requires_grad=True), list[bool]()
+    for through in (lambda loss: torch.autograd.backward(loss), lambda loss: torch.autograd.grad(loss, x)):
+        made = x.exp()
+        untyped: Any = made
+        untyped.register_hook(lambda _: found.append(private.will_accumulate(x)))
+        through(made.sum())
+    assert found == [True, False]
 
 
 def test_below_autograd_nothing_is_recorded_while_gradients_count_as_enabled() -> None:

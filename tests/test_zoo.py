@@ -10,6 +10,8 @@ from benchmarks.zoo.cases import Case, classified
 from benchmarks.zoo.page import write_page
 from benchmarks.zoo.run import Result, run_all, tried
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the packages' own making
+
 CASES = {case.name: case for case in (*others.cases(), *language.cases())}
 
 

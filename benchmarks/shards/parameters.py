@@ -1,6 +1,6 @@
 """Sharded parameters: an iteration of GPT-2 small with AdamW on 4 workers, beside FSDP2 and one process."""
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -127,6 +127,35 @@ def compare(name: str, batch: int, sequence: int, share: float, rounds: int, fsd
     return [alone, *_taken(methods, rounds)]
 
 
+def versus(name: str, batch: int, sequence: int, reshard: bool, rounds: int) -> list[Taken]:
+    """FSDP2, and stowplan in the peak of FSDP2's smallest worker, in turn."""
+    fsdp = _fsdp(_example(name, batch, sequence), reshard=reshard)
+    fsdp.run()  # the optimizer makes its state
+    peak = torch.tensor([measure(fsdp.run, before=list(fsdp.tensors())).measured_peak_bytes])
+    dist.all_reduce(peak, dist.ReduceOp.MIN)
+    return _taken([fsdp, _stowplan(_example(name, batch, sequence), int(peak))], rounds)
+
+
+def _print_versus(given: Namespace) -> None:
+    """For both ways of FSDP2: at its peak no slower, and at its time no larger?"""
+    study, case = Study("shards"), f"{given.model} beside FSDP2 on {given.workers} workers"
+    for reshard in (True, False):
+        asked = given.model, given.batch, given.sequence, reshard, given.rounds
+        found = on_workers(given.workers, versus, *asked, patience=_PATIENCE_SECONDS)
+        peaks = [max(taken[number].peak_bytes for taken in found) for number in range(2)]
+        seconds = [max(taken[number].seconds for taken in found) for number in range(2)]
+        time, size = seconds[1] / seconds[0], peaks[1] / peaks[0]
+        verdict = "yes" if time <= 1 and size <= 1 else "NO"
+        print(
+            f"{case}, {found[0][0].method}: {seconds[0]:.2f} s and {peaks[0]:,} bytes;"
+            f" stowplan in this peak: {seconds[1]:.2f} s and {peaks[1]:,} bytes;"
+            f" {time:.3f} of the time, {size:.3f} of the peak; no slower and no larger: {verdict}",
+            flush=True,
+        )
+        study.tell(case, found[0][0].method, "stowplan's time", time, "of FSDP2")
+        study.tell(case, found[0][0].method, "stowplan's peak", size, "of FSDP2")
+
+
 def exact(net: str, mesh: str) -> tuple[Trained, Trained]:
     """Five iterations with dropout, AdamW and clipping, in a roomy budget and in one that gathers again."""
     roomy = Training("1GiB", net=net, mesh=mesh).run(5)
@@ -165,7 +194,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--exact", action="store_true", help="instead, tiny models in float64")
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 too, in the same rounds")
+    text = "instead, stowplan in FSDP2's own peaks; --workers 2 --sequence 64 is small"
+    parser.add_argument("--versus", action="store_true", help=text)
     given = parser.parse_args(argv)
+    if given.versus:
+        _print_versus(given)
+        return
     if given.exact:
         for net, mesh in EXACT:
             for rank, (roomy, tight) in enumerate(on_workers(parse_mesh(mesh).size, exact, net, mesh)):

@@ -6,30 +6,39 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stowplan.analyse.inspection import Inspection, inspection_of
+from stowplan.analyse.inspection import PACKED_UNASKED, Inspection, inspection_of
+from stowplan.analyse.layouts import Layouts, with_fewest_changes
 from stowplan.analyse.training import training_step_of
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats.door import format_for, read_document, text_of
-from stowplan.ir import Document
+from stowplan.ir import Document, Note, NoteKind
 from stowplan.plan.explain.explain import Explanation, TiledTensor, explain, explain_tiled
 from stowplan.plan.files import plan_file
-from stowplan.plan.options import DEFAULT_OPTIONS, ON_REQUEST, TECHNIQUES, Kernels, PlanOptions, Prefer
-from stowplan.plan.plan import Plan
+from stowplan.plan.options import (
+    DEFAULT_OPTIONS,
+    ON_REQUEST,
+    TECHNIQUES,
+    Kernels,
+    PlanOptions,
+    Prefer,
+    is_installed,
+)
+from stowplan.plan.plan import Plan, price_by_macs, price_by_profile
 from stowplan.plan.planner import refuse_hopeless
-from stowplan.plan.pricing import price_by_macs, price_by_profile
 from stowplan.plan.record import Record
 from stowplan.plan.select import Selector, planner_of
-from stowplan.plan.technique import is_installed
 from stowplan.plan.tile_map import DOCUMENT_TILES, TileMap
 from stowplan.plan.watch import limited_to
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
+    from stowplan.plan.allocator.caching import HeapFigures
     from stowplan.plan.allocator.projection import HeapProjection
     from stowplan.plan.allocator.settings import AllocatorSettings
     from stowplan.plan.allocator.survey import HeapSurvey
+    from stowplan.plan.explain.addresses import AddressesBeside
     from stowplan.run.measure.inspect_step import StepInspection
-    from stowplan.run.planning.subject import PlannedStep, Subject
+    from stowplan.run.planning.planner import PlannedStep, Subject
     from stowplan.run.project import ProjectedStep
 
 __all__ = [
@@ -43,12 +52,14 @@ __all__ = [
     "Explanation",
     "Inspection",
     "Kernels",
+    "Layouts",
     "Plan",
     "PlanOptions",
     "Prefer",
     "Record",
     "Selector",
     "TiledTensor",
+    "addresses_of",
     "allocator_settings",
     "check",
     "convert",
@@ -84,20 +95,34 @@ DEVICE_HELP = (
 
 
 def inspect(
-    path: str | Path, *, saved: str | None = None, packed: bool | None = None, training: bool = False
+    path: str | Path,
+    *,
+    saved: str | None = None,
+    packed: bool | None = None,
+    training: bool = False,
+    layouts: str = Layouts.RECORDED,
 ) -> Inspection:
     """Inspect a file: its ops and tensors, its memory curve and peak, and lower bounds. Nothing is run.
 
     `saved` is the option of `read_document`. `packed` asks for offsets of all tensors in one arena; without
     it they are computed unless the graph is very large. `training` derives the backward half of a forward
-    graph such as an ONNX model.
+    graph such as an ONNX model. `layouts="chosen"` leaves out changes of layout that other layouts of the ops
+    make needless.
     """
-    return inspection_of(_document(path, saved, training=training), packed=packed)
+    return inspection_of(_document(path, saved, training=training, layouts=layouts), packed=packed)
 
 
-def _document(path: str | Path, saved: str | None, *, training: bool) -> Document:
+def _document(path: str | Path, saved: str | None, *, training: bool, layouts: str) -> Document:
     document = read_document(path, saved=saved)
-    return replace(document, graph=training_step_of(document.graph)) if training else document
+    if training:
+        document = replace(document, graph=training_step_of(document.graph))
+    if layouts == Layouts.CHOSEN:
+        if document.profile:
+            raise BadUse(f"{path} has the times of its ops, but not of their kernels for another layout")
+        relaid = with_fewest_changes(document.graph)
+        note = Note(NoteKind.CHANGED, "layouts", str(relaid))
+        document = replace(document, graph=relaid.graph, notes=(*document.notes, note))
+    return document
 
 
 def inspect_step(
@@ -180,6 +205,7 @@ def planner_for(
     *,
     saved: str | None = None,
     training: bool = False,
+    layouts: str = Layouts.RECORDED,
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
     kernels: str = Kernels.EAGER,
@@ -193,14 +219,16 @@ def planner_for(
 
     Seconds come from probes of a model's ops, or from the profile in a file; without either,
     multiply-accumulates replace them. Plans without tiles come first, because they give the same bits;
-    `prefer="time"` takes the fastest plan. `training` is the option of `inspect`. A search for a budget ends
-    within a share of `gap` of its bound. `allowed_bytes` is refused, before ops are probed, if it is below
-    what every plan takes. With an `optimizer`, a name of `torch.optim` or MODULE:FUNCTION, the plans are of
-    whole iterations with its state in memory; `kernels`, `clip_norm` and `accumulate` are those of `fit`.
+    `prefer="time"` takes the fastest plan. `training` and `layouts` are options of `inspect`. A search for a
+    budget ends within a share of `gap` of its bound. `allowed_bytes` is refused, before ops are probed, if it
+    is below what every plan takes. With an `optimizer`, a name of `torch.optim` or MODULE:FUNCTION, the plans
+    are of whole iterations; with "offload" in `allow`, those for small budgets have its state in a tier.
+    `kernels`, `clip_norm` and `accumulate` are those of `fit`.
     """
     options = PlanOptions(tuple(allow), prefer, gap=gap, kernels=kernels)
     _refuse_kernels_of_file(target, kernels)
     _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
+    _refuse_layouts_of_step(target, layouts)
     if names_a_function(target):
         from stowplan.run.measure.agreement import compared
         from stowplan.run.planning.planner import step_planner
@@ -211,14 +239,20 @@ def planner_for(
             from stowplan.run.iteration.iteration import Iteration
 
             own = load_optimizer(optimizer, subject.model)
-            iteration = Iteration(own, clip_norm=clip_norm, accumulate=accumulate)
-            subject, options = iteration.of_step(subject, options)
+            loop: Any = {"clip_norm": clip_norm, "accumulate": accumulate}
+            iteration = Iteration(own, offloads="offload" in options.allow, **loop)
+            steps, options = iteration.steps(subject), iteration.options(options)
+        else:
+            steps = [subject]
         if allowed_bytes is not None:
-            least = partial(_smallest_budget, partial(step_planner, subject, options))
-            refuse_hopeless(subject.captured.graph, allowed_bytes, options, least)
-        planner = step_planner(subject, options)
-        return replace(planner, compare=partial(compared, subject=subject))
-    document = _document(target, saved, training=training)
+            least = partial(_smallest_budget, partial(step_planner, steps[-1], options))
+            refuse_hopeless(steps[-1].captured.graph, allowed_bytes, options, least)
+        planner = step_planner(steps[0], options)
+        if steps[1:]:  # they take less memory and more time, as tiles do
+            smaller = [step_planner(step, options).plain for step in steps[1:]]
+            planner = replace(planner, find_candidates=lambda _: smaller)
+        return replace(planner, compare=partial(compared, subject=steps[0]))
+    document = _document(target, saved, training=training, layouts=layouts)
     graph = document.graph
     pricing = price_by_profile(graph, document.profile, {}) if document.profile else price_by_macs(graph)
     if allowed_bytes is not None:
@@ -236,6 +270,11 @@ def _refuse_loop_of_file(
         raise BadUse("clip-norm and accumulate are of an iteration: give the optimizer too")
 
 
+def _refuse_layouts_of_step(target: str | Path, layouts: str) -> None:
+    if layouts != Layouts.RECORDED and names_a_function(target):
+        raise BadUse(f"layouts are chosen for files; {target} runs as it is, in the layouts of its tensors")
+
+
 def _refuse_kernels_of_file(target: str | Path, kernels: str) -> None:
     if kernels != Kernels.EAGER and not names_a_function(target):
         raise BadUse(f"{target} is a file, whose kernels cannot be compiled: give MODULE:FUNCTION")
@@ -251,6 +290,7 @@ def plan_for(
     *,
     saved: str | None = None,
     training: bool = False,
+    layouts: str = Layouts.RECORDED,
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
     kernels: str = Kernels.EAGER,
@@ -267,10 +307,13 @@ def plan_for(
     `fit` makes: its state may wait in a tier, and clipping may need two backwards.
     """
     _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
+    _refuse_layouts_of_step(target, layouts)
     _refuse_kernels_of_file(target, kernels)
-    _refuse_arena(target, arena, optimizer)
     if not names_a_function(target):
-        how: Any = {"saved": saved, "training": training, "allow": allow, "prefer": prefer, "gap": gap}
+        if arena:
+            raise BadUse("an arena is for a step that can run, MODULE:FUNCTION: leave it out for a file")
+        how: Any = {"saved": saved, "training": training, "layouts": layouts}
+        how |= {"allow": allow, "prefer": prefer, "gap": gap}
         with limited_to(time_limit):
             return planner_for(target, allowed_bytes=allowed_bytes, **how).plan(allowed_bytes)
     from stowplan.run.measure.agreement import compared
@@ -283,7 +326,7 @@ def plan_for(
         loop: Any = {"optimizer": load_optimizer(optimizer, loaded.model)}
         loop |= {"clip_norm": clip_norm, "accumulate": accumulate}
         how = {"allow": allow, "prefer": prefer, "gap": gap, "time_limit": time_limit, **loop}
-        how["kernels"] = kernels
+        how |= {"kernels": kernels, "arena": arena}
         call = loaded.model, loaded.args, loaded.kwargs
         return plans_of(fit(*call, loss=loaded.loss, budget=allowed_bytes, **how))[0]
     subject = subject_of(loaded)
@@ -291,15 +334,10 @@ def plan_for(
     return compared(_planned_step(subject, allowed_bytes, options).plan, subject)
 
 
-def _refuse_arena(target: str | Path, arena: bool, optimizer: str | None) -> None:
-    if arena and (optimizer is not None or not names_a_function(target)):
-        raise BadUse("an arena is for the step of MODULE:FUNCTION without an optimizer: leave it out")
-
-
 def _planned_step(
     subject: "Subject", allowed_bytes: int, options: PlanOptions, given: Plan | None = None
 ) -> "PlannedStep":
-    from stowplan.run.planning.plan_cache import USER_PLANS, saved_step
+    from stowplan.run.planning.planner import USER_PLANS, saved_step
 
     def planned(room: int) -> "PlannedStep":
         return saved_step(given, subject, room) if given else USER_PLANS.step_for(subject, room, options)
@@ -309,6 +347,19 @@ def _planned_step(
     from stowplan.run.planning.in_arena import in_arena
 
     return in_arena(allowed_bytes, planned, is_given=given is not None)
+
+
+def addresses_of(plan: Plan, path: str | Path, saved: str | None = None) -> "AddressesBeside | None":
+    """The places of a plan's tensors in one arena beside those in its file.
+
+    None if the file has none, or if there are too many tensors to pack them within seconds.
+    """
+    document = read_document(path, saved=saved)
+    if document.allocation is None or len(plan.steps) > PACKED_UNASKED:
+        return None
+    from stowplan.plan.explain.addresses import addresses_beside
+
+    return addresses_beside(plan, document.allocation)
 
 
 def plan_for_allocator(
@@ -323,6 +374,16 @@ def plan_for_allocator(
     settings = allocator_settings(allocator)
     plan, heap = plan_for_device(lambda budget: planner.answer(budget)[0], allowed_bytes, settings)
     return planner.compare(plan), heap
+
+
+def reserved_in_turn(plans: Iterable[Plan], allocator: str = "cuda") -> "tuple[HeapFigures, ...]":
+    """What PyTorch's caching allocator holds after an iteration of each plan, as shapes change.
+
+    `allocator` is that of `plan_for_allocator`.
+    """
+    from stowplan.plan.allocator.projection import project_in_turn
+
+    return project_in_turn(plans, allocator_settings(allocator))
 
 
 def allocator_settings(allocator: str) -> "AllocatorSettings":
@@ -358,7 +419,6 @@ def check(
     new one.
     """
     _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
-    _refuse_arena(target, arena, optimizer)
     from stowplan.run.measure.check import check as run_check
     from stowplan.run.measure.check import check_iterations
     from stowplan.run.target import load_optimizer, load_target
@@ -368,7 +428,7 @@ def check(
         from stowplan.run.fit import fit
 
         how: Any = {"budget": budget, "allow": allow, "prefer": prefer, "gap": gap}
-        how |= {"time_limit": time_limit, "plan": plan, "kernels": kernels}
+        how |= {"time_limit": time_limit, "plan": plan, "kernels": kernels, "arena": arena}
         loop: Any = {"clip_norm": clip_norm, "accumulate": accumulate}
         fitting = partial(fit, loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, **how, **loop)
         made = partial(load_optimizer, optimizer)

@@ -84,6 +84,10 @@ class IllegalPlan(StowplanError):
     exit_code = 1
 
 
+class PlanOfAnotherStep(IllegalPlan):
+    """A saved plan is for another step than the one that it was given for."""
+
+
 class BudgetTooSmall(StowplanError):
     """No plan fits the budget. `minimum_bytes` is the smallest budget, `binding` the tensors that set it.
 

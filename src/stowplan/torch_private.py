@@ -27,7 +27,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
 )
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.nn.modules import module as torch_modules
 from torch.profiler import profile
@@ -60,6 +62,7 @@ __all__ = [
     "abort",
     "after_backward",
     "allocations_seen",
+    "another_derivative",
     "autograd_in_kernels",
     "below_autograd",
     "check_version",
@@ -69,7 +72,9 @@ __all__ = [
     "dispatched_without_data",
     "fake_tensor_logger",
     "idle_conversions_skipped",
+    "inside_ddp",
     "is_exporting",
+    "is_tracing",
     "is_view",
     "nodes_made",
     "pytree",
@@ -78,6 +83,7 @@ __all__ = [
     "schema_of",
     "script_calls_handed_to",
     "sequence_number",
+    "shaped_by_kernel",
     "storage_id",
     "store_of",
     "tell_of_checkpoints",
@@ -86,6 +92,7 @@ __all__ = [
     "uncovered",
     "untested",
     "version_of",
+    "will_accumulate",
     "writes_out",
 ]
 
@@ -143,6 +150,24 @@ def dispatched_without_data(
     It is what `with fakes: target(*args, **kwargs)` gives, without another way through the dispatcher.
     """
     return fakes.__torch_dispatch__(target, (), args, kwargs)
+
+
+def shaped_by_kernel(
+    fakes: FakeTensorMode,
+    target: OpOverload,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    device: torch.device,
+) -> Tensor | list[Tensor]:
+    """The result of an op on stand-ins of one device, by the shape function of the op's own kernel.
+
+    The mode would get there too, after a look at caches and decompositions that takes several times as long.
+    """
+    with in_kernel_invocation_manager(fakes):
+        made: Tensor | Sequence[Tensor] = target(*args, **kwargs)
+    if isinstance(made, Tensor):
+        return FakeTensor(fakes, made, device)
+    return [FakeTensor(fakes, each, device) for each in made]
 
 
 def schema_of(target: OpOverload) -> torch.FunctionSchema:
@@ -205,6 +230,23 @@ def running_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def will_accumulate(leaf: Tensor) -> bool:
+    """Whether the backward that is running adds to the gradient of a leaf; torch.autograd.grad does not."""
+    with torch.enable_grad():
+        view: Any = leaf.view_as(leaf)
+    (accumulates, _), *_ = view.grad_fn.next_functions
+    try:
+        return torch._C._will_engine_execute_node(accumulates)
+    except RuntimeError:  # the gradient of a leaf is returned
+        return False
+
+
+def inside_ddp() -> bool:
+    """Whether a DistributedDataParallel is calling its module."""
+    kind: Any = torch.nn.parallel.DistributedDataParallel
+    return getattr(kind, "_active_ddp_module", None) is not None
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward that is running has ended without an error."""
     engine: Any = torch.autograd.Variable._execution_engine
@@ -213,6 +255,21 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 # Public since 2.7. Before, torch.export cannot be told from torch.compile.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+_unpack_dual: Callable[[Tensor], Any] = forward_ad.unpack_dual
+
+
+def another_derivative(tensors: Iterable[object]) -> str:
+    """What differentiates or batches these tensors other than autograd's backward; empty if nothing does."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func, such as vmap, grad or jvp"
+    if forward_ad._current_level >= 0:
+        duals = (_unpack_dual(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+        if any(dual.tangent is not None for dual in duals):
+            return "forward-mode differentiation (torch.autograd.forward_ad)"
+    return ""
+
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """Within, ops go to their kernels and autograd records nothing, while gradients may count as enabled."""
@@ -389,8 +446,9 @@ def _compiled_by_inductor(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    fakes = FakeTensorMode()
+    fakes = FakeTensorMode(shape_env=ShapeEnv())  # without one, inductor's cache of whole graphs is not asked
     with torch.no_grad(), fakes:
         given = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in looks]
         traced = make_fx(lambda *given: function(list(given)), {**select_decomp_table(), **decompositions})(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverloadPacket
 
 from stowplan.capture import Captured, capture
-from stowplan.capture.schema import overloads_of
+from stowplan.capture.program import overloads_of
 from stowplan.ir import Graph, Kind, Op, Phase, Role, validate
 from stowplan.ops.aten import RANDOM
 from stowplan.ops.effects import Effect, effect_of

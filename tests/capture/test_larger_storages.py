@@ -10,8 +10,8 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stowplan.capture.schema import extra_bytes
-from stowplan.capture.storage_views import StorageBook
+from stowplan.capture.program import extra_bytes
+from stowplan.capture.stand_ins import StorageBook
 from tests.support.aten_samples import ATEN_SAMPLERS
 
 pytestmark = pytest.mark.torch

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import stowplan
 from stowplan.capture import layouts
 from stowplan.errors import BudgetTooSmall
-from stowplan.torch_private import FakeTensorMode
+from stowplan.torch_private import FakeTensor, FakeTensorMode, storage_id
 
 
 class Rolling(nn.Module):
@@ -184,3 +184,59 @@ def strides_of(results: Any) -> list[tuple[int, ...] | None]:
 def strides_without_data(op: Any, args: list[Any]) -> list[tuple[int, ...] | None]:
     with FakeTensorMode() as mode:
         return strides_of(op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in args)))
+
+
+def is_view_of(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors share their memory."""
+    return storage_id(one.untyped_storage()) == storage_id(other.untyped_storage())
+
+
+def operands_of(name: str) -> Iterator[tuple[Any, ...]]:
+    """Arguments for an op whose shape function is trusted: row-major, permuted, expanded and strided ones."""
+    wide = torch.rand(4, 6, 8)
+    for x in (wide, wide.permute(2, 0, 1), wide[:1].expand(4, 6, 8), wide[:, ::2], wide.to(torch.bfloat16)):
+        rest: dict[str, tuple[Any, ...]] = {
+            "view": ((*x.shape[:2], 1, x.shape[2]),),
+            "_unsafe_view": ((*x.shape[:2], 1, x.shape[2]),),
+            "transpose": (0, 2),
+            "permute": ((1, 2, 0),),
+            "expand": ((3, *x.shape),),
+            "slice": (1, 1, -1, 2),
+            "select": (1, -1),
+            "unsqueeze": (-1,),
+            "squeeze": (0,),
+            "split": (3, 1),
+            "unbind": (1,),
+            "pow": (2,),
+            "threshold_backward": (x.flip(0).contiguous(), 0.5),
+            "sum": ([0, 2], True),
+            "mean": ([1],),
+        }
+        if name in ("t", "mm", "addmm"):
+            flat = x[0]
+            yield {"t": (flat,), "mm": (flat, flat.t()), "addmm": (flat[:, 0], flat, flat.t())}[name]
+        elif name == "bmm":
+            yield x, x.transpose(1, 2)
+        elif name in ("add", "sub", "mul", "div"):
+            yield x, 3.0
+            yield x, x[0]
+            yield x, torch.rand(x.shape)
+        elif name in ("tanh_backward", "gelu_backward"):
+            yield x, x.contiguous()
+        else:
+            yield (x, *rest.get(name, ()))
+
+
+@pytest.mark.parametrize("op", sorted(layouts.SHAPED_BY_KERNELS, key=str), ids=str)
+def test_the_shape_functions_that_are_trusted_agree_with_kernels(op: Any) -> None:
+    fakes = FakeTensorMode()
+    for args in operands_of(op.overloadpacket.__name__):
+        without = tuple(fakes.from_tensor(a) if isinstance(a, Tensor) else a for a in args)
+        made, expected = layouts.made_without_data(fakes, op, without, {}, {}), op(*args)
+        both = ((each,) if isinstance(each, Tensor) else each for each in (made, expected))
+        pairs = zip(*both, strict=True)
+        for found, real in pairs:
+            assert isinstance(found, FakeTensor)
+            looks = [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.device) for t in (found, real)]
+            assert looks[0] == looks[1]
+            assert is_view_of(found, without[0]) == is_view_of(real, args[0])

@@ -14,7 +14,7 @@ import stowplan
 from stowplan.plan.allocator.projection import project
 from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.plan import Exactness, Plan, RecomputeOp, Store
-from stowplan.run.auto_budget import automatic_budget
+from stowplan.run.fit import automatic_budget
 from stowplan.run.measure.measure import device_bytes, measure
 from stowplan.run.offload.host import HostAway, HostTier
 from stowplan.run.offload.plugin import tier_of

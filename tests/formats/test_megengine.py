@@ -11,7 +11,7 @@ from stowplan.analyse import facts_of, liveness_of
 from stowplan.errors import BadInput
 from stowplan.formats import megengine
 from stowplan.ir import Document, Kind, Role
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import macs_of
 from stowplan.ops.shapes import output_shapes_of
 from stowplan.ops.table import site_of
 

@@ -14,8 +14,7 @@ from stowplan.errors import BadInput, BadUse
 from stowplan.formats import regiongraph
 from stowplan.geometry import Rect
 from stowplan.ir import Document, Kind, NoteKind, Phase, Regions, TensorRegion
-from stowplan.ops.effects import Effect, effect_of
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import Effect, effect_of, macs_of
 from stowplan.ops.shapes import output_shapes_of
 from stowplan.ops.table import site_of
 from tests.support.drawn_graphs import Net, read_by_ocr

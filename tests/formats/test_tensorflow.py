@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stowplan.analyse import facts_of
-from stowplan.analyse.inspection import without_layout
+from stowplan.analyse.layouts import with_fewest_changes, without_layout
 from stowplan.errors import BadInput
 from stowplan.formats import tensorflow
 from stowplan.ir import Document, DType, Graph, Kind, NoteKind, Op, Phase, Role, validate
@@ -131,6 +131,18 @@ def test_peak_with_and_without_layout_transposes(graph: Graph) -> None:
     assert direct.bytes == 611_568_384
     assert direct.op == "gradients/lrn2/LRN_grad/LRNGrad"
     assert round(1 - direct.bytes / executed.bytes, 3) == 0.356
+
+
+def test_in_one_layout_the_step_needs_no_transpose(graph: Graph) -> None:
+    relaid = with_fewest_changes(graph)
+    peak = facts_of(validate(relaid.graph)).peak
+    assert (relaid.changes_before, relaid.changes) == (18, 0)
+    assert (relaid.copied_bytes_before, relaid.copied_bytes) == (1_122_598_912, 0)
+    assert peak.bytes == 611_568_384
+    assert {tensor.layout for tensor in relaid.graph.tensors.values()} == {"", "HWIO", "NHWC"}
+    assert [op.id for op in ops_of(relaid.graph, Phase.TRANSFER)] == [
+        op.id for op in ops_of(graph, Phase.TRANSFER)
+    ]
 
 
 def test_order_of_the_backward_half(graph: Graph) -> None:

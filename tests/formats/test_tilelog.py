@@ -15,7 +15,7 @@ from stowplan.formats.tilelog.network import stages_of
 from stowplan.formats.tilelog.records import BoxRecord, parse_record, separate
 from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.ir import Document, Kind, NoteKind
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import macs_of
 from stowplan.ops.table import site_of
 
 LAYERS = (

@@ -18,10 +18,9 @@ from unittest.mock import patch
 
 import torch
 
-from stowplan.plan.pricing import Machine, Tier
-from stowplan.run.cost.probe_cache import Cost, Findings, Platform, ProbeCache, Rates
-from stowplan.run.cost.probe_call import cost_of_call
-from stowplan.run.cost.signature import Signature
+from stowplan.plan.plan import Machine, Tier
+from stowplan.run.cost.machine import Cost, Findings, Platform, ProbeCache, Rates
+from stowplan.run.cost.probe import Signature, cost_of_call
 from stowplan.run.offload.disk import DiskTier
 
 _UNIT_SECONDS = 1e-4
@@ -74,9 +73,9 @@ def same_everywhere() -> Iterator[None]:
             ("stowplan.run.planning.planner.tier_for", _tier),
             ("stowplan.run.step.straight.tier_for", _tier),
             ("stowplan.plan.frontier._ANCHORS", _ANCHORS),
-            ("stowplan.run.cost.probe_cache.ProbeCache.read", lambda *args: remembered.read(*args)),
+            ("stowplan.run.cost.machine.ProbeCache.read", lambda *args: remembered.read(*args)),
             (
-                "stowplan.run.cost.probe_cache.ProbeCache.add",
+                "stowplan.run.cost.machine.ProbeCache.add",
                 lambda *args, **more: remembered.add(*args, **more),
             ),
         ):

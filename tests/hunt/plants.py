@@ -16,7 +16,7 @@ from stowplan.run import fitting
 from stowplan.run.border.guard import Guard
 from stowplan.run.planning.planner import plan_within
 from stowplan.run.step import straight
-from stowplan.run.step.halves import Halves, compiled
+from stowplan.run.step.function import Halves, compiled
 from stowplan.run.step.source import Source
 
 Plant: TypeAlias = Callable[[], AbstractContextManager[None]]

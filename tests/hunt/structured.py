@@ -17,15 +17,13 @@ from typing import Any, TypeAlias
 import msgspec
 
 from stowplan.errors import BadInput
-from stowplan.formats.onnx.wire import fields_of
-from stowplan.formats.stow.records import DocumentRecord
+from stowplan.formats.onnx.records import fields_of
+from stowplan.formats.stow import DocumentRecord
 from stowplan.formats.torch_snapshot.plain_pickle import decode
 from stowplan.ir import Kind, Op, Phase, Role, Tensor, Use
 from stowplan.ir.text import format_graph, parse_graph
 from stowplan.ops.adjoints import adjoint_of
-from stowplan.ops.aliasing import aliasing_of
-from stowplan.ops.effects import effect_of
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import aliasing_of, effect_of, macs_of
 from stowplan.ops.onnx_shapes import onnx_shapes_of
 from stowplan.ops.regions.rules import rules
 from stowplan.ops.shapes import output_shapes_of

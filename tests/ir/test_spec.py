@@ -5,7 +5,7 @@ from hypothesis import given
 
 from stowplan.errors import InvalidGraph
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use, validate
-from stowplan.ir.spec import RULES
+from stowplan.ir.graph import RULES
 from stowplan.ir.text import parse_graph
 from tests.support.graphs import legal_graphs
 

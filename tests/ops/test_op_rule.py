@@ -8,7 +8,7 @@ import pytest
 from stowplan.errors import BadUse
 from stowplan.geometry import Rect
 from stowplan.ir import Kind, Op, Phase, Tensor, Use
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import macs_of
 from stowplan.ops.regions import Need, Regions, Relation, pull, regions_of
 from stowplan.ops.regions.rules import along, identity, rules
 from stowplan.ops.rule import register_op_rule

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from stowplan.errors import BadUse, OutOfDeviceMemory
 from stowplan.ir.heap import BlockState, HeapAction
 from stowplan.plan.allocator.caching import NOTHING, CachingAllocator
-from stowplan.plan.allocator.invariants import broken_invariants
 from stowplan.plan.allocator.replay import cold_run, free_run, replay
 from stowplan.plan.allocator.settings import MIB, AllocatorSettings, parse_settings, segment_bytes
 from tests.support.cuda_traces import FOLDER, read_trace
+from tests.support.heap_invariants import broken_invariants
 from tests.support.heap_streams import run_stream
 
 PEAKS = {  # MiB reserved at most, as PyTorch recorded it

@@ -2,16 +2,21 @@
 
 import json
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
+from stowplan.api import reserved_in_turn
 from stowplan.cli.main import main
 from stowplan.errors import BudgetTooSmall, OutOfDeviceMemory
 from stowplan.ir import Graph
-from stowplan.plan.allocator.projection import plan_for_device, project
+from stowplan.plan.allocator.caching import CachingAllocator
+from stowplan.plan.allocator.placed import placed_by_allocator
+from stowplan.plan.allocator.projection import plan_for_device, project, project_in_turn
 from stowplan.plan.allocator.requests import Requests, requests_of
 from stowplan.plan.allocator.settings import MIB, AllocatorSettings, parse_settings
+from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
@@ -69,6 +74,22 @@ def test_requests_add_up_to_the_projected_peak(seed: int) -> None:
             assert heap.floor_bytes <= figures.reserved_peak_bytes == heap.unrepaired_bytes
 
 
+def test_tensors_lie_apart_in_the_segments_of_a_device() -> None:
+    plan = plans(planner_of_step(1, times=20_003))[0]
+    arena, stays = placed_by_allocator(plan, DEFAULTS), timeline_of_plan(plan).stays
+    assert len(arena.segments) > 2
+    assert arena.nbytes == sum(each.nbytes for each in arena.segments)
+    assert arena.nbytes == project(plan, DEFAULTS).figures.reserved_peak_bytes
+    placed = [(stay, at) for stay, at in zip(stays, arena.offsets, strict=True) if at is not None]
+    assert len(placed) == sum(stay.nbytes > 0 for stay in stays)
+    for stay, at in placed:
+        inside = [s for s in arena.segments if s.address <= at and at + stay.nbytes <= s.address + s.nbytes]
+        assert len(inside) == 1
+    for (one, low), (other, high) in combinations(sorted(placed, key=lambda place: place[1]), 2):
+        meet = one.first <= other.last and other.first <= one.last and one.place != other.place
+        assert not meet or low + one.nbytes <= high
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.slow
 def test_a_held_segment_never_reserves_more(seed: int) -> None:
@@ -76,8 +97,22 @@ def test_a_held_segment_never_reserves_more(seed: int) -> None:
         heap = project(plan, DEFAULTS)
         assert heap.figures.requested_peak_bytes == plan.projected_peak_bytes
         assert heap.floor_bytes <= heap.figures.reserved_peak_bytes <= heap.unrepaired_bytes
-        assert heap.held_bytes or heap.figures.reserved_peak_bytes == heap.unrepaired_bytes
+        assert heap.held_segments or heap.figures.reserved_peak_bytes == heap.unrepaired_bytes
         assert heap.fragmentation_bytes == heap.figures.reserved_peak_bytes - plan.projected_peak_bytes
+
+
+def test_several_held_segments_reserve_less_than_one() -> None:
+    plan = plans(planner_of_step(3, times=1_000_003))[0]
+    one, several = (
+        project(plan, DEFAULTS, enough_bytes=1),
+        project(plan, DEFAULTS),
+    )  # 1: more would be in vain
+    assert len(one.held_segments) == 1 < len(several.held_segments)
+    assert several.figures.reserved_peak_bytes < 0.9 * one.figures.reserved_peak_bytes
+    allocator = CachingAllocator()
+    for address in [allocator.malloc(nbytes) for nbytes in several.held_segments]:
+        allocator.free(address)
+    assert allocator.reserved_bytes == sum(several.held_segments) <= several.figures.reserved_peak_bytes
 
 
 @pytest.mark.slow
@@ -115,6 +150,19 @@ def test_growth_shows_over_iterations() -> None:
     assert len(reserved) == 3
     assert reserved == sorted(reserved)
     assert reserved[-1] == heap.figures.reserved_peak_bytes
+
+
+def test_shapes_in_turn_keep_what_was_reserved() -> None:
+    small, large = (planner_of_step(2, times=times).plan(2**50) for times in (500_009, 1_000_003))
+    alone = project(large, DEFAULTS, repair=False)
+    assert project_in_turn([large] * 3, DEFAULTS) == alone.iterations
+    reserved = [figures.reserved_bytes for figures in reserved_in_turn([small, large, small, large])]
+    assert reserved[0] < alone.figures.requested_peak_bytes
+    assert reserved[1] > reserved[0]
+    assert reserved == sorted(reserved)  # segments stay
+    down = project_in_turn([large, small], DEFAULTS)
+    assert down[0].requested_bytes == sum(nbytes for _, nbytes in requests_of(large).before)
+    assert down[1].requested_bytes == sum(nbytes for _, nbytes in requests_of(small).before)
 
 
 @pytest.mark.slow

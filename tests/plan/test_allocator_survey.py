@@ -13,9 +13,8 @@ from stowplan.formats import stow, torch_snapshot
 from stowplan.ir.heap import HeapAction, HeapBlock, HeapEvent, HeapSegment, HeapTrace
 from stowplan.plan.allocator.caching import CachingAllocator
 from stowplan.plan.allocator.replay import replay
-from stowplan.plan.allocator.rewind import segments_before
 from stowplan.plan.allocator.settings import MIB, AllocatorSettings, parse_settings
-from stowplan.plan.allocator.survey import HeapSurvey
+from stowplan.plan.allocator.survey import HeapSurvey, segments_before
 from tests.support.cuda_traces import FOLDER, read_trace
 from tests.support.heap_streams import random_size
 from tests.support.snapshots import pickled, snapshot_of

@@ -4,11 +4,10 @@ from random import Random
 
 import pytest
 
-from stowplan.plan.judge.simulate import simulate
-from stowplan.plan.ledger import Ledger, State
-from stowplan.plan.pricing import Basis, Pricing
+from stowplan.plan.judge import simulate
+from stowplan.plan.ledger import Ledger, State, steps_of
+from stowplan.plan.plan import Basis, Pricing
 from stowplan.plan.problem import Problem, problem_of
-from stowplan.plan.schedule import steps_of
 from tests.support.steps import random_step, uneven_prices
 
 

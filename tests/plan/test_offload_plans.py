@@ -9,16 +9,14 @@ from stowplan.errors import BadUse, IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
 from stowplan.plan.explain.explain import explain
 from stowplan.plan.files import plan_file
-from stowplan.plan.judge.simulate import bytes_beside, simulate
-from stowplan.plan.judge.verify import verify
+from stowplan.plan.judge import bytes_beside, simulate, verify
 from stowplan.plan.offload.idle_intervals import idle_intervals_of
 from stowplan.plan.offload.insert_transfers import insert_transfers
 from stowplan.plan.offload.transfer_schedule import Caps, TransferSchedule
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Compute, Free, Load, Offload, Plan, Step, Store
+from stowplan.plan.plan import Basis, Compute, Free, Load, Offload, Plan, Pricing, Step, Store, Tier
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Basis, Pricing, Tier
-from stowplan.run.baseline import baseline_steps
+from stowplan.run.step.straight import baseline_steps
 
 MB = 10**6
 TIER = Tier("disk", 10**9, store_bytes_per_second=MB, load_bytes_per_second=MB)

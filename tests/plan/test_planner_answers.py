@@ -1,6 +1,10 @@
 """Answers that need no search: the step fits as it is, or no plan can fit."""
 
 import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -9,9 +13,10 @@ from torch import Tensor, nn
 import stowplan
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan import frontier
-from stowplan.plan.options import PlanOptions
+from stowplan.plan.options import PlanOptions, Prefer
+from stowplan.plan.plan import Plan
 from stowplan.plan.planner import baseline_peak_of
-from stowplan.plan.select import planner_of
+from stowplan.plan.select import Baseline, Selector, Tradeoff, planner_of
 from tests.support.steps import random_step, uneven_prices
 
 pytestmark = pytest.mark.torch
@@ -87,3 +92,30 @@ def test_a_hopeless_budget_is_refused_without_a_search(monkeypatch: pytest.Monke
     assert hopeless.value.minimum_bytes > least  # searches now
     fitted = stowplan.fit(model, args, budget=hopeless.value.minimum_bytes)
     assert stowplan.plans_of(fitted)[0].projected_peak_bytes <= hopeless.value.minimum_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounded:
+    """A candidate with one lower bound and one plan."""
+
+    floor_bytes: int
+    least: float
+    seconds: float
+    stretches: tuple[str, ...] = ()
+
+    def bounds(self, _: int) -> Iterator[float]:
+        yield self.least
+
+    def plan(self, _: int) -> Plan:
+        return cast(Plan, SimpleNamespace(projected_seconds=self.seconds))
+
+    def tradeoffs(self) -> Iterable[Tradeoff]:
+        return ()
+
+
+@pytest.mark.parametrize(("gap", "seconds"), [(0.0, 9.96), (0.01, 10.0)])
+def test_a_candidate_that_can_save_less_than_the_gap_is_not_examined(gap: float, seconds: float) -> None:
+    found = (_Bounded(1, 9.0, 10.0), _Bounded(1, 9.95, 9.96))
+    plain = _Bounded(100, 1.0, 1.0)  # needs more memory
+    selector = Selector(plain, Baseline(1.0, 100), lambda _: found, Prefer.TIME, gap=gap)
+    assert selector.answer(10)[0].projected_seconds == seconds

@@ -15,7 +15,7 @@ from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
 from stowplan.plan import frontier, watch
 from stowplan.plan.files import plan_file
-from stowplan.plan.judge.verify import verify
+from stowplan.plan.judge import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Candidate, Selector, planner_of
 from stowplan.plan.watch import Patience, Phase, Searching, ended_by, limited_to, watched_by

@@ -6,9 +6,8 @@ import pytest
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
-from stowplan.plan.judge.simulate import Stall, alive_at, simulate
-from stowplan.plan.plan import Compute, Free, Load, RecomputeOp, Step, Store
-from stowplan.plan.pricing import Basis, Pricing, Tier
+from stowplan.plan.judge import Stall, alive_at, simulate
+from stowplan.plan.plan import Basis, Compute, Free, Load, Pricing, RecomputeOp, Step, Store, Tier
 
 TENSORS = (
     Tensor("xt", Kind.INPUT, nbytes=1, alias_of="x"),

@@ -19,15 +19,14 @@ from stowplan.ir import Graph
 from stowplan.ops.table import shape_of
 from stowplan.plan.explain.explain import explain_tiled
 from stowplan.plan.files import plan_file
-from stowplan.plan.judge.verify import verify
+from stowplan.plan.judge import verify
 from stowplan.plan.options import PlanOptions, Prefer
-from stowplan.plan.plan import Exactness, Plan, Tile
-from stowplan.plan.pricing import price_by_macs
+from stowplan.plan.plan import Exactness, Plan, Tile, price_by_macs
 from stowplan.plan.select import Candidate, Selector, planner_of
+from stowplan.plan.tiles.borders import crops_early
 from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.costs import costs_of_sweep
-from stowplan.plan.tiles.crops import crops_early
-from stowplan.plan.tiles.file_tiles import tiles_for_document
+from stowplan.plan.tiles.plugin import tiles_for_document
 from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import segment_of
 

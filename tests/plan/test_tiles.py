@@ -1,5 +1,6 @@
 """Tiles as rectangles: what they need, what they cost, and what a graph looks like without what is inside."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from stowplan.errors import BadUse
 from stowplan.formats.door import read_document
 from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.ir import Graph, Phase
+from stowplan.plan.plan import price_by_macs
 from stowplan.plan.planner import baseline_peak_of
-from stowplan.plan.pricing import price_by_macs
+from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.collapse import collapse
 from stowplan.plan.tiles.costs import costs_of_sweep
-from stowplan.plan.tiles.rects import regions_by_op, tile_of, tiles_of
+from stowplan.plan.tiles.rects import Tile, grid_of, regions_by_op, tile_of, tiles_of
 from stowplan.plan.tiles.rounds import refusal, rounds_of
 from stowplan.plan.tiles.segment import Segment, segment_of
 
@@ -47,6 +49,14 @@ def test_levels_are_those_of_the_document_for_its_tiles(dump: Dump) -> None:
             assert (level.made.lo[2:], level.made.hi[2:]) == (step.result.lo, step.result.hi)
             assert level.needs[0] is not None
             assert (level.needs[0].lo[2:], level.needs[0].hi[2:]) == (step.wanted.lo, step.wanted.hi)
+
+
+def test_tiles_as_products_of_the_edges_of_their_grid_are_those_pulled_one_by_one(unet: Segment) -> None:
+    stages = [segment_of(unet.graph, stage) for stage in stages_of(unet.graph)]
+    for segment, parts in ((unet, (8, 1, 3, 2)), *((stage, (2, 1, 3, 4)) for stage in stages)):
+        regions, tiles = regions_by_op(segment), list(tiles_of(segment, parts))
+        assert [tile_of(segment, tile.owned, regions) for tile in tiles] == tiles
+        assert all(are_disjoint(tile.owned[name] for tile in tiles) for name in tiles[0].owned)
 
 
 def test_tiles_that_own_their_output_take_a_third_of_the_documents_work(dump: Dump) -> None:
@@ -108,3 +118,19 @@ def test_refusals_say_why(unet: Segment) -> None:
     names = forward_of(unet.graph)
     with pytest.raises(BadUse, match="consecutive ops"):
         segment_of(unet.graph, [names[0], names[2]])
+
+
+@pytest.mark.parametrize("parts", [(1, 1, 1, 1), (8, 1, 3, 2), (1, 1, 1, 7), (1, 1, 5, 4)])
+def test_every_tile_is_of_one_kind(unet: Segment, parts: tuple[int, ...]) -> None:
+    grid = grid_of(unet, parts)
+    sizes = Counter(_sizes(tile) for tile in grid)
+    counted = Counter[tuple[object, ...]]()
+    for tile, count in grid.kinds:
+        assert tile in list(grid)
+        counted[_sizes(tile)] += count
+    assert counted == sizes
+    assert len(grid) == sum(sizes.values())
+
+
+def _sizes(tile: Tile) -> tuple[object, ...]:
+    return *(level.made.shape for level in tile.levels), *(rect.shape for rect in tile.held.values())

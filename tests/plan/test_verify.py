@@ -7,12 +7,10 @@ import pytest
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
-from stowplan.plan.judge.simulate import simulate
-from stowplan.plan.judge.verify import verify
+from stowplan.plan.judge import simulate, verify
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Compute, Free, Load, Plan, RecomputeOp, Step, Store
+from stowplan.plan.plan import Basis, Compute, Free, Load, Plan, Pricing, RecomputeOp, Step, Store, Tier
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Basis, Pricing, Tier
 from tests.support.steps import random_step, uneven_prices
 
 

@@ -14,7 +14,7 @@ from tests.support.timing import timed
 
 OPS = 30_000
 MOVES = 21
-_RECTANGLES = "stow.shownState.model.first.length + stow.shownState.model.raw.arena.asides.length"
+_RECTANGLES = "stow.shownState.model.first.length + stow.shownState.model.raw.arenas[0].asides.length"
 _PAINTS = """['first-contentful-paint', 'drawn'].map(
   (name) => performance.getEntriesByName(name)[0].startTime)"""
 _MOVES = """(async (moves) => {

@@ -18,8 +18,7 @@ from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure import agreement
 from stowplan.run.measure.agreement import against_eager, compared
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import plan_step
-from stowplan.run.planning.subject import Subject
+from stowplan.run.planning.planner import Subject, plan_step
 from tests.support.models import Normed, Rewriting, images
 from tests.support.side_by_side import AMPLE
 

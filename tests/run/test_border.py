@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import stowplan
 from stowplan.errors import BadUse, CaptureError, StowplanError
@@ -716,3 +717,24 @@ def test_a_gradient_that_was_not_planned_for_is_refused_with_the_remedy() -> Non
     )
     with pytest.raises(BadUse, match="outputs is"):
         fitted(Scoring(), outputs="some")
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+def test_other_derivatives_than_backward_are_refused() -> None:
+    model, dual = fitted(Step()), cast("Any", forward_ad.make_dual)
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    with pytest.raises(BadUse, match=r"torch\.func"):
+        torch.func.grad(lambda given: torch.func.functional_call(model, given, (X, Y)))(parameters)
+    with pytest.raises(BadUse, match=r"torch\.func"):
+        torch.func.vmap(model, randomness="same")(torch.stack([X, X]), torch.stack([Y, Y]))
+    with forward_ad.dual_level():
+        with pytest.raises(BadUse, match="forward-mode"):
+            model(dual(X, torch.ones_like(X)), Y)
+        model(X, Y).backward()  # nothing has a tangent
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+def test_a_traced_model_is_its_own_forward() -> None:
+    plain = Step().eval()
+    traced = cast("Any", torch.jit.trace)(fitted(plain).eval(), (X, Y), check_trace=False)
+    assert torch.equal(traced(X, Y), plain(X, Y))

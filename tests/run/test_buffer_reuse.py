@@ -12,8 +12,7 @@ from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import plan_within, price_captured
-from stowplan.run.planning.subject import PlannedStep
+from stowplan.run.planning.planner import PlannedStep, plan_within, price_captured
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.insertions import capture_with_sweeps
 from stowplan.run.tiles.sweep import Sweep

@@ -290,7 +290,7 @@ def _train_sharded() -> None:
     assert len(plans_of(pair[1])) == 1
     fewer = (args[0][:256],)
     assert different(*(_sharded_steps(each, fewer) for each in pair)) == []
-    assert len(plans_of(pair[1])) == 2
+    assert len(plans_of(pair[1])) == 1  # half of the rows fit without a plan
 
 
 def _sharded_steps(model: nn.Module, args: tuple[Tensor]) -> Training:

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
-from stowplan.run.cost.probe_call import fraction_of, probed_cost
-from stowplan.run.cost.signature import Signature, call_signature
+from stowplan.run.cost.probe import Signature, call_signature, fraction_of, probed_cost
 from tests.support.nets import NETS
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]

@@ -13,11 +13,10 @@ from torch._ops import OpOverload
 
 from stowplan.capture import Call, Ref, capture
 from stowplan.plan.plan import RecomputeOp
-from stowplan.run.baseline import baseline_steps
 from stowplan.run.fit import plans_of
 from stowplan.run.step.literals import call_lines, literal
 from stowplan.run.step.source import Source, source_of
-from stowplan.run.step.straight import StraightStep
+from stowplan.run.step.straight import StraightStep, baseline_steps
 from tests.support.failing import Failing
 from tests.support.models import Normed, images
 from tests.support.side_by_side import different, lowest, trained

@@ -11,17 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
 
-from stowplan.api import check
+from stowplan.api import check, planner_for
 from stowplan.errors import BadUse, BudgetTooSmall, IllegalPlan
 from stowplan.ops.effects import UPDATE
-from stowplan.plan.judge.verify import verify
+from stowplan.plan.judge import verify
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Compute, Plan
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.iteration.iteration import Iteration
 from stowplan.run.iteration.one_by_one import OneByOne, refuse_unless_one_by_one
 from stowplan.run.iteration.state_elsewhere import StateElsewhere
+from stowplan.run.largest import largest_of
 from stowplan.run.measure.measure import measure
 from stowplan.run.offload.disk import DiskTier
+from stowplan.run.planning.planner import step_planner
+from stowplan.run.target import Target, subject_of
 from tests.support.iterations import ROOMY as AMPLE
 from tests.support.iterations import Loop, differing
 
@@ -284,8 +288,10 @@ def test_networks_have_eagers_bits_after_twenty_iterations(loop: Loop) -> None:
 def test_networks_have_eagers_bits_in_the_smallest_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clipped in two backwards. The norm of the iteration before, if it is used, is found."""
     loop = Loop("vit", "fused", clips=True)
-    expected, budget = loop.in_eager(20), loop.smallest_budget()
-    assert not differing(expected, loop.planned(20, budget))
+    expected, plan = loop.in_eager(20), loop.smallest_plan()
+    assert not differing(expected, loop.planned(20, plan=plan))
+    with pytest.raises(IllegalPlan, match=r"another step.*second forward"):
+        Loop("vit", "fused").planned(1, plan=plan)
     norms, clip = list[Tensor](), nn.utils.clip_grads_with_norm_
 
     def stale(parameters: Any, most: float, norm: Tensor) -> None:
@@ -294,7 +300,7 @@ def test_networks_have_eagers_bits_in_the_smallest_budget(monkeypatch: pytest.Mo
         clip(parameters, most, norms[max(0, len(norms) - 2)])
 
     monkeypatch.setattr(nn.utils, "clip_grads_with_norm_", stale)
-    assert differing(expected, loop.planned(20, budget))
+    assert differing(expected, loop.planned(20, plan=plan))
     assert len(norms) == 20
 
 
@@ -699,6 +705,14 @@ def test_optimizers_that_go_one_by_one_are_taken(kind: str) -> None:
     assert all(map(torch.equal, before, model.parameters()))
 
 
+def test_a_saved_plan_for_one_backward_is_refused_for_several() -> None:
+    """Its peak does not have the gradients of earlier backwards."""
+    plan = plans_of(fitted_pair()[2])[0]
+    assert fitted_pair(plan=plan)
+    with pytest.raises(IllegalPlan, match="'gradients of earlier backwards' is in the step alone"):
+        fitted_pair(plan=plan, accumulate=2)
+
+
 def early(plan: Plan) -> Plan:
     """The plan with its first update moved before the op that reads the parameters last."""
     ops = {op.id: op for op in plan.graph.ops}
@@ -782,3 +796,40 @@ def test_check_compares_whole_iterations_and_finds_a_wrong_update(monkeypatch: p
     monkeypatch.setattr("stowplan.run.iteration.iteration.refuse_unless_one_by_one", lambda _: None)
     monkeypatch.setattr(OneByOne, "update", twice)
     assert not check(target, "1GiB", optimizer="adamw", steps=2).holds
+
+
+@pytest.mark.usefixtures("spills")
+@pytest.mark.slow
+def test_the_frontier_and_the_largest_size_have_state_in_a_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wide_loops.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def step(batch=1):\n"
+        "    layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]\n"
+        "    return nn.Sequential(*layers), (torch.ones(batch, 64),), torch.sum\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    how: Any = {"optimizer": "adamw"}
+    inside = planner_for("wide_loops:step", allow=("recompute",), **how).tradeoffs()
+    both = planner_for("wide_loops:step", allow=("recompute", "offload"), **how).tradeoffs()
+    peaks = [offer.peak_bytes for offer in both]
+    assert peaks[-len(inside) :] == [offer.peak_bytes for offer in inside]
+    state = 3 * 2 * 64 * 64 * 4  # of three layers, for that of the smallest gradient stays
+    assert peaks[0] < inside[0].peak_bytes - state // 4  # loaded for one update at a time
+    assert both[0].seconds > inside[0].seconds
+    budget = (peaks[0] + inside[0].peak_bytes) // 2
+    found = largest_of("wide_loops:step", budget, most=1, allow=("recompute", "offload"), moves=1, **how)
+    assert [row.fit is not None for row in found] == [False, False, True]
+
+
+def test_a_second_backward_is_in_the_projected_time() -> None:
+    model = Tower(dropout=0.0)
+    iteration = Iteration(OPTIMIZERS["adamw"](model.parameters()), clip_norm=1.0)
+    once, twice = iteration.steps(subject_of(Target(model, (tower_batch(),))))
+    options = PlanOptions(("recompute",), moves=1)
+    plans = [step_planner(step, options).plan(ROOMY) for step in (once, twice)]
+    step = sum(plans[0].pricing.seconds[op.id] for op in plans[0].graph.ops if op.type != UPDATE)
+    assert plans[0].time_ratio == pytest.approx(1)
+    assert plans[1].projected_seconds - plans[1].plain_seconds == pytest.approx(step)

@@ -1,6 +1,7 @@
 """The largest size within a budget: the search ends at the border, each answer is a plan that was made."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,8 @@ from hypothesis import strategies as st
 from stowplan.cli.main import main
 from stowplan.plan.options import PlanOptions
 from stowplan.run.largest import Fit, SizeAttempt, largest_of, search
-from stowplan.run.planning import plan_cache
-from stowplan.run.planning.planner import plan_step
-from stowplan.run.planning.subject import PlannedStep, Subject
+from stowplan.run.planning import planner
+from stowplan.run.planning.planner import PlannedStep, Subject, plan_step
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
@@ -108,13 +108,32 @@ def test_plans_come_from_the_cache_that_fit_reads(target: str, monkeypatch: pyte
         made.append(found.plan.allowed_bytes)
         return found
 
-    monkeypatch.setattr(plan_cache, "plan_step", noted)
+    monkeypatch.setattr(planner, "plan_step", noted)
     sizes = [
         list(largest_of(target, 500_000, multiple=64, most=256, allow=("recompute",), moves=5))
         for _ in range(2)
     ]
     assert sizes[0] == sizes[1]
     assert len(made) == 1
+
+
+@pytest.mark.slow
+def test_plans_may_have_compiled_kernels(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = set[str]()
+
+    def noted(subject: Subject, allowed_bytes: int, options: PlanOptions) -> PlannedStep:
+        asked.add(options.kernels)
+        return plan_step(subject, allowed_bytes, replace(options, kernels="eager"))
+
+    monkeypatch.setattr(planner, "plan_step", noted)
+    words = ["--multiple", "64", "--moves", "5", "--most", "256", "--allow", "recompute", "--budget", "500kB"]
+    assert main(["fit-largest", target, *words, "--kernels", "compiled"]) == 0
+    assert asked == {"compiled"}
+
+
+def test_kernels_for_another_device_are_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit-largest", target, "--device", "a100-80gb", "--kernels", "compiled"]) == 2
+    assert "--kernels compiled is for this machine" in capsys.readouterr().err
 
 
 def test_a_function_without_the_size_is_refused(target: str, capsys: pytest.CaptureFixture[str]) -> None:

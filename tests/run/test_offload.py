@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from stowplan.capture import capture
-from stowplan.plan.judge.verify import verify
+from stowplan.plan.judge import verify
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Store
+from stowplan.plan.plan import Machine, Store, Tier, price_by_roofline
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Machine, Tier, price_by_roofline
-from stowplan.run.cost.probe_cache import ProbeCache
+from stowplan.run.cost.machine import ProbeCache
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
-from stowplan.run.offload.disk import DiskTier
-from stowplan.run.offload.rates import rates_of
+from stowplan.run.offload.disk import DiskTier, rates_of
 from stowplan.run.planning.planner import price_captured
 from stowplan.run.step.straight import StraightStep
 from tests.support.nets import NETS

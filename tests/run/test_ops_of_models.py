@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 import stowplan
 from stowplan.capture import capture
-from stowplan.capture.schema import draws
+from stowplan.capture.program import draws
 from stowplan.errors import CaptureError
 
 aten = torch.ops.aten

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from stowplan.capture import capture
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.files import plan_file
-from stowplan.plan.judge.verify import verify
+from stowplan.plan.judge import verify
 from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.plan import Exactness, Tile
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import plan_step, planner_for_captured
-from stowplan.run.planning.subject import Subject
+from stowplan.run.planning.planner import Subject, plan_step, planner_for_captured
 from tests.support.in_tiles import gradients_of, relative_error
 from tests.support.nets import NETS
 

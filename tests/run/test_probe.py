@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from stowplan.analyse.facts import estimated_workspaces
 from stowplan.capture import Captured, capture
-from stowplan.plan.pricing import Basis, price_by_profile
-from stowplan.run.cost.machine import measure_machine
-from stowplan.run.cost.probe import CLOCK, Probed, probe
-from stowplan.run.cost.probe_cache import ProbeCache
-from stowplan.run.cost.signature import call_signature
+from stowplan.plan.plan import Basis, price_by_profile
+from stowplan.run.cost.machine import ProbeCache, measure_machine
+from stowplan.run.cost.probe import CLOCK, Probed, call_signature, probe
 from stowplan.run.measure.measure import measure
 from tests.support.models import Normed, Rewriting, Tied, images
 from tests.support.nets import NETS, Example

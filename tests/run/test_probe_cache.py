@@ -7,8 +7,8 @@ from threading import Thread
 import msgspec
 import pytest
 
-from stowplan.plan.pricing import Machine
-from stowplan.run.cost.probe_cache import VERSION, Cost, Platform, ProbeCache
+from stowplan.plan.plan import Machine
+from stowplan.run.cost.machine import VERSION, Cost, Platform, ProbeCache
 
 HERE = Platform("a cpu", "cpu", "2.13.0", 1, "AVX2, mkldnn")
 

@@ -19,6 +19,8 @@ from stowplan.ir import DType
 from stowplan.plan.cards import Card, card_named, cards, price_on_card
 from stowplan.plan.files import plan_file
 from stowplan.plan.options import PlanOptions
+from stowplan.run.iteration.one_by_one import UpdateBook, groups_by_parameter
+from stowplan.run.iteration.state_elsewhere import WORTH_BYTES
 from stowplan.run.project import project_step
 from stowplan.run.target import Target
 
@@ -114,6 +116,7 @@ def test_norms_of_narrow_numbers_keep_wide_statistics_on_the_card() -> None:
     assert {tensor.device for tensor in graph.tensors.values()} == {"cuda:0"}
 
 
+@pytest.mark.slow
 def test_the_budget_limits_reserved_bytes_and_the_plan_is_marked() -> None:
     with torch.device("meta"):
         model, rows = Rows(), torch.empty(2**15, 64)
@@ -128,8 +131,10 @@ def test_the_budget_limits_reserved_bytes_and_the_plan_is_marked() -> None:
     assert smaller.heap.figures.reserved_peak_bytes <= budget
     assert smaller.plan.projected_seconds > whole.plan.projected_seconds
     assert plan_file.read(plan_file.write(smaller.plan)).projected_for == "t4"
-    with pytest.raises(BudgetTooSmall):
+    with pytest.raises(BudgetTooSmall, match="another device, so none were considered"):
         stowplan.project(model, (rows,), device="t4", budget="1MiB")
+    with pytest.raises(BadUse, match=r"tiles are not planned for another device, .* add recompute"):
+        stowplan.project(model, (rows,), device="t4", budget="1MiB", allow=["tile"])
 
 
 def here(tmp_path: Path, kind: str = "cpu") -> str:
@@ -197,6 +202,65 @@ class Recurrent(nn.Module):
         return made.sum()
 
 
+def seconds_of_update(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Kernels of the update of all parameters, and bytes that they read and write."""
+    taken = UpdateBook(optimizer, torch.device("cuda")).together(list(groups_by_parameter(optimizer)))
+    return taken.launches, taken.traffic_bytes
+
+
+def test_updates_are_priced_by_the_kernels_that_the_optimizer_would_launch() -> None:
+    parameters = [nn.Parameter(torch.empty(100, 10, device="meta")) for _ in range(3)]
+    one = sum(parameter.nbytes for parameter in parameters)
+    assert seconds_of_update(torch.optim.SGD(parameters)) == (1, 3 * one)  # foreach, as on any CUDA device
+    assert seconds_of_update(torch.optim.SGD(parameters, foreach=False)) == (3, 3 * one)
+    # reads parameters, gradients and two of state, writes all but gradients
+    assert seconds_of_update(torch.optim.AdamW(parameters, fused=True)) == (1, 7 * one)
+    launches, traffic = seconds_of_update(torch.optim.AdamW(parameters))
+    singles, same = seconds_of_update(torch.optim.AdamW(parameters, foreach=False))
+    assert singles >= 2 * launches > 10
+    assert traffic >= same > 7 * one
+
+
+def test_an_iteration_is_projected_with_its_state_on_the_card_or_on_the_host() -> None:
+    with torch.device("meta"):
+        model, rows = Rows(), torch.empty(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    step = stowplan.project(model, (rows,), device="t4")
+    whole = stowplan.project(model, (rows,), device="t4", optimizer=optimizer)
+    assert whole.plan.projected_seconds > step.plan.projected_seconds
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    assert whole.step.peak_bytes > step.step.peak_bytes + 2 * parameters
+    assert not optimizer.state_dict()["state"]
+    away = step.step.iterations(optimizer, offloads=True)[1]
+    plan, _ = away.plan(None, PlanOptions(("recompute",)))
+    assert plan.projected_peak_bytes < whole.plan.projected_peak_bytes - parameters
+    moved = 2 * 2 * sum(p.nbytes for p in model.parameters() if p.nbytes >= WORTH_BYTES)
+    added = plan.projected_seconds - whole.plan.projected_seconds
+    assert added == pytest.approx(
+        moved / away.card.host_bytes_per_second + 24 * away.card.launch_seconds, rel=0.2
+    )
+    kept = step.step.iterations(optimizer, keep_gradients=True)[0].without_a_plan()
+    assert kept is not None
+    assert whole.heap is not None
+    assert kept.figures.reserved_peak_bytes >= whole.heap.figures.reserved_peak_bytes
+    with pytest.raises(BadUse, match="give optimizer= too"):
+        stowplan.project(model, (rows,), device="t4", accumulate=2)
+
+
+def test_a_projected_iteration_runs_on_its_device(tmp_path: Path) -> None:
+    rows, models = torch.randn(8, 64), (Rows(), Rows())
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
+    found = stowplan.project(models[0], (rows,), device=here(tmp_path), optimizer=optimizers[0])
+    fitted = stowplan.fit(models[0], (rows,), budget="1GiB", plan=found.plan, optimizer=optimizers[0])
+    for model, optimizer in zip((fitted, models[1]), optimizers, strict=True):
+        for _ in range(3):
+            model(rows).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
 def test_recurrent_layers_are_refused() -> None:
     with pytest.raises(CaptureError, match="gru runs in cuDNN"):
         stowplan.project(Recurrent(), (torch.ones(2, 1, 4),), device="t4")
@@ -257,3 +321,32 @@ def test_the_commands_tell_the_card_and_the_causes(
     assert [row["techniques"] for row in rows] == [[], ["recompute"]]
     assert rows[0]["batch"] == 65
     assert main(["fit-largest", "card_steps:step"]) == 2
+
+
+def test_the_commands_tell_of_iterations_on_a_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "card_loops.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def step(batch=8):\n"
+        "    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)), (torch.ones(batch, 64),), torch.sum\n"
+        "def fused(model):\n"
+        "    return torch.optim.AdamW(model.parameters(), fused=True)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    card = ["card_loops:step", "--device", "t4", "--optimizer"]
+    assert main(["plan", *card, "card_loops:fused", "--clip-norm", "1", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    causes, gap = planned["device"]["differences"], planned["device"]["peak_bytes"]
+    assert "state and step of AdamW" in {cause["cause"] for cause in causes}
+    assert sum(cause["peak_bytes"] for cause in causes) == gap - planned["device"]["cpu_peak_bytes"]
+    assert main(["plan", "card_loops:step", "--device", "t4", "--accumulate", "2"]) == 2
+    capsys.readouterr()
+    assert main(["inspect", *card, "card_loops:fused", "--json"]) == 0
+    inspected = json.loads(capsys.readouterr().out)
+    assert inspected["optimizer"]["implementation"] == "fused"
+    assert inspected["heap"]["requested_peak_bytes"] == inspected["device"]["peak_bytes"]
+    assert main(["fit-largest", *card, "sgd", "--most", "9", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["techniques"], row["batch"]) for row in rows] == [([], 9), (["recompute"], 9)]

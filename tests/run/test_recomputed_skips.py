@@ -9,19 +9,16 @@ from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.ir import Phase
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import macs_of
 from stowplan.ops.table import site_of
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Baseline, Refusals
-from stowplan.plan.tiles.backward_footprint import BackwardFootprint
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiling, stages_of
 from stowplan.plan.tiles.collapse import extra_macs_of
-from stowplan.plan.tiles.joins import divided_tilings
+from stowplan.plan.tiles.joins import BackwardFootprint, divided_tilings
 from stowplan.plan.tiles.skips import Skip, cheap_skips
-from stowplan.run.planning.plan_cache import saved_step
-from stowplan.run.planning.planner import price_captured
-from stowplan.run.planning.subject import Subject
+from stowplan.run.planning.planner import Subject, price_captured, saved_step
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles import insertions
 from stowplan.run.tiles.candidates import TiledCandidate

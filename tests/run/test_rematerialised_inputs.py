@@ -13,9 +13,7 @@ from stowplan.plan.select import Baseline, Refusals
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.rematerialised_tilings import rematerialised_tilings
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.plan_cache import saved_step
-from stowplan.run.planning.planner import price_captured
-from stowplan.run.planning.subject import PlannedStep, Subject
+from stowplan.run.planning.planner import PlannedStep, Subject, price_captured, saved_step
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.candidates import TiledCandidate
 from stowplan.run.tiles.sweep_probes import SweepProbes

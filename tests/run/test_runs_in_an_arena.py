@@ -4,13 +4,15 @@ import copy
 import gc
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stowplan.capture import Ref, capture
 from stowplan.errors import BadUse, BudgetTooSmall
@@ -285,7 +287,75 @@ def test_a_budget_that_no_arena_fits_names_one_that_does() -> None:
     assert plan.projected_peak_bytes <= budget
 
 
+class Keeping(Optimizer):
+    """Keeps each gradient itself until the next step, which it takes a part of."""
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                before = self.state[p].get("before", torch.zeros_like(p))
+                p.add_(p.grad + before, alpha=-0.05)
+                self.state[p]["before"] = p.grad
+
+
+def iterated(
+    forward: nn.Module, model: nn.Module, optimizer: Optimizer, x: Tensor, clip_norm: float | None, each: int
+) -> dict[str, Tensor]:
+    """The parameters after four iterations of the user's loop; `fit` clips in a plan's."""
+    torch.manual_seed(1)
+    for _ in range(4):
+        for _ in range(each):
+            forward(x).backward()
+        if clip_norm is not None and forward is model:
+            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.named_parameters())
+
+
+LOOPS: dict[str, tuple[Callable[[Iterable[Tensor]], Optimizer], float | None, int]] = {
+    "adamw": (torch.optim.AdamW, None, 1),
+    "keeping": (Keeping, None, 1),
+    "accumulated": (torch.optim.AdamW, None, 2),
+    "clipped": (torch.optim.AdamW, 0.05, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_iteration_runs_in_an_arena(name: str) -> None:
+    made, clip_norm, each = LOOPS[name]
+    model, x = Mixed(), images(64, 48)
+    twin = copy.deepcopy(model)
+    own, optimizer = made(model.parameters()), made(twin.parameters())
+    loop: Any = {"optimizer": optimizer, "clip_norm": clip_norm, "accumulate": each, "moves": 3}
+    fitted = fit(twin, (x,), budget="1MiB" if name == "accumulated" else "310KiB", arena=True, **loop)
+    (plan,) = plans_of(fitted)
+    assert plan.arena is not None
+    assert plan.arena.nbytes > 0
+    assert name in ("accumulated", "keeping") or plan.allowed_bytes < plan.plain_peak_bytes
+    expected = iterated(model, model, own, x, clip_norm, each)
+    assert not different(expected, iterated(fitted, twin, optimizer, x, clip_norm, each))
+    if name != "adamw":
+        return
+    state = [value for of in optimizer.state.values() for value in of.values()]
+
+    def iteration() -> None:
+        fitted(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    measured = measure(iteration, before=[*twin.parameters(), x, *state]).measured_peak_bytes
+    assert (
+        0.98 * plan.projected_peak_bytes <= measured <= plan.projected_peak_bytes + 2**14
+    )  # states of draws
+
+
 def test_an_arena_is_for_the_step_of_one_process() -> None:
     model, args = Mixed(), MODELS["mixed"][1]
-    with pytest.raises(BadUse, match="leave it out with optimizer= or mesh="):
-        fit(model, args, budget="1GiB", arena=True, optimizer=torch.optim.SGD(model.parameters()))
+    with pytest.raises(BadUse, match="leave it out with mesh="):
+        fit(model, args, budget="1GiB", arena=True, mesh="data=2")

@@ -1,16 +1,26 @@
 """A few tiles tell what a sweep takes: its memory to the byte, in about the time of all of them."""
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
 import torch
 
 from stowplan.capture import capture
-from stowplan.run.cost.probe_call import cost_of_call, probed_cost
-from stowplan.run.cost.signature import Signature
+from stowplan.plan.options import PlanOptions
+from stowplan.plan.select import Baseline, Refusals
+from stowplan.plan.tiles.borders import in_tiling_order
+from stowplan.plan.tiles.candidates import stage_tilings
+from stowplan.run.cost.machine import Cost
+from stowplan.run.cost.probe import Signature, call_signature, cost_of_call, costs_of_calls, probed_cost
+from stowplan.run.planning.planner import Subject, price_captured
+from stowplan.run.tiles import sweep_probes
+from stowplan.run.tiles.candidates import TiledCandidate
 from stowplan.run.tiles.sampling import sample_of
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.sweep_probes import signatures_of
+from stowplan.run.tiles.sweep_probes import SweepProbes, signatures_of
 from tests.support.in_tiles import stretch
 from tests.support.nets import NETS
 from tests.support.timing import timed
@@ -52,3 +62,28 @@ def test_the_largest_tiles_take_as_much_memory_as_all(net: str, settings: dict[s
         assert whole is not None
         assert some.rise_bytes == whole.rise_bytes
         assert some.seconds < 5 * whole.seconds  # one that counts what is done once for every tile is not
+
+
+@pytest.mark.slow
+def test_sweeps_are_probed_on_the_tensors_of_the_captured_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its skips are laid out otherwise than in the step without tiles, and would be probed a second time."""
+    asked = set[str]()
+
+    def noted(signatures: Iterable[Signature], *args: Any, **settings: Any) -> Mapping[str, Cost | None]:
+        signatures = list(signatures)
+        asked.update(signature.text for signature in signatures)
+        return costs_of_calls(signatures, *args, **settings)
+
+    monkeypatch.setattr(sweep_probes, "costs_of_calls", noted)
+    model, args = NETS["unet"].build("tiny", resolution=188)
+    early = capture(model, args)
+    early = replace(early, graph=in_tiling_order(early.graph))
+    probes = SweepProbes(early.graph, early.program.calls, price_captured(early))
+    subject, baseline = Subject(early, model, args, {}), Baseline(1.0, 2**30)
+    tiling = max(stage_tilings(early.graph, Refusals()), key=len)
+    candidate = TiledCandidate(subject, tiling, {}, probes, baseline, PlanOptions(moves=20))
+    *_, probed = candidate.bounds(2**40)
+    assert probed < inf
+    graph, calls = candidate.captured.graph, candidate.captured.program.calls
+    sweeps = {op.id for op in graph.ops if op.type.startswith("stowplan.")}
+    assert asked == {call_signature(graph, calls[op]).text for op in sweeps}

@@ -10,8 +10,8 @@ import stowplan
 from stowplan.errors import IllegalPlan
 from stowplan.plan.files import plan_file
 from stowplan.plan.plan import Exactness, Plan
-from stowplan.run.auto_budget import MARGIN, automatic_budget
 from stowplan.run.cost.machine import free_bytes
+from stowplan.run.fit import MARGIN, automatic_budget
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
@@ -163,7 +163,7 @@ def test_a_plan_with_tiles_comes_back(folder: Path, monkeypatch: pytest.MonkeyPa
     first = tiled()
     (plan,) = stowplan.plans_of(first)
     (path,) = folder.iterdir()
-    monkeypatch.setattr("stowplan.run.planning.plan_cache.plan_step", None)
+    monkeypatch.setattr("stowplan.run.planning.planner.plan_step", None)
     for again in (tiled(), tiled(plan=stowplan.load_plan(path))):
         assert stowplan.plans_of(again) == (plan,)
         again.load_state_dict(first.state_dict())

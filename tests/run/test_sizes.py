@@ -1,7 +1,7 @@
 """Calls of many shapes: each within the budget, to the bit, and without a search after the first."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import capture
-from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.ir import Graph
 from stowplan.plan.carry import PlannedSize, carried_point, carried_pricing, outline_of
 from stowplan.plan.frontier import frontier_of
-from stowplan.plan.plan import Exactness
-from stowplan.plan.pricing import Basis, Machine, Pricing, price_by_roofline
+from stowplan.plan.plan import Basis, Exactness, Machine, Pricing, price_by_roofline
 from stowplan.plan.problem import slices_last
 from stowplan.plan.select import problem_in_order
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.plan_cache import PlanCache
-from stowplan.run.planning.subject import PlannedStep
+from stowplan.run.planning.planner import PlanCache, PlannedStep
 from tests.support.nets import NETS
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -148,6 +146,91 @@ def test_a_smaller_call_that_is_another_program_is_planned_as_if_nothing_had_run
     assert all(map(torch.equal, ours[1], theirs[1]))
     assert all(map(torch.equal, ours[2], theirs[2]))  # statistics were updated once
     assert len(plans_of(fitted)) == 2
+
+
+HELD: list[Tensor] = []
+
+
+class Branching(Tokens):
+    """A net that does something else with short texts, named by `short`."""
+
+    def __init__(self, short: str = "") -> None:
+        super().__init__()
+        self.short = short
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        short = self.short if length < 40 else ""
+        x = self.embedding(tokens)
+        for layer in list(self.layers)[: 2 if short == "fewer layers" else 4]:
+            x = x + layer(x)
+        if short == "odd" and length % 2:
+            x = torch.tanh(x)
+        if short == "larger":
+            x = x.repeat(1, 4, 1)
+        if self.short == "held":
+            wide = x.repeat(1, 1, 8)
+            if short:
+                HELD.append(wide)
+        if self.short == "parts":
+            x = torch.cat([part * 2 for part in x.split(16, 1)], 1)
+        if self.short == "python":
+            double: Callable[[Tensor], Tensor] = Doubled.apply
+            x = double(x)
+        normed: Tensor = self.norm(x.flatten(0, 1))
+        return normed.square().mean()
+
+
+class Doubled(torch.autograd.Function):
+    """Twice a tensor; backward makes a tensor whose size does not follow from forward."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        filled = [gradient.new_zeros(8, 48, 64) for _ in range(8)]
+        return 2 * gradient + sum(zeros.sum() for zeros in filled)
+
+
+@pytest.mark.parametrize(
+    ("short", "calls"),  # lengths, and the plans there are after each
+    [
+        ("odd", {34: 1, 33: 2}),
+        ("fewer layers", {33: 2}),
+        ("larger", {20: 2}),
+        ("parts", {33: 1, 20: 2}),  # as many parts, or fewer
+        ("python", {38: 2}),  # backward takes what it took at the larger size
+    ],
+)
+def test_a_smaller_call_runs_as_it_is_only_if_it_is_the_same_program_and_fits(
+    short: str, calls: Mapping[int, int]
+) -> None:
+    torch.manual_seed(0)
+    model = Branching(short)
+    budget = int(0.85 * capture(model, (tokens(8, 48),)).eager.peak_bytes())
+    eager = copy.deepcopy(model)
+    fitted = fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, moves=MOVES)
+    assert plans_of(fitted)[0].plain_peak_bytes > budget
+    for length, plans in calls.items():
+        for repeat in range(2):
+            ours = stepped(fitted, tokens(8, length, repeat), measuring=True)
+            theirs = stepped(eager, tokens(8, length, repeat))
+            assert ours[0].equal(theirs[0])
+            assert all(map(torch.equal, (*ours[1], *ours[2]), (*theirs[1], *theirs[2])))
+            assert ours[3] <= budget
+        assert len(plans_of(fitted)) == plans
+
+
+def test_what_forward_leaves_alive_counts_in_a_smaller_call() -> None:
+    model = Branching("held")
+    budget = int(0.85 * capture(model, (tokens(8, 48),)).eager.peak_bytes())
+    fitted = fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, moves=MOVES)
+    fitted(tokens(8, 30)).backward()  # has room for it
+    with pytest.raises(CaptureError, match="HELD"):
+        fitted(tokens(8, 38))
+    HELD.clear()
 
 
 def test_a_policy_is_not_carried_to_a_program_that_differs_in_one_op(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stowplan.capture import Captured, capture
 from stowplan.plan.tiles.not_needed import not_needed_in_backward
 from stowplan.plan.tiles.rounds import refusal
-from stowplan.run.parts import attending, resizing
+from stowplan.run.parts import kernels, resizing
 from stowplan.run.parts.pooling import max_of_slices
 from tests.support.in_tiles import error_in_tiles, stretch
 from tests.support.models import images
@@ -150,8 +150,8 @@ def test_attention_by_tiles_of_queries(causal: bool, parts: tuple[int, ...]) -> 
 
 
 def test_a_mask_that_counts_from_the_tile_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = attending._mask
-    monkeypatch.setattr(attending, "_mask", lambda query, key, first: mask(query, key, first - 1))
+    mask = kernels._mask
+    monkeypatch.setattr(kernels, "_mask", lambda query, key, first: mask(query, key, first - 1))
     captured = attention(causal=True)
     assert error_in_tiles(captured, stretch(captured), (1, 1, 4, 1)) > 1e-4
 

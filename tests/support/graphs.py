@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from stowplan.formats.stow.records import MOST_SECONDS
+from stowplan.formats.stow import MOST_SECONDS
 from stowplan.geometry import Rect
 from stowplan.ir import (
     Allocation,

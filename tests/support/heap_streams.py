@@ -5,8 +5,8 @@ from random import Random
 from stowplan.errors import OutOfDeviceMemory
 from stowplan.ir.heap import BlockState, HeapBlock, HeapSegment
 from stowplan.plan.allocator.caching import NOTHING, CachingAllocator
-from stowplan.plan.allocator.invariants import broken_invariants
 from stowplan.plan.allocator.settings import MIB, SMALL_REQUEST, AllocatorSettings
+from tests.support.heap_invariants import broken_invariants
 
 _STREAMS = 3
 _SIZES = (512, 1024, 2048, MIB // 2, 3 * MIB, 12 * MIB)

@@ -1,7 +1,8 @@
 """Whole iterations of the networks, with dropout: in eager, and with a plan for the same loop."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -10,8 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from stowplan.errors import BudgetTooSmall
+from stowplan.plan.options import PlanOptions
+from stowplan.plan.plan import Plan
 from stowplan.run.fit import fit
+from stowplan.run.iteration.iteration import Iteration
+from stowplan.run.planning.planner import Subject, step_planner
+from stowplan.run.target import Target, subject_of
 from tests.support.nets import NETS
 from tests.support.nets.net import Example
 
@@ -28,14 +33,23 @@ CLIP_NORM = 0.05  # below the norms that these networks have
 
 _SMALLER: Mapping[str, Mapping[str, Any]] = MappingProxyType(  # for networks that are searched for long
     {
-        "densenet121": {"layers": (1, 2)},
+        "unet3d": {"resolution": 8, "levels": 2},
+        "resnet50": {"resolution": 32, "layers": (1, 1)},
+        "densenet121": {"resolution": 32, "layers": (1, 2)},
+        "vgg16": {"resolution": 32},
+        "vit": {"layers": 1},
+        "swin": {"layers": (1, 1)},
+        "gpt": {"layers": 1},
+        "llama": {"layers": 1},
         "t5": {"layers": 1},
-        "hf_t5": {"layers": 1},
+        "moe": {"layers": 1},
         "lstm": {"sequence": 3},
-        "ssm": {"sequence": 3},
+        "ssm": {"sequence": 3, "layers": 1},
         "diffusion": {"levels": 2},
         "hf_gpt2": {"layers": 1},
         "hf_llama": {"layers": 1},
+        "hf_t5": {"layers": 1},
+        "hf_vit": {"layers": 1},
     }
 )
 
@@ -53,6 +67,12 @@ class Drawn(nn.Module):
             first = F.dropout(first, 0.1)
         loss: Tensor = self.network(first, *others)
         return loss * F.dropout(loss.new_ones(8), 0.5).mean()
+
+
+@cache
+def _subject(net: str) -> Subject:
+    model, args = Loop(net, "momentum").example()
+    return subject_of(Target(model, args))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +94,19 @@ class Loop:
         clipped = {"clip_norm": CLIP_NORM} if self.clips else {}
         return {"accumulate": self.accumulate, "moves": 1, **clipped}
 
-    def smallest_budget(self) -> int:
-        """The smallest that a plan is found for."""
-        model, args = self.example()
-        optimizer = OPTIMIZERS[self.optimizer](model.parameters())
-        try:
-            fit(model, args, budget=1, optimizer=optimizer, **self.fit_options())
-        except BudgetTooSmall as refusal:
-            return refusal.minimum_bytes
-        raise AssertionError("an iteration in one byte")
+    def smallest_plan(self) -> Plan:
+        """The plan for the smallest budget. The network is captured once for all its loops."""
+        subject = _subject(self.net)
+        iteration = Iteration(
+            OPTIMIZERS[self.optimizer](subject.model.parameters()),
+            clip_norm=CLIP_NORM if self.clips else None,
+            accumulate=self.accumulate,
+        )
+        *_, smallest = iteration.variants(subject.captured, subject.model)
+        step = replace(subject, captured=iteration.planned(subject.captured, subject.model, smallest))
+        planner = step_planner(step, iteration.options(PlanOptions(moves=1)))
+        plan, _ = planner.answer(planner.minimum_bytes)
+        return plan
 
     def in_eager(self, iterations: int) -> dict[str, Tensor]:
         """Losses, parameters, buffers and state by name, after some iterations."""
@@ -91,8 +115,8 @@ class Loop:
         losses = self._run(model, args, optimizer, iterations, clips=self.clips)
         return result_of(model, optimizer, losses)
 
-    def planned(self, iterations: int, budget: int, **options: Any) -> dict[str, Tensor]:
-        """The same with a plan in this budget."""
+    def planned(self, iterations: int, budget: int = ROOMY, **options: Any) -> dict[str, Tensor]:
+        """The same with a plan in this budget, or with one that is given."""
         model, args = self.example()
         optimizer = OPTIMIZERS[self.optimizer](model.parameters())
         fitted = fit(model, args, budget=budget, optimizer=optimizer, **self.fit_options() | options)

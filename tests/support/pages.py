@@ -8,9 +8,8 @@ from tempfile import TemporaryDirectory
 from stowplan.formats import chainer
 from stowplan.plan.explain.peers import Peer
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Plan, price_by_macs
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import price_by_macs
 from stowplan.plan.select import Candidate, Selector
 from stowplan.plan.select import planner_of as tile_planner_of
 from stowplan.report.page import Subject, page_of, subject_of

@@ -16,11 +16,10 @@ from stowplan.capture import Captured, capture
 from stowplan.plan.offload.idle_intervals import idle_intervals_of
 from stowplan.plan.offload.insert_transfers import Move, insert_transfers
 from stowplan.plan.plan import Step
-from stowplan.run.baseline import baseline_steps
 from stowplan.run.offload.calls import SystemCalls
 from stowplan.run.offload.disk import DiskTier
 from stowplan.run.offload.spill import BLOCK
-from stowplan.run.step.straight import StraightStep
+from stowplan.run.step.straight import StraightStep, baseline_steps
 
 SMALL = 2**14  # bytes of a chunk, so that small tensors take several
 

@@ -26,9 +26,8 @@ import stowplan
 from stowplan.capture import capture
 from stowplan.cli.main import main as command
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Decision, Exactness, Offload, Recompute, Tile
+from stowplan.plan.plan import Decision, Exactness, Machine, Offload, Recompute, Tier, Tile, price_by_roofline
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Machine, Tier, price_by_roofline
 from stowplan.run.measure.measure import measure
 
 _MOVES, _STEPS = 20, 2

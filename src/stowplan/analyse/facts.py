@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from stowplan.errors import InvalidGraph
 from stowplan.ir import Graph, Kind, Phase, Role, Tensor
-from stowplan.ops.aliasing import aliasing_of
-from stowplan.ops.macs import macs_of, traffic_of
+from stowplan.ops.effects import aliasing_of, macs_of, traffic_of
 from stowplan.ops.table import site_of
 from stowplan.ops.workspace import workspace_of
 

@@ -7,14 +7,15 @@ and the peak without layout changes.
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from stowplan.analyse.facts import Facts, Liveness, facts_of, liveness_of, memory_curve
+from stowplan.analyse.layouts import without_layout
 from stowplan.analyse.packing import Block, Packing, pack
 from stowplan.analyse.tile_costs import TileCosts, tile_costs_of
-from stowplan.ir import Allocation, Document, Graph, Interval, Kind, Op, Phase, Profile, Role, Tensor, Use
-from stowplan.ops.aliasing import aliasing_of
+from stowplan.ir import Allocation, Document, Graph, Interval, Kind, Phase, Profile, Role
+from stowplan.ops.effects import aliasing_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,45 +114,6 @@ def blocks_of(graph: Graph, liveness: Liveness) -> tuple[Block, ...]:
         ),
         *(Block(f"temporary of {graph.ops[i].id}", nbytes, i, i) for i, nbytes in aside if nbytes),
     )
-
-
-def without_layout(graph: Graph) -> Graph:
-    """`graph` without its LAYOUT ops: readers of such an op's output read the op's input.
-
-    A LAYOUT op stays if another op adds into its output.
-    """
-    added_into = {use.tensor for op in graph.ops for use in op.outputs if use.role is Role.ACCUMULATE}
-    bypassed = [op for op in graph.ops if _is_turn(op) and op.outputs[0].tensor not in added_into]
-    source: dict[str, str] = {}
-    for op in bypassed:
-        turned = op.inputs[0].tensor
-        source[op.outputs[0].tensor] = source.get(turned, turned)
-    gone = {op.id for op in bypassed}
-    ops = tuple(_rerouted(op, source) for op in graph.ops if op.id not in gone)
-    held = frozenset(source.get(name, name) for name in graph.held)
-    used = {use.tensor for op in ops for use in (*op.inputs, *op.outputs)} | held
-    linked = {link for tensor in graph.tensors.values() for link in (tensor.alias_of, tensor.gradient_of)}
-    idle = {use.tensor for op in bypassed for use in op.inputs[1:]} - used - linked
-    tensors = {
-        name: _relinked(tensor, source)
-        for name, tensor in graph.tensors.items()
-        if name not in source and name not in idle
-    }
-    return replace(graph, tensors=tensors, ops=ops, held=held)
-
-
-def _relinked(tensor: Tensor, source: dict[str, str]) -> Tensor:
-    alias_of, gradient_of = (source.get(link or "", link) for link in (tensor.alias_of, tensor.gradient_of))
-    return replace(tensor, alias_of=alias_of, gradient_of=gradient_of)
-
-
-def _is_turn(op: Op) -> bool:
-    """Whether an op only transposes its first input; further inputs give the permutation."""
-    return op.phase is Phase.LAYOUT and len(op.inputs) > 0 and len(op.outputs) == 1
-
-
-def _rerouted(op: Op, source: dict[str, str]) -> Op:
-    return replace(op, inputs=tuple(Use(source.get(use.tensor, use.tensor), use.role) for use in op.inputs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Packing: offsets in one arena for all blocks of a step, and a check that no two live blocks overlap.
 
 Two packers compete. Best fit puts each block into the smallest hole that is free for its whole life. It is
-close to optimal when the largest blocks come first, and a search over orders improves it. It compares each
-block with all placed blocks, which suits some thousands of blocks.
+close to optimal when the largest blocks come first, and a search over orders of the largest blocks usually
+closes the gap. It compares each block with all placed blocks, which suits some thousands of blocks.
 
 Lanes are strips of the arena that host one block after another: blocks of one size need as many strips as are
 alive at once (interval colouring), and large steps have few sizes. The idle parts of a strip are slots,
@@ -15,7 +15,9 @@ slots. This takes about n log n time, for a hundred thousand blocks.
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from random import Random
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -62,11 +64,13 @@ def arena_bytes(blocks: Iterable[Block], offsets: Offsets) -> int:
 _START, _END, _LOW, _HIGH = range(4)
 
 
-def best_fit(blocks: Sequence[Block]) -> dict[str, int]:
-    """Offsets of the blocks, placed in the given order."""
-    placed = np.empty((4, len(blocks)), dtype=np.int64)  # columns sorted by _LOW
-    offsets = {}
-    for count, block in enumerate(blocks):
+def best_fit(blocks: Sequence[Block], around: Mapping[Block, int] = MappingProxyType({})) -> dict[str, int]:
+    """Offsets of the blocks, placed in the given order between those that lie `around` them already."""
+    placed = np.empty((4, len(around) + len(blocks)), dtype=np.int64)  # columns sorted by _LOW
+    for column, (block, offset) in enumerate(sorted(around.items(), key=lambda item: item[1])):
+        placed[:, column] = (block.start, block.end, offset, offset + block.nbytes)
+    offsets = {block.id: offset for block, offset in around.items()}
+    for count, block in enumerate(blocks, start=len(around)):
         offset = _lowest_best_hole(placed[:, :count], block)
         column = int(np.searchsorted(placed[_LOW, :count], offset))
         placed[:, column + 1 : count + 1] = placed[:, column:count]
@@ -87,37 +91,87 @@ def _lowest_best_hole(placed: NDArray[np.int64], block: Block) -> int:
     return int(floors[fitting[np.argmin(holes[fitting])]] if len(fitting) else floors[-1])
 
 
-_ORDERS, _PLACEMENTS = 300, 40_000  # bound the effort, to about a second
+_SHARES = 2_000, 20_000, 2**40  # blocks from this part of the arena on are large, first these, then those
+_ORDERED = 600  # of the largest at most
+_ORDERS, _COMPARISONS = 1_000, 5_000_000  # bound the effort for each share, to about a second
+_RESTART = 150  # orders after which the search begins anew
+_COMPLETED = 8  # orders of the large blocks that are completed with the small ones
 
 
 def search(blocks: Sequence[Block], target: int) -> Offsets:
-    """Start with the largest first; until the arena is down to `target`, bring a block that tops it forward.
+    """Best fit with the largest first; if the arena exceeds `target`, other orders of the large blocks.
 
-    Moves that do not enlarge the arena are kept. The same blocks always give the same offsets.
+    The small blocks then fill the gaps. The same blocks always give the same offsets.
     """
-    random = Random(0)
     order = sorted(blocks, key=lambda block: (-block.nbytes, -block.lifetime, block.start, block.id))
     offsets = best_fit(order)
     arena = arena_bytes(blocks, offsets)
-    for _ in range(min(_ORDERS, _PLACEMENTS // max(1, len(blocks)))):
-        if arena <= target:
-            break
-        changed = _brought_forward(order, _one_on_top(order, offsets, arena, random), random)
-        attempt = best_fit(changed)
-        if arena_bytes(blocks, attempt) <= arena:
-            order, offsets, arena = changed, attempt, arena_bytes(blocks, attempt)
+    if arena <= target:
+        return offsets
+    counts = (sum(share * block.nbytes >= target for block in order[:_ORDERED]) for share in _SHARES)
+    for count in filter(None, dict.fromkeys(counts)):
+        large, small = order[:count], order[count:]
+        for lows in islice(_arrangements(large, target), _COMPLETED):
+            attempt = best_fit(small, dict(zip(large, lows, strict=True)))
+            if arena_bytes(blocks, attempt) < arena:
+                offsets, arena = attempt, arena_bytes(blocks, attempt)
+            if arena <= target:
+                return offsets
     return offsets
 
 
-def _one_on_top(order: Sequence[Block], offsets: Offsets, arena: int, random: Random) -> int:
-    """The place in the order of a block that reaches the arena's end."""
-    topmost = [i for i, block in enumerate(order) if offsets[block.id] + block.nbytes == arena]
-    return random.choice(topmost)
+def _arrangements(blocks: Sequence[Block], target: int) -> Iterator[list[int]]:
+    """Offsets of blocks placed by first fit, for each order within `target`; then the smallest, if none is.
+
+    A block that reaches beyond `target` is brought forward in the order, and some others are moved, most of
+    them large. What does not enlarge the arena is kept.
+    """
+    random, met, count = Random(0), _met_by(blocks), len(blocks)
+    smallest: tuple[int, list[int]] = 2**63, []
+    arena, order, lows = smallest[0], list(range(count)), list[int]()
+    changed = order
+    for number in range(min(_ORDERS, _COMPARISONS // sum(map(len, met)))):
+        if number % _RESTART == 0:
+            arena, changed = 2**63, list(range(count))
+        attempt = _first_fit(blocks, met, changed)
+        top = max(low + block.nbytes for low, block in zip(attempt, blocks, strict=True))
+        smallest = min(smallest, (top, attempt))
+        if top <= target:
+            yield attempt
+        if top <= arena:
+            arena, order, lows = top, changed, attempt
+        changed = order.copy()
+        beyond = [at for at, i in enumerate(order) if lows[i] + blocks[i].nbytes > target]
+        if beyond:
+            place = random.choice(beyond)
+            changed.insert(random.randrange(place + 1), changed.pop(place))
+        while random.random() < 0.75:
+            block = changed.pop(int(count * random.random() ** 3))
+            changed.insert(int(count * random.random() ** 3), block)
+    if smallest[1] and smallest[0] > target:
+        yield smallest[1]
 
 
-def _brought_forward(order: Sequence[Block], place: int, random: Random) -> list[Block]:
-    earlier = random.randrange(place) if place else 0
-    return [*order[:earlier], order[place], *order[earlier:place], *order[place + 1 :]]
+def _met_by(blocks: Sequence[Block]) -> list[list[int]]:
+    """By number of a block the numbers of those that are alive together with it."""
+    starts = np.array([block.start for block in blocks])
+    ends = np.array([block.end for block in blocks])
+    together = (starts[:, None] <= ends) & (starts <= ends[:, None])
+    return [np.flatnonzero(row).tolist() for row in together]
+
+
+def _first_fit(blocks: Sequence[Block], met: Sequence[Sequence[int]], order: Iterable[int]) -> list[int]:
+    """The lowest offset for each block, in the given order."""
+    spans: list[tuple[int, int] | None] = [None] * len(blocks)
+    for i in order:
+        nbytes, floor = blocks[i].nbytes, 0
+        for low, high in sorted([span for j in met[i] if (span := spans[j]) is not None]):
+            if low - floor >= nbytes:
+                break
+            if high > floor:
+                floor = high
+        spans[i] = floor, floor + nbytes
+    return [span[0] for span in spans if span is not None]
 
 
 _LOOKED_AT = 8  # slots of one height class tried per block, those that begin last before its life

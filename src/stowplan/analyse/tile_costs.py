@@ -8,7 +8,7 @@ from typing import TypeAlias
 from stowplan.errors import InvalidGraph
 from stowplan.geometry import Point, Rect
 from stowplan.ir import Graph, Op, Shape, TileSchedule, TileStep
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import macs_of
 from stowplan.ops.table import shape_of, site_of
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from stowplan.errors import BadUse
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Role, Tensor, Use, bytes_of_shape
 from stowplan.ops.adjoints import Adjoint, adjoint_of
-from stowplan.ops.aliasing import aliasing_of
+from stowplan.ops.effects import aliasing_of
 from stowplan.ops.table import Site, site_of
 
 _FLOATS = (DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)

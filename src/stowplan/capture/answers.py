@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from stowplan.capture.layouts import run_on_zeros
-from stowplan.capture.program import Call, copies_of_written, filled, inputs_of, outputs_by_name
-from stowplan.capture.schema import draws
-from stowplan.capture.storage_views import StorageView
+from stowplan.capture.program import Call, copies_of_written, draws, filled, inputs_of, outputs_by_name
+from stowplan.capture.stand_ins import StorageView
 from stowplan.torch_private import OpOverload, pytree
 
 

@@ -14,10 +14,9 @@ import torch
 
 from stowplan.capture.answers import Answer
 from stowplan.capture.origins import Origin
-from stowplan.capture.program import Call, Program, Ref, attributes_of, inputs_of, reading
+from stowplan.capture.program import Call, Program, Ref, attributes_of, draws, inputs_of, reading
 from stowplan.capture.recording import Recording
-from stowplan.capture.schema import draws
-from stowplan.capture.storage_views import StorageView, contiguous_stride
+from stowplan.capture.stand_ins import StorageView, contiguous_stride
 from stowplan.errors import CaptureError
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Role, Tensor, Use, validate
 

@@ -14,18 +14,21 @@ import torch
 
 from stowplan.capture.answers import Answer
 from stowplan.capture.functional import FunctionalCall, FunctionalStep, Place, Value
-from stowplan.capture.program import Argument, Call, Ref, handle_or_text
-from stowplan.capture.recording import Recording
-from stowplan.capture.schema import (
+from stowplan.capture.program import (
+    Argument,
+    Call,
+    Ref,
     bound_arguments,
     draws,
     functional_variant,
+    handle_or_text,
     is_copied_out,
     leaves,
     result_stride,
     written_arguments,
 )
-from stowplan.capture.storage_views import StorageView
+from stowplan.capture.recording import Recording
+from stowplan.capture.stand_ins import StorageView
 from stowplan.capture.watching import Event, Incoming
 from stowplan.errors import CaptureError
 from stowplan.torch_private import OpOverload, schema_of

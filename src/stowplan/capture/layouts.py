@@ -19,8 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stowplan.capture.program import Argument, Call, Program, Ref
-from stowplan.capture.schema import (
+from stowplan.capture.program import (
+    Argument,
+    Call,
+    Program,
+    Ref,
     as_in_forward,
     bound_arguments,
     leaves,
@@ -28,7 +31,7 @@ from stowplan.capture.schema import (
     written_arguments,
     written_names,
 )
-from stowplan.capture.storage_views import (
+from stowplan.capture.stand_ins import (
     StorageView,
     contiguous_stride,
     extent_of,
@@ -42,6 +45,7 @@ from stowplan.torch_private import (
     FakeTensorMode,
     OpOverload,
     dispatched_without_data,
+    shaped_by_kernel,
     storage_id,
 )
 
@@ -395,6 +399,9 @@ def made_without_data(
         with fakes:
             return tuple(torch.empty_strided(m.shape, m.stride(), dtype=m.dtype) for m in made)
     if not positions and target not in _SHAPES:
+        device = _only_device(args, kwargs) if target in SHAPED_BY_KERNELS else None
+        if device is not None:
+            return shaped_by_kernel(fakes, target, args, kwargs, device)
         return dispatched_without_data(fakes, target, args, kwargs)
     with fakes:
         if shape := _SHAPES.get(target):
@@ -407,6 +414,14 @@ def made_without_data(
         for item in cast(Sequence[object], args[1]):
             chosen += positions.get(id(item), (item,))
         return target(args[0], chosen)
+
+
+def _only_device(args: tuple[object, ...], kwargs: Mapping[str, object]) -> torch.device | None:
+    """The device of the tensors among arguments, if they are stand-ins of one and nothing else is special."""
+    given = [leaf for leaf in leaves((args, tuple(kwargs.values()))) if isinstance(leaf, Tensor)]
+    devices = {tensor.device for tensor in given}
+    plain = all(_is_stand_in(t) and not t.is_conj() and not t.is_neg() for t in given)
+    return devices.pop() if plain and len(devices) == 1 else None
 
 
 def _grouped_mm(
@@ -440,6 +455,21 @@ def _ctc_loss_backward(log_probs: Tensor, **_: object) -> Tensor:
     return log_probs.new_empty(log_probs.shape)
 
 
+# Ops whose kernels have a shape function in C++ that is exact; a test compares them with kernels. Ops that
+# choose a layout by device, such as convolutions, are not among them.
+SHAPED_BY_KERNELS = frozenset(
+    (
+        *(aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int),
+        *(aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int),
+        *(aten.unsqueeze.default, aten.squeeze.dim, aten.split.Tensor, aten.unbind.int),
+        *(aten.mm.default, aten.addmm.default, aten.bmm.default),
+        *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor),
+        *(aten.pow.Tensor_Scalar, aten.neg.default, aten.rsqrt.default, aten.tanh.default),
+        *(aten.sigmoid.default, aten.silu.default, aten.gelu.default, aten.relu.default),
+        *(aten.tanh_backward.default, aten.gelu_backward.default, aten.threshold_backward.default),
+        *(aten.sum.dim_IntList, aten.mean.dim),
+    )
+)
 _SHAPES: dict[OpOverload, Callable[..., object]] = {
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss_backward.default: _ctc_loss_backward,

@@ -13,11 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture.answers import Check, checked, unchecked
-from stowplan.capture.arguments import Spec, flatten, leaf_names, refuse_opaque
 from stowplan.capture.origins import Origins, reads_values
-from stowplan.capture.schema import leaves, written_arguments
-from stowplan.capture.stand_ins import StandIns
-from stowplan.capture.storage_views import Lifetime, StorageView
+from stowplan.capture.program import leaves, written_arguments
+from stowplan.capture.stand_ins import (
+    Lifetime,
+    Spec,
+    StandIns,
+    StorageView,
+    flatten,
+    leaf_names,
+    refuse_opaque,
+)
 from stowplan.capture.watching import (
     AnswerHere,
     Event,

@@ -1,23 +1,326 @@
-"""Stand-ins: tensors with a shape, strides and a device but no data, in place of a model's own.
+"""The tensors of a call: where they are among its arguments, what they share, and stand-ins for them.
 
-A parameter with two names in a model has one stand-in, so tied weights stay tied. Tensors that share a
-storage have stand-ins that share one of its size, because a slice keeps the whole storage alive. Small
-integer arguments may keep their values: their stand-ins are copies. The stand-in of a tensor that an op made
-before the step is no leaf either: autograd hands its gradient on as it is, and copies that of a leaf into
-the leaf's strides.
+Tuples, lists, dicts and other pytrees are opened, and so are mappings, dataclasses and plain objects whose
+attributes Python can list. Their tensors are read again at each call. Everything else is a constant of the
+captured step and belongs to the form, with its type: `True`, `1` and `1.0` are three different calls.
+
+A storage view is a storage with shape, strides and offset. Tensors with equal storage views are one value.
+
+Stand-ins have a shape, strides and a device but no data. A parameter with two names in a model has one
+stand-in, so tied weights stay tied. Tensors that share a storage have stand-ins that share one of its size,
+because a slice keeps the whole storage alive. Small integer arguments may keep their values: their stand-ins
+are copies. The stand-in of a tensor that an op made before the step is no leaf either: autograd hands its
+gradient on as it is, and copies that of a leaf into the leaf's strides.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import ast
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from stowplan.errors import CaptureError
-from stowplan.torch_private import FakeTensor, FakeTensorMode, storage_id
+from stowplan.ir import DType
+from stowplan.ir import Tensor as GraphTensor
+from stowplan.torch_private import FakeTensor, FakeTensorMode, pytree, storage_id
+
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    type(Ellipsis),
+    Enum,
+    np.generic,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    torch.Generator,
+    type,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The structure of arguments: a pytree whose leaves may be objects with leaves of their own."""
+
+    tree: pytree.TreeSpec
+    objects: tuple[tuple[int, type, "Spec"], ...] = ()  # by position among the leaves of `tree`
+
+    def unflatten(self, leaves: list[object]) -> Any:
+        """The arguments with these leaves; objects are shallow copies of the original kind."""
+        found, taken = list[object](), iter(leaves)
+        objects = {position: (kind, inner) for position, kind, inner in self.objects}
+        for position in range(self.tree.num_leaves):
+            if position in objects:
+                kind, inner = objects[position]
+                found.append(_rebuilt(kind, inner.unflatten([next(taken) for _ in range(inner.count)])))
+            else:
+                found.append(next(taken))
+        return pytree.tree_unflatten(found, self.tree)
+
+    @property
+    def count(self) -> int:
+        """The number of leaves, including those inside objects."""
+        return self.tree.num_leaves - len(self.objects) + sum(inner.count for _, _, inner in self.objects)
+
+    def __str__(self) -> str:
+        inner = ", ".join(f"{position}: {kind.__qualname__} {spec}" for position, kind, spec in self.objects)
+        return f"{self.tree}{' with ' + inner if inner else ''}"
+
+
+def flatten(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[object], Spec]:
+    """The leaves of the arguments, and their structure."""
+    return _flattened((args, dict(kwargs)))
+
+
+def leaf_names(args: tuple[object, ...], kwargs: Mapping[str, object], positional: list[str]) -> list[str]:
+    """A name per leaf: the parameter of `forward` it belongs to, and the path inside it."""
+    return [".".join(path) for path in _paths((args, dict(kwargs)), positional)]
+
+
+class TensorLook(NamedTuple):
+    """What a captured step takes for granted of a tensor that it reads at each call."""
+
+    kind: type[Tensor]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_leaf: bool
+
+
+def look_of(leaf: object) -> object:
+    """Equal for leaves that one captured step serves."""
+    if isinstance(leaf, Tensor):
+        shape, stride = tuple(leaf.shape), leaf.stride()
+        wants = leaf.requires_grad, leaf.is_leaf
+        return TensorLook(type(leaf), shape, stride, leaf.dtype, leaf.device, *wants)
+    if isinstance(leaf, float):  # a NaN is like itself, and -0.0 unlike 0.0
+        return type(leaf), leaf.hex()
+    if isinstance(leaf, complex):
+        return type(leaf), leaf.real.hex(), leaf.imag.hex()
+    if isinstance(leaf, slice):
+        return slice, look_of(leaf.start), look_of(leaf.stop), look_of(leaf.step)
+    if isinstance(leaf, (set, frozenset)):
+        return type(leaf), frozenset(map(look_of, leaf))
+    return type(leaf), leaf
+
+
+def refuse_opaque(leaves: list[object], names: list[str]) -> None:
+    """Raise CaptureError for the first leaf that may hide tensors or change unnoticed."""
+    for leaf, name in zip(leaves, names, strict=True):
+        inside = leaf if isinstance(leaf, (set, frozenset)) else (leaf,)
+        if not isinstance(leaf, Tensor) and not all(isinstance(item, _PLAIN) for item in inside):
+            raise CaptureError(
+                f"argument {name!r} is a {_kind_name(leaf)}, whose contents cannot be read at each call",
+                advice=f"pass {'a tensor made of it' if isinstance(leaf, np.ndarray) else 'its tensors'};"
+                " tuples, lists, dicts, dataclasses and objects with plain attributes are opened",
+            )
+
+
+def _flattened(value: object) -> tuple[list[object], Spec]:
+    outer, tree = pytree.tree_flatten(value)
+    leaves, objects = list[object](), list[tuple[int, type, Spec]]()
+    for position, leaf in enumerate(outer):
+        contents = _contents(leaf)
+        if contents is None:
+            leaves.append(leaf)
+            continue
+        inside, spec = _flattened(contents)
+        leaves += inside
+        objects.append((position, type(leaf), spec))
+    return leaves, Spec(tree, tuple(objects))
+
+
+def _contents(leaf: object) -> dict[Any, object] | None:
+    """The contents of an object by name; None for a leaf."""
+    if isinstance(leaf, (Tensor, nn.Module, np.ndarray, *_PLAIN)):
+        return None
+    if isinstance(leaf, MutableMapping):
+        return dict(leaf)
+    if dataclasses.is_dataclass(leaf):
+        return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+    is_plain = type(leaf).__reduce_ex__ is object.__reduce_ex__ and not any(map(_slots, type(leaf).__mro__))
+    return dict(vars(leaf)) if is_plain and hasattr(leaf, "__dict__") else None
+
+
+def _slots(kind: type) -> bool:
+    return bool(vars(kind).get("__slots__"))
+
+
+def _rebuilt(kind: type, contents: dict[Any, object]) -> object:
+    """An object of this kind with these contents. No code of a plain class runs, as a copy would."""
+    if issubclass(kind, MutableMapping):
+        made_of: Callable[..., object] = kind
+        return made_of(contents)
+    made: object = object.__new__(kind)
+    for name, value in contents.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _paths(value: object, positional: list[str]) -> Iterator[list[str]]:
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        side, key, *inner = (str(key).strip("[].'") for key in path)
+        outer = [positional[int(key)] if side == "0" else key, *inner]
+        contents = _contents(leaf)
+        if contents is None:
+            yield outer
+        else:  # as keyword arguments, whose names are their own
+            yield from ([*outer, *found] for found in _paths(((), contents), []))
+
+
+def _kind_name(leaf: object) -> str:
+    kind = type(leaf)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+@dataclass(frozen=True, slots=True)
+class StorageView:
+    """A storage, by number, and the shape, strides and offset at which a tensor reads it."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    flipped: tuple[bool, bool] = (False, False)  # lazily conjugated, lazily negated
+
+    def is_dense(self) -> bool:
+        """Whether its elements fill a block of memory without gaps or overlaps, in some order of dims."""
+        expected = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def extent_bytes(self) -> int:
+        """Bytes from its first element to its last."""
+        return extent_of(self.shape, self.stride) * self.dtype.itemsize
+
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie in the order of its dims."""
+        return self.stride == contiguous_stride(self.shape) or (
+            self.is_dense() and list(self.stride) == sorted(self.stride, reverse=True)
+        )
+
+
+def extent_of(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements there are from the first to the last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a row-major tensor, as PyTorch computes them."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+@dataclass(slots=True)
+class Lifetime:
+    """A storage's bytes, the event that made it (-1: it existed before) and the last event it saw."""
+
+    nbytes: int
+    born: int
+    died: int | None = None
+
+
+class StorageBook:
+    """Numbers storages as they appear and records when they are freed, as eager would free them."""
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        self.lifetimes: list[Lifetime] = []
+        self._now = now
+        self._open: dict[
+            int, tuple[int, object]
+        ] = {}  # address -> number and the weak reference that closes it
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether the storage of `tensor` has been seen."""
+        return storage_id(tensor.untyped_storage()) in self._open
+
+    def view_of(self, tensor: Tensor, *, born: int = -1) -> StorageView:
+        """The storage view of `tensor`; a new storage is recorded as born at event `born`."""
+        if tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"a tensor of shape {tuple(tensor.shape)} has the layout {tensor.layout}",
+                advice="only dense tensors are supported: embeddings take sparse=False",
+            )
+        return StorageView(
+            self._number_of(tensor.untyped_storage(), born),
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.device,
+            (tensor.is_conj(), tensor.is_neg()),
+        )
+
+    def living_bytes(self) -> int:
+        """Bytes of the storages that exist now."""
+        return sum(self.lifetimes[number].nbytes for number, _ in self._open.values())
+
+    def _number_of(self, storage: torch.UntypedStorage, born: int) -> int:
+        address = storage_id(storage)
+        if address in self._open:
+            return self._open[address][0]
+        number = len(self.lifetimes)
+        self.lifetimes.append(Lifetime(storage.nbytes(), born))
+        self._open[address] = number, weakref.ref(storage, lambda _: self._close(address, number))
+        return number
+
+    def _close(self, address: int, number: int) -> None:
+        self._open.pop(address, None)
+        self.lifetimes[number].died = self._now() - 1
+
+
+def stride_of(tensor: GraphTensor) -> tuple[int, ...]:
+    """The strides of a graph's tensor; row-major unless the layout states them."""
+    found: tuple[int, ...] = (
+        ast.literal_eval(tensor.layout) if tensor.layout else contiguous_stride(tensor.shape or ())
+    )
+    return found
+
+
+def torch_dtype(dtype: DType | None) -> torch.dtype:
+    """PyTorch's dtype for a graph's."""
+    name = "float8_e4m3fn" if dtype is DType.FLOAT8 else str(dtype)
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def same_strides(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether two strides place the elements alike; the stride of a dim of size 1 does not matter."""
+    return all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
+
 
 _KNOWN_BYTES = 1 << 19  # of a storage whose values are known
 

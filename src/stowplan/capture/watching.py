@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from stowplan.capture.answers import Check, IsBelow, Question, contents_of, count_of, shape_of
 from stowplan.capture.layouts import Shapes, as_made, run_on_zeros
 from stowplan.capture.origins import Origin, Origins
-from stowplan.capture.schema import (
+from stowplan.capture.program import (
     FILLING,
     bound_arguments,
     draws,
@@ -32,8 +32,7 @@ from stowplan.capture.schema import (
     written_arguments,
     written_names,
 )
-from stowplan.capture.stand_ins import is_small_integer
-from stowplan.capture.storage_views import StorageBook, StorageView
+from stowplan.capture.stand_ins import StorageBook, StorageView, is_small_integer
 from stowplan.errors import CaptureError
 from stowplan.torch_private import (
     PACKED_SEQUENCES,
@@ -590,7 +589,7 @@ def followed(watch: Watch, outputs: Sequence[Tensor]) -> Iterator[None]:
     def leave(_inputs: object, _outputs: object) -> None:
         watch.between_nodes = True
 
-    for node in _nodes_below(outputs):
+    for node in nodes_below(outputs):
         node.register_prehook(partial(watch.enter_node, sequence_number(node)))
         node.register_hook(leave)
         if isinstance(leaf := getattr(node, "variable", None), Tensor):
@@ -599,7 +598,8 @@ def followed(watch: Watch, outputs: Sequence[Tensor]) -> Iterator[None]:
     watch.between_nodes = False
 
 
-def _nodes_below(outputs: Sequence[Tensor]) -> Iterator[Node]:
+def nodes_below(outputs: Sequence[Tensor]) -> Iterator[Node]:
+    """The nodes of autograd that backward from these tensors may run."""
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(waiting)
     while waiting:

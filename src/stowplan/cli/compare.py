@@ -4,7 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from os.path import basename
 
-from stowplan.ir.labels import Labels
+from stowplan.ir.text import Labels
 from stowplan.plan.explain.comparison import Side, comparison_of
 from stowplan.plan.watch import showing_progress
 from stowplan.report.compare import comparison_json, show_comparison

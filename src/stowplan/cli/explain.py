@@ -53,7 +53,7 @@ def _print_tiled(found: "api.TiledTensor", *, as_json: bool) -> None:
 
 
 def _print_tensor(explanation: "api.Explanation", plan: "api.Plan", *, as_json: bool) -> None:
-    from stowplan.ir.labels import Labels
+    from stowplan.ir.text import Labels
     from stowplan.report.plan import show_explanation
     from stowplan.report.plan_json import explanation_json
     from stowplan.report.terminal import console_for_output

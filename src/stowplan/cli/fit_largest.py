@@ -40,6 +40,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="techniques, added one after another (default recompute,tile)",
     )
     parser.add_argument("--optimizer", help=f"whole iterations shall fit: {api.OPTIMIZER_HELP}")
+    parser.add_argument(
+        "--kernels",
+        choices=tuple(map(str, api.Kernels)),
+        default=str(api.Kernels.EAGER),
+        help="of plans: eager (default), or compiled by inductor where that is faster; each size that is"
+        " planned is compiled for itself",
+    )
     parser.add_argument("--moves", type=int, help="limit the search for each plan, for a quick answer")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
@@ -65,6 +72,7 @@ def run(arguments: Namespace) -> int:
                 most=arguments.most,
                 moves=arguments.moves,
                 optimizer=arguments.optimizer,
+                kernels=arguments.kernels,
                 allow=[word for word in arguments.allow.split(",") if word],
             )
         )

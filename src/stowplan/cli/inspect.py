@@ -4,6 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from stowplan import api
+from stowplan.cli.options import add_layouts
 from stowplan.errors import BadUse
 from stowplan.plan.watch import showing_progress
 
@@ -23,6 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--training", action="store_true", help="for forward graphs such as ONNX: add the backward half"
     )
+    add_layouts(parser)
     parser.add_argument(
         "--saved",
         choices=("listed", "retain"),
@@ -42,6 +44,7 @@ def run(arguments: Namespace) -> int:
             saved=arguments.saved,
             packed=arguments.pack or None,
             training=arguments.training,
+            layouts=arguments.layouts,
         )
         heap = api.heap_of(inspection.document)
     if arguments.json:
@@ -96,7 +99,13 @@ def _inspect_on_card(arguments: Namespace) -> int:
         raise BadUse("--measure runs the step here, and --device is for a card that is not here: drop one")
     with showing_progress(f"inspecting {arguments.target}"):
         step = api.projected_step(arguments.target, arguments.device)
-        found = step.inspected(arguments.optimizer)
+        found = step.inspected()
+        if arguments.optimizer:
+            from stowplan.run.target import load_optimizer
+
+            optimizer = load_optimizer(arguments.optimizer, step.model)
+            found = step.inspected(optimizer)
+            (step,) = step.iterations(optimizer, keep_gradients=True)
         heap = step.without_a_plan()
     from stowplan.report.card import card_json, show_card
     from stowplan.report.heap import projection_json, show_projection

@@ -14,7 +14,7 @@ from io import TextIOWrapper
 
 from stowplan import __version__
 from stowplan.errors import BadUse, BudgetTooSmall, StowplanError
-from stowplan.plan.technique import is_installed
+from stowplan.plan.options import is_installed
 
 INTERNAL_ERROR = 3
 TRACEBACK = "STOWPLAN_TRACEBACK"

@@ -39,6 +39,17 @@ def add_choices(parser: ArgumentParser) -> None:
     )
 
 
+def add_layouts(parser: ArgumentParser) -> None:
+    """Add the option for the layouts of a file's ops."""
+    parser.add_argument(
+        "--layouts",
+        choices=tuple(map(str, api.Layouts)),
+        default=str(api.Layouts.RECORDED),
+        help="for files with changes of layout, such as TensorFlow's: those of the file (default), or chosen"
+        " so that the fewest bytes are copied, where ops have kernels for both layouts",
+    )
+
+
 def add_iteration(parser: ArgumentParser) -> None:
     """Add the options that make a whole iteration of a step."""
     parser.add_argument("--optimizer", help=f"for whole iterations: {api.OPTIMIZER_HELP}")

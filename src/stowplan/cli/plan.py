@@ -5,7 +5,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from signal import SIGINT, default_int_handler, signal
 from threading import current_thread, main_thread
 from time import perf_counter
@@ -15,6 +15,7 @@ from stowplan import api
 from stowplan.cli.options import (
     add_choices,
     add_iteration,
+    add_layouts,
     add_search_limits,
     refuse_unwritable,
     write_output,
@@ -25,6 +26,7 @@ from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from stowplan.plan.allocator.projection import HeapProjection
+    from stowplan.plan.explain.addresses import AddressesBeside
     from stowplan.plan.select import Tradeoff
     from stowplan.run.project import ProjectedStep
 
@@ -53,6 +55,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--training", action="store_true", help="for forward graphs such as ONNX: as in inspect"
     )
+    add_layouts(parser)
     parser.add_argument("--saved", choices=("listed", "retain"), help="for Chainer files: as in inspect")
 
 
@@ -78,7 +81,8 @@ def run(arguments: Namespace) -> int:
 
         write_output(arguments.output, write(answer.plan))
     show = _print_json if arguments.json else _print_for_people
-    show(arguments.target, answer, seconds)
+    chosen = ", in chosen layouts" if arguments.layouts == api.Layouts.CHOSEN else ""
+    show(f"{arguments.target}{chosen}", answer, seconds)
     return 0
 
 
@@ -92,12 +96,13 @@ class _Answer:
     plain_seconds: float = 0.0
     faster: "Tradeoff | None" = None  # than the plan, in tiles
     step: "ProjectedStep | None" = None  # on a card that is not here
+    addresses: "AddressesBeside | None" = None  # beside those of the file
 
 
 def _here(arguments: Namespace, allowed: int | None) -> _Answer:
     answer = _Answer()
-    words = ("saved", "training", "allow", "prefer", "kernels", "optimizer", "clip_norm", "accumulate")
-    how = {name: getattr(arguments, name) for name in words}
+    words = "saved training layouts allow prefer kernels optimizer clip_norm accumulate"
+    how = {name: getattr(arguments, name) for name in words.split()}
     if allowed is not None and not arguments.allocator:
         limits = {"gap": arguments.gap, "time_limit": arguments.time_limit, "arena": arguments.arena}
         answer.plan = api.plan_for(arguments.target, allowed, **how, **limits)
@@ -110,19 +115,29 @@ def _here(arguments: Namespace, allowed: int | None) -> _Answer:
             answer.plain_seconds = planner.baseline.seconds
             if answer.plan and arguments.frontier:
                 answer.faster = planner.faster_in_tiles(answer.plan)
+    if answer.plan and not api.names_a_function(arguments.target):
+        answer.addresses = api.addresses_of(answer.plan, arguments.target, arguments.saved)
     return answer
 
 
 def _on_card(arguments: Namespace, allowed: int | None) -> _Answer:
-    if arguments.optimizer:
-        raise BadUse("--optimizer plans iterations for this machine: drop it, or drop --device")
     if arguments.kernels != api.Kernels.EAGER:
         raise BadUse("--kernels compiled is for this machine, where kernels are priced: drop it, or --device")
     settings = api.allocator_settings(arguments.allocator) if arguments.allocator else None
     how = {"prefer": arguments.prefer, "gap": arguments.gap, "seconds": arguments.time_limit}
     options = api.PlanOptions(tuple(arguments.allow), **how)
-    step = api.projected_step(arguments.target, arguments.device)
-    plan, heap = step.plan(allowed, options, settings)
+    steps = [api.projected_step(arguments.target, arguments.device)]
+    if arguments.optimizer:
+        from stowplan.run.target import load_optimizer
+
+        optimizer = load_optimizer(arguments.optimizer, steps[0].model)
+        loop = {"clip_norm": arguments.clip_norm, "accumulate": arguments.accumulate}
+        steps = steps[0].iterations(optimizer, offloads="offload" in options.allow, **loop)
+    elif (arguments.clip_norm, arguments.accumulate) != (None, 1):
+        raise BadUse("--clip-norm and --accumulate are of an iteration: give --optimizer too")
+    from stowplan.run.project import first_that_fits
+
+    step, plan, heap = first_that_fits(steps, allowed, options, settings)
     if not arguments.frontier:
         return _Answer(plan, heap, step=step)
     planner = step.planner(options)
@@ -162,18 +177,22 @@ def _print_json(_: str, answer: _Answer, solve_seconds: float) -> None:
         shown["heap"] = projection_json(answer.heap)
     if answer.step:
         shown["device"] = card_json(answer.step)
+    if answer.addresses:
+        shown["addresses"] = asdict(answer.addresses)
     if answer.offers:
         shown["frontier"] = frontier_json(answer.offers, answer.plain_seconds)
     print(json.dumps(shown, indent=2))
 
 
 def _print_for_people(title: str, answer: _Answer, solve_seconds: float) -> None:
-    from stowplan.report.plan import show_frontier, show_plan
+    from stowplan.report.plan import show_addresses, show_frontier, show_plan
     from stowplan.report.terminal import console_for_output
 
     console = console_for_output()
     if answer.plan:
         show_plan(answer.plan, console, title=title, solve_seconds=solve_seconds)
+        if answer.addresses:
+            show_addresses(answer.addresses, answer.plan, console)
     if answer.heap:
         from stowplan.report.heap import show_projection
 

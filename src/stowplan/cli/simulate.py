@@ -14,8 +14,8 @@ import msgspec
 from stowplan import api
 from stowplan.errors import BadUse, IllegalPlan, TooManyWorkers
 from stowplan.ir import Graph, Phase
-from stowplan.ir.labels import Labels
-from stowplan.plan.pricing import Machine
+from stowplan.ir.text import Labels
+from stowplan.plan.plan import Machine
 from stowplan.plan.shards.choice import choose_mesh
 from stowplan.plan.shards.curves import strong_scaling, weak_scaling
 from stowplan.plan.shards.mesh import Mesh, parse_mesh
@@ -85,7 +85,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
     parser.add_argument("target", metavar="FILE|MODULE:FUNCTION", help=api.TARGET_HELP)
     wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--mesh", help="axes and sizes, such as data=2,space=2x2 or sequence=4")
+    wanted.add_argument("--mesh", help="axes and sizes, such as data=2,space=2x2 or sequence=4,model=2")
     wanted.add_argument("--workers", type=int, help="this number of workers, on the fastest mesh")
     parser.add_argument(
         "--budget", help="with --workers or --layouts: the budget of each worker, such as 6GiB"

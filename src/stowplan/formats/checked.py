@@ -6,7 +6,7 @@ import msgspec
 
 from stowplan.errors import BadInput
 from stowplan.ir import Graph
-from stowplan.ir.spec import RULES
+from stowplan.ir.graph import RULES
 
 
 def checked(graph: Graph, where: Mapping[str, str], otherwise: str) -> Graph:

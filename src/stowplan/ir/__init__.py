@@ -26,8 +26,8 @@ from stowplan.ir.graph import (
     Tensor,
     Use,
     bytes_of_shape,
+    validate,
 )
-from stowplan.ir.spec import validate
 
 __all__ = [
     "Allocation",

@@ -96,6 +96,7 @@ class NoteKind(StrEnum):
     INFERRED = "inferred"  # not written in the file, deduced
     REPAIRED = "repaired"  # written wrongly, corrected
     ODD = "odd"  # written strangely, kept as it is
+    CHANGED = "changed"  # not as in the file, because the user asked for it
 
 
 @dataclass(frozen=True, slots=True)

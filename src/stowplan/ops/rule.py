@@ -4,9 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stowplan.errors import BadUse
-from stowplan.ops.aliasing import Aliasing, aliasing_of
-from stowplan.ops.effects import Effect, effect_of
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import Aliasing, Effect, aliasing_of, effect_of, macs_of
 from stowplan.ops.regions import Regions
 from stowplan.ops.regions.rules import rules
 from stowplan.ops.table import Site, Table, registered_types

@@ -4,7 +4,7 @@ Region rules say which parts are needed. This table says whether the op, called 
 part: an op that depends on the size or position of its input is refused or receives it whole.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -52,21 +52,22 @@ def refusal_of(site: Site) -> Refusal:
     if site.op.type.startswith("aten.") and effect_of(site) & Effect.RANDOM:
         return lambda _: f"{site.op.id} draws random numbers, which tiles would draw in another order"
     rule = refusal_rules(site)
-    return lambda part: "" if _is_whole(site, part) else rule(part) or _only_padding(site, part)
+    inputs = [Rect.of_shape(shape_of(tensor)) for tensor in site.inputs]
+    outputs = [Rect.of_shape(shape_of(tensor)) for tensor in site.outputs]
+
+    def refusal(part: Part) -> str:
+        is_whole = part.made == outputs[part.output] and all(
+            need is None or need == whole for whole, need in zip(inputs, part.needs, strict=True)
+        )
+        return "" if is_whole else rule(part) or _only_padding(site, inputs, part)
+
+    return refusal
 
 
-def _is_whole(site: Site, part: Part) -> bool:
-    """Whether the op makes all of an output from all of its inputs."""
-    needs = zip(site.inputs, part.needs, strict=True)
-    return part.made == Rect.of_shape(shape_of(site.outputs[part.output])) and all(
-        need is None or need == Rect.of_shape(shape_of(tensor)) for tensor, need in needs
-    )
-
-
-def _only_padding(site: Site, part: Part) -> str:
+def _only_padding(site: Site, inputs: Sequence[Rect], part: Part) -> str:
     """Every needed input must have a part inside its tensor."""
-    for tensor, need in zip(site.inputs, part.needs, strict=True):
-        if need is not None and need.clip(shape_of(tensor)).is_empty:
+    for whole, need in zip(inputs, part.needs, strict=True):
+        if need is not None and need.clip(whole.hi).is_empty:
             return f"{site.op.id} makes {part.made} of nothing but padding"
     return ""
 
@@ -79,11 +80,12 @@ def _is_cut(site: Site, part: Part, dim: int) -> bool:
 def whole_dims_stay_whole(site: Site) -> Refusal:
     """A dim that the op runs over may not be cut."""
     relations = regions_of(site).outputs
+    whole = [[dim for dim, kind in enumerate(r.kinds()) if kind is DimKind.WHOLE] for r in relations]
 
     def refusal(part: Part) -> str:
         relation = relations[part.output]
-        for dim in range(len(relation.shape)):
-            if relation.kind_of(dim) is DimKind.WHOLE and _is_cut(site, part, dim):
+        for dim in whole[part.output]:
+            if _is_cut(site, part, dim):
                 return f"{site.op.id}: {relation.whole.get(dim, f'dim {dim} is needed whole')}"
         return ""
 

@@ -19,7 +19,7 @@ from stowplan.ir import DType, Graph, Op
 from stowplan.ops.cuda_workspace import cuda_workspace_of
 from stowplan.ops.table import site_of
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.pricing import Basis, Pricing, Tier
+from stowplan.plan.plan import Basis, Pricing, Tier
 from stowplan.units import parse_bytes
 
 _TABLE = Path(__file__).with_name("cards.toml")
@@ -69,6 +69,12 @@ class Card:
     def has_tensor_cores(self) -> bool:
         """For float32 and bfloat16."""
         return self.capability >= 8.0
+
+    @property
+    def tier(self) -> Tier:
+        """The host's memory, of which as much is taken to be free as the card has."""
+        rate = self.host_bytes_per_second
+        return Tier("host", self.memory_bytes, rate, rate, self.launch_seconds)
 
     def lasting_bytes(self, graph: Graph) -> tuple[int, ...]:
         """Workspaces that libraries keep from their first use on, if the graph multiplies matrices."""
@@ -168,8 +174,7 @@ def price_on_card(graph: Graph, card: Card, options: PlanOptions) -> Pricing:
         + max(2 * float(macs) / card.flops_of(graph, op), float(traffic) / card.bytes_per_second)
         for op, macs, traffic in zip(graph.ops, costs.macs, costs.traffic_bytes, strict=True)
     }
-    rate = card.host_bytes_per_second
-    tier = Tier("host", card.memory_bytes, rate, rate, card.launch_seconds) if options.offloads else None
+    tier = card.tier if options.offloads else None
     return Pricing(seconds, Basis.ROOFLINE, workspace_on(graph, card), tier)
 
 

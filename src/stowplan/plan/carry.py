@@ -29,11 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.ir import Attribute, Graph
-from stowplan.plan.bound import relaxed_bound_of
-from stowplan.plan.frontier import Point
+from stowplan.plan.frontier import Point, relaxed_bound_of
 from stowplan.plan.ledger import Gaps, Ledger, State, gaps_of
-from stowplan.plan.plan import RecomputeOp, Step
-from stowplan.plan.pricing import Basis, Machine, Pricing, price_by_roofline
+from stowplan.plan.plan import Basis, Machine, Pricing, RecomputeOp, Step, price_by_roofline
 from stowplan.plan.problem import Problem
 
 GAP = 0.03  # seconds above the lower bound, beyond those of the searched graph, with which a policy is taken

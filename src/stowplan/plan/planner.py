@@ -11,16 +11,24 @@ import numpy as np
 from stowplan.analyse.facts import costs_of, liveness_of, memory_curve
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph, Kind
-from stowplan.ir.labels import Labels
-from stowplan.plan.bound import bound_of
-from stowplan.plan.frontier import Frontier, Point, baseline_of, focus_on, frontier_of
-from stowplan.plan.judge.simulate import alive_at, simulate
+from stowplan.ir.text import Labels
+from stowplan.plan.frontier import Frontier, Point, baseline_of, bound_of, focus_on, frontier_of
+from stowplan.plan.judge import alive_at, simulate
 from stowplan.plan.ledger import State, gaps_of
-from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions
-from stowplan.plan.plan import Decision, Keep, Offload, Plan, Recompute, RecomputeOp, Step, Store
-from stowplan.plan.pricing import Pricing, Tier
+from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions, Socket
+from stowplan.plan.plan import (
+    Decision,
+    Keep,
+    Offload,
+    Plan,
+    Pricing,
+    Recompute,
+    RecomputeOp,
+    Step,
+    Store,
+    Tier,
+)
 from stowplan.plan.problem import Problem, problem_of, slices_last
-from stowplan.plan.technique import Socket
 from stowplan.units import format_bytes
 
 _ADVICE = "`stowplan plan TARGET --frontier` shows what every budget costs"
@@ -98,9 +106,10 @@ class Planner:
             raise self.refusal(allowed_bytes)
         return self.plan_at(point, allowed_bytes)
 
-    def plan_at(self, point: Point, allowed_bytes: int) -> Plan:
-        """The plan of one point of the frontier, which is within `allowed_bytes`."""
-        graph, steps, pricing = self.problem.graph, point.steps(self.problem), self.pricing
+    def plan_at(self, point: Point, allowed_bytes: int, steps: tuple[Step, ...] | None = None) -> Plan:
+        """The plan of a point of the frontier within `allowed_bytes`, with its steps if they are known."""
+        graph, pricing = self.problem.graph, self.pricing
+        steps = steps or point.steps(self.problem)
         simulation = simulate(graph, steps, pricing)
         plain_seconds = sum(self.problem.seconds)
         return Plan(

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 from stowplan.analyse.facts import Storages, is_resident, storages_of
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
-from stowplan.ops.aliasing import aliasing_of
-from stowplan.ops.effects import ONCE, effect_of, only_updates_statistics
+from stowplan.ops.effects import ONCE, aliasing_of, effect_of, only_updates_statistics
 from stowplan.ops.table import Site, site_of
 
 

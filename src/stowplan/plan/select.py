@@ -16,14 +16,11 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from stowplan.errors import BudgetTooSmall, NotTileable
 from stowplan.ir import Graph
-from stowplan.plan.bound import relaxed_bound_of
-from stowplan.plan.frontier import Frontier, floor_of
-from stowplan.plan.options import PlanOptions, Prefer
-from stowplan.plan.plan import Exactness, Plan
+from stowplan.plan.frontier import Frontier, floor_of, relaxed_bound_of
+from stowplan.plan.options import PlanOptions, Prefer, Socket
+from stowplan.plan.plan import Exactness, Plan, Pricing
 from stowplan.plan.planner import Planner, baseline_peak_of, refuse_without_ops
-from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import Problem, problem_of, slices_last
-from stowplan.plan.technique import Socket
 from stowplan.plan.watch import patience
 from stowplan.units import format_bytes
 
@@ -215,6 +212,7 @@ class Selector(Generic[C]):
     prefer: Prefer = Prefer.EXACTNESS
     compare: Callable[[Plan], Plan] = lambda plan: plan  # with eager, where there is a model
     compiled: C | None = None  # the step with compiled kernels, which is used where it is faster
+    gap: float = 0.0  # of the best plan's seconds: a candidate that can save less is not examined
     _candidates: tuple[C, ...] | None = field(default=None, repr=False)
     _refusals: Refusals = field(default_factory=Refusals, repr=False)
 
@@ -229,7 +227,7 @@ class Selector(Generic[C]):
             return best
         candidates = () if patience().over else self.candidates
         queue = [(0.0, number, each.bounds(allowed_bytes)) for number, each in enumerate(candidates)]
-        while queue and (best is None or queue[0][0] < best[0].projected_seconds):
+        while queue and (best is None or queue[0][0] < (1 - self.gap) * best[0].projected_seconds):
             if patience().over:
                 break
             _, number, bounds = heappop(queue)

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from stowplan.analyse.tile_costs import Levels
 from stowplan.ir import Document, Graph
-from stowplan.ir.labels import Labels
-from stowplan.ir.text import parse_graph
+from stowplan.ir.text import Labels, parse_graph
+from stowplan.plan.options import Socket
 from stowplan.plan.plan import Tile
-from stowplan.plan.technique import Socket
 
 Shape = tuple[int, ...]
 

@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stowplan.ir.labels import Labels
+from stowplan.ir.text import Labels
 from stowplan.plan.explain.comparison import Change, Comparison
 from stowplan.report.terminal import in_module, module_columns, print_trimmed
 from stowplan.units import format_bytes, format_count, format_seconds

@@ -8,7 +8,7 @@ from pathlib import Path
 from stowplan.analyse.timeline import Stay
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats.door import read_document
-from stowplan.ir.labels import Labels
+from stowplan.ir.text import Labels
 from stowplan.plan.explain.reasons import decisions_of
 from stowplan.plan.files import plan_file, record_file
 from stowplan.report.page import page_of

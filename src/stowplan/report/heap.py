@@ -167,12 +167,13 @@ def show_projection(heap: HeapProjection, console: Console) -> None:
         ),
         ("fragmentation", format_bytes(heap.fragmentation_bytes), "reserved and not requested"),
     ]
-    if heap.held_bytes:
+    if heap.held_segments:
+        sizes = ", ".join(f"{nbytes:,}" for nbytes in heap.held_segments)
         rows.append(
             (
-                "held segment",
-                format_bytes(heap.held_bytes),
-                f"allocate {heap.held_bytes:,} bytes and free them before the model is loaded; without,"
+                "held segments" if len(heap.held_segments) > 1 else "held segment",
+                format_bytes(sum(heap.held_segments)),
+                f"allocate {sizes} bytes, then free them, before the model is loaded; without,"
                 f" {format_bytes(heap.unrepaired_bytes)} would be reserved",
             )
         )
@@ -193,6 +194,6 @@ def projection_json(heap: HeapProjection) -> dict[str, object]:
         "overhead": figures.overhead,
         "fragmentation_bytes": heap.fragmentation_bytes,
         "floor_bytes": heap.floor_bytes,
-        "held_bytes": heap.held_bytes,
+        "held_segments": list(heap.held_segments),
         "unrepaired_bytes": heap.unrepaired_bytes,
     }

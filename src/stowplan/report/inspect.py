@@ -14,7 +14,7 @@ from rich.text import Text
 
 from stowplan.analyse.inspection import Inspection
 from stowplan.ir import Kind, Note, Tensor
-from stowplan.ir.labels import Labels, shape_text
+from stowplan.ir.text import Labels, shape_text
 from stowplan.report.terminal import (
     bar,
     blocks_of,

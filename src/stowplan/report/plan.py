@@ -8,13 +8,25 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stowplan.ir import Op
-from stowplan.ir.labels import Labels
+from stowplan.analyse.layouts import with_fewest_changes
+from stowplan.ir import Op, Phase
+from stowplan.ir.text import Labels
+from stowplan.plan.explain.addresses import AddressesBeside
 from stowplan.plan.explain.explain import Explanation
 from stowplan.plan.explain.timeline import packed_bytes_of
 from stowplan.plan.explain.updates import updates_of
-from stowplan.plan.plan import Compute, Decision, Exactness, Keep, Offload, Plan, Recompute, RecomputeOp, Tile
-from stowplan.plan.pricing import Basis
+from stowplan.plan.plan import (
+    Basis,
+    Compute,
+    Decision,
+    Exactness,
+    Keep,
+    Offload,
+    Plan,
+    Recompute,
+    RecomputeOp,
+    Tile,
+)
 from stowplan.plan.select import Tradeoff
 from stowplan.report.terminal import bar, blocks_of, memory_curve_drawing, modules_table, print_trimmed
 from stowplan.report.tiles import show_tile_map
@@ -39,6 +51,26 @@ def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float 
     _section(console, "largest recomputed tensors", _recomputed(plan))
     for told in plan.tile_maps:
         show_tile_map(told, console)
+
+
+def show_addresses(addresses: AddressesBeside, plan: Plan, console: Console) -> None:
+    """What the plan's addresses and the file's take, and where the largest tensors are in both."""
+    labels = Labels(plan.graph)
+    table = Table.grid(padding=(0, 2))
+    for heading in ("bytes", "steps", "offset", "in the file"):
+        table.add_column(Text(heading, "dim"), justify="right", no_wrap=True)
+    table.add_column(Text("tensor", "dim"), no_wrap=True, overflow="ellipsis")
+    table.show_header = True
+    for place in addresses.tensors[:_LARGEST]:
+        recorded = "-" if place.recorded is None else f"{place.recorded:#x}"
+        steps = f"{place.first_step + 1:,} to {place.last_step + 1:,}"
+        size = format_bytes(place.nbytes)
+        table.add_row(size, steps, f"{place.offset:#x}", recorded, labels.tensor(place.tensor))
+    left = len(addresses.tensors) - _LARGEST
+    if left > 0:
+        table.add_row("", "", "", "", f"{left:,} more: --json has all")
+    ours, theirs = format_bytes(addresses.arena_bytes), format_bytes(addresses.recorded_bytes)
+    _section(console, f"addresses: {ours} in one arena, {theirs} at those of the file", table)
 
 
 def show_frontier(
@@ -135,6 +167,7 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
                 f" baseline {format_bytes(plan.plain_peak_bytes)}",
             ),
             *_arena(plan),
+            *_layouts(plan),
             ("time", f"{plan.time_ratio:.4f} of the baseline, in {unit}"),
             *_iteration(plan),
             *_without_backward(plan),
@@ -155,6 +188,16 @@ def _smallest_budget(plan: Plan) -> str:
         why = "the baseline fits" if fits else "a search for this budget alone came near enough to its bound"
         return f"not searched, because {why}"
     return f"{format_bytes(plan.minimum_bytes)} ({plan.minimum_bytes:,} bytes)"
+
+
+def _layouts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """For a step with changes of layout: what they copy, and how many are needed."""
+    if any(op.phase is Phase.LAYOUT for op in plan.graph.ops):
+        fewest = with_fewest_changes(plan.graph)
+        copied = f"{fewest.changes_before} changes of layout copy {format_bytes(fewest.copied_bytes_before)}"
+        needless = fewest.copied_bytes < fewest.copied_bytes_before
+        advice = f"; --layouts chosen needs {fewest.changes}" if needless else ""
+        yield "layouts", copied + advice
 
 
 def _arena(plan: Plan) -> Iterator[tuple[str, str]]:

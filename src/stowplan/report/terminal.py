@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stowplan.ir import Op, Phase
-from stowplan.ir.labels import TensorGroup
+from stowplan.ir.text import TensorGroup
 from stowplan.units import format_bytes, printable
 
 WIDTH = 100

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.ir import Interval, Op
 from stowplan.plan.explain.transfers import Span
-from stowplan.plan.pricing import Basis
+from stowplan.plan.plan import Basis
 from stowplan.plan.record import Record
 from stowplan.report.page.subject import Subject
 

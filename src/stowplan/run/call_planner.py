@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, Program, Ref, capture, is_same_step
-from stowplan.capture.arguments import Spec, flatten, look_of
 from stowplan.capture.layouts import has_learned
 from stowplan.capture.recording import Loss, output_keys
+from stowplan.capture.stand_ins import Spec, flatten, look_of
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.ir import Kind
 from stowplan.plan.options import Kernels, PlanOptions
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.watch import showing_progress, tell_phase
-from stowplan.run.border.dependencies import (
+from stowplan.run.border.guard import (
     Dependencies,
     Observation,
     Place,
@@ -31,13 +31,13 @@ from stowplan.run.border.dependencies import (
     sharing_of,
 )
 from stowplan.run.measure.agreement import Relaid, compared
-from stowplan.run.planning.plan_cache import USER_PLANS, PlanCache, saved_step
-from stowplan.run.planning.subject import PlannedStep, Subject
+from stowplan.run.planning.planner import USER_PLANS, PlanCache, PlannedStep, Subject, saved_step
 from stowplan.run.wrappers import refuse_shards, with_forward
 from stowplan.torch_private import storage_id
 
 if TYPE_CHECKING:
     from stowplan.run.iteration.iteration import Iteration
+    from stowplan.run.planning.on_devices import DeviceBudgets
     from stowplan.run.planning.sizes import PlannedSizes
 
 _LOGGER = logging.getLogger("stowplan")
@@ -71,10 +71,15 @@ class Planned:
         That is known if eager was seen to run the captured ops, and if these do not depend on values.
         """
         plan = self.step.plan
-        if self.dependencies.answers.steps:
-            return False
         known = plan.against_eager is not None and plan.against_eager.verdict is Verdict.SAME
-        return known and not plan.is_tiled and plan.plain_peak_bytes <= plan.allowed_bytes
+        return known and self.can_be_followed and plan.plain_peak_bytes <= plan.allowed_bytes
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether an eager run can be compared with the captured ops, at this size or a smaller one."""
+        compared = self.step.plan.against_eager
+        is_other = compared is not None and compared.verdict is Verdict.DIFFERS
+        return not self.dependencies.answers.steps and not self.step.plan.is_tiled and not is_other
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,7 @@ class CallPlanner:
     loss: Loss | None = None
     all_outputs: bool = False  # gradients may come in for all, not for the loss alone
     iteration: "Iteration | None" = None  # the optimizer that the plans update with
+    devices: "DeviceBudgets | None" = None  # a budget for each device; `allowed_bytes` is their sum
     cache: PlanCache = USER_PLANS
     priced: list[PlannedStep] = field(default_factory=list)  # steps that further sizes can take over from
     sizes: "PlannedSizes | None" = None  # the same, once there are further sizes
@@ -139,7 +145,7 @@ class CallPlanner:
         leaves = flatten(args, kwargs)[0]
         dependencies = self.latest = observation.dependencies(captured.program, leaves, captured.answers)
         subject = Subject(captured, plain, args, kwargs, loss=self.loss)
-        beside = _constant_bytes(captured.program)
+        beside = 0 if self.devices else _constant_bytes(captured.program)  # devices count them each
         with refused_beside(beside, "tensors that are attributes, globals or written out"):
             plans = partial(self._planned_step, allowed_bytes=self.allowed_bytes - beside, given=given)
             if self.iteration is None:
@@ -190,11 +196,15 @@ class CallPlanner:
         return observation, second
 
     def _planned_step(self, subject: Subject, allowed_bytes: int, given: Plan | None) -> PlannedStep:
+        plans = partial(self._searched_step, subject, given=given)
+        if self.devices is not None:
+            from stowplan.run.planning.on_devices import on_devices  # most steps have one
+
+            return on_devices(self.devices, plans, is_given=given is not None)
         if not self.options.arena:
-            return self._searched_step(subject, allowed_bytes, given)
+            return plans(allowed_bytes)
         from stowplan.run.planning.in_arena import in_arena  # most steps have none
 
-        plans = partial(self._searched_step, subject, given=given)
         return in_arena(allowed_bytes, plans, is_given=given is not None)
 
     def _searched_step(self, subject: Subject, allowed_bytes: int, given: Plan | None) -> PlannedStep:

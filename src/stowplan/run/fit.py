@@ -2,6 +2,8 @@
 
 The returned object is a shallow copy of the model under a subclass of its class: it has the same parameters,
 buffers, submodules and state_dict, and differs in `forward` alone. `run/fitting.py` has what a call does.
+
+The budget "auto" is the device's free bytes less a margin, plus the bytes of the step that exist already.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +12,7 @@ from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, Metho
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stowplan.capture.recording import Loss
 from stowplan.errors import BadUse
@@ -22,24 +24,51 @@ from stowplan.plan.options import (
     PlanOptions,
     Prefer,
     Progress,
+    Socket,
 )
 from stowplan.plan.plan import Plan
-from stowplan.plan.technique import Socket
 from stowplan.run.call_planner import CallPlanner
+from stowplan.run.cost.machine import free_bytes
 from stowplan.run.fitting import Fitting, fitted_class_of, model_class
-from stowplan.run.wrappers import (
-    leave_checkpointing_off,
-    refuse_wrapped,
-    seen_as,
-    switch_checkpointing_off,
-)
+from stowplan.run.wrappers import leave_checkpointing_off, refuse_wrapped, seen_as, switch_checkpointing_off
+from stowplan.torch_private import pytree
 from stowplan.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from stowplan.run.iteration.iteration import Iteration
+    from stowplan.run.planning.on_devices import DeviceBudgets
     from stowplan.run.shapes import Shapes
+
+MARGIN = 0.1
+"""The share of free memory that is left alone: for fragmentation, and for whoever else comes."""
+
+
+def automatic_budget(model: nn.Module, args: object) -> int | dict[str, int]:
+    """Bytes on the model's device. Parameters and inputs count towards a budget, and are there already.
+
+    A model on several accelerators has a budget for each.
+    """
+    inputs = (leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
+    tensors = [*model.parameters(), *model.buffers(), *inputs]
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors)) or [torch.device("cpu")]
+    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
+    if len(accelerators) > 1:
+        return {str(device): _automatic_on(device, tensors) for device in accelerators}
+    return _automatic_on(devices[0], tensors)
+
+
+def _automatic_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
+    there = _bytes_of(tensor for tensor in tensors if tensor.device == device)
+    return int(free_bytes(device) * (1 - MARGIN)) + there
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Each storage once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -68,12 +97,18 @@ MESHES: Socket[Callable[[nn.Module, tuple[object, ...], dict[str, object], Shard
 """How `fit` runs on several workers."""
 
 
+_NOT_EACH = (
+    'a budget for each device, which "auto" also is for a model on several, is not offered with arena=,'
+    " mesh=, optimizer= or shapes=: these count the bytes of all devices; give one number for their sum"
+)
+
+
 def fit(
     model: Model,
     args: tuple[object, ...],
     kwargs: Mapping[str, object] | None = None,
     *,
-    budget: int | str,
+    budget: "int | str | Mapping[Any, int | str]",
     mesh: object = None,
     dims: Mapping[str, Sequence[int | None]] | None = None,
     layouts: str = "follow",
@@ -109,6 +144,10 @@ def fit(
     state, gradients of earlier steps, and the buckets and shards of wrappers. Wrap the result:
     `DistributedDataParallel(fit(...))`, `fully_shard(fit(...))`.
 
+    For a model on several devices, `budget` may name the bytes of each, as in
+    `{"cuda:0": "8GiB", "cuda:1": "6GiB"}`. One number limits their sum, and "auto" limits each.
+    `plans_of(fitted)[0].peaks_by_device` has the projected peak of each.
+
     `allow` names the techniques that the plan may use. Recomputation leaves every gradient bitwise equal.
     Tiles add in another order, so gradients are then equal within rounding. By default tiles are used only if
     nothing else fits, and with `prefer="time"` wherever they are faster; `plans_of(fitted)[0].exactness` says
@@ -126,7 +165,7 @@ def fit(
     `arena=True` runs the step in one storage: each tensor that the step computes lies at an offset that the
     plan gives it, so the step takes the same memory whatever the allocator does, and nothing fragments. The
     budget limits the arena and what lies beside it, and gradients are the same to the bit. Gradients lie in
-    the arena too: it ends when they do, as with `zero_grad()`.
+    the arena too: it ends when they do, as with `zero_grad()`. With `optimizer` they lie beside it.
 
     `loss` says what is differentiated. The name or index of an output means this output; the module still
     returns all of them. A function of the model's output becomes part of the plan, and the module returns
@@ -145,11 +184,12 @@ def fit(
     None after backward. With "offload" in `allow`, state that does not fit the budget waits on disk, or in
     the host's memory for an accelerator, and is loaded for the update of its parameter.
 
-    Calls of other shapes are planned when they come. A call that is no larger than one that fits without a
-    plan runs as it is. Otherwise the decisions of the nearest planned shape are carried over if the result is
-    within 3 % of the lower bound, beyond the gap of that plan; if not, the shape is searched. A carried plan
-    is compared with eager at the first few shapes alone, and says so. `keep_plans` limits the number of plans
-    that are kept; the one unused for longest makes room. A shape that was refused is refused again at once.
+    Calls of other shapes are planned when they come. A call that is no larger than a planned one, and fits
+    without a plan, runs as it is. Otherwise the decisions of the nearest planned shape are carried over if
+    the result is within 3 % of the lower bound, beyond the gap of that plan; if not, the shape is searched. A
+    carried plan is compared with eager at the first few shapes alone, and says so. `keep_plans` limits the
+    number of plans that are kept; the one unused for longest makes room. A shape that was refused is refused
+    again at once.
 
     `shapes={"input_ids": {1: (16, 2048)}}` declares which dims of which arguments vary, and how far. Dims
     with the same range are one size; a `torch.export.Dim` may stand for a range. The largest shapes are
@@ -162,9 +202,9 @@ def fit(
     With a `mesh` of workers ("data=2,space=2x2", or a DeviceMesh with named dims) all its processes make the
     same call with whole arguments, which may be on the meta device. The budget is that of each worker. Call
     the result with a worker's part of the arguments, `shards_of(fitted).share(*args)`. The names of the axes
-    say which dims they cut, or `dims` says it for each input. `layouts="choose"` may cut stages of a
-    convolutional net in another way than its inputs. `mesh=4` chooses the fastest division over 4 workers
-    that fits the budget on each; `choices_of(fitted)` lists the options.
+    say which dims they cut, or `dims` says it for each input; an axis `model` divides heads and hidden width.
+    `layouts="choose"` may cut stages of a convolutional net in another way than its inputs. `mesh=4` chooses
+    the fastest division over 4 workers that fits the budget on each; `choices_of(fitted)` lists the options.
 
     `parameters="shard"` on a mesh ("data=4") leaves each worker its rows of every parameter,
     gradient and optimizer state. The parameters of `model` stay the same objects and hold these rows, so an
@@ -177,8 +217,8 @@ def fit(
     _refuse_loss(loss, outputs)
     refuse_wrapped(model)
     options = PlanOptions(tuple(allow), prefer, moves, progress, time_limit, gap, kernels, bool(arena))
-    if options.arena and (optimizer is not None or mesh is not None):
-        raise BadUse("arena=True is for the step of one process; leave it out with optimizer= or mesh=")
+    if options.arena and mesh is not None:
+        raise BadUse("arena=True is for the step of one process; leave it out with mesh=")
     iteration = None
     if optimizer is not None:
         _refuse_iteration(options, clip_norm, clip_value, accumulate, keep_gradients)
@@ -198,10 +238,14 @@ def fit(
         raise BadUse(
             "clip_norm, clip_value, accumulate and keep_gradients are of an iteration; give optimizer= too"
         )
+    whole_step = arena or mesh is not None or optimizer is not None or shapes is not None
+    if whole_step and isinstance(budget, Mapping):
+        raise BadUse(_NOT_EACH)
     if shapes is not None and (mesh is not None or plan is not None):
         raise BadUse("shapes are for one process, and for plans that fit makes; leave out mesh= and plan=")
     if mesh is not None:
-        _refuse_on_mesh(budget, plan, options, iteration, parameters)
+        assert not isinstance(budget, Mapping)
+        _refuse_on_mesh(budget, plan, options)
         if loss is not None or outputs != "loss":
             raise BadUse("loss and outputs are not offered with a mesh: there the model returns its loss")
         amounts = parse_bytes(budget), parse_bytes(reserve)
@@ -212,13 +256,17 @@ def fit(
             "dims, layouts and parameters are of a step on a mesh, and there is no mesh; give mesh= too"
         )
     if budget == "auto":
-        from stowplan.run.auto_budget import automatic_budget
-
         budget = automatic_budget(model, (args, dict(kwargs or {})))
-    whole = parse_bytes(budget)
     beside = parse_bytes(reserve)
+    devices = None
+    if isinstance(budget, Mapping):
+        if whole_step:
+            raise BadUse(_NOT_EACH)
+        devices = _each_device(budget, beside)
+        budget = devices.sum_bytes
+    whole = parse_bytes(budget)
     own_forward = _own_forward(model)
-    planner = CallPlanner(whole - beside, options, loss, outputs == "all", iteration)
+    planner = CallPlanner(whole - beside, options, loss, outputs == "all", iteration, devices)
     fitting = Fitting(
         own_forward, planner, given=plan, reserve_bytes=beside, keep_plans=_at_least_one(keep_plans)
     )
@@ -249,6 +297,14 @@ def plans_of(fitted: nn.Module) -> tuple[Plan, ...]:
         )
     plans: tuple[Plan, ...] = fitting.plans
     return plans
+
+
+def _each_device(budget: Mapping[Any, int | str], reserve_bytes: int) -> "DeviceBudgets":
+    from stowplan.run.planning.on_devices import DeviceBudgets  # most steps are on one device
+
+    if reserve_bytes:
+        raise BadUse("reserve is of one budget; take it off the budget of each device instead")
+    return DeviceBudgets.of(budget)
 
 
 def _at_least_one(keep_plans: object) -> int:
@@ -314,14 +370,7 @@ def _refuse_iteration(
         raise BadUse(f"keep_gradients is {keep_gradients!r}; it is True, or a list of names of parameters")
 
 
-def _refuse_on_mesh(
-    budget: int | str, plan: Plan | None, options: PlanOptions, iteration: "Iteration | None", parameters: str
-) -> None:
-    if iteration is not None and parameters == "replicate":
-        raise BadUse(
-            'on a mesh, optimizer= is for parameters="shard"; with whole parameters on each worker, use'
-            " reserve= for the optimizer's state"
-        )
+def _refuse_on_mesh(budget: int | str, plan: Plan | None, options: PlanOptions) -> None:
     if budget == "auto":
         raise BadUse('budget="auto" is what is free here, and workers may share that: give each its bytes')
     if plan is not None:

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from stowplan.capture.arguments import flatten
 from stowplan.capture.recording import after_loss
-from stowplan.errors import BudgetTooSmall, CaptureError, StowplanError
+from stowplan.capture.stand_ins import flatten
+from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.plan.options import Kernels
 from stowplan.plan.plan import Plan
-from stowplan.run.border.dependencies import (
+from stowplan.run.border.guard import (
     Dependencies,
+    Guard,
 )
-from stowplan.run.border.guard import Guard
 from stowplan.run.call_planner import (
     CallPlanner,
     KindOfCall,
@@ -40,7 +40,7 @@ from stowplan.run.wrappers import (
     fitted_class,
     with_forward,
 )
-from stowplan.torch_private import checkpoints_as_calls, is_exporting
+from stowplan.torch_private import another_derivative, checkpoints_as_calls, is_exporting, is_tracing
 
 if TYPE_CHECKING:
     from stowplan.run.shapes import DeclaredShapes, Shapes
@@ -49,7 +49,6 @@ _LOGGER = logging.getLogger("stowplan")
 
 _FITTED_CLASSES: dict[type, type] = {}
 _MOST_ANSWERS = 16  # different values that forward may read off arguments of one kind
-_ROOM = 0.97  # of the elements that seem to fit without a plan, so that they do
 _MOST_SMALLER = 512  # kinds of calls that run as they are
 _MOST_REFUSED = 64  # kinds of calls of one module; the oldest makes room
 
@@ -117,9 +116,7 @@ class Fitting:
     reserve_bytes: int = 0  # of the budget, beside what is allowed
     keep_plans: int = 128
     shapes: "DeclaredShapes | None" = None
-    largest: Planned | None = None  # of the declared shapes
-    enlarged: set[tuple[int, ...]] = field(default_factory=set)  # sizes that were planned for smaller calls
-    smaller: list[tuple[KindOfCall, Planned]] = field(default_factory=list)  # than a step that fits in eager
+    smaller: list[tuple[KindOfCall, Planned]] = field(default_factory=list)  # run as they are, and why
     refused: list[_Refused] = field(default_factory=list)
     lock: AbstractContextManager[object] = field(default_factory=RLock)
 
@@ -134,15 +131,14 @@ class Fitting:
         An optimizer is not that of the copy, so plans that update with it are not either.
         """
         planned = [] if self.planner.iteration else list(self.planned)
-        lists: dict[str, Any] = {"bound": [], "refused": [], "smaller": [], "enlarged": set()}
-        return replace(
-            self, planner=self.planner.for_a_copy(), planned=planned, lock=RLock(), largest=None, **lists
-        )
+        lists: dict[str, Any] = {"bound": [], "refused": [], "smaller": []}
+        return replace(self, planner=self.planner.for_a_copy(), planned=planned, lock=RLock(), **lists)
 
     def __reduce__(self) -> Any:
         """For a file or another process: how to plan. What was planned is planned there when it is called."""
         own = self.planner
-        how = (own.allowed_bytes, replace(own.options, progress=None), own.loss, own.all_outputs)
+        options = replace(own.options, progress=None)
+        how = (own.allowed_bytes, options, own.loss, own.all_outputs, None, own.devices)
         return _read_back, (self.own_forward, how, self.reserve_bytes, self.keep_plans)
 
     @property
@@ -155,8 +151,10 @@ class Fitting:
         iteration = self.planner.iteration
         if iteration:
             iteration.refuse_between()
-        if not torch.is_grad_enabled() or is_exporting():
+        if not torch.is_grad_enabled() or is_exporting() or is_tracing():
             return self._eager(model, args, kwargs)
+        if kind := another_derivative(_read_by(model, args, kwargs)):
+            raise BadUse(f"a plan has the ops of backward, and none for {kind}: call the model itself")
         step = self.step_for(model, args, kwargs)
         if iteration:
             iteration.forward_begins()
@@ -182,8 +180,12 @@ class Fitting:
         kwargs: Mapping[str, object],
         *,
         may_run_as_it_is: bool = True,
+        may_be_tried: bool = True,
     ) -> "StraightStep | _AsItIs | None":
-        """The step for this call, planned if none applies to it; None if nothing wants a gradient."""
+        """The step for this call, planned if none applies to it; None if nothing wants a gradient.
+
+        A call that seems to fit as it is may be tried: it is planned after all if it turns out not to.
+        """
         with self.lock:
             leaves, spec = flatten(args, kwargs)
             kind = kind_of_call(leaves, spec)
@@ -214,7 +216,7 @@ class Fitting:
                 )
             self._refuse_again(kind, model, leaves)
             if may_run_as_it_is:
-                larger = self._larger_in_eager(kind, model, leaves) or self._enlarged(kind, model, leaves)
+                larger = self._larger(kind, model, leaves, may_be_tried=may_be_tried)
             if larger is not None:
                 return _AsItIs(self, model, larger, watched_as=kind)
             if change is not None:
@@ -268,9 +270,13 @@ class Fitting:
 
     @property
     def _must_plan(self) -> bool:
-        """Whether no call may run as it is: the plan updates parameters, is faster, or has an arena."""
-        options = self.planner.options
-        return self.planner.iteration is not None or options.kernels == Kernels.COMPILED or options.arena
+        """Whether no call may run as it is: the plan updates parameters, is faster, or has an arena.
+
+        Nor may one on devices with a budget each: what eager takes of each is not known.
+        """
+        own, options = self.planner, self.planner.options
+        each = own.iteration is not None or own.devices is not None
+        return each or options.kernels == Kernels.COMPILED or options.arena
 
     def _smaller_than(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> Planned | None:
         """The step that fits without its plan and that calls of this kind were seen to be smaller than."""
@@ -284,40 +290,37 @@ class Fitting:
                 return True
         return Guard(planned.dependencies, model).change(leaves) is None
 
-    def _larger_in_eager(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> Planned | None:
-        """A planned step that is no smaller and fits without its plan."""
-        if self._must_plan or not any(planned.fits_in_eager for planned in self.planned):
+    def _larger(
+        self, kind: KindOfCall, model: nn.Module, leaves: list[object], *, may_be_tried: bool
+    ) -> Planned | None:
+        """A planned step that is no smaller and fits without its plan or, to be tried, shows if this does."""
+        followed = [] if self._must_plan else [p for p in reversed(self.planned) if p.can_be_followed]
+        if not followed:
             return None
         from stowplan.run.smaller import CallSizes  # most modules are called with one shape
 
-        sizes = CallSizes.of(kind)
-        for planned in reversed(self.planned):
-            larger = CallSizes.of(planned.kind) if planned.fits_in_eager else None
-            if sizes and larger and sizes.is_within(larger) and self._is_program_of(planned, model, leaves):
-                return planned
-        return None
+        sizes, tried = CallSizes.of(kind), None
+        for planned in followed:
+            larger = CallSizes.of(planned.kind)
+            if sizes is None or larger is None or not sizes.is_within(larger):
+                continue
+            seems_to_fit = may_be_tried and self._seems_to_fit(sizes.share_of(larger), planned, model)
+            if (planned.fits_in_eager or seems_to_fit) and self._is_program_of(planned, model, leaves):
+                if planned.fits_in_eager:
+                    return planned
+                tried = tried or planned
+        return tried
 
-    def _enlarged(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> Planned | None:
-        """The largest of the declared calls like this one that seems to fit without a plan, if it does.
+    def _seems_to_fit(self, share: float, larger: Planned, model: nn.Module) -> bool:
+        """Whether a call with this share of a larger one's elements should fit without a plan.
 
-        Activations are taken to grow at least in proportion to the elements of a call. What is found is
-        planned like any call; the guess decides only which call that is.
+        Activations are taken to grow at least in proportion to the elements of a call. The run itself shows
+        whether it fits; the guess decides only which calls are tried.
         """
-        if self.shapes is None or self.largest is None or self._must_plan:
-            return None
-        plan, sizes = self.largest.step.plan, self.shapes.sizes_of(leaves)
         held = (t.nbytes for t in model.parameters() if t.requires_grad)
         fixed = sum(t.nbytes for t in chain(model.parameters(), model.buffers())) + sum(held)
-        share = (self.allowed_bytes - fixed) / max(1, plan.plain_peak_bytes - fixed)
-        longer = self.shapes.enlarged(sizes, _ROOM * share) if sizes else None
-        if longer is None or longer == sizes or longer in self.enlarged:
-            return None
-        self.enlarged.add(longer)
-        try:
-            self.step_for(model, *self.shapes.call(longer), may_run_as_it_is=False)
-        except StowplanError:  # then the call itself is planned, or refused
-            return None
-        return self._larger_in_eager(kind, model, leaves)
+        plan = larger.step.plan
+        return share * (plan.plain_peak_bytes - fixed) <= plan.allowed_bytes - fixed
 
     def as_it_is(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         """Call the model in eager, with gradients."""
@@ -335,17 +338,18 @@ class Fitting:
         """The same, watched; by a plan after all if it turns out to be another program."""
         from stowplan.run.smaller import Unlike, watched
 
-        captured, given = larger.step.captured, flatten(args, kwargs)[0]
-        written = written_tensors(captured.program, [model], given)
-        devices = {tensor.device for tensor in model.parameters()}
+        given, held = flatten(args, kwargs)[0], [*model.parameters(), *model.buffers()]
+        written = written_tensors(larger.step.captured.program, [model], given)
         try:
-            result = watched(lambda: self.as_it_is(model, args, kwargs), captured.forward, written, devices)
+            result = watched(lambda: self.as_it_is(model, args, kwargs), larger, held, given, written)
         except Unlike:
-            step = self.step_for(model, args, kwargs, may_run_as_it_is=False)
-            assert step is not None, "a gradient was wanted when the step was looked for"
-            return step(*args, **kwargs)
-        self.smaller = [(kind, larger), *self.smaller][:_MOST_SMALLER]
-        return result
+            pass  # what forward made ends here, with the exception's frames
+        else:
+            self.smaller = [(kind, larger), *self.smaller][:_MOST_SMALLER]
+            return result
+        step = self.step_for(model, args, kwargs, may_run_as_it_is=False)
+        assert step is not None, "a gradient was wanted when the step was looked for"
+        return step(*args, **kwargs)
 
     def declare(
         self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], shapes: "Shapes"
@@ -357,7 +361,6 @@ class Fitting:
         self.shapes = DeclaredShapes.of(plain, args, kwargs, shapes)
         try:
             self.step_for(model, *self.shapes.call(self.shapes.largest))
-            self.largest = self.planned[-1] if self.planned else None
         except BudgetTooSmall as refusal:
             refusal.add_note(
                 "These are the largest of the declared shapes; declare smaller ones, or a larger budget."
@@ -371,7 +374,7 @@ class Fitting:
 
         None if nothing wants a gradient; raises BudgetTooSmall if the call does not fit.
         """
-        step = self.step_for(model, args, kwargs)
+        step = self.step_for(model, args, kwargs, may_be_tried=False)
         if isinstance(step, _AsItIs):
             return step.larger.step.plan, True
         return next(((b.planned.step.plan, False) for b in self.bound if b.step is step), None)
@@ -388,6 +391,12 @@ class Fitting:
         return step
 
 
+def _read_by(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[object]:
+    """What a call is given and the tensors of the model, looked up only if somebody asks."""
+    yield from flatten(args, kwargs)[0]
+    yield from chain(model.parameters(), model.buffers())
+
+
 def _read_back(
     own_forward: Callable[..., Any] | None, how: tuple[Any, ...], reserve_bytes: int, keep_plans: int
 ) -> Fitting:
@@ -396,7 +405,7 @@ def _read_back(
 
 @dataclass(frozen=True, slots=True)
 class _AsItIs:
-    """A call that runs as it is, for a larger one fits without its plan. The first of a kind is watched."""
+    """A call that runs as it is, because of what a larger one has shown. The first of a kind is watched."""
 
     fitting: Fitting
     model: nn.Module

@@ -6,16 +6,16 @@ that does not. Every reported size was captured, probed and planned; none is ext
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
 from typing import TypeAlias
 
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.cards import Card
-from stowplan.plan.options import TECHNIQUES, PlanOptions
-from stowplan.run.planning.plan_cache import USER_PLANS
-from stowplan.run.planning.planner import step_planner
+from stowplan.plan.options import TECHNIQUES, Kernels, PlanOptions
+from stowplan.plan.plan import Plan
+from stowplan.run.planning.planner import USER_PLANS, Subject, step_planner
 from stowplan.run.target import Target, function_named, load_optimizer, load_target, subject_of
 
 Techniques: TypeAlias = tuple[str, ...]
@@ -62,46 +62,60 @@ class Sizes:
     moves: int | None = None
     card: Card | None = None  # another device, on which the budget is of reserved bytes
     optimizer: str | None = None  # of whole iterations
+    kernels: str = Kernels.EAGER  # of plans; where eager fits, it is eager
 
     def attempt(self, techniques: Techniques, allowed_bytes: int, step: int) -> SizeAttempt:
         """Whether a size fits: capture it, probe its ops, and plan it, or take the plan that is cached."""
         size = self.first + step * self.multiple
         target = load_target(self.target, **{self.vary: size})
-        options = PlanOptions(techniques, moves=self.moves)
+        options = PlanOptions(techniques, moves=self.moves, kernels=self.kernels)
         if self.card is not None:
-            return _attempt_on(self.card, target, options, allowed_bytes, size)
-        subject = subject_of(target)
+            return self._attempt_on(self.card, target, options, allowed_bytes, size)
+        captured = subject = subject_of(target)
+
+        def planned(variant: Subject) -> Plan:
+            return USER_PLANS.step_for(variant, allowed_bytes, options).plan
+
+        iteration = None
         if self.optimizer is not None:
             from stowplan.run.iteration.iteration import Iteration
 
-            iteration = Iteration(load_optimizer(self.optimizer, subject.model))
-            subject, options = iteration.of_step(subject, options)
-        plain = step_planner(subject, options).baseline
+            optimizer = load_optimizer(self.optimizer, subject.model)
+            iteration = Iteration(optimizer, offloads="offload" in techniques)
+            subject, options = iteration.of_step(captured, options)
+        plain = step_planner(subject, replace(options, kernels=Kernels.EAGER)).baseline
         if plain.peak_bytes <= allowed_bytes:
             return SizeAttempt(plain.peak_bytes, Fit(size, plain.peak_bytes, plain.seconds, plain.seconds))
         if not techniques:
             return SizeAttempt(plain.peak_bytes, None)
         try:
-            plan = USER_PLANS.step_for(subject, allowed_bytes, options).plan
+            if iteration is None:
+                plan = planned(captured)
+            else:
+                plan = iteration.first_that_fits(captured, captured.model, planned)[2]
         except BudgetTooSmall as refused:
             return SizeAttempt(refused.minimum_bytes, None)
         fit = Fit(size, plan.projected_peak_bytes, plan.projected_seconds, plain.seconds)
         return SizeAttempt(plan.projected_peak_bytes, fit)
 
+    def _attempt_on(
+        self, card: Card, target: Target, options: PlanOptions, allowed_bytes: int, size: int
+    ) -> SizeAttempt:
+        """The same on a card that is not here: captured as if there, priced by its figures, and planned."""
+        from stowplan.run.project import first_that_fits, project_step
 
-def _attempt_on(
-    card: Card, target: Target, options: PlanOptions, allowed_bytes: int, size: int
-) -> SizeAttempt:
-    """The same on a card that is not here: captured as if there, priced by its figures, and planned."""
-    from stowplan.run.project import project_step
-
-    projected = project_step(target, card)
-    try:
-        plan, heap = projected.plan(allowed_bytes, options)
-    except BudgetTooSmall as refused:
-        return SizeAttempt(refused.minimum_bytes, None)
-    taken = heap.figures.reserved_peak_bytes if heap else plan.projected_peak_bytes
-    return SizeAttempt(taken, Fit(size, taken, plan.projected_seconds, plan.plain_seconds))
+        steps = [project_step(target, card)]
+        if self.optimizer is not None:
+            optimizer = load_optimizer(self.optimizer, target.model)
+            steps = steps[0].iterations(
+                optimizer, keep_gradients=not options.allow, offloads="offload" in options.allow
+            )
+        try:
+            _, plan, heap = first_that_fits(steps, allowed_bytes, options)
+        except BudgetTooSmall as refused:
+            return SizeAttempt(refused.minimum_bytes, None)
+        taken = heap.figures.reserved_peak_bytes if heap else plan.projected_peak_bytes
+        return SizeAttempt(taken, Fit(size, taken, plan.projected_seconds, plan.plain_seconds))
 
 
 def largest_of(
@@ -116,21 +130,23 @@ def largest_of(
     moves: int | None = None,
     card: Card | None = None,
     optimizer: str | None = None,
+    kernels: str = Kernels.EAGER,
 ) -> Iterator[Largest]:
     """The largest sizes of the baseline and with more and more techniques, as they are found.
 
     `first` is the function's default size if it is not given; `most` bounds the search for a size, `moves`
     the search for each plan. On a `card`, another device than this one, bytes are reserved ones, and tiles
     are not planned. With an `optimizer`, a name of torch.optim or MODULE:FUNCTION, whole iterations shall
-    fit, its state in memory.
+    fit; with "offload", its state may wait in a tier. With compiled `kernels`, each size that is planned has
+    kernels of its own to compile.
     """
-    if card is not None and optimizer is not None:
-        raise BadUse("iterations with an optimizer are planned for this machine, not for another device")
+    if card is not None and kernels != Kernels.EAGER:
+        raise BadUse("--kernels compiled is for this machine, where kernels are priced: drop it, or --device")
     start = _first_size(target, vary) if first is None else first
-    sizes = Sizes(target, vary, start, multiple, moves, card, optimizer)
+    sizes = Sizes(target, vary, start, multiple, moves, card, optimizer, kernels)
     limit = _MOST_STEPS if most is None else (most - sizes.first) // multiple
-    if optimizer is not None:  # whose iterations have no tiles
-        allow = [technique for technique in allow if technique == "recompute"]
+    if optimizer is not None:  # whose iterations have no tiles, and whose state a tier takes
+        allow = [technique for technique in allow if technique in ("recompute", "offload")]
     if card is not None:
         allow = [technique for technique in allow if technique != "tile"]
     for techniques in _growing(allow):

@@ -65,7 +65,7 @@ def optimizer_share(
     given = parameters if isinstance(optimizer, str) else _parameters_of(optimizer)
     trained = [stand_ins.of(parameter) for parameter in given]
     fixed = watch.enter(_with_gradients(trained, stand_ins))
-    with explained(optimizer), watch:
+    with explained(optimizer), stand_ins.fakes, watch:  # which lets tensors be on a device that is not here
         made = (
             optimizer_named(optimizer, trained, **options)
             if isinstance(optimizer, str)
@@ -131,7 +131,7 @@ def without_hooks(optimizer: Optimizer) -> Optimizer:
     """The same optimizer in another object, which runs no hook and knows no scheduler."""
     other = object.__new__(type(optimizer))
     other.__dict__.update(optimizer.__dict__)
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooks = [name for name in vars(other) if name.startswith("_optimizer_") and name.endswith("_hooks")]
     other.__dict__.update((name, OrderedDict()) for name in hooks)
     return other
 

@@ -7,31 +7,39 @@ and the difference is split by cause: the causes are added one after the other, 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from stowplan.analyse.facts import estimated_workspaces
 from stowplan.capture import Captured, capture
 from stowplan.capture.cuda_calls import Chosen, CudaCalls
 from stowplan.capture.recording import Loss
-from stowplan.errors import CaptureError
+from stowplan.capture.stand_ins import with_tensors
+from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.ir import DType, Graph, Op, Tensor
+from stowplan.ops.effects import UPDATE
 from stowplan.plan.allocator.projection import HeapProjection, plan_for_device
 from stowplan.plan.allocator.projection import project as through_allocator
 from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.cards import Card, card_named, price_on_card, workspace_on
-from stowplan.plan.judge.verify import verify
+from stowplan.plan.judge import verify
 from stowplan.plan.options import DEFAULT_OPTIONS, TECHNIQUES, PlanOptions, Prefer
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.select import Selector, planner_of
 from stowplan.plan.watch import limited_to, tell_phase
+from stowplan.run.cost.machine import Cost
 from stowplan.run.measure.inspect_step import StepInspection, inspection_of_step
-from stowplan.run.optimizers import optimizer_share
+from stowplan.run.optimizers import optimizer_share, twin_of
 from stowplan.run.target import Target
 from stowplan.units import parse_bytes
+
+if TYPE_CHECKING:
+    from stowplan.run.iteration.one_by_one import UpdateBytes
 
 _WHY = {
     Chosen.ATTENTION: "attention in other kernels, which keep a log-sum-exp and the generator's state",
@@ -41,6 +49,7 @@ _WHY = {
 }
 _STATISTICS = ("native_layer_norm", "native_batch_norm", "_native_batch_norm_legit_functional")
 _NARROW = (DType.FLOAT16, DType.BFLOAT16)
+_NO_TILES = "tiles are not planned for another device"
 _NOT_RUN = "it was projected for another device, where nothing has run"
 
 
@@ -65,22 +74,73 @@ class ProjectedStep:
 
     card: Card
     captured: Captured
-    parameters: tuple[torch.Tensor, ...]  # without data, for the optimizer's share
+    model: nn.Module
     here_peak_bytes: int
     peak_bytes: int
     differences: tuple[Difference, ...]
     lasting_bytes: tuple[int, ...]
+    eager_update_seconds: float = 0.0  # of the optimizer's step, where the step is an iteration's
 
     @property
     def graph(self) -> Graph:
         return self.captured.graph
 
-    def inspected(self, optimizer: str | None = None) -> StepInspection:
-        """What `inspect` shows of a step; with an optimizer of `torch.optim`, including its memory."""
-        share = None
-        if optimizer:
-            share = optimizer_share(optimizer, self.parameters, device=self.card.kind)
+    def inspected(self, optimizer: Optimizer | None = None) -> StepInspection:
+        """What `inspect` shows of a step; with an optimizer of the model, including its memory."""
+        share = optimizer_share(twin_of(optimizer, OnMeta()), device=self.card.kind) if optimizer else None
         return inspection_of_step(self.captured, workspace_on(self.graph, self.card), share)
+
+    def iterations(
+        self,
+        optimizer: Optimizer,
+        *,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        keep_gradients: bool = False,
+        offloads: bool = False,
+    ) -> "list[ProjectedStep]":
+        """The step with the updates of an optimizer: each variant takes less memory than those before.
+
+        The options are those of `fit`; with `offloads`, state may wait in the host's memory.
+        """
+        from stowplan.run.iteration.iteration import Iteration  # most projections are of steps
+        from stowplan.run.iteration.one_by_one import UpdateBook
+
+        there, on_meta = torch.device(self.card.kind), OnMeta()
+        twin = twin_of(optimizer, on_meta)
+        iteration = Iteration(
+            twin,
+            clip_norm=clip_norm,
+            accumulate=accumulate,
+            keep_gradients=keep_gradients,
+            offloads=offloads and self.card.kind != "cpu",
+            device=there,
+            tier=self.card.tier,
+        )
+        with with_tensors(self.model, on_meta):
+            trained = [p for group in twin.param_groups for p in group["params"] if p.requires_grad]
+            seconds = self._update_seconds(UpdateBook(twin, there).together(trained))
+            variants = iteration.variants(self.captured, self.model)
+            steps = [iteration.planned(self.captured, self.model, variant) for variant in variants]
+        return [self._with(step, type(optimizer).__name__, seconds) for step in steps]
+
+    def _with(self, step: Captured, name: str, seconds: float) -> "ProjectedStep":
+        """An iteration that was captured, and the seconds of the optimizer's step in eager."""
+        peak = step.eager.peak_bytes(workspace_on(self.graph, self.card)) + sum(self.lasting_bytes)
+        added = Difference(f"state and step of {name}", 0, peak - self.peak_bytes)
+        differences = (*self.differences, added)
+        return replace(
+            self, captured=step, peak_bytes=peak, differences=differences, eager_update_seconds=seconds
+        )
+
+    def _update_seconds(self, taken: "UpdateBytes") -> float:
+        return taken.launches * self.card.launch_seconds + taken.traffic_bytes / self.card.bytes_per_second
+
+    def _update_costs(self) -> dict[str, Cost]:
+        """Of the updates in the graph, by op id."""
+        calls: Any = self.captured.program.calls
+        updates = {op.id: calls[op.id].args[2] for op in self.graph.ops if op.type == UPDATE}
+        return {name: update.projected_cost(self._update_seconds) for name, update in updates.items()}
 
     def notes(self) -> Iterator[str]:
         """What the figures leave out."""
@@ -89,16 +149,30 @@ class ProjectedStep:
                 "convolutions: cuDNN's workspace depends on the algorithm it chooses, and is not counted;"
                 " torch.backends.cudnn.deterministic = True takes little"
             )
-        yield "tiles are not planned for another device: `fit` on the card tries them where nothing else fits"
+        if self.eager_update_seconds:
+            yield "updates are priced by the bytes that their kernels move, and one launch for each kernel"
+        yield f"{_NO_TILES}: `fit` on the card tries them where nothing else fits"
         yield f"seconds are the roofline of {self.card.name} at its published rates: real ones are larger"
 
     def planner(self, options: PlanOptions = DEFAULT_OPTIONS) -> "Selector[Any]":
         """Plans of requested bytes, without tiles: their kernels are chosen where they run."""
-        options = replace(options, allow=set(options.allow) - {"tile"})
+        updates = self._update_costs()
+        techniques = {"recompute"} if updates else set(options.allow) - {"tile"}
+        options = replace(options, allow=techniques.intersection(options.allow))
         pricing = price_on_card(self.graph, self.card, options)
         peak = self.captured.eager.peak_bytes(pricing.workspace_bytes)
+        pricing = replace(
+            pricing,
+            seconds={**pricing.seconds, **{op: cost.seconds for op, cost in updates.items()}},
+            workspace_bytes={
+                **pricing.workspace_bytes,
+                **{op: cost.rise_bytes for op, cost in updates.items()},
+            },
+        )
         planner = planner_of(self.graph, pricing, options, plain_peak_bytes=peak)
-        return replace(planner, compare=self._marked)
+        later = self.eager_update_seconds - sum(cost.seconds for cost in updates.values())
+        baseline = replace(planner.baseline, seconds=planner.baseline.seconds + later)
+        return replace(planner, baseline=baseline, compare=partial(self._marked, baseline.seconds))
 
     def plan(
         self,
@@ -107,7 +181,25 @@ class ProjectedStep:
         settings: AllocatorSettings | None = None,
     ) -> tuple[Plan, HeapProjection | None]:
         """A plan within the budget, which limits reserved bytes on a CUDA device, and what it reserves."""
+        if tuple(options.allow) == ("tile",):
+            raise BadUse(f"{_NO_TILES}, and nothing else is allowed: add recompute")
         allowed = self.card.usable_bytes if allowed_bytes is None else allowed_bytes
+        try:
+            return self._planned(allowed, options, settings)
+        except BudgetTooSmall as refusal:
+            if "tile" not in options.allow:
+                raise
+            smallest, own = refusal.known_minimum_bytes, refusal
+            raise BudgetTooSmall(
+                f"{refusal.what}; {_NO_TILES}, so none were considered",
+                allowed_bytes=refusal.allowed_bytes,
+                minimum_bytes=(lambda: own.minimum_bytes) if smallest is None else smallest,
+                binding=refusal.binding,
+            ) from None
+
+    def _planned(
+        self, allowed: int, options: PlanOptions, settings: AllocatorSettings | None
+    ) -> tuple[Plan, HeapProjection | None]:
         planner = self.planner(options)
         refuse_hopeless(self.graph, allowed, options, lambda: planner.minimum_bytes)
         with limited_to(options.seconds):
@@ -119,7 +211,7 @@ class ProjectedStep:
                 settings or AllocatorSettings(),
                 lasting=self.lasting_bytes,
             )
-            return self._marked(plan), heap
+            return planner.compare(plan), heap
 
     def without_a_plan(self, settings: AllocatorSettings | None = None) -> HeapProjection | None:
         """What the step takes from a CUDA device if every value is kept."""
@@ -128,9 +220,41 @@ class ProjectedStep:
         keeps_all = self.planner(PlanOptions(())).plan(2**62)
         return through_allocator(keeps_all, settings or AllocatorSettings(), lasting=self.lasting_bytes)
 
-    def _marked(self, plan: Plan) -> Plan:
+    def _marked(self, plain_seconds: float, plan: Plan) -> Plan:
         against = AgainstEager(Verdict.UNCHECKED, _NOT_RUN)
-        return replace(plan, projected_for=self.card.id, against_eager=against)
+        marks: Any = {"projected_for": self.card.id, "plain_seconds": plain_seconds}
+        return replace(plan, against_eager=against, **marks)
+
+
+class OnMeta:
+    """The same tensor without data, one for each; numbers stay as they are."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the original: its id stays
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._made:
+            made = tensor if tensor.ndim == 0 else torch.empty_like(tensor, device="meta")
+            if isinstance(tensor, nn.Parameter):
+                made = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+            self._made[id(tensor)] = tensor, made
+        return self._made[id(tensor)][1]
+
+
+def first_that_fits(
+    steps: Iterable[ProjectedStep],
+    allowed_bytes: int | None,
+    options: PlanOptions,
+    settings: AllocatorSettings | None = None,
+) -> tuple[ProjectedStep, Plan, HeapProjection | None]:
+    """The first of these with a plan within the budget; raises the smallest refusal if there is none."""
+    refusals = list[BudgetTooSmall]()
+    for step in steps:
+        try:
+            return step, *step.plan(allowed_bytes, options, settings)
+        except BudgetTooSmall as refusal:
+            refusals.append(refusal)
+    raise min(refusals, key=lambda each: each.minimum_bytes) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,17 +281,29 @@ def project(
     allow: Iterable[str] = TECHNIQUES,
     prefer: Prefer | str = Prefer.EXACTNESS,
     time_limit: float | None = None,
+    optimizer: Optimizer | None = None,
+    clip_norm: float | None = None,
+    accumulate: int = 1,
 ) -> Projection:
     """A plan for a step on a card that is not here: a name such as "a100-80gb", or FILE.toml.
 
     Nothing is allocated if the model is on the meta device. The budget is of reserved bytes and defaults to
     the card's memory less the CUDA context. `result.plan.save(path)` writes the plan; on the card,
     `fit(..., plan=stowplan.load_plan(path))` compares it with the step as captured there before it runs.
+
+    With an `optimizer` of the model the plan is for the whole iteration, as with `fit`; with "offload" in
+    `allow`, its state may wait in the host's memory.
     """
     step = project_step(Target(model, tuple(args), dict(kwargs or {}), loss), card_named(device))
     options = PlanOptions(tuple(allow), prefer, seconds=time_limit)
-    plan, heap = step.plan(None if budget is None else parse_bytes(budget), options)
-    return Projection(step, plan, heap)
+    steps: Iterable[ProjectedStep] = (step,)
+    if optimizer is not None:
+        loop: Any = {"clip_norm": clip_norm, "accumulate": accumulate}
+        steps = step.iterations(optimizer, offloads="offload" in options.allow, **loop)
+    elif (clip_norm, accumulate) != (None, 1):
+        raise BadUse("clip_norm and accumulate are of an iteration; give optimizer= too")
+    allowed = None if budget is None else parse_bytes(budget)
+    return Projection(*first_that_fits(steps, allowed, options))
 
 
 def project_step(target: Target, card: Card) -> ProjectedStep:
@@ -193,11 +329,8 @@ def project_step(target: Target, card: Card) -> ProjectedStep:
     steps.append(Difference("workspace of the card's kernels, estimated", 0, within))
     peak = within + sum(lasting)
     steps.append(Difference(f"{len(lasting)} workspaces that cuBLAS keeps", 0, peak))
-    parameters = tuple(
-        torch.empty_like(p, device="meta").requires_grad_(p.requires_grad) for p in target.model.parameters()
-    )
     changes = tuple(_changes(here_peak, steps))
-    return ProjectedStep(card, there, parameters, here_peak, peak, changes, lasting)
+    return ProjectedStep(card, there, target.model, here_peak, peak, changes, lasting)
 
 
 def _changes(before: int, steps: Iterable[Difference]) -> Iterator[Difference]:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from stowplan.capture.arguments import flatten
 from stowplan.capture.recording import Step, argument_names
+from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.units import format_bytes
 
@@ -81,34 +81,6 @@ class DeclaredShapes:
         args, kwargs = spec.unflatten(leaves)
         return args, kwargs
 
-    def sizes_of(self, leaves: Sequence[object]) -> tuple[int, ...] | None:
-        """The sizes of a call, one for each range; None if they are not within what was declared."""
-        found = list[int]()
-        for (_, smallest, largest), places in self.places.items():
-            tensors = [leaves[place] for place, _ in places if place < len(leaves)]
-            if len(tensors) < len(places) or not all(isinstance(tensor, Tensor) for tensor in tensors):
-                return None
-            sizes = {_dim_of(tensor, dim) for tensor, (_, dim) in zip(tensors, places, strict=True)}
-            if len(sizes) > 1 or not smallest <= max(sizes) <= largest:
-                return None
-            found.append(max(sizes))
-        return tuple(found)
-
-    def enlarged(self, sizes: Sequence[int], share: float) -> tuple[int, ...] | None:
-        """The sizes with that of the widest range made longer, up to a share of the largest call's elements.
-
-        None if the sizes have a larger share already.
-        """
-        ranges = list(self.places)
-        widest = max(range(len(ranges)), key=lambda n: ranges[n][2] / ranges[n][1])
-        for number, (size, largest) in enumerate(zip(sizes, self.largest, strict=True)):
-            if number != widest:
-                share *= largest / size
-        longest = min(self.largest[widest], int(share * self.largest[widest]))
-        if longest < sizes[widest]:
-            return None
-        return tuple(longest if number == widest else size for number, size in enumerate(sizes))
-
     @property
     def largest(self) -> tuple[int, ...]:
         """Every size at its largest."""
@@ -123,11 +95,6 @@ class DeclaredShapes:
             if len(found) <= _MOST_ROWS or steps == 1:
                 return found[:_MOST_ROWS]
             steps -= 1
-
-
-def _dim_of(tensor: object, dim: int) -> int:
-    assert isinstance(tensor, Tensor)
-    return tensor.shape[dim] if dim < tensor.dim() else 0
 
 
 def _size_of(name: str, dim: int, given: Range) -> tuple[str, int, int]:
@@ -289,7 +256,8 @@ def _cost_of(fitting: "Fitting", fitted: nn.Module, made: Call, batches: tuple[i
     if found is None:
         return ShapeCost(shapes, "wants no gradient", 0, 1.0, batches=batches)
     plan, is_smaller = found
-    if is_smaller:  # the peak is that of a larger call
-        return ShapeCost(shapes, _AS_IT_IS, plan.plain_peak_bytes, 1.0, batches=batches)
+    if is_smaller:  # than this plan's call, and seen to fit
+        most = min(plan.plain_peak_bytes, plan.allowed_bytes)
+        return ShapeCost(shapes, _AS_IT_IS, most, 1.0, batches=batches)
     how = f"planned, {plan.exactness}"
     return ShapeCost(shapes, how, plan.projected_peak_bytes, plan.time_ratio, batches=batches)

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stowplan.capture import capture
-from stowplan.capture.arguments import flatten
 from stowplan.capture.origins import line_of
 from stowplan.capture.recording import Loss
+from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse
 from stowplan.plan.watch import tell_phase
 from stowplan.run.optimizers import optimizer_named
-from stowplan.run.planning.subject import Subject
+from stowplan.run.planning.planner import Subject
 from stowplan.torch_private import pytree
 
 

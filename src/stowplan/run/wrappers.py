@@ -67,20 +67,26 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
+# What Hugging Face calls checkpointing: since transformers 5.23, and before. The older name then warns.
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+
+
 def switch_checkpointing_off(model: nn.Module) -> None:
-    """Take back what `gradient_checkpointing_enable` of Hugging Face did: flags, and a hook on the inputs."""
+    """Take back what `..._checkpointing_enable` of Hugging Face did: flags, and a hook on the inputs."""
     switched: Any = model
-    if getattr(model, "is_gradient_checkpointing", False) is True:
+    name = next((name for name in _CHECKPOINTING if hasattr(model, f"is_{name}")), None)
+    if name is not None and getattr(model, f"is_{name}") is True:
         tell_of_checkpoints()
-        switched.gradient_checkpointing_disable()
+        getattr(model, f"{name}_disable")()
         if hasattr(model, "_require_grads_hook"):
             switched.disable_input_require_grads()
 
 
 def leave_checkpointing_off(fitted: nn.Module) -> None:
     """Trainers switch checkpointing on in the model; in a fitted one that logs that the plan replaces it."""
-    if hasattr(fitted, "gradient_checkpointing_enable"):
-        vars(fitted)["gradient_checkpointing_enable"] = _enable_nothing
+    for name in _CHECKPOINTING:
+        if hasattr(fitted, f"{name}_enable"):
+            vars(fitted)[f"{name}_enable"] = _enable_nothing
 
 
 def _enable_nothing(*_: object, **__: object) -> None:

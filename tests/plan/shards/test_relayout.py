@@ -4,7 +4,7 @@ import pytest
 
 from stowplan.capture import Captured, capture
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.plan.pricing import Machine
+from stowplan.plan.plan import Machine
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.plan.shards.plan import shard_plan
 from stowplan.plan.shards.projection import Network

@@ -20,7 +20,7 @@ from stowplan.plan.files import plan_file
 from stowplan.plan.plan import Exactness
 from stowplan.run.backend.compile import plans_for
 from stowplan.run.kernels import candidates, compiling
-from stowplan.run.kernels.fused import groups_in_step, kernels_of
+from stowplan.run.kernels.candidates import groups_in_step, kernels_of
 from stowplan.run.kernels.kernel import Kernel
 from stowplan.run.measure.measure import measure
 from stowplan.torch_private import cpp_compiler

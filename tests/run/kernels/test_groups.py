@@ -13,7 +13,7 @@ from stowplan.capture import Captured, capture
 from stowplan.errors import InvalidGraph
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ops.effects import FUSED
-from stowplan.plan.judge.verify import verify
+from stowplan.plan.judge import verify
 from stowplan.plan.kernels import rewrite
 from stowplan.plan.kernels.formation import Group, groups_of
 from stowplan.plan.kernels.fusible import FUSIBLE, POINTWISE, is_view
@@ -21,8 +21,8 @@ from stowplan.plan.kernels.rewrite import Fused, borders_of, fused_graph, groups
 from stowplan.plan.options import PlanOptions
 from stowplan.run.kernels import kernel as kernels_module
 from stowplan.run.kernels.adopt import adopt
-from stowplan.run.kernels.decompositions import nll_loss_backward
-from stowplan.run.kernels.fused import fused_step, groups_in_step, kernels_of
+from stowplan.run.kernels.candidates import fused_step, groups_in_step, kernels_of
+from stowplan.run.kernels.decompositions import mean_of_rows, nll_loss_backward, sum_of_rows
 from stowplan.run.kernels.kernel import Kernel
 from stowplan.run.kernels.known import Finding, read_finding, write_finding
 from stowplan.run.planning.planner import planner_for_captured, replay_bytes
@@ -308,6 +308,37 @@ def test_losses_are_decomposed_to_the_same_gradient(dims: tuple[int, ...], reduc
         loss, total = forward(scores, target, weight, reduction, -100)
         given = (torch.randn_like(loss), scores, target, weight, reduction, -100, total)
         assert torch.equal(backward(*given), nll_loss_backward(*given))
+
+
+@pytest.mark.parametrize("rows", [67, 96, 1576, 2048])
+@pytest.mark.parametrize("keep", [False, True])
+def test_sums_of_rows_are_decomposed_to_the_same_sum(rows: int, keep: bool) -> None:
+    for values, dims in ((torch.randn(rows, 5).double(), [0]), (torch.randn(3, rows, 5).double(), [0, -2])):
+        torch.testing.assert_close(sum_of_rows(values, dims, keep), values.sum(dims, keep))
+        torch.testing.assert_close(mean_of_rows(values, dims, keep), values.mean(dims, keep))
+
+
+def test_short_sums_and_sums_along_rows_stay_as_they_are() -> None:
+    assert sum_of_rows(torch.randn(64, 5), [0]) is NotImplemented
+    assert sum_of_rows(torch.randn(5, 1000), [1]) is NotImplemented
+    assert sum_of_rows(torch.randn(5, 1000), None) is NotImplemented
+
+
+def test_a_norm_alone_is_a_group_and_a_sum_of_gradients_joins_what_it_adds() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = torch.tanh(self.inner(self.norm(x))).sum()
+            return loss
+
+    captured = capture(Normed(), (torch.randn(96, 8, requires_grad=True),))
+    types = {op.id: op.type for op in captured.graph.ops}
+    found = [{types[op] for op in group.own} for group in groups_in_step(captured)]
+    assert {"aten.native_layer_norm.default"} in found
+    assert any({"aten.tanh_backward.default", "aten.sum.dim_IntList"} <= group for group in found)
 
 
 def test_what_is_known_of_a_kernel_comes_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

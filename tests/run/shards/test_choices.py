@@ -17,7 +17,7 @@ from tests.support.workers.processes import on_workers
 
 pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
-SIZE = 40
+SIZE, SMALL = 40, 16  # of images; small ones are computed faster whole on each worker than in parts
 
 
 class Classifier(nn.Module):
@@ -33,9 +33,9 @@ class Classifier(nn.Module):
         return F.cross_entropy(self.body(image).mean((2, 3)), labels)
 
 
-def example(batch: int) -> tuple[Classifier, tuple[Tensor, Tensor]]:
+def example(batch: int, size: int = SIZE) -> tuple[Classifier, tuple[Tensor, Tensor]]:
     torch.manual_seed(3)
-    image = torch.randn(batch, 3, SIZE, SIZE, dtype=torch.float64)
+    image = torch.randn(batch, 3, size, size, dtype=torch.float64)
     return Classifier().double(), (image, torch.randint(16, (batch,)))
 
 
@@ -49,8 +49,8 @@ class Chosen:
     sent_bytes: tuple[int, int]
 
 
-def chosen(batch: int, budget: int | str, **settings: object) -> Chosen:
-    model, args = example(batch)
+def chosen(batch: int, budget: int | str, size: int = SIZE, **settings: object) -> Chosen:
+    model, args = example(batch, size)
     plain = copy.deepcopy(model)
     plain(*args).backward()
     fitted = fit(model, args, budget=budget, moves=20, allow=("recompute",), **settings)  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def chosen(batch: int, budget: int | str, **settings: object) -> Chosen:
 def look() -> list[Chosen]:
     by_samples = chosen(2, "1GiB", mesh=2)
     relaid = chosen(1, "1GiB", mesh="space=2", layouts="choose")
-    model, args = example(1)
+    model, args = example(1, SMALL)
     with pytest.raises(BudgetTooSmall) as refused:
         fit(model, args, budget=1, moves=20, allow=("recompute",), mesh=2)
     with pytest.raises(BadUse, match="of a number of workers, that is chosen"):
@@ -79,7 +79,7 @@ def look() -> list[Chosen]:
         fit(model, args, budget="1GiB", mesh="space=2", layouts="best")
     with pytest.raises(BadUse, match="no preference 'beauty'"):
         fit(model, args, budget="1GiB", mesh="space=2", prefer="beauty")
-    return [by_samples, relaid, chosen(1, refused.value.minimum_bytes, mesh=2)]
+    return [by_samples, relaid, chosen(1, refused.value.minimum_bytes, SMALL, mesh=2)]
 
 
 @timed

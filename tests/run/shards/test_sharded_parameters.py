@@ -34,6 +34,7 @@ class Findings:
     roomy: Trained
     tight: Trained
     uneven: Trained  # two samples on one worker, one on the other
+    accumulated: Trained  # four backwards before each step
     faults: dict[str, float]
     refusals: dict[str, str]
     saved: list[Any]  # whole parameters, as numbers
@@ -78,8 +79,9 @@ def look(folder: Path) -> Findings:
     resumed = all(map(torch.equal, roomy.values(), saved))
     tight = Training(int(0.75 * right.projected_bytes)).run(2)
     uneven = Training("1GiB", batch=3).run(2)
+    accumulated = Training("1GiB", accumulate=4).run(2)
     refusals, values = dict(_refusals(roomy)), [each.tolist() for each in saved]
-    return Findings(right, tight, uneven, faults, refusals, values, resumed)
+    return Findings(right, tight, uneven, accumulated, faults, refusals, values, resumed)
 
 
 def _faults(training: Training) -> Iterator[tuple[str, float]]:
@@ -103,11 +105,7 @@ def _refusals(sharded: Training) -> Iterator[tuple[str, str]]:
     shapes = [parameter.shape for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters())
     settings: dict[str, dict[str, Any]] = {
-        "an optimizer of whole parameters": {
-            "mesh": "data=2",
-            "parameters": "replicate",
-            "optimizer": optimizer,
-        },
+        "an optimizer without a mesh": {"parameters": "replicate", "optimizer": optimizer, "accumulate": 4},
         "a number of workers": {"mesh": 2},
         "no such choice": {"mesh": "data=2", "parameters": "halve"},
     }
@@ -148,6 +146,13 @@ def test_workers_with_unequal_shares_have_plans_of_their_own(two: list[Findings]
         assert found.uneven.is_right, found.uneven
 
 
+def test_gradients_of_several_backwards_add_up_in_the_shards(two: list[Findings]) -> None:
+    """Each backward sums its own, so that no worker holds whole gradients between them."""
+    for found in two:
+        assert found.accumulated.is_right, found.accumulated
+        assert found.accumulated.sent_bytes[0] == 4 * found.roomy.sent_bytes[0]
+
+
 def test_parameters_are_sharded_over_all_workers_of_other_axes_too() -> None:
     for found, faults in on_workers(4, look_along_the_sequence):
         assert found.is_right, found
@@ -180,7 +185,7 @@ def test_a_checkpoint_of_shards_is_resumed_and_loads_as_whole(two: list[Findings
 @pytest.mark.parametrize(
     ("what", "why"),
     [
-        ("an optimizer of whole parameters", 'parameters="shard"'),
+        ("an optimizer without a mesh", 'mesh="data=2"'),
         ("a number of workers", "not for a chosen division"),
         ("no such choice", "replicate, shard, choose"),
         ("the model itself", "are shards since fit"),

@@ -15,8 +15,8 @@ from stowplan.plan.tiles.barriers import is_barrier
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.segment import segment_of
-from stowplan.run.planning.subject import PlannedStep
-from stowplan.run.shards.placeholders import subject_with_placeholders
+from stowplan.run.planning.planner import PlannedStep
+from stowplan.run.shards.shard_planner import subject_with_placeholders
 from stowplan.run.shards.step import ShardedStep
 from tests.support.workers.budgets import Part, Taken, within_budgets
 from tests.support.workers.compared import EXACT, distance, gradients_of

@@ -15,7 +15,7 @@ from stowplan import fit, shards_of
 from stowplan.plan.plan import Compute, RecomputeOp, Step
 from stowplan.run.iteration.iteration import Iteration
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.subject import PlannedStep
+from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.shards.checkpoints import Checkpoints
 from tests.support.workers.compared import distance, example_of
 
@@ -45,10 +45,12 @@ def iterate(
     args: tuple[Any, ...],
     optimizer: torch.optim.Optimizer,
     clips: nn.Module | None,
+    accumulate: int = 1,
 ) -> float:
-    """One iteration of the usual loop."""
-    loss = step(*args)
-    loss.backward()  # type: ignore[no-untyped-call]
+    """One iteration of the usual loop, and its last loss."""
+    for _ in range(accumulate):
+        loss = step(*args)
+        loss.backward()  # type: ignore[no-untyped-call]
     if clips is not None:
         nn.utils.clip_grad_norm_(clips.parameters(), CLIP)
     optimizer.step()
@@ -65,9 +67,10 @@ class Training:
         """Without `mesh`, samples are divided over all workers."""
         self.model, self.args = example_of(net, batch=batch)
         self._first = copy.deepcopy(self.model)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self._accumulate: int = options.get("accumulate", 1)
         mesh = mesh or f"data={dist.get_world_size()}"
-        how = {"mesh": mesh, "parameters": "shard", "moves": 100, "optimizer": self._optimizer}
+        how: dict[str, Any] = {"mesh": mesh, "parameters": "shard", "moves": 100, "optimizer": self.optimizer}
         self.fitted = fit(self.model, self.args, budget=budget, **{**how, "clip_norm": CLIP, **options})
 
     @property
@@ -78,7 +81,7 @@ class Training:
 
     def checkpoints(self, folder: Path) -> Checkpoints:
         """Of model and optimizer in this folder."""
-        return Checkpoints(folder, shards_of(self.fitted).workers, self.fitted, self._optimizer)
+        return Checkpoints(folder, shards_of(self.fitted).workers, self.fitted, self.optimizer)
 
     def values(self) -> list[Tensor]:
         """The whole parameters."""
@@ -90,18 +93,19 @@ class Training:
         plain, sharded = copy.deepcopy(self._first), shards_of(self.fitted)
         with sharded.whole():
             self.model.load_state_dict(plain.state_dict())
-        self._optimizer.state.clear()
+        self.optimizer.state.clear()
         alone = torch.optim.AdamW(plain.parameters(), lr=1e-3)
         torch.manual_seed(3)
-        expected = [iterate(plain, self.args, alone, plain) for _ in range(iterations)]
+        times = self._accumulate
+        expected = [iterate(plain, self.args, alone, plain, times) for _ in range(iterations)]
         torch.manual_seed(3)
         losses, peak = list[float](), 0
         shares, _ = sharded.share(*self.args)
         for _ in range(iterations):
             sharded.workers.sent_bytes = 0
-            state = [t for each in self._optimizer.state.values() for t in each.values()]
+            state = [t for each in self.optimizer.state.values() for t in each.values()]
             before = [*shares, *self.model.parameters(), *self.model.buffers(), *state]
-            taken = measure(partial(iterate, self.fitted, shares, self._optimizer, None), before=before)
+            taken = measure(partial(iterate, self.fitted, shares, self.optimizer, None, times), before=before)
             losses.append(taken.result)
             peak = max(peak, taken.measured_peak_bytes)
         off = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
@@ -113,7 +117,7 @@ class Training:
             planned.plan.allowed_bytes + sharded.remembered_bytes,
             peak,
             planned.plan.projected_peak_bytes,
-            (sharded.workers.sent_bytes, sharded.sent_bytes(planned)),
+            (sharded.workers.sent_bytes, times * sharded.sent_bytes(planned)),
             sum(_repeats_a_gather(step) for step in steps),
         )
 

@@ -21,7 +21,7 @@ from stowplan.ir import (
     Use,
     bytes_of_shape,
 )
-from stowplan.ops.aliasing import aliasing_of
+from stowplan.ops.effects import aliasing_of
 from stowplan.ops.onnx_shapes import RESIZES, STATISTICS, constant_key, onnx_shapes_of
 from stowplan.ops.table import Site
 

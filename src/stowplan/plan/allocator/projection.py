@@ -1,13 +1,15 @@
 """A plan through the caching allocator: allocated and reserved peaks beside the requested one.
 
-For a device the budget limits reserved bytes. A plan whose blocks fragment is repaired first: a *held
-segment*, allocated and freed once before the model is loaded, lets later requests share one segment instead
-of many. If the step still reserves more than the budget, it is planned for fewer requested bytes.
+For a device the budget limits reserved bytes. A plan whose blocks fragment is repaired first: *held
+segments*, allocated and freed once before the model is loaded, let later requests share few large segments
+instead of many. If the step still reserves more than the budget, it is planned for fewer requested bytes.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from random import Random
 
 from stowplan.errors import BudgetTooSmall, IllegalPlan
 from stowplan.plan.allocator.arena import ArenaLayout
@@ -18,6 +20,9 @@ from stowplan.plan.plan import Compute, Free, Plan
 from stowplan.units import format_bytes
 
 ITERATIONS = 3  # growth after the first shows in the second; the third shows that it has ended
+_MOST_HELD = 6  # segments
+_TRIED = 600  # sets of held segments, and at most this many requests, about three seconds:
+_REQUESTS = 2_000_000
 _BUDGETS = 16  # of requested bytes that are planned for, from the baseline's peak down
 
 
@@ -25,13 +30,14 @@ _BUDGETS = 16  # of requested bytes that are planned for, from the baseline's pe
 class HeapProjection:
     """What a plan takes from a device, iteration by iteration.
 
-    `unrepaired_bytes` is the reserved peak without the held segment, equal to the reserved peak if none is
-    held. Peaks count everything alive during the step except constants, as the plan's own do.
+    `held_segments` are their sizes, to be allocated together and then freed. `unrepaired_bytes` is the
+    reserved peak without them, equal to the reserved peak if none is held. Peaks count everything alive
+    during the step except constants, as the plan's own do.
     """
 
     settings: AllocatorSettings
     iterations: tuple[HeapFigures, ...]
-    held_bytes: int
+    held_segments: tuple[int, ...]
     unrepaired_bytes: int
     floor_bytes: int  # the peaks of both pools, which the allocator cannot share: no placement reserves less
 
@@ -53,16 +59,23 @@ def project(
     repair: bool = True,
     lasting: tuple[int, ...] = (),
     arena: ArenaLayout | None = None,
+    enough_bytes: int = 0,
 ) -> HeapProjection:
     """Run the plan's requests through the allocator; OutOfDeviceMemory if the device is too small.
 
     `lasting` are the bytes of blocks that libraries keep beside the plan's tensors. With an `arena`, the
-    requests are those of a step that runs in it.
+    requests are those of a step that runs in it. If one held segment does not bring the reserved bytes to
+    `enough_bytes`, several are tried.
     """
     requests = requests_of(plan, lasting, arena)
     unlimited = _unlimited(settings)
-    plain = _run(requests, unlimited, 0)
-    held = _best_held(requests, unlimited, plain[-1]) if repair and not settings.expandable_segments else 0
+    plain = _run(requests, unlimited, ())
+    floor = _floor(requests, settings)
+    if repair and not settings.expandable_segments:
+        most = 1 if 0 < enough_bytes < floor else _MOST_HELD  # more would be in vain
+        held = _best_held(requests, unlimited, plain[-1], max(floor, enough_bytes), most)
+    else:
+        held = ()
     iterations = _run(requests, settings, held)
     expected = (arena.use.peak_bytes if arena else plan.requested_peak_bytes) + sum(lasting)
     if iterations[0].requested_peak_bytes != expected:
@@ -70,9 +83,37 @@ def project(
             f"its requests add up to {iterations[0].requested_peak_bytes} bytes at most, its projected peak"
             f" and what libraries keep to {expected}"
         )
-    return HeapProjection(
-        settings, iterations, held, plain[-1].reserved_peak_bytes, _floor(requests, settings)
-    )
+    return HeapProjection(settings, iterations, held, plain[-1].reserved_peak_bytes, floor)
+
+
+def figures_of(requests: Requests, settings: AllocatorSettings) -> HeapFigures:
+    """What requests take from a device in one iteration, as they are."""
+    allocator, addresses = begun(requests, settings, ())
+    return _issue(allocator, requests.iteration, addresses)
+
+
+def project_in_turn(
+    plans: Iterable[Plan], settings: AllocatorSettings, *, held_segments: Sequence[int] = ()
+) -> tuple[HeapFigures, ...]:
+    """The figures after an iteration of each plan, one after the other on one device, as shapes change.
+
+    What exists before a step stays for the next plan if that has a tensor of its size there, such as a
+    parameter. The rest, such as inputs of another shape, is freed, and that of the next plan is allocated.
+    """
+    allocator, _ = begun(Requests((), ()), settings, held_segments)
+    there: dict[int, list[int]] = {}  # addresses by size
+    figures = []
+    for requests in map(requests_of, plans):
+        needed = Counter(nbytes for _, nbytes in requests.before)
+        for nbytes, addresses in there.items():
+            while len(addresses) > needed[nbytes]:
+                allocator.free(addresses.pop())
+        for _, nbytes in requests.before:
+            addresses = there.setdefault(nbytes, [])
+            if len(addresses) < needed[nbytes]:
+                addresses.append(allocator.malloc(nbytes))
+        figures.append(_issue(allocator, requests.iteration, {}))
+    return tuple(figures)
 
 
 def _floor(requests: Requests, settings: AllocatorSettings) -> int:
@@ -93,43 +134,96 @@ def _unlimited(settings: AllocatorSettings) -> AllocatorSettings:
     return replace(settings, garbage_collection_threshold=0.0, capacity_bytes=None, fraction=None)
 
 
-def _run(requests: Requests, settings: AllocatorSettings, held_bytes: int) -> tuple[HeapFigures, ...]:
-    allocator = CachingAllocator(settings)
-    addresses: dict[int, int] = {}
-    allocator.free(allocator.malloc(held_bytes))
-    allocator.reset_peaks()
-    _issue(allocator, requests.before, addresses)
+def _run(requests: Requests, settings: AllocatorSettings, held: Sequence[int]) -> tuple[HeapFigures, ...]:
+    allocator, addresses = begun(requests, settings, held)
     return tuple(_issue(allocator, requests.iteration, addresses) for _ in range(ITERATIONS))
 
 
+def begun(
+    requests: Requests, settings: AllocatorSettings, held: Sequence[int]
+) -> tuple[CachingAllocator, dict[int, int]]:
+    """An allocator before the first iteration, and the addresses of the blocks that are there."""
+    allocator = CachingAllocator(settings)
+    for address in [allocator.malloc(nbytes) for nbytes in held]:
+        allocator.free(address)
+    allocator.reset_peaks()
+    addresses: dict[int, int] = {}
+    _issue(allocator, requests.before, addresses)
+    return allocator, addresses
+
+
 def _issue(
-    allocator: CachingAllocator, requests: tuple[Request, ...], addresses: dict[int, int]
+    allocator: CachingAllocator, requests: tuple[Request, ...], addresses: dict[int, int], most: int = 2**63
 ) -> HeapFigures:
+    """The figures after the requests, or as soon as more than `most` bytes are reserved."""
     for block, nbytes in requests:
         if nbytes:
             addresses[block] = allocator.malloc(nbytes)
+            if allocator.reserved_bytes > most:
+                break
         else:
             allocator.free(addresses.pop(block))
     return allocator.figures()
 
 
-def _best_held(requests: Requests, settings: AllocatorSettings, plain: HeapFigures) -> int:
-    """The size of a held segment with which least is reserved; 0 if none makes a difference.
+def _best_held(
+    requests: Requests, settings: AllocatorSettings, plain: HeapFigures, target: int, most: int
+) -> tuple[int, ...]:
+    """Sizes of up to `most` held segments with which least is reserved, as far as was found; or none.
 
-    Sizes are shares of the requested peak, in per cent, then in tenths of a per cent around the best of them.
+    One segment comes first: shares of the requested peak, in per cent, then in tenths of a per cent around
+    the best of them. Then segments are split, merged and resized at random until `target` is reached: blocks
+    of unlike size or life fragment less if segments keep them apart. A smaller target is searched like a
+    larger one, for longer, and so never ends with more.
     """
-    best, least = 0, plain.reserved_peak_bytes
+    least, best = plain.reserved_peak_bytes, tuple[int, ...]()
+
+    def reserved_with(held: Sequence[int]) -> int:
+        """The reserved peak, or more than `least` as soon as it is that."""
+        allocator, addresses = begun(requests, settings, held)
+        for _ in range(ITERATIONS):
+            reserved = _issue(allocator, requests.iteration, addresses, least).reserved_peak_bytes
+            if reserved > least:
+                break
+        return reserved
+
     for shares in (range(900, 1201, 10), range(-9, 10)):
-        middle = best
+        middle = sum(best)
         for share in shares:
-            held = (middle + plain.requested_peak_bytes * share // 1000) // SEGMENT_STEP * SEGMENT_STEP
-            if OWN_SEGMENT <= held < least:
-                reserved = _run(requests, settings, held)[-1].reserved_peak_bytes
-                if reserved < least:
-                    best, least = held, reserved
+            held = _whole(middle + plain.requested_peak_bytes * share // 1000)
+            if OWN_SEGMENT <= held < least and (reserved := reserved_with((held,))) < least:
+                least, best = reserved, (held,)
         if not best:
             break
+    random, sizes = Random(0), best or (_whole(plain.requested_peak_bytes),)
+    for _ in range(min(_TRIED, _REQUESTS // max(1, len(requests.iteration)))):
+        if least <= target or most == 1:
+            break
+        varied = _varied(sizes, random, most)
+        if sum(varied) < least and (reserved := reserved_with(varied)) <= least:
+            least, best = reserved, varied
+        sizes = best or varied
     return best
+
+
+def _whole(nbytes: int) -> int:
+    return nbytes // SEGMENT_STEP * SEGMENT_STEP
+
+
+def _varied(held: tuple[int, ...], random: Random, most: int) -> tuple[int, ...]:
+    """Other sizes: one segment split, two merged, or one resized, with or without another in its place."""
+    sizes, at, kind = list(held), random.randrange(len(held)), random.random()
+    if kind < 0.35 and len(held) < most:
+        front = _whole(int(sizes[at] * random.random()))
+        sizes[at : at + 1] = [front, sizes[at] - front]
+    elif kind < 0.5 and at:
+        sizes[at - 1 : at + 1] = [sizes[at - 1] + sizes[at]]
+    else:
+        step = SEGMENT_STEP * random.choice((-16, -8, -4, -2, -1, 1, 2, 4, 8))
+        sizes[at] += step
+        if random.random() < 0.5:
+            sizes[random.randrange(len(held))] -= step
+    return tuple(size for size in sizes if size >= OWN_SEGMENT) or held
 
 
 def plan_for_device(
@@ -150,7 +244,7 @@ def plan_for_device(
     for plan in chain(keeps_all, _smaller_and_smaller(plan_of, roomiest.plain_peak_bytes)):
         if plan.projected_peak_bytes > allowed_bytes:
             continue
-        heap = project(plan, settings, lasting=lasting)
+        heap = project(plan, settings, lasting=lasting, enough_bytes=allowed_bytes)
         reserved = heap.figures.reserved_peak_bytes
         if reserved <= allowed_bytes:
             return plan, heap

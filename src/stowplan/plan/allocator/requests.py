@@ -5,13 +5,14 @@ One stream: the copy streams of a tier use blocks of the main stream, which wait
 others, such as gradients, is freed before the next iteration, as `zero_grad(set_to_none=True)` does.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from stowplan.analyse.facts import is_resident
 from stowplan.plan.allocator.arena import ArenaLayout, Placement
 from stowplan.plan.explain.timeline import timeline_of_plan
-from stowplan.plan.judge.simulate import transfer_bytes
+from stowplan.plan.judge import transfer_bytes
 from stowplan.plan.plan import Plan
 
 
@@ -28,6 +29,32 @@ class Requests:
 
     before: tuple[Request, ...]
     iteration: tuple[Request, ...]
+
+
+class Lifetime(NamedTuple):
+    """A storage from one event to another, inclusive; `is_there` before the first iteration, and stays."""
+
+    nbytes: int
+    first: int
+    last: int
+    is_there: bool = False
+
+
+def requests_of_lifetimes(lifetimes: Iterable[Lifetime], workspace_bytes: Sequence[int]) -> Requests:
+    """What a step without a plan allocates; `workspace_bytes` is that of each event's kernels."""
+    before, begun, ended = list[Request](), dict[int, list[Request]](), dict[int, list[Request]]()
+    for block, life in enumerate(lifetimes, start=1):  # block 0 is the workspace
+        if life.nbytes and life.is_there:
+            before.append(Request(block, life.nbytes))
+        elif life.nbytes:
+            begun.setdefault(life.first, []).append(Request(block, life.nbytes))
+            ended.setdefault(life.last, []).append(Request(block, 0))
+    iteration = list[Request]()
+    for event, workspace in enumerate(workspace_bytes):
+        iteration += begun.get(event, ())
+        iteration += (Request(0, workspace), Request(0, 0)) if workspace else ()
+        iteration += ended.get(event, ())
+    return Requests(tuple(before), tuple(iteration))
 
 
 def requests_of(

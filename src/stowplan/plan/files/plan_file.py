@@ -16,7 +16,7 @@ from stowplan.errors import BadInput, IllegalPlan
 from stowplan.formats import stow
 from stowplan.formats.checked import bad_input_of
 from stowplan.ir import Document
-from stowplan.plan.judge.verify import verify
+from stowplan.plan.judge import verify
 from stowplan.plan.plan import (
     AgainstEager,
     ArenaUse,
@@ -27,6 +27,7 @@ from stowplan.plan.plan import (
     Load,
     Offload,
     Plan,
+    Pricing,
     Recompute,
     RecomputeOp,
     Step,
@@ -34,7 +35,6 @@ from stowplan.plan.plan import (
     Tile,
     transfer_id,
 )
-from stowplan.plan.pricing import Pricing
 from stowplan.plan.tile_map import TileMap
 
 Content = TypeVar("Content")

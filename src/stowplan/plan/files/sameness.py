@@ -12,8 +12,20 @@ def first_difference(planned: Graph, given: Graph) -> str | None:
     for position, (ours, theirs) in enumerate(zip_longest(planned.ops, given.ops)):
         for what in _differences(planned, ours, given, theirs):
             return f"op {position + 1}: {what}"
-    left = planned.held ^ given.held
-    return f"{min(left)!r} is held to the end in only one of them" if left else None
+    if left := planned.held ^ given.held:
+        return f"{min(left)!r} is held to the end in only one of them"
+    ours, theirs = _beside(planned), _beside(given)
+    other = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    if not other:
+        return None
+    where = "plan" if other[0] not in theirs else "step" if other[0] not in ours else ""
+    return f"{other[0]!r} is in the {where} alone" if where else f"{other[0]!r} has other sizes in the two"
+
+
+def _beside(graph: Graph) -> "dict[str, _Look]":
+    """Tensors that take memory all along, though no op reads or writes them."""
+    used = {use.tensor for op in graph.ops for use in (*op.inputs, *op.outputs)}
+    return {name: _look(tensor) for name, tensor in graph.tensors.items() if name not in used}
 
 
 def other_ops(planned: Graph, given: Graph) -> str:

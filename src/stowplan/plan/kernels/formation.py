@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stowplan.ir import Graph, Phase
 from stowplan.plan.kernels.dependencies import Dependencies, bits_of
-from stowplan.plan.kernels.fusible import POINTWISE, domain_of, is_fusible
+from stowplan.plan.kernels.fusible import POINTWISE, SINGLES, domain_of, is_fusible
 from stowplan.plan.problem import outdated_tensors, updated_buffers
 
 _MOST_OPS = 48
@@ -36,7 +36,7 @@ class Group:
 
 
 def groups_of(graph: Graph, barred: Collection[str] = ()) -> tuple[Group, ...]:
-    """The groups of two ops or more, none of which has an op that is `barred`."""
+    """The groups of two ops or more, and single ops of `SINGLES`; none has an op that is `barred`."""
     known = Dependencies(graph)
     updated = updated_buffers(graph)
     fusible = [op.id not in barred and is_fusible(graph, op, updated) for op in graph.ops]
@@ -67,7 +67,11 @@ def _joined(graph: Graph, known: Dependencies, fusible: Sequence[bool]) -> list[
             known.join(whole)
             for member in bits_of(whole):
                 group_of[member], domains[member] = whole, sizes[1]
-    return [found for found in dict.fromkeys(group_of.values()) if found.bit_count() > 1]
+    return [
+        found
+        for found in dict.fromkeys(group_of.values())
+        if found.bit_count() > 1 or graph.ops[next(bits_of(found))].type in SINGLES
+    ]
 
 
 def _with_views(graph: Graph, known: Dependencies, members: int) -> Group:

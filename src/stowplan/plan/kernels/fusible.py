@@ -3,7 +3,7 @@
 from collections.abc import Container
 from math import prod
 
-from stowplan.ir import DType, Graph, Op, Phase
+from stowplan.ir import Graph, Op, Phase
 from stowplan.ops import aten
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import site_of
@@ -39,8 +39,17 @@ _OTHERS = frozenset(
     )
 )
 FUSIBLE = POINTWISE | _OTHERS
-_SUMS = frozenset(("aten.sum.default", "aten.sum.dim_IntList", "aten.mean.default", "aten.mean.dim"))
-_SHORT = 64  # additions in a row whose rounding does not matter
+
+SINGLES = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("_log_softmax.default", "_log_softmax_backward_data.default"),
+        *("native_layer_norm.default", "native_layer_norm_backward.default"),
+        *("native_group_norm.default", "native_group_norm_backward.default"),
+        *(BATCH_NORM.removeprefix("aten."), "native_batch_norm_backward.default"),
+    )
+)
+"""Ops that may be worth a kernel of their own: eager computes them in several passes."""
 _HALVES = (Phase.FORWARD, Phase.BACKWARD)
 
 
@@ -59,8 +68,6 @@ def is_fusible(graph: Graph, op: Op, updated: Container[str]) -> bool:
         return False
     if op.type != BATCH_NORM and any(graph.storage_of(name) in updated for name in op.reads()):
         return False
-    if op.type in _SUMS and _adds_rows(graph, op):
-        return False
     own = all(graph.tensors[name].alias_of is None for name in op.writes())
     return own and not op.attributes.get("swayed") and effect_of(site_of(graph, op)) is Effect.NONE
 
@@ -68,14 +75,3 @@ def is_fusible(graph: Graph, op: Op, updated: Container[str]) -> bool:
 def domain_of(graph: Graph, op: Op) -> int:
     """The elements that the op's loop runs over: those of its largest tensor."""
     return max((prod(graph.tensors[use.tensor].shape or ()) for use in (*op.inputs, *op.outputs)), default=0)
-
-
-def _adds_rows(graph: Graph, op: Op) -> bool:
-    """Whether many rows are added to one: eager's kernel adds them in pairs, inductor's one after another."""
-    (result,) = op.writes()
-    dims = op.attributes.get("dim")
-    shape = graph.tensors[next(op.reads())].shape or ()
-    reduced = {dim % len(shape) for dim in dims if isinstance(dim, int)} if isinstance(dims, tuple) else None
-    last = max(set(range(len(shape))) - reduced, default=-1) if reduced else -1
-    before = prod(shape[dim] for dim in reduced or () if dim < last)
-    return before > _SHORT and graph.tensors[result].dtype is not DType.FLOAT64

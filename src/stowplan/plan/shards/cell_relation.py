@@ -37,9 +37,14 @@ class CellRelation:
             return rect
         spans: list[Span] = []
         for dim in range(len(cells.groups)):
-            same = self._same(need, cells, dim)
-            span = (rect.lo[dim], rect.hi[dim])
-            spans += cells.box(dim, span) if same is None else self.output.spans(outputs, same)
+            same, piece = self._same(need, cells, dim), self._piece(need, cells, dim)
+            if same is not None:
+                spans += self.output.spans(outputs, same)
+            elif piece is not None:
+                number, along = piece
+                spans += ((number, number + 1), *self.output.spans(outputs, along))
+            else:
+                spans += cells.box(dim, (rect.lo[dim], rect.hi[dim]))
         return Rect(tuple(low for low, _ in spans), tuple(high for _, high in spans))
 
     def _same(self, need: Need, cells: Cells, dim: int) -> int | None:
@@ -48,6 +53,18 @@ class CellRelation:
         if found is None or self.output.groups[found] != cells.groups[dim]:
             return None
         return found
+
+    def _piece(self, need: Need, cells: Cells, dim: int) -> tuple[int, int] | None:
+        """The index of an input dim's first cell that a slice of it is, and the output dim it becomes."""
+        found = sliced_dim(need, dim)
+        if found is None:
+            return None
+        along, start = found
+        first, *rest = cells.groups[dim]
+        size = prod(rest)
+        if not rest or self.output.groups[along] != tuple(rest) or start % size or start >= first * size:
+            return None
+        return start // size, along
 
     def seen(self, number: int, outputs: Rect, need: Rect, cells: Cells) -> Rect:
         """The needed rect of an input as the op sees it, without cells."""
@@ -60,7 +77,7 @@ class CellRelation:
         local = cells.local(need)
         spans = [
             (local.lo[dim], local.hi[dim])
-            if self._same(rule, cells, dim) is not None
+            if self._same(rule, cells, dim) is not None or self._piece(rule, cells, dim) is not None
             else (flat.lo[dim], flat.hi[dim])
             for dim in range(local.ndim)
         ]
@@ -75,6 +92,10 @@ class CellRelation:
         same = self._same(need, cells, dim)
         if same is not None:
             return self.output.first(same) + cell - cells.first(dim)
+        piece = self._piece(need, cells, dim)
+        if piece is not None:
+            inside = cell - cells.first(dim) - 1
+            return None if inside < 0 else self.output.first(piece[1]) + inside
         if cell != cells.first(dim):
             return None
         dim_map = need.dims[dim]
@@ -98,7 +119,7 @@ class CellRelation:
         return all(m.kind_of(dim) is DimKind.SHARED or self._is_index(need, cells, n) for n, m in maps)
 
     def _is_index(self, need: Need, cells: Cells, dim: int) -> bool:
-        if self._same(need, cells, dim) is not None:
+        if self._same(need, cells, dim) is not None or self._piece(need, cells, dim) is not None:
             return True
         dim_map = need.dims[dim]
         if not isinstance(dim_map, Prefix | Grouped) or (isinstance(dim_map, Grouped) and dim_map.overlaps):
@@ -113,6 +134,14 @@ def followed_dim(need: Need, dim: int) -> int | None:
     """The output dim that an input dim is, index by index; None if it is none."""
     dim_map = need.dims[dim]
     return dim_map.dim if isinstance(dim_map, Sliding) and dim_map.window == _POINT else None
+
+
+def sliced_dim(need: Need, dim: int) -> tuple[int, int] | None:
+    """The output dim that adjacent indices of an input dim are, and the first of them; None if it is none."""
+    dim_map = need.dims[dim]
+    if not isinstance(dim_map, Sliding) or dim_map.window != replace(_POINT, before=dim_map.window.before):
+        return None
+    return dim_map.dim, -dim_map.window.before
 
 
 def cell_relation(site: Site, relation: Relation, inputs: Sequence[Cells], output: Cells) -> CellRelation:

@@ -1,4 +1,4 @@
-"""Which mesh a number of workers should be, of all ways to hand them out to dims.
+"""Which mesh a number of workers should be, of all ways to hand them out to dims of inputs and weights.
 
 Each is projected exactly; of many workers, whose meshes are many, those that look best at a glance.
 """
@@ -6,20 +6,23 @@ Each is projected exactly; of many workers, whose meshes are many, those that lo
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
+from math import inf
 
 from stowplan.errors import BadUse, BudgetTooSmall, TooManyWorkers
 from stowplan.ir import Graph, Kind
 from stowplan.ops.table import shape_of
-from stowplan.plan.pricing import Machine, price_by_roofline
+from stowplan.plan.plan import Machine, price_by_roofline
 from stowplan.plan.shards.mesh import Axis, Mesh
 from stowplan.plan.shards.plan import ShardPlan, glance_plan
 from stowplan.plan.shards.projection import Network, Projection, project, slowest_seconds
 from stowplan.plan.shards.seeds import seeds_for
 from stowplan.plan.shards.traffic import itemsize_of
+from stowplan.plan.shards.weights import MODEL, WeightSearch
 from stowplan.units import format_bytes
 
 _ALL_PROJECTED = 64  # workers up to which every mesh is projected
 _PROJECTED = 3  # of more, the meshes that look best
+_MOST_MODEL = 16  # workers along a `model` axis, which sum every layer: beyond that they are far apart
 _MOST_SPACE = 2  # dims of space that are cut: more cost more neighbours than they save halo
 
 
@@ -72,7 +75,10 @@ def _most_promising_first(
     whole = price_by_roofline(graph, machine).seconds
 
     def seconds(mesh: Mesh) -> float:
-        plan = glance_plan(graph, mesh, seeds_for(graph, mesh), ends)
+        try:
+            plan = glance_plan(graph, mesh, seeds_for(graph, mesh), ends)
+        except TooManyWorkers:
+            return inf
         received = max(_received_seconds(plan, worker, network) for worker in plan.shards)
         return slowest_seconds(plan, whole, machine) + received
 
@@ -90,8 +96,11 @@ def meshes_of(graph: Graph, workers: int) -> Iterator[Mesh]:
     shapes = [shape_of(t) for t in graph.tensors.values() if t.kind is Kind.INPUT]
     image = max(shapes, key=len, default=())
     is_image = len(image) > 3
+    has_hidden_dims = WeightSearch(graph, 2).around_hidden_dims()
     names = ["data", *(["space"] * min(_MOST_SPACE, len(image) - 2) if is_image else ["sequence"])]
     sizes = [*image[:1], *(image[2:] if is_image else image[1:2])]
+    if has_hidden_dims:
+        names, sizes = [*names, MODEL], [*[*sizes, 1][: len(names)], _MOST_MODEL]
     for parts in _factors(workers, len(names)):
         if all(part <= size for part, size in zip(parts, sizes, strict=False)):
             yield Mesh(tuple(map(Axis, names, parts)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from stowplan.errors import BadUse, TooManyWorkers
 from stowplan.ir import Graph
-from stowplan.plan.pricing import Machine
+from stowplan.plan.plan import Machine
 from stowplan.plan.shards.choice import meshes_of
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.projection import Network, Projection, project

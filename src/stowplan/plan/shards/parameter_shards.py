@@ -2,19 +2,30 @@
 
 Each group of parameters is gathered for forward, dropped, and gathered again for backward; its gradients end
 when they are summed. This is the step in the smallest budget. In a larger one some gathers are not repeated.
+
+Of a weight that a `model` axis cuts, a worker gathers the part that its ops read. A worker that has rows of
+the weight sends each other worker what these rows and the other's part have in common.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, product
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.analyse.facts import liveness_of, memory_curve
-from stowplan.ir import Graph, Kind, Phase
+from stowplan.geometry import Rect
+from stowplan.ir import Graph, Kind, Phase, Shape
 from stowplan.ops.table import shape_of
+from stowplan.ops.windows import Span
 from stowplan.plan.shards.buckets import buckets_of
+from stowplan.plan.shards.cells import Cells
+from stowplan.plan.shards.plan import ShardPlan
 from stowplan.plan.shards.propagation import forward_ops
+from stowplan.plan.shards.traffic import itemsize_of
+from stowplan.plan.shards.weights import model_axis
 
 _MOST_BYTES = 4 * 2**20  # of parameters that are gathered together: a plan keeps or drops them together
 _LEAST_BYTES = 2**14
@@ -38,6 +49,79 @@ def gather_groups(graph: Graph, divided: Iterable[str], trained: Iterable[str]) 
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """The part of a parameter that a worker reads: by dim, the runs of indices that make it up, in order."""
+
+    runs: tuple[tuple[Span, ...], ...]
+
+    @staticmethod
+    def whole(shape: Shape) -> "Part":
+        """All of a parameter; a number is a vector of one."""
+        return Part(tuple(((0, size),) for size in shape or (1,)))
+
+    @staticmethod
+    def of_rect(cells: Cells, rect: Rect) -> "Part":
+        """The indices that a rect over cells has."""
+        dims = range(len(cells.groups))
+        return Part(tuple(tuple(_runs(cells.groups[dim], cells.spans(rect, dim))) for dim in dims))
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(sum(high - low for low, high in runs) for runs in self.runs)
+
+    def blocks(self, rows: Span) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """What the part has of these rows: where in the rows, and where in the part."""
+        first, end = rows
+        placed = [list(_placed(runs)) for runs in self.runs]
+        clipped = ((max(low, first), min(high, end), at + max(0, first - low)) for low, high, at in placed[0])
+        placed[0] = [(low - first, high - first, at) for low, high, at in clipped if low < high]
+        return [
+            (
+                tuple(slice(low, high) for low, high, _ in block),
+                tuple(slice(at, at + high - low) for low, high, at in block),
+            )
+            for block in product(*placed)
+        ]
+
+    def elements(self, rows: Span) -> int:
+        """How many elements the part has of these rows."""
+        return int(self.elements_of(*(np.array([bound]) for bound in rows))[0])
+
+    def elements_of(self, first: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The same of the rows of several workers."""
+        shared = sum(
+            (np.clip(np.minimum(end, high) - np.maximum(first, low), 0, None) for low, high in self.runs[0]),
+            np.zeros_like(first),
+        )
+        return shared * prod(self.shape[1:])
+
+
+def _runs(group: tuple[int, ...], spans: Sequence[Span]) -> Iterator[Span]:
+    """The indices of a dim, in runs, that spans of its cells have."""
+    (low, high), *rest = spans
+    below = prod(group[1:])
+    if all(span == (0, size) for span, size in zip(rest, group[1:], strict=True)):
+        yield low * below, high * below
+        return
+    for index in range(low, high):
+        yield from ((index * below + a, index * below + b) for a, b in _runs(group[1:], rest))
+
+
+def _placed(runs: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
+    """Each run with the place in the part where it begins."""
+    starts = accumulate((high - low for low, high in runs), initial=0)
+    return ((low, high, at) for (low, high), at in zip(runs, starts, strict=False))
+
+
+def part_of(plan: ShardPlan, name: str, worker: int) -> Part:
+    """The part of a parameter that a worker reads."""
+    layout = plan.layouts[name]
+    share = layout.share(plan.mesh, worker)
+    held = plan.shards[worker].held.get(name, Rect(share.lo, share.lo)) if worker in plan.shards else share
+    return Part.of_rect(layout.cells, held)
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterTraffic:
     """By worker the bytes that gathers and sums of parameters send; how many of both there are in a step."""
 
@@ -46,10 +130,21 @@ class ParameterTraffic:
 
 
 class DividedParameters:
-    """The parameters of a step, divided by rows over a number of workers."""
+    """The parameters of a step, divided by rows over a number of workers.
 
-    def __init__(self, graph: Graph, workers: int) -> None:
+    With the `plan` of a mesh that has a `model` axis, workers gather parts of the weights that it cuts.
+    """
+
+    def __init__(self, graph: Graph, workers: int, plan: ShardPlan | None = None) -> None:
         self._graph, self._workers = graph, workers
+        self._places = np.zeros(workers, np.int64)  # of each worker on the `model` axis
+        self._parts: Mapping[str, Sequence[Part]] = {}  # by weight that the axis cuts, of each place
+        axis = None if plan is None else model_axis(plan.mesh)
+        if plan is not None and axis is not None:
+            size = plan.mesh.axes[axis].size
+            self._places = np.arange(workers) // prod(a.size for a in plan.mesh.axes[axis + 1 :]) % size
+            firsts = [plan.mesh.on_axis(axis, place) for place in range(size)]
+            self._parts = {n: [part_of(plan, n, worker) for worker in firsts] for n in plan.cut_weights}
         gradients = {t.gradient_of: name for name, t in graph.tensors.items() if t.gradient_of is not None}
         self._names = [name for name, tensor in graph.tensors.items() if tensor.kind is Kind.PARAMETER]
         self._gradients = {name: gradients[name] for name in self._names if name in gradients}
@@ -74,9 +169,9 @@ class DividedParameters:
             gathers = 1 + (again and is_read_in_backward)
             collectives += gathers + is_trained
             for name in group:
-                rows, row_bytes = self._rows(name), self._row_bytes(name)
-                sent += gathers * rows * row_bytes * (self._workers - 1)
-                sent += is_trained * (rows.sum() - rows) * row_bytes
+                given, own, whole = self._elements(name)
+                itemsize = itemsize_of(self._graph, name)
+                sent += (gathers * (given - own) + is_trained * (whole - own)) * itemsize
         return ParameterTraffic(sent, collectives)
 
     def peak_bytes(self, graph: Graph) -> int:
@@ -91,23 +186,24 @@ class DividedParameters:
         return int((curve + np.cumsum(change[:-1]) - saved).max())
 
     def _gathered(self) -> Iterator[tuple[int, int, int]]:
-        """From where to where whole parameters are there, with their bytes."""
+        """From where to where gathered parameters are there, with their bytes."""
         for group in self._groups:
             for used in self._used.values():
                 read = {name: used[name] for name in group if name in used}
                 first = min((positions[0] for positions in read.values()), default=0)
                 for name, positions in read.items():
                     *apart, last = self._uses(positions)
-                    yield first, (apart[0] if apart else last)[-1] + 1, self._whole(name)
-                    yield from ((last[0], last[-1] + 1, self._whole(name)) for _ in apart)
+                    yield first, (apart[0] if apart else last)[-1] + 1, self._part(name)
+                    yield from ((last[0], last[-1] + 1, self._part(name)) for _ in apart)
 
     def _summed(self, graph: Graph) -> Iterator[tuple[int, int, int]]:
-        """From where on whole gradients are no longer there, as bytes below 0."""
+        """From where on gradients are smaller than whole ones, as bytes below 0."""
         made = {graph.storage_of(name): at for at, op in enumerate(graph.ops) for name in op.writes()}
         for group in self._groups:
             trained = [name for name in group if name in self._gradients]
             ends = [made.get(graph.storage_of(self._gradients[name]), len(graph.ops) - 1) for name in trained]
-            for name in trained:
+            for name, end in zip(trained, ends, strict=True):
+                yield end, max(ends) + 1, self._part(name) - self._whole(name)
                 yield max(ends) + 1, len(graph.ops), self._shard(name) - self._whole(name)
 
     def _uses(self, positions: Sequence[int]) -> list[Sequence[int]]:
@@ -117,6 +213,16 @@ class DividedParameters:
             return [positions] if len(positions) else []
         at = int(gaps.argmax()) + 1
         return [positions[:at], positions[at:]]
+
+    def _elements(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """By worker: elements of its rows, once for each reader; those it reads itself; all that it reads."""
+        end = self._rows(name).cumsum()
+        parts = self._parts.get(name) or [Part.whole(shape_of(self._graph.tensors[name]))]
+        places = self._places if name in self._parts else np.zeros_like(self._places)
+        read = np.stack([part.elements_of(end - self._rows(name), end) for part in parts])
+        given = (np.bincount(places, minlength=len(parts))[:, None] * read).sum(axis=0)
+        whole = np.array([prod(part.shape) for part in parts])[places]
+        return given, read[places, np.arange(self._workers)], whole
 
     def _rows(self, name: str) -> NDArray[np.int64]:
         """How many rows each worker has."""
@@ -130,6 +236,11 @@ class DividedParameters:
 
     def _whole(self, name: str) -> int:
         return self._graph.tensors[name].nbytes or 0
+
+    def _part(self, name: str) -> int:
+        """Bytes of the largest part of a parameter that a worker reads."""
+        largest = max((prod(part.shape) for part in self._parts.get(name, ())), default=0)
+        return largest * itemsize_of(self._graph, name) if largest else self._whole(name)
 
     def _shard(self, name: str) -> int:
         return int(self._rows(name)[0]) * self._row_bytes(name)

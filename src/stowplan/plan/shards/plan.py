@@ -1,4 +1,7 @@
-"""ShardPlan: a training step over a mesh of workers: who owns, makes and holds which rect of a tensor."""
+"""ShardPlan: a training step over a mesh of workers: who owns, makes and holds which rect of a tensor.
+
+Outline: of a mesh of thousands the few workers whose shards tell those of all others.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +13,76 @@ from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind
 from stowplan.ops.regions import regions_of
 from stowplan.ops.table import site_of
-from stowplan.plan.shards.even import outline
+from stowplan.plan.shards.cuts import propagate
+from stowplan.plan.shards.even import CutSizes, is_followed, kinds_of, outline, places_on
 from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.mesh import Axis, Mesh
-from stowplan.plan.shards.outline import outlined
-from stowplan.plan.shards.propagation import Chosen, OpSharding, ShardPropagation, forward_ops, propagate
+from stowplan.plan.shards.propagation import Chosen, OpSharding, ShardPropagation, forward_ops
 from stowplan.plan.shards.shard import Pulling, Shard
+
+
+def outlined(found: ShardPropagation, ends: Sequence[str]) -> dict[int, Shard]:
+    """The shards of workers on the axes, and of one in the middle."""
+    cut = cut_sizes(found)
+    while True:
+        workers = sorted({*outline(found.mesh, cut), found.mesh.middle})
+        shards = Pulling(found, ends, workers).run()
+        bent = [axis for axis in cut if _is_bent(found, axis, cut, shards)]
+        if not bent:
+            return shards
+        cut = {axis: sizes for axis, sizes in cut.items() if axis not in bent}
+
+
+def cut_sizes(found: ShardPropagation) -> CutSizes:
+    """The axes that all ops follow, with the sizes of the dims that they cut."""
+    axes = set(range(len(found.mesh.axes)))
+    for sharding in found.shardings:
+        for use, rule in zip(sharding.op.outputs, sharding.rules, strict=True):
+            layout = found.layouts[use.tensor]
+            axes = {axis for axis in axes if is_followed(axis, rule, layout)}
+    layouts = set(found.layouts.values())
+    return {axis: frozenset(_cut_size(layout, axis) for layout in layouts) for axis in axes}
+
+
+def _cut_size(layout: Layout, axis: int) -> int:
+    """The size of the dim that an axis cuts; 0, of which all places have as much, if it cuts none."""
+    cell = layout.axes[axis]
+    return 0 if cell is None else layout.cells.sizes[cell]
+
+
+def _is_bent(found: ShardPropagation, axis: int, cut: CutSizes, shards: Mapping[int, Shard]) -> bool:
+    """Whether places of a kind hold parts of some tensor whose bounds do not lie on a line."""
+    mesh = found.mesh
+    places = places_on(mesh.axes[axis], cut[axis])
+    if len(places) == mesh.axes[axis].size:
+        return False
+    held = {place: shards[mesh.on_axis(axis, place)].held for place in places}
+    for name in {name for rects in held.values() for name in rects}:
+        size = _cut_size(found.layouts[name], axis)
+        kinds = kinds_of(mesh.axes[axis], frozenset([size]) if size else cut[axis])
+        starts = mesh.axes[axis].bounds(size or max(cut[axis]))
+        for kind in kinds:
+            worked_out = [place for place in kind if place in held]
+            if _bends([starts[place] for place in worked_out], [held[p].get(name) for p in worked_out]):
+                return True
+    return False
+
+
+def _bends(starts: Sequence[int], rects: Sequence[Rect | None]) -> bool:
+    known = [rect for rect in rects if rect is not None]
+    if known and len(known) != len(rects):
+        return True
+    bounds = zip(*((*rect.lo, *rect.hi) for rect in known), strict=True)
+    return not all(_on_a_line(starts, numbers) for numbers in bounds)
+
+
+def _on_a_line(starts: Sequence[int], numbers: Sequence[int]) -> bool:
+    run, rise = starts[-1] - starts[0], numbers[-1] - numbers[0]
+    pairs = zip(starts, numbers, strict=True)
+    if not run:
+        return len(set(numbers)) == 1
+    return all((number - numbers[0]) * run == (start - starts[0]) * rise for start, number in pairs)
+
 
 RESIDENT = (Kind.PARAMETER, Kind.BUFFER, Kind.CONSTANT)
 """Kinds of tensors that every worker has whole. Gradients of parameters are summed over the mesh once."""
@@ -52,6 +119,14 @@ class ShardPlan:
         return {sharding.op.id: sharding.gathered for sharding in self.shardings if sharding.gathered}
 
     @property
+    def cut_weights(self) -> Sequence[str]:
+        """The parameters that an axis cuts and some op reads."""
+        tensors = ((name, self.graph.tensors[name]) for name in self.layouts)
+        cut = (n for n, t in tensors if t.kind is Kind.PARAMETER and not self.layouts[n].is_everywhere)
+        read = {use.tensor for sharding in self.shardings for use in sharding.op.inputs}
+        return [name for name in cut if name in read]
+
+    @property
     def is_alike(self) -> bool:
         """Whether all workers do the same on equal parts: they share the samples evenly, and nothing else."""
         axes = self.mesh.axes
@@ -84,19 +159,19 @@ def shard_plan(
 
     `chosen` are outputs of ops that are cut otherwise than what they are made from, which is sent around.
     """
-    propagated = propagate(graph, mesh, seeds, chosen)
+    propagated = propagate(graph, mesh, seeds, ends, chosen)
     return _planned(propagated, Pulling(propagated, ends, range(mesh.size)).run())
 
 
 def outline_plan(graph: Graph, mesh: Mesh, seeds: Chosen, ends: Sequence[str]) -> ShardPlan:
     """The same with the shards of a few workers, who tell what the others have."""
-    propagated = propagate(graph, mesh, seeds)
+    propagated = propagate(graph, mesh, seeds, ends)
     return _planned(propagated, outlined(propagated, ends))
 
 
 def glance_plan(graph: Graph, mesh: Mesh, seeds: Chosen, ends: Sequence[str]) -> ShardPlan:
     """The same with the shards of workers at the ends and in the middle of axes, alike or not."""
-    propagated = propagate(graph, mesh, seeds)
+    propagated = propagate(graph, mesh, seeds, ends)
     workers = {*outline(mesh, dict.fromkeys(range(len(mesh.axes)), frozenset[int]())), mesh.middle}
     return _planned(propagated, Pulling(propagated, ends, sorted(workers)).run())
 

@@ -1,8 +1,8 @@
 """Projection: the seconds and bytes of a step on a mesh, also on meshes far larger than any at hand.
 
 A roofline gives the seconds of compute and of the copies that collectives make. A message takes a latency and
-its bytes over the bandwidth. Sums run in a ring, with a latency per doubling of the workers. At each
-collective a worker waits for the slowest worker that takes part. Nothing is assumed to overlap.
+its bytes over the bandwidth. Sums run in a ring of the workers along their axes, with a latency per doubling
+of these. At each collective a worker waits for the slowest that takes part. Nothing is assumed to overlap.
 """
 
 import sys
@@ -17,15 +17,16 @@ from stowplan.analyse.facts import facts_of
 from stowplan.errors import TooManyWorkers
 from stowplan.ir import Graph, Op
 from stowplan.ops.table import shape_of
-from stowplan.plan.pricing import Machine, price_by_roofline
+from stowplan.plan.plan import Machine, price_by_roofline
 from stowplan.plan.shards.buckets import buckets_of
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.parameter_shards import DividedParameters
 from stowplan.plan.shards.plan import RESIDENT, ShardPlan, outline_plan
-from stowplan.plan.shards.propagation import ShardingKind
+from stowplan.plan.shards.propagation import LOOKUPS, ShardingKind
 from stowplan.plan.shards.scale import MeshTraffic, mesh_traffic
 from stowplan.plan.shards.shard import Level, Shard
-from stowplan.plan.shards.traffic import itemsize_of, summed_by, trained_bytes
+from stowplan.plan.shards.traffic import itemsize_of, summed_by, sums_of, trained_bytes
+from stowplan.plan.shards.weights import PRODUCTS
 
 Seeds = Mapping[str, Sequence[int | None]]
 
@@ -83,7 +84,7 @@ def project(
     started = perf_counter()
     _refuse_idle_workers(graph, mesh, seeds)
     plan = outline_plan(graph, mesh, seeds, ends)
-    divided = DividedParameters(graph, mesh.size) if shards_parameters else None
+    divided = DividedParameters(graph, mesh.size, plan) if shards_parameters else None
     return projection_of(plan, mesh_traffic(plan), machine, network, started, divided)
 
 
@@ -113,10 +114,12 @@ def projection_of(
     """
     graph, mesh = plan.graph, plan.mesh
     summed, sums = summed_by(plan, 0)
+    sum_seconds = _sum_seconds(plan, network)
     parts = [local_graph(plan, worker) for worker in {0, mesh.middle}]
     if divided is None:
         waits = sums - len(buckets_of(graph)) + 1  # buckets are summed meanwhile, and waited for once
         peak = max(facts_of(part).peak.bytes for part in parts)
+        sum_seconds += _ring_seconds(mesh.size, trained_bytes(plan), len(buckets_of(graph)), network)
     else:
         own = divided.traffic()
         summed, sums = summed - trained_bytes(plan), sums - len(buckets_of(graph))
@@ -130,7 +133,7 @@ def projection_of(
     return Projection(
         mesh,
         compute_seconds=compute,
-        network_seconds=float(seconds.max()) + _sum_seconds(mesh.size, summed, sums, network),
+        network_seconds=float(seconds.max()) + sum_seconds,
         waiting_seconds=_waiting_seconds(plan, compute, waits, network),
         sent_bytes=int(traffic.sent_bytes.max()),
         summed_bytes=summed,
@@ -216,8 +219,12 @@ def _copied_bytes(plan: ShardPlan, shard: Shard) -> int:
 def _share_done(plan: ShardPlan, level: Level) -> float:
     """The share of an op that a worker does: of what it makes, or of what it adds up."""
     name, rect = level.name, level.made
-    if level.sharding.kind is ShardingKind.SUMS and level.needs[0] is not None:
-        name, rect = level.sharding.op.inputs[0].tensor, level.needs[0]
+    op = level.sharding.op
+    if level.sharding.kind is ShardingKind.SUMS and op.type not in LOOKUPS:
+        number = PRODUCTS[op.type].left if op.type in PRODUCTS else 0
+        need = level.needs[number]
+        if need is not None:
+            name, rect = op.inputs[number].tensor, need
     return rect.volume / max(1, prod(plan.layouts[name].cells.sizes))
 
 
@@ -234,7 +241,16 @@ def expected_most(count: int) -> float:
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
-def _sum_seconds(workers: int, nbytes: int, sums: int, network: Network) -> float:
+def _sum_seconds(plan: ShardPlan, network: Network) -> float:
+    """The sums over workers but for those of parameters' gradients, each among the workers along its axes."""
+    axes = plan.mesh.axes
+    return sum(
+        _ring_seconds(prod(axes[number].size for number in along), nbytes, 1, network)
+        for along, nbytes in sums_of(plan, 0)
+    )
+
+
+def _ring_seconds(workers: int, nbytes: int, sums: int, network: Network) -> float:
     if workers == 1:
         return 0.0
     ring = 2 * (workers - 1) / workers * nbytes / network.bytes_per_second

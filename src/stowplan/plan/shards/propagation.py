@@ -1,8 +1,10 @@
 """Op sharding: layouts propagate from the inputs of each op to its outputs, in the order of the ops.
 
 An axis follows a dim through every op that keeps the dim. An op that reduces over a cut dim is computed from
-partial sums, if its type is known to allow it. Otherwise the axis is dropped: the op's inputs are gathered,
-every worker along that axis computes the whole op, and the reason is recorded. All three are exact.
+partial sums, if its type is known to allow it; so is a product whose inner dim is cut by an axis of weights,
+and a lookup in a table whose rows are cut. A softmax over a cut dim needs the greatest value and a sum of all
+workers. Otherwise the axis is dropped: the op's inputs are gathered, every worker along that axis computes
+the whole op, and the reason is recorded. All of these are exact.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,15 +14,17 @@ from math import prod
 from typing import TypeAlias
 
 from stowplan.errors import BadUse
-from stowplan.ir import Graph, Kind, Op, Phase
-from stowplan.ops.regions import Partial, Regions, Relation, regions_of
+from stowplan.ir import Graph, Op, Phase
+from stowplan.ops.regions import Need, Partial, Regions, Relation, regions_of
+from stowplan.ops.regions.rules import dim_of, identity
 from stowplan.ops.table import Site, shape_of, site_of
 from stowplan.ops.tiling import RESHAPES
 from stowplan.plan.shards.allowed import allowed
-from stowplan.plan.shards.cell_relation import CellRelation, cell_relation, followed_dim
+from stowplan.plan.shards.cell_relation import CellRelation, cell_relation, sliced_dim
 from stowplan.plan.shards.cells import Cells, regrouped
 from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.weights import PRODUCTS, is_plain_product, model_axis
 
 Chosen: TypeAlias = Mapping[str, Sequence[int | None]]
 """By tensor, the dim that each axis cuts, or None."""
@@ -33,16 +37,27 @@ class ShardingKind(StrEnum):
     PARTS = "parts"  # each worker makes its part
     SUMS = "sums"  # each worker sums over its part, the sums are added up
     NORM = "norm"  # the same for statistics, then each worker normalises its part
+    SOFTMAX = "softmax"  # the same with the greatest value and a sum along the dim
 
+
+TOGETHER = (ShardingKind.SUMS, ShardingKind.NORM, ShardingKind.SOFTMAX)
+"""Kinds in which all workers along the summed axes take part, whatever each needs."""
+
+
+CLASS_LOSSES = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+"""Losses that pick a class along the second dim of their first input."""
 
 SUMMED = ("aten.sum.dim_IntList", "aten.sum.default", "aten.mean.dim", "aten.mean.default")
 LOSSES = (
     *(f"aten.{name}_loss.default" for name in ("mse", "l1", "smooth_l1", "huber", "soft_margin")),
     "aten.binary_cross_entropy.default",
     "aten.binary_cross_entropy_with_logits.default",
-    "aten.nll_loss_forward.default",
-    "aten.nll_loss2d_forward.default",
+    *CLASS_LOSSES,
 )
+LOOKUPS = ("aten.embedding.default",)
+"""Ops that pick rows of their first input, a table."""
+
+SOFTMAXES = ("aten._softmax.default", "aten._log_softmax.default")
 NORMS = (
     "aten._native_batch_norm_legit_functional.default",
     "aten.native_batch_norm.default",
@@ -73,19 +88,25 @@ class ShardPropagation:
 
     def run(self) -> None:
         for op in forward_ops(self.graph):
-            self._take(op)
+            self.take(op)
 
-    def _take(self, op: Op) -> None:
+    def take(self, op: Op) -> None:
+        """The sharding of one op, whose inputs have layouts, and the layouts of its outputs."""
         if not op.outputs:
             raise BadUse(f"not sharded: op {op.id!r} makes nothing that could be cut")
         site = site_of(self.graph, op)
         regions = regions_of(site)
         inputs = [self.layouts[use.tensor] for use in op.inputs]
         axes = _reduced_axes(site, regions.outputs[0], inputs)
+        inner = _inner_axes(op, inputs, self.mesh) or _looked_up_axes(op, inputs)
         cut = [number for number, layout in enumerate(inputs) if not layout.is_everywhere]
         is_read = any(_is_read(regions, number) for number in cut)
         if not is_read and not any(dim is not None for dim in self.chosen.get(op.outputs[0].tensor, ())):
             self._settle(op, ShardingKind.ANYWHERE, *_everywhere(site, regions, inputs, self.mesh))
+        elif inner:
+            self._sums(site, regions, inputs, inner)
+        elif (along := _softmax_axes(site, inputs)) and op.outputs[0].tensor not in self.chosen:
+            self._softmax(site, regions, inputs[0], along)
         elif axes and op.type in NORMS:
             self._norm(site, regions, inputs, axes)
         elif axes and op.type in (*SUMMED, *LOSSES) and _operands_match(regions.outputs[0], inputs):
@@ -118,6 +139,13 @@ class ShardPropagation:
             rules.append(rule)
         self._settle(site.op, ShardingKind.NORM, outputs, rules, axes)
 
+    def _softmax(self, site: Site, regions: Regions, scores: Layout, axes: tuple[int, ...]) -> None:
+        """Once the line's greatest value and sum are known, each element follows from itself."""
+        shape = regions.outputs[0].shape
+        pointwise = Relation(shape, (Need(identity(shape)),))
+        rule = cell_relation(site, pointwise, [scores.cells], scores.cells)
+        self._settle(site.op, ShardingKind.SOFTMAX, [scores], [rule], axes)
+
     def _sums(self, site: Site, regions: Regions, inputs: Sequence[Layout], axes: tuple[int, ...]) -> None:
         found = [self._following(site, relation, inputs, skipped=axes) for relation in regions.outputs]
         self._settle(site.op, ShardingKind.SUMS, [f[0] for f in found], [f[1] for f in found], axes)
@@ -141,8 +169,8 @@ class ShardPropagation:
             return layout
         if not layout.cells.is_plain:
             raise BadUse(f"{op.id} keeps the cells of merged dims, so that no other layout can be chosen")
-        axes = _without_single(self.mesh, self.chosen[name])
-        _check_seed(name, layout.cells.sizes, axes, self.mesh)
+        axes = without_single(self.mesh, self.chosen[name])
+        check_seed(name, layout.cells.sizes, axes, self.mesh)
         return Layout(layout.cells, axes)
 
     def _following(
@@ -160,37 +188,17 @@ class ShardPropagation:
         return Layout(cells, tuple(axes)), rule
 
 
-def propagate(graph: Graph, mesh: Mesh, seeds: Chosen, chosen: Chosen | None = None) -> ShardPropagation:
-    """The forward half on a mesh.
-
-    `seeds` gives, for each input and axis, the dim that the axis cuts, or None. Outputs follow the layout
-    of their inputs, except those for which `chosen` has a layout.
-    """
-    layouts: dict[str, Layout] = {}
-    for name, tensor in graph.tensors.items():
-        if tensor.kind in (Kind.PARAMETER, Kind.BUFFER, Kind.CONSTANT, Kind.INPUT):
-            axes = tuple(seeds.get(name, (None,) * len(mesh.axes)))
-            axes = _without_single(mesh, axes)
-            _check_seed(name, shape_of(tensor), axes, mesh)
-            layouts[name] = Layout(Cells.of_shape(shape_of(tensor)), axes)
-    if unknown := (chosen or {}).keys() - {op.outputs[0].tensor for op in forward_ops(graph) if op.outputs}:
-        raise BadUse(f"no op makes {min(unknown)!r} first, so that its layout cannot be chosen")
-    propagated = ShardPropagation(graph, mesh, layouts, chosen or {})
-    propagated.run()
-    return propagated
-
-
 def forward_ops(graph: Graph) -> Iterator[Op]:
     """The ops of the forward half that compute something another op or the caller sees."""
     return (op for op in graph.ops if op.phase is Phase.FORWARD)
 
 
-def _without_single(mesh: Mesh, axes: Sequence[int | None]) -> tuple[int | None, ...]:
+def without_single(mesh: Mesh, axes: Sequence[int | None]) -> tuple[int | None, ...]:
     """Axes of one worker cut nothing."""
     return tuple(None if axis.size == 1 else dim for axis, dim in zip(mesh.axes, axes, strict=True))
 
 
-def _check_seed(name: str, shape: tuple[int, ...], axes: tuple[int | None, ...], mesh: Mesh) -> None:
+def check_seed(name: str, shape: tuple[int, ...], axes: tuple[int | None, ...], mesh: Mesh) -> None:
     cut = [dim for dim in axes if dim is not None]
     if len(axes) != len(mesh.axes) or len(set(cut)) != len(cut) or any(not 0 <= d < len(shape) for d in cut):
         raise BadUse(f"{name!r} of shape {shape} cannot be cut along dims {axes} by the mesh {mesh}")
@@ -220,9 +228,47 @@ def _reduced_axes(site: Site, relation: Relation, inputs: Sequence[Layout]) -> t
         return ()
     if reduction.partial is Partial.MOMENTS and site.op.type == "aten.native_group_norm.default":
         dims = tuple(range(2, len(inputs[0].cells.groups)))
-    cells = inputs[0].cells
-    pairs = enumerate(inputs[0].axes)
-    return tuple(axis for axis, cell in pairs if cell is not None and cells.dim_of(cell) in dims)
+    if site.op.type in CLASS_LOSSES and len(inputs[0].cells.groups[1]) == 1:
+        dims = (*dims, 1)
+    return _axes_along(inputs[0], dims)
+
+
+def _axes_along(layout: Layout, dims: Sequence[int | None]) -> tuple[int, ...]:
+    """The axes that cut one of these dims."""
+    pairs = enumerate(layout.axes)
+    return tuple(axis for axis, cell in pairs if cell is not None and layout.cells.dim_of(cell) in dims)
+
+
+def _softmax_axes(site: Site, inputs: Sequence[Layout]) -> tuple[int, ...]:
+    """The axes that cut the dim which a softmax runs over."""
+    if site.op.type not in SOFTMAXES or not shape_of(site.inputs[0]):
+        return ()
+    return _axes_along(inputs[0], (dim_of(site, len(shape_of(site.inputs[0]))),))
+
+
+def _looked_up_axes(op: Op, inputs: Sequence[Layout]) -> tuple[int, ...]:
+    """The axes that cut the rows of a table: each worker looks up in its own, and adds zeros for others."""
+    counts = any(op.attributes.get(key) for key in ("scale_grad_by_freq", "sparse"))
+    if op.type not in LOOKUPS or counts or len(inputs[0].cells.groups[0]) > 1:
+        return ()
+    return _axes_along(inputs[0], (0,))
+
+
+def _inner_axes(op: Op, inputs: Sequence[Layout], mesh: Mesh) -> tuple[int, ...]:
+    """The axis of weights, if it cuts the inner dim of both factors of a product in the same way."""
+    axis = model_axis(mesh)
+    if axis is None or not is_plain_product(op):
+        return ()
+    found = []
+    for number, dim in zip(PRODUCTS[op.type][1:], (1, 0), strict=True):
+        cells, cell = inputs[number].cells, inputs[number].axes[axis]
+        if cell is None or cells.dim_of(cell) != dim:
+            return ()
+        group = cells.groups[dim]
+        if cell != cells.first(dim):
+            return ()
+        found.append([bound * prod(group[1:]) for bound in mesh.axes[axis].bounds(group[0])])
+    return (axis,) if found[0] == found[1] else ()
 
 
 def _operands_match(relation: Relation, inputs: Sequence[Layout]) -> bool:
@@ -247,9 +293,14 @@ def _output_cells(site: Site, relation: Relation, inputs: Sequence[Layout]) -> C
         if need is None:
             continue
         for dim, group in enumerate(layout.cells.groups):
-            found = followed_dim(need, dim)
-            if len(group) > 1 and found is not None and len(groups[found]) == 1:
-                groups[found] = group if relation.shape[found] == prod(group) else groups[found]
+            found = sliced_dim(need, dim)
+            if len(group) > 1 and found is not None and len(groups[found[0]]) == 1:
+                along, start = found
+                size = relation.shape[along]
+                if start == 0 and size == prod(group):
+                    groups[along] = group
+                elif size == prod(group[1:]) and start % size == 0:
+                    groups[along] = group[1:]
     return Cells(tuple(groups))
 
 

@@ -33,7 +33,7 @@ import numpy as np
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
 from stowplan.ops.table import shape_of
-from stowplan.plan.pricing import Machine
+from stowplan.plan.plan import Machine
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
 from stowplan.plan.shards.projection import Network, Projection, projection_of

@@ -132,11 +132,23 @@ def _uncut_elements(plan: ShardPlan, name: str) -> int:
             rect = _held(plan, name, worker) if worker in plan.shards else first
             same = [c for c in range(rect.ndim) if c != layout.axes[axis]]
             if not rect.is_empty and any(_span(rect, cell) != _span(first, cell) for cell in same):
-                raise TooManyWorkers(
-                    f"some of {plan.mesh.size} workers on mesh {plan.mesh} have nothing of {name!r}"
-                )
+                raise TooManyWorkers(_uneven(plan, name, axis))
     uncut = (cell for cell in range(first.ndim) if cell not in layout.cut_cells)
     return prod(first.hi[cell] - first.lo[cell] for cell in uncut)
+
+
+def _uneven(plan: ShardPlan, name: str, number: int) -> str:
+    """Why workers along an axis have parts of a tensor that it does not cut, and what limits the axis."""
+    axis = plan.mesh.axes[number]
+    along = [worker for worker in plan.mesh.along(0, [number]) if worker in plan.shards]
+    parts = len({_held(plan, name, worker) for worker in along})
+    if not 1 < parts < len(along):
+        return f"some of {plan.mesh.size} workers on mesh {plan.mesh} have nothing of {name!r}"
+    return (
+        f"mesh axis {axis.name}={axis.size} has more workers than {name!r} has parts for them: they read"
+        f" {parts} parts of it, as where several heads of queries share one of keys and values;"
+        f" give {axis.name!r} at most {parts} workers, and the others to another axis"
+    )
 
 
 def _held(plan: ShardPlan, name: str, worker: int) -> Rect:

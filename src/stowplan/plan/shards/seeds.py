@@ -1,5 +1,7 @@
 """Seeds: which dim of each input a mesh axis cuts, by the axis's name: data, space, sequence.
 
+An axis named model cuts weights, and no input.
+
 Images are [sample, channel, place..], maps of labels [sample, place..], tokens [sample, position, ..].
 """
 
@@ -10,23 +12,24 @@ from stowplan.errors import BadUse
 from stowplan.ir import Graph, Kind, Phase, Shape
 from stowplan.ops.table import shape_of
 from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.weights import MODEL
 
 NAMES = ("data", "space", "sequence")
+"""Axes that cut inputs."""
 
 
 def seeds_for(graph: Graph, mesh: Mesh) -> Mapping[str, tuple[int | None, ...]]:
     """By input, the dim that each axis cuts; None where it has no such dim."""
-    if unknown := [axis.name for axis in mesh.axes if axis.name not in NAMES]:
+    if unknown := [axis.name for axis in mesh.axes if axis.name not in (*NAMES, MODEL)]:
         raise BadUse(
-            f"mesh axis {unknown[0]!r} says not what it cuts; name it {', '.join(NAMES)}, or give dims. These"
-            ' cut inputs: no axis cuts heads or hidden width (tensor parallel). parameters="shard" divides'
-            " parameters by rows"
+            f"mesh axis {unknown[0]!r} says not what it cuts;"
+            f" name it {', '.join((*NAMES, MODEL))}, or give dims"
         )
     inputs = {n: shape_of(t) for n, t in graph.tensors.items() if t.kind is Kind.INPUT}
     places = max((len(shape) - 2 for shape in inputs.values()), default=0)
     seeds = {name: _cut(shape, mesh, places) for name, shape in inputs.items()}
     for number, axis in enumerate(mesh.axes):
-        if all(cut[number] is None for cut in seeds.values()):
+        if axis.name != MODEL and all(cut[number] is None for cut in seeds.values()):
             shapes = ", ".join(f"{name} of {'x'.join(map(str, shape))}" for name, shape in inputs.items())
             raise BadUse(f"mesh axis {axis.name!r} (number {number + 1}) finds no dim to cut in {shapes}")
     return seeds
@@ -51,6 +54,8 @@ def _cut(shape: Shape, mesh: Mesh, places: int) -> tuple[int | None, ...]:
         if axis.name == "space":
             found.append(space if 1 <= space < len(shape) and shape[space] > 1 else None)
             space += 1
+        elif axis.name == MODEL:
+            found.append(None)
         else:
             dim = NAMES.index(axis.name) // 2  # data cuts the first dim, a sequence the second
             found.append(dim if dim < len(shape) else None)

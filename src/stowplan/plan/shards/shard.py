@@ -2,21 +2,59 @@
 
 What a worker needs beyond its share it makes itself where that is cheap (the halo of a ReLU is the ReLU of a
 halo): then it is exchanged once, before the first such op, and never stored twice. Else it is received.
+
+Halos of convolutions: computed by the worker that needs them, or received, whichever takes less time.
+
+A computed halo takes multiply-accumulates, forward and twice as many backward. A received halo takes two
+messages, and copies of the held part, forward and backward. Both costs are in multiply-accumulates, because
+their ratio differs less from machine to machine than seconds do, and all workers must decide alike.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from stowplan.geometry import Rect
 from stowplan.ir import Op
 from stowplan.ops import aten
-from stowplan.ops.effects import Effect, effect_of
-from stowplan.ops.table import site_of
+from stowplan.ops.effects import Effect, effect_of, macs_of
+from stowplan.ops.regions.relation import with_span
+from stowplan.ops.table import Site, shape_of, site_of
 from stowplan.ops.windows import Span
 from stowplan.plan.shards.allowed import refusal_of_parts
-from stowplan.plan.shards.halos import is_made
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.propagation import SUMMED, OpSharding, ShardingKind, ShardPropagation
+from stowplan.plan.shards.propagation import (
+    LOOKUPS,
+    SUMMED,
+    TOGETHER,
+    OpSharding,
+    ShardingKind,
+    ShardPropagation,
+)
+from stowplan.plan.shards.weights import PRODUCTS
+
+_LITTLE = 1.1  # times a worker's share: more of it would take memory that shards are there to save
+_MACS_PER_MESSAGE = 2e7  # half a millisecond of a core, with the wait for the other worker
+_MACS_PER_BYTE = 5  # read or written
+
+
+def is_made(site: Site, shares: Sequence[Rect], wanted: Sequence[Rect]) -> bool:
+    """Whether workers make what they want of a convolution's output, beyond their shares."""
+    growth = _growth(shares, wanted)
+    largest = prod(max(along) for along in zip(*(share.shape for share in shares), strict=True))
+    part = largest / max(1, prod(shape_of(site.outputs[0])))
+    held_bytes = (site.outputs[0].nbytes or 0) * part * growth
+    made = 3 * macs_of(site) * part * (growth - 1)
+    return growth <= _LITTLE and made <= 2 * _MACS_PER_MESSAGE + 4 * _MACS_PER_BYTE * held_bytes
+
+
+def _growth(shares: Sequence[Rect], wanted: Sequence[Rect]) -> float:
+    """How many times its share a worker would make at most, which those on the axes of a mesh tell."""
+    pairs = [(w.shape, s.shape) for w, s in zip(wanted, shares, strict=True) if not s.is_empty]
+    ratios = [[more / size for more, size in zip(*pair, strict=True)] for pair in pairs]
+    growth: float = prod(max(along) for along in zip(*ratios, strict=True))
+    return growth
+
 
 CARRIED = frozenset(
     {
@@ -76,7 +114,7 @@ class Pulling:
     def run(self) -> dict[int, Shard]:
         """The shards by worker."""
         for sharding in reversed(self._found.shardings):
-            if sharding.kind in (ShardingKind.SUMS, ShardingKind.NORM):
+            if sharding.kind in TOGETHER:
                 self._take_together(sharding)
                 continue
             for number in reversed(range(len(sharding.op.outputs))):
@@ -161,17 +199,35 @@ class Pulling:
 
     def _counted(self, sharding: OpSharding, made: Rect, worker: int) -> tuple[Rect | None, ...]:
         """The inputs that the worker's sums need, and for a norm also those that normalising `made` needs."""
+        if sharding.op.type in (*PRODUCTS, *LOOKUPS):
+            return self._factors(sharding, made, worker)
         share = self._layout(sharding.op.inputs[0].tensor).share(self._mesh, worker)
         if sharding.kind is ShardingKind.NORM:
             image = sharding.rules[0].pull(made)[0]
             vectors = (Rect.of_shape(cells.sizes) for cells in sharding.rules[0].inputs[1:])
             return (share if image is None else share.hull(image), *vectors)
-        if sharding.op.type in SUMMED:
+        if sharding.op.type in SUMMED or sharding.kind is ShardingKind.SOFTMAX:
             return (share,)
         return tuple(self._operand(sharding, number, share) for number in range(len(sharding.op.inputs)))
 
+    def _factors(self, sharding: OpSharding, made: Rect, worker: int) -> tuple[Rect | None, ...]:
+        """The inputs of a product over the worker's part of the inner dim, or of a lookup in its rows."""
+        needs = list(sharding.rules[0].pull(made))
+        is_product = sharding.op.type in PRODUCTS
+        for number in PRODUCTS[sharding.op.type][1:] if is_product else (0,):
+            layout, need = self._layout(sharding.op.inputs[number].tensor), needs[number]
+            share = layout.share(self._mesh, worker)
+            for cell in (layout.axes[axis] for axis in sharding.summed_axes):
+                assert cell is not None
+                assert need is not None
+                need = with_span(need, cell, (share.lo[cell], share.hi[cell]))
+            needs[number] = need
+        return tuple(needs)
+
     def _operand(self, sharding: OpSharding, number: int, share: Rect) -> Rect:
         """The part of operand `number` that belongs to the share of a loss's first operand; else whole."""
+        if number == 0:
+            return share
         reduction = sharding.rules[0].relation.reduction
         assert reduction is not None
         first, cells = (self._layout(sharding.op.inputs[n].tensor).cells for n in (0, number))

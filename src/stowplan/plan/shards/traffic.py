@@ -1,16 +1,21 @@
 """Traffic: the exact bytes that each worker of a plan sends in a step, forward and backward."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
 from stowplan.errors import MissingRule
 from stowplan.ir import Graph, Kind
+from stowplan.ops.regions.rules import dim_of
+from stowplan.ops.table import site_of
 from stowplan.plan.shards.buckets import buckets_of
 from stowplan.plan.shards.plan import ShardPlan
-from stowplan.plan.shards.propagation import SUMMED, ShardingKind
+from stowplan.plan.shards.propagation import LOOKUPS, SUMMED, TOGETHER, ShardingKind
 from stowplan.plan.shards.shard import Level
+from stowplan.plan.shards.weights import PRODUCTS
 
 _LOSS_BYTES = 16  # a sum and a weight, in float64
+_LEAST_ITEMSIZE = 4  # of what is known of a softmax's lines: float32 at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +62,41 @@ def itemsize_of(graph: Graph, name: str) -> int:
     return dtype.itemsize
 
 
+def sums_of(plan: ShardPlan, worker: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The axes and bytes of each sum that a worker takes part in, but for those of parameters' gradients."""
+    for level in plan.shards[worker].levels:
+        if level.sharding.kind in TOGETHER:
+            forward, backward = _payloads(plan, level)
+            yield from ((level.sharding.summed_axes, nbytes) for nbytes in (*forward, *backward))
+
+
 def summed_by(plan: ShardPlan, worker: int) -> tuple[int, int]:
     """Bytes that a worker hands to sums in a step, parameters' gradients included, and how many sums."""
-    nbytes, count = trained_bytes(plan), len(buckets_of(plan.graph))
-    for level in plan.shards[worker].levels:
-        if level.sharding.kind in (ShardingKind.SUMS, ShardingKind.NORM):
-            forward, backward = _payloads(plan, level)
-            nbytes += sum(forward) + sum(backward)
-            count += len(forward) + len(backward)
-    return nbytes, count
+    sums = [nbytes for _, nbytes in sums_of(plan, worker)]
+    return trained_bytes(plan) + sum(sums), len(buckets_of(plan.graph)) + len(sums)
 
 
 def _payloads(plan: ShardPlan, level: Level) -> tuple[list[int], list[int]]:
     """Bytes of the sums of one op, forward and backward."""
     source = level.sharding.op.inputs[0].tensor
-    back = source in plan.differentiated
+    back = is_differentiated(plan, level)
     if level.sharding.kind is ShardingKind.NORM:
         statistic = _channels(plan, level) * itemsize_of(plan.graph, source)
         return [statistic, statistic], [2 * statistic]
+    if level.sharding.kind is ShardingKind.SOFTMAX:
+        statistic = _lines(plan, level) * max(_LEAST_ITEMSIZE, itemsize_of(plan.graph, source))
+        return [statistic, statistic], [statistic] * back
     nbytes = _LOSS_BYTES
-    if level.sharding.op.type in SUMMED:
+    if level.sharding.op.type in (*SUMMED, *PRODUCTS, *LOOKUPS):
         nbytes = level.made.volume * itemsize_of(plan.graph, level.name)
     return [nbytes], [nbytes] * back
+
+
+def is_differentiated(plan: ShardPlan, level: Level) -> bool:
+    """Whether gradients flow back through the sum of an op."""
+    op = level.sharding.op
+    summed = level.name if op.type in (*PRODUCTS, *LOOKUPS) else op.inputs[0].tensor
+    return summed in plan.differentiated
 
 
 def _channels(plan: ShardPlan, level: Level) -> int:
@@ -87,3 +105,12 @@ def _channels(plan: ShardPlan, level: Level) -> int:
     shape = plan.layouts[source].cells.local(need).shape
     groups = level.sharding.op.attributes.get("group")
     return shape[0] * groups if isinstance(groups, int) else prod(shape[1:2])
+
+
+def _lines(plan: ShardPlan, level: Level) -> int:
+    """How many lines a worker's part of a softmax has."""
+    site = site_of(plan.graph, level.sharding.op)
+    cells = plan.layouts[level.name].cells
+    shape = cells.local(level.made).shape
+    along = dim_of(site, len(shape))
+    return prod(size for dim, size in enumerate(shape) if dim != along)

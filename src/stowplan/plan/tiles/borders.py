@@ -6,6 +6,8 @@ each norm. The norm's output and the activation after it are then never whole: h
 
 A block with narrow ends that is wide inside, such as a bottleneck, is also cut before its narrow norms alone:
 the inputs of its wide norms are computed a second time, and are never whole either.
+
+Crops right after the tensor that they crop: a segment then outputs only the needed part of a skip.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,8 +20,34 @@ from stowplan.ops.statistics import statistic_of
 from stowplan.ops.table import site_of
 from stowplan.ops.tiling import RESHAPES
 from stowplan.plan.tiles.barriers import placeholders_early, runs_between_barriers
-from stowplan.plan.tiles.crops import crops_early
 from stowplan.plan.tiles.products import is_product
+
+_CROPS = frozenset({"aten.slice.Tensor", "aten.select.int", "GetItem"})
+
+
+def crops_early(graph: Graph) -> Graph:
+    """The same graph with every forward crop run as soon as it can be."""
+    crops = [op for op in graph.ops if op.phase is Phase.FORWARD and op.type in _CROPS and op.inputs]
+    followers: dict[str, list[Op]] = {}
+    for op in crops:
+        followers.setdefault(op.inputs[0].tensor, []).append(op)
+    made = {name for op in graph.ops for name in op.writes()}
+    moved = {op.id for op in crops if op.inputs[0].tensor in made}
+    ops: list[Op] = []
+    for op in graph.ops:
+        if op.id not in moved:
+            _append(ops, op, followers)
+    return replace(graph, ops=tuple(ops))
+
+
+def _append(ops: list[Op], op: Op, followers: dict[str, list[Op]]) -> None:
+    """An op, the crops of its outputs, and the crops of those, each right after its input."""
+    waiting = [op]
+    while waiting:
+        ops.append(waiting.pop())
+        crops = [crop for name in ops[-1].writes() for crop in followers.get(name, ())]
+        waiting += reversed(crops)
+
 
 _WIDE = 2  # times the bytes at the borders before and after: a border this wide is better not whole
 

@@ -13,9 +13,8 @@ from stowplan.ir import Graph, Phase
 from stowplan.ops.table import shape_of
 from stowplan.plan.frontier import floor_of
 from stowplan.plan.options import ON_REQUEST, PlanOptions, Prefer
-from stowplan.plan.plan import Exactness, Plan, Recompute, Tile
+from stowplan.plan.plan import Exactness, Plan, Pricing, Recompute, Tile
 from stowplan.plan.planner import baseline_peak_of
-from stowplan.plan.pricing import Pricing
 from stowplan.plan.select import (
     Baseline,
     Candidate,

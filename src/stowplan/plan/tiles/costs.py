@@ -1,13 +1,12 @@
 """The costs of a sweep: the work of its tiles against computing the segment once, and the peak in a tile."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
 from stowplan.ir import Graph, Kind, Phase
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import macs_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.level import Level
 from stowplan.plan.tiles.not_needed import not_needed_in_backward
@@ -53,13 +52,17 @@ def costs_of_sweep(segment: Segment, rounds: Sequence[Round]) -> SweepCosts:
     """Count all tiles of all rounds, and walk each as it runs."""
     macs = {op.id: macs_of(site_of(segment.graph, op)) for op in segment.ops}
     work = dict.fromkeys(macs, 0.0)
-    of_rounds = [_work(each.segment, each.tiles) for each in rounds]
+    of_rounds = [_work(each.segment, each.tiles.kinds) for each in rounds]
     for of_round in of_rounds:
         for op, share in of_round.items():
             work[op] += share
+    unlike = [_unlike(tile for tile, _ in each.tiles.kinds) for each in rounds]
+    forward_peaks = [
+        max(_forward_peak(each.segment, tile) for tile in tiles)
+        for each, tiles in zip(rounds, unlike, strict=True)
+    ]
     gathered = {product.op.id: product.work for each in rounds for product in each.products.values()}
-    *gathering, last = rounds
-    last_work = of_rounds[-1]
+    last, last_work = rounds[-1], of_rounds[-1]
     return SweepCosts(
         tiles=max(len(each.tiles) for each in rounds),
         work=work,
@@ -68,36 +71,39 @@ def costs_of_sweep(segment: Segment, rounds: Sequence[Round]) -> SweepCosts:
         forward_macs=round(sum(macs[op] * share for op, share in (*work.items(), *gathered.items()))),
         again_macs=round(sum(macs[op] * share for op, share in last_work.items())),
         untiled_macs=sum(macs.values()),
-        gathering_peak_bytes=max(map(_forward_peak_of, gathering), default=0),
-        forward_peak_bytes=_forward_peak_of(last),
-        backward_peak_bytes=max(max(map(_backward_peak_in(e.segment), _unlike(e))) for e in rounds),
-        part_bytes=max(_largest_part(e.segment, tile) for e in rounds for tile in _unlike(e)),
+        gathering_peak_bytes=max(forward_peaks[:-1], default=0),
+        forward_peak_bytes=forward_peaks[-1],
+        backward_peak_bytes=max(
+            _largest_backward_peak(each.segment, tiles) for each, tiles in zip(rounds, unlike, strict=True)
+        ),
+        part_bytes=max(
+            _largest_part(each.segment, tile)
+            for each, tiles in zip(rounds, unlike, strict=True)
+            for tile in tiles
+        ),
     )
 
 
-def _unlike(of_round: Round) -> Iterable[Tile]:
+def _unlike(tiles: Iterable[Tile]) -> list[Tile]:
     """One tile of each shape."""
-    return {tuple(level.made.shape for level in tile.levels): tile for tile in of_round.tiles}.values()
+    return list({tuple([level.made.shape for level in tile.levels]): tile for tile in tiles}.values())
 
 
-def _forward_peak_of(of_round: Round) -> int:
-    return max(map(partial(_forward_peak, of_round.segment), _unlike(of_round)))
+def _largest_backward_peak(segment: Segment, tiles: Iterable[Tile]) -> int:
+    saved = _saved_by_op(segment)
+    return max(_backward_peak(segment, tile, saved) for tile in tiles)
 
 
-def _backward_peak_in(segment: Segment) -> Callable[[Tile], int]:
-    return partial(_backward_peak, segment, saved=_saved_by_op(segment))
-
-
-def _work(segment: Segment, tiles: Iterable[Tile]) -> dict[str, float]:
+def _work(segment: Segment, kinds: Iterable[tuple[Tile, int]]) -> dict[str, float]:
     made = dict.fromkeys((op.id for op in segment.ops), 0.0)
     whole = dict[str, int]()
-    for tile in tiles:
+    for tile, count in kinds:
         outputs = Counter(level.op.id for level in tile.levels)
         for level in tile.levels:
             name = _made_by(level)
             if name not in whole:
                 whole[name] = max(1, prod(shape_of(segment.graph.tensors[name])))
-            made[level.op.id] += level.made.volume / whole[name] / outputs[level.op.id]
+            made[level.op.id] += count * level.made.volume / whole[name] / outputs[level.op.id]
     if segment.loss is not None:
         made[segment.loss.id] = 1.0
     return made

@@ -6,22 +6,28 @@ from stowplan.errors import NotTileable
 from stowplan.ir import Op
 from stowplan.ops.regions import Partial
 from stowplan.ops.statistics import GROUP_NORM
-from stowplan.ops.table import shape_of, site_of
-from stowplan.ops.tiling import Part, Refusal, refusal_of
-from stowplan.plan.tiles.rects import Tile, cut_tensors, tiles_of
+from stowplan.ops.table import registered_types, shape_of
+from stowplan.ops.tiling import Part, Refusal
+from stowplan.plan.tiles.rects import Grid, Tile, cut_tensors, grid_of
 from stowplan.plan.tiles.segment import Segment, reduction_of
 
 
-def fitting_tiles(segment: Segment, parts: Sequence[int]) -> tuple[Tile, ...]:
-    """All tiles of the grid; NotTileable says why, if one cannot be computed on its own."""
+def fitting_tiles(segment: Segment, parts: Sequence[int]) -> Grid:
+    """The tiles of the grid; NotTileable says why, if one cannot be computed on its own.
+
+    One tile of each kind is asked, and all of them where an op has a rule of the user's: that may look at
+    where in a tensor a part lies.
+    """
     if refusal := _of_the_whole(segment, parts):
         raise NotTileable(refusal)
-    tiles = tuple(tiles_of(segment, parts))
+    grid = grid_of(segment, parts)
     rules = _rules(segment)
-    for tile in tiles:
+    has_own = any(op.type in registered_types for op in segment.ops)
+    asked = grid if has_own else [tile for tile, _ in grid.kinds]
+    for tile in asked:
         if refusal := _of_a_tile(segment, tile, rules):
             raise NotTileable(refusal)
-    return tiles
+    return grid
 
 
 def refusal_of_tile(segment: Segment, tile: Tile) -> str:
@@ -30,8 +36,7 @@ def refusal_of_tile(segment: Segment, tile: Tile) -> str:
 
 
 def _rules(segment: Segment) -> dict[str, Refusal]:
-    open_ops = (op for op in segment.ops if op.id not in segment.known)
-    return {op.id: refusal_of(site_of(segment.graph, op)) for op in open_ops}
+    return {op.id: segment.refusal(op) for op in segment.ops if op.id not in segment.known}
 
 
 def _of_the_whole(segment: Segment, parts: Sequence[int]) -> str:

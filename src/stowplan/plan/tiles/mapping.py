@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import macs_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.tile_map import Shape, TileLevel, TileMap
 from stowplan.plan.tiles.costs import SweepCosts
@@ -38,7 +38,7 @@ def tile_map_of(
 
 def _levels(segment: Segment, rounds: Sequence[Round], costs: SweepCosts) -> list[TileLevel]:
     graph, largest = segment.graph, dict[str, Shape]()
-    for tile in (tile for each in rounds for tile in each.tiles):
+    for tile, _ in (kind for each in rounds for kind in each.tiles.kinds):
         for name, rect in tile.held.items():
             largest[name] = tuple(map(max, rect.shape, largest.get(name, rect.shape)))
     return [

@@ -8,7 +8,7 @@ covariances are less work to gather than y is to make, and their gradients reach
 from dataclasses import dataclass
 
 from stowplan.ir import DType, Graph, Op
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import macs_of
 from stowplan.ops.statistics import BATCH_NORMS
 from stowplan.ops.table import elements_of, shape_of, site_of
 from stowplan.ops.windows import windows_of

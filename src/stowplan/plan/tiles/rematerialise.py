@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from stowplan.errors import NotTileable
 from stowplan.ir import Kind, Op
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import macs_of
 from stowplan.ops.regions import Relation
 from stowplan.ops.table import site_of
 from stowplan.plan.tiles.fitness import refusal_of_tile

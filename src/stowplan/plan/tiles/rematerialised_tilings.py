@@ -11,7 +11,7 @@ from itertools import accumulate
 from math import inf
 
 from stowplan.ir import Graph, Kind
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import macs_of
 from stowplan.ops.table import site_of
 from stowplan.ops.windows import windows_of
 from stowplan.plan.select import Refusals

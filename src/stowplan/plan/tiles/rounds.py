@@ -16,7 +16,7 @@ from stowplan.ops.regions import Partial
 from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.fitness import channels_are_cut, cuts_channels, fitting_tiles
 from stowplan.plan.tiles.products import Product, product_before
-from stowplan.plan.tiles.rects import Tile, cut_tensors, tiles_of
+from stowplan.plan.tiles.rects import Grid, Tile, cut_tensors, first_tile
 from stowplan.plan.tiles.segment import Segment
 
 
@@ -30,7 +30,7 @@ class Round:
     """
 
     segment: Segment
-    tiles: tuple[Tile, ...]
+    tiles: Grid
     statistics: tuple[Op, ...]
     products: Mapping[str, Product]
 
@@ -66,7 +66,7 @@ def _round(
 ) -> Round:
     tiles = fitting_tiles(segment, parts)
     for op in statistics:
-        if any(cuts_channels(segment, op, tile) for tile in tiles):
+        if any(cuts_channels(segment, op, tile) for tile, _ in tiles.kinds):
             raise NotTileable(channels_are_cut(op))
     return Round(segment, tiles, statistics, products)
 
@@ -85,7 +85,7 @@ def _gathered(segment: Segment, parts: Sequence[int]) -> list[Op]:
     if not takers:
         return []
     opened = replace(towards(segment, takers, segment.outputs), loss=segment.loss)
-    first = next(tiles_of(opened, _last_grid(segment, opened, parts)))
+    first = first_tile(opened, _last_grid(segment, opened, parts))
     return [op for op in takers if _is_cut(segment, op, first)]
 
 

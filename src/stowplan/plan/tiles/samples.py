@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor
 from stowplan.ops.table import shape_of
-from stowplan.plan.pricing import Pricing
+from stowplan.plan.plan import Pricing
 from stowplan.plan.tiles.rects import Tile
 from stowplan.plan.tiles.segment import Segment
 

@@ -1,16 +1,27 @@
 """Segment: a stretch of the forward half that is computed tile by tile: nothing inside is ever whole."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from stowplan.errors import BadUse, NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.regions import Reduction, Relation, regions_of
 from stowplan.ops.statistics import Statistic, statistic_of
-from stowplan.ops.table import shape_of, site_of
+from stowplan.ops.table import registered_types, shape_of, site_of
+from stowplan.ops.tiling import Refusal, refusal_of
 from stowplan.plan.tiles.barriers import is_barrier
 
 WHOLE_STEP = "the whole step"
+
+
+@dataclass(frozen=True, slots=True)
+class OpRules:
+    """The rules of a segment's ops by id: looked up once for all its grids and the passes over them."""
+
+    regions: dict[str, tuple[Relation, ...]] = field(default_factory=dict)
+    statistics: dict[str, Statistic | None] = field(default_factory=dict)
+    refusals: dict[str, Refusal] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +41,27 @@ class Segment:
     outputs: tuple[str, ...]
     loss: Op | None = None
     known: frozenset[str] = frozenset()
+    rules: OpRules = field(default_factory=OpRules, compare=False, repr=False)
 
     def relations(self, op: Op) -> tuple[Relation, ...]:
         """The relation of each output of an op to its inputs, with known statistics."""
-        site = site_of(self.graph, op)
-        found = statistic_of(site) if op.id in self.known else None
-        outputs = regions_of(site).outputs
+        found = self.statistic(op) if op.id in self.known else None
+        if op.id not in self.rules.regions:
+            self.rules.regions[op.id] = regions_of(site_of(self.graph, op)).outputs
+        outputs = self.rules.regions[op.id]
         return outputs if found is None or found.after is None else (found.after, *outputs[1:])
 
     def statistic(self, op: Op) -> Statistic | None:
         """The statistic that an op takes."""
-        return statistic_of(site_of(self.graph, op))
+        if op.id not in self.rules.statistics:
+            self.rules.statistics[op.id] = statistic_of(site_of(self.graph, op))
+        return self.rules.statistics[op.id]
+
+    def refusal(self, op: Op) -> Refusal:
+        """Why an op cannot compute a part of its output, by part."""
+        if op.id not in self.rules.refusals:
+            self.rules.refusals[op.id] = refusal_of(site_of(self.graph, op))
+        return self.rules.refusals[op.id]
 
     @property
     def inside(self) -> tuple[str, ...]:
@@ -131,11 +152,30 @@ def _values_read(graph: Graph, op: Op) -> set[str]:
     }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Identical:
+    """A graph that equals itself alone: comparing two by their contents would take long."""
+
+    graph: Graph
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identical) and self.graph is other.graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+
+@lru_cache(maxsize=4)
+def _all_values_read(of: _Identical, _registered: int) -> Mapping[str, set[str]]:
+    """By op that is not in backward; remembered, for all segments of a graph ask. `_registered` is the number
+    of rules that users gave: each may change what is read."""
+    return {op.id: _values_read(of.graph, op) for op in of.graph.ops if op.phase is not Phase.BACKWARD}
+
+
 def _seen_outside(graph: Graph, tiled: tuple[Op, ...]) -> tuple[str, ...]:
     """The outputs: tensors that others read or hold, and tensors that nothing in the forward half reads."""
     inside = {op.id for op in tiled}
-    forward = [op for op in graph.ops if op.phase is not Phase.BACKWARD]
-    read_by = {op.id: _values_read(graph, op) for op in forward}
+    read_by = _all_values_read(_Identical(graph), len(registered_types))
     outside = graph.held.union(*(names for op, names in read_by.items() if op not in inside))
     anywhere = outside.union(*read_by.values())
     ends = {op.outputs[0].tensor for op in tiled} - anywhere

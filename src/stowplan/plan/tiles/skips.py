@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stowplan.ir import Graph, Kind, Op, Phase
-from stowplan.ops.effects import Effect, effect_of
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import Effect, effect_of, macs_of
 from stowplan.ops.statistics import statistic_of
 from stowplan.ops.table import site_of
 from stowplan.plan.tiles.candidates import stages_of

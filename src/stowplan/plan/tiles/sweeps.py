@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from stowplan.ir import Graph
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Decision, Exactness, Plan, RecomputeOp
-from stowplan.plan.pricing import Pricing
+from stowplan.plan.plan import Decision, Exactness, Plan, Pricing, RecomputeOp
 from stowplan.plan.select import Baseline, GraphCandidate, Tradeoff, tradeoffs_of
 from stowplan.plan.tile_map import TileMap
 

@@ -12,36 +12,37 @@ stow.arena = (() => {
 
   const y = (strip, size, offset) => strip.height - MARGIN - (offset / size) * (strip.height - 2 * MARGIN);
 
-  function box(strip, size, stay) {
+  function box(strip, arena, stay) {
     const { model } = strip.state;
+    const size = arena.bytes;
     const x = Math.max(strip.left, strip.x(model.first[stay]));
     const end = Math.min(strip.left + strip.plotWidth, strip.x(model.last[stay] + 1));
-    const offset = model.raw.stays.offset[stay];
+    const offset = arena.offset[stay];
     const top = y(strip, size, offset + model.bytes[stay]);
     return [x, top, end - x, Math.max(0.5, y(strip, size, offset) - top)];
   }
 
   // There may be a hundred thousand: all are filled into one image, and those that can be told apart bordered.
-  function drawStays(context, strip, size, groups) {
+  function drawStays(context, strip, arena, groups) {
     const raster = new Raster(context, strip.left, strip.plotWidth, strip.height);
     const bordered = [];
     for (const [group, stays] of groups) {
       const colour = pixel(of(group));
       for (const stay of stays) {
-        const found = box(strip, size, stay);
+        const found = box(strip, arena, stay);
         if (found[2] <= 0) continue;
         raster.fill(...found, colour);
         if (found[2] > BORDERED && found[3] > BORDERED) bordered.push(found);
       }
     }
-    fillAsides(raster, strip, size);
+    fillAsides(raster, strip, arena);
     raster.paint();
     context.strokeStyle = plain("paper");
     for (const found of bordered) context.strokeRect(...found);
   }
 
   // What an allocator had from the device, behind what lies in it.
-  function drawSegments(context, strip, size, segments) {
+  function drawSegments(context, strip, { bytes: size, segments }) {
     context.fillStyle = plain("grid");
     context.strokeStyle = plain("line");
     for (const [offset, length, first, last] of segments) {
@@ -54,24 +55,24 @@ stow.arena = (() => {
     }
   }
 
-  function fillAsides(raster, strip, size) {
+  function fillAsides(raster, strip, { bytes: size, asides }) {
     const { model } = strip.state;
     const [low, high] = strip.state.range;
     const colour = pixel(of("workspace"));
-    for (const [run, offset] of model.raw.arena.asides) {
+    for (const [run, offset] of asides) {
       if (run < low || run >= high) continue;
       const [x, top] = [strip.x(run), y(strip, size, offset + model.raw.runs.aside[run])];
       raster.fill(x, top, strip.x(run + 1) - x, y(strip, size, offset) - top, colour);
     }
   }
 
-  function drawSelected(context, strip, size) {
+  function drawSelected(context, strip, arena) {
     const { model, selected } = strip.state;
     if (selected?.tensor === undefined) return;
     context.strokeStyle = plain("ink");
     context.lineWidth = 2;
     for (const stay of model.staysOf[model.owner(selected.tensor)]) {
-      if (model.raw.stays.offset[stay] !== null) context.strokeRect(...box(strip, size, stay));
+      if (arena.offset[stay] !== null) context.strokeRect(...box(strip, arena, stay));
     }
     context.lineWidth = 1;
   }
@@ -89,9 +90,9 @@ stow.arena = (() => {
     context.strokeRect(strip.left, MARGIN, strip.plotWidth, strip.height - 2 * MARGIN);
   }
 
-  function grouped(model) {
+  function grouped(model, arena) {
     const groups = new Map();
-    model.raw.stays.offset.forEach((offset, stay) => {
+    arena.offset.forEach((offset, stay) => {
       if (offset === null) return;
       const group = model.group(model.raw.stays.tensor[stay]);
       if (!groups.has(group)) groups.set(group, []);
@@ -101,9 +102,8 @@ stow.arena = (() => {
   }
 
   // The stay drawn at a point, the smallest if several were.
-  function stayAt(model, strip, size, step, py) {
+  function stayAt(model, strip, { bytes: size, offset }, step, py) {
     const address = ((strip.height - MARGIN - py) / (strip.height - 2 * MARGIN)) * size;
-    const { offset } = model.raw.stays;
     for (let stay = model.first.length - 1; stay >= 0; stay -= 1) {
       const there = model.first[stay] <= step && step <= model.last[stay] && offset[stay] !== null;
       if (there && offset[stay] <= address && address < offset[stay] + model.bytes[stay]) return stay;
@@ -112,38 +112,46 @@ stow.arena = (() => {
   }
 
   // An arena may need more than is alive at any time.
-  function over({ raw: { arena, curve } }) {
+  function over(arena, { raw: { curve } }) {
     const most = curve.total[curve.peak];
     return arena.bytes > most ? `, ${percent(arena.bytes / most - 1)} above the peak` : "";
   }
 
   function source({ recorded, segments }) {
-    if (segments.length) return `as recorded, in the allocator's segments (grey: reserved and not in use)`;
+    if (segments.length) {
+      const whose = recorded ? "as recorded" : "as PyTorch's caching allocator would place it";
+      return `${whose}, in the allocator's segments (grey: reserved and not in use)`;
+    }
     return recorded ? "as recorded, untouched gaps closed" : "as packed into one arena";
   }
 
-  function mount(state) {
+  // One arena: the first is where a run had everything, if that is recorded, the last as packed. All have one scale.
+  function mount(state, raw) {
     const { model } = state;
-    const { arena } = model.raw;
-    const size = Math.max(1, arena.bytes);
-    const groups = grouped(model);
+    const arena = { ...raw, bytes: Math.max(1, ...model.raw.arenas.map((each) => each.bytes)) };
+    const groups = grouped(model, arena);
     const draw = (context, strip) => {
-      drawAxis(context, strip, size);
+      drawAxis(context, strip, arena.bytes);
       context.save();
       context.beginPath();
       context.rect(strip.left, 0, strip.plotWidth, strip.height);
       context.clip();
-      drawSegments(context, strip, size, arena.segments);
-      drawStays(context, strip, size, groups);
-      drawSelected(context, strip, size);
+      drawSegments(context, strip, arena);
+      drawStays(context, strip, arena, groups);
+      drawSelected(context, strip, arena);
       context.restore();
     };
     const click = (step, _, py) => {
-      const stay = stayAt(model, strip, size, step, py);
+      const stay = stayAt(model, strip, arena, step, py);
       if (stay !== null) state.select({ tensor: model.raw.stays.tensor[stay] });
     };
-    const title = `Where it lies: ${bytes(arena.bytes)} ${source(arena)}${over(model)}`;
-    const strip = new Strip(state, { name: "arena", title, height: HEIGHT, draw, click });
+    const [first] = model.raw.arenas;
+    const isBeside = raw !== first;
+    const where = isBeside ? "Where it could lie" : "Where it lies";
+    const less = isBeside && raw.bytes < first.bytes ? `, ${percent(1 - raw.bytes / first.bytes)} less` : "";
+    const title = `${where}: ${bytes(raw.bytes)} ${source(raw)}${less}${over(raw, model)}`;
+    const name = isBeside ? "packed" : "arena";
+    const strip = new Strip(state, { name, title, height: HEIGHT, draw, click });
     return strip;
   }
 

@@ -75,7 +75,7 @@ stow.main = (() => {
     const later = [
       () => steps && views.append(stow.network.mount(state).root),
       () => steps && views.append(stow.lifetimes.mount(state).root),
-      () => steps && views.append(stow.arena.mount(state).root),
+      ...raw.arenas.map((arena) => () => steps && views.append(stow.arena.mount(state, arena).root)),
       () => steps && below.append(stow.modules.mount(state).root),
       () => steps && raw.tilings.length && below.append(stow.tiles.mount(state)),
       () => steps && raw.regions && below.append(stow.regions.mount(state)),

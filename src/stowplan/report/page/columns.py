@@ -11,9 +11,9 @@ from heapq import heappop, heappush
 from typing import TypeAlias
 
 from stowplan.analyse.facts import costs_of, is_resident
-from stowplan.analyse.timeline import Doing, Timeline
+from stowplan.analyse.timeline import Arena, Doing, Timeline
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor
-from stowplan.ir.labels import Labels
+from stowplan.ir.text import Labels
 from stowplan.plan.explain.reasons import decisions_of, reasons_of
 from stowplan.plan.plan import Decision, Plan
 from stowplan.report.page.subject import Subject
@@ -184,10 +184,14 @@ def runs_columns(timeline: Timeline) -> Columns:
     }
 
 
-def stays_columns(timeline: Timeline, offsets: Sequence[int | None]) -> Columns:
-    """Every stay, the largest first, with its offset in the arena."""
+def largest_first(timeline: Timeline) -> list[int]:
+    """The stays in the order in which a page has them."""
+    return sorted(range(len(timeline.stays)), key=lambda i: (-timeline.stays[i].nbytes, i))
+
+
+def stays_columns(timeline: Timeline, order: Sequence[int]) -> Columns:
+    """Every stay, in this order."""
     number_of = {name: number for number, name in enumerate(timeline.graph.tensors)}
-    order = sorted(range(len(timeline.stays)), key=lambda i: (-timeline.stays[i].nbytes, i))
     stays = [timeline.stays[i] for i in order]
     return {
         "tensor": [number_of[stay.tensor] for stay in stays],
@@ -197,7 +201,17 @@ def stays_columns(timeline: Timeline, offsets: Sequence[int | None]) -> Columns:
         "made": [int(stay.made) for stay in stays],
         "copy": [stay.copy for stay in stays],
         "uses": [stay.uses for stay in stays],
-        "offset": [offsets[i] if offsets else None for i in order],
+    }
+
+
+def arena_columns(arena: Arena, order: Sequence[int]) -> Columns:
+    """Where each stay lies, in this order, and the workspace of each run."""
+    return {
+        "bytes": arena.nbytes,
+        "recorded": arena.recorded,
+        "segments": arena.segments,
+        "offset": [arena.offsets[i] if arena.offsets else None for i in order],
+        "asides": [[run, offset] for run, offset in sorted(arena.aside_offsets.items())],
     }
 
 

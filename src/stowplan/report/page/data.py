@@ -1,10 +1,11 @@
-"""All data of a page as one JSON value: columns, memory curves, regions, arena and frontier."""
+"""All data of a page as one JSON value: columns, memory curves, regions, arenas and frontier."""
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stowplan.analyse.inspection import PACKED_UNASKED
 from stowplan.analyse.timeline import Arena, curve_onto, packed_arena, recorded_arena, timed_onto
 from stowplan.ir import Document, Graph, Regions
 from stowplan.plan.explain.timeline import baseline_curve_of
@@ -13,8 +14,10 @@ from stowplan.plan.record import Record
 from stowplan.report.page.columns import (
     WORDS,
     Columns,
+    arena_columns,
     away_columns,
     held_of,
+    largest_first,
     ops_columns,
     plan_words,
     rows_of,
@@ -142,7 +145,7 @@ def data_of(subjects: Sequence[Subject], title: str) -> Columns:
 
 def _subject(subject: Subject, subjects: Sequence[Subject]) -> Columns:
     timeline, document = subject.timeline, subject.document
-    arena = _arena_of(subject)
+    order = largest_first(timeline)
     return {
         "name": subject.name,
         "what": _what(subject),
@@ -153,11 +156,11 @@ def _subject(subject: Subject, subjects: Sequence[Subject]) -> Columns:
         "tensors": tensors_columns(subject),
         "held": held_of(subject.graph),
         "runs": runs_columns(timeline),
-        "stays": stays_columns(timeline, arena.offsets),
+        "stays": stays_columns(timeline, order),
         "away": away_columns(timeline),
         "rows": rows_of(timeline),
         "curve": curve_of(subject, subjects),
-        "arena": _arena(arena),
+        "arenas": [arena_columns(arena, order) for arena in _arenas_of(subject)],
         "tilings": tilings_of(subject),
         "regions": regions_of(document) if document else None,
         "notes": [[note.kind, note.where, note.what] for note in document.notes] if document else [],
@@ -173,17 +176,16 @@ def _what(subject: Subject) -> str:
     return subject.document.format if subject.document else ""
 
 
-def _arena_of(subject: Subject) -> Arena:
-    document = subject.document
+def _arenas_of(subject: Subject) -> Iterator[Arena]:
+    """The addresses that the file has, or those that the allocator of a device would give; and one arena."""
+    document, timeline = subject.document, subject.timeline
     if document and document.allocation:
-        return recorded_arena(subject.timeline, document.allocation)
-    return packed_arena(subject.timeline)
+        yield recorded_arena(timeline, document.allocation)
+        if len(timeline.stays) > PACKED_UNASKED:
+            return
+    if subject.plan and subject.plan.projected_for:
+        from stowplan.plan.allocator.placed import placed_by_allocator
+        from stowplan.plan.allocator.settings import AllocatorSettings
 
-
-def _arena(arena: Arena) -> Columns:
-    return {
-        "bytes": arena.nbytes,
-        "recorded": arena.recorded,
-        "segments": arena.segments,
-        "asides": [[run, offset] for run, offset in sorted(arena.aside_offsets.items())],
-    }
+        yield placed_by_allocator(subject.plan, AllocatorSettings())
+    yield packed_arena(timeline)

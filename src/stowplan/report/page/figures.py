@@ -11,8 +11,7 @@ from stowplan.analyse.facts import costs_of, liveness_of, untiled_bound
 from stowplan.analyse.inspection import times_of
 from stowplan.ir import Document, Graph, Kind
 from stowplan.plan.explain.updates import updates_of
-from stowplan.plan.plan import Decision, Keep, Offload, Plan, Recompute, Tile
-from stowplan.plan.pricing import Basis
+from stowplan.plan.plan import Basis, Decision, Keep, Offload, Plan, Recompute, Tile
 from stowplan.plan.record import Record
 from stowplan.report.page.subject import Subject
 from stowplan.units import format_bytes, format_count, format_seconds

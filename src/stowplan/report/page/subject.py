@@ -11,8 +11,7 @@ from stowplan.plan.explain.peers import Peer
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.explain.transfers import Clock, clock_of
 from stowplan.plan.frontier import Frontier
-from stowplan.plan.plan import Plan
-from stowplan.plan.pricing import price_by_profile
+from stowplan.plan.plan import Plan, price_by_profile
 from stowplan.plan.record import Record
 
 Thing: TypeAlias = Document | Graph | Plan | Record

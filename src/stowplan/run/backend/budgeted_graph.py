@@ -7,8 +7,8 @@ from stowplan.capture import Captured
 from stowplan.ir import Graph
 from stowplan.plan.frontier import floor_of
 from stowplan.plan.options import PlanOptions
+from stowplan.plan.plan import Pricing
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import problem_of
 from stowplan.run.backend.frontier_plans import FrontierPlans, PlannedPoint
 from stowplan.run.planning.planner import price_captured

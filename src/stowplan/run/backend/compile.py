@@ -3,23 +3,131 @@
 Dynamo hands over the parts of a model between two graph breaks, each with its parameters as inputs. A part is
 captured when it is first called with real tensors, then planned like a model of its own, under the budget
 that all parts compiled with the same options share (see `shared_budget`).
+
+A graph of Dynamo's, run by plans: captured and planned once for each kind of call.
+
+Which of its results the loss depends on is not known before a backward. At first all that can be are taken to
+be differentiated, and those that no gradient comes for count as zero. If the one scalar among them turns out
+to be the loss, and the others not to be differentiated, they are left out from then on.
 """
 
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from keyword import iskeyword
 from typing import TypeAlias
 
 import msgspec
+from torch import Tensor
 from torch.fx import GraphModule
+from torch.fx import Node as GraphNode
 
+from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse
 from stowplan.plan.options import Kernels, PlanOptions, known_techniques
 from stowplan.plan.plan import Plan
-from stowplan.run.backend.planned_graph import PlannedGraph, Settings, results_of
+from stowplan.run.backend.captured_graph import CapturedGraph
+from stowplan.run.backend.graph_run import PlannedRun
 from stowplan.run.backend.shared_budget import SharedBudget
+from stowplan.run.call_planner import kind_of_call
+from stowplan.run.step.function import ends_of_chain
 from stowplan.units import parse_bytes
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Settings:
+    """The settings that all graphs of one compilation share, and the options that they come from."""
+
+    options: Mapping[str, object]
+    budget: SharedBudget
+    planning: PlanOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Dynamo's description of one result of a graph."""
+
+    is_attached: bool  # part of autograd's graph
+    is_scalar: bool
+
+
+def results_of(graph: GraphModule) -> list[Result]:
+    """The results of the graph, as described by the tensors that Dynamo traced it with."""
+    (returned,) = graph.graph.output_node().args
+    assert isinstance(returned, (tuple, list))
+    values = (node.meta.get("example_value") if isinstance(node, GraphNode) else node for node in returned)
+    return [
+        Result(value.requires_grad, value.dim() == 0) if isinstance(value, Tensor) else Result(False, False)
+        for value in values
+    ]
+
+
+class PlannedGraph:
+    """Called by Dynamo's code in place of the graph."""
+
+    def __init__(self, graph: GraphModule, results: Sequence[Result], settings: Settings) -> None:
+        self._graph, self._settings = graph, settings
+        self._loss = _lone_scalar(results)
+        self._captured: dict[object, CapturedGraph] = {}
+        self._only_loss: set[object] = set()  # kinds of call in which nothing else is differentiated
+
+    def __call__(self, *inputs: object) -> Sequence[object]:
+        kind = kind_of_call(*flatten(inputs, {}))
+        captured = self._captured_for(kind, inputs)
+        if not captured.captured.graph.ops:  # it returns what it was given
+            given_back: Sequence[object] = self._graph(*inputs)
+            return given_back
+        there = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
+        run = self._settings.budget.begin(captured.budgeted, there, captured.wanted(inputs))
+        outputs = captured.run(run.point.plan, inputs)
+        self._follow(kind, captured, run, outputs)
+        return outputs
+
+    def _captured_for(self, kind: object, inputs: tuple[object, ...]) -> CapturedGraph:
+        as_vector = None if kind in self._only_loss else self._loss
+        key = kind, as_vector
+        if key not in self._captured:
+            self._captured[key] = CapturedGraph.of(
+                self._graph, inputs, options=self._settings.planning, as_vector=as_vector
+            )
+        return self._captured[key]
+
+    def _follow(
+        self, kind: object, captured: CapturedGraph, run: PlannedRun, outputs: Sequence[object]
+    ) -> None:
+        """Tell the budget when the backward of this run is done, and learn from it what is differentiated."""
+        tensors = [output for output in outputs if isinstance(output, Tensor)]
+        (first, last), memory = ends_of_chain(tensors), self._settings.budget.opened(run, tensors)
+        if self._loss is not None:
+            first.register_prehook(partial(self._learn, kind, captured, self._loss))
+        first.register_prehook(lambda _: memory.turned())
+        last.register_hook(lambda *_: memory.closed(run))
+        weakref.finalize(last, memory.dropped, run).atexit = False
+
+    def _learn(
+        self, kind: object, captured: CapturedGraph, loss: int, gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Called with the gradients that come in for the captured outputs."""
+        come = zip(captured.outputs, gradients, strict=True)
+        if {name for name, gradient in come if gradient is not None} == {captured.name_of(loss)}:
+            self._only_loss.add(kind)
+            return
+        self._only_loss.discard(kind)
+        if captured.as_vector is None:
+            raise BadUse(
+                "a gradient came in for an output other than the loss, which it did not in earlier steps;"
+                " the plan has no part for it, but will have from the next step on"
+            )
+
+
+def _lone_scalar(results: Sequence[Result]) -> int | None:
+    """The position of the one scalar among several results that can be differentiated."""
+    attached = {position: result for position, result in enumerate(results) if result.is_attached}
+    scalars = [position for position, result in attached.items() if result.is_scalar]
+    return scalars[0] if len(attached) > 1 and len(scalars) == 1 else None
+
 
 Options: TypeAlias = Mapping[str, object]
 

@@ -6,11 +6,9 @@ from itertools import accumulate, pairwise
 
 from stowplan.ir import Kind, Phase
 from stowplan.plan.frontier import Point
-from stowplan.plan.judge.simulate import simulate
-from stowplan.plan.judge.verify import verify
-from stowplan.plan.plan import Compute, Free, Plan
+from stowplan.plan.judge import simulate, verify
+from stowplan.plan.plan import Compute, Free, Plan, Pricing
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Pricing
 from stowplan.run.planning.planner import replayed_bytes
 
 _MOST_POINTS = 32  # a frontier is thinned to about as many

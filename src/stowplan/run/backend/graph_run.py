@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from stowplan.run.backend.budgeted_graph import BudgetedGraph
 from stowplan.run.backend.frontier_plans import PlannedPoint
-from stowplan.run.backend.living import LivingStorages
+from stowplan.run.measure.living import LivingStorages
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,447 @@
-"""Guard: whether a model is still the program that was captured, asked before every step.
+"""What a captured step depends on, how each dependency is dealt with, and the check before every step.
 
-The facts of `Dependencies` are compared in two ways. `is_untouched` looks whether the same objects stand in
-the same places, which takes about a microsecond a module. If something is another object, `change` pictures
-the model anew and compares what it means: an equal value in a new object is no change.
+| what the step depends on | class |
+|---|---|
+| arguments, parameters, buffers; tensors that are plain attributes or globals | re-read at each call |
+| modules, their classes and order; attributes that forward read | guarded |
+| globals and closures that the code of forward names | guarded |
+| shapes, dtypes, strides, devices, `requires_grad`, tied tensors; switches of torch | guarded |
+| answers that forward reads off small integer arguments, as in `if mask.all()` | guarded |
+| hooks on inner modules | refused |
+| attributes, lists and globals that forward writes | refused |
+| random numbers of Python and NumPy | refused |
+| a tensor that is found nowhere it could be read anew | refused |
+| calls that want no gradient | run eagerly |
+
+A guard that fails means another plan. `Dependencies` are facts by label, so that a copy of the model can be
+held to them too. A Guard compares a living model with them in two ways. `is_untouched` looks whether the same
+objects stand in the same places, which takes about a microsecond a module. If something is another object,
+`change` pictures the model anew and compares what it means: an equal value in a new object is no change.
 """
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import contains, getitem, is_
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from stowplan.run.border.dependencies import (
-    HELD_ARGUMENTS,
-    SWITCHES,
-    Dependencies,
-    held_among,
-    storages_of,
+from stowplan.capture import Program
+from stowplan.capture.answers import NO_ANSWERS, Answers
+from stowplan.capture.origins import BY_PARTS
+from stowplan.capture.stand_ins import look_of
+from stowplan.errors import CaptureError
+from stowplan.run.border.frozen import (
+    MODULE_STATE,
+    Frozen,
+    Owner,
+    Picture,
+    Reach,
+    Reads,
+    Same,
+    first_change,
+    is_plain,
+    restore,
+    state_of,
 )
-from stowplan.run.border.frozen import Owner, Picture, first_change, state_of
-from stowplan.torch_private import GLOBAL_HOOKS, HOOKS, tensor_guards
+from stowplan.torch_private import GLOBAL_HOOKS, HOOKS, storage_id, tensor_guards
+
+HELD_ARGUMENTS = "arguments that lie in the memory of parameters or buffers"
+
+_TENSOR_HOOKS = (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook)
+
+# Hooks of transformers hand what a module returns to the forward that runs, and do nothing else. The first
+# forward that asks for hidden states, attentions or router logits installs them and notes that it did.
+_COLLECTING_HOOKS, _COLLECTING_NOTED = (
+    "transformers.utils.output_capturing",
+    "_output_capturing_hooks_installed",
+)
+
+_FLAT_WEIGHTS = (
+    "_flat_weights",
+    "_flat_weight_refs",
+)  # an RNN's list of its parameters, made anew for others
+# What changes kernels or the types of what is made, and no argument tells.
+SWITCHES: Mapping[str, Callable[[], object]] = {
+    "torch.get_default_dtype()": torch.get_default_dtype,
+    "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+    "torch.backends.mkldnn.enabled": partial(getattr, torch.backends.mkldnn, "enabled"),
+    "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "torch.backends.cuda.math_sdp_enabled()": torch.backends.cuda.math_sdp_enabled,
+}
+
+
+Place = tuple[int, int, int]  # the first tensor in the same storage, bytes of it, bytes from that tensor on
+
+
+@dataclass(frozen=True, slots=True)
+class Dependencies:
+    """What a captured step took for granted, and how to look at it again.
+
+    `reads` are the attributes that were read, by module path; `others` the same of modules that are not part
+    of the model; `variables` the globals and closures that its code names. `places` has the label of every
+    tensor of the program that is a plain attribute or a global, by the tensor's identity; `looked_at` are
+    labels of those whose values decided what the step does. `answers` are what it read off arguments.
+    """
+
+    facts: Mapping[str, Frozen]
+    reads: Mapping[str, tuple[str, ...]]
+    others: Mapping[nn.Module, tuple[str, ...]]
+    variables: Mapping[str, tuple[Mapping[str, Any], str]]
+    places: Mapping[int, str] = field(default_factory=dict)
+    looked_at: tuple[str, ...] = ()
+    answers: Answers = NO_ANSWERS
+
+    def picture(self, model: nn.Module, leaves: Sequence[object]) -> Picture:
+        """The same facts as they are now, of this model and of arguments with these leaves."""
+        found = _picture(model, self.reads, self.others, self.variables)
+        found.facts[HELD_ARGUMENTS] = held_among(leaves, storages_of(model))
+        _add_values(found, self.looked_at)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """Numbers, strings and the like, and new objects of these, that forward wrote: places and values."""
+
+    places: tuple[tuple[dict[Any, Any], Any, Any], ...]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """The program as forward left it; as it was before if anything fails within."""
+        before = [(owner, dict(owner)) for owner, _, _ in self.places]
+        self.repeat()
+        try:
+            yield
+        except BaseException:
+            restore(before)
+            raise
+
+    def repeat(self, instead: Mapping[int, dict[str, Any]] | None = None) -> None:
+        """Write again, for owners whose identity is given to others `instead`."""
+        for owner, key, value in self.places:
+            (instead or {}).get(id(owner), owner)[key] = value
+
+
+class Observation:
+    """What a step was seen to depend on while it was captured.
+
+    `writes` are what forward wrote, if these are plain values, which it may find and leave at each call.
+    """
+
+    def __init__(self, model: nn.Module, loss: object = None) -> None:
+        self._model, self._reads, self._reach = model, Reads(), Reach.of(model, loss)
+        self.writes: Writes | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, the step is captured. Leaves everything as it was; refuses what cannot be replayed."""
+        refuse_hooks(self._model)
+        everything = {
+            path: tuple(name for name in vars(module) if _is_own_state(name))
+            for path, module in self._model.named_modules()
+        }
+        before = _picture(self._model, everything, {}, self._reach.variables)
+        draws = _Draws()
+        shallow = [(vars(module), dict(vars(module))) for module in self._model.modules()]
+        try:
+            with self._reads.recording(), _RefusingTensorHooks():
+                yield
+            change = first_change(before.facts, self._now(everything))
+        finally:
+            drawn = draws.used()
+            writes = _plain_writes([*shallow, *before.contents])
+            restore([*shallow, *before.contents])
+            draws.put_back()
+        if change is not None and not first_change(before.facts, self._now(everything)):
+            self.writes = writes
+        _refuse_writes(change)
+        _refuse_draws(drawn)
+
+    def note_writes(self, writes: Writes) -> None:
+        """What forward writes is what it finds, so the step depends on it."""
+        self.writes = writes
+        modules = {id(vars(module)): module for module in self._model.modules()}
+        for owner, key, _ in writes.places:
+            if id(owner) in modules:
+                self._reads.add(modules[id(owner)], key)
+
+    def _now(self, names: Mapping[str, tuple[str, ...]]) -> dict[str, Frozen]:
+        """The same facts after the step; an attribute that is new counts too."""
+        new = {
+            path: tuple(dict.fromkeys((*names.get(path, ()), *filter(_is_own_state, vars(m)))))
+            for path, m in self._model.named_modules()
+        }
+        return _picture(self._model, new, {}, self._reach.variables).facts
+
+    def dependencies(
+        self, program: Program, leaves: Sequence[object], answers: Answers = NO_ANSWERS
+    ) -> Dependencies:
+        """What the captured program depends on; `leaves` are of the arguments it was captured with."""
+        reads, others = self._reads.by_path(self._model), self._reads.outside(self._model)
+        picture = _picture(self._model, reads, others, self._reach.variables)
+        labels = {id(owner[key]): label for label, (owner, key) in picture.tensors.items()}
+        for name, tensor in program.constants.items():
+            if id(tensor) not in labels and name not in program.literals:
+                raise CaptureError(
+                    f"forward reads a tensor of shape {tuple(tensor.shape)} that is no argument, parameter,"
+                    " buffer, attribute of a module or global: it could be replaced without being seen",
+                    advice="register it with register_buffer, set it as an attribute, or pass it in",
+                )
+        constants = {id(tensor): labels.get(id(tensor), "") for tensor in program.constants.values()}
+        places = {number: label for number, label in constants.items() if label}
+        whole = (
+            id(t) for t in program.constants.values() if not t.is_floating_point() and not t.is_complex()
+        )
+        looked_at = tuple(places[number] for number in whole if number in places and program.looks_at_values)
+        _add_values(picture, looked_at)
+        picture.facts[HELD_ARGUMENTS] = held_among(leaves, storages_of(self._model))
+        variables = self._reach.variables
+        return Dependencies(picture.facts, reads, others, variables, places, looked_at, answers)
+
+
+def _plain_writes(contents: Iterable[tuple[Any, Any]]) -> Writes | None:
+    """What these containers hold that they did not hold before; None if it is more than plain values.
+
+    A new item may also be an object of plain values, as in a library's table of what it has looked up.
+    """
+    places: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
+    for container, held in contents:
+        now = dict.items(container) if isinstance(container, dict) else enumerate(container)
+        were = held if isinstance(held, dict) else dict(enumerate(held))
+        changed = [(key, value) for key, value in now if key not in were or were[key] is not value]
+        if len(container) < len(held) + sum(key not in were for key, _ in changed):
+            return None  # something is gone
+        for key, value in changed:
+            if not isinstance(container, dict) or not is_plain(value, opened=key not in were):
+                return None
+            places[id(container), key] = container, key, value
+    return Writes(tuple(places.values()))
+
+
+class _RefusingTensorHooks(TorchFunctionMode):
+    """Refuses hooks that forward registers on tensors: capture would call them, and nothing afterwards."""
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _TENSOR_HOOKS:
+            raise CaptureError(
+                f"forward calls {func.__name__} of a tensor",
+                advice="a planned step makes tensors of its own; register the hook on what the model returns,"
+                " or on a parameter",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_own_state(name: str) -> bool:
+    return name not in MODULE_STATE and name != _COLLECTING_NOTED
+
+
+@contextmanager
+def collecting_hooks_removed(model: nn.Module) -> Iterator[None]:
+    """Removes the hooks that forward installs within: the planned step needs none, and eager adds its own."""
+    before = [
+        (module, set(module._forward_hooks), _COLLECTING_NOTED in vars(module)) for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, hooks, was_noted in before:
+            for number in [number for number in module._forward_hooks if number not in hooks]:
+                if getattr(module._forward_hooks[number], "__module__", None) == _COLLECTING_HOOKS:
+                    del module._forward_hooks[number]
+            if not was_noted:
+                vars(module).pop(_COLLECTING_NOTED, None)
+
+
+def _counted_hooks(hooks: Mapping[int, Any]) -> list[Any]:
+    """The hooks whose work capture does not see whole."""
+    return [hook for hook in hooks.values() if getattr(hook, "__module__", None) != _COLLECTING_HOOKS]
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """A planned step calls no inner module, so hooks there would not run."""
+    for registered in GLOBAL_HOOKS:
+        if registered:
+            raise CaptureError(
+                f"a hook for all modules is registered ({_hook_name(list(registered.values()))})",
+                advice="a planned step calls no inner module, so it would not run there: remove it",
+            )
+    for path, module in model.named_modules():
+        for kind in HOOKS:
+            if path and (hooks := _counted_hooks(getattr(module, kind, {}))):
+                what = kind.strip("_").removesuffix("s").replace("_", " ")
+                raise CaptureError(
+                    f"{path} has a {what} ({_hook_name(hooks)})",
+                    advice=(
+                        "a planned step calls no inner module, so the hook would not run: remove it, put what"
+                        " it does into forward, or register it on the whole model or on a parameter"
+                    ),
+                )
+
+
+def _hook_name(hooks: Sequence[Any]) -> str:
+    hook = hooks[0]
+    return str(getattr(hook, "__qualname__", None) or type(hook).__qualname__)
+
+
+def _picture(
+    model: nn.Module,
+    reads: Mapping[str, tuple[str, ...]],
+    others: Mapping[nn.Module, tuple[str, ...]],
+    variables: Mapping[str, tuple[Mapping[str, Any], str]],
+) -> Picture:
+    found = Picture()
+    paths = {module: path for path, module in model.named_modules()}
+    known: dict[int, str] = {}
+    for module, path in paths.items():
+        _add_module(found, module, path, paths, known)
+        for name in reads.get(path, ()):
+            _add_attribute(found, f"{path}.{name}" if path else name, module, name)
+    for number, (module, names) in enumerate(others.items()):
+        label = f"{type(module).__qualname__} #{number} outside the model"
+        for name in names:
+            _add_attribute(found, f"{label}.{name}", module, name)
+        for table in (module._parameters, module._buffers, module._modules):
+            for name in table:
+                found.add(f"{label}.{name}", table, name)
+    for label, (owner, name) in variables.items():
+        if name in owner:
+            found.add(label, owner, name)
+    found.facts["hooks for all modules"] = tuple(
+        Same(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()
+    )
+    found.facts["memory that parameters and buffers share"] = sharing_of(
+        chain(model.parameters(), model.buffers())
+    )
+    found.facts.update((label, (type(v := switch()), v)) for label, switch in SWITCHES.items())
+    return found
+
+
+def sharing_of(tensors: Iterable[Tensor]) -> tuple[Place, ...]:
+    """The place of each tensor. Equal for calls whose tensors lie in storages in the same way.
+
+    A step captured for `model(x, x)` is not that of `model(x, y)`, and a slice holds its whole storage.
+    """
+    first: dict[int, tuple[int, int]] = {}
+    places = []
+    for number, tensor in enumerate(tensors):
+        storage, begin = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.element_size()
+        owner, owner_begin = first.setdefault(storage_id(storage), (number, begin))
+        places.append((owner, storage.nbytes(), begin - owner_begin))
+    return tuple(places)
+
+
+def storages_of(model: nn.Module) -> dict[int, int]:
+    """The storages of parameters and buffers, numbered in their order."""
+    numbers: dict[int, int] = {}
+    for tensor in chain(model.parameters(), model.buffers()):
+        numbers.setdefault(storage_id(tensor.untyped_storage()), len(numbers))
+    return numbers
+
+
+def held_among(leaves: Sequence[object], storages: Mapping[int, int]) -> Frozen:
+    """Which arguments lie in a storage of the model's own."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tuple(storages.get(storage_id(tensor.untyped_storage())) for tensor in tensors)
+
+
+def _add_module(
+    found: Picture, module: nn.Module, path: str, paths: Mapping[nn.Module, str], known: dict[int, str]
+) -> None:
+    """Its class, its children, and the look of its parameters and buffers, by the name each had first."""
+    label = path or "the model"
+    if path:
+        found.facts[f"class of {label}"] = Same(type(module))
+        hooks = (hook for kind in HOOKS for hook in _counted_hooks(getattr(module, kind)))
+        found.facts[f"hooks of {label}"] = tuple(map(Same, hooks))
+    found.facts[f"modules of {label}"] = tuple(
+        (name, None if child is None else paths[child]) for name, child in module._modules.items()
+    )
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
+            full = f"{path}.{name}" if path else name
+            first = known.setdefault(id(tensor), full) if tensor is not None else full
+            found.facts[full] = (first, look_of(tensor))
+
+
+def _add_attribute(found: Picture, label: str, module: nn.Module, name: str) -> None:
+    """An attribute that is the module's own or its class's; not the forward that `fit` itself replaces."""
+    own = vars(module)
+    if (
+        label == "forward"
+        or name == _COLLECTING_NOTED
+        or (isinstance(module, nn.RNNBase) and name in _FLAT_WEIGHTS)
+    ):
+        return
+    if name in own:
+        found.add(label, own, name)
+        return
+    if name in module._parameters or name in module._buffers or name in module._modules:
+        return
+    for kind in type(module).__mro__:
+        if name in vars(kind):
+            if kind is not nn.Module:
+                found.absent.append((own, name))
+                found.add(label, found.names_in(kind), name)
+            return
+    found.facts[label] = None  # asked for, as by hasattr, and not there
+    found.absent += ((table, name) for table in (own, module._parameters, module._buffers, module._modules))
+
+
+def _add_values(found: Picture, labels: tuple[str, ...]) -> None:
+    for label in labels:
+        if label in found.tensors:
+            owner, key = found.tensors[label]
+            found.facts[f"values of {label}"] = state_of(owner[key])
+
+
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """The states of the generators that are not PyTorch's."""
+
+    python: Any = field(default_factory=random.getstate)
+    numpy: Any = field(default_factory=lambda: np.random.get_state(legacy=False))
+
+    def used(self) -> str | None:
+        """The generator that has been drawn from since."""
+        if random.getstate() != self.python:
+            return "random"
+        return "numpy.random" if repr(np.random.get_state(legacy=False)) != repr(self.numpy) else None
+
+    def put_back(self) -> None:
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+
+
+def _refuse_writes(change: str | None) -> None:
+    if change is not None:
+        raise CaptureError(
+            f"forward changes the state of the program: {change}",
+            advice=(
+                "a planned step runs no Python of forward, so this would happen once and never again; keep it"
+                " in a buffer, return it, or set it outside forward (what forward builds at its first call"
+                f" alone is there if the model is called once before fit), {BY_PARTS}"
+            ),
+        )
+
+
+def _refuse_draws(source: str | None) -> None:
+    if source is not None:
+        raise CaptureError(
+            f"forward draws random numbers from {source}, which a planned step does not run",
+            advice="draw with torch (torch.rand(()) stays a tensor), or draw outside and pass the number in",
+        )
+
 
 _TABLES = ("_modules", "_parameters", "_buffers")
 

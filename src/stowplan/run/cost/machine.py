@@ -1,22 +1,147 @@
-"""The machine at hand: its name, by which findings are kept, how calls are timed on it, and its roofline.
+"""The machine at hand: its name, how calls are timed on it, its roofline, and the costs found on it.
 
 Other work on the machine can only make a call slower, so a call is timed several times, and the least counts.
+
+ProbeCache keeps on disk what ops were seen to cost. There is a file for each machine, build of PyTorch and
+number of threads. One that is damaged or of another version is no error: what it held is measured again.
+Files are replaced whole, so that no process reads half of what another writes.
 """
 
 import os
 import platform as host
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import CDLL, c_size_t, c_void_p
+from dataclasses import astuple, dataclass
+from errno import ENOENT
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any, TypeAlias
 
+import msgspec
 import torch
 
 from stowplan.ir import Graph
-from stowplan.plan.pricing import Machine
-from stowplan.run.cost.probe_cache import Platform, ProbeCache
+from stowplan.plan.plan import Machine
+
+VERSION = 4
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+Rate: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
+Rates: TypeAlias = tuple[Rate, Rate, Seconds]  # of a tier: bytes per second out and back, latency in seconds
+
+
+class Cost(msgspec.Struct, frozen=True):
+    """The cost of one run: its seconds, and how far memory rises above its level before."""
+
+    seconds: Seconds
+    rise_bytes: Bytes
+
+
+class Platform(msgspec.Struct, frozen=True):
+    """Where a cost holds. `kernels` says which of PyTorch's kernels are in use there."""
+
+    cpu: str
+    device: str
+    torch: str
+    threads: int
+    kernels: str
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """The known costs on one platform: by the text of signatures, its roofline, the rates of tiers."""
+
+    platform: Platform
+    costs: dict[str, Cost] = {}
+    machine: Machine | None = None
+    tiers: dict[str, Rates] = {}
+
+
+class _Frame(msgspec.Struct, frozen=True):
+    version: int
+    digest: str
+    findings: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeCache:
+    """A folder of findings: the user's cache folder, unless another is given."""
+
+    folder: Path | None = None
+
+    def read(self, platform: Platform) -> Findings:
+        """The findings for `platform`, which may be empty."""
+        try:
+            findings = _unpacked(self._path(platform).read_bytes())
+        except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
+            return Findings(platform)
+        return findings if findings.platform == platform else Findings(platform)
+
+    def add(
+        self,
+        platform: Platform,
+        costs: Mapping[str, Cost],
+        machine: Machine | None = None,
+        tiers: Mapping[str, Rates] = MappingProxyType({}),
+    ) -> None:
+        """Write down more, beside what others have meanwhile. Where nothing can be written, nothing is."""
+        known = self.read(platform)
+        merged = Findings(
+            platform, {**known.costs, **costs}, machine or known.machine, {**known.tiers, **tiers}
+        )
+        try:
+            replace_file(self._path(platform), _packed(merged))
+        except OSError:
+            return
+
+    def _path(self, platform: Platform) -> Path:
+        name = sha256(msgspec.json.encode(platform)).hexdigest()[:16]
+        return (self.folder or user_folder("probes")) / f"{name}.json"
+
+
+def user_folder(part: str) -> Path:
+    """The user's cache folder; OSError for a user without a home."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as fault:
+        raise FileNotFoundError(ENOENT, "this user has no home folder; set XDG_CACHE_HOME") from fault
+    return Path(base) / "stowplan" / part
+
+
+def _packed(findings: Findings) -> bytes:
+    content = msgspec.json.encode(findings)
+    return msgspec.json.encode(_Frame(VERSION, _digest(content), msgspec.Raw(content)))
+
+
+def _unpacked(data: bytes) -> Findings:
+    frame = msgspec.json.decode(data, type=_Frame)
+    if frame.version != VERSION or frame.digest != _digest(bytes(frame.findings)):
+        raise ValueError("another version, or damaged")
+    findings = msgspec.json.decode(frame.findings, type=Findings)
+    if findings.machine is not None:
+        msgspec.convert(astuple(findings.machine), type=Rates)
+    return findings
+
+
+def _digest(content: bytes) -> str:
+    return f"sha256:{sha256(content).hexdigest()}"
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
+
 
 USER_CACHE = ProbeCache()
 _SIDE = 768  # of the matrices multiplied: large enough to be arithmetic alone
@@ -121,6 +246,23 @@ def release_free_memory(device: torch.device) -> None:
     trim = getattr(CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
+
+
+_HEAP_BLOCK = 2**25 - 2**16  # the largest block that the C library takes from its heap
+
+
+def settle_heap(device: torch.device) -> None:
+    """Bring the C library's heap into the state that it has after a few steps of training.
+
+    It maps a large block anew for each request, until a block of that size was freed once; from then on it
+    reuses memory whose pages are there. An op that makes 4 MiB takes five times as long before that, so its
+    price would depend on what was probed earlier. The block is never touched and no tensor, so that nobody
+    counts it.
+    """
+    if device.type == "cpu" and sys.platform == "linux":
+        library = CDLL(None)
+        library.malloc.restype = c_void_p
+        library.free(c_void_p(library.malloc(c_size_t(_HEAP_BLOCK))))
 
 
 _LARGE_PAGE = 2**21

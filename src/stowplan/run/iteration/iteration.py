@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stowplan.capture import Captured
-from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.errors import BadUse, BudgetTooSmall, PlanOfAnotherStep
 from stowplan.plan.options import PlanOptions
+from stowplan.plan.plan import Tier
 from stowplan.run.iteration.one_by_one import (
     OneByOne,
     UpdateBook,
@@ -34,10 +35,9 @@ from stowplan.run.iteration.one_by_one import (
 from stowplan.run.iteration.repeat import Repeat
 from stowplan.run.iteration.state_elsewhere import StateElsewhere, bring_back, state_elsewhere
 from stowplan.run.iteration.updates import Trained, with_updates
-from stowplan.run.planning.subject import Subject
-from stowplan.run.step.function import Leaving
-from stowplan.run.step.halves import LiveTier, tier_for
-from stowplan.torch_private import after_backward, running_backward, version_of
+from stowplan.run.planning.planner import Subject
+from stowplan.run.step.function import Leaving, LiveTier, tier_for
+from stowplan.torch_private import after_backward, inside_ddp, running_backward, version_of, will_accumulate
 
 Found = TypeVar("Found")
 _LOGGER = logging.getLogger("stowplan")
@@ -113,14 +113,18 @@ class Iteration:
         keep_gradients: bool | Iterable[str] = False,
         offloads: bool = False,
         on_workers: bool = False,
+        device: torch.device | None = None,
+        tier: Tier | None = None,
     ) -> None:
         """`offloads`: the optimizer's state may wait in the tier of its device.
 
-        `on_workers`: the parameters are shards, and each worker updates its own.
+        `on_workers`: the step is of a mesh, and adds up gradients over the workers before they leave it.
+        `device` is where parameters on the meta device are taken to live, and `tier` the tier that it has.
         """
         refuse_unless_one_by_one(optimizer)
-        self._on_workers = on_workers
+        self._on_workers, self._device, self._projected_tier = on_workers, device, tier
         self.norm_over_workers: Callable[[Tensor], Tensor] | None = None  # from the norm of this worker's
+        self.sum_over_workers: Callable[[], None] | None = None  # of gradients that no backward has summed
         bring_back(optimizer)
         self.optimizer, self.accumulate = optimizer, accumulate
         self.clip_norm, self.clip_value = clip_norm, clip_value
@@ -170,15 +174,30 @@ class Iteration:
     def first_that_fits(
         self, subject: Subject, model: nn.Module, plan: Callable[[Subject], Found]
     ) -> tuple[Variant, Subject, Found]:
-        """The first variant that `plan` finds a plan for; raises the smallest refusal if there is none."""
-        refusals = list[BudgetTooSmall]()
+        """The first variant that `plan` finds a plan for; raises the smallest refusal if there is none.
+
+        A saved plan is for one of them.
+        """
+        refusals, others = list[BudgetTooSmall](), list[PlanOfAnotherStep]()
         for variant in self.variants(subject.captured, model):
             step = replace(subject, captured=self.planned(subject.captured, model, variant))
             try:
                 return variant, step, plan(step)
             except BudgetTooSmall as refusal:
                 refusals.append(refusal)
+            except PlanOfAnotherStep as other:
+                others.append(other)
+        if others:
+            raise others[0]
         raise min(refusals, key=lambda each: each.minimum_bytes) from None
+
+    def steps(self, subject: Subject) -> list[Subject]:
+        """The step with the updates of this optimizer, in all variants."""
+        captured, model = subject.captured, subject.model
+        return [
+            replace(subject, captured=self.planned(captured, model, variant))
+            for variant in self.variants(captured, model)
+        ]
 
     @staticmethod
     def options(options: PlanOptions) -> PlanOptions:
@@ -222,7 +241,8 @@ class Iteration:
             in_backward=self.clip_norm is None or variant.two_backwards,
             accumulates=self.accumulate > 1,
             repeats=variant.two_backwards,
-            tier=self._tier(model).described() if variant.state_away else None,
+            tier=(self._projected_tier or self._tier(model).described()) if variant.state_away else None,
+            device=self._device,
         )
         self._first_fits = not variant.state_away and all(
             (made.graph.tensors[f"state of {name}"].nbytes or 0) >= each.parameter.nbytes
@@ -252,7 +272,7 @@ class Iteration:
     def may_repeat(self, captured: Captured, model: nn.Module) -> bool:
         """Whether the step can be run a second time after the norm of its gradients is known."""
         program, tensors = captured.program, captured.graph.tensors
-        looks = {(parameter.device.type, parameter.dtype) for parameter in model.parameters()}
+        looks = {((self._device or p.device).type, p.dtype) for p in model.parameters()}
         scalar = all(tensors[name].shape == () for name in program.tangents if name is not None)
         parameters_only = program.gradients.keys() <= program.parameters.keys()
         on_cpu = len(looks) == 1 and next(iter(looks))[0] == "cpu"
@@ -271,10 +291,23 @@ class Iteration:
         """Called before forward."""
         return Repeat(run, given, written).backward if self._repeats else None
 
+    @property
+    def is_last_backward(self) -> bool:
+        """Within a backward: whether it is the last one before the step."""
+        progress = self._progress
+        if progress.counted == progress.task:
+            return progress.is_last
+        return progress.backwards + 1 >= self.accumulate
+
     def begins(self, leaving: Leaving) -> None:
         """Called within backward, before the first gradient leaves."""
         self._refuse_surroundings()
         self.refuse_between()
+        if self.sum_over_workers is not None and not all(map(will_accumulate, leaving.differentiated)):
+            raise BadUse(
+                "accumulate= on a mesh adds up gradients over the workers in the last backward alone, with"
+                " those of earlier ones: call backward() for all parameters, not torch.autograd.grad"
+            )
         self._refuse_updated_by_others(leaving.differentiated)
         task = running_backward()
         if self._progress.task != task:
@@ -303,6 +336,7 @@ class Iteration:
         if self._progress.backwards == 0 and self._watched is not None:
             self._refuse_old(self._watched)
         self._progress.task, self._progress.is_open = task, True
+        self._progress.gradients.clear()
         after_backward(self._ends)
 
     def _remove_hooks(self) -> None:
@@ -381,6 +415,8 @@ class Iteration:
         if progress.is_last and (self._repeat is not None or not self._updates_late):
             watched = self._groups if self._waits else () if self._watched is None else (self._watched,)
             progress.gradients = {p: _Seen.of(p.grad) for p in watched if p.grad is not None}
+        elif self.sum_over_workers is not None and not progress.is_last:
+            progress.gradients = {p: _Seen.of(p.grad) for p in self._groups if p.grad is not None}
         progress.is_open = False
         if progress.updated and not self._told:
             self._told = True
@@ -403,6 +439,13 @@ class Iteration:
 
     def forward_begins(self) -> None:
         """A forward with a plan: state that is in memory, new or loaded, goes to the tier first."""
+        if inside_ddp():
+            raise BadUse(
+                "DistributedDataParallel is around a module that was fitted with optimizer=: it would average"
+                " gradients after the plan has consumed them. Leave DistributedDataParallel out and give fit"
+                ' mesh="data=N", where accumulate= sends gradients once for each iteration; or leave out'
+                " optimizer= and use reserve= for the optimizer's state"
+            )
         self.refuse_between()
         if self._elsewhere:
             self._elsewhere.store(self._moved)
@@ -461,6 +504,8 @@ class Iteration:
         self._is_stepping = bool(progress.updated)
         self._refuse_changes()
         self._is_stepping = True
+        if self.sum_over_workers is not None and not progress.is_last:
+            self._sum_late(self.sum_over_workers)
         progress.gradients.clear()  # each ends with its update
         self._groups = groups_by_parameter(self.optimizer)
         model = self._model() if self._model else None
@@ -473,6 +518,18 @@ class Iteration:
             nn.utils.clip_grad_value_(model.parameters(), self.clip_value)
         if not self.keeps_all:
             self._update_rest(model)
+
+    def _sum_late(self, sum_gradients: Callable[[], None]) -> None:
+        """The step came before the last backward: gradients are still those of this worker alone."""
+        seen = self._progress.gradients
+        if _is_called_by_scaler() or not all(each.is_still(p.grad) for p, each in seen.items()):
+            raise BadUse(
+                f"gradients were changed (clipped, unscaled) after {self._progress.backwards} of"
+                f" {self.accumulate} backwards, and workers add them up in the last of these or in"
+                " optimizer.step(): use clip_norm= or clip_value=, or call backward as often as accumulate="
+                " says. Nothing has been updated yet"
+            )
+        sum_gradients()
 
     def _clip(self, parameters: list[nn.Parameter], most: float) -> None:
         if self.norm_over_workers is None:
@@ -550,8 +607,11 @@ class Iteration:
             pass  # their gradients have been summed when they leave the step
         elif workers.is_available() and workers.is_initialized() and workers.get_world_size() > 1:
             raise BadUse(
-                "optimizer= is for one process: workers add up gradients after the plan would have consumed"
-                " them; leave it out, and use reserve= for the optimizer's state"
+                "optimizer= without a mesh is for one process: DistributedDataParallel and others add up"
+                " gradients after the plan would have consumed them. Use fit(..., optimizer=,"
+                f' mesh="data={workers.get_world_size()}"), where the plan adds them up, with'
+                ' parameters="shard" to divide the state too, or leave optimizer= out and use reserve= for'
+                " the optimizer's state"
             )
         foreign = [hook for hook in hooks_before_steps(self.optimizer) if not isinstance(hook, _StepHook)]
         if foreign:

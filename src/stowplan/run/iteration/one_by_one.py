@@ -59,19 +59,25 @@ def options_of(group: Mapping[str, Any]) -> dict[str, object]:
 class UpdateBytes:
     """What the update of one parameter takes: state that stays, and temporaries.
 
-    `movable_bytes` are the sizes of the tensors of the state that may wait in a tier.
+    `movable_bytes` are the sizes of the tensors of the state that may wait in a tier. The kernels of an
+    update are `launches`, and `traffic_bytes` is what they read and write.
     """
 
     state_bytes: int
     temporary_bytes: int
     movable_bytes: tuple[int, ...] = ()
+    launches: int = 0
+    traffic_bytes: int = 0
 
 
 class UpdateBook:
-    """What updates take, found out once for parameters that look alike and have the same options."""
+    """What updates take, found out once for parameters that look alike and have the same options.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    Parameters on the meta device are taken to live on `device`.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device | None = None) -> None:
+        self._optimizer, self._device = optimizer, device or torch.device("cpu")
         self._known: dict[object, UpdateBytes] = {}
         self.seconds: dict[object, float] = {}  # filled by whoever takes the time
 
@@ -90,7 +96,7 @@ class UpdateBook:
 
     def _watched(self, parameters: list[Tensor], groups: list[Mapping[str, Any]]) -> UpdateBytes:
         device = parameters[0].device
-        stand_ins = StandIns(torch.device("cpu") if device.type == "meta" else device)
+        stand_ins = StandIns(self._device if device.type == "meta" else device)
         watch = StorageWatch(stand_ins.fakes)
         trained = [stand_ins.of(parameter) for parameter in parameters]
         for parameter in trained:
@@ -104,15 +110,22 @@ class UpdateBook:
         own = ((parameter, self._optimizer.state.get(parameter)) for parameter in parameters)
         few.state = defaultdict(dict, {parameter: state for parameter, state in own if state})
         fixed = watch.enter([*trained, *(p.grad for p in trained if p.grad is not None)])
-        with explained(self._optimizer), watch:
+        with explained(self._optimizer), stand_ins.fakes, watch:
             made = twin_of(few, stand_ins.of)
             choose_implementation(made)
             watch.enter(tensors_in(made.state.values()))
-            for _ in range(2):  # the first makes the state
-                _own_step(type(made))(made)
+            _own_step(type(made))(made)  # makes the state
+            launches, traffic = watch.launches, watch.traffic_bytes
+            _own_step(type(made))(made)
         resting = watch.living_bytes()
         moved = (tensor.nbytes for state in made.state.values() for tensor in movable(state).values())
-        return UpdateBytes(resting - fixed, watch.peak_bytes() - resting, tuple(moved))
+        return UpdateBytes(
+            resting - fixed,
+            watch.peak_bytes() - resting,
+            tuple(moved),
+            watch.launches - launches,
+            watch.traffic_bytes - traffic,
+        )
 
 
 def refuse_unless_one_by_one(optimizer: object) -> None:

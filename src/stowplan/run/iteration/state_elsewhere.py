@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stowplan.run.optimizers import tensors_in
-from stowplan.run.step.halves import Away, LiveTier
+from stowplan.run.step.function import Away, LiveTier
 from stowplan.torch_private import storage_id
 
 WORTH_BYTES = 4096  # smaller tensors stay: a block of the disk is not smaller

@@ -7,7 +7,7 @@ gradient. `verify` holds every plan to that: after an update its parameters no l
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -18,21 +18,19 @@ from torch.optim import Optimizer
 
 from stowplan.analyse.facts import Storages, storages_of
 from stowplan.capture import Call, Captured, Handle, Ref
-from stowplan.capture.eager import EagerMemory, Span
+from stowplan.capture.capture import EagerMemory, Span
 from stowplan.capture.program import attributes_of
 from stowplan.errors import BadUse
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Use
 from stowplan.ir import Tensor as GraphTensor
-from stowplan.ops.effects import UPDATE
-from stowplan.plan.pricing import Tier
+from stowplan.ops.effects import SECOND_FORWARD, UPDATE
+from stowplan.plan.plan import Tier
 from stowplan.plan.problem import can_recompute, outdated_tensors
-from stowplan.run.cost.machine import least_seconds
-from stowplan.run.cost.probe_cache import Cost
-from stowplan.run.cost.probe_call import PROBES
-from stowplan.run.cost.signature import Signature
-from stowplan.run.iteration.one_by_one import OneByOne, UpdateBook
+from stowplan.run.cost.machine import Cost, least_seconds
+from stowplan.run.cost.probe import PROBES, Signature
+from stowplan.run.iteration.one_by_one import OneByOne, UpdateBook, UpdateBytes
 from stowplan.run.optimizers import without_hooks
-from stowplan.run.step.pieces import grouped
+from stowplan.run.step.literals import grouped
 from stowplan.torch_private import pytree
 
 _MOST_TIMED = 2**18  # elements of a parameter whose update is timed; of larger ones, that many
@@ -89,15 +87,24 @@ class Update(Handle):
         """The temporaries follow from stand-ins; the seconds are those of a part, as often as it fits."""
         if self._when is When.LATER:
             return Cost(0.0, 0)
-        if self._when is When.TOGETHER:
-            temporary_bytes = self._book.together([each.parameter for each in self._trained]).temporary_bytes
-        else:
-            taken = (self._book.of(each.parameter, each.group) for each in self._trained)
-            temporary_bytes = max(
-                each.temporary_bytes + (sum(each.movable_bytes) if self._tier else 0) for each in taken
-            )
         seconds = sum(self._seconds(each, device) for each in self._trained)
-        return Cost(seconds + self.added_seconds, temporary_bytes)
+        return Cost(seconds + self.added_seconds, self._temporary_bytes(self._taken()))
+
+    def projected_cost(self, seconds_of: Callable[[UpdateBytes], float]) -> Cost:
+        """On a device that is not here: `seconds_of` gives the seconds of what an update takes."""
+        if self._when is When.LATER:
+            return Cost(0.0, 0)
+        taken = self._taken()
+        return Cost(sum(map(seconds_of, taken)) + self.added_seconds, self._temporary_bytes(taken))
+
+    def _taken(self) -> list[UpdateBytes]:
+        """By what is updated at a time."""
+        if self._when is When.TOGETHER:
+            return [self._book.together([each.parameter for each in self._trained])]
+        return [self._book.of(each.parameter, each.group) for each in self._trained]
+
+    def _temporary_bytes(self, taken: Iterable[UpdateBytes]) -> int:
+        return max(each.temporary_bytes + (sum(each.movable_bytes) if self._tier else 0) for each in taken)
 
     def _seconds(self, trained: Trained, device: torch.device) -> float:
         look = trained.parameter.dtype, id(trained.group), min(trained.parameter.numel(), _MOST_TIMED)
@@ -162,15 +169,16 @@ def with_updates(
     accumulates: bool,
     repeats: bool = False,
     tier: Tier | None = None,
+    device: torch.device | None = None,
 ) -> Captured:
     """The step with an op for the update of each of `trained`, parameters by id, and with their state.
 
     The gradients of `stays` are not consumed. With `accumulates`, a set of gradients from earlier backwards
     is there all along; if the step `repeats`, so are its buffers and the generator as before forward. With a
     `tier`, the state of consumed gradients waits there. Updates in the step begin with the smallest, so that
-    the largest state meets the fewest gradients.
+    the largest state meets the fewest gradients. Parameters on the meta device are taken to live on `device`.
     """
-    book = UpdateBook(optimizer)
+    book = UpdateBook(optimizer, device)
     made = _Made(captured, optimizer, trained, book, tier)
     left = made.consumable(stays)
     made.move_state(left)
@@ -290,7 +298,7 @@ class _Made:
         if repeats:
             updated = sum(graph.tensors[name].nbytes or 0 for name in self._program.updates)
             nbytes = updated + 2 * torch.get_rng_state().nbytes
-            added.append(_block("what a second forward begins with", nbytes, self._device))
+            added.append(_block(SECOND_FORWARD, nbytes, self._device))
         if repeated := next((tensor.id for tensor in added if tensor.id in graph.tensors), None):
             raise BadUse(f"a tensor of the model is called {repeated!r}, which names optimizer state here")
         ops = (op for place, own in enumerate(graph.ops) for op in (own, *self._after.get(place, ())))

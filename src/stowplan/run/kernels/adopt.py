@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stowplan.capture.storage_views import same_strides
+from stowplan.capture.stand_ins import same_strides
 from stowplan.run.cost.machine import free_bytes
-from stowplan.run.cost.probe_call import LARGE_BYTES, operands_of
-from stowplan.run.cost.signature import Operand, Signature
+from stowplan.run.cost.probe import LARGE_BYTES, Operand, Signature, operands_of
 from stowplan.run.kernels.kernel import Function, Kernel, fused_call
 from stowplan.run.kernels.known import Finding
 from stowplan.torch_private import storage_id

@@ -3,31 +3,83 @@
 Groups are formed, compiled, compared with their ops and priced. Those that are not faster than their ops are
 left out. The borders of others may change with that, for what an eager op reads has to be there, so the rest
 is judged again.
+
+A captured step with groups as single ops: its graph by `plan/kernels/rewrite.py`, and its program here.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from stowplan.capture import Captured
 from stowplan.errors import BadUse, IllegalPlan, InvalidGraph
+from stowplan.ir import Attributes
 from stowplan.ops.effects import FUSED
-from stowplan.plan.kernels.formation import Group
-from stowplan.plan.kernels.rewrite import groups_in
+from stowplan.plan.kernels.formation import Group, groups_of
+from stowplan.plan.kernels.rewrite import Fused, borders_of, fused_graph, groups_in, name_of
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Exactness, Plan
-from stowplan.plan.pricing import Pricing
+from stowplan.plan.plan import Exactness, Plan, Pricing
 from stowplan.plan.select import Baseline, Tradeoff, tradeoffs_of
 from stowplan.plan.watch import tell_phase
+from stowplan.run.cost.probe import operand_of
 from stowplan.run.kernels.adopt import NO_ROOM, adopt, reuse
 from stowplan.run.kernels.compiling import compile_all
-from stowplan.run.kernels.fused import fused_names, fused_step, groups_in_step, kernels_of
-from stowplan.run.kernels.kernel import Kernel
+from stowplan.run.kernels.kernel import Kernel, fused_call
 from stowplan.run.kernels.known import Finding, read_finding, write_finding
-from stowplan.run.planning.plan_cache import RESUMED
-from stowplan.run.planning.planner import COMPILED, CapturedCandidate, price_captured
-from stowplan.run.planning.subject import Subject
+from stowplan.run.planning.planner import COMPILED, RESUMED, CapturedCandidate, Subject, price_captured
 from stowplan.torch_private import cpp_compiler
+
+
+def groups_in_step(captured: Captured, barred: Collection[str] = ()) -> tuple[Group, ...]:
+    """The groups of a step. An op that works on copies, or reads a gradient of unknown layout, is in none."""
+    graph, program = captured.graph, captured.program
+    incoming = {name for name in program.tangents if name is not None and graph.tensors[name].shape}
+    others = {
+        op.id
+        for op in graph.ops
+        if program.calls[op.id].fresh
+        or program.calls[op.id].copied
+        or any(graph.storage_of(name) in incoming for name in op.reads())
+    }
+    return groups_of(graph, others.union(barred))
+
+
+def kernels_of(captured: Captured, groups: Sequence[Group]) -> dict[Group, Kernel]:
+    """By group its kernel; groups that are alike share one. A group that nobody reads has none."""
+    tensors, calls = captured.graph.tensors, captured.program.calls
+    known: dict[str, Kernel] = {}
+    found = {}
+    for fused in borders_of(captured.graph, groups):
+        if fused.outputs:
+            operands = {name: operand_of(tensors[name]) for name in fused.inputs}
+            results = {name: operand_of(tensors[name]) for name in fused.outputs}
+            kernel = Kernel([calls[op] for op in fused.group.ops], operands, results)
+            found[fused.group] = known.setdefault(kernel.name, kernel)
+    return found
+
+
+def fused_step(captured: Captured, kernels: Mapping[Group, Kernel]) -> Captured:
+    """The step with one op for each group, which its kernel computes; raises InvalidGraph."""
+
+    def described(fused: Fused) -> Attributes:
+        kernel = kernels[fused.group]
+        return {"name": kernel.name, "exact": kernel.is_exact}
+
+    graph = fused_graph(captured.graph, tuple(kernels), described)
+    by_name = {name: kernels[group] for group, name in fused_names(kernels).items()}
+    calls = {
+        op.id: fused_call(by_name[op.id], tuple(op.reads()), tuple(op.writes()))
+        if op.type == FUSED
+        else captured.program.calls[op.id]
+        for op in graph.ops
+    }
+    return replace(captured, graph=graph, program=replace(captured.program, calls=calls))
+
+
+def fused_names(groups: Iterable[Group]) -> dict[Group, str]:
+    """By group the op that it becomes."""
+    return {group: name_of(number) for number, group in enumerate(groups)}
+
 
 _ROUNDS = 4  # of leaving groups out; after that none is left
 _WORTH = 0.97  # of the seconds of its ops: a group that takes longer stays eager

@@ -22,7 +22,7 @@ import torch
 
 from stowplan.capture import Argument, Call, Ref
 from stowplan.plan.watch import patience, tell_phase
-from stowplan.run.cost.signature import Operand
+from stowplan.run.cost.probe import Operand
 from stowplan.run.kernels.kernel import Kernel
 
 MOST_SECONDS = 300.0  # for all kernels of a step, unless a time limit leaves less

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stowplan.capture import Argument, Call, Handle, Ref
 from stowplan.capture.program import filled, handle_of, outputs_by_name
-from stowplan.run.cost.signature import Operand, anonymous, spelled_argument
+from stowplan.run.cost.probe import Operand, anonymous, spelled_argument
 from stowplan.run.kernels import decompositions
 from stowplan.torch_private import compiled_by_inductor, cpp_compiler
 

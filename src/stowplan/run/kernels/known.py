@@ -12,8 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from stowplan.run.cost.machine import platform_of
-from stowplan.run.cost.probe_cache import replace_file, user_folder
+from stowplan.run.cost.machine import platform_of, replace_file, user_folder
 
 
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

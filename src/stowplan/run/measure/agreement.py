@@ -34,23 +34,21 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from stowplan.capture import Captured, Program
-from stowplan.capture.arguments import flatten
+from stowplan.capture import Program
 from stowplan.capture.layouts import call_like, learn
-from stowplan.capture.recording import after_loss
-from stowplan.capture.schema import (
+from stowplan.capture.program import (
     leaves,
     returns_tensors,
     returns_views,
     written_arguments,
     written_names,
 )
-from stowplan.capture.stand_ins import with_tensors
-from stowplan.capture.storage_views import StorageBook, StorageView, contiguous_stride
+from stowplan.capture.recording import after_loss
+from stowplan.capture.stand_ins import StorageBook, StorageView, contiguous_stride, flatten, with_tensors
 from stowplan.capture.watching import TAKING_VALUES, Event
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.watch import tell_phase
-from stowplan.run.planning.subject import Subject
+from stowplan.run.planning.planner import Subject
 from stowplan.torch_private import OpOverload, TorchDispatchMode, checkpoints_as_calls, storage_id
 from stowplan.units import format_bytes
 
@@ -120,7 +118,8 @@ def against_eager(plan: Plan, subject: Subject) -> AgainstEager:
     for shortcut in (None,) if captured.answers.draws else (_Shortcut(), None):
         copies = _Copies(written_tensors(captured.program, roots, given))
         args, kwargs = spec.unflatten([copies.of(leaf) for leaf in given])
-        comparison = _Comparison(captured.forward, _workspaces(plan, captured), allowed_bytes, shortcut)
+        workspace = captured.eager.workspace_of_events(plan.pricing.workspace_bytes)
+        comparison = _Comparison(captured.forward, workspace, allowed_bytes, shortcut)
         try:
             with ExitStack() as stack:
                 for root in roots:
@@ -163,12 +162,6 @@ def written_tensors(
     for name, leaf in zip(program.inputs, given, strict=True):
         if name in program.updates and isinstance(leaf, Tensor):
             yield leaf
-
-
-def _workspaces(plan: Plan, captured: Captured) -> tuple[int, ...]:
-    """The workspace of kernels by captured op, as far as the plan's prices have it."""
-    known = plan.pricing.workspace_bytes
-    return tuple(max((known.get(op, 0) for op in ops), default=0) for ops in captured.eager.ops)
 
 
 class _Copies:

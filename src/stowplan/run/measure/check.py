@@ -18,7 +18,7 @@ from stowplan.run.cost.machine import free_bytes, rng_state
 from stowplan.run.fit import plans_of
 from stowplan.run.measure.agreement import compared
 from stowplan.run.measure.measure import Measurement, measure
-from stowplan.run.planning.subject import PlannedStep, Subject
+from stowplan.run.planning.planner import PlannedStep, Subject
 from stowplan.run.target import Target, subject_of
 from stowplan.torch_private import pytree
 

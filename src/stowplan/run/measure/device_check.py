@@ -18,21 +18,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from stowplan import __version__
+from stowplan.analyse.facts import is_resident
 from stowplan.capture import Captured
 from stowplan.errors import BadUse, BudgetTooSmall, StowplanError
-from stowplan.plan.allocator.projection import project
+from stowplan.plan.allocator.projection import figures_of
+from stowplan.plan.allocator.requests import Lifetime, requests_of_lifetimes
 from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.pricing import Pricing
 from stowplan.plan.record import Record
-from stowplan.plan.select import planner_of
 from stowplan.run.cost.machine import least_seconds, platform_of
 from stowplan.run.measure.check import check, eager_peak_bytes
 from stowplan.run.measure.measure import device_bytes
 from stowplan.run.measure.sample_networks import NETWORKS, mean_of_squares
-from stowplan.run.planning.planner import plan_step, price_captured
-from stowplan.run.planning.subject import PlannedStep, Subject
-from stowplan.run.step.halves import tier_for
+from stowplan.run.planning.planner import PlannedStep, Subject, plan_step, price_captured
+from stowplan.run.step.function import tier_for
 from stowplan.run.target import Target, subject_of
 
 SHARES = (0.9, 0.75, 0.6)  # of eager's projected peak
@@ -236,15 +235,18 @@ def _measured(target: Target, device: torch.device, there: list[int]) -> Bytes:
 
 
 def _projected(captured: Captured, device: torch.device) -> Bytes:
-    """Eager's peak from the capture; the allocator's share from its model, for a step that keeps all."""
-    pricing: Pricing = price_captured(captured)
-    requested = captured.eager.peak_bytes(pricing.workspace_bytes)
+    """Eager's peak from the capture, and what the model of the allocator takes for the same storages."""
+    workspace_bytes = price_captured(captured).workspace_bytes
+    requested = captured.eager.peak_bytes(workspace_bytes)
     if not _counts_reserved(device):
         return Bytes(requested)
-    keeps_all = planner_of(captured.graph, pricing, PlanOptions(())).plan(2**62)
-    heap = project(keeps_all, AllocatorSettings(), repair=False).figures
-    beyond = requested - heap.requested_peak_bytes
-    return Bytes(requested, heap.allocated_peak_bytes + beyond, heap.reserved_peak_bytes + beyond)
+    standing = {tensor.id for tensor in captured.graph.tensors.values() if is_resident(tensor)}
+    lifetimes = (
+        Lifetime(span.nbytes, span.first, span.last, span.tensor in standing) for span in captured.eager.spans
+    )
+    requests = requests_of_lifetimes(lifetimes, captured.eager.workspace_of_events(workspace_bytes))
+    heap = figures_of(requests, AllocatorSettings())
+    return Bytes(requested, heap.allocated_peak_bytes, heap.reserved_peak_bytes)
 
 
 def _planned(allowed_bytes: int, subject: Subject) -> PlannedStep:
@@ -286,7 +288,11 @@ def _time_others(
         found.seconds["torch.compile"] = _NO_TIME
         return
     compiled = torch.compile(target.model)
-    found.seconds["torch.compile"] = _step_seconds(target, lambda: compiled(*target.args), device)
+    try:
+        seconds: float | str = _step_seconds(target, lambda: compiled(*target.args), device)
+    except (RuntimeError, AssertionError, ImportError, OSError) as fault:  # no compiler, or none for it
+        seconds = f"not run: {type(fault).__name__}: {str(fault).partition(chr(10))[0]}"
+    found.seconds["torch.compile"] = seconds
 
 
 def _step_seconds(target: Target, forward: Callable[[], object], device: torch.device) -> float:

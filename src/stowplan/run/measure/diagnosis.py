@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from stowplan.plan.pricing import Machine, Tier
+from stowplan.plan.plan import Machine, Tier
 from stowplan.run.cost.machine import free_bytes, measure_machine, platform_of
-from stowplan.run.step.halves import DISKS
+from stowplan.run.step.function import DISKS
 
 
 @dataclass(frozen=True, slots=True)

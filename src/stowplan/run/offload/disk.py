@@ -1,22 +1,126 @@
-"""DiskTier: storages wait in a spill file, written and read by a thread each way, beside the ops."""
+"""DiskTier: storages wait in a spill file, written and read by a thread each way, beside the ops.
+
+The rates of a tier are measured once, by moving bytes through it, and kept beside what the probe found.
+
+A storage is copied to the spill file and back in chunks, through a staging buffer each way: direct transfers
+need aligned memory, which tensors are not. A checksum is taken on the way: what comes back
+is what went out, or an error. Copies, checksums and transfers leave Python's lock to the ops meanwhile.
+"""
 
 import os
 import weakref
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from time import perf_counter
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage
 
-from stowplan.errors import BadUse
-from stowplan.plan.pricing import Tier
-from stowplan.run.cost import probe_cache
+from stowplan.errors import BadUse, TierDamaged
+from stowplan.plan.plan import Tier
+from stowplan.run.cost import machine
+from stowplan.run.cost.machine import USER_CACHE, ProbeCache, platform_of
 from stowplan.run.offload.calls import SystemCalls
-from stowplan.run.offload.copying import Staging, read_back, write_out
 from stowplan.run.offload.live import Look, bytes_of
-from stowplan.run.offload.rates import rates_of
 from stowplan.run.offload.spill import BLOCK, Extent, SpillFile, whole_blocks
+from stowplan.units import format_bytes
+
+_MOVED_BYTES = 2**25
+_REPEATS = 5
+
+
+def rates_of(tier: "DiskTier", cache: ProbeCache | None = USER_CACHE) -> Tier:
+    """The disk tier as planners see it."""
+    spill, place = tier.spill, platform_of(torch.device("cpu"))
+    key = f"{spill.folder.stat().st_dev} {'direct' if spill.is_direct else 'cached'} {tier.chunk_bytes}"
+    rates = cache.read(place).tiers.get(key) if cache else None
+    if rates is None:
+        rates = _measured(tier)
+        if cache:
+            cache.add(place, {}, tiers={key: rates})
+    return Tier("disk", tier.capacity_bytes, *rates, staging_bytes=tier.staging_bytes)
+
+
+def _measured(tier: "DiskTier") -> tuple[float, float, float]:
+    """Bytes per second out and back, and the seconds that the smallest transfer takes."""
+    large, small = (torch.zeros(nbytes, dtype=torch.uint8) for nbytes in (_MOVED_BYTES, 1))
+    out, back = _both_ways(tier, large)
+    latency = sum(_both_ways(tier, small)) / 2
+    return _MOVED_BYTES / max(out - latency, 1e-9), _MOVED_BYTES / max(back - latency, 1e-9), latency
+
+
+def _both_ways(tier: "DiskTier", data: torch.Tensor) -> tuple[float, float]:
+    """The least seconds to store and to load: other work on the machine can only make a transfer slower.
+
+    The first round, which makes room, does not count.
+    """
+    rounds = [_one_round(tier, data) for _ in range(_REPEATS + 1)][1:]
+    return min(out for out, _ in rounds), min(back for _, back in rounds)
+
+
+def _one_round(tier: "DiskTier", data: torch.Tensor) -> tuple[float, float]:
+    started = perf_counter()
+    away = tier.store(data)
+    away.wait()
+    stored = perf_counter()
+    loaded = away.load()
+    away.wait()
+    del loaded
+    return stored - started, perf_counter() - stored
+
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+
+class Staging:
+    """A buffer each way. They are PyTorch's memory, so that its allocator's figures count them."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.out, self.back = _aligned(chunk_bytes), _aligned(chunk_bytes)
+
+
+def _aligned(nbytes: int) -> Bytes:
+    memory: Bytes = torch.empty(nbytes + BLOCK, dtype=torch.uint8).numpy()
+    start = -memory.ctypes.data % BLOCK
+    return memory[start : start + nbytes]
+
+
+def write_out(spill: SpillFile, staging: Staging, extent: Extent, given: list[Bytes]) -> int:
+    """Write the bytes in `given`, which is emptied; returns their checksum."""
+    source, checksum = given.pop(), 0
+    for start in range(0, extent.nbytes, staging.chunk_bytes):
+        part = source[start : start + staging.chunk_bytes]
+        staged = staging.out[: len(part)]
+        np.copyto(staged, part)
+        checksum = zlib.crc32(staged.data, checksum)
+        spill.write(staging.out[: whole_blocks(len(part))].data, extent.offset + start)
+    spill.flush()
+    return checksum
+
+
+def read_back(
+    spill: SpillFile, staging: Staging, extent: Extent, given: list[Bytes], written: "Future[int]"
+) -> None:
+    """Fill the bytes in `given`, which is emptied, once all is written; holds them to their checksum."""
+    target, expected, checksum = given.pop(), written.result(), 0
+    for start in range(0, extent.nbytes, staging.chunk_bytes):
+        part = target[start : start + staging.chunk_bytes]
+        staged = staging.back[: len(part)]
+        spill.read(staging.back[: whole_blocks(len(part))].data, extent.offset + start)
+        checksum = zlib.crc32(staged.data, checksum)
+        np.copyto(part, staged)
+    if checksum != expected:
+        raise TierDamaged(
+            f"{spill.folder}: {format_bytes(extent.nbytes)} came back with another checksum than they had;"
+            " the step is abandoned, have this disk looked after"
+        )
+
 
 CHUNK_BYTES = 2**20  # moved at once: longer chunks are hardly faster, and staging counts against the budget
 
@@ -118,6 +222,6 @@ def user_folder() -> Path:
     if told := os.environ.get("STOWPLAN_SPILL"):
         return Path(told)
     try:
-        return probe_cache.user_folder("spill")
+        return machine.user_folder("spill")
     except OSError as fault:
         raise BadUse("this user has no home folder: set STOWPLAN_SPILL to a folder on disk") from fault

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stowplan.errors import BadUse
-from stowplan.plan.pricing import Tier
+from stowplan.plan.plan import Tier
 from stowplan.run.cost.machine import free_bytes, least_seconds, release_free_memory, room_for
 from stowplan.run.offload.live import Look, bytes_of
 
@@ -28,6 +28,7 @@ class HostTier:
         self.device = found
         self.out, self.back = torch.Stream(device=found), torch.Stream(device=found)
         self._pinned: dict[int, list[Tensor]] = {}  # free buffers by size
+        self._beside: dict[torch.device, HostTier] = {}  # of the other devices of a step
 
     def described(self) -> Tier:
         """Rates are measured anew, for it takes milliseconds."""
@@ -61,8 +62,13 @@ class HostTier:
         self._pinned.setdefault(buffer.nbytes, []).append(buffer)
 
     def store(self, *tensors: Tensor) -> "HostAway":
-        """Begin to copy the storage of `tensors` out."""
-        return HostAway(self, tensors)
+        """Begin to copy the storage of `tensors` out, by streams of the device that they are on."""
+        there = tensors[0].device
+        if there.index == (self.device.index or 0):
+            return HostAway(self, tensors)
+        if there not in self._beside:
+            self._beside[there] = HostTier(there)
+        return HostAway(self._beside[there], tensors)
 
 
 class HostAway:

@@ -3,6 +3,8 @@
 Padding belongs to the borders of the whole image. A window op receives its inputs clipped to the image and
 runs with the padding of this part. If the padding of two sides differs, it runs with the larger one on both
 and the additional outputs are cut off. If strides do not allow that, it runs on a padded copy.
+
+Causal attention of some queries: their mask depends on their position among all queries.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +16,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stowplan.ops.tiling import CAUSAL_IN_TILES, PADS, RESHAPES, RESIZES, part_kernels
-from stowplan.run.parts.attending import attended
 from stowplan.run.parts.deferred import deferred
 from stowplan.run.parts.folding import factors_of, written_over
 from stowplan.run.parts.normalise import normalised
 from stowplan.run.parts.part import LocalCall, call_with, index_of
 from stowplan.run.parts.pooling import are_slices_faster, max_of_slices
 from stowplan.run.parts.resizing import padded, resized
+
+
+def attended(call: LocalCall, given: Mapping[str, Any]) -> Tensor:
+    """The values that a tile of queries attends to; with a causal mask keys and values end with the tile."""
+    first = call.made.lo[-2]
+    if given["is_causal"] and first:
+        given = {**given, "is_causal": False, "attn_mask": _mask(given["query"], given["key"], first)}
+    made: Any = call_with(call.target, given)
+    part: Tensor = made[0]
+    return part
+
+
+def _mask(query: Tensor, key: Tensor, first: int) -> Tensor:
+    """Zero for keys up to each query's own position, minus infinity for later ones."""
+    shape = (query.shape[-2], key.shape[-2])
+    hidden = torch.full(shape, float("-inf"), dtype=query.dtype, device=query.device)
+    return hidden.triu(first + 1)
+
 
 aten = torch.ops.aten
 Given: TypeAlias = dict[str, Any]
@@ -45,6 +64,8 @@ def run_local(call: LocalCall, values: Mapping[str, Tensor]) -> Tensor:
 
 def _as_is(call: LocalCall, given: Given) -> Tensor:
     """Called on the parts, the op makes the part: it is one of `AS_IS`, or given all that it looks at."""
+    if call.by is not None:
+        return call.by(given)
     if call.idle and torch.is_grad_enabled():
         return deferred(call.target, given)
     made = call_with(call.target, given)

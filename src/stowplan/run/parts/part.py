@@ -1,7 +1,7 @@
 """LocalCall: one op of one tile as a call on the parts of its inputs that it needs."""
 
 from ast import literal_eval
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,8 @@ class LocalCall:
     `arguments` are by the schema's names, with a Slot for each tensor; `sources` are by position, None for an
     input that this part needs nothing of. `statistics` are mean and variance of an op that normalises. The
     value of an `idle` call is not needed when the tile is differentiated. Where it is only run, what it makes
-    may be normalised by `norm` on the way, or written `over` one of its inputs.
+    may be normalised by `norm` on the way, or written `over` one of its inputs. `by` computes the op in its
+    stead, from arguments by name.
     """
 
     target: OpOverload
@@ -61,6 +62,7 @@ class LocalCall:
     idle: bool = False
     norm: "LocalCall | None" = None
     over: int | None = None
+    by: Callable[[Mapping[str, object]], Tensor] | None = None
 
     @property
     def shape(self) -> Shape:

@@ -11,8 +11,7 @@ from stowplan.errors import BudgetTooSmall
 from stowplan.plan.allocator.arena import ArenaLayout, lay_out
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.run.cost.machine import device_of
-from stowplan.run.planning.planner import replayed_bytes
-from stowplan.run.planning.subject import PlannedStep
+from stowplan.run.planning.planner import PlannedStep, replayed_bytes
 from stowplan.run.step.arena import placements_of
 from stowplan.units import format_bytes
 

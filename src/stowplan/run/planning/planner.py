@@ -1,32 +1,112 @@
-"""Planning a captured step: price its ops, search, and take the best of its candidates.
+"""Planning a captured step: price its ops, search, take the best of its candidates, and keep it on disk.
 
+A subject is a captured step and the call it was captured of; a planned step is its plan and how to run it.
 Ops are probed on this machine. A plan that repeats random draws keeps states of the generator, which are not
 tensors of the graph, so those draws get memory.
+
+PlanCache finds a plan again by all it depends on: the graph, the budget, the techniques, the machine, and the
+code that plans. What is damaged, or from another version, is no error: the step is planned again.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import partial
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from hashlib import sha256
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
+from torch import nn
 
+from stowplan import __version__
 from stowplan.capture import Captured, Handle
+from stowplan.capture.recording import Loss
+from stowplan.errors import IllegalPlan, PlanOfAnotherStep, StowplanError
 from stowplan.ir import Graph, Op
-from stowplan.ops.effects import Effect, effect_of
-from stowplan.ops.table import site_of
+from stowplan.ir.text import format_graph
+from stowplan.ops.effects import FUSED, SECOND_FORWARD, UPDATE, Effect, effect_of
+from stowplan.ops.table import registered_types, site_of
+from stowplan.plan.files import plan_file
+from stowplan.plan.files.sameness import first_difference, other_ops
 from stowplan.plan.frontier import Point
-from stowplan.plan.judge.verify import verify
-from stowplan.plan.options import DEFAULT_OPTIONS, Kernels, PlanOptions, Prefer
-from stowplan.plan.plan import Plan, RecomputeOp, Step
-from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Pricing, price_by_profile
+from stowplan.plan.judge import verify
+from stowplan.plan.options import DEFAULT_OPTIONS, Kernels, PlanOptions, Prefer, Socket
+from stowplan.plan.plan import Plan, Pricing, RecomputeOp, Step, price_by_profile
+from stowplan.plan.planner import Planner, refuse_hopeless
+from stowplan.plan.problem import slices_last
 from stowplan.plan.select import Baseline, Candidate, GraphCandidate, Refusals, Selector
-from stowplan.plan.technique import Socket
-from stowplan.run.cost.machine import device_of
+from stowplan.plan.watch import limited_to
+from stowplan.run.cost.machine import device_of, platform_of, replace_file, user_folder
 from stowplan.run.cost.probe import probe
-from stowplan.run.planning.subject import PlannedStep, Subject
-from stowplan.run.step.halves import tier_for
+from stowplan.run.planning.recapture import Replacement, forward_ops, recapture
+from stowplan.run.step.function import Consumer, tier_for, waiting_of
+from stowplan.run.step.straight import StraightStep
+from stowplan.torch_private import OpOverload
+from stowplan.units import format_bytes
+
+if TYPE_CHECKING:
+    from stowplan.plan.allocator.arena import ArenaLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A captured step and the call that it was captured of, with the loss after it.
+
+    `replacements` are run for some of its calls.
+    """
+
+    captured: Captured
+    model: nn.Module
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    replacements: Mapping[OpOverload, Replacement] = field(default_factory=dict)
+    loss: Loss | None = None
+
+    def as_run(self) -> Captured:
+        """The step with the replacements."""
+        if not self.replacements:
+            return self.captured
+        order = forward_ops(self.captured.graph)
+        return recapture(self.captured, self.model, self.args, self.kwargs, order, self.replacements)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A plan and its step, which techniques may have captured a second time.
+
+    `points` are the frontier of the step, if it was searched. The decisions of a plan that is `carried` come
+    from a plan of the same program at another size. With an `arena`, the step's tensors lie there.
+    """
+
+    plan: Plan
+    captured: Captured
+    points: tuple[Point, ...] = ()
+    is_carried: bool = False
+    arena: "ArenaLayout | None" = None
+
+    def bound_to(
+        self,
+        model: nn.Module,
+        *,
+        loss: object = None,
+        places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
+        consumer: Consumer | None = None,
+    ) -> StraightStep:
+        """The step, ready to be called like the model; `places` has where some of its constants are found.
+
+        `consumer` takes the gradients that the plan consumes.
+        """
+        return StraightStep(
+            self.captured,
+            model,
+            loss=loss,
+            steps=self.plan.steps,
+            waiting=waiting_of(model),
+            places=places,
+            consumer=consumer,
+            arena=self.arena,
+        )
 
 
 def planner_for_captured(captured: Captured, options: PlanOptions = DEFAULT_OPTIONS) -> Planner:
@@ -43,9 +123,9 @@ def plan_within(planner: Planner, allowed_bytes: int) -> Plan:
     """
     room = allowed_bytes
     while (point := planner.frontier.at(room)) is not None:
-        beside = _replayed_bytes(planner.problem.graph, point.steps(planner.problem))
-        if point.peak_bytes + beside <= allowed_bytes:
-            return verify(planner.plan_at(point, allowed_bytes))
+        steps = point.steps(planner.problem)
+        if point.peak_bytes + _replayed_bytes(planner.problem.graph, steps) <= allowed_bytes:
+            return verify(planner.plan_at(point, allowed_bytes, steps))
         room = point.peak_bytes - 1
     smallest = planner.frontier.points[0].steps(planner.problem)
     beside = _replayed_bytes(planner.problem.graph, smallest)
@@ -74,6 +154,9 @@ def price_captured(captured: Captured, options: PlanOptions = DEFAULT_OPTIONS) -
     """
     probed = probe(captured, progress=options.progress)
     pricing = price_by_profile(captured.graph, probed.profile, probed.workspace_bytes)
+    if _runs_twice(captured.graph):
+        twice = _seconds_of_step(captured.graph, pricing, times=2)
+        pricing = replace(pricing, seconds={**pricing.seconds, **twice})
     if not options.offloads:
         return pricing
     return replace(pricing, tier=tier_for(device_of(captured.graph)).described())
@@ -132,7 +215,8 @@ class CapturedCandidate(GraphCandidate):
 
     def plan(self, allowed_bytes: int) -> Plan:
         plan = self.told(self.answered(allowed_bytes, plan_within))
-        return replace(plan, plain_seconds=plan.plain_seconds - _added_seconds(self.captured))
+        added = _added_seconds(self.captured, self.pricing)
+        return replace(plan, plain_seconds=plan.plain_seconds - added)
 
 
 def with_kernels(captured: Captured, options: PlanOptions) -> Captured:
@@ -149,7 +233,7 @@ def step_planner(subject: Subject, options: PlanOptions = DEFAULT_OPTIONS) -> Se
     """Probes the ops of a step; frontiers are searched when a budget first asks for them."""
     captured = subject.as_run()
     pricing = price_captured(captured, options)
-    seconds = sum(pricing.seconds[op.id] for op in captured.graph.ops) - _added_seconds(captured)
+    seconds = sum(pricing.seconds[op.id] for op in captured.graph.ops) - _added_seconds(captured, pricing)
     baseline = Baseline(seconds, captured.eager.peak_bytes(pricing.workspace_bytes))
     plain: StepCandidate = CapturedCandidate(captured, pricing, baseline, options)
     known = None if subject.replacements else pricing
@@ -157,13 +241,33 @@ def step_planner(subject: Subject, options: PlanOptions = DEFAULT_OPTIONS) -> Se
     compiled = None
     if options.kernels == Kernels.COMPILED:
         compiled = COMPILED.of("compiled")(captured, pricing, baseline, options)
-    return Selector(plain, baseline, find, Prefer(options.prefer), compiled=compiled)
+    return Selector(plain, baseline, find, Prefer(options.prefer), compiled=compiled, gap=options.gap)
 
 
-def _added_seconds(captured: Captured) -> float:
-    """What ops of the plan wait for and eager does not: transfers of optimizer state."""
+def takes_longer(captured: Captured) -> bool:
+    """Whether a step takes longer than eager's even if nothing is recomputed."""
+    return _runs_twice(captured.graph) or _transfer_seconds(captured) > 0
+
+
+def _added_seconds(captured: Captured, pricing: Pricing) -> float:
+    """What the plan takes and eager does not: transfers of optimizer state, a second forward and backward."""
+    first = _seconds_of_step(captured.graph, pricing, times=0.5) if _runs_twice(captured.graph) else {}
+    return _transfer_seconds(captured) + sum(first.values())
+
+
+def _transfer_seconds(captured: Captured) -> float:
     handles = (a for call in captured.program.calls.values() for a in call.args if isinstance(a, Handle))
     return sum(handle.added_seconds for handle in handles)
+
+
+def _runs_twice(graph: Graph) -> bool:
+    """Whether forward and backward are run for the norm of the gradients, and then for the updates."""
+    return SECOND_FORWARD in graph.tensors
+
+
+def _seconds_of_step(graph: Graph, pricing: Pricing, *, times: float) -> dict[str, float]:
+    """The seconds of each op of forward and backward, multiplied by `times`."""
+    return {op.id: times * pricing.seconds[op.id] for op in graph.ops if op.type != UPDATE}
 
 
 def _candidates(
@@ -178,3 +282,127 @@ def plan_step(subject: Subject, allowed_bytes: int, options: PlanOptions = DEFAU
     plan, candidate = step_planner(subject, options).answer(allowed_bytes)
     points = candidate.points if isinstance(candidate, CapturedCandidate) else ()
     return PlannedStep(plan, candidate.captured, points)
+
+
+RESUMED: Socket[Callable[[Plan, Subject], Captured]] = Socket("run", "tile", "compiled")
+"""How a step is captured that a plan from elsewhere is for, where a technique changed its graph."""
+
+_MOST_PLANS = 200
+_PLANNING = ("analyse", "ir", "ops", "plan", "run")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCache:
+    """A folder of plans: the user's cache folder, unless another is given."""
+
+    folder: Path | None = None
+
+    def step_for(
+        self,
+        subject: Subject,
+        allowed_bytes: int,
+        options: PlanOptions,
+    ) -> PlannedStep:
+        """The step with the plan that is kept for it, or with one searched for now, which is then kept.
+
+        Plans that offload are not kept, because the free space of a tier changes from day to day, nor are
+        plans whose search was ended early.
+        """
+        graph = subject.captured.graph
+        key = _key_of(graph, allowed_bytes, options)
+        known = self.read(key, subject, allowed_bytes)
+        if known is not None:
+            return known
+        refuse_hopeless(graph, allowed_bytes, options, lambda: step_planner(subject, options).minimum_bytes)
+        with limited_to(options.seconds):
+            found = _kept_whole(subject, allowed_bytes, options) or plan_step(subject, allowed_bytes, options)
+        if found.plan.pricing.tier is None and not found.plan.cut_short:
+            self.add(key, found.plan)
+        return found
+
+    def read(self, key: str, subject: Subject, allowed_bytes: int) -> PlannedStep | None:
+        """The step with the plan under this key, held to all that a plan from elsewhere is held to."""
+        try:
+            plan = plan_file.read(self._path(key).read_text(encoding="utf-8"))
+            return saved_step(plan, subject, allowed_bytes)
+        except (OSError, UnicodeDecodeError, StowplanError):
+            return None
+
+    def add(self, key: str, plan: Plan) -> None:
+        """Keep a plan; the oldest make room. Where nothing can be written, nothing is."""
+        try:
+            replace_file(self._path(key), plan_file.write(plan).encode())
+            kept = sorted(self._folder.glob("*.plan.json"), key=lambda path: path.stat().st_mtime)
+            for path in kept[:-_MOST_PLANS]:
+                path.unlink(missing_ok=True)
+        except OSError:
+            return
+
+    @property
+    def _folder(self) -> Path:
+        return self.folder or user_folder("plans")
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}.plan.json"
+
+
+USER_PLANS = PlanCache()
+
+
+def _kept_whole(subject: Subject, allowed_bytes: int, options: PlanOptions) -> PlannedStep | None:
+    if subject.captured.eager.peak_bytes() > allowed_bytes:
+        return None
+    from stowplan.run.planning.unprobed import plan_unprobed  # most fits have a smaller budget
+
+    return plan_unprobed(subject, allowed_bytes, options)
+
+
+def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
+    """A step with a plan from elsewhere; raises IllegalPlan if that is for another step or budget."""
+    captured, plan = subject.captured, replace(plan, arena=None)  # laid out anew where one is asked for
+    if plan.tile_maps:
+        captured = RESUMED.of("tile")(plan, subject)
+    elif any(op.type == FUSED for op in plan.graph.ops):
+        captured = RESUMED.of("compiled")(plan, subject)
+    difference = first_difference(plan.graph, slices_last(captured.graph))
+    if difference is not None and plan.projected_for:
+        kinds = other_ops(plan.graph, captured.graph) or "none in number"
+        raise PlanOfAnotherStep(
+            f"the plan was projected for {plan.projected_for}, and the step captured here differs:"
+            f" {difference}; ops that differ: {kinds}; make a plan here with `plan`"
+        )
+    if difference is not None:
+        raise PlanOfAnotherStep(
+            f"the plan is for another step: {difference}; make one for this step with `plan`"
+        )
+    taken_bytes = plan.projected_peak_bytes + replayed_bytes(plan)
+    if taken_bytes > allowed_bytes:
+        raise IllegalPlan(
+            f"the plan takes {format_bytes(taken_bytes)}, and {format_bytes(allowed_bytes)} are allowed"
+        )
+    return PlannedStep(verify(plan), captured)
+
+
+def _key_of(graph: Graph, allowed_bytes: int, options: PlanOptions) -> str:
+    """A file name from everything that a plan depends on."""
+    device = device_of(graph)
+    settings = (sorted(options.allow), options.prefer, options.moves, options.gap, options.kernels)
+    rules = sorted(registered_types & {op.type for op in graph.ops})
+    parts = (
+        format_graph(graph),
+        platform_of(device),
+        allowed_bytes,
+        *settings,
+        rules,
+        __version__,
+        _code_digest(),
+    )
+    return sha256("\0".join(map(repr, parts)).encode()).hexdigest()[:32]
+
+
+@cache
+def _code_digest() -> str:
+    """The code that plans: who changes it gets new plans."""
+    source = Path(__file__).parents[2]
+    files = (path for part in _PLANNING for path in sorted((source / part).rglob("*.py")))
+    return sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from stowplan.capture import Call, Captured, Ref, capture
 from stowplan.capture.program import copies_of_written, filled, outputs_by_name
-from stowplan.capture.storage_views import contiguous_stride
+from stowplan.capture.stand_ins import contiguous_stride
 from stowplan.errors import CaptureError, NotTileable
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ir import Tensor as Described

@@ -9,16 +9,14 @@ from dataclasses import dataclass, field, replace
 from math import log
 
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.bound import relaxed_bound_of
 from stowplan.plan.carry import GAP, PlannedSize, carried_point, carried_pricing, nbytes_of, outline_of
-from stowplan.plan.frontier import Frontier
+from stowplan.plan.frontier import Frontier, relaxed_bound_of
 from stowplan.plan.options import PlanOptions
+from stowplan.plan.plan import Basis
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Basis
 from stowplan.plan.problem import slices_last
 from stowplan.plan.select import problem_in_order
-from stowplan.run.planning.planner import plan_within, price_captured, replay_bytes
-from stowplan.run.planning.subject import PlannedStep, Subject
+from stowplan.run.planning.planner import PlannedStep, Subject, plan_within, price_captured, replay_bytes
 
 _MOST_SIZES = 24  # of all programs; the oldest makes room
 

@@ -8,15 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from stowplan.capture.storage_views import contiguous_stride
+from stowplan.capture.stand_ins import contiguous_stride
 from stowplan.plan.options import Kernels, PlanOptions, Prefer
+from stowplan.plan.plan import Machine, price_by_roofline
 from stowplan.plan.planner import Planner
-from stowplan.plan.pricing import Machine, price_by_roofline
 from stowplan.plan.select import problem_in_order
-from stowplan.run.cost.probe import probe_memory
-from stowplan.run.cost.signature import Operand, Signature
-from stowplan.run.planning.planner import plan_within
-from stowplan.run.planning.subject import PlannedStep, Subject
+from stowplan.run.cost.probe import Operand, Signature, probe_memory
+from stowplan.run.planning.planner import PlannedStep, Subject, plan_within, takes_longer
 
 aten = torch.ops.aten
 
@@ -63,7 +61,7 @@ def plan_unprobed(subject: Subject, allowed_bytes: int, options: PlanOptions) ->
     """The step with a plan that keeps everything; None if that does not fit, or if all costs are known."""
     captured = subject.captured
     may_be = not subject.replacements and not options.offloads and options.prefer == Prefer.EXACTNESS
-    if not may_be or options.kernels == Kernels.COMPILED:
+    if not may_be or options.kernels == Kernels.COMPILED or takes_longer(captured):
         return None
     workspaces = probe_memory(captured, known_workspace)
     if workspaces is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.shards.options import Option
-from stowplan.run.planning.subject import PlannedStep
+from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.shards.step import ShardedStep
 from stowplan.units import format_bytes, format_seconds
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -56,6 +57,35 @@ class Exchange:
             found[swap.index].add_(part)
         return found
 
+    @property
+    def flight_size(self) -> int:
+        """How many elements are sent and received."""
+        return sum(_size(swap.index) for swap in (*self.receives, *self.sends))
+
+    def begin_backward(self, gradient: Tensor) -> Tensor:
+        """Begin the messages of `backward`. All that is sent and received is in the flat tensor returned."""
+        sizes = [_size(swap.index) for swap in (*self.receives, *self.sends)]
+        flight = gradient.new_empty(sum(sizes))
+        rooms = torch.split(flight, sizes)
+        leaving, arriving = rooms[: len(self.receives)], rooms[len(self.receives) :]
+        for swap, room in zip(self.receives, leaving, strict=True):
+            room.view(_shape(swap.index)).copy_(gradient[swap.index])
+        sends = [(swap.peer, room) for swap, room in zip(self.receives, leaving, strict=True)]
+        received = [(swap.peer, room) for swap, room in zip(self.sends, arriving, strict=True)]
+        self.workers.begin_flight(flight, sends, received)
+        return flight
+
+    def end_backward(self, gradient: Tensor, flight: Tensor) -> Tensor:
+        """What `backward` returns, from the same gradient and the messages that were begun with it."""
+        found = self._own_part(gradient)
+        self.workers.end_flight(flight)
+        first = sum(_size(swap.index) for swap in self.receives)
+        for swap in self.sends:
+            shape, size = _shape(swap.index), _size(swap.index)
+            found[swap.index].add_(flight[first : first + size].view(shape))
+            first += size
+        return found
+
     def _own_part(self, gradient: Tensor) -> Tensor:
         """The gradient of the share by what this worker made of it."""
         if self.held.contains(self.share) and self.kept is not None:
@@ -101,4 +131,12 @@ def _inside(part: Rect, whole: Rect) -> Index:
 
 
 def _room(like: Tensor, index: Sequence[slice]) -> Tensor:
-    return like.new_empty([part.stop - part.start for part in index])
+    return like.new_empty(_shape(index))
+
+
+def _shape(index: Sequence[slice]) -> list[int]:
+    return [part.stop - part.start for part in index]
+
+
+def _size(index: Sequence[slice]) -> int:
+    return prod(_shape(index))

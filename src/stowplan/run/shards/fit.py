@@ -15,10 +15,9 @@ from torch import nn
 from stowplan.capture import capture
 from stowplan.errors import BadUse
 from stowplan.plan.plan import Plan
-from stowplan.run.border.dependencies import Dependencies, Observation
-from stowplan.run.border.guard import Guard
+from stowplan.run.border.guard import Dependencies, Guard, Observation
 from stowplan.run.fit import ShardRequest
-from stowplan.run.planning.subject import PlannedStep
+from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.shards.choosing import Tried
 from stowplan.run.shards.parameters import ParameterShards
 from stowplan.run.shards.processes import MeshLike
@@ -48,7 +47,10 @@ def fit_on_mesh(
     )
     if request.iteration is not None:
         request.iteration.belongs_to(fitted)
-        request.iteration.norm_over_workers = found.sharded.workers.norm
+        if found.sharded.parameters is not None:
+            request.iteration.norm_over_workers = found.sharded.workers.norm
+        elif request.iteration.accumulate > 1:
+            request.iteration.sum_over_workers = found.sharded.sum_earlier
     if found.sharded.parameters is not None:
         # Nothing but the shapes of parameters has changed since the step was captured.
         facts = dependencies.picture(fitted, ()).facts
@@ -110,6 +112,10 @@ class FittingOnMesh:
         """For a copy of the model: the same plan, bound to it when it is called."""
         if self.sharded.parameters is not None:
             raise BadUse("a module with sharded parameters cannot be copied: copy it before fit")
+        if self.iteration is not None:
+            raise BadUse(
+                "a module that was fitted with optimizer= on a mesh cannot be copied: copy it before"
+            )
         return replace(self, bound=None)
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:

@@ -19,8 +19,10 @@ from stowplan.run.shards.operator import (
     first_token,
     norm,
     quotient,
+    softmax,
     total,
 )
+from stowplan.run.shards.softmax import Softmax
 
 
 def _keep_exchange(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:
@@ -73,6 +75,22 @@ def _norm_back(ctx: Any, gradient: Tensor, _: Tensor, __: Tensor, token: Tensor)
     return found, None if weight is None else by_weight, by_bias if ctx.has_bias else None, token, None
 
 
+def _keep_softmax(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:
+    ctx.collective, ctx.dtype = collective_of(inputs[2]), inputs[0].dtype
+    if ctx.collective.of_kind(Softmax).differentiated:
+        ctx.save_for_backward(output[0])
+    else:
+        ctx.mark_non_differentiable(output[0])
+
+
+def _softmax_back(ctx: Any, gradient: Tensor, token: Tensor) -> tuple[Tensor | None, Tensor, None]:
+    if not ctx.collective.of_kind(Softmax).differentiated:
+        return None, token, None
+    (made,) = ctx.saved_tensors
+    found, token = torch.ops.stowplan.softmax_back(gradient, made, token, ctx.collective.key)
+    return found.to(ctx.dtype), token, None
+
+
 def _keep_pair(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     del output
     ctx.save_for_backward(inputs[0])
@@ -107,6 +125,7 @@ bucket_placeholder.register_autograd(lambda _, token: (token, None))
 exchange.register_autograd(_send_back, setup_context=_keep_exchange)
 total.register_autograd(_total_back, setup_context=_keep_total)
 norm.register_autograd(_norm_back, setup_context=_keep_norm)
+softmax.register_autograd(_softmax_back, setup_context=_keep_softmax)
 quotient.register_autograd(_by_the_sum_alone, setup_context=_keep_pair)
 after_collectives.register_autograd(_first_token_back, setup_context=_keep_device)
 

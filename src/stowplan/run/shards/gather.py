@@ -2,17 +2,19 @@
 
 A parameter is divided by rows, its first dim. Every worker has as many rows; those beyond the last are
 padding, are zero, and are never sent. Backward, each worker sends each other the rows of its gradient that
-belong to the other, and adds up what it receives.
+belong to the other, and adds up what it receives. A worker that reads a part of a parameter gathers that
+part: it receives of each other worker's rows what the part has of them.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
 from stowplan.ir import Shape
+from stowplan.ops.windows import Span
+from stowplan.plan.shards.parameter_shards import Part
 from stowplan.run.shards.workers import Workers
 
 
@@ -37,23 +39,19 @@ class Rows:
         """The shape of a shard."""
         return (self.each, *self.shape[1:])
 
-    def span(self, worker: int) -> slice:
+    def span(self, worker: int) -> Span:
         """The rows that belong to a worker."""
         first = min(self._count, worker * self.each)
-        return slice(first, first + self.count(worker))
+        return first, min(self._count, first + self.each)
 
     def count(self, worker: int) -> int:
         """How many rows belong to a worker."""
-        first, end = (min(self._count, number * self.each) for number in (worker, worker + 1))
+        first, end = self.span(worker)
         return end - first
-
-    def elements(self, worker: int) -> int:
-        """Of the rows that belong to a worker."""
-        return self.count(worker) * prod(self.shape[1:])
 
     def of(self, whole: Tensor, worker: int) -> Tensor:
         """A worker's rows of a whole parameter: a view."""
-        return (whole if self.shape else whole.view(1))[self.span(worker)]
+        return (whole if self.shape else whole.view(1))[slice(*self.span(worker))]
 
     def shard(self, whole: Tensor, worker: int) -> Tensor:
         """A worker's shard of a whole parameter."""
@@ -64,12 +62,16 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """The parameters that are gathered together, and the price of a message."""
+    """The parameters that are gathered together, the price of a message, and which part each worker reads.
+
+    `parts` are by parameter and by worker; None for a parameter that all workers read whole.
+    """
 
     workers: Workers
     rows: tuple[Rows, ...]
     latency_seconds: float = 0.0
     bytes_per_second: float = float("inf")
+    parts: tuple[tuple[Part, ...] | None, ...] = ()
 
     @property
     def peers(self) -> list[int]:
@@ -77,10 +79,27 @@ class Gather:
         size = self.workers.mesh.size
         return [(self.workers.rank + step) % size for step in range(1, size)]
 
+    def parts_of(self, worker: int) -> tuple[Part, ...]:
+        """By parameter the part that a worker reads."""
+        parts = self.parts or (None,) * len(self.rows)
+        pairs = zip(parts, self.rows, strict=True)
+        return tuple(Part.whole(rows.shape) if part is None else part[worker] for part, rows in pairs)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The shapes of what this worker gathers."""
+        pairs = zip(self.parts_of(self.workers.rank), self.rows, strict=True)
+        return [part.shape if rows.shape else () for part, rows in pairs]
+
+    def elements(self, source: int, target: int) -> int:
+        """What a worker's rows have of another's parts."""
+        pairs = zip(self.parts_of(target), self.rows, strict=True)
+        return sum(part.elements(rows.span(source)) for part, rows in pairs)
+
     def sent_elements(self, *, is_backward: bool) -> int:
-        """What this worker sends: its own rows to all others, or to each of the others its rows."""
+        """What this worker sends: to others what they read of its rows, or its gradients of their rows."""
         own = self.workers.rank
-        return sum(rows.elements(peer if is_backward else own) for rows in self.rows for peer in self.peers)
+        return sum(self.elements(*((peer, own) if is_backward else (own, peer))) for peer in self.peers)
 
     def seconds(self, itemsize: int, *, is_backward: bool) -> float:
         """The time of the messages."""
@@ -88,61 +107,83 @@ class Gather:
         return len(self.peers) * self.latency_seconds + nbytes / self.bytes_per_second
 
     def forward(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The whole parameters. A single one is received in its place; several travel in one message."""
+        """This worker's parts of the parameters. A single piece of one is received in its place."""
         own = self.workers.rank
-        wholes = [s.new_empty(rows.shape) for s, rows in zip(shards, self.rows, strict=True)]
-        sent = self._packed([shard[: rows.count(own)] for shard, rows in self._with_rows(shards)])
-        received = {peer: self._room(wholes, peer) for peer in self.peers}
+        made = [s.new_empty(part.shape) for s, part in zip(shards, self.parts_of(own), strict=True)]
+        messages: dict[tuple[Part, ...], Tensor] = {}  # workers that read the same receive the same
+        for peer in self.peers:
+            parts = self.parts_of(peer)
+            if parts not in messages:
+                messages[parts] = self._packed([shard[at] for shard, at, _ in self._met(shards, own, peer)])
+        received = {peer: self._room(made, peer) for peer in self.peers}
         wait = self.workers.swap(
-            [(peer, sent) for peer in self.peers if sent.numel()],
-            [(peer, part) for peer, part in received.items() if part.numel()],
+            [(p, messages[parts]) for p in self.peers if messages[parts := self.parts_of(p)].numel()],
+            [(peer, room) for peer, room in received.items() if room.numel()],
         )
-        for shard, whole, rows in zip(shards, wholes, self.rows, strict=True):
-            part = rows.of(whole, own)
-            part.copy_(shard[: len(part)])
+        for number, (part, rows) in enumerate(zip(self.parts_of(own), self.rows, strict=True)):
+            for at, to in part.blocks(rows.span(own)):
+                made[number][to].copy_(shards[number][at])
         wait()
-        if len(wholes) > 1:
-            for peer, flat in received.items():
-                parts = [rows.of(whole, peer) for whole, rows in self._with_rows(wholes)]
-                for part, values in zip(parts, torch.split(flat, [p.numel() for p in parts]), strict=True):
-                    part.copy_(values.view(part.shape))
-            _end([sent, *received.values()])
-        return wholes
+        in_place = {each.untyped_storage().data_ptr() for each in made}
+        for peer, flat in received.items():
+            if flat.numel() and flat.untyped_storage().data_ptr() not in in_place:
+                self._unpacked(flat, [whole[at] for whole, _, at in self._met(made, peer, own)])
+        given = {*in_place, *(shard.untyped_storage().data_ptr() for shard in shards)}
+        _end(
+            t for t in (*messages.values(), *received.values()) if t.untyped_storage().data_ptr() not in given
+        )
+        return [each.view(shape) for each, shape in zip(made, self.shapes, strict=True)]
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The shards of the sums over all workers, from this worker's gradients of the whole parameters."""
+        """The shards of the sums over all workers, from this worker's gradients of the parts it reads."""
         own, size = self.workers.rank, self.workers.mesh.size
-        pairs = self._with_rows(gradients)
+        parts = self.parts_of(own)
+        gradients = [g.reshape(part.shape) for g, part in zip(gradients, parts, strict=True)]
         given = {gradient.untyped_storage().data_ptr() for gradient in gradients}
-        found = [rows.shard(gradient, own) for gradient, rows in pairs]
+        found = [g.new_zeros(rows.of_shard) for g, rows in zip(gradients, self.rows, strict=True)]
+        for number, (part, rows) in enumerate(zip(parts, self.rows, strict=True)):
+            for at, to in part.blocks(rows.span(own)):
+                found[number][at].copy_(gradients[number][to])
         for step in range(1, size):
             target, source = (own + step) % size, (own - step) % size
-            sent = self._packed([rows.of(gradient, target) for gradient, rows in pairs])
-            received = gradients[0].new_empty(sum(rows.elements(own) for rows in self.rows))
+            sent = self._packed([gradient[at] for gradient, _, at in self._met(gradients, target, own)])
+            received = gradients[0].new_empty(self.elements(own, source))
             wait = self.workers.swap(
                 [(target, sent)] if sent.numel() else [], [(source, received)] if received.numel() else []
             )
             wait()
-            parts = torch.split(received, [rows.elements(own) for rows in self.rows])
-            for shard, rows, part in zip(found, self.rows, parts, strict=True):
-                mine = shard[: rows.count(own)]
-                mine.add_(part.view(mine.shape))
+            self._unpacked(received, [s[at] for s, at, _ in self._met(found, own, source)], adds=True)
             _end([received] if sent.untyped_storage().data_ptr() in given else [received, sent])
         return found
 
-    def _with_rows(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Rows]]:
-        return list(zip(tensors, self.rows, strict=True))
+    def _met(
+        self, tensors: Sequence[Tensor], source: int, target: int
+    ) -> list[tuple[Tensor, tuple[slice, ...], tuple[slice, ...]]]:
+        """Blocks that one worker's rows have of another's parts: where in the rows, and where in the part."""
+        triples = zip(tensors, self.parts_of(target), self.rows, strict=True)
+        return [
+            (tensor, at, to) for tensor, part, rows in triples for at, to in part.blocks(rows.span(source))
+        ]
 
     @staticmethod
-    def _packed(parts: Sequence[Tensor]) -> Tensor:
-        """Parts as one message: a single one as it is, if its memory is in one piece."""
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+    def _packed(blocks: Sequence[Tensor]) -> Tensor:
+        """Blocks as one message: a single one as it is, if its memory is in one piece."""
+        if len(blocks) == 1:
+            return blocks[0].contiguous()
+        return torch.cat([block.reshape(-1) for block in blocks]) if blocks else torch.empty(0)
 
-    def _room(self, wholes: Sequence[Tensor], peer: int) -> Tensor:
-        """Where the rows of another worker are received."""
-        if len(wholes) == 1:
-            return self.rows[0].of(wholes[0], peer)
-        return wholes[0].new_empty(sum(rows.elements(peer) for rows in self.rows))
+    @staticmethod
+    def _unpacked(flat: Tensor, blocks: Sequence[Tensor], *, adds: bool = False) -> None:
+        """Write a message to the blocks that it is of, or add it to them."""
+        for block, values in zip(blocks, torch.split(flat, [b.numel() for b in blocks]), strict=True):
+            (block.add_ if adds else block.copy_)(values.view(block.shape))
+
+    def _room(self, made: Sequence[Tensor], peer: int) -> Tensor:
+        """Where what another worker sends is received."""
+        met = self._met(made, peer, self.workers.rank)
+        if len(met) == 1 and met[0][0][met[0][2]].is_contiguous():
+            return met[0][0][met[0][2]]
+        return made[0].new_empty(self.elements(peer, self.workers.rank))
 
 
 def _end(buffers: Iterable[Tensor]) -> None:

@@ -1,6 +1,7 @@
 """The actions of one worker: its levels of a plan, bound to the calls that compute them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -10,32 +11,44 @@ from stowplan.errors import BadUse
 from stowplan.geometry import Rect
 from stowplan.ir import Kind
 from stowplan.ir import Tensor as Described
-from stowplan.ops.table import shape_of
+from stowplan.ops.regions.rules import dim_of
+from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.level import Level as TileLevel
 from stowplan.plan.shards.cells import Cells
 from stowplan.plan.shards.plan import RESIDENT, ShardPlan
-from stowplan.plan.shards.propagation import SUMMED, ShardingKind
+from stowplan.plan.shards.propagation import CLASS_LOSSES, LOOKUPS, SUMMED, TOGETHER, ShardingKind
 from stowplan.plan.shards.shard import LIKES, Level
+from stowplan.plan.shards.traffic import is_differentiated
+from stowplan.plan.shards.weights import PRODUCTS
 from stowplan.run.parts.losses import tiled_loss
-from stowplan.run.parts.part import Index, LocalCall, local_call
+from stowplan.run.parts.part import Index, LocalCall, index_of, local_call
 from stowplan.run.shards.actions import (
     Action,
+    Ahead,
     Draw,
     EnterBucket,
     GatherParameters,
+    LayOut,
+    Lookup,
     Loss,
     Make,
     Normalise,
+    OwnPlaces,
+    Product,
+    SoftmaxOverWorkers,
     Sum,
     Swap,
 )
 from stowplan.run.shards.draws import is_drawn_in_pieces
 from stowplan.run.shards.exchange import exchange_of
 from stowplan.run.shards.norm import Norm
-from stowplan.run.shards.operator import Collective, Total
+from stowplan.run.shards.operator import OUTSIDE, Collective, Total
 from stowplan.run.shards.parameters import ParameterShards
+from stowplan.run.shards.softmax import Softmax
 from stowplan.run.shards.take import Blank, Take, take, within
 from stowplan.run.shards.workers import Workers
+
+_CONVOLUTION = "aten.convolution.default"
 
 
 class LocalStep:
@@ -49,10 +62,11 @@ class LocalStep:
         buckets: Sequence[EnterBucket],
         parameters: ParameterShards | None = None,
     ) -> None:
-        self._parameters, self._in_order = parameters, not plan.is_alike
-        gathers = parameters.gathers(in_order=self._in_order) if parameters else ()
+        self._parameters = parameters
+        gathers = parameters.gathers(plan) if parameters else ()
         self._buckets: list[EnterBucket | GatherParameters] = [*buckets, *gathers]  # that no op has read from
         self._read_at: dict[str, int] = {}  # by gathered parameter, the level that read it last
+        self._trained = frozenset(captured.program.gradients)
         self._calls, self._graph = captured.program.calls, captured.graph
         self._plan, self._workers = plan, workers
         self._shard = plan.shards[workers.rank]
@@ -61,22 +75,66 @@ class LocalStep:
         for name, tensor in self._graph.tensors.items():
             if tensor.kind in (*RESIDENT, Kind.INPUT):
                 self._rects[name] = plan.layouts[name].share(plan.mesh, workers.rank)
+        self._cut_weights = frozenset(plan.cut_weights)
+        for name in self._cut_weights:
+            nothing = Rect(self._rects[name].lo, self._rects[name].lo)
+            self._rects[name] = self._shard.held.get(name, nothing)
 
     def actions(self) -> Iterator[Action]:
         """All of them, in order."""
         for name, tensor in self._graph.tensors.items():
             if tensor.kind is Kind.INPUT and name in self._exchanged:
                 yield self._swap(name)
+        later = {name for bucket in self._buckets for name in bucket.parameters}
+        yield from self._laid_out(name for name in self._cut_weights if name not in later)
         for number, level in enumerate(self._shard.levels):
             yield from self._bring_for(level)
             yield from self._gather_again_for(level, number)
             yield from self._level(level)
             for name in self._names(level):
                 if name in self._exchanged:
-                    yield self._swap(name)
+                    yield from self._swap_before_next(name, number)
         yield from self._buckets
 
-    def _gather_again_for(self, level: Level, number: int) -> Iterator[GatherParameters]:
+    def _swap_before_next(self, name: str, number: int) -> Iterator[Action]:
+        """The exchange of what level `number` made, before a convolution whose parameters come first."""
+        ahead = self._ahead(name, number) if name in self._plan.differentiated else None
+        if ahead is None:
+            yield self._swap(name)
+            return
+        yield from self._bring_for(ahead)
+        yield from self._gather_again_for(ahead, self._shard.levels.index(ahead))
+        yield self._swap(name, None if ahead.made.is_empty else self._described_ahead(ahead))
+
+    def _ahead(self, name: str, number: int) -> Level | None:
+        """The next convolution that reads what is made of a tensor, if no collective comes before it.
+
+        It is the same on all workers. Its weight must be a parameter that is read as it is.
+        """
+        made_of = {name}
+        for level in self._shard.levels[number + 1 :]:
+            op = level.sharding.op
+            if level.sharding.kind in (ShardingKind.SUMS, ShardingKind.NORM):
+                return None
+            if op.type == _CONVOLUTION and op.inputs[0].tensor in made_of:
+                parameters = [use.tensor for use in op.inputs[1:]]
+                is_plain = all(
+                    self._described(each).kind is Kind.PARAMETER and each not in self._cut_weights
+                    for each in parameters
+                )
+                return level if is_plain and parameters[0] in self._trained else None
+            if not self._exchanged.isdisjoint(self._names(level)):
+                return None
+            if not made_of.isdisjoint(op.reads()):
+                made_of.update(op.writes())
+        return None
+
+    @staticmethod
+    def _described_ahead(level: Level) -> Ahead:
+        weight, *bias = (use.tensor for use in level.sharding.op.inputs[1:])
+        return Ahead(level.name, weight, bias[0] if bias else None)
+
+    def _gather_again_for(self, level: Level, number: int) -> Iterator[GatherParameters | LayOut]:
         """A parameter that was read long ago, as a tied embedding is by the head, is not kept until here.
 
         Its gradients are then summed use by use, so that none waits for the other.
@@ -86,25 +144,41 @@ class LocalStep:
         for name in dict.fromkeys(level.sharding.op.reads()):
             if self._described(name).kind is Kind.PARAMETER:
                 if number - self._read_at.get(name, number) > len(self._shard.levels) // 2:
-                    yield self._parameters.gather((name,), in_order=self._in_order)
+                    yield self._parameters.gather((name,), self._plan)
+                    yield from self._laid_out([name])
                 self._read_at[name] = number
 
-    def _bring_for(self, level: Level) -> Iterator[EnterBucket | GatherParameters]:
+    def _bring_for(self, level: Level) -> Iterator[EnterBucket | GatherParameters | LayOut]:
         """Buckets up to the last that the op reads from, on all workers alike, even those that do nothing."""
         read = set(level.sharding.op.reads())
         while any(not read.isdisjoint(bucket.parameters) for bucket in self._buckets):
-            yield self._buckets.pop(0)
+            bucket = self._buckets.pop(0)
+            yield bucket
+            yield from self._laid_out(bucket.parameters)
+
+    def _laid_out(self, parameters: Iterable[str]) -> Iterator[LayOut]:
+        """The parts of weights that an axis cuts. Of shards, this part alone is gathered."""
+        for name in sorted(self._cut_weights.intersection(parameters)):
+            held, sizes = self._rects[name], self._cells(name).sizes
+            is_part = self._parameters is not None
+            yield LayOut(name, held.shape if is_part else sizes, None if is_part else index_of(held))
 
     def _names(self, level: Level) -> Sequence[str]:
-        together = level.sharding.kind in (ShardingKind.SUMS, ShardingKind.NORM)
+        together = level.sharding.kind in TOGETHER
         return [use.tensor for use in level.sharding.op.outputs] if together else [level.name]
 
     def _level(self, level: Level) -> Iterator[Action]:
         self._rects.update((name, self._shard.made[name]) for name in self._names(level))
         if level.sharding.kind is ShardingKind.NORM:
             yield self._norm(level)
+        elif level.sharding.kind is ShardingKind.SOFTMAX:
+            yield self._softmax(level)
+        elif level.sharding.kind is ShardingKind.SUMS and level.sharding.op.type in LOOKUPS:
+            yield self._lookup(level)
         elif level.sharding.kind is ShardingKind.SUMS and level.sharding.op.type in SUMMED:
             yield self._sum(level)
+        elif level.sharding.op.type in PRODUCTS and level.sharding.kind is ShardingKind.SUMS:
+            yield self._product(level)
         elif level.sharding.kind is ShardingKind.SUMS:
             yield self._loss(level)
         elif not level.made.is_empty:
@@ -124,12 +198,12 @@ class LocalStep:
     def _take(self, name: str, wanted: Rect, flat: Rect | None = None) -> Take:
         return take(name, self._cells(name), self._rects[name], wanted, flat)
 
-    def _swap(self, name: str) -> Swap:
+    def _swap(self, name: str, ahead: Ahead | None = None) -> Swap:
         exchange = exchange_of(self._plan, self._workers, name)
         collective = Collective(f"{name} {exchange.share} to {exchange.held}", exchange)
         held = self._shard.held.get(name)
         self._rects[name] = Rect(self._rects[name].lo, self._rects[name].lo) if held is None else held
-        return Swap(name, collective, self._blank(name))
+        return Swap(name, collective, self._blank(name), ahead)
 
     def _make(self, level: Level) -> Make | Draw:
         op = level.sharding.op
@@ -180,9 +254,8 @@ class LocalStep:
 
     def _total(self, level: Level) -> Collective:
         """The sum over workers that a level takes part in."""
-        axes = level.sharding.summed_axes
-        differentiated = level.sharding.op.inputs[0].tensor in self._plan.differentiated
-        return Collective(level.name, Total(self._workers, axes, differentiated))
+        total = Total(self._workers, level.sharding.summed_axes, is_differentiated(self._plan, level))
+        return Collective(level.name, total)
 
     def _sum(self, level: Level) -> Sum:
         source, reduction = level.sharding.op.inputs[0].tensor, level.sharding.rules[0].relation.reduction
@@ -197,13 +270,82 @@ class LocalStep:
             level.name, part, dims, level.made.shape, divisor, self._total(level), self._blank(level.name)
         )
 
+    def _product(self, level: Level) -> Product:
+        op, cells = level.sharding.op, self._cells(level.name)
+        added, *factors = PRODUCTS[op.type]
+        needs = {n: need for n, need in enumerate(level.needs) if need is not None}
+        left, right = (self._take(op.inputs[n].tensor, needs[n]) for n in factors)
+        return Product(
+            level.name,
+            None if any(needs[n].is_empty for n in factors) else (left, right),
+            None if added is None else self._take(op.inputs[added].tensor, needs[added]),
+            level.made.shape,
+            self._total(level),
+            Blank(self._described(level.name), cells.local(level.made).shape),
+        )
+
     def _loss(self, level: Level) -> Loss:
         op = level.sharding.op
         empty = any(need is None or need.is_empty for need in level.needs)
         pairs = zip(op.inputs, level.needs, strict=True)
         takes = None if empty else tuple(self._take(u.tensor, n) for u, n in pairs if n is not None)
-        call = self._calls[op.id]
-        return Loss(call.outputs, takes, tiled_loss(call), self._total(level), self._blank(level.name))
+        call, own = self._calls[op.id], None
+        loss = tiled_loss(call)
+        if op.type in CLASS_LOSSES:
+            ignored = call.arguments()["ignore_index"]
+            assert isinstance(ignored, int)
+            own = self._own_places(op.inputs[0].tensor, 1, level.needs[0], ignored)
+            if own is not None:
+                loss = replace(loss, arguments={**loss.arguments, "ignore_index": OUTSIDE})
+        return Loss(call.outputs, takes, loss, self._total(level), self._blank(level.name), own)
+
+    def _own_places(
+        self, name: str, dim: int, need: Rect | None, ignored: int | None = None
+    ) -> OwnPlaces | None:
+        """The indices along a dim that are this worker's; None if no axis cuts the dim."""
+        layout = self._plan.layouts[name]
+        cell = layout.cells.first(dim)
+        if cell not in layout.cut_cells:
+            return None
+        assert need is not None
+        return OwnPlaces(need.lo[cell], need.hi[cell], layout.cells.sizes[cell], ignored)
+
+    def _lookup(self, level: Level) -> Lookup:
+        op = level.sharding.op
+        table, indices = (use.tensor for use in op.inputs)
+        rows, picked = level.needs
+        own = self._own_places(table, 0, rows)
+        assert own is not None
+        assert rows is not None
+        assert picked is not None
+        padding = self._calls[op.id].arguments().get("padding_idx", -1)
+        assert isinstance(padding, int)
+        return Lookup(
+            level.name,
+            None if rows.is_empty or picked.is_empty else self._take(table, rows),
+            self._take(indices, picked),
+            own,
+            padding - own.low if own.low <= padding < own.high else -1,
+            level.made.shape,
+            self._total(level),
+            self._blank(level.name),
+        )
+
+    def _softmax(self, level: Level) -> SoftmaxOverWorkers:
+        op, (need,) = level.sharding.op, level.needs
+        name = op.inputs[0].tensor
+        assert need is not None
+        shape = self._cells(name).local(need).shape
+        operation = Softmax(
+            self._workers,
+            level.sharding.summed_axes,
+            dim_of(site_of(self._graph, op), len(shape)),
+            "log" in op.type,
+            getattr(torch, str(self._described(level.name).dtype)),
+            is_differentiated(self._plan, level),
+        )
+        scores = Blank(self._described(name), shape) if need.is_empty else self._take(name, need)
+        return SoftmaxOverWorkers(level.name, scores, level.made.shape, Collective(level.name, operation))
 
     def _norm(self, level: Level) -> Normalise:
         op, call = level.sharding.op, self._calls[level.sharding.op.id]

@@ -17,7 +17,11 @@ from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.exchange import Exchange
 from stowplan.run.shards.gather import Gather
 from stowplan.run.shards.norm import Norm
+from stowplan.run.shards.softmax import Softmax
 from stowplan.run.shards.workers import Workers
+
+OUTSIDE = -100
+"""In place of an index that is in no place of a worker's part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +33,8 @@ class Total:
     differentiated: bool = True
 
 
-Operation: TypeAlias = Exchange | Norm | Total | Bucket | Gather
-AnyOperation = TypeVar("AnyOperation", Exchange, Norm, Total, Bucket, Gather)
+Operation: TypeAlias = Exchange | Norm | Softmax | Total | Bucket | Gather
+AnyOperation = TypeVar("AnyOperation", Exchange, Norm, Softmax, Total, Bucket, Gather)
 
 
 class Collective(Handle):
@@ -77,6 +81,17 @@ def _exchange_back(gradient: Tensor, token: Tensor, name: str) -> tuple[Tensor, 
     return collective_of(name).of_kind(Exchange).backward(gradient), token.clone()
 
 
+@torch.library.custom_op("stowplan::begin_exchange_back", mutates_args=())
+def _begin_exchange_back(gradient: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Begins the messages of `exchange_back`; the first result is all that is under way."""
+    return collective_of(name).of_kind(Exchange).begin_backward(gradient), token.clone()
+
+
+@torch.library.custom_op("stowplan::end_exchange_back", mutates_args=())
+def _end_exchange_back(gradient: Tensor, flight: Tensor, name: str) -> Tensor:
+    return collective_of(name).of_kind(Exchange).end_backward(gradient, flight)
+
+
 @torch.library.custom_op("stowplan::total", mutates_args=())
 def total(part: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """A part of a sum becomes the sum."""
@@ -103,6 +118,34 @@ def _norm_back(
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return *collective_of(name).of_kind(Norm).backward(gradient, image, weight, mean, variance), token.clone()
+
+
+@torch.library.custom_op("stowplan::softmax", mutates_args=())
+def softmax(scores: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """This worker's part of a softmax, or of its logarithm, along a dim that workers divide."""
+    return collective_of(name).of_kind(Softmax).forward(scores), token.clone()
+
+
+@torch.library.custom_op("stowplan::softmax_back", mutates_args=())
+def _softmax_back(gradient: Tensor, made: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    return collective_of(name).of_kind(Softmax).backward(gradient, made), token.clone()
+
+
+# The schema is written out: PyTorch 2.6 does not read `int | None` in a signature.
+@torch.library.custom_op(
+    "stowplan::own_places",
+    mutates_args=(),
+    schema="(Tensor places, int low, int high, int size, int? ignored) -> Tensor",
+)
+def own_places(places: Tensor, low: int, high: int, size: int, ignored: int | None) -> Tensor:
+    """Places in a whole of this size as places in a worker's part of it; OUTSIDE for others and `ignored`."""
+    is_wrong = (places < 0) | (places >= size)
+    is_ignored = torch.zeros_like(is_wrong) if ignored is None else places == ignored
+    if bool((is_wrong & ~is_ignored).any()):
+        wrong = int(places[is_wrong & ~is_ignored][0])
+        raise IndexError(f"{wrong} is no place among {size}: the step was given such a class or token")
+    is_own = (places >= low) & (places < high) & ~is_ignored
+    return torch.where(is_own, places.to(torch.int64) - low, OUTSIDE)
 
 
 # Schemas with lists are written out: PyTorch 2.6 does not read `list[Tensor]` in a signature.
@@ -192,6 +235,18 @@ def _(gradient: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
     return gradient.new_empty(collective_of(name).of_kind(Exchange).share.shape), torch.empty_like(token)
 
 
+@_begin_exchange_back.register_fake
+def _(gradient: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    size = collective_of(name).of_kind(Exchange).flight_size
+    return gradient.new_empty(size), torch.empty_like(token)
+
+
+@_end_exchange_back.register_fake
+def _(gradient: Tensor, flight: Tensor, name: str) -> Tensor:
+    del flight
+    return gradient.new_empty(collective_of(name).of_kind(Exchange).share.shape)
+
+
 @total.register_fake
 def _(part: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
     del name
@@ -210,6 +265,24 @@ def _(
         image.new_empty(channels),
         torch.empty_like(token),
     )
+
+
+@softmax.register_fake
+def _(scores: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    dtype = collective_of(name).of_kind(Softmax).dtype
+    return scores.new_empty(scores.shape, dtype=dtype), torch.empty_like(token)
+
+
+@_softmax_back.register_fake
+def _(gradient: Tensor, made: Tensor, token: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    del gradient, name
+    return made.new_empty(made.shape), torch.empty_like(token)
+
+
+@own_places.register_fake
+def _(places: Tensor, low: int, high: int, size: int, ignored: int | None) -> Tensor:
+    del low, high, size, ignored
+    return torch.empty_like(places, dtype=torch.int64)
 
 
 @_norm_back.register_fake
@@ -239,8 +312,8 @@ def _(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
 
 @_gather_parameters.register_fake
 def _(shards: list[Tensor], name: str) -> list[Tensor]:
-    pairs = zip(shards, collective_of(name).of_kind(Gather).rows, strict=True)
-    return [shard.new_empty(rows.shape) for shard, rows in pairs]
+    pairs = zip(shards, collective_of(name).of_kind(Gather).shapes, strict=True)
+    return [shard.new_empty(shape) for shard, shape in pairs]
 
 
 @_scatter_sum.register_fake
@@ -251,8 +324,8 @@ def _(gradients: list[Tensor], name: str) -> list[Tensor]:
 
 @_gather_in_order.register_fake
 def _(shards: list[Tensor], token: Tensor, name: str) -> list[Tensor]:
-    pairs = zip(shards, collective_of(name).of_kind(Gather).rows, strict=True)
-    return [*(shard.new_empty(rows.shape) for shard, rows in pairs), torch.empty_like(token)]
+    pairs = zip(shards, collective_of(name).of_kind(Gather).shapes, strict=True)
+    return [*(shard.new_empty(shape) for shard, shape in pairs), torch.empty_like(token)]
 
 
 @_scatter_sum_in_order.register_fake

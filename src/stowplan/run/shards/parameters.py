@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from stowplan.capture import Captured
 from stowplan.ops.table import shape_of
 from stowplan.plan.plan import Compute, RecomputeOp
-from stowplan.plan.shards.parameter_shards import gather_groups
+from stowplan.plan.shards.parameter_shards import gather_groups, part_of
+from stowplan.plan.shards.plan import ShardPlan
 from stowplan.plan.shards.projection import Network
-from stowplan.run.cost.probe_cache import Cost
-from stowplan.run.cost.probe_call import PROBES, probed_cost
-from stowplan.run.cost.signature import Signature
-from stowplan.run.planning.subject import PlannedStep
+from stowplan.run.cost.machine import Cost
+from stowplan.run.cost.probe import PROBES, Signature, probed_cost
+from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.shards.actions import GatherParameters
 from stowplan.run.shards.gather import Gather, Rows
 from stowplan.run.shards.operator import Collective
@@ -70,20 +70,24 @@ class ParameterShards:
         latency, filled = (max(times) / peers for times in zip(*found, strict=True))
         self._network = Network(latency, _PROBED_BYTES / max(1e-9, filled - latency))
 
-    def gathers(self, *, in_order: bool) -> tuple[GatherParameters, ...]:
+    def gathers(self, plan: ShardPlan) -> tuple[GatherParameters, ...]:
         """What is gathered together, in the order of first uses."""
         graph, program = self._captured.graph, self._captured.program
         groups = gather_groups(graph, self._divided, program.gradients)
-        return tuple(self.gather(names, in_order=in_order) for names in groups)
+        return tuple(self.gather(names, plan) for names in groups)
 
-    def gather(self, names: tuple[str, ...], *, in_order: bool) -> GatherParameters:
-        """A gather of these parameters."""
-        rows = tuple(self._divided[name].rows for name in names)
+    def gather(self, names: tuple[str, ...], plan: ShardPlan) -> GatherParameters:
+        """A gather of these parameters; of a weight that an axis cuts, of the part that a worker reads."""
+        rows, cut = tuple(self._divided[name].rows for name in names), frozenset(plan.cut_weights)
+        parts = tuple(
+            tuple(part_of(plan, name, worker) for worker in plan.shards) if name in cut else None
+            for name in names
+        )
         price = self._network.latency_seconds, self._network.bytes_per_second
-        operation = Gather(self._workers, rows, *price)
-        spelled = ", ".join("x".join(map(str, each.shape)) or "scalar" for each in rows)
+        operation = Gather(self._workers, rows, *price, parts)
+        spelled = ", ".join("x".join(map(str, shape)) or "scalar" for shape in operation.shapes)
         collective = Collective(f"{self._workers.mesh}: {spelled}", operation)
-        return GatherParameters(names, collective, in_order)
+        return GatherParameters(names, collective, in_order=not plan.is_alike)
 
     def divide(self, optimizer: Optimizer | None) -> Callable[[], None]:
         """Leave this worker its rows of parameters and of their state; the result takes it back."""

@@ -16,7 +16,13 @@ from stowplan.ir import Graph, Op, Phase, Tensor, Use, validate
 GATHER_IN_ORDER = "stowplan.gather_in_order.default"
 SCATTER_SUM_IN_ORDER = "stowplan.scatter_sum_in_order.default"
 _IN_BACKWARD = frozenset(
-    (*(f"stowplan.{name}.default" for name in ("exchange_back", "total", "norm_back")), SCATTER_SUM_IN_ORDER)
+    (
+        *(
+            f"stowplan.{name}.default"
+            for name in ("exchange_back", "begin_exchange_back", "total", "norm_back", "softmax_back")
+        ),
+        SCATTER_SUM_IN_ORDER,
+    )
 )
 NEVER = 2**31
 """In place of a number of collectives, for parameters that backward does not read."""

@@ -1,36 +1,132 @@
-"""The shard planner: plans each worker's part of a step within its budget, on a given or a chosen mesh."""
+"""The shard planner: plans each worker's part of a step within its budget, on a given or a chosen mesh.
 
-from collections.abc import Mapping
+Agreement: what every worker has planned for itself holds for all of them, or for none.
+
+A worker whose part does not fit must not leave the others waiting for its first message.
+
+Placeholders: a worker's step captured without buckets, and the buckets that replace its placeholders.
+
+A bucket returns its parameters as views, which no op of a captured step can do. A step that is to be tiled is
+therefore captured with placeholder ops; when it is captured a second time, each is replaced by its bucket.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
-from functools import partial
+from functools import partial, wraps
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from stowplan.capture import Captured
+from stowplan.capture import Call, Captured, Ref, capture
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.plan.plan import Plan
-from stowplan.plan.pricing import Machine
+from stowplan.plan.plan import Machine, Plan
 from stowplan.plan.shards.mesh import Axis, Mesh
 from stowplan.plan.shards.options import Environment, Option, meshes_for, options_of
 from stowplan.plan.shards.projection import Network
 from stowplan.plan.shards.propagation import Chosen
 from stowplan.run.cost.machine import device_of, measure_machine
 from stowplan.run.fit import ShardRequest
-from stowplan.run.planning.planner import plan_step
-from stowplan.run.planning.subject import PlannedStep, Subject
-from stowplan.run.shards.agreement import agreed
+from stowplan.run.planning.planner import PlannedStep, Subject, plan_step
+from stowplan.run.planning.recapture import Replacement
+from stowplan.run.shards.actions import entered
 from stowplan.run.shards.choosing import Attempt, Tried, fastest_that_fits
+from stowplan.run.shards.operator import Collective
+from stowplan.run.shards.overlap import OverlapsAgain
 from stowplan.run.shards.parameters import ParameterShards
-from stowplan.run.shards.placeholders import subject_with_placeholders
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.second_gathers import NEVER, first_needs, with_second_gathers
 from stowplan.run.shards.step import ShardedStep, ends_of, seeds_of, step_to_shard
 from stowplan.run.shards.workers import Workers
+from stowplan.run.wrappers import with_forward
+from stowplan.torch_private import OpOverload
+from stowplan.units import format_bytes
 
 if TYPE_CHECKING:
     from stowplan.run.iteration.iteration import Variant
+
+Planned = TypeVar("Planned")
+_FITS, _FAILED = 0, -1  # in place of the bytes that a worker would need
+
+
+def agreed(
+    workers: Workers, plan: Callable[[], Planned], allowed_bytes: int, device: torch.device
+) -> Planned:
+    """What `plan` makes on this worker, if it does so on all; else every worker raises.
+
+    BudgetTooSmall then has the budget that all would fit into, and names the worker that needs it.
+    """
+    refusal: BudgetTooSmall | None = None
+    try:
+        planned, need = plan(), _FITS
+    except BudgetTooSmall as fault:
+        refusal, need = fault, fault.minimum_bytes
+    except Exception:
+        workers.all_gather([_FAILED], device)
+        raise
+    needs = [int(said) for (said,) in workers.all_gather([need], device)]
+    if min(needs) == _FAILED:
+        raise BadUse(f"worker {needs.index(_FAILED)} could not plan its part of the step; it says why")
+    if max(needs) == _FITS:
+        return planned
+    raise _too_small(needs, refusal, allowed_bytes) from refusal
+
+
+def _too_small(needs: list[int], own: BudgetTooSmall | None, allowed_bytes: int) -> BudgetTooSmall:
+    largest = max(needs)
+    refused = [worker for worker, need in enumerate(needs) if need != _FITS]
+    told = f": {own}" if own is not None and own.minimum_bytes == largest else ""
+    return BudgetTooSmall(
+        f"{format_bytes(allowed_bytes)} allowed, too little for {len(refused)} of {len(needs)} workers:"
+        f" worker {needs.index(largest)} needs {format_bytes(largest)} ({largest} bytes){told}",
+        allowed_bytes=allowed_bytes,
+        minimum_bytes=largest,
+        binding=own.binding if own is not None else (),
+    )
+
+
+def subject_with_placeholders(step: ShardedStep, model: nn.Module) -> Subject:
+    """A worker's step with placeholders, which is planned like any other step."""
+
+    @wraps(type(model).forward)
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+        return step.run(step.bound_to(self).tensors(args, kwargs), with_placeholders=True)
+
+    args, kwargs = step.example
+    module = with_forward(model, forward)
+    replacements = {} if step.parameters else _replacements(step)
+    return Subject(capture(module, args, kwargs), module, args, kwargs, replacements)
+
+
+def _replacements(step: ShardedStep) -> dict[OpOverload, Replacement]:
+    buckets = {bucket.collective: bucket.parameters for bucket in step.buckets}
+
+    def begin(call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        token, *flats = step.begun(values)
+        return {
+            _made_by(call): token,
+            **{each.key: flat for each, flat in zip(buckets, flats, strict=True)},
+        }
+
+    def enter(call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        token, collective = call.args
+        assert isinstance(token, Ref)
+        assert isinstance(collective, Collective)
+        names = buckets[collective]
+        given = [values[name] for name in names]
+        following, *parameters = entered(collective, values[collective.key], values[token.tensor], given)
+        return {_made_by(call): following, **dict(zip(names, parameters, strict=True))}
+
+    buckets_again = {torch.ops.stowplan.first_token.default: begin, torch.ops.stowplan.bring.default: enter}
+    return {**buckets_again, **OverlapsAgain(step.overlapped).replacements}
+
+
+def _made_by(call: Call) -> str:
+    (name,) = call.outputs
+    assert name is not None
+    return name
+
 
 PARAMETERS = ("replicate", "shard", "choose")
 """Every worker has the whole of them, its rows of them, or its rows if the whole does not fit."""
@@ -78,7 +174,8 @@ class ShardPlanner:
         return options_of(graph, meshes, Environment(seeds, ends_of(self._captured), first, Network()))
 
     def _on_given(self, mesh: MeshLike) -> Attempt:
-        if self._request.parameters == "shard" or self._request.iteration is not None:
+        has_optimizer = self._request.iteration is not None
+        if self._request.parameters == "shard" or (has_optimizer and self._request.parameters == "choose"):
             return self._attempt_sharded(mesh)
         try:
             return self._attempt(mesh)
@@ -197,8 +294,22 @@ class ShardPlanner:
         """This worker's part of the step, as it fits beside what a step has to remember."""
         request = self._request
         given = self._model, self._args, self._kwargs
-        sharded = ShardedStep(*given, mesh=workers, dims=request.dims, chosen=chosen, captured=self._captured)
-        return sharded, self._plan(sharded, subject_with_placeholders(sharded, self._model))
+        iteration = request.iteration
+        several = iteration is not None and iteration.accumulate > 1
+        sharded = ShardedStep(
+            *given,
+            mesh=workers,
+            dims=request.dims,
+            chosen=chosen,
+            captured=self._captured,
+            is_last_backward=(lambda: iteration.is_last_backward) if iteration and several else None,
+        )
+        subject = subject_with_placeholders(sharded, self._model)
+        if iteration is None:
+            return sharded, self._plan(sharded, subject)
+        with workers.rehearsing():
+            subject = replace(subject, captured=subject.as_run(), replacements={})
+        return sharded, iteration.first_that_fits(subject, self._model, partial(self._plan, sharded))[2]
 
     def _plan(self, sharded: ShardedStep, subject: Subject) -> PlannedStep:
         request, options = self._request, self._request.options

@@ -1,6 +1,6 @@
 """ShardedStep: the training step of a model as one worker of a mesh takes part in it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, Ref, capture
-from stowplan.capture.arguments import flatten
+from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse, NotTileable
 from stowplan.ir import Graph, Kind
 from stowplan.ir import Tensor as Described
@@ -21,10 +21,10 @@ from stowplan.plan.shards.propagation import Chosen
 from stowplan.plan.shards.seeds import seeds_for
 from stowplan.plan.shards.traffic import traffic_of
 from stowplan.run.parts.part import index_of
+from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.planning.recapture import check_differentiable
-from stowplan.run.planning.subject import PlannedStep
-from stowplan.run.shards.actions import EnterBucket, Values
-from stowplan.run.shards.bucket import Bucket
+from stowplan.run.shards.actions import EnterBucket, Swap, Values
+from stowplan.run.shards.bucket import Bucket, Earlier
 from stowplan.run.shards.functions import Trained
 from stowplan.run.shards.local import LocalStep
 from stowplan.run.shards.operator import Collective, after_collectives, first_token
@@ -55,26 +55,34 @@ class ShardedStep:
         chosen: Chosen | None = None,
         captured: Captured | None = None,
         parameters: ParameterShards | None = None,
+        is_last_backward: Callable[[], bool] | None = None,
     ) -> None:
-        """`parameters` are those of which each worker has its rows; they are gathered in the step."""
+        """`parameters` are those of which each worker has its rows; they are gathered in the step.
+
+        With `is_last_backward`, whole gradients are summed over the workers in the last backward alone.
+        """
         captured = captured or step_to_shard(model, args, kwargs)
         self.captured, self.workers = captured, mesh if isinstance(mesh, Workers) else Workers(mesh)
         self.plan = plan_sharded(captured, self.workers.mesh, dims, chosen)
         self.workers.join(sharding.summed_axes for sharding in self.plan.shardings if sharding.summed_axes)
         self.parameters = parameters
-        self.buckets = () if parameters else tuple(self._entries(captured))
+        self.buckets = () if parameters else tuple(self._entries(captured, model, is_last_backward))
         local = LocalStep(captured, self.plan, self.workers, self.buckets, parameters)
         self._actions = tuple(local.actions())
         self._frees = last_uses([action.touches() for action in self._actions], ends_of(captured))
         self._local = _local(captured, self.plan, self.workers.rank)
         self._binding = self.bound_to(model)
 
-    def _entries(self, captured: Captured) -> Iterator[EnterBucket]:
+    def _entries(
+        self, captured: Captured, model: nn.Module, is_last: Callable[[], bool] | None
+    ) -> Iterator[EnterBucket]:
         """Buckets of trained parameters, whose gradients are summed over the whole mesh."""
         trained = [name for name in captured.program.gradients if name in captured.program.parameters]
         for number, names in enumerate(buckets_of(captured.graph, trained)):
             shapes = tuple(shape_of(captured.graph.tensors[name]) for name in names)
-            bucket = Bucket(self.workers, self.workers.everyone, shapes)
+            known = (captured.program.parameters[name][0] for name in names)
+            earlier = Earlier(tuple(map(model.get_parameter, known)), is_last) if is_last else None
+            bucket = Bucket(self.workers, self.workers.everyone, shapes, earlier)
             yield EnterBucket(names, Collective(f"bucket {number}", bucket))
 
     def bound_to(self, model: nn.Module) -> Binding:
@@ -116,6 +124,11 @@ class ShardedStep:
         found: tuple[Tensor, ...] = _trained([bucket.collective for bucket in self.buckets], *trained)
         return found
 
+    def sum_earlier(self) -> None:
+        """Sum gradients of backwards that were not the last over the workers; all must come here."""
+        for bucket in self.buckets:
+            bucket.collective.of_kind(Bucket).sum_earlier()
+
     def whole(self) -> AbstractContextManager[None]:
         """Inside this context parameters are whole on every worker, as for evaluation; all must come here."""
         return nullcontext() if self.parameters is None else self.parameters.whole()
@@ -124,6 +137,14 @@ class ShardedStep:
         """The buffers of a model that its step changes."""
         program = self.captured.program
         return [model.get_buffer(program.buffers[name][0]) for name in program.updates]
+
+    @property
+    def overlapped(self) -> dict[Collective, tuple[str, str | None]]:
+        """Exchanges with the weight and bias whose gradients are computed while messages travel."""
+        swaps = (action for action in self._actions if isinstance(action, Swap))
+        return {
+            swap.collective: (swap.ahead.weight, swap.ahead.bias) for swap in swaps if swap.ahead is not None
+        }
 
     @property
     def remembered_bytes(self) -> int:
@@ -144,7 +165,8 @@ class ShardedStep:
         parts = dict(tensors)
         first = parts[next(name for name in program.gradients if name in program.parameters)]
         token, *flats = (first_token(first),) if with_placeholders else self.begun(parts)
-        values = Values(parts, token, flats, tensors)
+        is_plain = with_placeholders and self.parameters is None
+        values = Values(parts, token, flats, tensors, is_plain=is_plain)
         for action, gone in zip(self._actions, self._frees, strict=True):
             action.run(values)
             for name in gone:

@@ -2,11 +2,20 @@
 
 Transport is torch.distributed's: batched point-to-point for exchanges, all-reduce for sums. Every message is
 counted, so that what was sent can be held against what was projected.
+
+Gloo's own threads: they may not take a core from the thread that computes and sends.
+
+A message wakes the thread that serves gloo's sockets. Where all cores are at work, the kernel gives it the
+core of the thread that is just sending, which holds the lock of the connection; it then asks for that lock
+again and again until its time is up. As a batch thread it waits until a core is free or its turn comes.
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +27,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from stowplan.errors import WorkerLost
 from stowplan.run.shards.processes import MeshLike, processes_of
 from stowplan.run.shards.roll_call import forget_losses, lost_among, world
-from stowplan.run.shards.threads import let_computing_go_on
 from stowplan.torch_private import timeout_of
+
+_SERVING = "gloo_tcp_loop"
+
+
+def let_computing_go_on() -> None:
+    """Make the threads that serve sockets, as many as there are by now, wait for their turn."""
+    if sys.platform != "linux":
+        return
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread may end, and a container may forbid it: then it is as before
+            if (task / "comm").read_text(encoding="utf-8").strip() == _SERVING:
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 class Workers:
@@ -32,8 +52,9 @@ class Workers:
         self.sent_bytes = 0  # point to point
         self.summed_bytes = 0  # handed to all-reduce
         self._before: list[tuple[Tensor, Tensor]] = []  # buffers, and what was in them before the step
-        self._is_rehearsal = False
+        self.is_rehearsal = False  # nothing is sent
         self._sums: dict[int, dist.Work] = {}  # begun and not ended, by where they are in memory
+        self._flights: dict[int, tuple[Tensor, Callable[[], None]]] = {}  # likewise; each with its wait
         self._others: dict[tuple[int, ...], tuple[int, ...]] = {}  # their ranks, by axes that sums run over
         self._ranks = processes.ranks
         self._groups: dict[tuple[int, ...], ProcessGroup | None] = {**processes.groups}
@@ -59,6 +80,7 @@ class Workers:
 
     def begin(self, changing: Iterable[Tensor]) -> None:
         """The next step, which changes these buffers; if a worker is lost in it, they are as before."""
+        self._end_flights()
         self.step += 1
         self._before = [(buffer, buffer.detach().clone()) for buffer in changing]
 
@@ -66,12 +88,33 @@ class Workers:
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
     ) -> Callable[[], None]:
         """Begin to send tensors to workers and to fill others, all at once; what is returned waits for it."""
-        if self._is_rehearsal:
+        if self.is_rehearsal:
             return lambda: None
         transfers = [self._transfer(dist.irecv, tensor, peer) for peer, tensor in receives]
         transfers += [self._transfer(dist.isend, tensor, peer) for peer, tensor in sends]
         self.sent_bytes += sum(tensor.nbytes for _, tensor in sends)
         return partial(self._wait, self._begun(transfers), transfers)
+
+    def begin_flight(
+        self, flight: Tensor, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        """Begin a swap of parts of `flight`, which stays in memory until its end, whoever frees it."""
+        if not self.is_rehearsal and flight.numel():
+            self._flights[flight.data_ptr()] = flight, self.swap(sends, receives)
+
+    def end_flight(self, flight: Tensor) -> None:
+        """Wait until all that was begun with `flight` has arrived; else nobody may read it."""
+        if self.is_rehearsal or not flight.numel():
+            return
+        begun = self._flights.pop(flight.data_ptr(), None)
+        if begun is None:
+            raise RuntimeError(f"no messages were begun in this buffer of {flight.nbytes} bytes")
+        begun[1]()
+
+    def _end_flights(self) -> None:
+        """Those of a backward that was not run to its end, for which the other workers wait as well."""
+        while self._flights:
+            self._flights.popitem()[1][1]()
 
     def _transfer(self, way: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> P2POp:
         return P2POp(way, _plain(tensor), self._ranks[peer], self._groups[self.everyone])
@@ -89,18 +132,25 @@ class Workers:
 
     def add_up(self, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
         """The sum over all workers along these axes, the same bits on each."""
+        return self._reduced(tensor, axes, dist.ReduceOp.SUM)
+
+    def greatest(self, tensor: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Element by element the greatest of all workers along these axes."""
+        return self._reduced(tensor, axes, dist.ReduceOp.MAX)
+
+    def _reduced(self, tensor: Tensor, axes: tuple[int, ...], how: Any) -> Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
-        if not self._is_rehearsal:
+        if not self.is_rehearsal:
             self.summed_bytes += total.nbytes
             with self._in_step(self._others[axes]):
-                dist.all_reduce(total, group=self._groups[axes])
+                dist.all_reduce(total, how, group=self._groups[axes])
         found = total.clone()
         total.untyped_storage().resize_(0)  # gloo's thread keeps its reference for a while after the wait
         return found
 
     def begin_sum(self, tensor: Tensor, axes: tuple[int, ...]) -> None:
         """Begin to turn a tensor into its sum over the workers along these axes, unseen until it ends."""
-        if self._is_rehearsal:
+        if self.is_rehearsal:
             return
         self.summed_bytes += tensor.nbytes
         with self._in_step(self._others[axes]):
@@ -110,7 +160,7 @@ class Workers:
 
     def end_sum(self, tensor: Tensor, axes: tuple[int, ...]) -> None:
         """Wait until a tensor is the sum that was begun with it."""
-        if not self._is_rehearsal:
+        if not self.is_rehearsal:
             with self._in_step(self._others[axes]):
                 self._sums.pop(tensor.data_ptr()).wait()
 
@@ -141,11 +191,11 @@ class Workers:
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Inside this context nothing is sent: the worker probes its own part of each collective."""
-        self._is_rehearsal = True
+        self.is_rehearsal = True
         try:
             yield
         finally:
-            self._is_rehearsal = False
+            self.is_rehearsal = False
 
     @contextmanager
     def naming_who_is_lost(self, suspects: tuple[int, ...] = ()) -> Iterator[None]:
@@ -168,7 +218,7 @@ class Workers:
         with torch.no_grad():
             for buffer, before in self._before:
                 buffer.copy_(before)
-        self._before, self._sums = [], {}
+        self._before, self._sums, self._flights = [], {}, {}
 
     def _lost(self, suspects: tuple[int, ...], why: str) -> WorkerLost:
         rank, others = self._ranks[self.rank], self._others[self.everyone]

@@ -1,9 +1,10 @@
 """A step in an arena: which of its tensors can lie there, and the code that puts them there.
 
 A tensor can lie in an arena if an op of PyTorch's makes it and nobody else keeps it beyond its last use: not
-what the step returns, nor what moves to a tier, nor what an op of another library reads or makes. Gradients
-leave the step, and nothing is written over them. Each run of a step has an arena of its own, which ends with
-its last tensor, so two forwards, a second thread or a backward that never comes share nothing.
+what the step returns, nor what moves to a tier, nor what an op of another library reads or makes, nor the
+gradients of a step with an optimizer. Other gradients leave the step, and nothing is written over them. Each
+run of a step has an arena of its own, which ends with its last tensor, so two forwards, a second thread or a
+backward that never comes share nothing.
 
 An op writes into the arena itself if it has a kernel for that, which was seen to give the same bits here.
 """
@@ -19,19 +20,17 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from stowplan.capture import Call, Captured, Program, Ref
-from stowplan.capture.program import filled, inputs_of
-from stowplan.capture.schema import ASKING_FOR_GRADIENTS
-from stowplan.capture.storage_views import same_strides, stride_of, torch_dtype
+from stowplan.capture.program import ASKING_FOR_GRADIENTS, filled, inputs_of
+from stowplan.capture.stand_ins import same_strides, stride_of, torch_dtype
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Op, Role
 from stowplan.ir import Tensor as GraphTensor
-from stowplan.ops.effects import Effect, effect_of
+from stowplan.ops.effects import UPDATE, Effect, effect_of
 from stowplan.ops.table import site_of
 from stowplan.plan.allocator.arena import ArenaLayout, Copy, Placement
 from stowplan.plan.plan import Load, Step, Store
 from stowplan.run.cost.machine import free_bytes, prefer_large_pages
-from stowplan.run.cost.probe_call import call_on, operands_of, undisturbed
-from stowplan.run.cost.signature import call_signature
+from stowplan.run.cost.probe import call_on, call_signature, operands_of, undisturbed
 from stowplan.run.measure.measure import measure
 from stowplan.run.step.literals import call_lines, expression, out_name, out_target
 from stowplan.torch_private import schema_of, storage_id
@@ -111,6 +110,8 @@ def _barred(graph: Graph, program: Program, steps: Iterable[Step]) -> set[str]:
     for step in steps:
         if isinstance(step, Store | Load):
             seen.update(step.tensors)
+    if any(op.type == UPDATE for op in graph.ops):
+        seen.update(program.gradients.values())  # an optimizer may keep them, and its first step takes all
     for op in graph.ops:
         call = program.calls[op.id]
         name = schema_of(call.target).name

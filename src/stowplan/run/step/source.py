@@ -17,8 +17,16 @@ from stowplan.ops.effects import UPDATE, Effect, effect_of
 from stowplan.ops.table import site_of
 from stowplan.plan.plan import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.problem import updated_buffers
-from stowplan.run.step.literals import Moves, call_lines, identifiers_of
-from stowplan.run.step.pieces import End, Outside, Piece, ends_of_pieces, is_in_backward
+from stowplan.run.step.literals import (
+    End,
+    Moves,
+    Outside,
+    Piece,
+    call_lines,
+    ends_of_pieces,
+    identifiers_of,
+    is_in_backward,
+)
 
 _DROPPED = "_"  # takes the outputs of a second run that nobody misses
 
@@ -271,7 +279,7 @@ class _Half:
         self._need(inputs_of(call))
         self._write(self._moves.wait_for(inputs_of(call)))
         dropped = set(op.writes()).difference(wanted)
-        names = {**self._names, **dict.fromkeys(dropped, _DROPPED)}
+        names = {**self._names, **dict.fromkeys(dropped, _DROPPED)} if dropped else self._names
         if self._arena is None:
             lines = call_lines(call, overwrites, names)
         else:

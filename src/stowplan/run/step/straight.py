@@ -1,9 +1,14 @@
 """The captured step as straight-line code: called like the model, differentiable like it.
 
 A binding says which living tensor each parameter, buffer, input and constant of a program is.
+
+The baseline: every op once, in the graph's order, each tensor freed after its last reader.
+
+If an input dies with an op and the op can overwrite it, it does: the baseline then needs no more memory than
+eager, whose in-place ops capture has functionalised.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -11,22 +16,81 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stowplan.analyse.facts import Storages, is_resident, storages_of
 from stowplan.capture import Captured, Program, Ref
 from stowplan.capture.answers import Checked
-from stowplan.capture.arguments import flatten
+from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse
-from stowplan.plan.plan import Step
-from stowplan.run.baseline import baseline_steps
+from stowplan.ir import Graph, Op
+from stowplan.ops.effects import aliasing_of
+from stowplan.ops.table import site_of
+from stowplan.plan.plan import Compute, Free, Step
 from stowplan.run.cost.machine import device_of
-from stowplan.run.step.function import Consumer, IncomingGradients, Run, Waiting, latch, run_step
-from stowplan.run.step.halves import LiveTier, compiled, tier_for
-from stowplan.run.step.pieces import Piece
+from stowplan.run.step.function import (
+    Consumer,
+    IncomingGradients,
+    LiveTier,
+    Run,
+    Waiting,
+    compiled,
+    latch,
+    run_step,
+    tier_for,
+)
+from stowplan.run.step.literals import Piece
 from stowplan.run.step.source import source_of
 from stowplan.torch_private import pytree
 
 if TYPE_CHECKING:
     from stowplan.plan.allocator.arena import ArenaLayout
     from stowplan.run.step.arena import ArenaCode
+
+
+def baseline_steps(graph: Graph) -> tuple[Step, ...]:
+    """The steps of the baseline: Compute and Free, nothing else."""
+    return tuple(_BaselineWalk(graph).steps())
+
+
+class _BaselineWalk:
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._storages: Storages = storages_of(graph)
+        self._last: dict[str, int] = {}  # by tensor
+        self._made: set[int] = set()  # storages that an op of the step makes
+        for position, op in enumerate(graph.ops):
+            self._last.update((name, position) for name in (*op.reads(), *op.writes()))
+            self._made.update(map(self._storage, filter(self._owns, op.writes())))
+        staying = graph.held.union(name for name, tensor in graph.tensors.items() if is_resident(tensor))
+        self._last.update((name, len(graph.ops)) for name in staying)
+        self._storage_last: dict[int, int] = {}
+        for name, position in self._last.items():
+            known = self._storage_last.get(self._storage(name), 0)
+            self._storage_last[self._storage(name)] = max(known, position)
+
+    def steps(self) -> Iterator[Step]:
+        for position, op in enumerate(self._graph.ops):
+            yield Compute(op.id, tuple(self._overwrites(position, op)))
+            gone = tuple(n for n in dict.fromkeys((*op.reads(), *op.writes())) if self._last[n] == position)
+            if gone:
+                yield Free(gone)
+
+    def _storage(self, name: str) -> int:
+        return self._storages.number_of[name]
+
+    def _owns(self, name: str) -> bool:
+        return self._graph.tensors[name].alias_of is None
+
+    def _overwrites(self, position: int, op: Op) -> Iterator[tuple[str, str]]:
+        """Outputs with the inputs whose storage they take. It then lives as long as the output."""
+        site = site_of(self._graph, op)
+        for output, candidates in aliasing_of(site).in_place_of.items():
+            made = site.outputs[output]
+            for victim in (site.inputs[candidate] for candidate in candidates):
+                storage = self._storage(victim.id)
+                ends = storage in self._made and self._storage_last[storage] == position
+                if ends and made.alias_of is None and made.nbytes == self._storages.nbytes[storage]:
+                    yield made.id, victim.id
+                    break
 
 
 class Binding:
@@ -47,11 +111,6 @@ class Binding:
         self._homes: dict[str, tuple[Mapping[str, Any], str]] = {}
         for tensor, names in (*self._program.parameters.items(), *self._program.buffers.items()):
             self._homes[tensor] = _home(names[0], model, loss)
-
-    def has(self, tensor: str) -> bool:
-        """Whether the tensor comes from outside the step and not from its caller's backward."""
-        known = (self._homes, self._program.constants, self._program.inputs)
-        return any(tensor in place for place in known)
 
     def tensors(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, Tensor]:
         """All of them by id, for a call with these arguments."""

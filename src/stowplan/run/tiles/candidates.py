@@ -10,8 +10,7 @@ from stowplan.capture import Captured
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Decision, Exactness, Plan
-from stowplan.plan.pricing import Basis, Pricing
+from stowplan.plan.plan import Basis, Decision, Exactness, Plan, Pricing
 from stowplan.plan.select import Baseline, GraphCandidate, Refusals, Tradeoff, tradeoffs_of
 from stowplan.plan.tile_map import TileMap, tiled_inside
 from stowplan.plan.tiles.borders import in_tiling_order
@@ -24,9 +23,15 @@ from stowplan.plan.tiles.rematerialise import RematerialisedInputs
 from stowplan.plan.tiles.rematerialised_tilings import Rematerialised, rematerialised_tilings
 from stowplan.plan.tiles.segment import WHOLE_STEP, stretch_named
 from stowplan.plan.tiles.sweeps import Sweeps, with_moves
-from stowplan.run.planning.planner import STEP_CANDIDATES, CapturedCandidate, StepCandidate, price_captured
+from stowplan.run.cost.probe import known_seconds
+from stowplan.run.planning.planner import (
+    STEP_CANDIDATES,
+    CapturedCandidate,
+    StepCandidate,
+    Subject,
+    price_captured,
+)
 from stowplan.run.planning.recapture import check_differentiable
-from stowplan.run.planning.subject import Subject
 from stowplan.run.tiles.insertions import capture_with_sweeps
 from stowplan.run.tiles.remade import with_skips_recomputed
 from stowplan.run.tiles.rematerialised import (
@@ -35,10 +40,11 @@ from stowplan.run.tiles.rematerialised import (
     with_rematerialised_inputs,
 )
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.sweep_probes import SweepProbes
+from stowplan.run.tiles.sweep_probes import Key, SweepProbes, key_of
 
 _GATHER, _SWEEP = "stowplan.gather.default", "stowplan.sweep.default"
-_SWEEPS = (_SWEEP, "stowplan.sweep_loss.default")
+_SWEEP_LOSS = "stowplan.sweep_loss.default"
+_SWEEPS = (_SWEEP, _SWEEP_LOSS)
 _SURE = 0.75  # of the memory of a tile that is differentiated, as projected
 
 
@@ -62,18 +68,31 @@ class TiledCandidate:
         return tuple(stretch_named(tiled.segment.ops) for tiled in self._tiling)
 
     def bounds(self, allowed_bytes: int) -> Iterator[float]:
-        """Lower bounds: by the work of the sweeps; by their probes, if it can fit; by the captured step."""
+        """Lower bounds: by the work of the sweeps; by what the captured step recomputes beside them; by the
+        probes of one sweep after the other; by the probed step."""
         if self._surely_there_bytes > allowed_bytes:
             yield inf
             return
-        rematerialised = sum(map(self._probes.optimistic_seconds, self._remats.values()))
-        optimistic = sum(map(self._probes.optimistic_extra_seconds, self._tiling))
-        yield self._step.seconds + optimistic + rematerialised
+        least = -inf
+        while (sharper := self._optimistic_seconds()) > least:  # as long as other candidates' probes help
+            yield (least := sharper)
         if self.floor_bytes > allowed_bytes:
             yield inf
             return
-        yield self._step.seconds + sum(map(self._probes.extra_seconds, self._tiling)) + rematerialised
+        if not self._options.offloads:
+            least = max(least, self._sketch.least_seconds(allowed_bytes))
+        yield least
+        expected = {tiled: sum(self._probes.optimistic_seconds(tiled)) for tiled in self._tiling}
+        for tiled in sorted(expected, key=lambda tiled: -expected[tiled]):
+            captured = None if tiled in self._remats else self.captured
+            least += self._probes.measured_seconds(tiled, captured) - expected[tiled]
+            yield least
         yield self._tried.least_seconds(allowed_bytes)
+
+    def _optimistic_seconds(self) -> float:
+        probes, tiling = self._probes, self._tiling
+        in_tiles = (sum(probes.optimistic_seconds(tiled)) - probes.seconds_whole(tiled) for tiled in tiling)
+        return self._step.seconds + sum(in_tiles) + sum(map(probes.optimistic_again, self._remats.values()))
 
     @cached_property
     def _surely_there_bytes(self) -> int:
@@ -82,19 +101,29 @@ class TiledCandidate:
         parameters = _bytes_of(tensors.values(), Kind.PARAMETER)
         return parameters + max(_beside_parameters(t, self._remats.get(t)) for t in self._tiling)
 
-    @cached_property
+    @property
     def floor_bytes(self) -> int:
-        """The smallest budget of the graph if a tile takes little more memory than its tensors."""
-        costs = {s.name: t.costs for s, t in zip(self._sweeps, self._tiling, strict=True)}
-        costs |= {
-            rematerialised.sweep.name: costs[name] for name, rematerialised in self._rematerialised.items()
-        }
+        """The smallest budget of the captured graph if a tile takes little more memory than its tensors."""
+        return self._sketch.floor_bytes
+
+    @cached_property
+    def _sketch(self) -> GraphCandidate:
+        """The captured graph, priced without probes: the sweeps by optimistic seconds and by the memory of
+        their tensors, other ops by what is known of them, or as if they took no time."""
+        tiled_by = dict(zip((sweep.name for sweep in self._sweeps), self._tiling, strict=True))
+        tiled_by |= {each.sweep.name: tiled_by[name] for name, each in self._rematerialised.items()}
         ops = self.captured.graph.ops
-        with_sweeps = {op.id: costs.get(str(op.attributes.get("name"))) for op in ops}
-        workspace = {op.id: _workspace(op, found) for op in ops if (found := with_sweeps[op.id])}
-        pricing = Pricing({op.id: 0.0 for op in ops}, Basis.MEASURED, workspace)
-        options = PlanOptions(allow=())
-        return GraphCandidate(self.captured.graph, pricing, self._step, options).floor_bytes
+        sweeps = {op.id: found for op in ops if (found := tiled_by.get(str(op.attributes.get("name"))))}
+        seconds = {**dict.fromkeys((op.id for op in ops), 0.0), **known_seconds(self.captured)}
+        seconds |= {op.id: self._optimistic_part(op, sweeps[op.id]) for op in ops if op.id in sweeps}
+        workspace = {op.id: _workspace(op, sweeps[op.id].costs) for op in ops if op.id in sweeps}
+        pricing = Pricing(seconds, Basis.MEASURED, workspace)
+        return GraphCandidate(self.captured.graph, pricing, self._step, PlanOptions(allow=()))
+
+    def _optimistic_part(self, sweep: Op, tiled: Tiled) -> float:
+        forward, backward = self._probes.optimistic_seconds(tiled)
+        parts = {_GATHER: 0.0, _SWEEP: forward, _SWEEP_LOSS: forward + backward}
+        return parts.get(sweep.type, backward)
 
     def plan(self, allowed_bytes: int) -> Plan:
         return self._decided.told(self._tried.plan(allowed_bytes), self._step)
@@ -223,7 +252,12 @@ def _candidates(
     """A candidate for each tiling of the step, brought into the order that suits tiles."""
     early = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
     probes = SweepProbes(early.graph, early.program.calls, pricing, options.progress)
+    seen = set[tuple[Key, ...]]()
     for tiling, remats in tilings_of(early.graph):
+        keys = tuple(map(key_of, tiling))
+        if keys in seen and not remats:
+            continue
+        seen.add(keys)
         yield TiledCandidate(replace(subject, captured=early), tiling, remats, probes, step, options)
 
 

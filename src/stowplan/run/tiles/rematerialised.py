@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from stowplan.capture import Argument, Call, Captured, Ref
-from stowplan.capture.program import attributes_of, inputs_of
-from stowplan.capture.schema import leaves
+from stowplan.capture.program import attributes_of, inputs_of, leaves
 from stowplan.ir import Op, Phase, Role, Use
 from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.rematerialise import RematerialisedInputs

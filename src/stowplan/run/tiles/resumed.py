@@ -15,8 +15,7 @@ from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.cutout import segment_text
 from stowplan.plan.tiles.rematerialise import PlannedSweep, RematerialisedInputs, rematerialise
 from stowplan.plan.tiles.segment import Segment, segment_of
-from stowplan.run.planning.plan_cache import RESUMED
-from stowplan.run.planning.subject import Subject
+from stowplan.run.planning.planner import RESUMED, Subject
 from stowplan.run.tiles.candidates import refuse_untileable, subject_with_sweeps
 from stowplan.run.tiles.remade import with_skips_recomputed
 from stowplan.run.tiles.rematerialised import rematerialised_sweeps, with_rematerialised_inputs

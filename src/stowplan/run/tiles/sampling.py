@@ -11,16 +11,14 @@ from math import prod
 import torch
 
 from stowplan.ir import Graph
-from stowplan.ops.macs import macs_of
+from stowplan.ops.effects import macs_of
 from stowplan.ops.table import elements_of, shape_of, site_of
 from stowplan.plan.level import Level
 from stowplan.plan.tiles.rects import Tile
 from stowplan.plan.tiles.rounds import Round, source_of
 from stowplan.plan.tiles.segment import Segment
-from stowplan.run.cost.machine import free_bytes
-from stowplan.run.cost.probe_cache import Cost
-from stowplan.run.cost.probe_call import PROBES, probed_cost
-from stowplan.run.cost.signature import Signature
+from stowplan.run.cost.machine import Cost, free_bytes
+from stowplan.run.cost.probe import PROBES, Signature, probed_cost
 from stowplan.run.tiles.sweep import Sweep
 
 SWEEPS = {
@@ -31,6 +29,7 @@ SWEEPS = {
 }
 """The ops that run a sweep, and which of its rounds each runs."""
 
+_LONG_SECONDS = 1.0  # of a sample: it is run once, because kernels for its shapes are built in far less
 _MOVED = 16  # multiply-accumulates that take about as long as reading and writing one element
 
 
@@ -149,7 +148,7 @@ def _tried(
     sweep: Sweep, tiles: Sequence[Sequence[int]], signature: Signature, device: torch.device
 ) -> Cost | None:
     some = replace(signature, call=signature.call.replacing({"name": sweep.only(tiles)}))
-    return probed_cost(some, device, repeats=1)
+    return probed_cost(some, device, repeats=1, long_seconds=_LONG_SECONDS)
 
 
 PROBES.update(dict.fromkeys(SWEEPS, cost_of_sweep))

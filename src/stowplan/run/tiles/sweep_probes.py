@@ -2,30 +2,33 @@
 size.
 
 Small parts may be slower, if launching ops dominates, or faster, if they stay in a cache. A probe of some
-tiles shows both before a step with the sweep is captured. Each sweep is probed once, however many candidates
-have it.
+tiles shows both before a step with the sweep is planned. Each sweep is probed once, however many candidates
+have it, and its speed bounds that of other grids for the same segment.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from math import inf
 
 import torch
 
-from stowplan.capture import Argument, Call, Ref
+from stowplan.capture import Argument, Call, Captured, Ref
 from stowplan.errors import NotTileable
 from stowplan.ir import DType, Graph, Kind, Phase, Tensor
 from stowplan.plan.options import Progress
-from stowplan.plan.pricing import Pricing
+from stowplan.plan.plan import Pricing
 from stowplan.plan.tiles.candidates import Tiled
 from stowplan.plan.tiles.rematerialise import RematerialisedInputs
 from stowplan.run.cost.machine import device_of
-from stowplan.run.cost.probe import costs_of_calls
-from stowplan.run.cost.signature import Signature, call_signature
+from stowplan.run.cost.probe import Signature, call_signature, costs_of_calls
 from stowplan.run.tiles.sweep import Sweep
 from stowplan.torch_private import OpOverload
 
 _OPS = torch.ops.stowplan
 _OPTIMISM = 0.75  # of the time by work: no sweep is expected to be faster
+_ALIKE = 0.85  # of the fastest probed grid for the same segment: no other is expected to be faster
+
+Key = tuple[tuple[str, ...], tuple[int, ...]]
 
 
 class SweepProbes:
@@ -35,48 +38,83 @@ class SweepProbes:
         self, graph: Graph, calls: Mapping[str, Call], pricing: Pricing, progress: Progress | None = None
     ) -> None:
         self._graph, self._calls, self._pricing, self._progress = graph, calls, pricing, progress
-        self._sweeps: dict[Tiled, Sweep] = {}
-        self._extra: dict[str, float] = {}
+        self._sweeps: dict[Key, Sweep] = {}
+        self._whole: dict[tuple[str, ...], tuple[float, float]] = {}
+        self._measured: dict[Key, float] = {}
+        self._speeds: dict[tuple[str, ...], float] = {}  # by segment, the least of the time by its work
 
     def sweep(self, tiled: Tiled) -> Sweep:
         """The sweep of a segment on its grid."""
-        if tiled not in self._sweeps:
-            self._sweeps[tiled] = Sweep(tiled.segment, self._calls, tiled.parts)
-        return self._sweeps[tiled]
+        key = key_of(tiled)
+        if key not in self._sweeps:
+            self._sweeps[key] = Sweep(tiled.segment, self._calls, tiled.parts)
+        return self._sweeps[key]
 
-    def extra_seconds(self, tiled: Tiled) -> float:
-        """The measured seconds of a sweep, forward and backward, beyond those of its segment untiled."""
-        sweep = self.sweep(tiled)
-        if sweep.name not in self._extra:
-            self._extra[sweep.name] = self._seconds_in_tiles(sweep) - sum(self._seconds_whole(tiled))
-        return self._extra[sweep.name]
+    def measured_seconds(self, tiled: Tiled, captured: Captured | None = None) -> float:
+        """The measured seconds of a sweep, forward and backward, by its calls in `captured`, if it has both.
 
-    def optimistic_extra_seconds(self, tiled: Tiled) -> float:
-        """A lower bound on them without a probe: by work, which small tiles may do faster."""
+        Another captured step may lay out the tensors that it reads in another way, which takes about as long.
+        """
+        key = key_of(tiled)
+        if key not in self._measured:
+            self._measured[key] = seconds = self._seconds_in_tiles(self.sweep(tiled), captured)
+            by_work = sum(self._seconds_by_work(tiled))
+            if by_work > 0:
+                self._speeds[key[0]] = min(seconds / by_work, self._speeds.get(key[0], inf))
+        return self._measured[key]
+
+    def optimistic_seconds(self, tiled: Tiled) -> tuple[float, float]:
+        """Lower bounds on them, forward and backward: by a probe, if there was one, or else by work."""
+        ops, _ = key = key_of(tiled)
+        forward, backward = self._seconds_by_work(tiled)
+        speed = max(_OPTIMISM, _ALIKE * self._speeds.get(ops, 0.0))
+        if key in self._measured and forward + backward > 0:
+            speed = self._measured[key] / (forward + backward)
+        return speed * forward, speed * backward
+
+    def seconds_whole(self, tiled: Tiled) -> float:
+        """The seconds of its segment untiled, forward and backward."""
+        return sum(self._seconds_whole(tiled))
+
+    def _seconds_by_work(self, tiled: Tiled) -> tuple[float, float]:
+        """Forward and backward, if tiles were as fast as the whole; backward recomputes all but a loss."""
         forward, backward = self._seconds_whole(tiled)
-        times = tiled.costs.forward_macs / max(1, tiled.costs.untiled_macs)
-        again = 1 if tiled.segment.loss is None else 0
-        return _OPTIMISM * ((1 + again) * times * forward + backward) - forward - backward
+        ahead = forward * tiled.costs.forward_macs / max(1, tiled.costs.untiled_macs)
+        return ahead, backward + (ahead if tiled.segment.loss is None else 0.0)
 
-    def optimistic_seconds(self, remat: RematerialisedInputs) -> float:
+    def optimistic_again(self, remat: RematerialisedInputs) -> float:
         """A lower bound on the seconds of recomputing the inputs of a sweep."""
         return _OPTIMISM * sum(
             self._pricing.seconds[op.id] for segment in remat.segments for op in segment.ops
         )
 
-    def _seconds_in_tiles(self, sweep: Sweep) -> float:
-        costs = costs_of_calls(signatures_of(sweep), device_of(self._graph), progress=self._progress)
+    def _seconds_in_tiles(self, sweep: Sweep, captured: Captured | None) -> float:
+        signatures = _signatures_in(captured, sweep) if captured else signatures_of(sweep)
+        costs = costs_of_calls(signatures, device_of(self._graph), progress=self._progress)
         if None in costs.values():
             raise NotTileable(f"{sweep.name} could not be probed on this machine")
         return sum(cost.seconds for cost in costs.values() if cost)
 
     def _seconds_whole(self, tiled: Tiled) -> tuple[float, float]:
         """Forward and backward."""
-        inside = {op.id for op in tiled.segment.ops}
-        ops, seconds = self._graph.ops, self._pricing.seconds
-        forward = sum(seconds[op] for op in inside)
-        backward = sum(seconds[op.id] for op in ops if op.phase is Phase.BACKWARD and op.adjoint_of in inside)
-        return forward, backward
+        inside, _ = key_of(tiled)
+        if inside not in self._whole:
+            ops, seconds = set(inside), self._pricing.seconds
+            back = (op for op in self._graph.ops if op.phase is Phase.BACKWARD and op.adjoint_of in ops)
+            self._whole[inside] = sum(seconds[op] for op in inside), sum(seconds[op.id] for op in back)
+        return self._whole[inside]
+
+
+def key_of(tiled: Tiled) -> Key:
+    """The same for the same ops of a graph on the same grid."""
+    return tuple(op.id for op in tiled.segment.ops), tiled.parts
+
+
+def _signatures_in(captured: Captured, sweep: Sweep) -> list[Signature]:
+    """The calls of a sweep in a captured step."""
+    graph, calls = captured.graph, captured.program.calls
+    ops = (op.id for op in graph.ops if op.attributes.get("name") == sweep.name)
+    return [call_signature(graph, calls[op]) for op in ops]
 
 
 def signatures_of(sweep: Sweep) -> list[Signature]:

@@ -1,1 +1,0 @@
-"""Judges of plans: they share no code with the search."""

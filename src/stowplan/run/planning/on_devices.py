@@ -1,0 +1,104 @@
+"""Planning a step on several devices, each with a budget of its own.
+
+Plans are searched for the bytes of all devices together. If the share of a device exceeds its budget, the
+step is planned for fewer bytes in all. The first plan that holds on every device is taken: the larger the
+sum, the less is recomputed. A plan that would hold may be missed, and is then refused, never run.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from stowplan.capture import Program
+from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.run.planning.planner import PlannedStep
+from stowplan.torch_private import storage_id
+from stowplan.units import format_bytes, parse_bytes
+
+_ATTEMPTS = 6  # sums of bytes that are planned for
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudgets:
+    """Bytes by device, as graphs spell devices. The host has no limit unless it is named."""
+
+    allowed_bytes: Mapping[str, int]
+
+    @staticmethod
+    def of(budget: Mapping[object, int | str]) -> "DeviceBudgets":
+        """From what a user wrote: devices or their names, and bytes or texts."""
+        found: dict[str, int] = {}
+        for written, amount in budget.items():
+            if not isinstance(written, str | torch.device):
+                raise BadUse(f"a budget for {written!r}: write a device, as in {{'cuda:0': '8GiB'}}")
+            device = torch.device(written)
+            if device.type != "cpu" and device.index is None:
+                raise BadUse(f"a budget for {str(device)!r}, and it may have several: write '{device}:0'")
+            if str(device) in found:
+                raise BadUse(f"two budgets for {str(device)!r}; give each device one")
+            found[str(device)] = parse_bytes(amount)
+        if not found:
+            raise BadUse(
+                "the budget names no device; write {'cuda:0': '8GiB', 'cuda:1': '8GiB'}, or one number"
+            )
+        return DeviceBudgets(found)
+
+    @property
+    def sum_bytes(self) -> int:
+        return sum(self.allowed_bytes.values())
+
+    def refuse_others(self, devices: Iterable[str]) -> None:
+        """BadUse if the step has tensors on an accelerator that has no budget."""
+        if unnamed := sorted(set(devices) - set(self.allowed_bytes) - {"cpu", "meta", ""}):
+            raise BadUse(
+                f"the step has tensors on {unnamed[0]}, and the budget is for"
+                f" {', '.join(self.allowed_bytes)}: name all of its devices"
+            )
+
+
+def constants_by_device(program: Program) -> dict[str, int]:
+    """What tensors take that a plan does not count, each storage once."""
+    storages = {storage_id(t.untyped_storage()): t for t in program.constants.values()}
+    found: dict[str, int] = {}
+    for tensor in storages.values():
+        there = str(tensor.device)
+        found[there] = found.get(there, 0) + tensor.untyped_storage().nbytes()
+    return found
+
+
+def on_devices(
+    budgets: DeviceBudgets, planned: Callable[[int], PlannedStep], *, is_given: bool = False
+) -> PlannedStep:
+    """The first step that `planned` makes whose share on each device is within its budget.
+
+    BudgetTooSmall names the device that exceeds its budget by the least that was found. A plan that
+    `is_given` is the only one there is.
+    """
+    room, least = budgets.sum_bytes, list[tuple[int, str, int]]()
+    for attempt in range(_ATTEMPTS):
+        try:
+            found = planned(room)
+        except BudgetTooSmall as refusal:
+            if not least or refusal.minimum_bytes > budgets.sum_bytes:
+                raise  # not even the sum is enough
+            room, found = 0, planned(refusal.minimum_bytes)
+        budgets.refuse_others(tensor.device for tensor in found.plan.graph.tensors.values())
+        beside, peaks = constants_by_device(found.captured.program), found.plan.peaks_by_device
+        taken = {name: peaks.get(name, 0) + beside.get(name, 0) for name in budgets.allowed_bytes}
+        over = [(nbytes - budgets.allowed_bytes[name], name, nbytes) for name, nbytes in taken.items()]
+        if max(over)[0] <= 0:
+            return replace(found, plan=replace(found.plan, allowed_bytes=budgets.sum_bytes))
+        least.append(max(over))
+        room = min(room, found.plan.requested_peak_bytes) - 2**attempt * max(over)[0]
+        if is_given or room <= 0:
+            break
+    excess, name, nbytes = min(least)
+    raise BudgetTooSmall(
+        f"{format_bytes(budgets.allowed_bytes[name])} allowed on {name}, but of the plans that were tried the"
+        f" smallest takes {format_bytes(nbytes)} ({nbytes} bytes) there; move layers to another device, or"
+        f" give {name} {format_bytes(excess)} more",
+        allowed_bytes=budgets.sum_bytes,
+        minimum_bytes=budgets.sum_bytes + excess,
+        binding=(),
+    )
