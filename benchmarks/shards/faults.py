@@ -13,18 +13,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from benchmarks.results import Study
 from tests.support.workers.cuts import cut_off
 from tests.support.workers.losses import STEPS, TIMEOUT_SECONDS, Round, Trainings
-from tests.support.workers.phases import Fault, phases_in_turn
-from tests.support.workers.training import PLANTS
+from tests.support.workers.phases import Fault, Phase, phases_in_turn
+from tests.support.workers.training import PLANTS, SHARDED_PHASES
 
 
-def random_faults(chance: random.Random, how: signal.Signals, times: int) -> Iterator[tuple[int, Fault]]:
+def random_faults(
+    chance: random.Random, how: signal.Signals, times: int, phases: Sequence[Phase] = tuple(Phase)
+) -> Iterator[tuple[int, Fault]]:
     """Of two and four workers in turn, any of them, in all phases in turn, at any moment."""
     for number in range(times):
-        count, phase = 2 + 2 * (number % 2), phases_in_turn(number // 2)
+        count, phase = 2 + 2 * (number % 2), phases_in_turn(number // 2, phases)
         yield count, Fault(chance.randrange(count), how, phase, chance.randrange(2, 5), chance.random())
 
 
-def table_of(rounds: Iterable[Round]) -> Iterator[str]:
+def table_of(rounds: Iterable[Round], state: str = "") -> Iterator[str]:
     """A line per signal, number of workers and phase that was hit."""
     by_place = defaultdict(list)
     for each in rounds:
@@ -33,7 +35,7 @@ def table_of(rounds: Iterable[Round]) -> Iterator[str]:
     for (how, count, phase), found in sorted(by_place.items()):
         worst, wrong = max(each.seconds for each in found), sum(bool(each.wrong) for each in found)
         study = Study("shards")
-        study.tell(f"{how} of one of {count} in {phase}", "the others", "noticed after", worst, "s")
+        study.tell(f"{how} of one of {count} in {phase}{state}", "the others", "noticed after", worst, "s")
         held = sum(each.digests_held for each in found)
         yield f"{how:8} {count:7} {phase:14} {len(found):5} {worst:11.2f} s {held:12} {wrong:6}"
 
@@ -58,18 +60,21 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--stops", type=int, default=4)
     parser.add_argument("--cuts", type=int, default=0, help="links cut; needs the right to make networks")
     parser.add_argument("--plants", action="store_true", help="also faults of the code, which must be found")
+    parser.add_argument("--sharded", action="store_true", help="parameters and optimizer state in shards")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(argv)
-    chance, trainings = random.Random(asked.seed), Trainings()
-    rounds = []
+    chance, trainings = random.Random(asked.seed), Trainings(is_sharded=asked.sharded)
+    rounds, phases = [], SHARDED_PHASES if asked.sharded else tuple(Phase)
     for how, times in ((signal.SIGKILL, asked.kills), (signal.SIGSTOP, asked.stops)):
-        for count, fault in random_faults(chance, how, times):
+        for count, fault in random_faults(chance, how, times, phases):
             rounds.append(trainings.lose(count, fault))
             if rounds[-1].wrong:
                 print(rounds[-1], flush=True)
-    print("\n".join(table_of(rounds)), flush=True)
+    print("\n".join(table_of(rounds, ", sharded" if asked.sharded else "")), flush=True)
     for number in range(asked.cuts):
         count = 2 + number % 2
-        print(cut_off(count, chance.randrange(count), chance, TIMEOUT_SECONDS, STEPS), flush=True)
+        victim = chance.randrange(count)
+        found = cut_off(count, victim, chance, TIMEOUT_SECONDS, STEPS, is_sharded=asked.sharded)
+        print(found, flush=True)
     for plant in PLANTS if asked.plants else ():
         print(f"planted: {plant}: {caught(plant, chance) or 'NOT FOUND'}", flush=True)

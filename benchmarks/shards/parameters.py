@@ -31,9 +31,14 @@ EXACT = (
     ("gpt", "data=2"),
     ("gpt", "data=4"),
     ("gpt", "data=2,sequence=2"),
+    ("gpt", "data=2,model=2"),
+    ("gpt", "sequence=4"),
+    ("llama", "data=4"),
     ("llama", "data=2,sequence=2"),
+    ("llama", "data=2,model=2"),
     ("llama", "sequence=4"),
     ("resnet50", "data=2,space=2"),
+    ("unet", "data=2,space=2"),
 )
 _MOVES = 300
 _PATIENCE_SECONDS = 3600.0  # a large model on a busy machine

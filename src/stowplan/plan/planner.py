@@ -28,7 +28,7 @@ from stowplan.plan.plan import (
     Store,
     Tier,
 )
-from stowplan.plan.problem import Problem, problem_of, slices_last
+from stowplan.plan.problem import Problem, Values, problem_of, slices_last
 from stowplan.units import format_bytes
 
 _ADVICE = "`stowplan plan TARGET --frontier` shows what every budget costs"
@@ -178,10 +178,10 @@ def refuse_hopeless(
 
     `minimum_bytes` finds the smallest budget when the error is asked for it.
     """
-    problem = problem_of(graph, [0.0] * len(graph.ops))
-    least = problem.standing_bytes
+    values = Values(graph)
+    least = values.standing_bytes
     if "offload-gradients" not in options.allow:
-        own = dict(zip(problem.owners, problem.nbytes, strict=True))
+        own = dict(zip(values.owners, values.nbytes, strict=True))
         used: dict[str, int] = defaultdict(int)  # of each storage; a plan may do without the rest
         for name in filter(partial(_is_gradient_of_parameter, graph), graph.held):
             used[graph.storage_of(name)] += graph.tensors[name].nbytes or 0

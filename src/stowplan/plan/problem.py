@@ -85,7 +85,7 @@ def problem_of(
     graph: Graph, seconds: Sequence[float], workspace_bytes: Mapping[str, int] | None = None
 ) -> Problem:
     """Number the values and ops of `graph`; `workspace_bytes` has the workspace of kernels, by op id."""
-    values = _Values(graph)
+    values = Values(graph)
     turn = next((i for i, op in enumerate(graph.ops) if op.phase is Phase.BACKWARD), len(graph.ops))
     outdated = outdated_tensors(graph)
     again = [can_recompute(graph, op, outdated) for op in graph.ops]
@@ -171,7 +171,7 @@ def can_recompute(graph: Graph, op: Op, outdated: frozenset[str]) -> bool:
     return outdated.isdisjoint(op.reads()) or only_updates_statistics(site)
 
 
-class _Values:
+class Values:
     """The numbering of storages that come and go during the step."""
 
     def __init__(self, graph: Graph) -> None:

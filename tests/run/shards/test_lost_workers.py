@@ -17,10 +17,16 @@ from tests.support.workers.phases import Fault, Phase
 pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
 
+@pytest.mark.parametrize(
+    ("is_sharded", "phases"),
+    [(False, (Phase.FORWARD, Phase.SUMS, Phase.SAVE)), (True, (Phase.BACKWARD, Phase.SAVE))],
+)
 @timed
-def test_a_training_whose_workers_die_goes_on_with_the_bits_of_one_that_was_left_alone() -> None:
-    trainings = Trainings()
-    for number, phase in enumerate((Phase.FORWARD, Phase.SUMS, Phase.SAVE, Phase.OPTIMIZER)):
+def test_a_training_whose_workers_die_goes_on_with_the_bits_of_one_that_was_left_alone(
+    is_sharded: bool, phases: tuple[Phase, ...]
+) -> None:
+    trainings = Trainings(is_sharded=is_sharded)
+    for number, phase in enumerate(phases):
         found = trainings.lose(2, Fault(number % 2, signal.SIGKILL, phase, 2, 0.4))
         assert not found.wrong, found
 

@@ -4,6 +4,7 @@ import random
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.support.workers.losses import NOTICE_SECONDS
@@ -22,11 +23,14 @@ class Cut:
     wrong: tuple[str, ...]
 
 
-def cut_off(count: int, victim: int, chance: random.Random, timeout: float, steps: int) -> Cut:
+def cut_off(
+    count: int, victim: int, chance: random.Random, timeout: float, steps: int, *, is_sharded: bool = False
+) -> Cut:
     """Cut a worker's wire at a random moment of a training."""
     folder = Path(tempfile.mkdtemp())
     with wires(count) as laid:
-        workers = started(count, train, folder, steps, None, timeout=timeout, wires=laid)
+        run = partial(train, is_sharded=is_sharded)
+        workers = started(count, run, folder, steps, None, timeout=timeout, wires=laid)
         try:
             _wait_for(folder / "step-2" / ".metadata", workers)
             time.sleep(chance.random() * 0.1)
@@ -37,8 +41,8 @@ def cut_off(count: int, victim: int, chance: random.Random, timeout: float, step
             for worker in workers:
                 worker.end()
     seconds = max(outcome.noticed for outcome in told) - cut
-    expected = uninterrupted(count, steps)
-    wrong = {each for rank, found in enumerate(told) for each in _wrong(found, rank, victim, expected)}
+    expected = uninterrupted(count, steps, is_sharded=is_sharded)
+    wrong = {each for rank, found in enumerate(told) for each in _wrong(found, rank, victim, expected[rank])}
     late = {"late"} if seconds > timeout + NOTICE_SECONDS else set()
     return Cut(count, victim, seconds, tuple(sorted(wrong | late)))
 

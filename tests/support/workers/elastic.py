@@ -56,11 +56,11 @@ def random_attempts(chance: Random, changes: int) -> Iterator[Attempt]:
 
 def losses_alone(steps: int) -> dict[int, float]:
     """The losses by step of one process that is left alone, without a plan."""
-    model, optimizer = _model()
+    model, optimizer = model_and_optimizer()
     losses = {}
     torch.manual_seed(5)
     for step in range(1, steps + 1):
-        loss = model(*_batch(step))
+        loss = model(*batch_of(step))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -79,16 +79,16 @@ def losses_in(attempt: Attempt, folder: Path) -> dict[int, float]:
 
 
 def _continue(folder: Path, attempt: Attempt) -> dict[int, float]:
-    model, optimizer = _model()
+    model, optimizer = model_and_optimizer()
     how = {"mesh": attempt.mesh, "parameters": "shard", "optimizer": optimizer, "clip_norm": CLIP}
-    fitted = fit(model, _batch(1), budget="1GiB", moves=20, **how)  # type: ignore[arg-type]
+    fitted = fit(model, batch_of(1), budget="1GiB", moves=20, **how)  # type: ignore[arg-type]
     shards = shards_of(fitted)
     checkpoints = Checkpoints(folder, shards.workers, fitted, optimizer)
     losses: dict[int, float] = {}
     torch.manual_seed(5)
     try:
         for step in range(checkpoints.resume() + 1, attempt.until + 1):
-            shares, _ = shards.share(*_batch(step))
+            shares, _ = shards.share(*batch_of(step))
             loss = fitted(*shares)
             if attempt.is_lost and step == attempt.until and dist.get_rank() == attempt.workers - 1:
                 loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
@@ -103,12 +103,13 @@ def _continue(folder: Path, attempt: Attempt) -> dict[int, float]:
     return losses
 
 
-def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A GPT with its first parameters, and AdamW."""
     model = copy.deepcopy(_example().model)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def _batch(step: int) -> tuple[Tensor, ...]:
+def batch_of(step: int) -> tuple[Tensor, ...]:
     """The samples of a step: in another order than those of other steps."""
     order = torch.randperm(_SAMPLES, generator=torch.Generator().manual_seed(step))
     return tuple(each[order] for each in _example().args)

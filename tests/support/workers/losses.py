@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from stowplan.run.shards.roll_call import ANSWER_SECONDS
@@ -38,25 +39,26 @@ class Round:
     digests_held: int
 
 
-def lose(count: int, folder: Path, fault: Fault, plant: str = "") -> Round:
+def lose(count: int, folder: Path, fault: Fault, plant: str = "", *, is_sharded: bool = False) -> Round:
     """Go on with the training in this folder until the fault; what the others say of it."""
-    workers = started(count, train, folder, STEPS, fault, plant, timeout=TIMEOUT_SECONDS)
+    run = partial(train, is_sharded=is_sharded)
+    workers = started(count, run, folder, STEPS, fault, plant, timeout=TIMEOUT_SECONDS)
     try:
-        told = [worker.answer() for rank, worker in enumerate(workers) if rank != fault.victim]
+        told = {rank: worker.answer() for rank, worker in enumerate(workers) if rank != fault.victim}
     finally:
         workers[fault.victim].process.kill()
         for worker in workers:
             worker.end()
     hit = hit_in(folder / f"journal-{fault.victim}")
     assert hit is not None, f"{fault} did not come"
-    wrong = tuple(sorted({each for outcome in told for each in _wrong(outcome, hit, fault, count, plant)}))
-    seconds = max(outcome.noticed for outcome in told) - hit.when
-    held = sum(len(outcome.digests) for outcome in told)
-    return Round(count, fault, hit.phase, seconds, wrong, held)
+    expected = uninterrupted(count, STEPS, plant, is_sharded=is_sharded)
+    wrong = {each for rank, found in told.items() for each in _wrong(found, hit, fault, expected[rank])}
+    seconds = max(outcome.noticed for outcome in told.values()) - hit.when
+    held = sum(len(outcome.digests) for outcome in told.values())
+    return Round(count, fault, hit.phase, seconds, tuple(sorted(wrong)), held)
 
 
-def _wrong(outcome: Outcome, hit: Hit, fault: Fault, count: int, plant: str) -> Iterator[str]:
-    expected = uninterrupted(count, STEPS, plant)
+def _wrong(outcome: Outcome, hit: Hit, fault: Fault, expected: dict[int, str]) -> Iterator[str]:
     if outcome.step is None:
         yield "not noticed"
         return
@@ -75,14 +77,14 @@ def _wrong(outcome: Outcome, hit: Hit, fault: Fault, count: int, plant: str) -> 
 class Trainings:
     """Trainings that are interrupted again and again, by the number of their workers."""
 
-    def __init__(self, plant: str = "") -> None:
+    def __init__(self, plant: str = "", *, is_sharded: bool = False) -> None:
         self._folders: dict[int, Path] = {}
-        self._plant = plant
+        self._plant, self._is_sharded = plant, is_sharded
 
     def lose(self, count: int, fault: Fault) -> Round:
         """The next interruption; a training that is nearly done makes place for a new one."""
         folder = self._folders.setdefault(count, Path(tempfile.mkdtemp()))
-        found = lose(count, folder, fault, self._plant)
+        found = lose(count, folder, fault, self._plant, is_sharded=self._is_sharded)
         if any(folder.glob(f"step-{STEPS - 8}")):
             del self._folders[count]
         return found

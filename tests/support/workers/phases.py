@@ -75,7 +75,6 @@ def hit_in(path: Path) -> Hit | None:
     return Hit(Phase[phase], float(when)) if when else None
 
 
-def phases_in_turn(number: int) -> Phase:
+def phases_in_turn(number: int, phases: Sequence[Phase] = tuple(Phase)) -> Phase:
     """All of them, one after the other."""
-    phases: Sequence[Phase] = tuple(Phase)
     return phases[number % len(phases)]

@@ -1,4 +1,6 @@
-"""A small training over workers, with all that half a step could leave behind: batch norm, dropout, AdamW.
+"""Small trainings over workers, with all that half a step could leave behind: batch norm, dropout, AdamW.
+
+One has whole parameters on each worker, the other shards of parameters and of the optimizer's state.
 
 Each worker returns digests of its state by steps done, and what it was told when another was lost.
 """
@@ -8,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stowplan import fit, shards_of
 from stowplan.errors import WorkerLost
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.run.shards import checkpoints, workers
@@ -24,10 +27,13 @@ from stowplan.run.shards.checkpoints import Checkpoints
 from stowplan.run.shards.step import ShardedStep
 from stowplan.run.shards.workers import Workers
 from tests.support.nets import Supervised
+from tests.support.workers.elastic import batch_of, model_and_optimizer
 from tests.support.workers.phases import Fault, Journal, Phase
 from tests.support.workers.processes import on_workers
+from tests.support.workers.sharded import CLIP
 
 MESHES = {2: "space=2", 3: "space=3", 4: "data=2,space=2"}
+SHARDED_PHASES = tuple(phase for phase in Phase if phase is not Phase.SUMS)  # gradients add up in backward
 SAVED_EVERY = 2
 
 
@@ -47,14 +53,13 @@ class Training:
 
     def __init__(self, folder: Path, fault: Fault | None, plant: str) -> None:
         torch.manual_seed(3)
-        self.model = Supervised(_network(), F.cross_entropy)
+        self.model: nn.Module = Supervised(_network(), F.cross_entropy)
         args = torch.randn(2, 1, 24, 24), torch.randint(0, 2, (2, 24, 24))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.step = ShardedStep(self.model, args, mesh=parse_mesh(MESHES[dist.get_world_size()]))
         self.shares, _ = self.step.share(*args)
         self.checkpoints = Checkpoints(folder, self.step.workers, self.model, self.optimizer)
-        own = fault if fault and fault.victim == dist.get_rank() else None
-        self.journal = Journal(folder / f"journal-{dist.get_rank()}", own)
+        self.journal = Journal(folder / f"journal-{dist.get_rank()}", _own(fault))
         self._updates_before_the_sums = plant == UPDATE_BEFORE_THE_SUMS
 
     def advance(self) -> None:
@@ -93,8 +98,13 @@ class Training:
     def _state(self) -> Iterator[Tensor]:
         yield from self.model.parameters()
         yield from self.model.buffers()
-        for state in self.optimizer.state.values():
-            yield from state.values()
+        for parameter in self.model.parameters():  # loading may bring the states into another order
+            for _, tensor in sorted(self.optimizer.state.get(parameter, {}).items()):
+                yield tensor
+
+
+def _own(fault: Fault | None) -> Fault | None:
+    return fault if fault and fault.victim == dist.get_rank() else None
 
 
 def _network() -> nn.Module:
@@ -123,10 +133,45 @@ def node_named(name: str, result: Tensor) -> Any:
     raise LookupError(name)
 
 
-def train(folder: Path, until: int, fault: Fault | None, plant: str = "") -> Outcome:
+class ShardedTraining(Training):
+    """Rows of a GPT's parameters and of AdamW's state, with clipping, as one worker has them."""
+
+    def __init__(self, folder: Path, fault: Fault | None) -> None:
+        self.model, self.optimizer = model_and_optimizer()
+        self.fitted = fit(
+            self.model,
+            batch_of(1),
+            budget="1GiB",
+            moves=20,
+            mesh=f"data={dist.get_world_size()}",
+            parameters="shard",
+            optimizer=self.optimizer,
+            clip_norm=CLIP,
+        )
+        shards = shards_of(self.fitted)
+        self.shares, _ = shards.share(*batch_of(1))
+        self.checkpoints = Checkpoints(folder, shards.workers, self.fitted, self.optimizer)
+        self.journal = Journal(folder / f"journal-{dist.get_rank()}", _own(fault))
+        torch.manual_seed(5)
+
+    def advance(self) -> None:
+        """One iteration, with the update in backward."""
+        self.journal.enter(Phase.FORWARD)
+        loss = self.fitted(*self.shares)
+        self.journal.enter(Phase.BACKWARD)
+        loss.backward()
+        self.journal.enter(Phase.OPTIMIZER)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.journal.enter(Phase.BETWEEN)
+
+
+def train(
+    folder: Path, until: int, fault: Fault | None, plant: str = "", *, is_sharded: bool = False
+) -> Outcome:
     """Go on from the newest checkpoint, to the end or until a worker is lost."""
     plant_in_this_process(plant)
-    training = Training(folder, fault, plant)
+    training = ShardedTraining(folder, fault) if is_sharded else Training(folder, fault, plant)
     done = training.checkpoints.resume()
     digests = {done: training.digest()}
     try:
@@ -144,12 +189,14 @@ def train(folder: Path, until: int, fault: Fault | None, plant: str = "") -> Out
 
 
 @cache
-def uninterrupted(count: int, steps: int, plant: str = "") -> dict[int, str]:
-    """Digests by steps done, of a training in which nothing happens."""
-    found = on_workers(count, train, Path(tempfile.mkdtemp()), steps, None, plant)
-    assert all(outcome.digests == found[0].digests for outcome in found)
-    digests: dict[int, str] = found[0].digests
-    return digests
+def uninterrupted(
+    count: int, steps: int, plant: str = "", *, is_sharded: bool = False
+) -> list[dict[int, str]]:
+    """By worker, digests by steps done, of a training in which nothing happens."""
+    run = partial(train, is_sharded=is_sharded)
+    found = [each.digests for each in on_workers(count, run, Path(tempfile.mkdtemp()), steps, None, plant)]
+    assert all((digests == found[0]) != is_sharded for digests in found[1:])
+    return found
 
 
 UPDATE_BEFORE_THE_SUMS = "update before the sums"

@@ -203,10 +203,10 @@ def _repeated(block: Tensor, count: int) -> Tensor:
     return whole
 
 
-OP_LIMIT_SECONDS = 0.1  # of all runs of a short op
+OP_LIMIT_SECONDS = 0.06  # of all runs of a short op
 _SHORT_SECONDS = 0.03  # an op that takes longer is run twice in all
 _LONG_SECONDS = 2.0  # and one that takes longer than this once
-_STEADY_SECONDS = 0.25  # or than this, if it is an op of PyTorch on the CPU: its first call is like others
+_STEADY_SECONDS = 0.1  # or than this, if it is an op of PyTorch on the CPU: its first call is like others
 _ROOM = 4  # this many times the operands' bytes must be free, because results and workspace may be larger
 
 

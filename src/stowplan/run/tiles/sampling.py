@@ -29,7 +29,7 @@ SWEEPS = {
 }
 """The ops that run a sweep, and which of its rounds each runs."""
 
-_LONG_SECONDS = 1.0  # of a sample: it is run once, because kernels for its shapes are built in far less
+_LONG_SECONDS = 0.25  # of a sample: it is run once, because kernels for its shapes are built in far less
 _MOVED = 16  # multiply-accumulates that take about as long as reading and writing one element
 
 
