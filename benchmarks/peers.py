@@ -19,6 +19,7 @@ import argparse
 import copy
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,11 +38,13 @@ from benchmarks.page import write_section
 from benchmarks.results import Study, ratio_of
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
+from stowplan.ops.effects import FUSED
 from stowplan.plan.options import Kernels, PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.run.cost.machine import user_folder
+from stowplan.run.kernels.kernel import Kernel
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import PlannedStep, StepCandidate, Subject, step_planner
+from stowplan.run.planning.planner import CapturedCandidate, PlannedStep, StepCandidate, Subject, step_planner
 from stowplan.run.step.straight import StraightStep
 from tests.support.nets import NETS, Example
 
@@ -65,6 +68,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {**{net: (net, {}) for net 
 BLOCKS = ("DoubleConvolution", "Bottleneck", "Block", "LlamaDecoderLayer")  # what people checkpoint
 RATIOS = (0.7, 0.5, 0.3, 0.1)
 HALF, QUARTER = "half of the activations", "a quarter of the activations"
+_PRODUCTS = ("convolution", "mm", "scaled_dot_product")  # in types of ops that no group takes in
 _SAME = 1.003  # times as long: a larger budget that saves no more gets no plan of its own
 _NEAR = 0.01  # of the projection: how far a measured peak may be from it
 Loss = Callable[[], Tensor]
@@ -202,7 +206,29 @@ def _answers(example: Example, wishes: dict[str, int], kernels: str) -> list[Met
             answers.append(_planned(plan, candidate, example, kernels))
             before = plan
         answers[-1].answers.append(wish)
+    if kernels != Kernels.EAGER and planner.compiled is not None:
+        print("\n".join(_profile(planner.compiled, planner.baseline.seconds)), flush=True)
     return answers
+
+
+def _profile(candidate: StepCandidate, eager_seconds: float) -> Iterator[str]:
+    """What the step with compiled kernels is spent on, as prices say, and its slowest group."""
+    assert isinstance(candidate, CapturedCandidate)
+    seconds, ops = candidate.pricing.seconds, candidate.captured.graph.ops
+    kinds = {"products": _PRODUCTS, "compiled groups": (FUSED,), "other ops": ("",)}
+    left = {op.id: op for op in ops}
+    for kind, types in kinds.items():
+        taken = [op for op in left.values() if any(part in op.type for part in types)]
+        for op in taken:
+            del left[op.id]
+        spent = sum(seconds[op.id] for op in taken)
+        yield f"  {kind}: {len(taken)}, {spent:.3f} s, {spent / eager_seconds:.3f} of eager's ops"
+    slowest = max((op for op in ops if op.type == FUSED), key=lambda op: seconds[op.id])
+    kernel = candidate.captured.program.calls[slowest.id].arguments()["name"]
+    assert isinstance(kernel, Kernel)
+    inside = Counter(str(call.target).split(".")[1] for call in kernel.calls)
+    told = ", ".join(f"{count} {name}" for name, count in inside.most_common())
+    yield f"  slowest group: {seconds[slowest.id]:.3f} s, of {told}"
 
 
 def _planned(plan: Plan, candidate: StepCandidate, example: Example, kernels: str) -> Method:

@@ -28,6 +28,7 @@ SUITES = {
         "peers resnet50",
         "peers gpt",
         "peers vit",
+        "peers --kernels compiled",
         "tiles unet",
         "tiles gpt",
         "tiles vgg16",

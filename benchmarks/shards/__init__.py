@@ -8,4 +8,5 @@ python -m benchmarks.shards calibrate   a machine file from workers here, and ho
 python -m benchmarks.shards parameters  GPT-2 small with sharded parameters, beside FSDP2 (--fsdp)
 python -m benchmarks.shards elastic     sharded parameters over 20 random changes of the number of workers
 python -m benchmarks.shards faults --kills 20 --stops 4 --cuts 2 --plants     workers lost at random moments
+python -m benchmarks.shards faults --sharded                the same with sharded parameters and state
 """
