@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from stowplan.analyse.facts import costs_of
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Op, Phase, Profile
-from stowplan.ops.effects import FUSED
+from stowplan.ops.effects import FUSED, RELAID
 from stowplan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -308,11 +308,16 @@ class Plan:
         return tuple(op for op in self.graph.ops if op.type == FUSED)
 
     @property
+    def relaid(self) -> tuple[Op, ...]:
+        """Ops that run on another layout than the user's."""
+        return tuple(op for op in self.graph.ops if op.attributes.get(RELAID))
+
+    @property
     def exactness(self) -> Exactness:
         """Whether its gradients equal eager's bit for bit, by its decisions and the captured ops."""
         verdict = self.against_eager.verdict if self.against_eager else Verdict.SAME
         rounding = any(op.attributes.get("exact") is not True for op in self.kernels)
-        if self.is_tiled or verdict is Verdict.DIFFERS or rounding:
+        if self.is_tiled or verdict is Verdict.DIFFERS or rounding or self.relaid:
             return Exactness.ROUNDING
         return Exactness.UNCHECKED if verdict is Verdict.UNCHECKED else Exactness.BITWISE
 

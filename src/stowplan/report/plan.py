@@ -233,11 +233,16 @@ def _exactness(plan: Plan) -> str:
             return f"those of the captured step, bit for bit; not checked against eager: {note}"
         case Exactness.ROUNDING:
             why = "tiles add up in another order" if plan.is_tiled else f"eager runs other ops: {note}"
-            if rounding := sum(op.attributes.get("exact") is not True for op in plan.kernels):
-                why = (
-                    f"{rounding} of {len(plan.kernels)} groups of ops run by compiled kernels with other bits"
-                )
-            return f"those of the baseline within rounding: {why}"
+            return f"those of the baseline within rounding: {_other_bits(plan) or why}"
+
+
+def _other_bits(plan: Plan) -> str:
+    """Which ops of a step with compiled kernels have other bits than eager's."""
+    rounding = sum(op.attributes.get("exact") is not True for op in plan.kernels)
+    groups = f"{rounding} of {len(plan.kernels)} groups of ops run by compiled kernels" if rounding else ""
+    layouts = f"{len(plan.relaid)} convolutions run in channels-last layout" if plan.relaid else ""
+    told = " and ".join(filter(None, (layouts, groups)))
+    return f"{told}, with other bits" if told else ""
 
 
 def _recomputed(plan: Plan) -> Table | None:

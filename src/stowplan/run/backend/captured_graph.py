@@ -14,7 +14,7 @@ from stowplan.errors import CaptureError
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.run.backend.budgeted_graph import BudgetedGraph
-from stowplan.run.planning.planner import with_kernels
+from stowplan.run.planning.planner import Subject, with_kernels
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import with_forward
 from stowplan.torch_private import storage_id
@@ -55,16 +55,15 @@ class CapturedGraph:
         def node_by_node(self: GraphModule, *given: object) -> object:
             return _Led(self).run(*given)
 
+        led = with_forward(graph, node_by_node)
         try:
-            captured = capture(
-                with_forward(graph, node_by_node), inputs, loss=None if as_vector is None else shaped
-            )
+            captured = capture(led, inputs, loss=None if as_vector is None else shaped)
         except CaptureError as refusal:
             own = "" if BY_PARTS in refusal.advice else refusal.advice
             advice = f"{own}, or {_OUTSIDE}" if own else _OUTSIDE
             raise CaptureError(refusal.what, where=refusal.where, advice=advice) from refusal
         _refuse_hidden_writes(captured, inputs)
-        captured = with_kernels(captured, options)
+        captured = with_kernels(Subject(captured, led, inputs, {}), options)
         budgeted = BudgetedGraph(captured, options, is_followed=_is_followed(captured))
         return CapturedGraph(graph, captured, budgeted, as_vector)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from stowplan.capture import Captured
 from stowplan.errors import BadUse, IllegalPlan, InvalidGraph
 from stowplan.ir import Attributes
-from stowplan.ops.effects import FUSED
+from stowplan.ops.effects import FUSED, RELAID
 from stowplan.plan.kernels.formation import Group, groups_of
 from stowplan.plan.kernels.rewrite import Fused, borders_of, fused_graph, groups_in, name_of
 from stowplan.plan.options import PlanOptions
@@ -23,6 +23,7 @@ from stowplan.plan.select import Baseline, Tradeoff, tradeoffs_of
 from stowplan.plan.watch import tell_phase
 from stowplan.run.cost.probe import operand_of
 from stowplan.run.kernels.adopt import NO_ROOM, adopt, reuse
+from stowplan.run.kernels.channels_last import fault_of_layout, in_channels_last, reductions
 from stowplan.run.kernels.compiling import compile_all
 from stowplan.run.kernels.kernel import Kernel, fused_call
 from stowplan.run.kernels.known import Finding, read_finding, write_finding
@@ -94,8 +95,10 @@ class FusedCandidate(CapturedCandidate):
         self, captured: Captured, pricing: Pricing, baseline: Baseline, options: PlanOptions
     ) -> None:
         super().__init__(captured, pricing, baseline, options)
-        fused = (op for op in captured.graph.ops if op.type == FUSED)
+        ops = captured.graph.ops
+        fused = (op for op in ops if op.type == FUSED)
         is_exact = all(op.attributes["exact"] is True for op in fused)
+        is_exact = is_exact and not any(op.attributes.get(RELAID) for op in ops)
         self._exactness = Exactness.BITWISE if is_exact else Exactness.ROUNDING
 
     def plan(self, allowed_bytes: int) -> Plan:
@@ -107,11 +110,40 @@ class FusedCandidate(CapturedCandidate):
 
 @COMPILED.register("compiled")
 def fused_candidate(
-    captured: Captured, pricing: Pricing, baseline: Baseline, options: PlanOptions
+    subject: Subject, pricing: Pricing, baseline: Baseline, options: PlanOptions
 ) -> CapturedCandidate | None:
-    """The step with compiled kernels where they are faster; None if they are nowhere."""
+    """The step with compiled kernels where they are faster; None if they are nowhere.
+
+    Convolutions are in channels-last layout if the ops of the step are faster so.
+    """
     refuse_without_compiler()
-    judge = _Judge(captured, pricing, options)
+    captured, relaid = subject.as_run(), in_channels_last(subject)
+    fused = _relaid(relaid, pricing, options) if relaid is not None else None
+    fused = fused or _fused(captured, pricing, options)
+    return fused and FusedCandidate(*fused, baseline, options)
+
+
+def _seconds(pricing: Pricing) -> float:
+    return sum(pricing.seconds.values())
+
+
+def _relaid(captured: Captured, usual: Pricing, options: PlanOptions) -> tuple[Captured, Pricing] | None:
+    """A step in another layout, fused; None unless it is faster than with `usual` prices and as exact."""
+    pricing = price_captured(captured, options)
+    if _seconds(pricing) > _WORTH * _seconds(usual):
+        return None
+    fused = _fused(captured, pricing, options, reductions(captured.graph)) or (captured, pricing)
+    if fault := fault_of_layout(fused[0]):
+        _LOGGER.info("convolutions stay in the layout that they have: %s", fault)
+        return None
+    return fused
+
+
+def _fused(
+    captured: Captured, pricing: Pricing, options: PlanOptions, needed: Collection[str] = ()
+) -> tuple[Captured, Pricing] | None:
+    """The step with groups that are faster compiled, or have an op that is `needed`; None without groups."""
+    judge = _Judge(captured, pricing, options, frozenset(needed))
     groups = judge.worth_a_compile(groups_in_step(captured))
     for _ in range(_ROUNDS):
         try:
@@ -122,8 +154,7 @@ def fused_candidate(
         if not kept:
             return None
         if len(kept) == len(groups):
-            fused, found = judge.priced
-            return FusedCandidate(fused, found, baseline, options)
+            return judge.priced
         groups = kept
     return None
 
@@ -140,15 +171,21 @@ def refuse_without_compiler() -> None:
 class _Judge:
     """Compiles and prices the groups of one step; a kernel is compiled once."""
 
-    def __init__(self, captured: Captured, pricing: Pricing, options: PlanOptions) -> None:
+    def __init__(
+        self, captured: Captured, pricing: Pricing, options: PlanOptions, needed: frozenset[str]
+    ) -> None:
         self._captured, self._pricing, self._options = captured, pricing, options
+        self._needed = needed  # ops whose groups are taken whatever their time
         self._known: dict[str, Kernel] = {}
         self.priced: tuple[Captured, Pricing] = (captured, pricing)
 
     def worth_a_compile(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         """The groups that take a share of the step worth a compiler's seconds."""
-        least = max(_LEAST_SECONDS, _LEAST_SHARE * sum(self._pricing.seconds.values()))
-        return tuple(group for group in groups if self._eager_seconds(group) >= least)
+        least = max(_LEAST_SECONDS, _LEAST_SHARE * _seconds(self._pricing))
+        return tuple(g for g in groups if self._eager_seconds(g) >= least or self._is_needed(g))
+
+    def _is_needed(self, group: Group) -> bool:
+        return not self._needed.isdisjoint(group.own)
 
     def _eager_seconds(self, group: Group) -> float:
         return sum(self._pricing.seconds[op] for op in group.own)
@@ -165,7 +202,7 @@ class _Judge:
         return tuple(
             group
             for group, name in names.items()
-            if pricing.seconds[name] <= _WORTH * self._eager_seconds(group)
+            if pricing.seconds[name] <= _WORTH * self._eager_seconds(group) or self._is_needed(group)
         )
 
 
@@ -205,7 +242,11 @@ def _adopted(kernel: Kernel, known: Finding | None) -> str:
 def resumed(plan: Plan, subject: Subject) -> Captured:
     """The fused step of a plan from elsewhere; IllegalPlan if its groups are not those of this step."""
     refuse_without_compiler()
-    captured = subject.as_run()
+    captured = in_channels_last(subject) if plan.relaid else subject.as_run()
+    if captured is None:
+        raise IllegalPlan(
+            "the plan is for another step: its convolutions cannot be in channels-last layout here"
+        )
     groups, formed = groups_in(plan.graph), set(groups_in_step(captured))
     if not formed.issuperset(groups):
         raise IllegalPlan("the plan is for another step: its compiled kernels compute other ops")

@@ -25,7 +25,7 @@ from stowplan.capture.recording import Loss
 from stowplan.errors import IllegalPlan, PlanOfAnotherStep, StowplanError
 from stowplan.ir import Graph, Op
 from stowplan.ir.text import format_graph
-from stowplan.ops.effects import FUSED, SECOND_FORWARD, UPDATE, Effect, effect_of
+from stowplan.ops.effects import SECOND_FORWARD, UPDATE, Effect, effect_of
 from stowplan.ops.table import registered_types, site_of
 from stowplan.plan.files import plan_file
 from stowplan.plan.files.sameness import first_difference, other_ops
@@ -193,7 +193,7 @@ STEP_CANDIDATES: Socket[StepCandidates] = Socket("run", "tile")
 """What techniques make of a captured step. The pricing is that of its ops, if they were probed."""
 
 
-COMPILED: "Socket[Callable[[Captured, Pricing, Baseline, PlanOptions], CapturedCandidate | None]]" = Socket(
+COMPILED: "Socket[Callable[[Subject, Pricing, Baseline, PlanOptions], CapturedCandidate | None]]" = Socket(
     "run", "compiled"
 )
 """The step with compiled kernels, where these are faster."""
@@ -219,13 +219,14 @@ class CapturedCandidate(GraphCandidate):
         return replace(plan, plain_seconds=plan.plain_seconds - added)
 
 
-def with_kernels(captured: Captured, options: PlanOptions) -> Captured:
+def with_kernels(subject: Subject, options: PlanOptions) -> Captured:
     """The step with compiled kernels, if the options ask for them and they are faster."""
+    captured = subject.as_run()
     if options.kernels == Kernels.EAGER:
         return captured
     pricing = price_captured(captured, options)
     baseline = Baseline(sum(pricing.seconds.values()), captured.eager.peak_bytes(pricing.workspace_bytes))
-    found = COMPILED.of("compiled")(captured, pricing, baseline, options)
+    found = COMPILED.of("compiled")(subject, pricing, baseline, options)
     return found.captured if found else captured
 
 
@@ -240,7 +241,7 @@ def step_planner(subject: Subject, options: PlanOptions = DEFAULT_OPTIONS) -> Se
     find = partial(_candidates, subject, known, baseline, options)
     compiled = None
     if options.kernels == Kernels.COMPILED:
-        compiled = COMPILED.of("compiled")(captured, pricing, baseline, options)
+        compiled = COMPILED.of("compiled")(subject, pricing, baseline, options)
     return Selector(plain, baseline, find, Prefer(options.prefer), compiled=compiled, gap=options.gap)
 
 
@@ -362,7 +363,7 @@ def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
     captured, plan = subject.captured, replace(plan, arena=None)  # laid out anew where one is asked for
     if plan.tile_maps:
         captured = RESUMED.of("tile")(plan, subject)
-    elif any(op.type == FUSED for op in plan.graph.ops):
+    elif plan.kernels or plan.relaid:
         captured = RESUMED.of("compiled")(plan, subject)
     difference = first_difference(plan.graph, slices_last(captured.graph))
     if difference is not None and plan.projected_for:
