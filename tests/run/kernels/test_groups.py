@@ -22,7 +22,7 @@ from stowplan.plan.options import PlanOptions
 from stowplan.run.kernels import kernel as kernels_module
 from stowplan.run.kernels.adopt import adopt
 from stowplan.run.kernels.candidates import fused_step, groups_in_step, kernels_of
-from stowplan.run.kernels.decompositions import mean_of_rows, nll_loss_backward, sum_of_rows
+from stowplan.run.kernels.decompositions import mean_of_rows, nll_loss_backward, sum_of_rows, var_mean_of_rows
 from stowplan.run.kernels.kernel import Kernel
 from stowplan.run.kernels.known import Finding, read_finding, write_finding
 from stowplan.run.planning.planner import planner_for_captured, replay_bytes
@@ -316,10 +316,16 @@ def test_sums_of_rows_are_decomposed_to_the_same_sum(rows: int, keep: bool) -> N
     for values, dims in ((torch.randn(rows, 5).double(), [0]), (torch.randn(3, rows, 5).double(), [0, -2])):
         torch.testing.assert_close(sum_of_rows(values, dims, keep), values.sum(dims, keep))
         torch.testing.assert_close(mean_of_rows(values, dims, keep), values.mean(dims, keep))
+    images = torch.randn(rows, 4, 3, 2).double().contiguous(memory_format=torch.channels_last)
+    for correction in (0, 1):
+        found = var_mean_of_rows(images, [0, 2, 3], correction=correction, keepdim=keep)
+        expected = torch.var_mean(images, [0, 2, 3], correction=correction, keepdim=keep)
+        torch.testing.assert_close(found, expected)
 
 
 def test_short_sums_and_sums_along_rows_stay_as_they_are() -> None:
-    assert sum_of_rows(torch.randn(64, 5), [0]) is NotImplemented
+    assert sum_of_rows(torch.randn(16, 5), [0]) is NotImplemented
+    assert var_mean_of_rows(torch.randn(64, 4, 3, 2), [2, 3]) is NotImplemented
     assert sum_of_rows(torch.randn(5, 1000), [1]) is NotImplemented
     assert sum_of_rows(torch.randn(5, 1000), None) is NotImplemented
 

@@ -6,7 +6,8 @@ layout on, so what is converted is images, weights and, at the end, gradients of
 
 Some of PyTorch's kernels are less exact in this layout: batch norm adds up all rows in float32. Ops that add
 up rows are therefore left to compiled kernels, which add them in parts, and the others are compared with
-themselves in the usual layout.
+themselves in the usual layout. Convolutions are not: oneDNN adds up their products in another order in each
+layout, further from float64 for some results and nearer for others.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,10 @@ from stowplan.torch_private import OpOverload
 
 aten = torch.ops.aten
 _CONVOLUTION = aten.convolution.default
-_EMPTY = str(aten.new_empty_strided.default)  # reads shapes alone
+_LEFT_OUT = (
+    FUSED,
+    *map(str, (_CONVOLUTION, aten.convolution_backward.default, aten.new_empty_strided.default)),
+)
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dims of an operand
 _ONCE = Effect.RANDOM | Effect.OUTSIDE
 
@@ -132,8 +136,8 @@ def fault_of_layout(captured: Captured) -> str:
     """
     graph, kernels = captured.graph, dict[str, Kernel]()
     for op in graph.ops:
-        is_plain = op.type in (FUSED, _EMPTY) or op.type in POINTWISE or is_view(graph, op)
-        if not is_plain and any(_permuted(graph, op)):
+        is_left_out = op.type in _LEFT_OUT or op.type in POINTWISE or is_view(graph, op)
+        if not is_left_out and any(_permuted(graph, op)):
             kernel = _alone(captured, op)
             kernels.setdefault(kernel.name, kernel)
     for number, kernel in enumerate(kernels.values()):

@@ -1,7 +1,8 @@
 """Ops as simpler ones, where inductor's own way would keep a tensor whole inside the kernel."""
 
 from collections.abc import Callable, Mapping, Sequence
-from math import isqrt, prod
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from stowplan.torch_private import OpOverload
 
 aten = torch.ops.aten
-_SHORT, _LEAST_PARTS = 64, 8  # rows that are added one after another; parts that rows are divided into
+_SHORT, _LEAST = 16, 4  # rows that are added one after another, at most and at least
 _AS_IT_IS: Tensor = NotImplemented  # says to PyTorch that the op is not decomposed
 _AS_THEY_ARE: tuple[Tensor, Tensor] = NotImplemented
 _MEAN = 1  # the reduction of a loss, as PyTorch numbers it
@@ -44,42 +45,10 @@ def sum_of_rows(
     values: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """A sum over rows by sums over parts of them: inductor adds rows one after another, eager in pairs."""
-    reduced, longest = _rows_of(values, dim)
-    if longest is None:
+    table = _Table.of(values, dim)
+    if table is None:
         return _AS_IT_IS
-    length = values.shape[longest]
-    if length <= _SHORT:
-        return values.sum(longest, keepdim=True, dtype=dtype).sum(reduced, keepdim)
-    part = _part_of(length)
-    whole = length - length % part
-    shape = (*values.shape[:longest], whole // part, part, *values.shape[longest + 1 :])
-    rows = values.narrow(longest, 0, whole).view(shape).sum(longest + 1, dtype=dtype)
-    total = rows.sum(reduced, keepdim)
-    if whole < length:
-        total = total + values.narrow(longest, whole, length - whole).sum(reduced, keepdim, dtype=dtype)
-    return total
-
-
-def _rows_of(values: Tensor, dim: Sequence[int] | None) -> tuple[list[int], int | None]:
-    """The dims that are reduced, and the longest that rows are counted by; None if rows are few.
-
-    Rows lie further apart than the elements of each.
-    """
-    reduced = sorted({each % values.dim() for each in dim or range(values.dim())}) if values.dim() else []
-    kept = (
-        step for each, step in enumerate(values.stride()) if each not in reduced and values.shape[each] > 1
-    )
-    inner = min(kept, default=None)
-    rows = [each for each in reduced if inner is not None and values.stride(each) > inner]
-    if prod(values.shape[each] for each in rows) <= _SHORT:
-        return reduced, None
-    return reduced, max(rows, key=values.shape.__getitem__)
-
-
-def _part_of(length: int) -> int:
-    """How many rows are added first: as many as there are such parts, more or less."""
-    parts = max((part for part in range(2, isqrt(length) + 1) if length % part == 0), default=1)
-    return length // parts if parts >= _LEAST_PARTS else isqrt(length)
+    return table.shaped(_added(table.rows, dtype), keepdim=keepdim)
 
 
 def mean_of_rows(
@@ -97,29 +66,87 @@ def var_mean_of_rows(
     correction: float | None = None,
     keepdim: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Variance and mean over rows, from those of parts: the variances inside parts and that of their means.
+    """Variance and mean over rows, from those of parts."""
+    table = _Table.of(values, dim)
+    if table is None or table.has_more:
+        return _AS_THEY_ARE
+    variance, mean = _spread(table.rows)
+    count = len(table.rows)
+    variance = variance * (count / (count - (1 if correction is None else correction)))
+    return table.shaped(variance, keepdim=keepdim), table.shaped(mean, keepdim=keepdim)
+
+
+class _Table(NamedTuple):
+    """Values with all rows that are reduced in the first dim; rows lie further apart than their elements."""
+
+    rows: Tensor
+    others: list[int]  # dims of what is left that are reduced as well
+    kept: list[int]  # the sizes of the result if it keeps its dims
+    sizes: list[int]  # and if not
+
+    @property
+    def has_more(self) -> bool:
+        return bool(self.others)
+
+    @classmethod
+    def of(cls, values: Tensor, dim: Sequence[int] | None) -> "_Table | None":
+        """None if rows are few."""
+        dims, shape = range(values.dim()), values.shape
+        reduced = sorted({each % values.dim() for each in dim or dims}) if values.dim() else []
+        left = [each for each in dims if each not in reduced]
+        inner = min((values.stride(each) for each in left if shape[each] > 1), default=None)
+        rows = [each for each in reduced if inner is not None and values.stride(each) > inner]
+        count = prod(shape[each] for each in rows)
+        if count <= _SHORT:
+            return None
+        rows.sort(key=values.stride, reverse=True)
+        rest = [each for each in dims if each not in rows]
+        table = values.permute(*rows, *rest).reshape(count, *(shape[each] for each in rest))
+        return cls(
+            table,
+            [place for place, each in enumerate(rest) if each in reduced],
+            [1 if each in reduced else shape[each] for each in dims],
+            [shape[each] for each in left],
+        )
+
+    def shaped(self, reduced: Tensor, *, keepdim: bool) -> Tensor:
+        """The result from rows that are reduced."""
+        total = reduced.sum(self.others) if self.others else reduced
+        return total.view(self.kept if keepdim else self.sizes)
+
+
+def _part_of(count: int) -> int:
+    """How many rows are added first; it divides the number of rows if it can."""
+    part = max(part for part in range(1, _SHORT + 1) if count % part == 0)
+    return part if part >= _LEAST else _SHORT
+
+
+def _added(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    count = len(rows)
+    if count <= _SHORT:
+        return rows.sum(0, dtype=dtype)
+    part = _part_of(count)
+    whole = count - count % part
+    parts = rows.narrow(0, 0, whole).view(whole // part, part, *rows.shape[1:])
+    total = _added(parts.sum(1, dtype=dtype))
+    return total if whole == count else total + rows.narrow(0, whole, count - whole).sum(0, dtype=dtype)
+
+
+def _spread(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Variance and mean of rows: the variances inside parts, and that of their means.
 
     Inside a part, sums are of differences from its first row, so that little cancels.
     """
-    reduced, longest = _rows_of(values, dim)
-    if longest is None:
-        return _AS_THEY_ARE
-    count, length = prod(values.shape[each] for each in reduced), values.shape[longest]
-    if length > _SHORT:
-        part = max(part for part in range(1, _SHORT + 1) if length % part == 0)
-        if part == 1:
-            return _AS_THEY_ARE
-        shape = (*values.shape[:longest], length // part, part, *values.shape[longest + 1 :])
-        values = values.view(shape)
-        reduced = [*(each + (each > longest) for each in reduced), longest + 1]
-        length, longest = part, longest + 1
-    first = values.narrow(longest, 0, 1)
-    apart = values - first
-    mean = apart.sum(longest, keepdim=True) / length
-    inside = apart.square().sum(longest, keepdim=True) / length - mean.square()
-    among, total = torch.var_mean(first + mean, reduced, correction=0, keepdim=keepdim)
-    lost = 1 if correction is None else correction
-    return (inside.mean(reduced, keepdim) + among) * (count / (count - lost)), total
+    count, length = len(rows), _part_of(len(rows))
+    if count <= _SHORT or count % length:
+        return torch.var_mean(rows, 0, correction=0)
+    parts = rows.view(count // length, length, *rows.shape[1:])
+    first = parts.narrow(1, 0, 1)
+    apart = parts - first
+    mean = apart.sum(1) / length
+    inside = apart.square().sum(1) / length - mean.square()
+    among, total = _spread(first.squeeze(1) + mean)
+    return _added(inside) / len(inside) + among, total
 
 
 DECOMPOSITIONS: Mapping[OpOverload, Callable[..., Tensor | tuple[Tensor, Tensor]]] = {
