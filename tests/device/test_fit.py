@@ -5,19 +5,22 @@ import gc
 import os
 from collections.abc import Callable, Iterable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import stowplan
-from stowplan.plan.allocator.projection import project
+from stowplan.plan.allocator.held_blocks import HeldBlocks
+from stowplan.plan.allocator.projection import HeapProjection, project
 from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.plan import Exactness, Plan, RecomputeOp, Store
 from stowplan.run.fit import automatic_budget
 from stowplan.run.measure.measure import device_bytes, measure
 from stowplan.run.offload.host import HostAway, HostTier
 from stowplan.run.offload.plugin import tier_of
+from stowplan.run.step.holding import HoldingCode
 from tests.support import device as stand_in
 
 _MIB = 2**20
@@ -101,29 +104,65 @@ def test_a_step_in_an_arena_gives_the_bits_of_eager_and_takes_what_was_projected
     assert trained.peak(trained.fitted) == trained.plan.projected_peak_bytes <= trained.budget
 
 
-@pytest.mark.parametrize("arena", [False, True])
-def test_a_step_reserves_what_the_model_of_the_allocator_says(arena: bool) -> None:
-    """From an empty device on: parameters, input, then three steps."""
-    place, call = torch.device("standin", 1), torch.randn(1500, 96)
-    widths = (96, 260, 110, 340, 96)
+def _reserving(model: nn.Module, call: Tensor, way: str) -> tuple[int, HeapProjection]:
+    """Bytes reserved, measured and projected, from an empty device on: input, parameters, three steps.
+
+    With held blocks, their segment comes before: it is known from a plan that was made before.
+    """
+    place, measured, held = torch.device("standin", 1), 0, tuple[int, ...]()
+    for _ in range(2 if way == "held_blocks" else 1):
+        gc.collect()
+        torch.accelerator.empty_cache()
+        assert device_bytes(place).current == 0
+        for nbytes in held:
+            torch.empty(nbytes, dtype=torch.uint8, device=place)
+        x, moved = call.to(place), copy.deepcopy(model).to(place)
+        how: Any = {way: True} if way else {}
+        fitted = stowplan.fit(moved, (x,), budget="28MiB", loss=torch.sum, allow=["recompute"], **how)
+        torch.accelerator.synchronize(place)
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(place)
+        for _ in range(3):
+            moved.zero_grad()
+            torch.autograd.backward(fitted(x))
+        torch.accelerator.synchronize(place)
+        measured = torch.accelerator.memory_stats(place)["reserved_bytes.all.peak"]
+        for one, other in zip(model.parameters(), moved.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.equal(one.grad, other.grad.cpu())
+        planned = fitted.__dict__["_fitting"].planned[0].step
+        how = {"repair": False, "held_blocks": way == "held_blocks", "arena": planned.arena}
+        heap = project(planned.plan, AllocatorSettings(), **how)
+        held = heap.held_segments
+        del x, moved, fitted, planned, one, other, how
+    return measured, heap
+
+
+@pytest.mark.parametrize("way", ["", "arena", "held_blocks"])
+def test_a_step_reserves_what_the_model_of_the_allocator_says(way: str) -> None:
+    call, widths = torch.randn(1500, 96), (96, 260, 110, 340, 96, 700, 96, 1300, 310)
     layers = [nn.Linear(*pair) for pair in pairwise(widths)]
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
-    gc.collect()
-    torch.accelerator.empty_cache()
-    assert device_bytes(place).current == 0
-    x = call.to(place)
-    fitted = stowplan.fit(model.to(place), (x,), budget="100MiB", loss=torch.sum, arena=arena)
-    torch.accelerator.synchronize(place)
-    torch.accelerator.empty_cache()
-    torch.accelerator.reset_peak_memory_stats(place)
-    for _ in range(3):
-        model.zero_grad()
-        torch.autograd.backward(fitted(x))
-    planned = fitted.__dict__["_fitting"].planned[0].step
-    heap = project(planned.plan, AllocatorSettings(), repair=False, arena=planned.arena)
-    torch.accelerator.synchronize(place)
-    measured = torch.accelerator.memory_stats(place)["reserved_bytes.all.peak"]
+    torch.autograd.backward(model(call).sum())
+    measured, heap = _reserving(model, call, way)
     assert measured == heap.figures.reserved_peak_bytes
+    if way == "held_blocks":
+        assert heap.held_blocks is not None
+        assert measured == heap.floor_bytes < 0.8 * heap.unrepaired_bytes
+
+
+def test_without_room_no_block_is_held_and_this_is_said_once(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = _Trained(_network(), device, 96_000, ["recompute"]).plan
+    stand_in.set_capacity(device_bytes(device, "reserved").current + 40 * _MIB, 0)
+    holding = HoldingCode(HeldBlocks(64 * _MIB, 64 * _MIB, {}), plan, device)
+    assert holding.hold((_MIB, 2 * _MIB, 100), (1,))[1] is None
+    holding.make_room()
+    assert holding.hold((_MIB,), ()) == []
+    holding.make_room()
+    assert caplog.text.count("could not be held") == 1
 
 
 def test_draws_are_repeated_on_their_own_device() -> None:

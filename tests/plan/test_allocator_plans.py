@@ -2,11 +2,12 @@
 
 import json
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
 
+from stowplan.analyse.timeline import Doing
 from stowplan.api import reserved_in_turn
 from stowplan.cli.main import main
 from stowplan.errors import BudgetTooSmall, OutOfDeviceMemory
@@ -18,7 +19,7 @@ from stowplan.plan.allocator.requests import Requests, requests_of
 from stowplan.plan.allocator.settings import MIB, AllocatorSettings, parse_settings
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Plan
+from stowplan.plan.plan import Plan, Store
 from stowplan.plan.planner import Planner
 from tests.support.plans import moved
 from tests.support.steps import random_step, uneven_prices
@@ -113,6 +114,32 @@ def test_several_held_segments_reserve_less_than_one() -> None:
     for address in [allocator.malloc(nbytes) for nbytes in several.held_segments]:
         allocator.free(address)
     assert allocator.reserved_bytes == sum(several.held_segments) <= several.figures.reserved_peak_bytes
+
+
+@pytest.mark.parametrize(("seed", "kind"), [(1, Plan), (2, Plan), (5, Store)])
+def test_held_blocks_let_a_plan_reserve_what_no_placement_passes(seed: int, kind: type) -> None:
+    plan = plans(planner_of_step(seed, times=1_000_003))[0]
+    plan = moved(plan) if kind is Store else plan
+    heap = project(plan, DEFAULTS, repair=False, held_blocks=True)
+    assert heap.figures.reserved_peak_bytes <= 1.001 * heap.floor_bytes < 0.9 * heap.unrepaired_bytes
+    assert heap.figures.requested_peak_bytes == plan.projected_peak_bytes
+    assert heap.held_blocks is not None
+    assert heap.held_segments == (heap.held_blocks.segment_bytes,)
+    requests = requests_of(plan)
+    among = heap.held_blocks.among(requests)
+    known = {block for block, _ in (*requests.before, *requests.iteration)}
+    assert tuple(each for each in among.iteration if each.block in known) == requests.iteration
+    runs = timeline_of_plan(plan).runs
+    for number, (first, last) in enumerate(pairwise((*among.runs, len(among.iteration)))):
+        held = [each for each in among.iteration[first:last] if each.block not in known]
+        assert not held or runs[number].doing in (Doing.COMPUTE, Doing.RECOMPUTE)
+        assert sorted(block for block, n in held if n) == sorted(block for block, n in held if not n)
+
+
+@pytest.mark.parametrize("text", ["expandable_segments:True", "max_split_size_mb:64"])
+def test_blocks_are_not_held_where_the_allocator_has_other_rules(text: str) -> None:
+    plan = plans(planner_of_step(1, times=1_000_003))[0]
+    assert project(plan, parse_settings(text), repair=False, held_blocks=True).held_blocks is None
 
 
 @pytest.mark.slow

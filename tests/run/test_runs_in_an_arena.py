@@ -359,3 +359,6 @@ def test_an_arena_is_for_the_step_of_one_process() -> None:
     model, args = Mixed(), MODELS["mixed"][1]
     with pytest.raises(BadUse, match="leave it out with mesh="):
         fit(model, args, budget="1GiB", arena=True, mesh="data=2")
+    for how in ({"arena": True}, {"mesh": "data=2"}, {}):
+        with pytest.raises(BadUse, match="held_blocks=True is for"):
+            fit(model, args, budget="1GiB", held_blocks=True, **how)

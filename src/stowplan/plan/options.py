@@ -90,6 +90,7 @@ class PlanOptions:
 
     A search ends when the time of its plan is at most a share of `gap` above the lower bound, or after
     `seconds`, with the best plan so far. With `arena` the step runs in one storage, which the budget limits.
+    With `held_blocks` its code holds blocks of a caching allocator, so that it reserves less.
     """
 
     allow: Collection[str] = TECHNIQUES
@@ -100,6 +101,7 @@ class PlanOptions:
     gap: float = 0.01
     kernels: Kernels | str = Kernels.EAGER
     arena: bool = False
+    held_blocks: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allow", known_techniques(self.allow))

@@ -201,6 +201,10 @@ class CallPlanner:
             from stowplan.run.planning.on_devices import on_devices  # most steps have one
 
             return on_devices(self.devices, plans, is_given=given is not None)
+        if self.options.held_blocks:
+            from stowplan.run.planning.in_segment import in_segment  # most steps hold no blocks
+
+            return in_segment(plans(allowed_bytes))
         if not self.options.arena:
             return plans(allowed_bytes)
         from stowplan.run.planning.in_arena import in_arena  # most steps have none

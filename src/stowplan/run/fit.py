@@ -118,6 +118,7 @@ def fit(
     prefer: str = Prefer.EXACTNESS,
     kernels: str = Kernels.EAGER,
     arena: bool = False,
+    held_blocks: bool = False,
     plan: Plan | None = None,
     loss: Loss | None = None,
     outputs: str = "loss",
@@ -166,6 +167,10 @@ def fit(
     plan gives it, so the step takes the same memory whatever the allocator does, and nothing fragments. The
     budget limits the arena and what lies beside it, and gradients are the same to the bit. Gradients lie in
     the arena too: it ends when they do, as with `zero_grad()`. With `optimizer` they lie beside it.
+
+    `held_blocks=True` is for a device with PyTorch's caching allocator. The plan places what ops allocate:
+    blocks are held for a moment where the allocator would else take another place. The step then reserves
+    hardly more than it requests. Hold one segment before the model is loaded, as docs/allocator.md shows.
 
     `loss` says what is differentiated. The name or index of an output means this output; the module still
     returns all of them. A function of the model's output becomes part of the plan, and the module returns
@@ -216,9 +221,15 @@ def fit(
     _refuse_misuse(model, args)
     _refuse_loss(loss, outputs)
     refuse_wrapped(model)
-    options = PlanOptions(tuple(allow), prefer, moves, progress, time_limit, gap, kernels, bool(arena))
+    how = tuple(allow), prefer, moves, progress, time_limit, gap, kernels
+    options = PlanOptions(*how, arena=bool(arena), held_blocks=bool(held_blocks))
     if options.arena and mesh is not None:
         raise BadUse("arena=True is for the step of one process; leave it out with mesh=")
+    if options.held_blocks and (options.arena or mesh is not None or isinstance(budget, Mapping)):
+        raise BadUse(
+            "held_blocks=True is for one process on one device, and for a step without an arena; leave out"
+            " arena=, mesh= and budgets for each device"
+        )
     iteration = None
     if optimizer is not None:
         _refuse_iteration(options, clip_norm, clip_value, accumulate, keep_gradients)

@@ -270,13 +270,13 @@ class Fitting:
 
     @property
     def _must_plan(self) -> bool:
-        """Whether no call may run as it is: the plan updates parameters, is faster, or has an arena.
+        """Whether no call may run as it is: the plan updates parameters, is faster, or places tensors.
 
         Nor may one on devices with a budget each: what eager takes of each is not known.
         """
         own, options = self.planner, self.planner.options
         each = own.iteration is not None or own.devices is not None
-        return each or options.kernels == Kernels.COMPILED or options.arena
+        return each or options.kernels == Kernels.COMPILED or options.arena or options.held_blocks
 
     def _smaller_than(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> Planned | None:
         """The step that fits without its plan and that calls of this kind were seen to be smaller than."""

@@ -2,7 +2,9 @@
 
 For a device the budget limits reserved bytes. A plan whose blocks fragment is repaired first: *held
 segments*, allocated and freed once before the model is loaded, let later requests share few large segments
-instead of many. If the step still reserves more than the budget, it is planned for fewer requested bytes.
+instead of many. *Held blocks*, which the code of the step allocates and frees, bring its blocks to given
+places in one such segment (`held_blocks.py`). If the step still reserves more than the budget, it is planned
+for fewer requested bytes.
 """
 
 from collections import Counter
@@ -14,6 +16,7 @@ from random import Random
 from stowplan.errors import BudgetTooSmall, IllegalPlan
 from stowplan.plan.allocator.arena import ArenaLayout
 from stowplan.plan.allocator.caching import CachingAllocator, HeapFigures
+from stowplan.plan.allocator.held_blocks import HeldBlocks, held_blocks_of
 from stowplan.plan.allocator.requests import Request, Requests, requests_of
 from stowplan.plan.allocator.settings import OWN_SEGMENT, SEGMENT_STEP, SMALL_REQUEST, AllocatorSettings
 from stowplan.plan.plan import Compute, Free, Plan
@@ -32,7 +35,8 @@ class HeapProjection:
 
     `held_segments` are their sizes, to be allocated together and then freed. `unrepaired_bytes` is the
     reserved peak without them, equal to the reserved peak if none is held. Peaks count everything alive
-    during the step except constants, as the plan's own do.
+    during the step except constants, as the plan's own do; those of allocated and active bytes count
+    `held_blocks` too.
     """
 
     settings: AllocatorSettings
@@ -40,6 +44,7 @@ class HeapProjection:
     held_segments: tuple[int, ...]
     unrepaired_bytes: int
     floor_bytes: int  # the peaks of both pools, which the allocator cannot share: no placement reserves less
+    held_blocks: HeldBlocks | None = None
 
     @property
     def figures(self) -> HeapFigures:
@@ -60,30 +65,39 @@ def project(
     lasting: tuple[int, ...] = (),
     arena: ArenaLayout | None = None,
     enough_bytes: int = 0,
+    held_blocks: bool = False,
 ) -> HeapProjection:
     """Run the plan's requests through the allocator; OutOfDeviceMemory if the device is too small.
 
     `lasting` are the bytes of blocks that libraries keep beside the plan's tensors. With an `arena`, the
     requests are those of a step that runs in it. If one held segment does not bring the reserved bytes to
-    `enough_bytes`, several are tried.
+    `enough_bytes`, several are tried. `held_blocks` are for a step whose code holds them, without an arena.
     """
     requests = requests_of(plan, lasting, arena)
     unlimited = _unlimited(settings)
     plain = _run(requests, unlimited, ())
     floor = _floor(requests, settings)
+    expected = (arena.use.peak_bytes if arena else plan.requested_peak_bytes) + sum(lasting)
+    if plain[0].requested_peak_bytes != expected:
+        raise IllegalPlan(
+            f"its requests add up to {plain[0].requested_peak_bytes} bytes at most, its projected peak"
+            f" and what libraries keep to {expected}"
+        )
+    unrepaired = plain[-1].reserved_peak_bytes
+    blocks = held_blocks_of(plan, requests, unlimited) if held_blocks and arena is None else None
+    held = tuple[int, ...]()
+    if blocks is not None:
+        held, among = (blocks.segment_bytes,), blocks.among(requests)
+        if _run(among, unlimited, held)[-1].reserved_peak_bytes < unrepaired:
+            figures = _run(among, settings, held)
+            iterations = tuple(replace(each, requested_peak_bytes=expected) for each in figures)
+            return HeapProjection(settings, iterations, held, unrepaired, floor, blocks)
     if repair and not settings.expandable_segments:
         most = 1 if 0 < enough_bytes < floor else _MOST_HELD  # more would be in vain
         held = _best_held(requests, unlimited, plain[-1], max(floor, enough_bytes), most)
     else:
         held = ()
-    iterations = _run(requests, settings, held)
-    expected = (arena.use.peak_bytes if arena else plan.requested_peak_bytes) + sum(lasting)
-    if iterations[0].requested_peak_bytes != expected:
-        raise IllegalPlan(
-            f"its requests add up to {iterations[0].requested_peak_bytes} bytes at most, its projected peak"
-            f" and what libraries keep to {expected}"
-        )
-    return HeapProjection(settings, iterations, held, plain[-1].reserved_peak_bytes, floor)
+    return HeapProjection(settings, _run(requests, settings, held), held, unrepaired, floor)
 
 
 def figures_of(requests: Requests, settings: AllocatorSettings) -> HeapFigures:
@@ -232,11 +246,13 @@ def plan_for_device(
     settings: AllocatorSettings,
     *,
     lasting: tuple[int, ...] = (),
+    held_blocks: bool = False,
 ) -> tuple[Plan, HeapProjection]:
     """The fastest of some plans that reserves at most `allowed_bytes`; BudgetTooSmall names the least found.
 
     The plans are those for sixteenths of the baseline's peak and for the smallest budget, whatever is
-    allowed: a larger budget is never answered by a slower plan. `lasting` is the option of `project`.
+    allowed: a larger budget is never answered by a slower plan. `lasting` and `held_blocks` are
+    the options of `project`.
     """
     roomiest = plan_of(allowed_bytes)  # refuses what even the requested bytes do not fit into
     least: tuple[int, Plan] | None = None
@@ -244,7 +260,7 @@ def plan_for_device(
     for plan in chain(keeps_all, _smaller_and_smaller(plan_of, roomiest.plain_peak_bytes)):
         if plan.projected_peak_bytes > allowed_bytes:
             continue
-        heap = project(plan, settings, lasting=lasting, enough_bytes=allowed_bytes)
+        heap = project(plan, settings, lasting=lasting, enough_bytes=allowed_bytes, held_blocks=held_blocks)
         reserved = heap.figures.reserved_peak_bytes
         if reserved <= allowed_bytes:
             return plan, heap

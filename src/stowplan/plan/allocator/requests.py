@@ -25,10 +25,14 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What is allocated before the first iteration, and what each iteration does."""
+    """What is allocated before the first iteration, and what each iteration does.
+
+    `runs` has the place of each run's first request. In a run, requests to free come last.
+    """
 
     before: tuple[Request, ...]
     iteration: tuple[Request, ...]
+    runs: tuple[int, ...] = ()
 
 
 class Lifetime(NamedTuple):
@@ -93,7 +97,9 @@ def requests_of(
     fresh = 1 + max((stay.place for stay in timeline.stays), default=0)
     whole = fresh + 2 + len(lasting_bytes) + 1
     iteration = [Request(whole, arena.use.nbytes)] if arena and arena.use.nbytes else []
+    runs = list[int]()
     for number, run in enumerate(timeline.runs):
+        runs.append(len(iteration))
         iteration += [Request(place, sizes[place]) for place in begun[number]]
         iteration += [Request(whole + 1 + i, size) for i, size in enumerate(copied[number])]
         workspace = pricing.workspace_bytes.get(run.op, 0)
@@ -105,4 +111,4 @@ def requests_of(
     iteration += [Request(whole, 0)] if iteration and iteration[0].block == whole else []
     others = filter(None, (staged, *lasting_bytes))
     before += [Request(fresh + 2 + i, size) for i, size in enumerate(others)]
-    return Requests(tuple(before), tuple(iteration))
+    return Requests(tuple(before), tuple(iteration), tuple(runs))

@@ -47,6 +47,8 @@ from stowplan.units import format_bytes
 
 if TYPE_CHECKING:
     from stowplan.plan.allocator.arena import ArenaLayout
+    from stowplan.plan.allocator.held_blocks import HeldBlocks
+    from stowplan.run.step.holding import HoldingCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ class PlannedStep:
     """A plan and its step, which techniques may have captured a second time.
 
     `points` are the frontier of the step, if it was searched. The decisions of a plan that is `carried` come
-    from a plan of the same program at another size. With an `arena`, the step's tensors lie there.
+    from a plan of the same program at another size. With an `arena`, the step's tensors lie there;
+    `held_blocks` are held while it runs.
     """
 
     plan: Plan
@@ -84,6 +87,7 @@ class PlannedStep:
     points: tuple[Point, ...] = ()
     is_carried: bool = False
     arena: "ArenaLayout | None" = None
+    held_blocks: "HeldBlocks | None" = None
 
     def bound_to(
         self,
@@ -106,7 +110,15 @@ class PlannedStep:
             places=places,
             consumer=consumer,
             arena=self.arena,
+            holding=self._holding(),
         )
+
+    def _holding(self) -> "HoldingCode | None":
+        if self.held_blocks is None:
+            return None
+        from stowplan.run.step.holding import HoldingCode  # most steps hold no blocks
+
+        return HoldingCode(self.held_blocks, self.plan, device_of(self.captured.graph))
 
 
 def planner_for_captured(captured: Captured, options: PlanOptions = DEFAULT_OPTIONS) -> Planner:

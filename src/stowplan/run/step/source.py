@@ -80,10 +80,24 @@ class InArena(Protocol):
         """The statements that run `call`, whose `wanted` outputs stay; asked in the order of the steps."""
 
 
-def source_of(graph: Graph, program: Program, steps: Sequence[Step], arena: InArena | None = None) -> Source:
+class Holding(Protocol):
+    """Writes what holds blocks of the allocator around the calls of a step."""
+
+    def around(self, op: Op, lines: list[str]) -> list[str]:
+        """The statements that run an op, with others around them; asked in the order of the steps."""
+
+
+def source_of(
+    graph: Graph,
+    program: Program,
+    steps: Sequence[Step],
+    arena: InArena | None = None,
+    holding: Holding | None = None,
+) -> Source:
     """The forward half of the steps and the backward half, which begins with the first backward op.
 
-    With an `arena`, the code calls `new_arena()` at the beginning of forward.
+    With an `arena`, the code calls `new_arena()` at the beginning of forward; with `holding`, it calls
+    `hold(sizes, holes)` before some ops.
     """
     ops = {op.id: op for op in graph.ops}
     steps = steps[: _end_of_backward(ops, steps)]
@@ -92,7 +106,9 @@ def source_of(graph: Graph, program: Program, steps: Sequence[Step], arena: InAr
     outputs = tuple(dict.fromkeys(leaf.tensor for leaf in program.outputs if isinstance(leaf, Ref)))
     tangents = tuple(name for name in program.tangents if name is not None)
     draws, moves = _replayed_draws(graph, steps), Moves(names, graph)
-    writer = _Writer(ops, program.calls, names, draws, moves, Outside(graph, program, outputs), arena)
+    writer = _Writer(
+        ops, program.calls, names, draws, moves, Outside(graph, program, outputs), arena, holding
+    )
     forward = _Half(writer, steps[:turn])
     forward.give(outputs)
     kept = (*draws.values(), *moves.handles, *(("arena",) if arena else ()))
@@ -182,6 +198,7 @@ class _Writer:
     moves: Moves
     outside: Outside
     arena: InArena | None
+    holding: Holding | None
 
 
 class _Half:
@@ -195,7 +212,7 @@ class _Half:
         self.pieces: list[Piece] = []
         self._ops, self._calls, self._names = writer.ops, writer.calls, writer.names
         self._draws, self._moves, self._outside = writer.draws, writer.moves, writer.outside
-        self._arena = writer.arena
+        self._arena, self._holding = writer.arena, writer.holding
         self._place = ""
         self._read: dict[str, bool] = {}
         waiting = list(ends)
@@ -285,6 +302,7 @@ class _Half:
         else:
             lines = self._arena.lines(op, call, overwrites, names, wanted)
         lines += [f"del {_DROPPED}"] if dropped else []
+        lines = self._holding.around(op, lines) if self._holding else lines
         self._write(self._drawing_the_same(op, lines, again))
         self.bound.update(wanted)
 

@@ -44,6 +44,7 @@ from stowplan.torch_private import pytree
 if TYPE_CHECKING:
     from stowplan.plan.allocator.arena import ArenaLayout
     from stowplan.run.step.arena import ArenaCode
+    from stowplan.run.step.holding import HoldingCode
 
 
 def baseline_steps(graph: Graph) -> tuple[Step, ...]:
@@ -177,22 +178,25 @@ class StraightStep:
         places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
         consumer: Consumer | None = None,
         arena: "ArenaLayout | None" = None,
+        holding: "HoldingCode | None" = None,
     ) -> None:
         """`tier` is the target of Store steps, by default the tier for the step's device.
 
         `waiting` learns of each forward. `consumer` takes the gradients that the steps consume. With an
-        `arena`, tensors lie where it says.
+        `arena`, tensors lie where it says; with `holding`, blocks are held around ops.
         """
         self._waiting, self._consumer = waiting, consumer
         self._program, self._device = captured.program, device_of(captured.graph)
         steps = steps or baseline_steps(captured.graph)
         self._arena = _code_of(captured, arena, self._device) if arena else None
-        source = source_of(captured.graph, captured.program, steps, self._arena)
+        self._holding = holding
+        source = source_of(captured.graph, captured.program, steps, self._arena, holding)
         self._incoming = IncomingGradients(captured, steps)
         if source.stored_bytes:
             tier = tier or tier_for(self._device)
             tier.reserve(source.stored_bytes)
-        self._halves = compiled(source, tier, self._arena.new if self._arena else None)
+        new_arena = self._arena.new if self._arena else None
+        self._halves = compiled(source, tier, new_arena, holding.hold if holding else None)
         self._captured, self._loss = captured, loss
         self.bind(model, places)
         self.source = source.annotated()
@@ -209,6 +213,8 @@ class StraightStep:
         """The model's results for these arguments, which must look like those of the capture."""
         found = self._binding.tensors(args, kwargs)
         run = self._new_run()
+        if self._holding:
+            self._holding.make_room()
         if self._arena and (held := self._arena.release(found.values())) and self._waiting:
             self._waiting.held_by_others(held)
         if self._consumer and any(piece.consumed for piece in self._halves.source.pieces):

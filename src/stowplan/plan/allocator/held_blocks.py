@@ -1,0 +1,300 @@
+"""Held blocks: bring a caching allocator to place what ops allocate at the offsets of a packing.
+
+A packing of a step's blocks by their lifetimes has hardly a gap. But ops allocate their own results, and the
+allocator takes the free block that fits best. So blocks are *held*: allocated before an op and freed after
+it, they cover free memory except for holes of just the sizes that the op asks for. A hole of the right size
+fits best, wherever it is. A hole between two held blocks is a third one, which is freed before the op. Held
+blocks that change nothing are left out. Blocks of the small pool are left to the allocator.
+
+Some offsets cannot be reached: holes of one size are taken in order of address, and no block of the large
+pool covers a gap of up to 1 MiB. The rest of the step is then packed again, around what is there.
+"""
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+from stowplan.analyse.packing import Block, arena_bytes, best_fit, overlapping, pack
+from stowplan.analyse.timeline import Doing
+from stowplan.ops.effects import UPDATE
+from stowplan.plan.allocator.blocks import ADDRESS, ADDRESS_BITS
+from stowplan.plan.allocator.caching import CachingAllocator
+from stowplan.plan.allocator.requests import Request, Requests
+from stowplan.plan.allocator.settings import OWN_SEGMENT, SEGMENT_STEP, SMALL_REQUEST, AllocatorSettings
+from stowplan.plan.explain.timeline import timeline_of_plan
+from stowplan.plan.plan import Plan
+
+_EFFORT = 6_000  # blocks that are placed when a step is packed again, for each size of the segment
+_ROOMS = (0, 128, 64, 32, 16)  # parts of the segment that are added to it, until nothing lies beside it
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Blocks to allocate before a run of an op; the `holes` among them, by number, are freed before it."""
+
+    sizes: tuple[int, ...] = ()
+    holes: frozenset[int] = frozenset()
+
+    def without(self, number: int) -> "Held":
+        """All blocks but one."""
+        sizes = self.sizes[:number] + self.sizes[number + 1 :]
+        return Held(sizes, frozenset(hole - (hole > number) for hole in self.holes if hole != number))
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBlocks:
+    """What is held during each run, by its number.
+
+    One segment of `segment_bytes` is for all large blocks: those that are there before the step, and
+    `step_bytes` for those of the step.
+    """
+
+    segment_bytes: int
+    step_bytes: int
+    by_run: Mapping[int, Held]
+
+    def among(self, requests: Requests) -> Requests:
+        """The requests of a step and of the blocks that are held."""
+        fresh = 1 + max(block for block, _ in (*requests.before, *requests.iteration))
+        iteration, runs = list[Request](), list[int]()
+        for run, part in enumerate(_parts(requests)):
+            runs.append(len(iteration))
+            held = self.by_run.get(run, Held())
+            allocated = sum(nbytes > 0 for _, nbytes in part)  # before anything is freed
+            iteration += (Request(fresh + number, size) for number, size in enumerate(held.sizes))
+            iteration += (Request(fresh + hole, 0) for hole in sorted(held.holes))
+            iteration += part[:allocated]
+            iteration += (Request(fresh + i, 0) for i in range(len(held.sizes)) if i not in held.holes)
+            iteration += part[allocated:]
+        return Requests(requests.before, tuple(iteration), tuple(runs))
+
+
+def _parts(requests: Requests) -> Iterator[tuple[Request, ...]]:
+    """The requests of each run."""
+    for first, last in pairwise((*requests.runs, len(requests.iteration))):
+        yield requests.iteration[first:last]
+
+
+def held_blocks_of(plan: Plan, requests: Requests, settings: AllocatorSettings) -> HeldBlocks | None:
+    """Blocks to hold while a plan runs, so that its large blocks lie in one segment, as far as they fit.
+
+    None if there are hardly any, or if the settings are not those by which blocks are held: an expandable
+    segment or a limit of splits needs other rules.
+    """
+    if settings.expandable_segments or settings.max_split_bytes is not None or not requests.iteration:
+        return None
+    updates = {op.id for op in plan.graph.ops if op.type == UPDATE}
+    computed = Doing.COMPUTE, Doing.RECOMPUTE
+    runs = enumerate(timeline_of_plan(plan).runs)
+    bare = {number for number, run in runs if run.doing not in computed or run.op in updates}
+    blocks = [*_large_blocks(requests, settings)]
+    there = [size for _, n in requests.before if (size := settings.block_bytes(n)) > SMALL_REQUEST]
+    packing = pack(blocks)
+    found: tuple[int, HeldBlocks] | None = None
+    for part in _ROOMS:
+        step_bytes = packing.arena_bytes + (packing.arena_bytes // part if part else 0)
+        segment_bytes = -(-(sum(there) + step_bytes) // SEGMENT_STEP) * SEGMENT_STEP
+        if segment_bytes < OWN_SEGMENT:
+            return None
+        steering = _Steering(settings, segment_bytes, there, blocks, dict(packing.offsets), bare)
+        held = HeldBlocks(segment_bytes, step_bytes, dict(steering.runs(len(requests.runs))))
+        if found is None or steering.reserved_bytes < found[0]:
+            found = steering.reserved_bytes, held
+        if found[0] <= segment_bytes:
+            break
+    return found[1] if found else None
+
+
+def _large_blocks(requests: Requests, settings: AllocatorSettings) -> Iterator[Block]:
+    """What a step allocates in the large pool, from run to run, in the order of its requests."""
+    begun, found = dict[int, tuple[int, int]](), dict[tuple[int, int], Block]()
+    for run, part in enumerate(_parts(requests)):
+        for block, nbytes in part:
+            if nbytes and (size := settings.block_bytes(nbytes)) > SMALL_REQUEST:
+                begun[block] = run, size
+                found[block, run] = Block(f"{block} {run}", size, run, run)
+            elif not nbytes and block in begun:
+                first, size = begun.pop(block)
+                found[block, first] = Block(f"{block} {first}", size, first, run)
+    yield from found.values()
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where a block lies, with its slack."""
+
+    address: int
+    size: int
+
+
+class _Steering:
+    """An allocator with the step's large blocks, which is brought to their offsets run by run."""
+
+    def __init__(
+        self,
+        settings: AllocatorSettings,
+        segment_bytes: int,
+        there: Sequence[int],
+        blocks: Sequence[Block],
+        offsets: dict[str, int],
+        bare: Container[int],
+    ) -> None:
+        """Nothing can be held before the runs that are `bare`: no code of a plan runs there."""
+        self._allocator, self._blocks, self._offsets = CachingAllocator(settings), blocks, offsets
+        self._bare, self._effort = bare, _EFFORT
+        first = self._allocator.malloc(segment_bytes)
+        self._allocator.free(first)
+        for size in there:
+            self._allocator.malloc(size)
+        self._begin, self._end = first + sum(there), first + segment_bytes
+        self._alive: dict[Block, _Span] = {}
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The segment, and those that were made beside it."""
+        return self._allocator.reserved_bytes
+
+    def runs(self, count: int) -> Iterator[tuple[int, Held]]:
+        """What to hold in each run, where that is anything."""
+        begun = dict[int, list[Block]]()
+        for block in self._blocks:
+            begun.setdefault(block.start, []).append(block)
+        for run in range(count):
+            if wanted := begun.get(run):
+                targets = [_Span(self._begin + self._offsets[block.id], block.nbytes) for block in wanted]
+                held = Held() if run in self._bare else self._held_for(wanted, targets)
+                if held.sizes:
+                    yield run, held
+                spans = self._spans_with(held, wanted, keep=True)
+                assert spans is not None, "a block that is kept may take a new segment"
+                self._alive |= zip(wanted, spans, strict=True)
+                if spans != targets:
+                    self._pack_again(run)
+            for block in [block for block in self._alive if block.end == run]:
+                self._allocator.free(self._alive.pop(block).address)
+
+    def _held_for(self, wanted: Sequence[Block], targets: Sequence[_Span]) -> Held:
+        """As few blocks as bring the wanted ones to the targets, or to where the allocator takes them."""
+        if self._spans_with(Held(), wanted) == targets:
+            return Held()
+        held = self._covering(targets)
+        spans = held and self._spans_with(held, wanted)
+        if held is None or spans is None:
+            return Held()
+        for number in reversed(range(len(held.sizes))):
+            fewer = held.without(number)
+            if self._spans_with(fewer, wanted) == spans:
+                held = fewer
+        return held
+
+    def _covering(self, targets: Sequence[_Span]) -> Held | None:
+        """Blocks that leave just the targets free; None if one of them is not, or not to be reached.
+
+        Free blocks are covered from the smallest on, in the order in which the allocator takes them.
+        """
+        sizes, holes = list[int](), set[int]()
+        for free in self._free():
+            at, end = free.address, free.address + free.size
+            for target in sorted(targets, key=lambda target: target.address):
+                if at <= target.address and target.address + target.size <= end:
+                    if 0 < target.address - at <= SMALL_REQUEST:
+                        return None
+                    if at < target.address:
+                        sizes.append(target.address - at)
+                    holes.add(len(sizes))
+                    sizes.append(target.size)
+                    at = target.address + target.size
+            if end - at > SMALL_REQUEST:
+                sizes.append(end - at)
+        return Held(tuple(sizes), frozenset(holes)) if len(holes) == len(targets) else None
+
+    def _free(self) -> list[_Span]:
+        """The free blocks of the large pool, by size."""
+        keys = self._allocator.heaps[0][1].free.get(0, ())
+        return [_Span(key & ADDRESS, key >> ADDRESS_BITS) for key in keys]
+
+    def _spans_with(self, held: Held, wanted: Sequence[Block], *, keep: bool = False) -> list[_Span] | None:
+        """Where blocks come to lie; None if that takes a new segment. They are freed again unless kept."""
+        extra, spans, fits = list[int](), list[_Span](), True
+        for size in held.sizes:
+            fits = fits and self._has_room(size)
+            if fits:
+                extra.append(self._allocator.malloc(size))
+        if fits:
+            for hole in held.holes:
+                self._allocator.free(extra[hole])
+        for block in wanted:
+            fits = fits and (keep or self._has_room(block.nbytes))
+            if fits:
+                address = self._allocator.malloc(block.nbytes)
+                spans.append(_Span(address, self._allocator.block_at[address].size))
+        for number, address in enumerate(extra):
+            if len(extra) < len(held.sizes) or number not in held.holes:
+                self._allocator.free(address)
+        if not keep:
+            for span in spans:
+                self._allocator.free(span.address)
+        return spans if fits else None
+
+    def _has_room(self, size: int) -> bool:
+        keys = self._allocator.heaps[0][1].free.get(0) or (0,)
+        return keys[-1] >> ADDRESS_BITS >= size
+
+    def _pack_again(self, run: int) -> None:
+        """Give the blocks of later runs other offsets if those that are alive lie in their way."""
+        around = {
+            Block(block.id, span.size, run, block.end): span.address - self._begin
+            for block, span in self._alive.items()
+            if self._begin <= span.address < self._end
+        }
+        later = [block for block in self._blocks if block.start > run]
+        lying = {block.id: offset for block, offset in around.items()}
+        if overlapping([*around, *later], {**self._offsets, **lying}) is None:
+            return
+        room = self._end - self._begin
+        offsets, self._effort = _packed_around(later, around, room, self._effort)
+        self._offsets |= offsets
+
+
+def _packed_around(
+    blocks: Sequence[Block], around: Mapping[Block, int], room: int, effort: int
+) -> tuple[dict[str, int], int]:
+    """Offsets of blocks between those that lie `around` them, and the effort that is left: blocks to place.
+
+    Orders are tried until all lie within the room. What lies beyond it is brought forward, and what does not
+    help is undone.
+    """
+    random, top = Random(0), 2**63
+    for key in _ORDERS:
+        first = sorted(blocks, key=key)
+        attempt = best_fit(first, around)
+        if arena_bytes(blocks, attempt) < top:
+            order, offsets, top = first, attempt, arena_bytes(blocks, attempt)
+    while top > room and effort > 0:
+        effort -= len(blocks)
+        changed = order.copy()
+        beyond = [at for at, block in enumerate(order) if offsets[block.id] + block.nbytes > room]
+        at = random.choice(beyond)
+        changed.insert(random.randrange(at + 1), changed.pop(at))
+        while random.random() < 0.5:
+            changed.insert(random.randrange(len(blocks)), changed.pop(random.randrange(len(blocks))))
+        attempt = best_fit(changed, around)
+        if arena_bytes(blocks, attempt) <= top:
+            order, offsets, top = changed, attempt, arena_bytes(blocks, attempt)
+    return offsets, effort
+
+
+def _largest_first(block: Block) -> tuple[int, ...]:
+    return -block.nbytes, -block.lifetime, block.start
+
+
+def _most_first(block: Block) -> tuple[int, ...]:
+    return -block.nbytes * block.lifetime, block.start
+
+
+def _earliest_first(block: Block) -> tuple[int, ...]:
+    return block.start, -block.nbytes
+
+
+_ORDERS = _largest_first, _most_first, _earliest_first
