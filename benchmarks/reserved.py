@@ -3,7 +3,8 @@
     python -m benchmarks.reserved [NET=BATCH ...]
 
 Each network is captured without memory and planned for 70 % of the baseline's peak, or the smallest budget.
-Ratios are to the requested peak: reserved as it is, with held segments, with expandable segments; the floor
+Ratios are to the requested peak: reserved as it is, with held segments, with held blocks (and how many in an
+iteration, and the seconds of both searches), with expandable segments; the floor
 that no placement of blocks passes, because the small and the large pool share nothing; the step in an arena
 as `fit(..., arena=True)` runs it, requested and reserved with held segments; and the bytes of one arena for
 everything, if every op wrote to given memory and needed no other. The kernels that write to given memory are
@@ -11,6 +12,7 @@ those of the CPU, and are not probed here. The last column is the growth after t
 """
 
 import argparse
+from time import perf_counter
 
 import torch
 
@@ -34,9 +36,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("nets", nargs="*", default=list(_NETS), metavar="NET=BATCH")
     options = parser.parse_args()
-    columns = ("reserved", "held segments", "expandable", "floor", "arena", "arena reserved", "packed")
-    print(f"| network | requested MiB | {' | '.join(columns)} | growth MiB |")
-    print("|---" * (len(columns) + 3) + "|")
+    columns = (
+        "reserved",
+        "held segments",
+        "held blocks",
+        "expandable",
+        "floor",
+        "arena",
+        "arena reserved",
+        "packed",
+    )
+    print(f"| network | requested MiB | {' | '.join(columns)} | growth MiB | blocks | seconds |")
+    print("|---" * (len(columns) + 5) + "|")
     for word in options.nets:
         name, _, batch = word.partition("=")
         print(_row(name, int(batch)), flush=True)
@@ -49,7 +60,11 @@ def _row(name: str, batch: int) -> str:
     planner = Planner.of(graph, price_by_roofline(graph, Machine()))
     plan = planner.plan(max(planner.minimum_bytes, planner.plain_peak_bytes * 7 // 10))
     requested = plan.projected_peak_bytes
+    begun = perf_counter()
     held = project(plan, AllocatorSettings())
+    half = perf_counter()
+    steered = project(plan, AllocatorSettings(), held_blocks=True)
+    seconds = f"{half - begun:.1f} and {perf_counter() - half:.1f}"
     expandable = project(plan, AllocatorSettings(expandable_segments=True))
     placements = placements_of(captured, plan.steps, {}, torch.device("cpu"), probed=False)
     layout = lay_out(timeline_of_plan(plan), placements, alignment=512)
@@ -57,6 +72,7 @@ def _row(name: str, batch: int) -> str:
     figures = {
         "reserved": held.unrepaired_bytes,
         "held segments": held.figures.reserved_peak_bytes,
+        "held blocks": steered.figures.reserved_peak_bytes,
         "expandable": expandable.figures.reserved_peak_bytes,
         "floor": held.floor_bytes,
         "arena": layout.use.peak_bytes,
@@ -67,8 +83,9 @@ def _row(name: str, batch: int) -> str:
     for way, nbytes in figures.items():
         _STUDY.tell(case, way, "of requested", nbytes / requested, "ratio")
     ratios = " | ".join(f"{nbytes / requested:.3f}" for nbytes in figures.values())
-    growth = held.figures.reserved_peak_bytes - held.iterations[0].reserved_peak_bytes
-    return f"| {case} | {requested >> 20:,} | {ratios} | {growth >> 20} |"
+    growth = steered.figures.reserved_peak_bytes - steered.iterations[0].reserved_peak_bytes
+    blocks = steered.held_blocks.count if steered.held_blocks else 0
+    return f"| {case} | {requested >> 20:,} | {ratios} | {growth >> 20} | {blocks} | {seconds} |"
 
 
 if __name__ == "__main__":

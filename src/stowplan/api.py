@@ -363,16 +363,19 @@ def addresses_of(plan: Plan, path: str | Path, saved: str | None = None) -> "Add
 
 
 def plan_for_allocator(
-    planner: "Selector[Any]", allowed_bytes: int, allocator: str
+    planner: "Selector[Any]", allowed_bytes: int, allocator: str, *, held_blocks: bool = False
 ) -> "tuple[Plan, HeapProjection]":
     """A plan of which PyTorch's caching allocator reserves at most `allowed_bytes`, and what it reserves.
 
-    `allocator` is "cuda", with settings as in PYTORCH_CUDA_ALLOC_CONF after a comma.
+    `allocator` is "cuda", with settings as in PYTORCH_CUDA_ALLOC_CONF after a comma. `held_blocks` is the
+    option of `fit`, with which the step then has to run.
     """
     from stowplan.plan.allocator.projection import plan_for_device
 
     settings = allocator_settings(allocator)
-    plan, heap = plan_for_device(lambda budget: planner.answer(budget)[0], allowed_bytes, settings)
+    plan, heap = plan_for_device(
+        lambda budget: planner.answer(budget)[0], allowed_bytes, settings, held_blocks=held_blocks
+    )
     return planner.compare(plan), heap
 
 

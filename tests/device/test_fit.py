@@ -141,15 +141,16 @@ def _reserving(model: nn.Module, call: Tensor, way: str) -> tuple[int, HeapProje
 
 @pytest.mark.parametrize("way", ["", "arena", "held_blocks"])
 def test_a_step_reserves_what_the_model_of_the_allocator_says(way: str) -> None:
-    call, widths = torch.randn(1500, 96), (96, 260, 110, 340, 96, 700, 96, 1300, 310)
-    layers = [nn.Linear(*pair) for pair in pairwise(widths)]
+    call, middle = torch.randn(1500, 96), (510, 510, 510) if way == "held_blocks" else (340, 96, 700)
+    layers = [nn.Linear(*pair) for pair in pairwise((96, 260, 110, *middle, 96, 1300, 310))]
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
     torch.autograd.backward(model(call).sum())
     measured, heap = _reserving(model, call, way)
     assert measured == heap.figures.reserved_peak_bytes
     if way == "held_blocks":
         assert heap.held_blocks is not None
-        assert measured == heap.floor_bytes < 0.8 * heap.unrepaired_bytes
+        assert heap.held_blocks.enlarged
+        assert measured < 1.08 * heap.floor_bytes < 0.8 * heap.unrepaired_bytes
 
 
 def test_without_room_no_block_is_held_and_this_is_said_once(

@@ -199,6 +199,7 @@ def test_plan_shows_what_the_allocator_reserves(capsys: pytest.CaptureFixture[st
     heap = json.loads(capsys.readouterr().out)["heap"]
     assert heap["reserved_peak_bytes"] == heap["floor_bytes"] == 2 * MIB
     assert heap["reserved_by_iteration"] == [2 * MIB] * 3
+    assert heap["held_blocks"] == 0
     assert main([*words, "cuda,expandable_segments:True"]) == 0
     assert "fragmentation" in capsys.readouterr().out
 
@@ -209,6 +210,7 @@ def test_plan_shows_what_the_allocator_reserves(capsys: pytest.CaptureFixture[st
         (["--budget", "1GiB", "--allocator", "rocm"], "no allocator 'rocm'"),
         (["--budget", "1GiB", "--allocator", "cuda,split:1"], "no allocator setting 'split'"),
         (["--frontier", "--allocator", "cuda"], "needs --budget"),
+        (["--budget", "1GiB", "--held-blocks"], "needs --allocator cuda or --device"),
     ],
 )
 def test_wrong_words_are_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         " settings as in PYTORCH_CUDA_ALLOC_CONF",
     )
     parser.add_argument(
+        "--held-blocks",
+        action="store_true",
+        help="with --allocator or --device: plan for a step that runs with fit(..., held_blocks=True), for"
+        " which the allocator reserves hardly more than is requested",
+    )
+    parser.add_argument(
         "--device",
         metavar="CARD|FILE.toml",
         help=f"{api.DEVICE_HELP}; the budget then limits reserved bytes, and defaults to the card's memory",
@@ -65,6 +71,8 @@ def run(arguments: Namespace) -> int:
         raise BadUse("say --budget BYTES, or --frontier to see what there is to choose from")
     if arguments.allocator and not arguments.budget and not arguments.device:
         raise BadUse("--allocator needs --budget BYTES: it says what the budget limits")
+    if arguments.held_blocks and not arguments.allocator and not arguments.device:
+        raise BadUse("--held-blocks needs --allocator cuda or --device: it changes what is reserved there")
     if arguments.arena and (arguments.allocator or arguments.frontier or arguments.device):
         raise BadUse("--arena is for --budget on this machine: drop --allocator, --frontier and --device")
     refuse_unwritable(arguments.output)
@@ -110,7 +118,9 @@ def _here(arguments: Namespace, allowed: int | None) -> _Answer:
         with limited_to(arguments.time_limit):
             planner = api.planner_for(arguments.target, **how, allowed_bytes=allowed)
             if allowed is not None and arguments.allocator:
-                answer.plan, answer.heap = api.plan_for_allocator(planner, allowed, arguments.allocator)
+                answer.plan, answer.heap = api.plan_for_allocator(
+                    planner, allowed, arguments.allocator, held_blocks=arguments.held_blocks
+                )
             answer.offers = planner.tradeoffs() if arguments.frontier else ()
             answer.plain_seconds = planner.baseline.seconds
             if answer.plan and arguments.frontier:
@@ -125,7 +135,7 @@ def _on_card(arguments: Namespace, allowed: int | None) -> _Answer:
         raise BadUse("--kernels compiled is for this machine, where kernels are priced: drop it, or --device")
     settings = api.allocator_settings(arguments.allocator) if arguments.allocator else None
     how = {"prefer": arguments.prefer, "gap": arguments.gap, "seconds": arguments.time_limit}
-    options = api.PlanOptions(tuple(arguments.allow), **how)
+    options = api.PlanOptions(tuple(arguments.allow), **how, held_blocks=arguments.held_blocks)
     steps = [api.projected_step(arguments.target, arguments.device)]
     if arguments.optimizer:
         from stowplan.run.target import load_optimizer

@@ -177,6 +177,10 @@ def show_projection(heap: HeapProjection, console: Console) -> None:
                 f" {format_bytes(heap.unrepaired_bytes)} would be reserved",
             )
         )
+    if heap.held_blocks:
+        ops = f"each while one of {len(heap.held_blocks.by_run):,} ops runs"
+        meaning = f"in an iteration, {ops}: use fit(..., held_blocks=True)"
+        rows.append(("held blocks", f"{heap.held_blocks.count:,}", meaning))
     for name, size, meaning in rows:
         table.add_row(Text(name, "cyan"), Text(size, justify="right"), meaning)
     heading = Text("through the caching allocator, projected, without context and libraries", "bold")
@@ -195,5 +199,6 @@ def projection_json(heap: HeapProjection) -> dict[str, object]:
         "fragmentation_bytes": heap.fragmentation_bytes,
         "floor_bytes": heap.floor_bytes,
         "held_segments": list(heap.held_segments),
+        "held_blocks": heap.held_blocks.count if heap.held_blocks else 0,
         "unrepaired_bytes": heap.unrepaired_bytes,
     }

@@ -210,6 +210,7 @@ class ProjectedStep:
                 allowed,
                 settings or AllocatorSettings(),
                 lasting=self.lasting_bytes,
+                held_blocks=options.held_blocks,
             )
             return planner.compare(plan), heap
 
@@ -284,6 +285,7 @@ def project(
     optimizer: Optimizer | None = None,
     clip_norm: float | None = None,
     accumulate: int = 1,
+    held_blocks: bool = False,
 ) -> Projection:
     """A plan for a step on a card that is not here: a name such as "a100-80gb", or FILE.toml.
 
@@ -292,10 +294,11 @@ def project(
     `fit(..., plan=stowplan.load_plan(path))` compares it with the step as captured there before it runs.
 
     With an `optimizer` of the model the plan is for the whole iteration, as with `fit`; with "offload" in
-    `allow`, its state may wait in the host's memory.
+    `allow`, its state may wait in the host's memory. With `held_blocks`, the budget is for a step that `fit`
+    runs with this option.
     """
     step = project_step(Target(model, tuple(args), dict(kwargs or {}), loss), card_named(device))
-    options = PlanOptions(tuple(allow), prefer, seconds=time_limit)
+    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, held_blocks=held_blocks)
     steps: Iterable[ProjectedStep] = (step,)
     if optimizer is not None:
         loop: Any = {"clip_norm": clip_norm, "accumulate": accumulate}

@@ -8,8 +8,13 @@ blocks that change nothing are left out. Blocks of the small pool are left to th
 
 Some offsets cannot be reached: holes of one size are taken in order of address, and no block of the large
 pool covers a gap of up to 1 MiB. The rest of the step is then packed again, around what is there.
+
+The two pools share nothing, so what counts is the sum of their peaks. Many gradients are small and alive at
+the end of the step, when large blocks are few. Where it makes this sum smaller, gradients are *enlarged*:
+copied into blocks of the large pool.
 """
 
+from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,15 +22,17 @@ from random import Random
 
 from stowplan.analyse.packing import Block, arena_bytes, best_fit, overlapping, pack
 from stowplan.analyse.timeline import Doing
+from stowplan.ir import Phase
 from stowplan.ops.effects import UPDATE
 from stowplan.plan.allocator.blocks import ADDRESS, ADDRESS_BITS
 from stowplan.plan.allocator.caching import CachingAllocator
-from stowplan.plan.allocator.requests import Request, Requests
+from stowplan.plan.allocator.requests import Request, Requests, pools_at_most, requests_of
 from stowplan.plan.allocator.settings import OWN_SEGMENT, SEGMENT_STEP, SMALL_REQUEST, AllocatorSettings
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.plan import Plan
 
 _EFFORT = 6_000  # blocks that are placed when a step is packed again, for each size of the segment
+_ENLARGED = 2**16  # bytes that a gradient has at least to be enlarged
 _ROOMS = (0, 128, 64, 32, 16)  # parts of the segment that are added to it, until nothing lies beside it
 
 
@@ -47,12 +54,18 @@ class HeldBlocks:
     """What is held during each run, by its number.
 
     One segment of `segment_bytes` is for all large blocks: those that are there before the step, and
-    `step_bytes` for those of the step.
+    `step_bytes` for those of the step. Gradients that are `enlarged` have blocks of the large pool.
     """
 
     segment_bytes: int
     step_bytes: int
     by_run: Mapping[int, Held]
+    enlarged: frozenset[str] = frozenset()
+
+    @property
+    def count(self) -> int:
+        """How many blocks are held in an iteration, one after the other."""
+        return sum(len(held.sizes) for held in self.by_run.values())
 
     def among(self, requests: Requests) -> Requests:
         """The requests of a step and of the blocks that are held."""
@@ -76,14 +89,16 @@ def _parts(requests: Requests) -> Iterator[tuple[Request, ...]]:
         yield requests.iteration[first:last]
 
 
-def held_blocks_of(plan: Plan, requests: Requests, settings: AllocatorSettings) -> HeldBlocks | None:
+def held_blocks_of(plan: Plan, lasting: tuple[int, ...], settings: AllocatorSettings) -> HeldBlocks | None:
     """Blocks to hold while a plan runs, so that its large blocks lie in one segment, as far as they fit.
 
     None if there are hardly any, or if the settings are not those by which blocks are held: an expandable
     segment or a limit of splits needs other rules.
     """
-    if settings.expandable_segments or settings.max_split_bytes is not None or not requests.iteration:
+    if settings.expandable_segments or settings.max_split_bytes is not None:
         return None
+    enlarged = _enlarged_of(plan, lasting, settings)
+    requests = requests_of(plan, lasting, enlarged=enlarged)
     updates = {op.id for op in plan.graph.ops if op.type == UPDATE}
     computed = Doing.COMPUTE, Doing.RECOMPUTE
     runs = enumerate(timeline_of_plan(plan).runs)
@@ -98,12 +113,39 @@ def held_blocks_of(plan: Plan, requests: Requests, settings: AllocatorSettings) 
         if segment_bytes < OWN_SEGMENT:
             return None
         steering = _Steering(settings, segment_bytes, there, blocks, dict(packing.offsets), bare)
-        held = HeldBlocks(segment_bytes, step_bytes, dict(steering.runs(len(requests.runs))))
+        held = HeldBlocks(segment_bytes, step_bytes, dict(steering.runs(len(requests.runs))), enlarged)
         if found is None or steering.reserved_bytes < found[0]:
             found = steering.reserved_bytes, held
         if found[0] <= segment_bytes:
             break
     return found[1] if found else None
+
+
+def _enlarged_of(plan: Plan, lasting: tuple[int, ...], settings: AllocatorSettings) -> frozenset[str]:
+    """The gradients from some size on with which the peaks of the two pools add up to least; or none."""
+    small = {name: nbytes for name, nbytes in _small_gradients(plan) if nbytes >= _ENLARGED}
+    choices = [frozenset(n for n in small if small[n] >= size) for size in {*small.values(), 2**63}]
+    return min(
+        sorted(choices, key=len),
+        key=lambda chosen: pools_at_most(requests_of(plan, lasting, enlarged=chosen), settings),
+    )
+
+
+def _small_gradients(plan: Plan) -> Iterator[tuple[str, int]]:
+    """What one op of backward makes in the small pool and leaves to others, with its bytes."""
+    graph, stays = plan.graph, timeline_of_plan(plan).stays
+    places, times = Counter(stay.place for stay in stays), Counter(stay.tensor for stay in stays)
+    held, written = set(map(graph.storage_of, graph.held)), Counter[str]()
+    for op in graph.ops:
+        owners = Counter(map(graph.storage_of, op.writes()))
+        is_late = op.phase is Phase.BACKWARD
+        written.update(name for name in op.writes() if graph.tensors[name].alias_of is None)
+        written.update(name for name in owners if owners[name] > 1 or not is_late)  # and so are not alone
+    for stay in stays:
+        name = stay.tensor
+        is_alone = places[stay.place] == times[name] == written[name] == 1
+        if name in held and is_alone and 0 < stay.nbytes <= SMALL_REQUEST:
+            yield name, stay.nbytes
 
 
 def _large_blocks(requests: Requests, settings: AllocatorSettings) -> Iterator[Block]:

@@ -17,8 +17,8 @@ from stowplan.errors import BudgetTooSmall, IllegalPlan
 from stowplan.plan.allocator.arena import ArenaLayout
 from stowplan.plan.allocator.caching import CachingAllocator, HeapFigures
 from stowplan.plan.allocator.held_blocks import HeldBlocks, held_blocks_of
-from stowplan.plan.allocator.requests import Request, Requests, requests_of
-from stowplan.plan.allocator.settings import OWN_SEGMENT, SEGMENT_STEP, SMALL_REQUEST, AllocatorSettings
+from stowplan.plan.allocator.requests import Request, Requests, pools_at_most, requests_of
+from stowplan.plan.allocator.settings import OWN_SEGMENT, SEGMENT_STEP, AllocatorSettings
 from stowplan.plan.plan import Compute, Free, Plan
 from stowplan.units import format_bytes
 
@@ -76,7 +76,7 @@ def project(
     requests = requests_of(plan, lasting, arena)
     unlimited = _unlimited(settings)
     plain = _run(requests, unlimited, ())
-    floor = _floor(requests, settings)
+    floor = pools_at_most(requests, settings)
     expected = (arena.use.peak_bytes if arena else plan.requested_peak_bytes) + sum(lasting)
     if plain[0].requested_peak_bytes != expected:
         raise IllegalPlan(
@@ -84,13 +84,15 @@ def project(
             f" and what libraries keep to {expected}"
         )
     unrepaired = plain[-1].reserved_peak_bytes
-    blocks = held_blocks_of(plan, requests, unlimited) if held_blocks and arena is None else None
+    blocks = held_blocks_of(plan, lasting, unlimited) if held_blocks and arena is None else None
     held = tuple[int, ...]()
     if blocks is not None:
-        held, among = (blocks.segment_bytes,), blocks.among(requests)
+        held, enlarged = (blocks.segment_bytes,), requests_of(plan, lasting, enlarged=blocks.enlarged)
+        among = blocks.among(enlarged)
         if _run(among, unlimited, held)[-1].reserved_peak_bytes < unrepaired:
             figures = _run(among, settings, held)
             iterations = tuple(replace(each, requested_peak_bytes=expected) for each in figures)
+            floor = pools_at_most(enlarged, settings)
             return HeapProjection(settings, iterations, held, unrepaired, floor, blocks)
     if repair and not settings.expandable_segments:
         most = 1 if 0 < enough_bytes < floor else _MOST_HELD  # more would be in vain
@@ -128,19 +130,6 @@ def project_in_turn(
                 addresses.append(allocator.malloc(nbytes))
         figures.append(_issue(allocator, requests.iteration, {}))
     return tuple(figures)
-
-
-def _floor(requests: Requests, settings: AllocatorSettings) -> int:
-    """The most that the blocks of each pool take at once, in whole segments."""
-    sizes: dict[int, int] = {}
-    live, most = [0, 0], [0, 0]
-    for block, nbytes in (*requests.before, *requests.iteration):
-        if nbytes:
-            sizes[block] = settings.block_bytes(nbytes)
-        is_large = sizes[block] > SMALL_REQUEST
-        live[is_large] += sizes[block] if nbytes else -sizes[block]
-        most[is_large] = max(most[is_large], live[is_large])
-    return sum(-(-size // SEGMENT_STEP) * SEGMENT_STEP for size in most)
 
 
 def _unlimited(settings: AllocatorSettings) -> AllocatorSettings:

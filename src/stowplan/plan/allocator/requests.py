@@ -5,12 +5,13 @@ One stream: the copy streams of a tier use blocks of the main stream, which wait
 others, such as gradients, is freed before the next iteration, as `zero_grad(set_to_none=True)` does.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from stowplan.analyse.facts import is_resident
 from stowplan.plan.allocator.arena import ArenaLayout, Placement
+from stowplan.plan.allocator.settings import LARGE_BLOCK, SEGMENT_STEP, SMALL_REQUEST, AllocatorSettings
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.judge import transfer_bytes
 from stowplan.plan.plan import Plan
@@ -61,18 +62,36 @@ def requests_of_lifetimes(lifetimes: Iterable[Lifetime], workspace_bytes: Sequen
     return Requests(tuple(before), tuple(iteration))
 
 
+def pools_at_most(requests: Requests, settings: AllocatorSettings) -> int:
+    """The most that the blocks of each pool take at once, in whole segments: no placement reserves less."""
+    sizes: dict[int, int] = {}
+    live, most = [0, 0], [0, 0]
+    for block, nbytes in (*requests.before, *requests.iteration):
+        if nbytes:
+            sizes[block] = settings.block_bytes(nbytes)
+        is_large = sizes[block] > SMALL_REQUEST
+        live[is_large] += sizes[block] if nbytes else -sizes[block]
+        most[is_large] = max(most[is_large], live[is_large])
+    return sum(-(-size // SEGMENT_STEP) * SEGMENT_STEP for size in most)
+
+
 def requests_of(
-    plan: Plan, lasting_bytes: tuple[int, ...] = (), arena: ArenaLayout | None = None
+    plan: Plan,
+    lasting_bytes: tuple[int, ...] = (),
+    arena: ArenaLayout | None = None,
+    enlarged: Collection[str] = (),
 ) -> Requests:
     """All that a plan allocates. A tensor that is written over another takes no block of its own.
 
     `lasting_bytes` are blocks that others keep. An `arena` is one block for the whole iteration; what is
-    copied into it has a block of its own while it is computed.
+    copied into it has a block of its own while it is computed. Tensors that are `enlarged` have a block of
+    the large pool, which their op finds there, and are copied into it.
     """
     timeline, pricing = timeline_of_plan(plan), plan.pricing
     staged = transfer_bytes(plan.graph, plan.steps, pricing.tier)
     sizes, first, last = dict[int, int](), dict[int, int](), dict[int, int]()
     lasting: set[int] = set()
+    large: set[int] = set()
     inside: set[int] = set()
     copied: list[list[int]] = [[] for _ in timeline.runs]
     for stay in timeline.stays:
@@ -83,13 +102,17 @@ def requests_of(
         if stay.place in inside:
             continue
         sizes[stay.place] = max(stay.nbytes, sizes.get(stay.place, 0))
+        if stay.tensor in enlarged:
+            sizes[stay.place] = LARGE_BLOCK
+            copied[stay.first].append(stay.nbytes)
+            large.add(stay.place)
         first[stay.place] = min(stay.first, first.get(stay.place, stay.first))
         last[stay.place] = max(stay.last, last.get(stay.place, stay.last))
         if not stay.made and is_resident(plan.graph.tensors[stay.tensor]):
             lasting.add(stay.place)
     begun: list[list[int]] = [[] for _ in timeline.runs]
     ended: list[list[int]] = [[] for _ in timeline.runs]
-    for place in sorted(sizes):
+    for place in sorted(sizes, key=lambda place: (place not in large, place)):
         if place not in lasting and sizes[place]:
             begun[first[place]].append(place)
             ended[last[place]].append(place)

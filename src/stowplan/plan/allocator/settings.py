@@ -8,6 +8,7 @@ from stowplan.errors import BadUse
 MIB = 2**20
 SMALLEST_BLOCK = 512
 SMALL_REQUEST = MIB  # up to here a request goes to the small pool
+LARGE_BLOCK = SMALL_REQUEST + SMALLEST_BLOCK  # the smallest of the large pool
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 OWN_SEGMENT = 10 * MIB  # from here on a request gets a segment of its own size

@@ -99,11 +99,11 @@ def compiled(
     source: Source,
     tier: LiveTier | None = None,
     new_arena: Callable[[], object] | None = None,
-    hold: Callable[..., object] | None = None,
+    holding: object = None,
 ) -> Halves:
     """Run the text that defines the two functions. It is generated here, from ops of PyTorch and a tier."""
     scope: dict[str, object] = {"torch": torch, "ops": torch.ops, "aten": torch.ops.aten, "tier": tier}
-    scope |= {"as_in_forward": as_in_forward, "new_arena": new_arena, "hold": hold}
+    scope |= {"as_in_forward": as_in_forward, "new_arena": new_arena, "holding": holding}
     file = f"<stowplan step {next(_numbers)}>"
     code = compile(source.text, file, "exec")
     exec(code, scope)  # noqa: S102 -- the text is stowplan's own, made from op names, literals and its own counters

@@ -83,7 +83,7 @@ class InArena(Protocol):
 class Holding(Protocol):
     """Writes what holds blocks of the allocator around the calls of a step."""
 
-    def around(self, op: Op, lines: list[str]) -> list[str]:
+    def around(self, op: Op, lines: list[str], names: Mapping[str, str]) -> list[str]:
         """The statements that run an op, with others around them; asked in the order of the steps."""
 
 
@@ -97,7 +97,7 @@ def source_of(
     """The forward half of the steps and the backward half, which begins with the first backward op.
 
     With an `arena`, the code calls `new_arena()` at the beginning of forward; with `holding`, it calls
-    `hold(sizes, holes)` before some ops.
+    its methods around some ops.
     """
     ops = {op.id: op for op in graph.ops}
     steps = steps[: _end_of_backward(ops, steps)]
@@ -302,7 +302,7 @@ class _Half:
         else:
             lines = self._arena.lines(op, call, overwrites, names, wanted)
         lines += [f"del {_DROPPED}"] if dropped else []
-        lines = self._holding.around(op, lines) if self._holding else lines
+        lines = self._holding.around(op, lines, names) if self._holding else lines
         self._write(self._drawing_the_same(op, lines, again))
         self.bound.update(wanted)
 

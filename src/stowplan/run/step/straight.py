@@ -195,8 +195,7 @@ class StraightStep:
         if source.stored_bytes:
             tier = tier or tier_for(self._device)
             tier.reserve(source.stored_bytes)
-        new_arena = self._arena.new if self._arena else None
-        self._halves = compiled(source, tier, new_arena, holding.hold if holding else None)
+        self._halves = compiled(source, tier, self._arena.new if self._arena else None, holding)
         self._captured, self._loss = captured, loss
         self.bind(model, places)
         self.source = source.annotated()
