@@ -4,7 +4,7 @@ import copy
 import gc
 import os
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
-from stowplan.plan.allocator.held_blocks import HeldBlocks
+from stowplan.ir.heap import HeapBlock, HeapSegment
+from stowplan.plan.allocator.held_blocks import Held, HeldBlocks
 from stowplan.plan.allocator.projection import HeapProjection, project
 from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.plan import Exactness, Plan, RecomputeOp, Store
@@ -20,7 +21,7 @@ from stowplan.run.fit import automatic_budget
 from stowplan.run.measure.measure import device_bytes, measure
 from stowplan.run.offload.host import HostAway, HostTier
 from stowplan.run.offload.plugin import tier_of
-from stowplan.run.step.holding import HoldingCode
+from stowplan.run.step.holding import LAYOUTS, HoldingCode
 from tests.support import device as stand_in
 
 _MIB = 2**20
@@ -136,6 +137,8 @@ def _reserving(model: nn.Module, call: Tensor, way: str) -> tuple[int, HeapProje
         heap = project(planned.plan, AllocatorSettings(), **how)
         held = heap.held_segments
         del x, moved, fitted, planned, one, other, how
+    gc.collect()
+    torch.accelerator.empty_cache()
     return measured, heap
 
 
@@ -153,16 +156,57 @@ def test_a_step_reserves_what_the_model_of_the_allocator_says(way: str) -> None:
         assert measured < 1.08 * heap.floor_bytes < 0.8 * heap.unrepaired_bytes
 
 
+def _layout(device: torch.device) -> list[HeapSegment]:
+    """As `torch.cuda.memory_snapshot` tells it of a CUDA device."""
+    found = []
+    for segment in stand_in.layout(device.index):
+        sizes = [size for size, _, _ in segment.blocks]
+        places = accumulate(sizes, initial=segment.address)
+        blocks = (
+            HeapBlock(at, size, requested, state)
+            for at, (size, state, requested) in zip(places, segment.blocks, strict=False)
+        )
+        found.append(
+            HeapSegment(segment.address, segment.nbytes, segment.is_small, tuple(blocks), segment.stream)
+        )
+    return found
+
+
+def test_blocks_are_held_around_what_others_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as an optimizer's state, which is allocated after the first backward: nothing else is reserved."""
+    place = torch.device("standin", 1)
+    layers = [nn.Linear(*pair) for pair in pairwise((96, 260, 110, 510, 510, 510, 96, 1300, 310))]
+    model = nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).to(place)
+    x = torch.randn(1500, 96, device=place)
+    how: Any = {"loss": torch.sum, "allow": ["recompute"], "held_blocks": True}
+    fitted = stowplan.fit(model, (x,), budget="28MiB", **how)
+    monkeypatch.setitem(LAYOUTS, "standin", _layout)
+    gc.collect()
+    torch.accelerator.empty_cache()
+    planned = fitted.__dict__["_fitting"].planned[0].step
+    before = device_bytes(place, "reserved").current
+    nbytes = planned.held_blocks.step_bytes + 20 * _MIB
+    torch.empty(nbytes, dtype=torch.uint8, device=place)
+    kept = list[Tensor]()
+    for _ in range(4):
+        model.zero_grad()
+        torch.autograd.backward(fitted(x))
+        kept = kept or [torch.zeros(3 * _MIB, dtype=torch.uint8, device=place) for _ in range(6)]
+        torch.accelerator.synchronize(place)
+        small = sum(segment.nbytes for segment in _layout(place) if segment.is_small)
+        assert device_bytes(place, "reserved").current <= before + nbytes + 2 * _MIB + small
+
+
 def test_without_room_no_block_is_held_and_this_is_said_once(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = _Trained(_network(), device, 96_000, ["recompute"]).plan
     stand_in.set_capacity(device_bytes(device, "reserved").current + 40 * _MIB, 0)
-    holding = HoldingCode(HeldBlocks(64 * _MIB, 64 * _MIB, {}), plan, device)
-    assert holding.hold((_MIB, 2 * _MIB, 100), (1,))[1] is None
-    holding.make_room()
-    assert holding.hold((_MIB,), ()) == []
-    holding.make_room()
+    held = {0: Held((_MIB, 2 * _MIB, 100), frozenset({1})), 1: Held((100 * _MIB,))}
+    holding = HoldingCode(HeldBlocks(_MIB, _MIB, held, frozenset(held), frozenset()), plan, device)
+    holding.begin()
+    assert [block is None for block in holding.hold(0)] == [False, True, False]
+    assert holding.hold(1) == holding.hold(0) == []
     assert caplog.text.count("could not be held") == 1
 
 

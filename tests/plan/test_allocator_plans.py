@@ -13,8 +13,9 @@ from stowplan.cli.main import main
 from stowplan.errors import BudgetTooSmall, OutOfDeviceMemory
 from stowplan.ir import Graph
 from stowplan.plan.allocator.caching import CachingAllocator
+from stowplan.plan.allocator.held_blocks import held_amid
 from stowplan.plan.allocator.placed import placed_by_allocator
-from stowplan.plan.allocator.projection import plan_for_device, project, project_in_turn
+from stowplan.plan.allocator.projection import begun, plan_for_device, project, project_in_turn
 from stowplan.plan.allocator.requests import Requests, requests_of
 from stowplan.plan.allocator.settings import MIB, AllocatorSettings, parse_settings
 from stowplan.plan.explain.timeline import timeline_of_plan
@@ -134,6 +135,28 @@ def test_held_blocks_let_a_plan_reserve_what_no_placement_passes(seed: int, kind
         held = [each for each in among.iteration[first:last] if each.block not in known]
         assert not held or runs[number].doing in (Doing.COMPUTE, Doing.RECOMPUTE)
         assert sorted(block for block, n in held if n) == sorted(block for block, n in held if not n)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_blocks_are_held_around_what_others_have(seed: int) -> None:
+    plan = plans(planner_of_step(seed, times=1_000_003))[0]
+    planned = project(plan, DEFAULTS, repair=False, held_blocks=True).held_blocks
+    assert planned is not None
+    requests, theirs, reserved = requests_of(plan, enlarged=planned.enlarged), 40 * MIB, list[int]()
+    for is_seen in (True, False):
+        allocator, addresses = begun(requests, DEFAULTS, [planned.segment_bytes + 2 * theirs])
+        spacer = allocator.malloc(theirs)
+        allocator.malloc(theirs)
+        allocator.free(spacer)
+        segments = allocator.segments()
+        held = replace(planned, by_run=held_amid(plan, planned, segments)) if is_seen else planned
+        for block, nbytes in held.among(requests).iteration * 3:
+            if nbytes:
+                addresses[block] = allocator.malloc(nbytes)
+            else:
+                allocator.free(addresses[block])
+        reserved.append(allocator.reserved_bytes - sum(each.nbytes for each in segments))
+    assert reserved[0] <= 2 * MIB < reserved[1]  # one small segment
 
 
 @pytest.mark.parametrize("text", ["expandable_segments:True", "max_split_size_mb:64"])

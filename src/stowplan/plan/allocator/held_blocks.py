@@ -15,14 +15,16 @@ copied into blocks of the large pool.
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
+from types import MappingProxyType
 
 from stowplan.analyse.packing import Block, arena_bytes, best_fit, overlapping, pack
 from stowplan.analyse.timeline import Doing
 from stowplan.ir import Phase
+from stowplan.ir.heap import BlockState, HeapSegment
 from stowplan.ops.effects import UPDATE
 from stowplan.plan.allocator.blocks import ADDRESS, ADDRESS_BITS
 from stowplan.plan.allocator.caching import CachingAllocator
@@ -54,13 +56,15 @@ class HeldBlocks:
     """What is held during each run, by its number.
 
     One segment of `segment_bytes` is for all large blocks: those that are there before the step, and
-    `step_bytes` for those of the step. Gradients that are `enlarged` have blocks of the large pool.
+    `step_bytes` for those of the step. `runs` are those before which blocks can be held. Gradients that are
+    `enlarged` have blocks of the large pool.
     """
 
     segment_bytes: int
     step_bytes: int
     by_run: Mapping[int, Held]
-    enlarged: frozenset[str] = frozenset()
+    runs: frozenset[int]
+    enlarged: frozenset[str]
 
     @property
     def count(self) -> int:
@@ -98,27 +102,97 @@ def held_blocks_of(plan: Plan, lasting: tuple[int, ...], settings: AllocatorSett
     if settings.expandable_segments or settings.max_split_bytes is not None:
         return None
     enlarged = _enlarged_of(plan, lasting, settings)
-    requests = requests_of(plan, lasting, enlarged=enlarged)
-    updates = {op.id for op in plan.graph.ops if op.type == UPDATE}
-    computed = Doing.COMPUTE, Doing.RECOMPUTE
-    runs = enumerate(timeline_of_plan(plan).runs)
-    bare = {number for number, run in runs if run.doing not in computed or run.op in updates}
-    blocks = [*_large_blocks(requests, settings)]
-    there = [size for _, n in requests.before if (size := settings.block_bytes(n)) > SMALL_REQUEST]
-    packing = pack(blocks)
+    step = _Step.of(plan, lasting, enlarged, settings)
+    packing = pack(step.blocks)
     found: tuple[int, HeldBlocks] | None = None
     for part in _ROOMS:
         step_bytes = packing.arena_bytes + (packing.arena_bytes // part if part else 0)
-        segment_bytes = -(-(sum(there) + step_bytes) // SEGMENT_STEP) * SEGMENT_STEP
+        segment_bytes = -(-(sum(step.there) + step_bytes) // SEGMENT_STEP) * SEGMENT_STEP
         if segment_bytes < OWN_SEGMENT:
             return None
-        steering = _Steering(settings, segment_bytes, there, blocks, dict(packing.offsets), bare)
-        held = HeldBlocks(segment_bytes, step_bytes, dict(steering.runs(len(requests.runs))), enlarged)
-        if found is None or steering.reserved_bytes < found[0]:
-            found = steering.reserved_bytes, held
+        allocator = CachingAllocator(settings)
+        first = allocator.malloc(segment_bytes)
+        allocator.free(first)
+        for size in step.there:
+            allocator.malloc(size)
+        room = _Span(first + sum(step.there), segment_bytes - sum(step.there))
+        by_run = dict(_Steering(step, allocator, room, packing.offsets).runs())
+        if found is None or allocator.reserved_bytes < found[0]:
+            runs = frozenset(block.start for block in step.blocks) - step.bare
+            found = allocator.reserved_bytes, HeldBlocks(segment_bytes, step_bytes, by_run, runs, enlarged)
         if found[0] <= segment_bytes:
             break
     return found[1] if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where a block lies, with its slack."""
+
+    address: int
+    size: int
+
+
+def held_amid(plan: Plan, planned: HeldBlocks, segments: Iterable[HeapSegment]) -> Mapping[int, Held]:
+    """What to hold in each run if an allocator has these segments when the step begins.
+
+    The step then lies in the segment with the largest free block, around what others have there: workspaces
+    of libraries, the optimizer's state.
+    """
+    settings = AllocatorSettings()
+    step = _Step.of(plan, (), planned.enlarged, settings)
+    known = [segment for segment in segments if segment.stream == segment.pool == 0]
+    large = [segment for segment in known if not segment.is_small]
+    if not large or any(segment.is_expandable for segment in known):
+        return {}
+    allocator = CachingAllocator(settings)
+    allocator.restore(known)
+    segment = max(large, key=lambda segment: _largest_free(segment).size)
+    free, offsets = _largest_free(segment), pack(step.blocks)
+    standing = {
+        Block(f"at {block.address}", block.nbytes, 0, step.runs): block.address - segment.address
+        for block in segment.blocks
+        if block.state is not BlockState.FREE
+    }
+    if offsets.arena_bytes <= free.size:
+        shift = free.address - segment.address
+        found = {name: offset + shift for name, offset in offsets.offsets.items()}
+    else:
+        found, _ = _packed_around(step.blocks, standing, segment.nbytes, _EFFORT)
+    room = _Span(segment.address, segment.nbytes)
+    return dict(_Steering(step, allocator, room, found, standing).runs())
+
+
+def _largest_free(segment: HeapSegment) -> _Span:
+    free = (_Span(b.address, b.nbytes) for b in segment.blocks if b.state is BlockState.FREE)
+    return max(free, key=lambda span: span.size, default=_Span(segment.address, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The large blocks of a step and of what is there before, and the runs before which no code can hold."""
+
+    blocks: tuple[Block, ...]
+    there: tuple[int, ...]
+    runs: int
+    bare: frozenset[int]
+
+    @classmethod
+    def of(
+        cls, plan: Plan, lasting: tuple[int, ...], enlarged: frozenset[str], settings: AllocatorSettings
+    ) -> "_Step":
+        requests, timeline = requests_of(plan, lasting, enlarged=enlarged), timeline_of_plan(plan)
+        updates = {op.id for op in plan.graph.ops if op.type == UPDATE}
+        computed = Doing.COMPUTE, Doing.RECOMPUTE
+        runs = enumerate(timeline.runs)
+        bare = frozenset(number for number, run in runs if run.doing not in computed or run.op in updates)
+        there = (settings.block_bytes(nbytes) for _, nbytes in requests.before)
+        return cls(
+            tuple(_large_blocks(requests, settings)),
+            tuple(size for size in there if size > SMALL_REQUEST),
+            len(timeline.runs),
+            bare,
+        )
 
 
 def _enlarged_of(plan: Plan, lasting: tuple[int, ...], settings: AllocatorSettings) -> frozenset[str]:
@@ -162,50 +236,33 @@ def _large_blocks(requests: Requests, settings: AllocatorSettings) -> Iterator[B
     yield from found.values()
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Where a block lies, with its slack."""
-
-    address: int
-    size: int
-
-
 class _Steering:
     """An allocator with the step's large blocks, which is brought to their offsets run by run."""
 
     def __init__(
         self,
-        settings: AllocatorSettings,
-        segment_bytes: int,
-        there: Sequence[int],
-        blocks: Sequence[Block],
-        offsets: dict[str, int],
-        bare: Container[int],
+        step: _Step,
+        allocator: CachingAllocator,
+        room: _Span,
+        offsets: Mapping[str, int],
+        standing: Mapping[Block, int] = MappingProxyType({}),
     ) -> None:
-        """Nothing can be held before the runs that are `bare`: no code of a plan runs there."""
-        self._allocator, self._blocks, self._offsets = CachingAllocator(settings), blocks, offsets
-        self._bare, self._effort = bare, _EFFORT
-        first = self._allocator.malloc(segment_bytes)
-        self._allocator.free(first)
-        for size in there:
-            self._allocator.malloc(size)
-        self._begin, self._end = first + sum(there), first + segment_bytes
+        """Offsets count from the beginning of the room, and so do those of what stands in it."""
+        self._step, self._allocator, self._room = step, allocator, room
+        self._offsets, self._standing, self._effort = dict(offsets), standing, _EFFORT
         self._alive: dict[Block, _Span] = {}
 
-    @property
-    def reserved_bytes(self) -> int:
-        """The segment, and those that were made beside it."""
-        return self._allocator.reserved_bytes
-
-    def runs(self, count: int) -> Iterator[tuple[int, Held]]:
+    def runs(self) -> Iterator[tuple[int, Held]]:
         """What to hold in each run, where that is anything."""
         begun = dict[int, list[Block]]()
-        for block in self._blocks:
+        for block in self._step.blocks:
             begun.setdefault(block.start, []).append(block)
-        for run in range(count):
+        for run in range(self._step.runs):
             if wanted := begun.get(run):
-                targets = [_Span(self._begin + self._offsets[block.id], block.nbytes) for block in wanted]
-                held = Held() if run in self._bare else self._held_for(wanted, targets)
+                targets = [
+                    _Span(self._room.address + self._offsets[block.id], block.nbytes) for block in wanted
+                ]
+                held = Held() if run in self._step.bare else self._held_for(wanted, targets)
                 if held.sizes:
                     yield run, held
                 spans = self._spans_with(held, wanted, keep=True)
@@ -285,17 +342,18 @@ class _Steering:
 
     def _pack_again(self, run: int) -> None:
         """Give the blocks of later runs other offsets if those that are alive lie in their way."""
-        around = {
-            Block(block.id, span.size, run, block.end): span.address - self._begin
+        begin, end = self._room.address, self._room.address + self._room.size
+        alive = {
+            Block(block.id, span.size, run, block.end): span.address - begin
             for block, span in self._alive.items()
-            if self._begin <= span.address < self._end
+            if begin <= span.address < end
         }
-        later = [block for block in self._blocks if block.start > run]
+        around = {**self._standing, **alive}
+        later = [block for block in self._step.blocks if block.start > run]
         lying = {block.id: offset for block, offset in around.items()}
         if overlapping([*around, *later], {**self._offsets, **lying}) is None:
             return
-        room = self._end - self._begin
-        offsets, self._effort = _packed_around(later, around, room, self._effort)
+        offsets, self._effort = _packed_around(later, around, self._room.size, self._effort)
         self._offsets |= offsets
 
 

@@ -213,7 +213,7 @@ class StraightStep:
         found = self._binding.tensors(args, kwargs)
         run = self._new_run()
         if self._holding:
-            self._holding.make_room()
+            self._holding.begin()
         if self._arena and (held := self._arena.release(found.values())) and self._waiting:
             self._waiting.held_by_others(held)
         if self._consumer and any(piece.consumed for piece in self._halves.source.pieces):
