@@ -14,14 +14,14 @@ the end of the step, when large blocks are few. Where it makes this sum smaller,
 copied into blocks of the large pool.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
-from types import MappingProxyType
 
-from stowplan.analyse.packing import Block, arena_bytes, best_fit, overlapping, pack
+from stowplan.analyse.packing import Block, Packing, arena_bytes, best_fit, overlapping, pack
 from stowplan.analyse.timeline import Doing
 from stowplan.ir import Phase
 from stowplan.ir.heap import BlockState, HeapSegment
@@ -29,7 +29,13 @@ from stowplan.ops.effects import UPDATE
 from stowplan.plan.allocator.blocks import ADDRESS, ADDRESS_BITS
 from stowplan.plan.allocator.caching import CachingAllocator
 from stowplan.plan.allocator.requests import Request, Requests, pools_at_most, requests_of
-from stowplan.plan.allocator.settings import OWN_SEGMENT, SEGMENT_STEP, SMALL_REQUEST, AllocatorSettings
+from stowplan.plan.allocator.settings import (
+    OWN_SEGMENT,
+    SEGMENT_STEP,
+    SMALL_REQUEST,
+    SMALLEST_BLOCK,
+    AllocatorSettings,
+)
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.plan import Plan
 
@@ -115,8 +121,7 @@ def held_blocks_of(plan: Plan, lasting: tuple[int, ...], settings: AllocatorSett
         allocator.free(first)
         for size in step.there:
             allocator.malloc(size)
-        room = _Span(first + sum(step.there), segment_bytes - sum(step.there))
-        by_run = dict(_Steering(step, allocator, room, packing.offsets).runs())
+        by_run = dict(_Steering(step, allocator, packing).runs())
         if found is None or allocator.reserved_bytes < found[0]:
             runs = frozenset(block.start for block in step.blocks) - step.bare
             found = allocator.reserved_bytes, HeldBlocks(segment_bytes, step_bytes, by_run, runs, enlarged)
@@ -125,47 +130,19 @@ def held_blocks_of(plan: Plan, lasting: tuple[int, ...], settings: AllocatorSett
     return found[1] if found else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Where a block lies, with its slack."""
-
-    address: int
-    size: int
-
-
 def held_amid(plan: Plan, planned: HeldBlocks, segments: Iterable[HeapSegment]) -> Mapping[int, Held]:
     """What to hold in each run if an allocator has these segments when the step begins.
 
-    The step then lies in the segment with the largest free block, around what others have there: workspaces
-    of libraries, the optimizer's state.
+    The step then lies around what others have there: workspaces of libraries, the optimizer's state.
     """
     settings = AllocatorSettings()
-    step = _Step.of(plan, (), planned.enlarged, settings)
     known = [segment for segment in segments if segment.stream == segment.pool == 0]
-    large = [segment for segment in known if not segment.is_small]
-    if not large or any(segment.is_expandable for segment in known):
+    if all(segment.is_small for segment in known) or any(segment.is_expandable for segment in known):
         return {}
+    step = _Step.of(plan, (), planned.enlarged, settings)
     allocator = CachingAllocator(settings)
     allocator.restore(known)
-    segment = max(large, key=lambda segment: _largest_free(segment).size)
-    free, offsets = _largest_free(segment), pack(step.blocks)
-    standing = {
-        Block(f"at {block.address}", block.nbytes, 0, step.runs): block.address - segment.address
-        for block in segment.blocks
-        if block.state is not BlockState.FREE
-    }
-    if offsets.arena_bytes <= free.size:
-        shift = free.address - segment.address
-        found = {name: offset + shift for name, offset in offsets.offsets.items()}
-    else:
-        found, _ = _packed_around(step.blocks, standing, segment.nbytes, _EFFORT)
-    room = _Span(segment.address, segment.nbytes)
-    return dict(_Steering(step, allocator, room, found, standing).runs())
-
-
-def _largest_free(segment: HeapSegment) -> _Span:
-    free = (_Span(b.address, b.nbytes) for b in segment.blocks if b.state is BlockState.FREE)
-    return max(free, key=lambda span: span.size, default=_Span(segment.address, 0))
+    return dict(_Steering(step, allocator, pack(step.blocks)).runs())
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,21 +213,61 @@ def _large_blocks(requests: Requests, settings: AllocatorSettings) -> Iterator[B
     yield from found.values()
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Where a block lies, with its slack."""
+
+    address: int
+    size: int
+
+
+class _Room:
+    """The large segments of an allocator as one row of offsets, with walls between them."""
+
+    def __init__(self, allocator: CachingAllocator, runs: int) -> None:
+        self._offsets, self._addresses, self._ends = list[int](), list[int](), list[int]()
+        self.standing: dict[Block, int] = {}  # offsets of what is there during the whole step
+        self.free = _Span(0, 0)  # the largest free block
+        self.size = 0
+        for segment in allocator.segments():
+            if not segment.is_small:
+                self._offsets.append(self.size)
+                self._addresses.append(segment.address)
+                self._ends.append(segment.address + segment.nbytes)
+                for address, nbytes, _, state in segment.blocks:
+                    if state is not BlockState.FREE:
+                        block = Block(f"at {address}", nbytes, 0, runs)
+                        self.standing[block] = self.size + address - segment.address
+                    elif nbytes > self.free.size:
+                        self.free = _Span(address, nbytes)
+                wall = Block(f"wall at {self._ends[-1]}", SMALLEST_BLOCK, 0, runs)
+                self.standing[wall] = self.size + segment.nbytes
+                self.size += segment.nbytes + SMALLEST_BLOCK
+
+    def offset_of(self, address: int) -> int | None:
+        """None if it is in a segment that was made since."""
+        at = bisect_right(self._addresses, address) - 1
+        if at < 0 or address >= self._ends[at]:
+            return None
+        return self._offsets[at] + address - self._addresses[at]
+
+    def address_of(self, offset: int) -> int:
+        at = bisect_right(self._offsets, offset) - 1
+        return self._addresses[at] + offset - self._offsets[at]
+
+
 class _Steering:
     """An allocator with the step's large blocks, which is brought to their offsets run by run."""
 
-    def __init__(
-        self,
-        step: _Step,
-        allocator: CachingAllocator,
-        room: _Span,
-        offsets: Mapping[str, int],
-        standing: Mapping[Block, int] = MappingProxyType({}),
-    ) -> None:
-        """Offsets count from the beginning of the room, and so do those of what stands in it."""
-        self._step, self._allocator, self._room = step, allocator, room
-        self._offsets, self._standing, self._effort = dict(offsets), standing, _EFFORT
+    def __init__(self, step: _Step, allocator: CachingAllocator, packing: Packing) -> None:
+        self._step, self._allocator, self._room = step, allocator, _Room(allocator, step.runs)
         self._alive: dict[Block, _Span] = {}
+        begin = self._room.offset_of(self._room.free.address)
+        if begin is not None and packing.arena_bytes <= self._room.free.size:
+            self._offsets, self._effort = {n: begin + at for n, at in packing.offsets.items()}, _EFFORT
+        else:
+            around, room = self._room.standing, self._room.size
+            self._offsets, self._effort = _packed_around(step.blocks, around, room, _EFFORT)
 
     def runs(self) -> Iterator[tuple[int, Held]]:
         """What to hold in each run, where that is anything."""
@@ -259,9 +276,8 @@ class _Steering:
             begun.setdefault(block.start, []).append(block)
         for run in range(self._step.runs):
             if wanted := begun.get(run):
-                targets = [
-                    _Span(self._room.address + self._offsets[block.id], block.nbytes) for block in wanted
-                ]
+                places = (self._room.address_of(self._offsets[block.id]) for block in wanted)
+                targets = [_Span(at, block.nbytes) for at, block in zip(places, wanted, strict=True)]
                 held = Held() if run in self._step.bare else self._held_for(wanted, targets)
                 if held.sizes:
                     yield run, held
@@ -342,13 +358,11 @@ class _Steering:
 
     def _pack_again(self, run: int) -> None:
         """Give the blocks of later runs other offsets if those that are alive lie in their way."""
-        begin, end = self._room.address, self._room.address + self._room.size
-        alive = {
-            Block(block.id, span.size, run, block.end): span.address - begin
-            for block, span in self._alive.items()
-            if begin <= span.address < end
-        }
-        around = {**self._standing, **alive}
+        around = dict(self._room.standing)
+        for block, span in self._alive.items():
+            offset = self._room.offset_of(span.address)
+            if offset is not None:
+                around[Block(block.id, span.size, run, block.end)] = offset
         later = [block for block in self._step.blocks if block.start > run]
         lying = {block.id: offset for block, offset in around.items()}
         if overlapping([*around, *later], {**self._offsets, **lying}) is None:
