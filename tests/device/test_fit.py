@@ -195,6 +195,9 @@ def test_blocks_are_held_around_what_others_keep(monkeypatch: pytest.MonkeyPatch
         torch.accelerator.synchronize(place)
         small = sum(segment.nbytes for segment in _layout(place) if segment.is_small)
         assert device_bytes(place, "reserved").current <= before + nbytes + 2 * _MIB + small
+    del model, fitted, planned, x, kept, layers
+    gc.collect()
+    torch.accelerator.empty_cache()
 
 
 def test_without_room_no_block_is_held_and_this_is_said_once(
