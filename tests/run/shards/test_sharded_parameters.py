@@ -5,8 +5,10 @@ Workers that share samples evenly have one plan. On other meshes each worker has
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,9 +19,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from stowplan import fit
 from stowplan.capture import capture
 from stowplan.errors import BadUse
+from stowplan.plan.shards import early_gathers
 from stowplan.plan.shards.parameter_shards import DividedParameters
 from stowplan.run.iteration.iteration import Iteration
 from stowplan.run.shards.gather import Gather
+from stowplan.run.shards.workers import Workers
 from tests.support.workers.compared import example_of
 from tests.support.workers.processes import on_workers
 from tests.support.workers.sharded import Trained, Training
@@ -33,6 +37,8 @@ class Findings:
 
     roomy: Trained
     tight: Trained
+    same_bits: tuple[bool, bool]  # in the tight budget, and if gathers begin where they are read
+    slow: tuple[float, float]  # how far parameters are that arrive when they are waited for, or read before
     uneven: Trained  # two samples on one worker, one on the other
     accumulated: Trained  # four backwards before each step
     faults: dict[str, float]
@@ -46,11 +52,40 @@ _first_seen: dict[int, tuple[Gather, list[Tensor]]] = {}
 
 
 def gathered_in_the_first_iteration(self: Gather, shards: list[Tensor]) -> list[Tensor]:
-    fresh = _gathers(self, shards)
-    if not self.workers.step:
-        return fresh  # while it is planned
-    _, stale = _first_seen.setdefault(id(self), (self, [whole.clone() for whole in fresh]))
-    return [whole.clone() for whole in stale]
+    return _in_the_first_iteration(self, _gathers(self, shards))
+
+
+def ended_in_the_first_iteration(self: Gather, buffer: Tensor) -> list[Tensor]:
+    self.workers.end_flight(buffer)
+    return _in_the_first_iteration(self, self.wholes(buffer))
+
+
+def _in_the_first_iteration(gather: Gather, fresh: list[Tensor]) -> list[Tensor]:
+    if gather.workers.step:  # else it is planned
+        _, stale = _first_seen.setdefault(id(gather), (gather, [whole.clone() for whole in fresh]))
+        for whole, old in zip(fresh, stale, strict=True):
+            whole.copy_(old)
+    return fresh
+
+
+_slow: dict[int, Callable[[], Callable[[], None]]] = {}
+
+
+def on_a_slow_network(
+    self: Workers, flight: Tensor, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]
+) -> None:
+    """Messages arrive when they are waited for, and no sooner."""
+    for _, room in receives:
+        room.fill_(torch.nan)
+    _slow[flight.data_ptr()] = partial(self.swap, sends, receives)
+
+
+def waited_for(_: Workers, flight: Tensor) -> None:
+    _slow.pop(flight.data_ptr())()()
+
+
+def read_early(_: Workers, __: Tensor) -> None:
+    """Nothing is waited for, and nothing is there."""
 
 
 def not_summed(self: Gather, gradients: list[Tensor]) -> list[Tensor]:
@@ -63,7 +98,7 @@ def of_this_worker_alone(own: Tensor) -> Tensor:
 
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "a stale gather": (Gather, "forward", gathered_in_the_first_iteration),
+    "a stale gather": (Gather, "end", ended_in_the_first_iteration),
     "a shard that is not summed": (Gather, "backward", not_summed),
     "a norm of one worker alone": (Iteration, "norm_over_workers", of_this_worker_alone),
 }
@@ -71,17 +106,36 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 
 def look(folder: Path) -> Findings:
     roomy = Training("1GiB")
-    right = roomy.run(5)
-    roomy.checkpoints(folder).save(5)
+    right = roomy.run(3)
+    roomy.checkpoints(folder).save(3)
     saved = roomy.values()
     faults = dict(_faults(roomy))
+    slow = _far_on_a_slow_network(roomy, waited_for), _far_on_a_slow_network(roomy, read_early)
     roomy.checkpoints(folder).resume()
-    resumed = all(map(torch.equal, roomy.values(), saved))
-    tight = Training(int(0.75 * right.projected_bytes)).run(2)
+    resumed = _same(roomy.values(), saved)
+    tight = Training(int(0.7 * right.projected_bytes))
+    scarce, bits = tight.run(3), [_same(tight.values(), saved)]
+    with patch.object(early_gathers, "MOST_AHEAD", 0):
+        late = Training("1GiB")
+    assert late.run(3).early == 0
+    bits.append(_same(late.values(), saved))
     uneven = Training("1GiB", batch=3).run(2)
     accumulated = Training("1GiB", accumulate=4).run(2)
     refusals, values = dict(_refusals(roomy)), [each.tolist() for each in saved]
-    return Findings(right, tight, uneven, accumulated, faults, refusals, values, resumed)
+    return Findings(
+        right, scarce, (bits[0], bits[1]), slow, uneven, accumulated, faults, refusals, values, resumed
+    )
+
+
+def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(map(torch.equal, found, expected))
+
+
+def _far_on_a_slow_network(training: Training, end: Callable[[Workers, Tensor], None]) -> float:
+    with pytest.MonkeyPatch.context() as faults:
+        faults.setattr(Workers, "begin_flight", on_a_slow_network)
+        faults.setattr(Workers, "end_flight", end)
+        return training.run(1).far
 
 
 def _faults(training: Training) -> Iterator[tuple[str, float]]:
@@ -96,7 +150,8 @@ def _faults(training: Training) -> Iterator[tuple[str, float]]:
 def look_along_the_sequence() -> tuple[Trained, dict[str, float]]:
     """A Llama in a budget that gathers again, and the faults in it."""
     llama = Training("500KiB", net="llama", mesh="data=2,sequence=2")
-    return llama.run(5), dict(_faults(llama))
+    with patch.dict(FAULTS, {"a stale gather": (Gather, "forward", gathered_in_the_first_iteration)}):
+        return llama.run(3), dict(_faults(llama))
 
 
 def _refusals(sharded: Training) -> Iterator[tuple[str, str]]:
@@ -168,6 +223,22 @@ def test_a_smaller_budget_gathers_again_and_holds_on_every_worker(two: list[Find
         assert found.tight.sent_bytes[0] > found.roomy.sent_bytes[0]
 
 
+def test_gathers_begin_early_where_the_budget_has_room_for_their_buffers(two: list[Findings]) -> None:
+    for found in two:
+        assert found.roomy.early > 10
+        assert found.roomy.measured_bytes == found.roomy.projected_bytes
+        assert 0 <= found.tight.projected_bytes - found.tight.measured_bytes <= 64
+        assert found.same_bits == (True, True)
+
+
+def test_a_gather_is_read_after_its_wait(two: list[Findings]) -> None:
+    """Otherwise parameters are seen to be wrong where messages are slow."""
+    for found in two:
+        waited, unwaited = found.slow
+        assert waited <= 1e-12
+        assert not unwaited <= 1e-6
+
+
 def test_planted_faults_are_seen(two: list[Findings]) -> None:
     for found in two:
         assert all(far > 1e-6 for far in found.faults.values()), found.faults
@@ -178,7 +249,7 @@ def test_a_checkpoint_of_shards_is_resumed_and_loads_as_whole(two: list[Findings
     model, _ = example_of("gpt", batch=4)
     state = {"model": {name: torch.zeros_like(p) for name, p in model.named_parameters()}}
     with pytest.warns(UserWarning, match="load in a single process"):
-        load(state, storage_reader=FileSystemReader(folder / "step-5"), no_dist=True)
+        load(state, storage_reader=FileSystemReader(folder / "step-3"), no_dist=True)
     assert [each.tolist() for each in state["model"].values()] == two[0].saved
 
 

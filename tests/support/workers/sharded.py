@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stowplan import fit, shards_of
-from stowplan.plan.plan import Compute, RecomputeOp, Step
+from stowplan.plan.plan import Compute, Plan, RecomputeOp, Step
+from stowplan.plan.shards.early_gathers import BEGIN_GATHER, END_GATHER
 from stowplan.run.iteration.iteration import Iteration
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import PlannedStep
@@ -33,6 +34,7 @@ class Trained:
     projected_bytes: int
     sent_bytes: tuple[int, int]  # measured and projected
     recomputed: int  # gathers that are repeated for backward
+    early: int  # gathers that begin while others are read
 
     @property
     def is_right(self) -> bool:
@@ -119,12 +121,19 @@ class Training:
             planned.plan.projected_peak_bytes,
             (sharded.workers.sent_bytes, times * sharded.sent_bytes(planned)),
             sum(_repeats_a_gather(step) for step in steps),
+            _early(planned.plan),
         )
+
+
+def _early(plan: Plan) -> int:
+    types = {op.id: op.type for op in plan.graph.ops}
+    run = [types[step.op] for step in plan.steps if isinstance(step, Compute | RecomputeOp)]
+    return sum(kind == BEGIN_GATHER and run[at + 1] != END_GATHER for at, kind in enumerate(run))
 
 
 def _repeats_a_gather(step: Step) -> bool:
     if isinstance(step, RecomputeOp):
-        return "gather" in step.op
+        return "begin_gather" in step.op
     return isinstance(step, Compute) and "gather" in step.op and step.op.endswith("_again")
 
 

@@ -176,7 +176,8 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, collective: Collective, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.collective = collective
-        return tuple(torch.ops.stowplan.gather_parameters(shards, collective.key))
+        buffer = torch.ops.stowplan.begin_gather(shards, collective.key)
+        return tuple(torch.ops.stowplan.end_gather(buffer, collective.key))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -4,10 +4,15 @@ A parameter is divided by rows, its first dim. Every worker has as many rows; th
 padding, are zero, and are never sent. Backward, each worker sends each other the rows of its gradient that
 belong to the other, and adds up what it receives. A worker that reads a part of a parameter gathers that
 part: it receives of each other worker's rows what the part has of them.
+
+Whole parameters are received in their places in one buffer. The messages begin when it is allocated and are
+waited for before its first reader; meanwhile the worker may compute something else.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 
 import torch
 from torch import Tensor
@@ -16,6 +21,8 @@ from stowplan.ir import Shape
 from stowplan.ops.windows import Span
 from stowplan.plan.shards.parameter_shards import Part
 from stowplan.run.shards.workers import Workers
+
+_LINE_BYTES = 64  # parameters in a buffer begin at multiples of it, as PyTorch's own allocations do
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +108,42 @@ class Gather:
         own = self.workers.rank
         return sum(self.elements(*((peer, own) if is_backward else (own, peer))) for peer in self.peers)
 
-    def seconds(self, itemsize: int, *, is_backward: bool) -> float:
-        """The time of the messages."""
+    def seconds(self, itemsize: int, *, is_backward: bool, messages: int = 1) -> float:
+        """The time of `messages` to each other worker."""
         nbytes = self.sent_elements(is_backward=is_backward) * itemsize
-        return len(self.peers) * self.latency_seconds + nbytes / self.bytes_per_second
+        return messages * len(self.peers) * self.latency_seconds + nbytes / self.bytes_per_second
+
+    def buffer_elements(self, itemsize: int) -> int:
+        """The size of the buffer for whole parameters. With a line more, it is no parameter itself."""
+        return self._starts(itemsize)[-1] + _LINE_BYTES // itemsize
+
+    def _starts(self, itemsize: int) -> list[int]:
+        """Where in the buffer each parameter begins, and where the last one ends."""
+        line = _LINE_BYTES // itemsize
+        return list(accumulate((-(-prod(rows.shape) // line) * line for rows in self.rows), initial=0))
+
+    def wholes(self, buffer: Tensor) -> list[Tensor]:
+        """The parameters in a buffer: views."""
+        pairs = zip(self._starts(buffer.itemsize)[:-1], self.rows, strict=True)
+        return [buffer[at : at + prod(rows.shape)].view(rows.shape) for at, rows in pairs]
+
+    def begin(self, shards: Sequence[Tensor]) -> Tensor:
+        """A buffer for whole parameters, which has this worker's rows; those of others begin to arrive."""
+        own, buffer = self.workers.rank, shards[0].new_empty(self.buffer_elements(shards[0].itemsize))
+        sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+        for shard, whole, rows in zip(shards, self.wholes(buffer), self.rows, strict=True):
+            mine = shard[: rows.count(own)]
+            rows.of(whole, own).copy_(mine)
+            sends += ((peer, mine) for peer in self.peers if mine.numel())
+            rooms = ((peer, rows.of(whole, peer)) for peer in self.peers)
+            receives += ((peer, room) for peer, room in rooms if room.numel())
+        self.workers.begin_flight(buffer, sends, receives)
+        return buffer
+
+    def end(self, buffer: Tensor) -> list[Tensor]:
+        """The whole parameters, once all rows have arrived."""
+        self.workers.end_flight(buffer)
+        return self.wholes(buffer)
 
     def forward(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """This worker's parts of the parameters. A single piece of one is received in its place."""

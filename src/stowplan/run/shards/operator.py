@@ -167,11 +167,20 @@ def _end_sums(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
 
 
 @torch.library.custom_op(
-    "stowplan::gather_parameters", mutates_args=(), schema="(Tensor[] shards, str name) -> Tensor[]"
+    "stowplan::begin_gather", mutates_args=(), schema="(Tensor[] shards, str name) -> Tensor"
 )
-def _gather_parameters(shards: list[Tensor], name: str) -> list[Tensor]:
-    """Whole parameters from the shards of all workers. A plan may gather them again for backward."""
-    return collective_of(name).of_kind(Gather).forward(shards)
+def _begin_gather(shards: list[Tensor], name: str) -> Tensor:
+    """Begins to gather whole parameters in a buffer. A plan may do so again for backward."""
+    return collective_of(name).of_kind(Gather).begin(shards)
+
+
+torch.library.define("stowplan::end_gather", "(Tensor(a) buffer, str name) -> Tensor(a)[]")
+
+
+@torch.library.impl("stowplan::end_gather", "CompositeExplicitAutograd")
+def _end_gather(buffer: Tensor, name: str) -> list[Tensor]:
+    """The parameters in the buffer, once they are there. Nothing else reads it."""
+    return collective_of(name).of_kind(Gather).end(buffer)
 
 
 @torch.library.custom_op(
@@ -310,10 +319,15 @@ def _(flat: Tensor, token: Tensor, name: str) -> list[Tensor]:
     return [flat.new_empty(shape) for shape in collective_of(name).of_kind(Bucket).shapes]
 
 
-@_gather_parameters.register_fake
-def _(shards: list[Tensor], name: str) -> list[Tensor]:
-    pairs = zip(shards, collective_of(name).of_kind(Gather).shapes, strict=True)
-    return [shard.new_empty(shape) for shard, shape in pairs]
+@_begin_gather.register_fake
+def _(shards: list[Tensor], name: str) -> Tensor:
+    gather = collective_of(name).of_kind(Gather)
+    return shards[0].new_empty(gather.buffer_elements(shards[0].itemsize))
+
+
+@torch.library.register_fake("stowplan::end_gather")  # type: ignore[untyped-decorator]
+def _(buffer: Tensor, name: str) -> list[Tensor]:
+    return collective_of(name).of_kind(Gather).wholes(buffer)
 
 
 @_scatter_sum.register_fake

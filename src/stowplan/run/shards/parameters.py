@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from stowplan.capture import Captured
 from stowplan.ops.table import shape_of
 from stowplan.plan.plan import Compute, RecomputeOp
+from stowplan.plan.shards.early_gathers import BEGIN_GATHER
 from stowplan.plan.shards.parameter_shards import gather_groups, part_of
 from stowplan.plan.shards.plan import ShardPlan
 from stowplan.plan.shards.projection import Network
@@ -30,7 +31,7 @@ from stowplan.run.shards.operator import Collective
 from stowplan.run.shards.second_gathers import GATHER_IN_ORDER, SCATTER_SUM_IN_ORDER
 from stowplan.run.shards.workers import Workers
 
-_GATHERS = ("stowplan.gather_parameters.default", GATHER_IN_ORDER)
+_GATHERS = (BEGIN_GATHER, GATHER_IN_ORDER)
 _SUMS = ("stowplan.scatter_sum.default", SCATTER_SUM_IN_ORDER)
 
 _PROBED_BYTES = 2**20
@@ -190,10 +191,11 @@ def _resetting(parameter: nn.Parameter, whole: Tensor) -> Callable[[], None]:
 def _probed(signature: Signature, device: torch.device) -> Cost | None:
     """What this worker does itself, and the messages."""
     own = probed_cost(signature, device, repeats=3)
-    is_backward = str(signature.call.target) in _SUMS
-    itemsize = signature.operands[0].dtype.itemsize
-    messages = _operation_of(signature.call.args).seconds(itemsize, is_backward=is_backward)
-    return None if own is None else Cost(own.seconds + messages, own.rise_bytes)
+    kind, itemsize = str(signature.call.target), signature.operands[0].dtype.itemsize
+    gather = _operation_of(signature.call.args)
+    count = len(gather.rows) if kind == BEGIN_GATHER else 1
+    seconds = gather.seconds(itemsize, is_backward=kind in _SUMS, messages=count)
+    return None if own is None else Cost(own.seconds + seconds, own.rise_bytes)
 
 
 PROBES.update(dict.fromkeys((*_GATHERS, *_SUMS), _probed))

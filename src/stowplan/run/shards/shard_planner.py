@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from stowplan.capture import Call, Captured, Ref, capture
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.plan import Machine, Plan
+from stowplan.plan.shards.early_gathers import with_early_gathers
 from stowplan.plan.shards.mesh import Axis, Mesh
 from stowplan.plan.shards.options import Environment, Option, meshes_for, options_of
 from stowplan.plan.shards.projection import Network
 from stowplan.plan.shards.propagation import Chosen
 from stowplan.run.cost.machine import device_of, measure_machine
 from stowplan.run.fit import ShardRequest
-from stowplan.run.planning.planner import PlannedStep, Subject, plan_step
+from stowplan.run.planning.planner import PlannedStep, Subject, plan_step, replayed_bytes
 from stowplan.run.planning.recapture import Replacement
 from stowplan.run.shards.actions import entered
 from stowplan.run.shards.choosing import Attempt, Tried, fastest_that_fits
@@ -318,9 +319,13 @@ class ShardPlanner:
             options = replace(options, allow=("recompute",))
         try:
             with sharded.workers.rehearsing():
-                return plan_step(subject, request.budget_bytes - beside, options)
+                planned = plan_step(subject, request.budget_bytes - beside, options)
         except BudgetTooSmall as refusal:
             raise refusal.beside(beside, "the reserve and buffers as they were before a step") from None
+        if not sharded.parameters:
+            return planned
+        room = planned.plan.allowed_bytes - replayed_bytes(planned.plan)
+        return replace(planned, plan=with_early_gathers(planned.plan, room))
 
 
 def _look_of(captured: Captured) -> str:
