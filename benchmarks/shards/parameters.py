@@ -2,9 +2,10 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 from benchmarks.results import Study
 from stowplan import fit, plans_of, shards_of
 from stowplan.errors import BudgetTooSmall
+from stowplan.plan.shards import early_gathers
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.run.measure.measure import measure
 from tests.support.nets import NETS
@@ -111,7 +113,15 @@ def _stowplan(example: Example, budget: int | str) -> Method:
     return Method("stowplan", lambda: _loop(fitted, shares, optimizer), model, optimizer, note)
 
 
-def compare(name: str, batch: int, sequence: int, share: float, rounds: int, fsdp: bool) -> list[Taken]:
+def _late(example: Example, budget: int) -> Method:
+    """Gathers begin where they are waited for."""
+    with patch.object(early_gathers, "MOST_AHEAD", 0):
+        return replace(_stowplan(example, budget), name="stowplan, no gather early")
+
+
+def compare(
+    name: str, batch: int, sequence: int, share: float, rounds: int, fsdp: bool, late: bool
+) -> list[Taken]:
     """One process on the first worker, then all methods in turn."""
     alone = Taken("one process, eager", 0, 0.0)
     if dist.get_rank() == 0:
@@ -126,7 +136,10 @@ def compare(name: str, batch: int, sequence: int, share: float, rounds: int, fsd
     try:
         methods = [_stowplan(_example(name, batch, sequence), budget)]
     except BudgetTooSmall as refusal:
-        methods = [_stowplan(_example(name, batch, sequence), refusal.minimum_bytes)]
+        budget = refusal.minimum_bytes
+        methods = [_stowplan(_example(name, batch, sequence), budget)]
+    if late:
+        methods.append(_late(_example(name, batch, sequence), budget))
     if fsdp:
         methods += (_fsdp(_example(name, batch, sequence), reshard=reshard) for reshard in (True, False))
     return [alone, *_taken(methods, rounds)]
@@ -199,6 +212,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--exact", action="store_true", help="instead, tiny models in float64")
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 too, in the same rounds")
+    text = "stowplan with gathers that begin where they are read too, in the same rounds"
+    parser.add_argument("--late", action="store_true", help=text)
     text = "instead, stowplan in FSDP2's own peaks; --workers 2 --sequence 64 is small"
     parser.add_argument("--versus", action="store_true", help=text)
     given = parser.parse_args(argv)
@@ -212,7 +227,7 @@ def main(argv: Sequence[str]) -> None:
                 assert roomy.is_right, roomy
                 assert tight.is_right, tight
         return
-    asked = given.model, given.batch, given.sequence, given.share, given.rounds, given.fsdp
+    asked = given.model, given.batch, given.sequence, given.share, given.rounds, given.fsdp, given.late
     found = on_workers(given.workers, compare, *asked, patience=_PATIENCE_SECONDS)
     alone = found[0][0].peak_bytes
     study, case = Study("shards"), f"{given.model} with sharded parameters on {given.workers} workers"

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -33,6 +34,7 @@ _KEYS = (
 )
 
 _MOST_WRITTEN = 1024  # workers, each with a page of its own
+_MOST_SHOWN = 4096  # workers at which curves end, unless a larger mesh is asked for
 
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -104,7 +106,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--machine", help="a TOML file with [compute] and [network]; defaults without it")
     parser.add_argument(
-        "--up-to", type=int, default=4096, help="number of workers at which the curves end (default 4096)"
+        "--up-to",
+        type=int,
+        help="number of workers at which the curves end (default 4096, or those of the mesh)",
     )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
@@ -126,16 +130,20 @@ def _simulated(arguments: Namespace) -> Simulation:
     if shards and (arguments.layouts or not arguments.mesh):
         raise BadUse("--parameters shard is for a mesh such as --mesh data=4, and not for a chosen division")
     graphs = _graphs(arguments.target)
-    graph, most = graphs(1), arguments.up_to
+    graph = graphs(1)
     wanted = _wanted(graph, arguments, machine, network)
+    most = arguments.up_to or max(_MOST_SHOWN, wanted.mesh.size)
     stages: Mapping[str, str] = {}
     if arguments.regions:
         _write_regions(graph, wanted.mesh, arguments)
     if arguments.layouts:
         wanted, stages = _relaid(graph, wanted.mesh, arguments, machine, network)
-    strong = list(_curve(lambda _: graph, strong_scaling(wanted.mesh, most), machine, network, shards))
+    known = [] if arguments.layouts else [wanted]
+    meshes = strong_scaling(wanted.mesh, most)
+    strong = list(_curve(lambda _: graph, meshes, machine, network, shards, known))
     weak: list[Projection] = []
     if api.names_a_function(arguments.target):
+        most = arguments.up_to or _MOST_SHOWN  # its batches grow out of all bounds
         weak = list(_curve(graphs, weak_scaling(wanted.mesh, most), machine, network, shards))
     return Simulation(arguments.target, wanted, strong, weak, stages, Labels(graph))
 
@@ -163,12 +171,18 @@ def _relaid(
 
 
 def _curve(
-    graphs: Graphs, meshes: Iterable[Mesh], machine: Machine, network: Network, shards: bool
+    graphs: Graphs,
+    meshes: Iterable[Mesh],
+    machine: Machine,
+    network: Network,
+    shards: bool,
+    known: Iterable[Projection] = (),
 ) -> Iterator[Projection]:
-    """Projections up to the first mesh with idle workers."""
+    """Projections up to the first mesh with idle workers; some may be known."""
+    found = {projection.mesh: projection for projection in known}
     with suppress(TooManyWorkers):
         for mesh in meshes:
-            yield _project(graphs(mesh.size), mesh, machine, network, shards)
+            yield found.get(mesh) or _project(graphs(mesh.size), mesh, machine, network, shards)
 
 
 def read_machine(path: str | None) -> tuple[Machine, Network]:
@@ -190,7 +204,7 @@ def _graphs(target: str) -> Graphs:
     from stowplan.run.target import load_target, subject_of, with_batches
 
     found = load_target(target)
-    return lambda times: subject_of(with_batches(found, times)).captured.graph
+    return cache(lambda times: subject_of(with_batches(found, times)).captured.graph)
 
 
 def _wanted(graph: Graph, arguments: Namespace, machine: Machine, network: Network) -> Projection:

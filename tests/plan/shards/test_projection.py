@@ -79,9 +79,12 @@ def test_the_mesh_chosen_is_the_fastest_that_fits(unet: Captured) -> None:
     assert fault.value.minimum_bytes == min(p.peak_bytes for p in every)
 
 
-def test_curves_double_the_workers_along_the_axes_in_turn() -> None:
-    sizes = [mesh.size for mesh in strong_scaling(parse_mesh("data=3,space=2x2"), 70)]
-    assert sizes == [1, 2, 4, 8, 16, 32, 64]
+def test_curves_grow_along_the_axes_in_turn_and_through_the_mesh_asked_for() -> None:
+    sizes = [mesh.size for mesh in strong_scaling(parse_mesh("data=3,space=2x2"), 300)]
+    assert sizes == [1, 2, 4, 8, 16, 32, 64, 256]
+    meshes = [str(mesh) for mesh in strong_scaling(parse_mesh("data=128,model=2"), 256)]
+    assert meshes[:3] == ["data=1,model=1", "data=1,model=2", "data=2,model=2"]
+    assert meshes[-2:] == ["data=32,model=2", "data=128,model=2"]
 
 
 def test_a_growing_batch_is_cut_by_a_data_axis_beside_those_asked_for() -> None:

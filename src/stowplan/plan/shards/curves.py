@@ -5,15 +5,24 @@ from dataclasses import replace
 
 from stowplan.plan.shards.mesh import Axis, Mesh
 
+_FEW = 64  # workers, up to which meshes grow in small steps
+
 
 def strong_scaling(mesh: Mesh, most: int) -> Iterator[Mesh]:
-    """Meshes of the same axes, each twice as large as the one before, from one worker on."""
-    sizes = [1] * len(mesh.axes)
-    turn = len(sizes) - 1
+    """Meshes of the same axes, from one worker to `mesh` and beyond: twice as large each, later four times.
+
+    Axes grow in turn, and beyond their sizes in `mesh` only when all have them.
+    """
+    wanted = [axis.size for axis in mesh.axes]
+    sizes, turns = [1] * len(wanted), list(reversed(range(len(wanted))))
     while (grown := _sized(mesh, sizes)).size <= most:
         yield grown
-        sizes[turn] *= 2
-        turn = (turn - 1) % len(sizes)
+        for _ in range(1 if grown.size < _FEW else 2):
+            below = [axis for axis in turns if 2 * sizes[axis] <= wanted[axis]] or turns
+            sizes[below[0]] *= 2
+            turns.append(turns.pop(turns.index(below[0])))
+            if sizes == wanted:
+                break
 
 
 def weak_scaling(mesh: Mesh, most: int) -> Iterator[Mesh]:

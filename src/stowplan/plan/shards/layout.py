@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from stowplan.geometry import Rect
@@ -37,12 +38,7 @@ class Layout:
 
     def share(self, mesh: Mesh, worker: int) -> Rect:
         """The part that belongs to a worker: along the axes that cut, parts are disjoint and cover all."""
-        spans: list[Span] = [(0, size) for size in self.cells.sizes]
-        place = mesh.place(worker)
-        for axis, cell in enumerate(self.axes):
-            if cell is not None:
-                spans[cell] = mesh.axes[axis].span(self.cells.sizes[cell], place[axis])
-        return Rect(tuple(low for low, _ in spans), tuple(high for _, high in spans))
+        return _share(self, mesh, worker)
 
     def is_first(self, mesh: Mesh, worker: int) -> bool:
         """Whether a worker is the one, among all that have the same share, that counts as its owner."""
@@ -63,3 +59,14 @@ class Layout:
             part = rect.intersect(self.share(mesh, holder))
             if not part.is_empty:
                 yield holder, part
+
+
+@lru_cache(2**16)  # many tensors have one layout
+def _share(layout: Layout, mesh: Mesh, worker: int) -> Rect:
+    sizes = layout.cells.sizes
+    spans: list[Span] = [(0, size) for size in sizes]
+    place = mesh.place(worker)
+    for axis, cell in enumerate(layout.axes):
+        if cell is not None:
+            spans[cell] = mesh.axes[axis].span(sizes[cell], place[axis])
+    return Rect(tuple(low for low, _ in spans), tuple(high for _, high in spans))

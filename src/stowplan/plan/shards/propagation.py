@@ -7,7 +7,7 @@ workers. Otherwise the axis is dropped: the op's inputs are gathered, every work
 the whole op, and the reason is recorded. All of these are exact.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -19,7 +19,7 @@ from stowplan.ops.regions import Need, Partial, Regions, Relation, regions_of
 from stowplan.ops.regions.rules import dim_of, identity
 from stowplan.ops.table import Site, shape_of, site_of
 from stowplan.ops.tiling import RESHAPES
-from stowplan.plan.shards.allowed import allowed
+from stowplan.plan.shards.allowed import allowed, look_of
 from stowplan.plan.shards.cell_relation import CellRelation, cell_relation, sliced_dim
 from stowplan.plan.shards.cells import Cells, regrouped
 from stowplan.plan.shards.layout import Layout
@@ -85,6 +85,7 @@ class ShardPropagation:
     layouts: dict[str, Layout]
     chosen: Chosen
     shardings: list[OpSharding] = field(default_factory=list)
+    _allowed: set[Hashable] = field(default_factory=set)  # layouts of ops that look alike
 
     def run(self) -> None:
         for op in forward_ops(self.graph):
@@ -156,8 +157,11 @@ class ShardPropagation:
             layout, rule = self._following(site, relation, inputs)
             if number == 0:
                 layout = self._as_chosen(site.op, layout)
-            layout, reason = allowed(site, number, rule, layout, inputs, self.mesh)
-            why = why or (reason if number == 0 else "")
+            known = look_of(site), number, layout, tuple(inputs)
+            if known not in self._allowed:
+                layout, reason = allowed(site, number, rule, layout, inputs, self.mesh)
+                why = why or (reason if number == 0 else "")
+                self._allowed.update(() if reason else (known,))
             outputs.append(layout)
             rules.append(rule)
         self._settle(site.op, ShardingKind.PARTS, outputs, rules, why=why)

@@ -10,7 +10,7 @@ messages, and copies of the held part, forward and backward. Both costs are in m
 their ratio differs less from machine to machine than seconds do, and all workers must decide alike.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -21,7 +21,7 @@ from stowplan.ops.effects import Effect, effect_of, macs_of
 from stowplan.ops.regions.relation import with_span
 from stowplan.ops.table import Site, shape_of, site_of
 from stowplan.ops.windows import Span
-from stowplan.plan.shards.allowed import refusal_of_parts
+from stowplan.plan.shards.allowed import look_of, refusal_of_parts
 from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.propagation import (
     LOOKUPS,
@@ -104,6 +104,9 @@ class Pulling:
         self._found, self._mesh = propagated, propagated.mesh
         self._workers = tuple(workers)
         self._known_shares: dict[Layout, list[Rect]] = {}
+        self._alike: dict[Hashable, int] = {}  # a number for ops that look alike, by all that rules depend on
+        self._pulled: dict[tuple[int, Rect], tuple[Rect | None, ...]] = {}  # by that number and part
+        self._possible: set[tuple[int, frozenset[Rect]]] = set()  # parts that such ops can make
         self._needed: list[dict[str, Rect]] = [{} for _ in self._workers]
         self._made: list[dict[str, Rect]] = [{} for _ in self._workers]
         self._levels: list[list[Level]] = [[] for _ in self._workers]
@@ -138,9 +141,19 @@ class Pulling:
         draws = number == 0 and self._draws(sharding.op)
         if not draws and not any(name in needed for needed in self._needed):
             return
-        for place, made in enumerate(self._parts_made(sharding, number, name, draws)):
+        parts, look = self._parts_made(sharding, number, name, draws), self._look(sharding, number)
+        for place, made in enumerate(parts):
+            if (look, made) not in self._pulled:
+                self._pulled[look, made] = sharding.rules[number].pull(made)
             self._made[place][name] = made
-            self._append(place, Level(sharding, number, made, sharding.rules[number].pull(made)))
+            self._append(place, Level(sharding, number, made, self._pulled[look, made]))
+
+    def _look(self, sharding: OpSharding, number: int) -> int:
+        """The same for outputs of ops that look alike and have layouts alike."""
+        op, layouts = sharding.op, self._found.layouts
+        inputs = tuple(layouts[use.tensor] for use in op.inputs)
+        known = look_of(site_of(self._found.graph, op)), number, layouts[op.outputs[number].tensor], inputs
+        return self._alike.setdefault(known, len(self._alike))
 
     def _append(self, place: int, level: Level) -> None:
         self._levels[place].append(level)
@@ -191,11 +204,16 @@ class Pulling:
         """Whether the op makes these parts of an output, one on each worker."""
         if sharding.op.type in LIKES:
             return True
+        known = self._look(sharding, number), frozenset(made)
+        if known in self._possible:
+            return True
         site = site_of(self._found.graph, sharding.op)
         cells = [self._layout(use.tensor).cells for use in sharding.op.inputs]
         layout = self._layout(sharding.op.outputs[number].tensor)
         refusal = refusal_of_parts(site, number, sharding.rules[number], layout, cells)
-        return not any(map(refusal, set(made)))
+        can = not any(map(refusal, set(made)))
+        self._possible.update((known,) if can else ())
+        return can
 
     def _counted(self, sharding: OpSharding, made: Rect, worker: int) -> tuple[Rect | None, ...]:
         """The inputs that the worker's sums need, and for a norm also those that normalising `made` needs."""
