@@ -92,6 +92,23 @@ def test_a_growing_batch_is_cut_by_a_data_axis_beside_those_asked_for() -> None:
     assert meshes == [f"data={n},space={m},space={m}" for n, m in ((1, 1), (1, 2), (4, 2), (16, 2))]
 
 
+def test_workers_draw_their_parts_of_masks_alone() -> None:
+    """Each has as much to do and to hold if the batch grows with the workers, dropout included."""
+    one, many = (
+        project(
+            (graph := capture(*NETS["gpt"].build("tiny", device="meta", batch=4096 * workers)).graph),
+            (mesh := parse_mesh(f"data={workers}")),
+            seeds_for(graph, mesh),
+            [op.outputs[0].tensor for op in graph.ops if op.type == "aten.nll_loss_forward.default"],
+            Machine(),
+            NETWORK,
+        )
+        for workers in (1, 64)
+    )
+    assert many.compute_seconds < 1.02 * one.compute_seconds
+    assert many.peak_bytes < 1.02 * one.peak_bytes
+
+
 @pytest.mark.slow
 def test_a_mesh_of_many_workers_is_chosen_among_the_most_promising(unet: Captured) -> None:
     ends = ["nll_loss2d_forward.0"]

@@ -15,6 +15,7 @@ from time import perf_counter
 
 from stowplan.analyse.facts import facts_of
 from stowplan.errors import TooManyWorkers
+from stowplan.geometry import Rect
 from stowplan.ir import Graph, Op
 from stowplan.ops.table import shape_of
 from stowplan.plan.plan import Machine, price_by_roofline
@@ -29,6 +30,13 @@ from stowplan.plan.shards.traffic import itemsize_of, summed_by, sums_of, traine
 from stowplan.plan.shards.weights import PRODUCTS
 
 Seeds = Mapping[str, Sequence[int | None]]
+
+
+LEAST_SKIPPED = 2**20
+"""Random numbers that it takes longer to draw than to skip, on the CPU."""
+
+DRAWN_IN_PARTS = "aten.bernoulli.p"
+"""The masks of dropout: a worker draws its part, and the numbers of others are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +179,9 @@ def _shares_of_tensors(plan: ShardPlan, shard: Shard) -> dict[str, float]:
 
     What else there is in the backward half is as large, in proportion, as what it is made from.
     """
-    found = {name: _share_held(plan, shard, name) for name in {**shard.held, **shard.made}}
     tensors = plan.graph.tensors
+    masks = _masks_of(plan.graph)
+    found = {name: _share_held(plan, shard, name, masks.get(name)) for name in {**shard.held, **shard.made}}
     for op in plan.graph.ops:
         read = [name for name in op.reads() if name in found and tensors[name].kind not in RESIDENT]
         made_from = max((found[name] for name in read), default=1.0)
@@ -183,17 +192,30 @@ def _shares_of_tensors(plan: ShardPlan, shard: Shard) -> dict[str, float]:
     return found
 
 
-def _share_held(plan: ShardPlan, shard: Shard, name: str) -> float:
+def _masks_of(graph: Graph) -> dict[str, str]:
+    """By mask that is drawn in parts, and by blank tensor that it is drawn in, the mask."""
+    draws = [op for op in graph.ops if op.type == DRAWN_IN_PARTS]
+    return {name: op.outputs[0].tensor for op in draws for name in (*op.reads(), *op.writes())}
+
+
+def _share_held(plan: ShardPlan, shard: Shard, name: str, mask: str | None) -> float:
     if plan.graph.tensors[name].kind in RESIDENT:
         return 1.0
-    parts = (rect.volume for rect in (shard.held.get(name), shard.made.get(name)) if rect is not None)
-    return max(parts) / max(1, prod(plan.layouts[name].cells.sizes))
+    rects = (shard.held.get(name), shard.made.get(name)) if mask is None else (shard.held.get(mask),)
+    held = max((rect.volume for rect in rects if rect is not None), default=0)
+    return held / max(1, prod(plan.layouts[name].cells.sizes))
 
 
 def _compute_seconds(plan: ShardPlan, shard: Shard, whole: Mapping[str, float], machine: Machine) -> float:
     """Each op takes its share of what it would take whole, and a backward op that of its forward op."""
     shares = _shares_of_tensors(plan, shard)
-    done = {level.sharding.op.id: _share_done(plan, level) for level in shard.levels}
+    masks = _masks_of(plan.graph)
+    done = {
+        level.sharding.op.id: _share_drawn(level.made, shard.held.get(masks[level.name]))
+        if level.name in masks
+        else _share_done(plan, level)
+        for level in shard.levels
+    }
 
     def share(op: Op) -> float:
         first = shares.get(op.outputs[0].tensor, 1.0) if op.outputs else 1.0
@@ -214,6 +236,16 @@ def _copied_bytes(plan: ShardPlan, shard: Shard) -> int:
         for name in tensors
     )
     return 2 * sum(held) + 4 * trained_bytes(plan)
+
+
+def _share_drawn(whole: Rect, part: Rect | None) -> float:
+    """The share of a mask that a worker draws for its part. A few numbers between two rows are drawn too."""
+    share = 1.0
+    for dim, size in enumerate(whole.shape):
+        own = 0 if part is None else part.shape[dim]
+        if (size - own) * prod(whole.shape[dim + 1 :]) >= LEAST_SKIPPED:
+            share *= own / size
+    return share
 
 
 def _share_done(plan: ShardPlan, level: Level) -> float:

@@ -1,7 +1,8 @@
 """Draws of which a worker needs a part: made piece by piece, so that the whole is never there.
 
-Numbers follow each other: those before and behind the part are drawn as well, and the generator ends where it
-does in one process. This holds where PyTorch draws the same numbers in pieces as at once, which is tried.
+Numbers follow each other: those before and after the part are drawn as well or, if they are many, skipped.
+The generator ends where it does in one process. This holds where PyTorch draws the same numbers in pieces as
+at once, and where its generator is as expected, both of which is tried.
 """
 
 from collections.abc import Sequence
@@ -11,11 +12,14 @@ from math import prod
 import torch
 from torch import Tensor
 
+from stowplan.plan.shards.projection import LEAST_SKIPPED
 from stowplan.run.parts.part import LocalCall
+from stowplan.run.shards.skip_ahead import skip_ahead
 
 PIECE = 2**16
 """Elements that are drawn at once."""
 
+_WORDS_EACH = 2  # of the generator, for a number that is drawn
 _BERNOULLI = torch.ops.aten.bernoulli.p
 
 
@@ -34,6 +38,20 @@ def _go_on() -> bool:
     return torch.equal(torch.cat(pieces), whole) and torch.equal(first.get_state(), second.get_state())
 
 
+@cache
+def _can_skip(dtype: torch.dtype) -> bool:
+    """Whether skipped numbers leave the generator as drawn ones do."""
+    before, count = torch.get_rng_state(), 4321
+    try:
+        torch.empty(count, dtype=dtype).bernoulli_(0.5)
+        drawn = torch.get_rng_state()
+        torch.set_rng_state(before)
+        skip_ahead(_WORDS_EACH * count)
+        return torch.equal(torch.get_rng_state(), drawn)
+    finally:
+        torch.set_rng_state(before)
+
+
 # The schema is written out: PyTorch 2.6 does not read `list[int]` in a signature.
 @torch.library.custom_op(
     "stowplan::draw",
@@ -42,7 +60,12 @@ def _go_on() -> bool:
 )
 def _draw(p: float, whole: list[int], low: list[int], sizes: list[int], dtype: torch.dtype) -> Tensor:
     made = torch.empty(sizes, dtype=dtype)
-    _fill(made, p, whole, low, made.new_empty(min(PIECE, prod(whole))))
+    numbers = _Numbers(p, made.new_empty(min(PIECE, prod(whole))))
+    if made.numel():
+        _fill(made, whole, low, numbers)
+    else:
+        numbers.pass_over(prod(whole))
+    numbers.end()
     return made
 
 
@@ -52,28 +75,41 @@ def _(p: float, whole: list[int], low: list[int], sizes: list[int], dtype: torch
     return torch.empty(sizes, dtype=dtype)
 
 
-def _fill(part: Tensor | None, p: float, whole: Sequence[int], low: Sequence[int], room: Tensor) -> None:
-    """Draw all of `whole` in order, piece by piece; `part` begins at `low`, and None keeps nothing."""
+class _Numbers:
+    """Random numbers one after the other, some of which are only passed over; they are drawn in `room`."""
+
+    def __init__(self, p: float, room: Tensor) -> None:
+        self._p, self._room, self._passed = p, room, 0
+
+    def pass_over(self, count: int) -> None:
+        """Nobody needs the next ones."""
+        self._passed += count
+
+    def draw(self, count: int) -> Tensor:
+        """The next ones."""
+        self.end()
+        return self._room[:count].bernoulli_(self._p)
+
+    def end(self) -> None:
+        """Leave the generator after those that were passed over."""
+        count, self._passed = self._passed, 0
+        if count >= LEAST_SKIPPED and _can_skip(self._room.dtype):
+            skip_ahead(_WORDS_EACH * count)
+            return
+        for first in range(0, count, len(self._room)):
+            self._room[: count - first].bernoulli_(self._p)
+
+
+def _fill(part: Tensor, whole: Sequence[int], low: Sequence[int], numbers: _Numbers) -> None:
+    """Draw a part that begins at `low`, and pass over the rest of `whole`, in order."""
     across = prod(whole[1:])
-    step = max(1, PIECE // max(1, across))
-    for first in range(0, whole[0], step):
-        last = min(whole[0], first + step)
-        kept = None if part is None else _rows(part, first - low[0], last - low[0])
-        if across > PIECE:
-            _fill(None if kept is None else kept[0], p, whole[1:], low[1:], room)
-            continue
-        drawn = room[: (last - first) * across].view(last - first, *whole[1:]).bernoulli_(p)
-        if kept is not None:
-            begin = max(first, low[0]) - first
-            index = (slice(begin, begin + len(kept)), *map(slice, low[1:], _ends(low[1:], kept.shape[1:])))
-            kept.copy_(drawn[index])
-
-
-def _rows(part: Tensor, first: int, last: int) -> Tensor | None:
-    """Those of a part that are from `first` to `last`, which may be outside."""
-    begin, end = max(0, first), min(len(part), last)
-    return part[begin:end] if begin < end else None
-
-
-def _ends(low: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    return [first + size for first, size in zip(low, sizes, strict=True)]
+    numbers.pass_over(low[0] * across)
+    if across > PIECE:
+        for row in part:
+            _fill(row, whole[1:], low[1:], numbers)
+    else:
+        kept = tuple(slice(first, first + size) for first, size in zip(low[1:], part.shape[1:], strict=True))
+        for rows in torch.split(part, max(1, PIECE // across)):
+            drawn = numbers.draw(len(rows) * across).view(len(rows), *whole[1:])
+            rows.copy_(drawn[(slice(None), *kept)])
+    numbers.pass_over((whole[0] - low[0] - len(part)) * across)
