@@ -80,6 +80,10 @@ def on_a_slow_network(
     _slow[flight.data_ptr()] = partial(self.swap, sends, receives)
 
 
+def is_slow(_: Workers, flight: Tensor) -> bool:
+    return flight.data_ptr() in _slow
+
+
 def waited_for(_: Workers, flight: Tensor) -> None:
     _slow.pop(flight.data_ptr())()()
 
@@ -113,7 +117,7 @@ def look(folder: Path) -> Findings:
     slow = _far_on_a_slow_network(roomy, waited_for), _far_on_a_slow_network(roomy, read_early)
     roomy.checkpoints(folder).resume()
     resumed = _same(roomy.values(), saved)
-    tight = Training(int(0.7 * right.projected_bytes))
+    tight = Training(int(0.66 * right.projected_bytes))
     scarce, bits = tight.run(3), [_same(tight.values(), saved)]
     with patch.object(early_gathers, "MOST_AHEAD", 0):
         late = Training("1GiB")
@@ -134,6 +138,7 @@ def _same(found: list[Tensor], expected: list[Tensor]) -> bool:
 def _far_on_a_slow_network(training: Training, end: Callable[[Workers, Tensor], None]) -> float:
     with pytest.MonkeyPatch.context() as faults:
         faults.setattr(Workers, "begin_flight", on_a_slow_network)
+        faults.setattr(Workers, "is_under_way", is_slow)
         faults.setattr(Workers, "end_flight", end)
         return training.run(1).far
 

@@ -141,8 +141,9 @@ class Gather:
         return buffer
 
     def end(self, buffer: Tensor) -> list[Tensor]:
-        """The whole parameters, once all rows have arrived."""
-        self.workers.end_flight(buffer)
+        """The whole parameters, once all rows have arrived. A plan may ask for some of them later again."""
+        if self.workers.is_under_way(buffer):
+            self.workers.end_flight(buffer)
         return self.wholes(buffer)
 
     def forward(self, shards: Sequence[Tensor]) -> list[Tensor]:

@@ -102,6 +102,10 @@ class Workers:
         if not self.is_rehearsal and flight.numel():
             self._flights[flight.data_ptr()] = flight, self.swap(sends, receives)
 
+    def is_under_way(self, flight: Tensor) -> bool:
+        """Whether messages were begun with `flight` and not waited for."""
+        return flight.data_ptr() in self._flights
+
     def end_flight(self, flight: Tensor) -> None:
         """Wait until all that was begun with `flight` has arrived; else nobody may read it."""
         if self.is_rehearsal or not flight.numel():
