@@ -20,7 +20,7 @@ import copy
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -119,6 +119,8 @@ def compare(case: str, rounds: int, *, peers: "_Peers", batch: int | None) -> li
             _measure_peak(answer, example)
             methods.append(answer)
         print(f"  plans with {kernels} kernels are ready after {perf_counter() - began:.0f} s", flush=True)
+    if peers.errors:
+        _tell_errors(methods, example)
     if rounds:
         done = _measure_times(methods, example.model, rounds, peers)
         print(f"  {done} rounds of {len(methods)} methods after {perf_counter() - began:.0f} s", flush=True)
@@ -134,6 +136,7 @@ class _Peers:
     kernels: tuple[str, ...] = ("eager",)
     clock: Callable[[], float] = perf_counter
     limit_seconds: float | None = None  # after which no round begins, once three are done
+    errors: bool = False  # whether gradients are compared with float64
 
 
 def _methods(example: Example, peers: _Peers) -> Iterator[Method]:
@@ -262,6 +265,24 @@ def _measure_peak(method: Method, example: Example) -> None:
     print(f"  {method.name}: {method.peak_bytes / 2**20:.1f} MiB", flush=True)
 
 
+def _tell_errors(methods: Sequence[Method], example: Example) -> None:
+    """How far the gradients of eager and of the last plan are from those in float64, all as one vector."""
+    model, args = example
+    exact = copy.deepcopy(model).double()
+    given = [arg.double() if arg.is_floating_point() else arg for arg in args]
+    right = _gradients(Method("float64", lambda: exact(*given)), exact)
+    for method in (methods[0], methods[-1]):
+        apart = (_gradients(method, model).double() - right).norm() / right.norm()
+        print(f"  gradients of {method.name}: {apart:.2e} from float64", flush=True)
+
+
+def _gradients(method: Method, model: nn.Module) -> Tensor:
+    method.loss().backward()  # type: ignore[no-untyped-call]
+    found = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+    model.zero_grad(set_to_none=True)
+    return found
+
+
 def _measure_times(methods: list[Method], model: nn.Module, rounds: int, peers: _Peers) -> int:
     """Run the rounds, and say how many there were."""
     times: list[list[float]] = [[] for _ in methods]
@@ -341,6 +362,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--prepare", action="store_true", help="leave all that is compiled in the caches, and time nothing"
     )
+    text = "tell how far gradients of eager and of the last plan are from float64"
+    parser.add_argument("--errors", action="store_true", help=text)
     parser.add_argument("--docs", action="store_true", help="write each network into docs/benchmarks.md")
     parser.add_argument("--batch", type=int, help="instead of each network's own")
     parser.add_argument("--no-inductor", action="store_true", help="leave out the slowest peer to compile")
@@ -364,9 +387,10 @@ def _peers(arguments: argparse.Namespace) -> _Peers:
     clock, limit = process_time if arguments.processor_time else perf_counter, arguments.limit
     if arguments.kernels == "compiled":
         ratios = tuple(arguments.ratios or (1.0, *RATIOS))
-        return _Peers(("inductor",), ratios, ("eager", "compiled"), clock, limit)
+        return _Peers(("inductor",), ratios, ("eager", "compiled"), clock, limit, arguments.errors)
     backends = ("aot_eager_decomp_partition", *(() if arguments.no_inductor else ("inductor",)))
-    return _Peers(backends, tuple(arguments.ratios or RATIOS), clock=clock, limit_seconds=limit)
+    ratios = tuple(arguments.ratios or RATIOS)
+    return _Peers(backends, ratios, clock=clock, limit_seconds=limit, errors=arguments.errors)
 
 
 def _tell(study: Study, case: str, methods: list[Method]) -> None:
