@@ -198,7 +198,6 @@ def test_training_on_shards_is_training_in_one_process(two: list[Findings]) -> N
 def test_bytes_sent_are_those_that_simulate_projects(two: list[Findings]) -> None:
     divided = DividedParameters(capture(*example_of("gpt", batch=4)).graph, 2)
     assert [found.roomy.sent_bytes[0] for found in two] == divided.traffic(again=False).sent_bytes.tolist()
-    assert [found.tight.sent_bytes[0] for found in two] <= divided.traffic().sent_bytes.tolist()
 
 
 def test_workers_with_unequal_shares_have_plans_of_their_own(two: list[Findings]) -> None:
