@@ -35,6 +35,7 @@ from stowplan.capture.stand_ins import (
     StorageView,
     contiguous_stride,
     extent_of,
+    is_permuted,
     same_strides,
     stride_of,
     torch_dtype,
@@ -132,12 +133,7 @@ def _may_differ(event: "Event") -> bool:
     given = (
         leaf for leaf in leaves((event.args, tuple(event.kwargs.values()))) if isinstance(leaf, StorageView)
     )
-    return any(map(_is_permuted, given))
-
-
-def _is_permuted(view: StorageView) -> bool:
-    strides = [stride for stride, size in zip(view.stride, view.shape, strict=True) if size > 1 and stride]
-    return strides != sorted(strides, reverse=True)
+    return any(is_permuted(view.shape, view.stride) for view in given)
 
 
 def _made(event: "Event") -> tuple[Tensor | None, ...]:

@@ -322,6 +322,12 @@ def same_strides(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int,
     return all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
 
 
+def is_permuted(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements lie in another order than row by row, ignoring gaps and repeated ones."""
+    steps = [step for size, step in zip(shape, stride, strict=True) if size > 1 and step]
+    return steps != sorted(steps, reverse=True)
+
+
 _KNOWN_BYTES = 1 << 19  # of a storage whose values are known
 
 

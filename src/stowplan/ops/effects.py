@@ -150,7 +150,7 @@ def no_effect(site: Site) -> Effect:
 
 
 FUSED = "stowplan.fused.default"  # a group of ops as one op, which a compiled kernel computes
-RELAID = "relaid"  # the attribute of ops that run on another layout than the user's, with other bits
+RELAID = "relaid"  # the attribute of ops that run in another memory layout than the user's model has
 SECOND_FORWARD = "what a second forward begins with"  # a tensor of steps whose forward and backward run twice
 UPDATE = "stowplan.update.default"  # of parameters, by an optimizer: they hold other values from then on
 

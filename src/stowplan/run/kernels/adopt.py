@@ -34,7 +34,7 @@ def adopt(kernel: Kernel, function: Function, known: Finding | None = None) -> s
 
     Unless that is known, it is called on two sets of operands, one of numbers from 0 to 1 and one of both
     signs, and compared with the ops. On the first set these run in float64 as well: its error may be twice
-    that of eager's kernels, on operands that lie as they do or row-major, whichever is less.
+    that of eager's kernels, on operands in this layout or in row-major layout, whichever error is smaller.
     """
     fault, is_exact = (known.fault, known.is_exact) if known else _compared(kernel, function)
     if not fault:
@@ -44,7 +44,7 @@ def adopt(kernel: Kernel, function: Function, known: Finding | None = None) -> s
 
 
 def checked_by_ops(kernel: Kernel) -> Finding:
-    """Whether its ops, on operands that lie as they do, are as near to float64 as on row-major ones."""
+    """Whether its ops are as near to float64 in the layout of its operands as in row-major layout."""
     if any(_bytes_of(look) > LARGE_BYTES for look in kernel.looks):
         return Finding("its operands are too large to compare", is_exact=False)
     return Finding(*_compared(kernel, kernel.by_ops))

@@ -1,8 +1,8 @@
 """The step with its convolutions in channels-last layout, as inductor runs them on a CPU.
 
-oneDNN's convolutions read and write channels-last tensors as they are; others it copies to a layout of its
-own and back. The step is captured again with operands of convolutions converted: PyTorch's ops hand the
-layout on, so what is converted is images, weights and, at the end, gradients of weights.
+oneDNN's convolutions read and write channels-last tensors directly; it copies row-major tensors to a layout
+of its own and back. The step is captured again with the operands of convolutions converted. PyTorch's other
+ops keep the layout, so only images, weights and the gradients of weights are converted.
 
 Some of PyTorch's kernels are less exact in this layout: batch norm adds up all rows in float32. Ops that add
 up rows are therefore left to compiled kernels, which add them in parts, and the others are compared with
@@ -10,7 +10,7 @@ themselves in the usual layout. Convolutions are not: oneDNN adds up their produ
 layout, further from float64 for some results and nearer for others.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from stowplan.capture import Call, Captured, Ref
 from stowplan.capture.program import filled, outputs_by_name
-from stowplan.capture.stand_ins import same_strides, stride_of
+from stowplan.capture.stand_ins import is_permuted, same_strides, stride_of
 from stowplan.errors import CaptureError, NotTileable
 from stowplan.ir import Graph, Op
 from stowplan.ops.effects import FUSED, RELAID, UPDATE, Effect, effect_of
@@ -26,7 +26,7 @@ from stowplan.ops.table import site_of
 from stowplan.plan.kernels.fusible import FUSIBLE, POINTWISE, is_view
 from stowplan.plan.watch import tell_phase
 from stowplan.run.cost.probe import operand_of
-from stowplan.run.kernels.adopt import checked_by_ops
+from stowplan.run.kernels.adopt import NO_ROOM, checked_by_ops
 from stowplan.run.kernels.kernel import Kernel
 from stowplan.run.kernels.known import read_finding, write_finding
 from stowplan.run.planning.planner import Subject
@@ -40,14 +40,14 @@ _LEFT_OUT = (
     *map(str, (_CONVOLUTION, aten.convolution_backward.default, aten.new_empty_strided.default)),
 )
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dims of an operand
-_ONCE = Effect.RANDOM | Effect.OUTSIDE
+_BARRED = Effect.RANDOM | Effect.OUTSIDE
 
 
 def in_channels_last(subject: Subject) -> Captured | None:
     """The step in channels-last layout, its convolutions marked; None where it would not be the same step.
 
-    Random numbers are drawn in the order of memory, so a step that draws stays as it is. So does one that
-    returns a tensor or a gradient which would then lie otherwise.
+    Random numbers are drawn in the order of memory, so a step that draws is not changed. Nor is a step whose
+    outputs or gradients would have other strides.
     """
     captured = subject.captured
     if not _may_change(subject):
@@ -65,7 +65,7 @@ def _may_change(subject: Subject) -> bool:
     captured, graph = subject.captured, subject.captured.graph
     if subject.replacements or captured.answers.steps or isinstance(subject.loss, nn.Module):
         return False
-    if any(op.type == UPDATE or effect_of(site_of(graph, op)) & _ONCE for op in graph.ops):
+    if any(op.type == UPDATE or effect_of(site_of(graph, op)) & _BARRED for op in graph.ops):
         return False
     convolutions = [op for op in graph.ops if op.type == str(_CONVOLUTION)]
     on_cpu = all(op.device == "cpu" for op in graph.ops)
@@ -126,7 +126,7 @@ def _marked(graph: Graph) -> Graph:
 def reductions(graph: Graph) -> frozenset[str]:
     """The ops that add up rows, and can be in a compiled kernel."""
     types = FUSIBLE - POINTWISE
-    return frozenset(op.id for op in graph.ops if op.type in types and any(_permuted(graph, op)))
+    return frozenset(op.id for op in graph.ops if op.type in types and _reads_permuted(graph, op))
 
 
 def fault_of_layout(captured: Captured) -> str:
@@ -137,25 +137,32 @@ def fault_of_layout(captured: Captured) -> str:
     graph, kernels = captured.graph, dict[str, Kernel]()
     for op in graph.ops:
         is_left_out = op.type in _LEFT_OUT or op.type in POINTWISE or is_view(graph, op)
-        if not is_left_out and any(_permuted(graph, op)):
+        if not is_left_out and _reads_permuted(graph, op):
             kernel = _alone(captured, op)
             kernels.setdefault(kernel.name, kernel)
     for number, kernel in enumerate(kernels.values()):
         tell_phase("comparing layouts", number, len(kernels))
-        known = read_finding(found := f"layout of {kernel.name}") or checked_by_ops(kernel)
-        write_finding(found, known)
-        if known.fault:
-            return f"{kernel.calls[0].target}: {known.fault}"
+        if fault := _known_fault(kernel):
+            return f"{kernel.calls[0].target}: {fault}"
     return ""
 
 
-def _permuted(graph: Graph, op: Op) -> Iterator[bool]:
-    """For each operand whether it lies in another order than row by row."""
-    for name in op.reads():
-        tensor = graph.tensors[name]
-        stride = stride_of(tensor)
-        lies = [step for step, size in zip(stride, tensor.shape or (), strict=True) if size > 1]
-        yield lies != sorted(lies, reverse=True)
+def _known_fault(kernel: Kernel) -> str:
+    """Why an op is less exact in its layout, as it was found now or earlier."""
+    name = f"layout of {kernel.name}"
+    known = read_finding(name)
+    if known is not None:
+        return known.fault
+    found = checked_by_ops(kernel)
+    if found.fault != NO_ROOM:
+        write_finding(name, found)
+    return found.fault
+
+
+def _reads_permuted(graph: Graph, op: Op) -> bool:
+    """Whether an operand lies in another order than row by row."""
+    operands = (graph.tensors[name] for name in op.reads())
+    return any(is_permuted(operand.shape or (), stride_of(operand)) for operand in operands)
 
 
 def _alone(captured: Captured, op: Op) -> Kernel:

@@ -68,7 +68,7 @@ def var_mean_of_rows(
 ) -> tuple[Tensor, Tensor]:
     """Variance and mean over rows, from those of parts."""
     table = _Table.of(values, dim)
-    if table is None or table.has_more:
+    if table is None or table.others:
         return _AS_THEY_ARE
     variance, mean = _spread(table.rows)
     count = len(table.rows)
@@ -83,10 +83,6 @@ class _Table(NamedTuple):
     others: list[int]  # dims of what is left that are reduced as well
     kept: list[int]  # the sizes of the result if it keeps its dims
     sizes: list[int]  # and if not
-
-    @property
-    def has_more(self) -> bool:
-        return bool(self.others)
 
     @classmethod
     def of(cls, values: Tensor, dim: Sequence[int] | None) -> "_Table | None":
