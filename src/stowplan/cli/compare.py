@@ -1,9 +1,10 @@
-"""`stowplan compare A B`: what changed between two plans, runs or documents."""
+"""`stowplan compare BEFORE AFTER`: what changed between two plans, runs or documents."""
 
 import json
 from argparse import ArgumentParser, Namespace
 from os.path import basename
 
+from stowplan.cli.options import GRAPH_PLAN_OR_RUN, add_saved
 from stowplan.ir.text import Labels
 from stowplan.plan.explain.comparison import Side, comparison_of
 from stowplan.plan.watch import showing_progress
@@ -16,11 +17,13 @@ from stowplan.report.terminal import console_for_output
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
     parser.add_argument(
-        "before", metavar="A", help="a plan, a run, or a document, which stands for its baseline"
+        "before",
+        metavar="BEFORE",
+        help=f"{GRAPH_PLAN_OR_RUN}; a graph file stands for its step without a plan",
     )
-    parser.add_argument("after", metavar="B", help="what to compare with it")
+    parser.add_argument("after", metavar="AFTER", help="what to compare with it")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--saved", choices=("listed", "retain"), help="for Chainer files: as in inspect")
+    add_saved(parser)
 
 
 def run(arguments: Namespace) -> int:

@@ -4,6 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from stowplan import api
+from stowplan.cli.options import add_saved
 from stowplan.formats.door import WRITERS
 from stowplan.plan.watch import showing_progress
 from stowplan.units import printable
@@ -22,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--graph-only", action="store_true", help="leave out times, addresses, regions and tiles"
     )
     parser.add_argument("--json", action="store_true", help="say what was written as JSON")
-    parser.add_argument("--saved", choices=("listed", "retain"), help="for Chainer files: as in inspect")
+    add_saved(parser)
 
 
 def run(arguments: Namespace) -> int:

@@ -13,7 +13,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "tensor",
         metavar="TENSOR",
         nargs="?",
-        help="one tensor, by id or name, or the path of the module that makes it",
+        help="one tensor, by id or name, or the path of the module that makes it (default: the whole plan)",
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 

@@ -28,7 +28,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="CARD|FILE.toml",
         help=f"{api.DEVICE_HELP}; the budget then limits reserved bytes, and defaults to the card's memory",
     )
-    parser.add_argument("--vary", choices=VARIES, default="batch", help="the function's argument to enlarge")
+    parser.add_argument(
+        "--vary", choices=VARIES, default="batch", help="the function's argument to enlarge (default batch)"
+    )
     parser.add_argument("--first", type=int, help="the smallest size (default: the function's own)")
     parser.add_argument(
         "--multiple", type=int, default=1, help="distance between the sizes to plan (default 1)"
@@ -37,9 +39,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--allow",
         default="recompute,tile",
+        metavar="TECHNIQUES",
         help="techniques, added one after another (default recompute,tile)",
     )
-    parser.add_argument("--optimizer", help=f"whole iterations shall fit: {api.OPTIMIZER_HELP}")
+    parser.add_argument("--optimizer", help=f"for whole iterations: {api.OPTIMIZER_HELP}")
     parser.add_argument(
         "--kernels",
         choices=tuple(map(str, api.Kernels)),

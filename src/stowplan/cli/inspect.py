@@ -4,7 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from stowplan import api
-from stowplan.cli.options import add_layouts
+from stowplan.cli.options import add_layouts, add_saved, add_training
 from stowplan.errors import BadUse
 from stowplan.plan.watch import showing_progress
 
@@ -21,15 +21,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--notes", action="store_true", help="show every note of the reader, not one per group"
     )
     parser.add_argument("--pack", action="store_true", help="find places in one arena, however many tensors")
-    parser.add_argument(
-        "--training", action="store_true", help="for forward graphs such as ONNX: add the backward half"
-    )
+    add_training(parser)
     add_layouts(parser)
-    parser.add_argument(
-        "--saved",
-        choices=("listed", "retain"),
-        help="for Chainer files: backward keeps what its records list (default) or what they say to retain",
-    )
+    add_saved(parser)
 
 
 def run(arguments: Namespace) -> int:

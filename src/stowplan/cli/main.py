@@ -23,11 +23,11 @@ _SHOWN = 300  # characters of an internal error's own message
 # Each verb is a module of this package with `add_arguments(parser)` and `run(arguments) -> exit code`.
 VERBS = {
     "demo": "train a U-Net and a GPT under 60 percent of their memory, beside eager PyTorch",
-    "inspect": "say what is in a file, where its memory goes, and how small it could get",
-    "plan": "choose what to keep, recompute or tile so that a step fits a budget in bytes",
+    "inspect": "say what is in a file or a training step, and where its memory goes",
+    "plan": "choose what to keep, recompute, offload or tile, to fit a step into a budget in bytes",
     "check": "run a model eagerly and by a plan, and compare losses, gradients, memory and time",
     "explain": "say why a plan keeps or recomputes a tensor, and what the other choice would cost",
-    "report": "draw a document, plan or run as a page, a trace, a picture or a table",
+    "report": "draw a graph, a plan or a run as a page, a trace, a picture or a table",
     "compare": "say what changed between two plans or runs, and what it bought",
     "fit-largest": "find the largest batch, resolution or sequence that fits a budget, and its price",
     "simulate": "project a step over a mesh of workers: bytes, peak, seconds, scaling",

@@ -6,6 +6,8 @@ from pathlib import Path
 from stowplan import api
 from stowplan.errors import BadUse
 
+GRAPH_PLAN_OR_RUN = "a graph file, a plan (`plan -o`) or a run (`check -o`)"
+
 
 def add_choices(parser: ArgumentParser) -> None:
     """Add the options for techniques, preference, kernels and arena."""
@@ -50,12 +52,34 @@ def add_layouts(parser: ArgumentParser) -> None:
     )
 
 
+def add_saved(parser: ArgumentParser) -> None:
+    """Add the option for what backward keeps in Chainer's files."""
+    parser.add_argument(
+        "--saved",
+        choices=("listed", "retain"),
+        help="for Chainer files: backward keeps what its records list (default) or what they say to retain",
+    )
+
+
+def add_training(parser: ArgumentParser) -> None:
+    """Add the option that derives the backward half of a file's graph."""
+    parser.add_argument(
+        "--training", action="store_true", help="for forward graphs such as ONNX: add the backward half"
+    )
+
+
 def add_iteration(parser: ArgumentParser) -> None:
     """Add the options that make a whole iteration of a step."""
     parser.add_argument("--optimizer", help=f"for whole iterations: {api.OPTIMIZER_HELP}")
-    parser.add_argument("--clip-norm", type=float, metavar="NORM", help="with --optimizer: clip as fit does")
     parser.add_argument(
-        "--accumulate", type=int, default=1, metavar="N", help="with --optimizer: backwards before each step"
+        "--clip-norm", type=float, metavar="NORM", help="with --optimizer: clip gradients to this norm"
+    )
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --optimizer: backwards before each update (default 1)",
     )
 
 

@@ -16,7 +16,9 @@ from stowplan.cli.options import (
     add_choices,
     add_iteration,
     add_layouts,
+    add_saved,
     add_search_limits,
+    add_training,
     refuse_unwritable,
     write_output,
 )
@@ -58,11 +60,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", metavar="PLAN", help="write the plan to this file")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument(
-        "--training", action="store_true", help="for forward graphs such as ONNX: as in inspect"
-    )
+    add_training(parser)
     add_layouts(parser)
-    parser.add_argument("--saved", choices=("listed", "retain"), help="for Chainer files: as in inspect")
+    add_saved(parser)
 
 
 def run(arguments: Namespace) -> int:

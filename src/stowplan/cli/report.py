@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from os.path import basename
 from pathlib import Path
 
-from stowplan.cli.options import refuse_unwritable
+from stowplan.cli.options import GRAPH_PLAN_OR_RUN, add_saved, refuse_unwritable
 from stowplan.errors import BadInput
 from stowplan.plan.explain.peers import Peer, read_peers
 from stowplan.plan.frontier import Frontier
@@ -20,7 +20,7 @@ from stowplan.units import printable
 
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
-    parser.add_argument("files", metavar="X", nargs="+", help="a document, plan or run; several to compare")
+    parser.add_argument("files", metavar="FILE", nargs="+", help=f"{GRAPH_PLAN_OR_RUN}; several to compare")
     parser.add_argument(
         "-o",
         "--output",
@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--peers", metavar="JSON", help="a benchmark file: what others reach on the same step"
     )
     parser.add_argument("--json", action="store_true", help="say what was written as JSON")
-    parser.add_argument("--saved", choices=("listed", "retain"), help="for Chainer files: as in inspect")
+    add_saved(parser)
 
 
 def run(arguments: Namespace) -> int:
