@@ -1,6 +1,7 @@
 """What maintainers run: the reference names everything public, a release dates its news, mutants are real."""
 
 import ast
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 import stowplan
 from benchmarks.mutate import SUBJECTS, mutants_of
+from stowplan import errors
 from stowplan.cli.main import VERBS, main
 from tests.support.timing import timed
 from tools.compatibility.__main__ import COLUMNS, PAGE, Row, page_of, read_rows
@@ -27,6 +29,12 @@ def test_the_reference_has_every_name_and_verb() -> None:
     for verb in VERBS:
         assert f"### stowplan {verb}\n" in page
         assert f"usage: stowplan {verb}" in page
+
+
+def test_every_error_can_be_imported_from_the_top() -> None:
+    for name, kind in vars(errors).items():
+        if inspect.isclass(kind) and issubclass(kind, errors.StowplanError):
+            assert getattr(stowplan, name) is kind
 
 
 @pytest.mark.torch
