@@ -142,16 +142,16 @@ def simulate(graph: Graph, steps: Sequence[Step], pricing: Pricing) -> Simulatio
     beside = transfer_bytes(graph, steps, tier)
     ops = {op.id: op for op in graph.ops}
     curve: list[int] = []
-    first = again = 0.0
+    first, again = list[float](), list[float]()
     for number, step in enumerate(steps):
         level = memory.take(number, step, ops) + beside
         match step:
             case Compute(op) | RecomputeOp(op):
                 engines.run(number, seconds[op], _touched(ops[op]))
                 if isinstance(step, RecomputeOp):
-                    again += seconds[op]
+                    again.append(seconds[op])
                 else:
-                    first += seconds[op]
+                    first.append(seconds[op])
                 level += workspace.get(op, 0)
             case Free(tensors):
                 engines.wait(number, tensors)
@@ -161,8 +161,10 @@ def simulate(graph: Graph, steps: Sequence[Step], pricing: Pricing) -> Simulatio
                 engines.load(number, tensors, memory.size_of(tensors[0]))
         curve.append(level)
     engines.finish(len(steps))
-    total = first + again + engines.stall_seconds
-    return Simulation(tuple(curve), total, again, tuple(engines.transfers), tuple(engines.stalls))
+    # by `sum`, as the planner adds the baseline's: since Python 3.12 its bits are not those of a loop
+    extra_seconds = sum(again, 0.0)
+    total = sum(first, 0.0) + extra_seconds + engines.stall_seconds
+    return Simulation(tuple(curve), total, extra_seconds, tuple(engines.transfers), tuple(engines.stalls))
 
 
 def peaks_by_device(graph: Graph, steps: Sequence[Step], pricing: Pricing) -> dict[str, int]:
