@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from stowplan.run.shapes import scan, shape_costs
     from stowplan.run.shards.fit import choices_of, shards_of
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BadInput",
