@@ -18,6 +18,7 @@ import mmap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -27,7 +28,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stowplan.analyse.facts import estimated_workspaces
 from stowplan.capture import Argument, Call, Captured, Handle, Ref
-from stowplan.capture.program import ASKING_FOR_GRADIENTS, as_in_forward, filled, inputs_of
+from stowplan.capture.program import (
+    ASKING_FOR_GRADIENTS,
+    as_in_forward,
+    filled,
+    inputs_of,
+    leaves,
+    written_arguments,
+)
 from stowplan.capture.stand_ins import contiguous_stride, extent_of, stride_of, torch_dtype
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Interval, Op, Phase, Profile
@@ -153,17 +161,49 @@ _SELECTING = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)
 _BLOCK = 2**16  # numbers that are drawn; a larger tensor repeats them
 
 
+_KEPT: ContextVar[dict[tuple[int, torch.dtype, torch.device], Tensor] | None] = ContextVar(
+    "kept", default=None
+)
+"""While many ops are probed, the contents of their operands by place: the next op finds them written. The
+first touch of new memory takes longer than many an op."""
+
+
+@contextmanager
+def _contents_kept() -> Iterator[None]:
+    before = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(before)
+
+
 def operands_of(signature: Signature) -> list[Tensor]:
     """Tensors that look as the signature says."""
-    found = [
-        _values(operand.extent, operand).as_strided(operand.shape, operand.stride)
-        for operand in signature.operands
-    ]
+    kept, changed = _KEPT.get(), _changed(signature.call)
+    found = list[Tensor]()
+    for place, operand in enumerate(signature.operands):
+        count, key = operand.extent, (place, operand.dtype, operand.device)
+        if kept is None or f"%{place}" in changed or count * operand.dtype.itemsize > LARGE_BYTES:
+            values = _values(count, operand)
+        else:
+            if key not in kept or len(kept[key]) < count:
+                kept.pop(key, None)  # before there is a larger one
+                kept[key] = _values(count, operand)
+            values = kept[key]
+        found.append(values.as_strided(operand.shape, operand.stride))
     if signature.call.target in _SELECTING:
         for tensor in found:
             if tensor.dtype is torch.bool:
                 tensor.fill_(True)
     return found
+
+
+def _changed(call: Call) -> set[str]:
+    """The operands whose contents the op changes, or that have other contents than those of other ops."""
+    if call.target in _SELECTING:
+        return set(inputs_of(call))
+    written = written_arguments(call.target, call.args, call.kwargs)
+    return {leaf.tensor for leaf in leaves(tuple(written.values())) if isinstance(leaf, Ref)}
 
 
 def call_on(signature: Signature, operands: Sequence[Tensor]) -> Callable[[], object]:
@@ -222,7 +262,9 @@ def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) ->
     if fraction and (part := cost_of_call(fraction.signature, device, repeats=repeats)):
         return fraction.whole(part)
     if _ROOM * signature.operand_bytes > free_bytes(device):
-        return None
+        (_KEPT.get() or {}).clear()
+        if _ROOM * signature.operand_bytes > free_bytes(device):
+            return None
     is_steady = device.type == "cpu" and signature.call.target.namespace == "aten"
     long_seconds = _STEADY_SECONDS if is_steady else _LONG_SECONDS
     return probed_cost(signature, device, repeats=repeats, long_seconds=long_seconds)
@@ -503,17 +545,18 @@ class _CostBook:
         begun = clock()
         settle_heap(self._device)
         try:
-            for number, signature in enumerate(signatures, start=1):
-                in_time = clock() - begun < limit_seconds and time.perf_counter() < deadline
-                if in_time and (cost := cost_of_call(signature, self._device, repeats=repeats)):
-                    found[signature.text] = cost
-                    released += signature.operand_bytes
-                    if released > _RELEASED_BYTES:
-                        release_free_memory(self._device)
-                        released = 0
-                tell_phase("probing ops", number, len(signatures))
-                if progress:
-                    progress(number, len(signatures))
+            with _contents_kept():
+                for number, signature in enumerate(signatures, start=1):
+                    in_time = clock() - begun < limit_seconds and time.perf_counter() < deadline
+                    if in_time and (cost := cost_of_call(signature, self._device, repeats=repeats)):
+                        found[signature.text] = cost
+                        released += signature.operand_bytes
+                        if released > _RELEASED_BYTES:
+                            release_free_memory(self._device)
+                            released = 0
+                    tell_phase("probing ops", number, len(signatures))
+                    if progress:
+                        progress(number, len(signatures))
         finally:
             release_free_memory(self._device)
             self.costs.update(found)

@@ -70,7 +70,7 @@ class TiledCandidate:
     def bounds(self, allowed_bytes: int) -> Iterator[float]:
         """Lower bounds: by the work of the sweeps; by what the captured step recomputes beside them; by the
         probes of one sweep after the other; by the probed step."""
-        if self._surely_there_bytes > allowed_bytes:
+        if max(self._surely_there_bytes, self._floor_beside_bytes) > allowed_bytes:
             yield inf
             return
         least = -inf
@@ -96,10 +96,17 @@ class TiledCandidate:
 
     @cached_property
     def _surely_there_bytes(self) -> int:
-        """The least memory of a tile's backward: parameters, inputs, sums of gradients, the tile."""
+        """The least memory of a tile's backward: parameters, inputs, gradients, the tile."""
         tensors = self._subject.captured.graph.tensors
         parameters = _bytes_of(tensors.values(), Kind.PARAMETER)
         return parameters + max(_beside_parameters(t, self._remats.get(t)) for t in self._tiling)
+
+    @cached_property
+    def _floor_beside_bytes(self) -> int:
+        """What the ops beside the sweeps need at least."""
+        remade = (segment for remat in self._remats.values() for segment in remat.segments)
+        segments = (*(tiled.segment for tiled in self._tiling), *remade)
+        return self._probes.floor_beside({op.id for segment in segments for op in segment.ops})
 
     @property
     def floor_bytes(self) -> int:
@@ -151,7 +158,7 @@ class TiledCandidate:
     def _tried(self) -> CapturedCandidate:
         pricing = price_captured(self.captured, self._options)
         options = with_moves(self._options, self.captured.graph)
-        return CapturedCandidate(self.captured, pricing, self._step, options)
+        return CapturedCandidate(self.captured, pricing, self._step, options, is_one_of_many=True)
 
     @cached_property
     def _decided(self) -> Sweeps:
@@ -197,13 +204,15 @@ def _differentiated_bytes(costs: SweepCosts) -> int:
 
 
 def _beside_parameters(tiled: Tiled, remat: RematerialisedInputs | None) -> int:
-    """Bytes of what a sweep reads, of the gradients that it makes, and of a tile."""
+    """Bytes of what the backward of a sweep reads, of the gradients that it makes, and of a tile."""
     segment = tiled.segment
     tensors = segment.graph.tensors
     read = [tensors[name] for name in (remat.read if remat else segment.inputs)]
-    differentiated = {t.gradient_of for t in tensors.values()}
-    sums = [tensors[name] for name in segment.inputs if name in differentiated]
-    return _bytes_of(read, Kind.ACTIVATION) + _bytes_of(sums, *Kind) + _differentiated_bytes(tiled.costs)
+    gradients = {t.gradient_of: t for t in tensors.values() if t.gradient_of is not None}
+    incoming = [gradients[name] for name in segment.outputs if name in gradients and segment.loss is None]
+    sums = [tensors[name] for name in segment.inputs if name in gradients]
+    held = _bytes_of(read, Kind.ACTIVATION) + _bytes_of((*incoming, *sums), *Kind)
+    return held + _differentiated_bytes(tiled.costs)
 
 
 def _bytes_of(tensors: Iterable[Tensor], *kinds: Kind) -> int:

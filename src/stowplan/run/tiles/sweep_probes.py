@@ -6,8 +6,9 @@ tiles shows both before a step with the sweep is planned. Each sweep is probed o
 have it, and its speed bounds that of other grids for the same segment.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from math import inf
 
 import torch
@@ -15,8 +16,11 @@ import torch
 from stowplan.capture import Argument, Call, Captured, Ref
 from stowplan.errors import NotTileable
 from stowplan.ir import DType, Graph, Kind, Phase, Tensor
+from stowplan.plan.frontier import floor_of
 from stowplan.plan.options import Progress
 from stowplan.plan.plan import Pricing
+from stowplan.plan.problem import Problem
+from stowplan.plan.select import problem_in_order
 from stowplan.plan.tiles.candidates import Tiled
 from stowplan.plan.tiles.rematerialise import RematerialisedInputs
 from stowplan.run.cost.machine import device_of
@@ -81,6 +85,24 @@ class SweepProbes:
         forward, backward = self._seconds_whole(tiled)
         ahead = forward * tiled.costs.forward_macs / max(1, tiled.costs.untiled_macs)
         return ahead, backward + (ahead if tiled.segment.loss is None else 0.0)
+
+    def floor_beside(self, swept: Collection[str]) -> int:
+        """The least memory of the ops that are in no sweep, if these forward ops are.
+
+        Of the backward half, the adjoints of these may be gone, and ops that add gradients, which belong to
+        no op.
+        """
+        gone = {None, *swept}
+        without = {
+            place
+            for place, op in enumerate(self._problem.graph.ops)
+            if op.id in gone or (op.phase is Phase.BACKWARD and op.adjoint_of in gone)
+        }
+        return floor_of(self._problem, without)
+
+    @cached_property
+    def _problem(self) -> Problem:
+        return problem_in_order(self._graph, self._pricing)
 
     def optimistic_again(self, remat: RematerialisedInputs) -> float:
         """A lower bound on the seconds of recomputing the inputs of a sweep."""
