@@ -1,5 +1,7 @@
 """A `model` axis: which weights it cuts, where products are summed, and what it costs on any mesh."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -241,3 +243,35 @@ def test_shared_heads_limit_the_axis_and_are_named(llama: Captured) -> None:
 def test_two_model_axes_are_refused(gpt: Captured) -> None:
     with pytest.raises(BadUse, match="has 2 axes 'model'"):
         weight_layouts(gpt.graph, parse_mesh("model=2x2"))
+
+
+@pytest.mark.parametrize("mesh", [THREE_AXES, "data=2,space=2x2"])
+def test_what_repeated_layers_share_is_what_each_op_would_get_alone(llama: Captured, mesh: str) -> None:
+    """An attribute that no rule reads makes every op look different, so that nothing is shared."""
+    blocks = [module for _ in range(3) for module in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
+    image = torch.empty(2, 4, 32, 32, device="meta")
+    captured = (
+        llama if mesh == THREE_AXES else capture(nn.Sequential(*blocks).to("meta"), (image,), loss=sum_of)
+    )
+    graph, found = captured.graph, parse_mesh(mesh)
+    ops = tuple(replace(op, attributes={**op.attributes, "own": op.id}) for op in graph.ops)
+    plans, figures = [], []
+    for step in (graph, replace(graph, ops=ops)):
+        seeds, ends = seeds_for(step, found), ends_of(captured)
+        plans.append(shard_plan(step, found, seeds, ends))
+        each = project(step, found, seeds, ends, Machine(), Network(), shards_parameters=True)
+        figures.append(replace(each, planning_seconds=0.0, planner_bytes=0))
+    shared, alone = plans
+    assert len({sharding.alike for sharding in shared.shardings}) < len(shared.shardings)
+    assert len({sharding.alike for sharding in alone.shardings}) == len(alone.shardings)
+    assert (shared.layouts, shared.exchanged) == (alone.layouts, alone.exchanged)
+    for worker, shard in shared.shards.items():
+        other = alone.shards[worker]
+        assert (shard.made, shard.held) == (other.made, other.held)
+        levels = [[(level.name, level.made, level.needs) for level in each.levels] for each in (shard, other)]
+        assert levels[0] == levels[1]
+    assert figures[0] == figures[1]
+
+
+def sum_of(image: Tensor) -> Tensor:
+    return image.sum()

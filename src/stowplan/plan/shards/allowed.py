@@ -1,6 +1,6 @@
 """Which shares of its output an op can make, each from what it needs alone; other axes are given up."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from stowplan.geometry import Rect
@@ -16,14 +16,6 @@ from stowplan.plan.shards.mesh import Mesh
 SCATTER = "aten.scatter.value"
 CAUSAL = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 _LOOKED_AT = 64
-
-
-def look_of(site: Site) -> Hashable:
-    """What answers about an op depend on, but for names: ops of repeated layers look alike."""
-    tensors = (*site.inputs, *site.outputs)
-    places = {tensor.id: place for place, tensor in reversed(list(enumerate(tensors)))}
-    looks = tuple((t.kind, t.shape, t.dtype, t.layout, places[t.id], t.alias_of is None) for t in tensors)
-    return site.op.type, repr(site.attributes), len(site.inputs), looks
 
 
 def allowed(

@@ -7,10 +7,11 @@ Of a weight that a `model` axis cuts, a worker gathers the part that its ops rea
 the weight sends each other worker what these rows and the other's part have in common.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from math import prod
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ from stowplan.plan.shards.plan import ShardPlan
 from stowplan.plan.shards.propagation import forward_ops
 from stowplan.plan.shards.traffic import itemsize_of
 from stowplan.plan.shards.weights import model_axis
+
+Counts: TypeAlias = NDArray[np.int64]
 
 _MOST_BYTES = 4 * 2**20  # of parameters that are gathered together: a plan keeps or drops them together
 _LEAST_BYTES = 2**14
@@ -138,13 +141,14 @@ class DividedParameters:
     def __init__(self, graph: Graph, workers: int, plan: ShardPlan | None = None) -> None:
         self._graph, self._workers = graph, workers
         self._places = np.zeros(workers, np.int64)  # of each worker on the `model` axis
-        self._parts: Mapping[str, Sequence[Part]] = {}  # by weight that the axis cuts, of each place
+        self._parts: Mapping[str, tuple[Part, ...]] = {}  # by weight that the axis cuts, of each place
+        self._known: dict[Hashable, tuple[Counts, Counts, Counts]] = {}  # elements of parameters alike
         axis = None if plan is None else model_axis(plan.mesh)
         if plan is not None and axis is not None:
             size = plan.mesh.axes[axis].size
             self._places = np.arange(workers) // prod(a.size for a in plan.mesh.axes[axis + 1 :]) % size
             firsts = [plan.mesh.on_axis(axis, place) for place in range(size)]
-            self._parts = {n: [part_of(plan, n, worker) for worker in firsts] for n in plan.cut_weights}
+            self._parts = {n: tuple(part_of(plan, n, w) for w in firsts) for n in plan.cut_weights}
         gradients = {t.gradient_of: name for name, t in graph.tensors.items() if t.gradient_of is not None}
         self._names = [name for name, tensor in graph.tensors.items() if tensor.kind is Kind.PARAMETER]
         self._gradients = {name: gradients[name] for name in self._names if name in gradients}
@@ -214,25 +218,34 @@ class DividedParameters:
         at = int(gaps.argmax()) + 1
         return [positions[:at], positions[at:]]
 
-    def _elements(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _elements(self, name: str) -> tuple[Counts, Counts, Counts]:
         """By worker: elements of its rows, once for each reader; those it reads itself; all that it reads."""
-        end = self._rows(name).cumsum()
-        parts = self._parts.get(name) or [Part.whole(shape_of(self._graph.tensors[name]))]
-        places = self._places if name in self._parts else np.zeros_like(self._places)
-        read = np.stack([part.elements_of(end - self._rows(name), end) for part in parts])
+        parts = self._parts.get(name) or (Part.whole(shape_of(self._graph.tensors[name])),)
+        look = self._row_count(name), parts, name in self._parts
+        if look not in self._known:
+            self._known[look] = self._counted(self._rows(name), parts, is_cut=name in self._parts)
+        return self._known[look]
+
+    def _counted(self, rows: Counts, parts: Sequence[Part], *, is_cut: bool) -> tuple[Counts, Counts, Counts]:
+        end = rows.cumsum()
+        places = self._places if is_cut else np.zeros_like(self._places)
+        read = np.stack([part.elements_of(end - rows, end) for part in parts])
         given = (np.bincount(places, minlength=len(parts))[:, None] * read).sum(axis=0)
         whole = np.array([prod(part.shape) for part in parts])[places]
         return given, read[places, np.arange(self._workers)], whole
 
-    def _rows(self, name: str) -> NDArray[np.int64]:
+    def _row_count(self, name: str) -> int:
+        return next(iter(shape_of(self._graph.tensors[name])), 1)
+
+    def _rows(self, name: str) -> Counts:
         """How many rows each worker has."""
-        count = next(iter(shape_of(self._graph.tensors[name])), 1)
+        count = self._row_count(name)
         each = -(-count // self._workers)
         return np.clip(count - each * np.arange(self._workers), 0, each)
 
     def _row_bytes(self, name: str) -> int:
         tensor = self._graph.tensors[name]
-        return (tensor.nbytes or 0) // max(1, next(iter(shape_of(tensor)), 1))
+        return (tensor.nbytes or 0) // max(1, self._row_count(name))
 
     def _whole(self, name: str) -> int:
         return self._graph.tensors[name].nbytes or 0
@@ -243,4 +256,5 @@ class DividedParameters:
         return largest * itemsize_of(self._graph, name) if largest else self._whole(name)
 
     def _shard(self, name: str) -> int:
-        return int(self._rows(name)[0]) * self._row_bytes(name)
+        """Bytes of the rows of the first worker, which has the most."""
+        return -(-self._row_count(name) // self._workers) * self._row_bytes(name)

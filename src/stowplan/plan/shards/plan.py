@@ -11,8 +11,6 @@ from itertools import pairwise
 from stowplan.errors import IllegalPlan
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind
-from stowplan.ops.regions import regions_of
-from stowplan.ops.table import site_of
 from stowplan.plan.shards.cuts import propagate
 from stowplan.plan.shards.even import CutSizes, is_followed, kinds_of, outline, places_on
 from stowplan.plan.shards.layout import Layout
@@ -36,7 +34,7 @@ def outlined(found: ShardPropagation, ends: Sequence[str]) -> dict[int, Shard]:
 def cut_sizes(found: ShardPropagation) -> CutSizes:
     """The axes that all ops follow, with the sizes of the dims that they cut."""
     axes = set(range(len(found.mesh.axes)))
-    for sharding in found.shardings:
+    for sharding in {sharding.alike: sharding for sharding in found.shardings}.values():
         for use, rule in zip(sharding.op.outputs, sharding.rules, strict=True):
             layout = found.layouts[use.tensor]
             axes = {axis for axis in axes if is_followed(axis, rule, layout)}
@@ -57,8 +55,10 @@ def _is_bent(found: ShardPropagation, axis: int, cut: CutSizes, shards: Mapping[
     if len(places) == mesh.axes[axis].size:
         return False
     held = {place: shards[mesh.on_axis(axis, place)].held for place in places}
-    for name in {name for rects in held.values() for name in rects}:
-        size = _cut_size(found.layouts[name], axis)
+    names = {name for rects in held.values() for name in rects}
+    sizes = {name: _cut_size(found.layouts[name], axis) for name in names}
+    alike = {(sizes[name], tuple(rects.get(name) for rects in held.values())): name for name in names}
+    for (size, _), name in alike.items():
         kinds = kinds_of(mesh.axes[axis], frozenset([size]) if size else cut[axis])
         starts = mesh.axes[axis].bounds(size or max(cut[axis]))
         for kind in kinds:
@@ -183,7 +183,7 @@ def _planned(propagated: ShardPropagation, shards: Mapping[int, Shard]) -> Shard
         propagated.layouts,
         tuple(propagated.shardings),
         shards,
-        _differentiated(propagated.graph),
+        _differentiated(propagated),
         tuple(_exchanged(propagated, shards)),
     )
     check(plan)
@@ -195,14 +195,16 @@ def _exchanged(found: ShardPropagation, shards: Mapping[int, Shard]) -> Iterator
     for name in (*inputs, *(use.tensor for sharding in found.shardings for use in sharding.op.outputs)):
         layout = found.layouts[name]
         if not layout.is_everywhere and any(
-            _lacks(shard, name, layout.share(found.mesh, worker)) for worker, shard in shards.items()
+            _lacks(shard, name, layout, found.mesh, worker) for worker, shard in shards.items()
         ):
             yield name
 
 
-def _lacks(shard: Shard, name: str, share: Rect) -> bool:
-    held = shard.held.get(name)
-    return held is not None and not shard.made.get(name, share).contains(held)
+def _lacks(shard: Shard, name: str, layout: Layout, mesh: Mesh, worker: int) -> bool:
+    held, made = shard.held.get(name), shard.made.get(name)
+    if held is None or held is made:
+        return False
+    return not (layout.share(mesh, worker) if made is None else made).contains(held)
 
 
 def check(plan: ShardPlan) -> None:
@@ -226,12 +228,13 @@ def _follow_each_other(axis: Axis, size: int) -> bool:
     return bounds[0] == 0 and bounds[-1] == size and all(low <= high for low, high in pairwise(bounds))
 
 
-def _differentiated(graph: Graph) -> frozenset[str]:
+def _differentiated(propagated: ShardPropagation) -> frozenset[str]:
     """Forward tensors that depend on something whose gradient the step makes."""
+    graph = propagated.graph
     wanted = {tensor.gradient_of for tensor in graph.tensors.values() if tensor.gradient_of is not None}
     found = {n for n in wanted if graph.tensors[n].kind in (Kind.PARAMETER, Kind.INPUT)}
     for op in forward_ops(graph):
-        relations = regions_of(site_of(graph, op)).outputs
+        relations = propagated.ops.regions(op).outputs
         for position, use in enumerate(op.inputs):
             if use.tensor in found and any(relation.needs[position] is not None for relation in relations):
                 found.update(o for o in op.writes() if _is_inexact(graph, o))

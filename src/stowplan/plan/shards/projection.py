@@ -6,7 +6,7 @@ of these. At each collective a worker waits for the slowest that takes part. Not
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, log2, prod, sqrt
@@ -123,7 +123,8 @@ def projection_of(
     graph, mesh = plan.graph, plan.mesh
     summed, sums = summed_by(plan, 0)
     sum_seconds = _sum_seconds(plan, network)
-    parts = [local_graph(plan, worker) for worker in {0, mesh.middle}]
+    workers = _Workers(plan)
+    parts = [workers.local_graph(worker) for worker in workers.alike({0, mesh.middle})]
     if divided is None:
         waits = sums - len(buckets_of(graph)) + 1  # buckets are summed meanwhile, and waited for once
         peak = max(facts_of(part).peak.bytes for part in parts)
@@ -137,7 +138,7 @@ def projection_of(
         peak = max(map(divided.peak_bytes, parts))
     whole = price_by_roofline(graph, machine).seconds
     seconds = network.latency_seconds * traffic.messages + traffic.sent_bytes / network.bytes_per_second
-    compute = slowest_seconds(plan, whole, machine) * network.workers_per_core
+    compute = workers.slowest_seconds(whole, machine) * network.workers_per_core
     return Projection(
         mesh,
         compute_seconds=compute,
@@ -163,79 +164,133 @@ def _resident_peak_bytes() -> int:
 
 def slowest_seconds(plan: ShardPlan, whole: Mapping[str, float], machine: Machine) -> float:
     """Compute of the worker that has most to do, if ops take `whole` seconds on one."""
-    return max(_compute_seconds(plan, shard, whole, machine) for shard in plan.shards.values())
+    return _Workers(plan).slowest_seconds(whole, machine)
 
 
-def local_graph(plan: ShardPlan, worker: int) -> Graph:
-    """The graph with tensors as large as a worker's part of them."""
-    tensors = dict(plan.graph.tensors)
-    for name, share in _shares_of_tensors(plan, plan.shards[worker]).items():
-        tensors[name] = replace(tensors[name], nbytes=ceil((tensors[name].nbytes or 0) * share))
-    return replace(plan.graph, tensors=tensors)
+class _Workers:
+    """The workers of a plan. Those with parts of the same sizes take as long, and are worked out once."""
+
+    def __init__(self, plan: ShardPlan) -> None:
+        self._plan, self._masks = plan, _masks_of(plan.graph)
+        self._elements = {name: max(1, prod(layout.cells.sizes)) for name, layout in plan.layouts.items()}
+        self._flows = list(_flows_of(plan.graph))
+        self._trained_bytes = trained_bytes(plan)
+        self._sizes = {worker: _sizes_of(shard) for worker, shard in plan.shards.items()}
+        self._shares: dict[Hashable, dict[str, float]] = {}
+
+    def alike(self, workers: Iterable[int]) -> list[int]:
+        """One of these workers for all whose parts have the same sizes."""
+        return list({self._sizes[worker]: worker for worker in workers}.values())
+
+    def slowest_seconds(self, whole: Mapping[str, float], machine: Machine) -> float:
+        """Compute of the worker that has most to do."""
+        workers = self.alike(self._plan.shards)
+        return max(self._compute_seconds(worker, whole, machine) for worker in workers)
+
+    def local_graph(self, worker: int) -> Graph:
+        """The graph with tensors as large as a worker's part of them."""
+        tensors = dict(self._plan.graph.tensors)
+        for name, share in self._shares_of_tensors(worker).items():
+            nbytes = ceil((tensors[name].nbytes or 0) * share)
+            if nbytes != tensors[name].nbytes:
+                tensors[name] = replace(tensors[name], nbytes=nbytes)
+        return replace(self._plan.graph, tensors=tensors)
+
+    def _shares_of_tensors(self, worker: int) -> dict[str, float]:
+        """By tensor the share of it that a worker has: a gradient's is that of its tensor.
+
+        What else there is in the backward half is as large, in proportion, as what it is made from.
+        """
+        sizes = self._sizes[worker]
+        if sizes in self._shares:
+            return self._shares[sizes]
+        shard = self._plan.shards[worker]
+        found = {name: self._share_held(shard, name) for name in {**shard.held, **shard.made}}
+        for read, made in self._flows:
+            for name, source, is_resident in made:
+                if name not in found:
+                    if is_resident:
+                        found[name] = 1.0
+                    elif source in found:
+                        found[name] = found[source]
+                    else:
+                        found[name] = max((found[source] for source in read if source in found), default=1.0)
+        self._shares[sizes] = found
+        return found
+
+    def _share_held(self, shard: Shard, name: str) -> float:
+        if self._plan.graph.tensors[name].kind in RESIDENT:
+            return 1.0
+        mask = self._masks.get(name)
+        rects = (shard.held.get(name), shard.made.get(name)) if mask is None else (shard.held.get(mask),)
+        return max((rect.volume for rect in rects if rect is not None), default=0) / self._elements[name]
+
+    def _compute_seconds(self, worker: int, whole: Mapping[str, float], machine: Machine) -> float:
+        """Each op takes its share of what it would take whole, and a backward op that of its forward op."""
+        shard, shares = self._plan.shards[worker], self._shares_of_tensors(worker)
+        done = {
+            level.sharding.op.id: _share_drawn(level.made, shard.held.get(self._masks[level.name]))
+            if level.name in self._masks
+            else self._share_done(level)
+            for level in shard.levels
+        }
+
+        def share(op: Op) -> float:
+            first = shares.get(op.outputs[0].tensor, 1.0) if op.outputs else 1.0
+            return done.get(op.adjoint_of or op.id, first)
+
+        start = machine.launch_seconds
+        computed = sum((whole[op.id] - start) * share(op) + start for op in self._plan.graph.ops)
+        return computed + self._copied_bytes(shard) / machine.bytes_per_second
+
+    def _share_done(self, level: Level) -> float:
+        """The share of an op that a worker does: of what it makes, or of what it adds up."""
+        name, rect = level.name, level.made
+        op = level.sharding.op
+        if level.sharding.kind is ShardingKind.SUMS and op.type not in LOOKUPS:
+            number = PRODUCTS[op.type].left if op.type in PRODUCTS else 0
+            need = level.needs[number]
+            if need is not None:
+                name, rect = op.inputs[number].tensor, need
+        return rect.volume / self._elements[name]
+
+    def _copied_bytes(self, shard: Shard) -> int:
+        """Bytes that collectives copy: shares into held parts, and gradients into buckets and out of them."""
+        plan = self._plan
+        if plan.mesh.size == 1:
+            return 0
+        tensors = (name for name in plan.exchanged if name in shard.held)
+        held = (
+            shard.held[name].volume * itemsize_of(plan.graph, name) * (1 + (name in plan.differentiated))
+            for name in tensors
+        )
+        return 2 * sum(held) + 4 * self._trained_bytes
 
 
-def _shares_of_tensors(plan: ShardPlan, shard: Shard) -> dict[str, float]:
-    """By tensor the share of it that a worker has: a gradient's is that of its tensor.
+def _sizes_of(shard: Shard) -> Hashable:
+    """What a worker's seconds and bytes depend on: the sizes of its parts, wherever these lie."""
+    added = [n for level in shard.levels if level.sharding.kind is ShardingKind.SUMS for n in level.needs]
+    parts = (*shard.held.values(), *shard.made.values(), *added)
+    shapes = tuple([None if part is None else part.shape for part in parts])
+    return tuple(shard.held), tuple(shard.made), shapes
 
-    What else there is in the backward half is as large, in proportion, as what it is made from.
+
+def _flows_of(graph: Graph) -> Iterator[tuple[Sequence[str], Sequence[tuple[str, str, bool]]]]:
+    """By op, what it reads of the step's own, and what it makes.
+
+    With each made tensor comes the tensor whose gradient it is, or "", and whether every worker has it whole.
     """
-    tensors = plan.graph.tensors
-    masks = _masks_of(plan.graph)
-    found = {name: _share_held(plan, shard, name, masks.get(name)) for name in {**shard.held, **shard.made}}
-    for op in plan.graph.ops:
-        read = [name for name in op.reads() if name in found and tensors[name].kind not in RESIDENT]
-        made_from = max((found[name] for name in read), default=1.0)
-        for name in op.writes():
-            source = tensors[name].gradient_of
-            is_resident = tensors[source or name].kind in RESIDENT
-            found.setdefault(name, 1.0 if is_resident else found.get(source or "", made_from))
-    return found
+    tensors = graph.tensors
+    for op in graph.ops:
+        sources = [(name, tensors[name].gradient_of or "") for name in op.writes()]
+        made = [(name, source, tensors[source or name].kind in RESIDENT) for name, source in sources]
+        yield [name for name in op.reads() if tensors[name].kind not in RESIDENT], made
 
 
 def _masks_of(graph: Graph) -> dict[str, str]:
     """By mask that is drawn in parts, and by blank tensor that it is drawn in, the mask."""
     draws = [op for op in graph.ops if op.type == DRAWN_IN_PARTS]
     return {name: op.outputs[0].tensor for op in draws for name in (*op.reads(), *op.writes())}
-
-
-def _share_held(plan: ShardPlan, shard: Shard, name: str, mask: str | None) -> float:
-    if plan.graph.tensors[name].kind in RESIDENT:
-        return 1.0
-    rects = (shard.held.get(name), shard.made.get(name)) if mask is None else (shard.held.get(mask),)
-    held = max((rect.volume for rect in rects if rect is not None), default=0)
-    return held / max(1, prod(plan.layouts[name].cells.sizes))
-
-
-def _compute_seconds(plan: ShardPlan, shard: Shard, whole: Mapping[str, float], machine: Machine) -> float:
-    """Each op takes its share of what it would take whole, and a backward op that of its forward op."""
-    shares = _shares_of_tensors(plan, shard)
-    masks = _masks_of(plan.graph)
-    done = {
-        level.sharding.op.id: _share_drawn(level.made, shard.held.get(masks[level.name]))
-        if level.name in masks
-        else _share_done(plan, level)
-        for level in shard.levels
-    }
-
-    def share(op: Op) -> float:
-        first = shares.get(op.outputs[0].tensor, 1.0) if op.outputs else 1.0
-        return done.get(op.adjoint_of or op.id, first)
-
-    start = machine.launch_seconds
-    computed = sum((whole[op.id] - start) * share(op) + start for op in plan.graph.ops)
-    return computed + _copied_bytes(plan, shard) / machine.bytes_per_second
-
-
-def _copied_bytes(plan: ShardPlan, shard: Shard) -> int:
-    """The bytes that collectives copy: shares into held parts, and gradients into buckets and out of them."""
-    if plan.mesh.size == 1:
-        return 0
-    tensors = (name for name in plan.exchanged if name in shard.held)
-    held = (
-        shard.held[name].volume * itemsize_of(plan.graph, name) * (1 + (name in plan.differentiated))
-        for name in tensors
-    )
-    return 2 * sum(held) + 4 * trained_bytes(plan)
 
 
 def _share_drawn(whole: Rect, part: Rect | None) -> float:
@@ -246,18 +301,6 @@ def _share_drawn(whole: Rect, part: Rect | None) -> float:
         if (size - own) * prod(whole.shape[dim + 1 :]) >= LEAST_SKIPPED:
             share *= own / size
     return share
-
-
-def _share_done(plan: ShardPlan, level: Level) -> float:
-    """The share of an op that a worker does: of what it makes, or of what it adds up."""
-    name, rect = level.name, level.made
-    op = level.sharding.op
-    if level.sharding.kind is ShardingKind.SUMS and op.type not in LOOKUPS:
-        number = PRODUCTS[op.type].left if op.type in PRODUCTS else 0
-        need = level.needs[number]
-        if need is not None:
-            name, rect = op.inputs[number].tensor, need
-    return rect.volume / max(1, prod(plan.layouts[name].cells.sizes))
 
 
 def _waiting_seconds(plan: ShardPlan, compute: float, waits: int, network: Network) -> float:

@@ -15,11 +15,12 @@ from typing import TypeAlias
 
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Op, Phase
-from stowplan.ops.regions import Need, Partial, Regions, Relation, regions_of
+from stowplan.ops.regions import Need, Partial, Regions, Relation
 from stowplan.ops.regions.rules import dim_of, identity
 from stowplan.ops.table import Site, shape_of, site_of
 from stowplan.ops.tiling import RESHAPES
-from stowplan.plan.shards.allowed import allowed, look_of
+from stowplan.plan.shards.alike import AlikeOps
+from stowplan.plan.shards.allowed import allowed
 from stowplan.plan.shards.cell_relation import CellRelation, cell_relation, sliced_dim
 from stowplan.plan.shards.cells import Cells, regrouped
 from stowplan.plan.shards.layout import Layout
@@ -67,13 +68,17 @@ NORMS = (
 
 @dataclass(frozen=True, slots=True)
 class OpSharding:
-    """How one op is divided over a mesh: the kind, the axes that its sums run along, rules between cells."""
+    """How one op is divided over a mesh: the kind, the axes that its sums run along, rules between cells.
+
+    `alike` is the same number for ops of a propagation that look alike and have the same layouts.
+    """
 
     op: Op
     kind: ShardingKind
     rules: tuple[CellRelation, ...]
     summed_axes: tuple[int, ...] = ()
     gathered: str = ""  # why an axis was dropped here
+    alike: int = field(default=-1, compare=False)
 
 
 @dataclass(slots=True)
@@ -85,7 +90,12 @@ class ShardPropagation:
     layouts: dict[str, Layout]
     chosen: Chosen
     shardings: list[OpSharding] = field(default_factory=list)
-    _allowed: set[Hashable] = field(default_factory=set)  # layouts of ops that look alike
+    ops: AlikeOps = field(init=False)
+    _alike: dict[Hashable, int] = field(default_factory=dict)  # by look and layouts, the number of such ops
+    _known: dict[int, tuple[OpSharding, Sequence[Layout]]] = field(default_factory=dict)  # by that number
+
+    def __post_init__(self) -> None:
+        self.ops = AlikeOps(self.graph)
 
     def run(self) -> None:
         for op in forward_ops(self.graph):
@@ -95,39 +105,44 @@ class ShardPropagation:
         """The sharding of one op, whose inputs have layouts, and the layouts of its outputs."""
         if not op.outputs:
             raise BadUse(f"not sharded: op {op.id!r} makes nothing that could be cut")
-        site = site_of(self.graph, op)
-        regions = regions_of(site)
-        inputs = [self.layouts[use.tensor] for use in op.inputs]
+        inputs = tuple([self.layouts[use.tensor] for use in op.inputs])
+        chosen = self.chosen.get(op.outputs[0].tensor)
+        look = self.ops.number(op), inputs, None if chosen is None else tuple(chosen)
+        number = self._alike.setdefault(look, len(self._alike))
+        if number not in self._known:
+            sharding, outputs = self._divided(op, inputs)
+        else:
+            sharding, outputs = self._known[number]
+        sharding = OpSharding(
+            op, sharding.kind, sharding.rules, sharding.summed_axes, sharding.gathered, number
+        )
+        if not sharding.gathered:  # that reason names the op
+            self._known[number] = sharding, outputs
+        self.layouts.update(zip(op.writes(), outputs, strict=True))
+        self.shardings.append(sharding)
+
+    def _divided(self, op: Op, inputs: Sequence[Layout]) -> "_Divided":
+        site, regions = site_of(self.graph, op), self.ops.regions(op)
         axes = _reduced_axes(site, regions.outputs[0], inputs)
         inner = _inner_axes(op, inputs, self.mesh) or _looked_up_axes(op, inputs)
         cut = [number for number, layout in enumerate(inputs) if not layout.is_everywhere]
         is_read = any(_is_read(regions, number) for number in cut)
         if not is_read and not any(dim is not None for dim in self.chosen.get(op.outputs[0].tensor, ())):
-            self._settle(op, ShardingKind.ANYWHERE, *_everywhere(site, regions, inputs, self.mesh))
-        elif inner:
-            self._sums(site, regions, inputs, inner)
-        elif (along := _softmax_axes(site, inputs)) and op.outputs[0].tensor not in self.chosen:
-            self._softmax(site, regions, inputs[0], along)
-        elif axes and op.type in NORMS:
-            self._norm(site, regions, inputs, axes)
-        elif axes and op.type in (*SUMMED, *LOSSES) and _operands_match(regions.outputs[0], inputs):
-            self._sums(site, regions, inputs, axes)
-        else:
-            self._parts(site, regions, inputs)
+            outputs, rules = _everywhere(site, regions, inputs, self.mesh)
+            return OpSharding(op, ShardingKind.ANYWHERE, tuple(rules)), outputs
+        if inner:
+            return self._sums(site, regions, inputs, inner)
+        if (along := _softmax_axes(site, inputs)) and op.outputs[0].tensor not in self.chosen:
+            return _softmax(site, regions, inputs[0], along)
+        if axes and op.type in NORMS:
+            return self._norm(site, regions, inputs, axes)
+        if axes and op.type in (*SUMMED, *LOSSES) and _operands_match(regions.outputs[0], inputs):
+            return self._sums(site, regions, inputs, axes)
+        return self._parts(site, regions, inputs)
 
-    def _settle(
-        self,
-        op: Op,
-        kind: ShardingKind,
-        outputs: Sequence[Layout],
-        rules: Sequence[CellRelation],
-        axes: tuple[int, ...] = (),
-        why: str = "",
-    ) -> None:
-        self.layouts.update((use.tensor, layout) for use, layout in zip(op.outputs, outputs, strict=True))
-        self.shardings.append(OpSharding(op, kind, tuple(rules), axes, why))
-
-    def _norm(self, site: Site, regions: Regions, inputs: Sequence[Layout], axes: tuple[int, ...]) -> None:
+    def _norm(
+        self, site: Site, regions: Regions, inputs: Sequence[Layout], axes: tuple[int, ...]
+    ) -> "_Divided":
         """The output is cut like the input; statistics are the same all along the axes they run over."""
         reduction = regions.outputs[0].reduction
         assert reduction is not None
@@ -138,33 +153,25 @@ class ShardPropagation:
             layout, rule = self._following(site, statistic, inputs, skipped=axes)
             outputs.append(layout)
             rules.append(rule)
-        self._settle(site.op, ShardingKind.NORM, outputs, rules, axes)
+        return OpSharding(site.op, ShardingKind.NORM, tuple(rules), axes), outputs
 
-    def _softmax(self, site: Site, regions: Regions, scores: Layout, axes: tuple[int, ...]) -> None:
-        """Once the line's greatest value and sum are known, each element follows from itself."""
-        shape = regions.outputs[0].shape
-        pointwise = Relation(shape, (Need(identity(shape)),))
-        rule = cell_relation(site, pointwise, [scores.cells], scores.cells)
-        self._settle(site.op, ShardingKind.SOFTMAX, [scores], [rule], axes)
-
-    def _sums(self, site: Site, regions: Regions, inputs: Sequence[Layout], axes: tuple[int, ...]) -> None:
+    def _sums(
+        self, site: Site, regions: Regions, inputs: Sequence[Layout], axes: tuple[int, ...]
+    ) -> "_Divided":
         found = [self._following(site, relation, inputs, skipped=axes) for relation in regions.outputs]
-        self._settle(site.op, ShardingKind.SUMS, [f[0] for f in found], [f[1] for f in found], axes)
+        return OpSharding(site.op, ShardingKind.SUMS, tuple(f[1] for f in found), axes), [f[0] for f in found]
 
-    def _parts(self, site: Site, regions: Regions, inputs: Sequence[Layout]) -> None:
+    def _parts(self, site: Site, regions: Regions, inputs: Sequence[Layout]) -> "_Divided":
         outputs, rules, why = [], [], ""
         for number, relation in enumerate(regions.outputs):
             layout, rule = self._following(site, relation, inputs)
             if number == 0:
                 layout = self._as_chosen(site.op, layout)
-            known = look_of(site), number, layout, tuple(inputs)
-            if known not in self._allowed:
-                layout, reason = allowed(site, number, rule, layout, inputs, self.mesh)
-                why = why or (reason if number == 0 else "")
-                self._allowed.update(() if reason else (known,))
+            layout, reason = allowed(site, number, rule, layout, inputs, self.mesh)
+            why = reason if number == 0 else why
             outputs.append(layout)
             rules.append(rule)
-        self._settle(site.op, ShardingKind.PARTS, outputs, rules, why=why)
+        return OpSharding(site.op, ShardingKind.PARTS, tuple(rules), gathered=why), outputs
 
     def _as_chosen(self, op: Op, layout: Layout) -> Layout:
         """The layout of an op's first output: the chosen one if there is one, else that of its inputs."""
@@ -190,6 +197,18 @@ class ShardPropagation:
             axes.append(found)
             taken.update(() if found is None else (found,))
         return Layout(cells, tuple(axes)), rule
+
+
+_Divided: TypeAlias = tuple[OpSharding, Sequence[Layout]]
+"""How an op is divided, and the layouts of its outputs."""
+
+
+def _softmax(site: Site, regions: Regions, scores: Layout, axes: tuple[int, ...]) -> _Divided:
+    """Once the line's greatest value and sum are known, each element follows from itself."""
+    shape = regions.outputs[0].shape
+    pointwise = Relation(shape, (Need(identity(shape)),))
+    rule = cell_relation(site, pointwise, [scores.cells], scores.cells)
+    return OpSharding(site.op, ShardingKind.SOFTMAX, (rule,), axes), [scores]
 
 
 def forward_ops(graph: Graph) -> Iterator[Op]:

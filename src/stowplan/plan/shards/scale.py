@@ -5,7 +5,7 @@ shares with all that is held are products too, of what the places of one axis ha
 by 64, twice 64 spans are sorted, and not 4096 x 4096 rects compared.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import cast
@@ -35,8 +35,12 @@ def mesh_traffic(plan: ShardPlan) -> MeshTraffic:
     """The bytes that every worker of a mesh sends, from the shards of the workers on its axes."""
     sent = np.zeros(plan.mesh.size, np.int64)
     messages = np.zeros(plan.mesh.size, np.int64)
+    known: dict[Hashable, tuple[Counts, Counts, Counts, Counts]] = {}  # by layout and all that is held
     for name in plan.exchanged:
-        given, received, targets, sources = _overlaps(plan, name)
+        parts = plan.layouts[name], tuple([shard.held.get(name) for shard in plan.shards.values()])
+        if parts not in known:
+            known[parts] = _overlaps(plan, name)
+        given, received, targets, sources = known[parts]
         back = name in plan.differentiated
         sent += (given + received * back) * itemsize_of(plan.graph, name)
         messages += targets + sources * back

@@ -10,18 +10,18 @@ messages, and copies of the held part, forward and backward. Both costs are in m
 their ratio differs less from machine to machine than seconds do, and all workers must decide alike.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeAlias
 
 from stowplan.geometry import Rect
-from stowplan.ir import Op
 from stowplan.ops import aten
 from stowplan.ops.effects import Effect, effect_of, macs_of
 from stowplan.ops.regions.relation import with_span
 from stowplan.ops.table import Site, shape_of, site_of
 from stowplan.ops.windows import Span
-from stowplan.plan.shards.allowed import look_of, refusal_of_parts
+from stowplan.plan.shards.allowed import refusal_of_parts
 from stowplan.plan.shards.layout import Layout
 from stowplan.plan.shards.propagation import (
     LOOKUPS,
@@ -97,22 +97,43 @@ class Shard:
     held: Mapping[str, Rect]
 
 
+Parts: TypeAlias = tuple[Rect | None, ...]
+"""By worker, its part of a tensor; None for a worker that needs nothing of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What workers make of an op, and what that needs: ops that are alike share it.
+
+    `levels` are by worker the part made of the first output and what it needs of each input. `needs` are by
+    input the numbers of these parts without what lies outside the input; None for an input that is not read.
+    """
+
+    made: Sequence[Sequence[Rect]]  # by output and worker
+    levels: Sequence[tuple[Rect, tuple[Rect | None, ...]]]
+    needs: Sequence[int | None]
+
+
 class Pulling:
-    """Pulls demands back through the ops for several workers at once: some decisions are theirs together."""
+    """Pulls demands back through the ops for several workers at once: some decisions are theirs together.
+
+    Equal parts have one number, so that an op of a repeated layer is known by what is needed of it.
+    """
 
     def __init__(self, propagated: ShardPropagation, ends: Sequence[str], workers: Sequence[int]) -> None:
         self._found, self._mesh = propagated, propagated.mesh
         self._workers = tuple(workers)
         self._known_shares: dict[Layout, list[Rect]] = {}
-        self._alike: dict[Hashable, int] = {}  # a number for ops that look alike, by all that rules depend on
-        self._pulled: dict[tuple[int, Rect], tuple[Rect | None, ...]] = {}  # by that number and part
-        self._possible: set[tuple[int, frozenset[Rect]]] = set()  # parts that such ops can make
-        self._needed: list[dict[str, Rect]] = [{} for _ in self._workers]
-        self._made: list[dict[str, Rect]] = [{} for _ in self._workers]
-        self._levels: list[list[Level]] = [[] for _ in self._workers]
+        self._parts: list[Parts] = []
+        self._numbers: dict[Parts, int] = {}
+        self._hulls: dict[tuple[int, int], int] = {}
+        self._draws: dict[int, bool] = {}  # by number of ops alike
+        self._taken: dict[tuple[int, int, int | None], _Taken] = {}  # by that, output, and what is needed
+        self._needed: dict[str, int] = {}  # by tensor, the number of what workers need
+        self._made: dict[str, Sequence[Rect]] = {}
+        self._levels: list[tuple[OpSharding, int, _Taken]] = []
         for name in ends:
-            for place, share in enumerate(self._shares(self._layout(name))):
-                self._need(place, name, share)
+            self._need(name, self._number(tuple(self._shares(self._layout(name)))))
 
     def run(self) -> dict[int, Shard]:
         """The shards by worker."""
@@ -125,61 +146,94 @@ class Pulling:
         return {worker: self._shard(place) for place, worker in enumerate(self._workers)}
 
     def _shard(self, place: int) -> Shard:
-        return Shard(tuple(reversed(self._levels[place])), self._made[place], self._needed[place])
+        levels = [Level(op, number, *taken.levels[place]) for op, number, taken in reversed(self._levels)]
+        parts = ((name, self._parts[number][place]) for name, number in self._needed.items())
+        held = {name: part for name, part in parts if part is not None}
+        return Shard(tuple(levels), {name: made[place] for name, made in self._made.items()}, held)
 
     def _layout(self, name: str) -> Layout:
         return self._found.layouts[name]
 
-    def _need(self, place: int, name: str, rect: Rect | None) -> None:
-        if rect is not None:
-            part = rect.clip(self._layout(name).cells.sizes)
-            known = self._needed[place].get(name)
-            self._needed[place][name] = part if known is None else known.hull(part)
+    def _number(self, parts: Parts) -> int:
+        number = self._numbers.setdefault(parts, len(self._parts))
+        if number == len(self._parts):
+            self._parts.append(parts)
+        return number
+
+    def _need(self, name: str, parts: int | None) -> None:
+        if parts is not None:
+            known = self._needed.get(name, parts)
+            self._needed[name] = parts if known == parts else self._hull(known, parts)
+
+    def _hull(self, first: int, second: int) -> int:
+        """The number of what two demands have together."""
+        if (first, second) not in self._hulls:
+            pairs = zip(self._parts[first], self._parts[second], strict=True)
+            hulls = tuple(b if a is None else a if b is None else a.hull(b) for a, b in pairs)
+            self._hulls[first, second] = self._number(hulls)
+        return self._hulls[first, second]
 
     def _take(self, sharding: OpSharding, number: int) -> None:
         name = sharding.op.outputs[number].tensor
-        draws = number == 0 and self._draws(sharding.op)
-        if not draws and not any(name in needed for needed in self._needed):
+        wanted = self._needed.get(name)
+        draws = number == 0 and self._is_drawn(sharding)
+        if wanted is None and not draws:
             return
-        parts, look = self._parts_made(sharding, number, name, draws), self._look(sharding, number)
-        for place, made in enumerate(parts):
-            if (look, made) not in self._pulled:
-                self._pulled[look, made] = sharding.rules[number].pull(made)
-            self._made[place][name] = made
-            self._append(place, Level(sharding, number, made, self._pulled[look, made]))
+        look = sharding.alike, number, wanted
+        if look not in self._taken:
+            made = self._parts_made(sharding, number, name, draws)
+            needs = [sharding.rules[number].pull(part) for part in made]
+            self._taken[look] = self._worked_out(sharding, [made], needs)
+        self._add(sharding, number, [name], self._taken[look])
 
-    def _look(self, sharding: OpSharding, number: int) -> int:
-        """The same for outputs of ops that look alike and have layouts alike."""
-        op, layouts = sharding.op, self._found.layouts
-        inputs = tuple(layouts[use.tensor] for use in op.inputs)
-        known = look_of(site_of(self._found.graph, op)), number, layouts[op.outputs[number].tensor], inputs
-        return self._alike.setdefault(known, len(self._alike))
+    def _worked_out(
+        self, sharding: OpSharding, made: Sequence[Sequence[Rect]], needs: Sequence[tuple[Rect | None, ...]]
+    ) -> _Taken:
+        numbers: list[int | None] = []
+        for use, parts in zip(sharding.op.inputs, zip(*needs, strict=True), strict=True):
+            sizes = self._layout(use.tensor).cells.sizes
+            inside = tuple(None if part is None else part.clip(sizes) for part in parts)
+            numbers.append(None if inside.count(None) == len(inside) else self._number(inside))
+        return _Taken(made, list(zip(made[0], needs, strict=True)), numbers)
 
-    def _append(self, place: int, level: Level) -> None:
-        self._levels[place].append(level)
-        for use, need in zip(level.sharding.op.inputs, level.needs, strict=True):
-            self._need(place, use.tensor, need)
+    def _add(self, sharding: OpSharding, number: int, names: Sequence[str], taken: _Taken) -> None:
+        self._made.update(zip(names, taken.made, strict=True))
+        self._levels.append((sharding, number, taken))
+        for use, parts in zip(sharding.op.inputs, taken.needs, strict=True):
+            self._need(use.tensor, parts)
 
     def _take_together(self, sharding: OpSharding) -> None:
         """Sums and statistics: all workers take part, whatever they need, and all outputs come at once."""
         names = [use.tensor for use in sharding.op.outputs]
-        if not any(name in needed for needed in self._needed for name in names):
+        if not any(name in self._needed for name in names):
             return
-        for place, worker in enumerate(self._workers):
-            made = self._made[place]
-            made.update((name, self._layout(name).share(self._mesh, worker)) for name in names)
+        look = sharding.alike, 0, self._needed.get(names[0])
+        if look not in self._taken:
+            made = [self._shares(self._layout(name)) for name in names]
             if sharding.kind is ShardingKind.NORM:
-                made[names[0]] = self._needed[place].get(names[0], _nothing_of(made[names[0]]))
-            needs = self._counted(sharding, made[names[0]], worker)
-            self._append(place, Level(sharding, 0, made[names[0]], needs))
+                made[0] = self._wanted(names[0], made[0])
+            pairs = zip(made[0], self._workers, strict=True)
+            needs = [self._counted(sharding, part, worker) for part, worker in pairs]
+            self._taken[look] = self._worked_out(sharding, made, needs)
+        self._add(sharding, 0, names, self._taken[look])
 
-    def _draws(self, op: Op) -> bool:
-        return bool(effect_of(site_of(self._found.graph, op)) & Effect.RANDOM)
+    def _is_drawn(self, sharding: OpSharding) -> bool:
+        if sharding.alike not in self._draws:
+            effect = effect_of(site_of(self._found.graph, sharding.op))
+            self._draws[sharding.alike] = bool(effect & Effect.RANDOM)
+        return self._draws[sharding.alike]
+
+    def _wanted(self, name: str, shares: Sequence[Rect]) -> list[Rect]:
+        """What workers need of a tensor."""
+        number = self._needed.get(name)
+        needed = self._parts[number] if number is not None else (None,) * len(shares)
+        pairs = zip(needed, shares, strict=True)
+        return [Rect(share.lo, share.lo) if part is None else part for part, share in pairs]
 
     def _parts_made(self, sharding: OpSharding, number: int, name: str, draws: bool) -> list[Rect]:
         layout = self._layout(name)
         shares = self._shares(layout)
-        wanted = [needed.get(name, _nothing_of(shares[p])) for p, needed in enumerate(self._needed)]
+        wanted = self._wanted(name, shares)
         if draws:
             return shares
         if layout.is_everywhere or all(map(Rect.contains, shares, wanted)):
@@ -204,16 +258,11 @@ class Pulling:
         """Whether the op makes these parts of an output, one on each worker."""
         if sharding.op.type in LIKES:
             return True
-        known = self._look(sharding, number), frozenset(made)
-        if known in self._possible:
-            return True
         site = site_of(self._found.graph, sharding.op)
         cells = [self._layout(use.tensor).cells for use in sharding.op.inputs]
         layout = self._layout(sharding.op.outputs[number].tensor)
         refusal = refusal_of_parts(site, number, sharding.rules[number], layout, cells)
-        can = not any(map(refusal, set(made)))
-        self._possible.update((known,) if can else ())
-        return can
+        return not any(map(refusal, set(made)))
 
     def _counted(self, sharding: OpSharding, made: Rect, worker: int) -> tuple[Rect | None, ...]:
         """The inputs that the worker's sums need, and for a norm also those that normalising `made` needs."""
@@ -255,7 +304,3 @@ class Pulling:
             source = reduction.dims[0][dims.index(dim)] if dim in dims else None
             spans += [(0, size) for size in group] if source is None else first.spans(share, source)
         return Rect(tuple(low for low, _ in spans), tuple(high for _, high in spans))
-
-
-def _nothing_of(rect: Rect) -> Rect:
-    return Rect(rect.lo, rect.lo)

@@ -21,11 +21,12 @@ from typing import NamedTuple
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Kind, Op, Phase, Shape
 from stowplan.ops import aten
-from stowplan.ops.regions import DimKind, Need, regions_of
+from stowplan.ops.regions import DimKind, Need
 from stowplan.ops.regions.maps import Grouped
 from stowplan.ops.regions.relation import DimMap
-from stowplan.ops.table import shape_of, site_of
+from stowplan.ops.table import shape_of
 from stowplan.ops.tiling import RESHAPES
+from stowplan.plan.shards.alike import AlikeOps
 from stowplan.plan.shards.cell_relation import followed_dim, sliced_dim
 from stowplan.plan.shards.cells import Cells
 from stowplan.plan.shards.layout import Layout
@@ -100,8 +101,10 @@ class WeightSearch:
     size: int  # of the axis
     cut: dict[str, Cut] = field(default_factory=dict)
     makers: dict[str, tuple[Op, int]] = field(init=False)
+    ops: AlikeOps = field(init=False)
 
     def __post_init__(self) -> None:
+        self.ops = AlikeOps(self.graph)
         forward = (op for op in self.graph.ops if op.phase is Phase.FORWARD)
         self.makers = {use.tensor: (op, n) for op in forward for n, use in enumerate(op.outputs)}
 
@@ -177,10 +180,9 @@ class _Walk:
 
     def _before(self, op: Op, output: int, met: _Met) -> list[_Met] | None:
         """The cuts of an op's inputs that follow from a cut of its output; None if it runs over that dim."""
-        site = site_of(self.search.graph, op)
         if op.type in RESHAPES:
             return self._before_reshape(op, met)
-        regions, dim = regions_of(site), met.cut.dim
+        regions, dim = self.search.ops.regions(op), met.cut.dim
         relation = regions.outputs[output]
         is_feature = op.type in aten.ATTENTIONS and dim >= len(relation.shape) - 2
         if regions.barrier or dim in relation.whole or is_feature:
