@@ -13,12 +13,12 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from stowplan import api
-from stowplan.errors import BadUse, IllegalPlan, TooManyWorkers
+from stowplan.errors import BadUse, IllegalPlan, StowplanError, TooManyWorkers
 from stowplan.ir import Graph, Phase
 from stowplan.ir.text import Labels
 from stowplan.plan.plan import Machine
 from stowplan.plan.shards.choice import choose_mesh
-from stowplan.plan.shards.curves import strong_scaling, weak_scaling
+from stowplan.plan.shards.curves import step_between, strong_scaling, weak_scaling
 from stowplan.plan.shards.mesh import Mesh, parse_mesh
 from stowplan.plan.shards.plan import shard_plan
 from stowplan.plan.shards.projection import Network, Projection, project
@@ -144,7 +144,9 @@ def _simulated(arguments: Namespace) -> Simulation:
     weak: list[Projection] = []
     if api.names_a_function(arguments.target):
         most = arguments.up_to or _MOST_SHOWN  # its batches grow out of all bounds
-        weak = list(_curve(graphs, weak_scaling(wanted.mesh, most), machine, network, shards))
+        larger = list(weak_scaling(wanted.mesh, most))
+        grown = _grown(graphs, max((mesh.size for mesh in larger), default=1))
+        weak = list(_curve(grown, larger, machine, network, shards))
     return Simulation(arguments.target, wanted, strong, weak, stages, Labels(graph))
 
 
@@ -205,6 +207,19 @@ def _graphs(target: str) -> Graphs:
 
     found = load_target(target)
     return cache(lambda times: subject_of(with_batches(found, times)).captured.graph)
+
+
+def _grown(graphs: Graphs, most: int) -> Graphs:
+    """The same up to `most` times the batch; between that and the batch itself, from the graphs of both."""
+
+    def found(times: int) -> Graph:
+        between = None
+        if 1 < times < most:
+            with suppress(StowplanError):  # of the largest batch, which the curve may not come to
+                between = step_between(graphs(1), graphs(most), most, times)
+        return between or graphs(times)
+
+    return found
 
 
 def _wanted(graph: Graph, arguments: Namespace, machine: Machine, network: Network) -> Projection:

@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.functional import pad
 
 from stowplan.capture import Captured, capture
 from stowplan.cli.main import main
 from stowplan.errors import BadUse, BudgetTooSmall, TooManyWorkers
-from stowplan.ir import Kind
+from stowplan.ir import Graph, Kind
 from stowplan.plan.plan import Machine
 from stowplan.plan.shards.choice import choose_mesh, meshes_of
-from stowplan.plan.shards.curves import strong_scaling, weak_scaling
+from stowplan.plan.shards.curves import step_between, strong_scaling, weak_scaling
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.plan.shards.projection import Network, Projection, project
 from stowplan.plan.shards.seeds import seeds_for
@@ -90,6 +93,31 @@ def test_curves_grow_along_the_axes_in_turn_and_through_the_mesh_asked_for() -> 
 def test_a_growing_batch_is_cut_by_a_data_axis_beside_those_asked_for() -> None:
     meshes = [str(mesh) for mesh in weak_scaling(parse_mesh("data=8,space=2x2"), 70)]
     assert meshes == [f"data={n},space={m},space={m}" for n, m in ((1, 1), (1, 2), (4, 2), (16, 2))]
+
+
+@pytest.mark.parametrize("net", ["llama", "gpt", "pairs"])
+def test_a_step_between_two_batches_is_the_one_that_would_be_captured(net: str) -> None:
+    """Strided views included, and tensors whose bytes grow with the square of the batch."""
+    first, between, last = (step_of(net, batch) for batch in (2, 6, 32))
+    assert step_between(first, last, 16, 3) == between
+
+
+def test_no_step_is_put_between_two_that_differ_in_more_than_their_batch() -> None:
+    padded = step_of("padded", 2)
+    assert step_between(padded, step_of("padded", 32), 16, 3) is None
+    assert step_between(padded, step_of("pairs", 32), 16, 3) is None
+
+
+def step_of(net: str, batch: int) -> Graph:
+    """The step of a net, of the products of all pairs of rows, or of rows and one more."""
+    if net in NETS:
+        return capture(*NETS[net].build("tiny", device="meta", batch=batch)).graph
+    model, rows = nn.Linear(4, 4).to("meta"), torch.empty(batch, 4, device="meta")
+    losses = {
+        "pairs": lambda made: (made @ made.T).sum(),
+        "padded": lambda made: pad(made, (0, 0, 0, 1)).sum(),
+    }
+    return capture(model, (rows,), loss=losses[net]).graph
 
 
 def test_workers_draw_their_parts_of_masks_alone() -> None:
