@@ -2,6 +2,8 @@
 
 import copy
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,17 +11,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stowplan import fit, plans_of
+from stowplan import fit, plans_of, shards_of
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, NotTileable
 from stowplan.plan.tiles.barriers import is_barrier
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.segment import segment_of
+from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import PlannedStep
+from stowplan.run.shards.gather import Gather
 from stowplan.run.shards.shard_planner import subject_with_placeholders
 from stowplan.run.shards.step import ShardedStep
 from tests.support.workers.budgets import Part, Taken, within_budgets
-from tests.support.workers.compared import EXACT, distance, gradients_of
+from tests.support.workers.compared import EXACT, differentiate, distance, gradients_of
 from tests.support.workers.processes import on_workers
 
 pytestmark = [pytest.mark.torch, pytest.mark.distributed]
@@ -31,14 +35,14 @@ BELOW = 0.75
 class SmallUNet(nn.Module):
     """One level down and up, with dropout in the middle, and a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.down = nn.Sequential(
-            nn.Conv2d(1, WIDTH, 3, padding=1), nn.ReLU(), nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.ReLU()
+            nn.Conv2d(1, width, 3, padding=1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1), nn.ReLU()
         )
         self.middle = nn.Sequential(nn.MaxPool2d(2), nn.Dropout(0.2))
-        self.up = nn.ConvTranspose2d(WIDTH, WIDTH, 2, stride=2)
-        self.score = nn.Conv2d(2 * WIDTH, 2, 3, padding=1)
+        self.up = nn.ConvTranspose2d(width, width, 2, stride=2)
+        self.score = nn.Conv2d(2 * width, 2, 3, padding=1)
 
     def forward(self, image: Tensor, labels: Tensor) -> Tensor:
         skip = self.down(image)
@@ -46,11 +50,13 @@ class SmallUNet(nn.Module):
         return F.cross_entropy(self.score(found), labels, torch.tensor([1.0, 3.0], dtype=image.dtype))
 
 
-def example() -> tuple[SmallUNet, tuple[Tensor, Tensor]]:
+def example(
+    *, batch: int = 1, width: int = WIDTH, size: int = SIZE
+) -> tuple[SmallUNet, tuple[Tensor, Tensor]]:
     torch.manual_seed(3)
-    labels = torch.randint(2, (1, SIZE, SIZE))
+    labels = torch.randint(2, (batch, size, size))
     labels[:, 10:20] = -100  # of no class
-    return SmallUNet().double(), (torch.randn(1, 1, SIZE, SIZE, dtype=torch.float64), labels)
+    return SmallUNet(width).double(), (torch.randn(batch, 1, size, size, dtype=torch.float64), labels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,62 @@ def look_in_two_dims() -> tuple[int, int, int, float]:
     budget = int(BELOW * part.smallest(allow=["recompute"]))
     step, measured, _ = part.run(budget)
     return budget, measured, len(plans_of(step)[0].tile_maps), far_from_one_process(model, args)
+
+
+@dataclass(frozen=True, slots=True)
+class OfShards:
+    """A step with sharded parameters below the smallest budget without tiles, and how far a fault leads."""
+
+    allowed_bytes: int
+    measured_bytes: int
+    sent_bytes: tuple[int, int]  # measured and projected
+    tiled: int
+    gathers_before_a_sweep: int
+    far: float
+    far_if_not_summed: float
+
+
+def look_at_sharded_parameters(batch: int) -> OfShards:
+    model, args = example(batch=batch, width=16, size=32)
+    plain = copy.deepcopy(model)
+    torch.manual_seed(5)
+    plain(*args).backward()
+    how: dict[str, Any] = {"mesh": "data=2", "parameters": "shard", "moves": 50}
+    with pytest.raises(BudgetTooSmall) as refused:
+        fit(model, args, budget=1, allow=["recompute"], **how)
+    budget = int(BELOW * refused.value.minimum_bytes)
+    fitted = fit(model, args, budget=budget, **how)
+    sharded, planned = shards_of(fitted), fitted.__dict__["_fitting"].planned
+    shares, _ = sharded.share(*args)
+    assert sharded.parameters is not None
+    rows = [sharded.parameters.rows_of(parameter) for parameter in model.parameters()]
+    pairs = zip(rows, gradients_of(plain), strict=True)
+    expected = [of.shard(gradient, dist.get_rank()) for of, gradient in pairs if of is not None]
+    torch.manual_seed(5)
+    before = [*shares, *model.parameters()]
+    measured = measure(partial(differentiate, fitted, shares), before=before).measured_peak_bytes
+    far, sent = distance(gradients_of(model), expected), sharded.workers.sent_bytes
+    with pytest.MonkeyPatch.context() as fault:
+        fault.setattr(Gather, "backward", not_summed)
+        model.zero_grad()
+        torch.manual_seed(5)
+        differentiate(fitted, shares)
+    wrong = distance(gradients_of(model), expected)
+    types = [op.type for op in planned.captured.graph.ops]
+    first = next((place for place, kind in enumerate(types) if "sweep" in kind), 0)
+    gathers = sum("gather" in kind for kind in types[:first])
+    tiled = len(planned.plan.tile_maps)
+    return OfShards(budget, measured, (sent, sharded.sent_bytes(planned)), tiled, gathers, far, wrong)
+
+
+def not_summed(self: Gather, gradients: list[Tensor]) -> list[Tensor]:
+    pairs = zip(gradients, self.rows, strict=True)
+    return [rows.shard(gradient, self.workers.rank) for gradient, rows in pairs]
+
+
+def look_at_shards() -> list[OfShards]:
+    """With one plan for both workers, and with a plan for each: one sample and two."""
+    return [look_at_sharded_parameters(batch) for batch in (2, 3)]
 
 
 def barriers_in(mesh: str) -> tuple[int, int]:
@@ -146,6 +208,18 @@ def test_tiles_in_shards_of_two_dims_are_the_step_of_one_process() -> None:
         assert measured <= budget
         assert tiled
         assert far < EXACT
+
+
+def test_tiles_meet_a_budget_where_parameters_are_sharded() -> None:
+    """Whole parameters are gathered before a segment that reads them, and their gradients are then summed."""
+    for alike, own in on_workers(2, look_at_shards):
+        assert alike.tiled
+        assert alike.gathers_before_a_sweep > 1
+        for found in (alike, own):
+            assert found.measured_bytes <= found.allowed_bytes
+            assert found.sent_bytes[0] == found.sent_bytes[1]
+            assert found.far < EXACT
+            assert found.far_if_not_summed > 1e-6
 
 
 def test_collectives_are_between_stages_and_never_in_them(found: list[Findings]) -> None:

@@ -2,14 +2,21 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import zip_longest
 
 from stowplan.ir import Graph, Op, Tensor
 
 
-def first_difference(planned: Graph, given: Graph) -> str | None:
-    """The first op that differs, in words; None if there is none. Names of modules and lines do not count."""
+def first_difference(planned: Graph, given: Graph, *, with_attributes: bool = True) -> str | None:
+    """The first op that differs, in words; None if there is none. Names of modules and lines do not count.
+
+    `with_attributes` is for steps of one worker. Workers that are alike run the same ops on tensors of the
+    same sizes, but attributes may tell of a worker's own samples.
+    """
     for position, (ours, theirs) in enumerate(zip_longest(planned.ops, given.ops)):
+        if ours and theirs and not with_attributes:
+            theirs = replace(theirs, attributes=ours.attributes)
         for what in _differences(planned, ours, given, theirs):
             return f"op {position + 1}: {what}"
     if left := planned.held ^ given.held:

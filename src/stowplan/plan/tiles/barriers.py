@@ -5,18 +5,46 @@ Right before sums are added up over workers, a stretch ends in its own part of a
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 
 from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.effects import Effect, effect_of
 from stowplan.ops.table import shape_of, site_of
 
 _PLACEHOLDER = "stowplan.bring.default"
+_BEGIN_GATHER, _END_GATHER = "stowplan.begin_gather.default", "stowplan.end_gather.default"
+_GATHER_IN_ORDER = "stowplan.gather_in_order.default"
 
 
 def is_barrier(graph: Graph, op: Op) -> bool:
-    """Whether others take part in an op."""
-    return bool(effect_of(site_of(graph, op)) & Effect.OUTSIDE)
+    """Whether others take part in an op, and it must stay between the ops that it stands between."""
+    return bool(effect_of(site_of(graph, op)) & Effect.OUTSIDE) and not is_gather(op)
+
+
+def is_gather(op: Op) -> bool:
+    """Whether an op makes whole parameters of shards.
+
+    It reads nothing that a segment makes. A segment that it stands in therefore runs after it: the order of
+    all that workers say to each other is the same.
+    """
+    return op.type in (_BEGIN_GATHER, _END_GATHER, _GATHER_IN_ORDER)
+
+
+def gathered_in(graph: Graph) -> frozenset[str]:
+    """The whole parameters that are gathered of shards; of an op that passes the token on, that is last."""
+    ends = (op.writes() for op in graph.ops if op.type == _END_GATHER)
+    in_order = (list(op.writes())[:-1] for op in graph.ops if op.type == _GATHER_IN_ORDER)
+    return frozenset(chain(*ends, *in_order))
+
+
+def gathered_as_parameters(graph: Graph) -> Graph:
+    """The same graph, in which whole parameters that are gathered of shards are parameters.
+
+    A sweep reads them whole, and their gradients are sums over its tiles.
+    """
+    tensors = graph.tensors
+    wholes = {n: replace(tensors[n], kind=Kind.PARAMETER, alias_of=None) for n in gathered_in(graph)}
+    return replace(graph, tensors={**tensors, **wholes}) if wholes else graph
 
 
 def runs_between_barriers(graph: Graph, forward: Sequence[Op]) -> Iterator[range]:

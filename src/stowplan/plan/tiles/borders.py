@@ -19,7 +19,7 @@ from stowplan.ops.regions import Partial
 from stowplan.ops.statistics import statistic_of
 from stowplan.ops.table import site_of
 from stowplan.ops.tiling import RESHAPES
-from stowplan.plan.tiles.barriers import placeholders_early, runs_between_barriers
+from stowplan.plan.tiles.barriers import gathered_as_parameters, placeholders_early, runs_between_barriers
 from stowplan.plan.tiles.products import is_product
 
 _CROPS = frozenset({"aten.slice.Tensor", "aten.select.int", "GetItem"})
@@ -53,8 +53,11 @@ _WIDE = 2  # times the bytes at the borders before and after: a border this wide
 
 
 def in_tiling_order(graph: Graph) -> Graph:
-    """The same graph with crops and placeholders as early, and norms as late, as they can be."""
-    return norms_late(crops_early(placeholders_early(graph)))
+    """The same graph with crops and placeholders as early, and norms as late, as they can be.
+
+    Parameters that are gathered of shards are parameters in it.
+    """
+    return norms_late(crops_early(placeholders_early(gathered_as_parameters(graph))))
 
 
 def norms_late(graph: Graph) -> Graph:

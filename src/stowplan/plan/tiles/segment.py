@@ -10,7 +10,7 @@ from stowplan.ops.regions import Reduction, Relation, regions_of
 from stowplan.ops.statistics import Statistic, statistic_of
 from stowplan.ops.table import registered_types, shape_of, site_of
 from stowplan.ops.tiling import Refusal, refusal_of
-from stowplan.plan.tiles.barriers import is_barrier
+from stowplan.plan.tiles.barriers import is_barrier, is_gather
 
 WHOLE_STEP = "the whole step"
 
@@ -28,10 +28,11 @@ class OpRules:
 class Segment:
     """Consecutive forward ops. `inputs` come from outside, parameters among them; `outputs` go outside.
 
-    `apart` are ops of the stretch that are made of nothing, dropout masks and positions: they run whole and
-    in their order before the tiles, so that the same numbers are drawn. `loss` reduces what the other ops
-    make to the segment's only output: then a tile runs forward and backward at once. `known` are ops of it
-    whose statistics are given beside the inputs, so that they can make a part of their output.
+    `apart` are ops of the stretch that are made of nothing, dropout masks and positions, and ops that gather
+    parameters: they run whole and in their order before the tiles, so that the same numbers are drawn. `loss`
+    reduces what the other ops make to the segment's only output: then a tile runs forward and backward at
+    once. `known` are ops of it whose statistics are given beside the inputs, so that they can make a part of
+    their output.
     """
 
     graph: Graph
@@ -120,11 +121,11 @@ def _is_loss(graph: Graph, op: Op, outputs: tuple[str, ...]) -> bool:
 
 
 def _made_of_nothing(graph: Graph, stretch: list[Op]) -> tuple[Op, ...]:
-    """The ops that read no value but of each other, and those that only count on in a buffer."""
+    """The ops that read no value but of each other, gather parameters, or only count on in a buffer."""
     made: set[str] = set()
     apart = []
     for op in stretch:
-        if made.issuperset(_values_read(graph, op)) or _counts(graph, op):
+        if is_gather(op) or made.issuperset(_values_read(graph, op)) or _counts(graph, op):
             made.update(op.writes())
             apart.append(op)
     return tuple(apart)

@@ -12,6 +12,7 @@ from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ops.effects import Effect, effect_of, macs_of
 from stowplan.ops.statistics import statistic_of
 from stowplan.ops.table import site_of
+from stowplan.plan.tiles.barriers import is_gather
 from stowplan.plan.tiles.candidates import stages_of
 
 _CHEAP = 0.3  # of the forward half's multiply-accumulates: the most that recomputing skips may take
@@ -43,7 +44,7 @@ def cheap_skips(graph: Graph) -> tuple[Skip, ...]:
 
 def _late_skips(graph: Graph, forward: Sequence[Op]) -> Iterator[Skip]:
     stage = {op: number for number, ops in enumerate(stages_of(graph)) for op in ops}
-    maker = {name: op for op in forward for name in op.writes()}
+    maker = {name: op for op in forward if not is_gather(op) for name in op.writes()}
     for reader in forward:
         for name in dict.fromkeys(reader.reads()):
             if name in maker and stage[reader.id] - stage[maker[name].id] >= _LATE:
@@ -53,6 +54,7 @@ def _late_skips(graph: Graph, forward: Sequence[Op]) -> Iterator[Skip]:
 
 
 def _makers(forward: Sequence[Op], maker: Mapping[str, Op], name: str) -> tuple[Op, ...]:
+    """All ops that make a tensor of inputs and parameters."""
     found, open_names = set[str](), [name]
     while open_names:
         op = maker.get(open_names.pop())

@@ -306,6 +306,9 @@ def plan_step(subject: Subject, allowed_bytes: int, options: PlanOptions = DEFAU
 RESUMED: Socket[Callable[[Plan, Subject], Captured]] = Socket("run", "tile", "compiled")
 """How a step is captured that a plan from elsewhere is for, where a technique changed its graph."""
 
+ADOPTED: Socket[Callable[[Plan, Subject], Captured]] = Socket("run", "tile")
+"""The same for the plan of another worker, whose step has the same ops on tensors of the same sizes."""
+
 _MOST_PLANS = 200
 _PLANNING = ("analyse", "ir", "ops", "plan", "run")
 

@@ -30,6 +30,9 @@ aten = torch.ops.aten
 Replacement: TypeAlias = Callable[[Call, Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Does what a call stands for: from all values so far, by name, those that it makes or changes."""
 
+DIFFERENTIABLE: dict[OpOverload, Replacement] = {}
+"""For ops of a captured step that autograd cannot differentiate as they are, how autograd is given them."""
+
 _PURE_BATCH_NORM = aten._native_batch_norm_legit_functional.default
 _WITHOUT_DERIVATIVE = {  # PyTorch differentiates the form that writes in place alone
     aten.copy.default: aten.copy_.default,
@@ -113,7 +116,7 @@ def _run(
     order: Sequence[Op | Insertion],
     replacements: Mapping[OpOverload, Replacement],
 ) -> object:
-    program = captured.program
+    program, replacements = captured.program, {**DIFFERENTIABLE, **replacements}
     for name in {*program.parameters, *filter(None, program.inputs)} - set(program.gradients):
         values[name] = values[name].detach()  # a sweep would give it a gradient of zeros
     for item in order:

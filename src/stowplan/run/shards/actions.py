@@ -60,7 +60,7 @@ class Values:
 
     `flats` has a flat tensor for each bucket whose parameters are still unused. If it is empty, a placeholder
     stands in the step for each bucket, and the parameters are used without buckets. `given` are the tensors
-    that the step was called with. `overlaps` are for convolutions whose weights get their gradients while
+    that the step was called with. `overlapped` are for convolutions whose weights get their gradients while
     halos travel.
     """
 
@@ -68,8 +68,8 @@ class Values:
     token: Tensor
     flats: list[Tensor]
     given: Mapping[str, Tensor]
-    overlaps: dict[str, tuple[Overlap, Tensor]] = field(default_factory=dict)  # by convolution's output
-    is_plain: bool = False  # nothing overlaps: the step is captured a second time, with overlaps in place
+    overlapped: dict[str, tuple[Overlap, Tensor]] = field(default_factory=dict)  # by convolution's output
+    overlaps: bool = True  # else nothing overlaps: the step may be captured a second time
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Make:
 
     def run(self, values: Values) -> None:
         given = {name: take.of(values.parts) for name, take in self.takes.items()}
-        made = self._made(given, values.overlaps.pop(self.call.name, None))
+        made = self._made(given, values.overlapped.pop(self.call.name, None))
         made = made if made.shape == self.shape else made.reshape(self.shape)
         values.parts[self.call.name] = made if self.kept is None else made[self.kept].clone()
 
@@ -195,13 +195,13 @@ class Swap:
     def run(self, values: Values) -> None:
         share = values.parts.get(self.tensor)
         share = self.nothing.zeros() if share is None else share
-        if self.ahead is None or values.is_plain or not share.requires_grad:
+        if self.ahead is None or not values.overlaps or not share.requires_grad:
             values.parts[self.tensor], values.token = exchange(share, values.token, self.collective.key)
             return
         bias = None if self.ahead.bias is None else values.parts[self.ahead.bias]
         overlap, weight = Overlap(self.collective), values.parts[self.ahead.weight]
         held, values.token, weighed = begin_overlap(overlap, share, values.token, weight, bias)
-        values.parts[self.tensor], values.overlaps[self.ahead.made] = held, (overlap, weighed)
+        values.parts[self.tensor], values.overlapped[self.ahead.made] = held, (overlap, weighed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,15 @@
 """Collectives as differentiable functions: the gradient of a collective is another collective."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stowplan.capture import Call, Ref
+from stowplan.capture.program import filled, outputs_by_name
+from stowplan.run.planning.recapture import DIFFERENTIABLE
 from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.exchange import Exchange
 from stowplan.run.shards.operator import (
@@ -203,3 +206,43 @@ class GatheredInOrder(torch.autograd.Function):
             return None, token, *(None for _ in wholes)
         *shards, token = torch.ops.stowplan.scatter_sum_in_order(wholes, token, ctx.collective.key)
         return None, token, *shards
+
+
+_gathered: Any = Gathered.apply
+_gathered_in_order: Any = GatheredInOrder.apply
+
+
+def _gather_again(call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Both ops of a gather, in the place of the first; the second finds its results by name."""
+    shards, collective = call.args
+    (buffer,) = call.outputs
+    assert isinstance(shards, tuple)
+    wholes = _gathered(collective, *(filled(shard, values) for shard in shards))
+    return {_whole_in(buffer, number): whole for number, whole in enumerate(wholes)}
+
+
+def _end_again(call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    buffer, _ = call.args
+    assert isinstance(buffer, Ref)
+    wholes = [values[_whole_in(buffer.tensor, number)] for number in range(len(call.outputs))]
+    return outputs_by_name(call, wholes, ())
+
+
+def _whole_in(buffer: str | None, number: int) -> str:
+    return f"{buffer}, parameter {number}"
+
+
+def _gather_in_order_again(call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    shards, token, collective = call.args
+    assert isinstance(shards, tuple)
+    made = _gathered_in_order(collective, filled(token, values), *(filled(s, values) for s in shards))
+    return outputs_by_name(call, made, ())
+
+
+DIFFERENTIABLE.update(
+    {
+        torch.ops.stowplan.begin_gather.default: _gather_again,
+        torch.ops.stowplan.end_gather.default: _end_again,
+        torch.ops.stowplan.gather_in_order.default: _gather_in_order_again,
+    }
+)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from stowplan.capture import Call, Captured, Ref, capture
 from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Machine, Plan
 from stowplan.plan.shards.early_gathers import with_early_gathers
 from stowplan.plan.shards.mesh import Axis, Mesh
@@ -29,7 +30,7 @@ from stowplan.plan.shards.projection import Network
 from stowplan.plan.shards.propagation import Chosen
 from stowplan.run.cost.machine import device_of, measure_machine
 from stowplan.run.fit import ShardRequest
-from stowplan.run.planning.planner import PlannedStep, Subject, plan_step, replayed_bytes
+from stowplan.run.planning.planner import ADOPTED, PlannedStep, Subject, plan_step, replayed_bytes
 from stowplan.run.planning.recapture import Replacement
 from stowplan.run.shards.actions import entered
 from stowplan.run.shards.choosing import Attempt, Tried, fastest_that_fits
@@ -87,12 +88,17 @@ def _too_small(needs: list[int], own: BudgetTooSmall | None, allowed_bytes: int)
     )
 
 
-def subject_with_placeholders(step: ShardedStep, model: nn.Module) -> Subject:
-    """A worker's step with placeholders, which is planned like any other step."""
+def subject_with_placeholders(step: ShardedStep, model: nn.Module, *, overlaps: bool = False) -> Subject:
+    """A worker's step with placeholders, which is planned like any other step.
+
+    If it `overlaps` messages with other work, it cannot be tiled. Placeholders are replaced by a step that
+    does.
+    """
 
     @wraps(type(model).forward)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
-        return step.run(step.bound_to(self).tensors(args, kwargs), with_placeholders=True)
+        tensors = step.bound_to(self).tensors(args, kwargs)
+        return step.run(tensors, with_placeholders=True, overlaps=overlaps)
 
     args, kwargs = step.example
     module = with_forward(model, forward)
@@ -207,7 +213,7 @@ class ShardPlanner:
             plans = partial(self._first_variant, sharded, subject)
             own = agreed(workers, plans, allowed_bytes, self._device)
             variant, look, plan = workers.from_first(own)
-            adopts = partial(self._alike, subject.captured, variant, look)
+            adopts = partial(self._alike, subject, variant, look, plan)
             captured = agreed(workers, adopts, allowed_bytes, self._device)
             if iteration is not None and variant is not None:
                 iteration.takes(variant, captured, self._model)
@@ -221,37 +227,49 @@ class ShardPlanner:
         given = self._model, self._args, self._kwargs
         dims = self._request.dims
         sharded = ShardedStep(*given, mesh=workers, dims=dims, captured=self._captured, parameters=shards)
-        return sharded, subject_with_placeholders(sharded, self._model)
+        return sharded, subject_with_placeholders(sharded, self._model, overlaps=True)
 
     def _own_plans(self, sharded: ShardedStep, subject: Subject) -> Attempt:
         """The fastest of the steps that repeat no gather, half of them or all, and fit on each worker.
 
         The gathers to repeat are the first ones of forward: their parameters would wait for the longest time.
+        If none of these steps fits, workers may use tiles in the one that repeats no gather.
         """
         workers, refusals, found = sharded.workers, list[BudgetTooSmall](), list[Attempt]()
+
+        def attempt(plans: Callable[[], PlannedStep]) -> None:
+            try:
+                planned = agreed(workers, plans, self._request.budget_bytes, self._device)
+            except BudgetTooSmall as refusal:
+                refusals.append(refusal)
+            else:
+                found.append(self._attempted(sharded, planned))
+
         needs = workers.all_gather(first_needs(subject.captured), self._device)
         after = {n: int(min(own)) for n, own in enumerate(zip(*needs, strict=True)) if 0 < min(own) < NEVER}
         for count in dict.fromkeys((0, len(after) // 2, len(after))):
             repeated = dict(list(after.items())[:count])
             step = replace(subject, captured=with_second_gathers(subject.captured, repeated))
-            plans = partial(self._own_plan, sharded, step)
-            try:
-                planned = agreed(workers, plans, self._request.budget_bytes, self._device)
-            except BudgetTooSmall as refusal:
-                refusals.append(refusal)
-                continue
-            found.append(self._attempted(sharded, planned))
-            if found[0].planned_seconds <= _FAST_ENOUGH * found[0].plain_seconds:
+            attempt(partial(self._own_plan, sharded, step))
+            if found and found[0].planned_seconds <= _FAST_ENOUGH * found[0].plain_seconds:
                 break
+        if not found and "tile" in self._request.options.allow:
+            attempt(partial(self._own_plan_with_tiles, sharded))
         if not found:
             raise min(refusals, key=lambda each: each.minimum_bytes) from None
-        return min(found, key=lambda attempt: attempt.planned_seconds)
+        return min(found, key=lambda each: each.planned_seconds)
 
     def _own_plan(self, sharded: ShardedStep, subject: Subject) -> PlannedStep:
-        plans, iteration = partial(self._plan, sharded), self._request.iteration
+        options, iteration = self._request.options, self._request.iteration
+        options = replace(options, allow=set(options.allow) - {"tile"})
+        plans = partial(self._plan, sharded, options=options)
         if iteration is None:
             return plans(subject)
         return iteration.first_that_fits(subject, self._model, plans)[2]
+
+    def _own_plan_with_tiles(self, sharded: ShardedStep) -> PlannedStep:
+        """Messages are the same in number and order, with tiles and without."""
+        return self._plan(sharded, subject_with_placeholders(sharded, self._model), self._request.options)
 
     def _first_variant(
         self, sharded: ShardedStep, subject: Subject
@@ -259,21 +277,22 @@ class ShardPlanner:
         """On the first worker, a plan in the first variant of the iteration that fits; None on others."""
         if sharded.workers.rank:
             return None
-        plans, iteration = partial(self._plan, sharded), self._request.iteration
+        options, iteration = self._request.options, self._request.iteration
+        plans = partial(self._plan, sharded, options=options)
         if iteration is None:
             return None, _look_of(subject.captured), plans(subject).plan
         variant, step, planned = iteration.first_that_fits(subject, self._model, plans)
         return variant, _look_of(step.captured), planned.plan
 
-    def _alike(self, captured: Captured, variant: "Variant | None", look: str) -> Captured:
-        """This worker's step with updates, which must be like that of the first worker."""
-        own = self._with_updates(captured, variant)
+    def _alike(self, subject: Subject, variant: "Variant | None", look: str, plan: Plan) -> Captured:
+        """This worker's step with updates or tiles, which must be like that of the first worker."""
+        own = self._with_updates(subject.captured, variant)
         if look != _look_of(own):
             raise BadUse(
                 "worker 0 has a step of other ops or sizes: all workers must make the same call of fit, and a"
                 ' result that all workers have must be a number for parameters="shard"'
             )
-        return own
+        return ADOPTED.of("tile")(plan, subject) if plan.tile_maps else own
 
     def _with_updates(self, captured: Captured, variant: "Variant | None") -> Captured:
         iteration = self._request.iteration
@@ -307,16 +326,15 @@ class ShardPlanner:
         )
         subject = subject_with_placeholders(sharded, self._model)
         if iteration is None:
-            return sharded, self._plan(sharded, subject)
+            return sharded, self._plan(sharded, subject, request.options)
         with workers.rehearsing():
             subject = replace(subject, captured=subject.as_run(), replacements={})
-        return sharded, iteration.first_that_fits(subject, self._model, partial(self._plan, sharded))[2]
+        plans = partial(self._plan, sharded, options=request.options)
+        return sharded, iteration.first_that_fits(subject, self._model, plans)[2]
 
-    def _plan(self, sharded: ShardedStep, subject: Subject) -> PlannedStep:
-        request, options = self._request, self._request.options
+    def _plan(self, sharded: ShardedStep, subject: Subject, options: PlanOptions) -> PlannedStep:
+        request = self._request
         beside = request.reserve_bytes + sharded.remembered_bytes
-        if sharded.parameters and "recompute" in options.allow:
-            options = replace(options, allow=("recompute",))
         try:
             with sharded.workers.rehearsing():
                 planned = plan_step(subject, request.budget_bytes - beside, options)

@@ -156,17 +156,19 @@ class ShardedStep:
         """The bytes that this worker sends to others in a planned step, beside what it hands to sums."""
         return traffic_of(self.plan)[self.workers.rank].sent_bytes + gathered_bytes(planned)
 
-    def run(self, tensors: Mapping[str, Tensor], *, with_placeholders: bool = False) -> object:
+    def run(
+        self, tensors: Mapping[str, Tensor], *, with_placeholders: bool = False, overlaps: bool = True
+    ) -> object:
         """Run all actions on tensors by the names of the captured graph.
 
         Gradients are summed over the workers in buckets; `with_placeholders`, they are this worker's alone.
+        Without `overlaps`, nothing is computed while messages travel.
         """
         program = self.captured.program
         parts = dict(tensors)
         first = parts[next(name for name in program.gradients if name in program.parameters)]
         token, *flats = (first_token(first),) if with_placeholders else self.begun(parts)
-        is_plain = with_placeholders and self.parameters is None
-        values = Values(parts, token, flats, tensors, is_plain=is_plain)
+        values = Values(parts, token, flats, tensors, overlaps=overlaps)
         for action, gone in zip(self._actions, self._frees, strict=True):
             action.run(values)
             for name in gone:

@@ -13,6 +13,7 @@ from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Basis, Decision, Exactness, Plan, Pricing
 from stowplan.plan.select import Baseline, GraphCandidate, Refusals, Tradeoff, tradeoffs_of
 from stowplan.plan.tile_map import TileMap, tiled_inside
+from stowplan.plan.tiles.barriers import gathered_in
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiled, Tiling, stage_tilings, whole_tilings
 from stowplan.plan.tiles.collapse import extra_macs_of
@@ -97,8 +98,9 @@ class TiledCandidate:
     @cached_property
     def _surely_there_bytes(self) -> int:
         """The least memory of a tile's backward: parameters, inputs, gradients, the tile."""
-        tensors = self._subject.captured.graph.tensors
-        parameters = _bytes_of(tensors.values(), Kind.PARAMETER)
+        graph = self._subject.captured.graph
+        gathered = gathered_in(graph)  # not all at a time
+        parameters = _bytes_of((t for t in graph.tensors.values() if t.id not in gathered), Kind.PARAMETER)
         return parameters + max(_beside_parameters(t, self._remats.get(t)) for t in self._tiling)
 
     @cached_property

@@ -1,7 +1,9 @@
-"""A plan with tiles that comes back: its sweeps are built again from the segments and grids it tells of."""
+"""A plan with tiles from elsewhere: its sweeps are built from the segments and grids that it tells of."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
 
 from stowplan.capture import Captured
 from stowplan.errors import IllegalPlan, NotTileable
@@ -15,16 +17,29 @@ from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.cutout import segment_text
 from stowplan.plan.tiles.rematerialise import PlannedSweep, RematerialisedInputs, rematerialise
 from stowplan.plan.tiles.segment import Segment, segment_of
-from stowplan.run.planning.planner import RESUMED, Subject
+from stowplan.run.planning.planner import ADOPTED, RESUMED, Subject
 from stowplan.run.tiles.candidates import refuse_untileable, subject_with_sweeps
 from stowplan.run.tiles.remade import with_skips_recomputed
 from stowplan.run.tiles.rematerialised import rematerialised_sweeps, with_rematerialised_inputs
 from stowplan.run.tiles.sweep import Sweep
 
+Compare: TypeAlias = Callable[[Graph, Graph], str | None]
+"""Says in words where two graphs first differ."""
+
 
 @RESUMED.register("tile")
 def resumed(plan: Plan, subject: Subject) -> Captured:
     """The step of a plan, with the plan's sweeps; IllegalPlan names the first op that differs."""
+    return _resumed(plan, subject, first_difference)
+
+
+@ADOPTED.register("tile")
+def adopted(plan: Plan, subject: Subject) -> Captured:
+    """The same for the plan of another worker, which may differ in attributes: they tell of its own part."""
+    return _resumed(plan, subject, partial(first_difference, with_attributes=False))
+
+
+def _resumed(plan: Plan, subject: Subject, compare: Compare) -> Captured:
     try:
         refuse_untileable(subject)
     except NotTileable as refusal:
@@ -32,8 +47,8 @@ def resumed(plan: Plan, subject: Subject) -> Captured:
     refusals = list[str]()
     for captured in _bases(subject):  # which of them a plan is for it does not tell
         try:
-            found = _with_sweeps(plan, replace(subject, captured=captured))
-            difference = first_difference(plan.graph, slices_last(found.graph))
+            found = _with_sweeps(plan, replace(subject, captured=captured), compare)
+            difference = compare(plan.graph, slices_last(found.graph))
         except (IllegalPlan, NotTileable) as refusal:
             difference = str(refusal)
         if difference is None:
@@ -48,10 +63,10 @@ def _bases(subject: Subject) -> Iterator[Captured]:
     yield from with_skips_recomputed(subject.captured, subject.model, subject.args, subject.kwargs)
 
 
-def _with_sweeps(plan: Plan, subject: Subject) -> Captured:
+def _with_sweeps(plan: Plan, subject: Subject, compare: Compare) -> Captured:
     graph, calls = in_tiling_order(subject.captured.graph), subject.captured.program.calls
     ordered = replace(subject.captured, graph=graph)
-    segments = [_segment(told, graph) for told in plan.tile_maps]
+    segments = [_segment(told, graph, compare) for told in plan.tile_maps]
     sweeps = [
         Sweep(segment, calls, told.parts) for told, segment in zip(plan.tile_maps, segments, strict=True)
     ]
@@ -74,7 +89,7 @@ def _remats(maps: Sequence[TileMap], sweeps: Sequence[Sweep]) -> Iterator[tuple[
             yield sweep.name, remat
 
 
-def _segment(told: TileMap, graph: Graph) -> Segment:
+def _segment(told: TileMap, graph: Graph, compare: Compare) -> Segment:
     """The same stretch of this step; IllegalPlan if it has none, or another one."""
     planned = parse_graph(told.text)
     places = {op.id: place for place, op in enumerate(graph.ops) if op.phase is Phase.FORWARD}
@@ -86,7 +101,7 @@ def _segment(told: TileMap, graph: Graph) -> Segment:
     inside = [places[op.id] for op in planned.ops]
     stretch = (op for op, place in places.items() if min(inside) <= place <= max(inside))
     segment = segment_of(graph, stretch)
-    difference = first_difference(planned, parse_graph(segment_text(segment)))
+    difference = compare(planned, parse_graph(segment_text(segment)))
     if difference is not None:
         raise IllegalPlan(f"in {told.sweep!r}, {difference}")
     return segment
