@@ -195,6 +195,7 @@ def updates_parameters(_: Site) -> Effect:
     "stowplan.softmax.default",
     "stowplan.softmax_back.default",
     "stowplan.scatter_sum_in_order.default",
+    "stowplan.begin_gather_in_order.default",
     *(
         f"stowplan.{name}.default"
         for name in ("first_token", "bring", "begin_sums", "end_sums", "scatter_sum", "gather_in_order")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stowplan import fit, shards_of
 from stowplan.plan.plan import Compute, Plan, RecomputeOp, Step
-from stowplan.plan.shards.early_gathers import BEGIN_GATHER, END_GATHER
+from stowplan.plan.shards.early_gathers import BEGIN_GATHER, BEGIN_IN_ORDER, END_GATHER
 from stowplan.run.iteration.iteration import Iteration
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import PlannedStep
@@ -128,7 +128,8 @@ class Training:
 def _early(plan: Plan) -> int:
     types = {op.id: op.type for op in plan.graph.ops}
     run = [types[step.op] for step in plan.steps if isinstance(step, Compute | RecomputeOp)]
-    return sum(kind == BEGIN_GATHER and run[at + 1] != END_GATHER for at, kind in enumerate(run))
+    begins = (at for at, kind in enumerate(run) if kind in (BEGIN_GATHER, BEGIN_IN_ORDER))
+    return sum(run[at + 1] != END_GATHER for at in begins)
 
 
 def _repeats_a_gather(step: Step) -> bool:

@@ -11,7 +11,9 @@ makes m[i] + B of m[i] for a <= i < b, so it must be that m[i] + B <= M there. A
 ahead as its messages need to travel beside computation, at most `MOST_AHEAD`, and as the budget allows.
 
 Gathers begin in the order of their waits, in the half of the step that waits for them. Workers that run one
-plan therefore exchange all messages in one order, as many as before.
+plan therefore exchange all messages in one order, as many as before. Workers that have plans of their own
+begin a gather in its turn: it reads the token of the collective before it, and moves up to there at most.
+Each of them may move it as far as its own budget allows, for the order of all messages stays the same.
 """
 
 from dataclasses import replace
@@ -21,6 +23,7 @@ from stowplan.plan.judge import simulate, verify
 from stowplan.plan.plan import Compute, Plan, RecomputeOp, Step
 
 BEGIN_GATHER = "stowplan.begin_gather.default"
+BEGIN_IN_ORDER = "stowplan.begin_gather_in_order.default"
 END_GATHER = "stowplan.end_gather.default"
 
 MOST_AHEAD = 4
@@ -32,7 +35,7 @@ def with_early_gathers(plan: Plan, allowed_bytes: int) -> Plan:
     moving = _Moving(plan, allowed_bytes)
     for number, step in enumerate(plan.steps):  # what moves stays before this step
         op = moving.op_of(step)
-        if op is not None and op.type == BEGIN_GATHER:
+        if op is not None and op.type in (BEGIN_GATHER, BEGIN_IN_ORDER):
             moving.begin_early(number, op)
     steps = tuple(moving.steps)
     if steps == plan.steps:
@@ -76,8 +79,15 @@ class _Moving:
         for at in range(number - 1, self._turn - 1 if number >= self._turn else 0, -1):
             op = self.op_of(self.steps[at])
             room = self._allowed_bytes - self._curve[at] - nbytes
-            if room < 0 or ahead == MOST_AHEAD or self._touches(self.steps[at], own):
+            if room < 0 or ahead == MOST_AHEAD:
                 break
+            if self._touches(self.steps[at], own):
+                is_turn = (
+                    op is not None
+                    and gather.type == BEGIN_IN_ORDER
+                    and gather.inputs[-1].tensor in op.writes()
+                )
+                return at + 1 if is_turn and room >= self._workspace(gather) else place
             if op is None:
                 continue
             is_begun_alone = op.type == BEGIN_GATHER and not self._waits(at + 1)

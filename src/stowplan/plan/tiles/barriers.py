@@ -14,6 +14,7 @@ from stowplan.ops.table import shape_of, site_of
 _PLACEHOLDER = "stowplan.bring.default"
 _BEGIN_GATHER, _END_GATHER = "stowplan.begin_gather.default", "stowplan.end_gather.default"
 _GATHER_IN_ORDER = "stowplan.gather_in_order.default"
+_GATHERS = (_BEGIN_GATHER, "stowplan.begin_gather_in_order.default", _END_GATHER, _GATHER_IN_ORDER)
 
 
 def is_barrier(graph: Graph, op: Op) -> bool:
@@ -27,7 +28,7 @@ def is_gather(op: Op) -> bool:
     It reads nothing that a segment makes. A segment that it stands in therefore runs after it: the order of
     all that workers say to each other is the same.
     """
-    return op.type in (_BEGIN_GATHER, _END_GATHER, _GATHER_IN_ORDER)
+    return op.type in _GATHERS
 
 
 def gathered_in(graph: Graph) -> frozenset[str]:

@@ -12,6 +12,7 @@ from stowplan.capture.program import filled, outputs_by_name
 from stowplan.run.planning.recapture import DIFFERENTIABLE
 from stowplan.run.shards.bucket import Bucket
 from stowplan.run.shards.exchange import Exchange
+from stowplan.run.shards.gather import Gather
 from stowplan.run.shards.operator import (
     Collective,
     Total,
@@ -194,7 +195,11 @@ class GatheredInOrder(torch.autograd.Function):
     def forward(ctx: Any, collective: Collective, token: Tensor, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.collective = collective
         ctx.is_trained = any(shard.requires_grad for shard in shards)
-        *wholes, token = torch.ops.stowplan.gather_in_order(shards, token, collective.key)
+        if collective.of_kind(Gather).has_parts:
+            *wholes, token = torch.ops.stowplan.gather_in_order(shards, token, collective.key)
+        else:
+            buffer, token = torch.ops.stowplan.begin_gather_in_order(shards, token, collective.key)
+            wholes = torch.ops.stowplan.end_gather(buffer, collective.key)
         if not ctx.is_trained:
             ctx.mark_non_differentiable(*wholes)
         return *wholes, token
@@ -232,6 +237,16 @@ def _whole_in(buffer: str | None, number: int) -> str:
     return f"{buffer}, parameter {number}"
 
 
+def _begin_in_order_again(call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    shards, token, collective = call.args
+    buffer, following = call.outputs
+    assert isinstance(shards, tuple)
+    given = (filled(shard, values) for shard in shards)
+    *wholes, made = _gathered_in_order(collective, filled(token, values), *given)
+    named = {_whole_in(buffer, number): whole for number, whole in enumerate(wholes)}
+    return {**named, str(following): made}
+
+
 def _gather_in_order_again(call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     shards, token, collective = call.args
     assert isinstance(shards, tuple)
@@ -243,6 +258,7 @@ DIFFERENTIABLE.update(
     {
         torch.ops.stowplan.begin_gather.default: _gather_again,
         torch.ops.stowplan.end_gather.default: _end_again,
+        torch.ops.stowplan.begin_gather_in_order.default: _begin_in_order_again,
         torch.ops.stowplan.gather_in_order.default: _gather_in_order_again,
     }
 )

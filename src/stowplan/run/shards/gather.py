@@ -93,6 +93,11 @@ class Gather:
         return tuple(Part.whole(rows.shape) if part is None else part[worker] for part, rows in pairs)
 
     @property
+    def has_parts(self) -> bool:
+        """Whether a worker reads a part of some parameter."""
+        return any(part is not None for part in self.parts)
+
+    @property
     def shapes(self) -> list[Shape]:
         """The shapes of what this worker gathers."""
         pairs = zip(self.parts_of(self.workers.rank), self.rows, strict=True)

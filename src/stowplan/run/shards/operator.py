@@ -197,8 +197,18 @@ def _scatter_sum(gradients: list[Tensor], name: str) -> list[Tensor]:
     schema="(Tensor[] shards, Tensor token, str name) -> Tensor[]",
 )
 def _gather_in_order(shards: list[Tensor], token: Tensor, name: str) -> list[Tensor]:
-    """The same between workers that have plans of their own, and the next token."""
+    """Parameters of which workers read parts, for workers with plans of their own; and the next token."""
     return [*collective_of(name).of_kind(Gather).forward(shards), token.clone()]
+
+
+@torch.library.custom_op(
+    "stowplan::begin_gather_in_order",
+    mutates_args=(),
+    schema="(Tensor[] shards, Tensor token, str name) -> (Tensor, Tensor)",
+)
+def _begin_gather_in_order(shards: list[Tensor], token: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Begins to gather parameters that all workers read whole, in its turn among all messages."""
+    return collective_of(name).of_kind(Gather).begin(shards), token.clone()
 
 
 @torch.library.custom_op(
@@ -340,6 +350,12 @@ def _(gradients: list[Tensor], name: str) -> list[Tensor]:
 def _(shards: list[Tensor], token: Tensor, name: str) -> list[Tensor]:
     pairs = zip(shards, collective_of(name).of_kind(Gather).shapes, strict=True)
     return [*(shard.new_empty(shape) for shard, shape in pairs), torch.empty_like(token)]
+
+
+@_begin_gather_in_order.register_fake
+def _(shards: list[Tensor], token: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    gather = collective_of(name).of_kind(Gather)
+    return shards[0].new_empty(gather.buffer_elements(shards[0].itemsize)), torch.empty_like(token)
 
 
 @_scatter_sum_in_order.register_fake

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from stowplan.capture import Captured
 from stowplan.ops.table import shape_of
 from stowplan.plan.plan import Compute, RecomputeOp
-from stowplan.plan.shards.early_gathers import BEGIN_GATHER
+from stowplan.plan.shards.early_gathers import BEGIN_GATHER, BEGIN_IN_ORDER
 from stowplan.plan.shards.parameter_shards import gather_groups, part_of
 from stowplan.plan.shards.plan import ShardPlan
 from stowplan.plan.shards.projection import Network
@@ -28,10 +28,10 @@ from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.shards.actions import GatherParameters
 from stowplan.run.shards.gather import Gather, Rows
 from stowplan.run.shards.operator import Collective
-from stowplan.run.shards.second_gathers import GATHER_IN_ORDER, SCATTER_SUM_IN_ORDER
+from stowplan.run.shards.second_gathers import GATHERS_IN_ORDER, SCATTER_SUM_IN_ORDER
 from stowplan.run.shards.workers import Workers
 
-_GATHERS = (BEGIN_GATHER, GATHER_IN_ORDER)
+_GATHERS = (BEGIN_GATHER, *GATHERS_IN_ORDER)
 _SUMS = ("stowplan.scatter_sum.default", SCATTER_SUM_IN_ORDER)
 
 _PROBED_BYTES = 2**20
@@ -193,7 +193,7 @@ def _probed(signature: Signature, device: torch.device) -> Cost | None:
     own = probed_cost(signature, device, repeats=3)
     kind, itemsize = str(signature.call.target), signature.operands[0].dtype.itemsize
     gather = _operation_of(signature.call.args)
-    count = len(gather.rows) if kind == BEGIN_GATHER else 1
+    count = len(gather.rows) if kind in (BEGIN_GATHER, BEGIN_IN_ORDER) else 1
     seconds = gather.seconds(itemsize, is_backward=kind in _SUMS, messages=count)
     return None if own is None else Cost(own.seconds + seconds, own.rise_bytes)
 

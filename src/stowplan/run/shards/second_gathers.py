@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from stowplan.capture import Call, Captured
 from stowplan.capture.program import reading
 from stowplan.ir import Graph, Op, Phase, Tensor, Use, validate
+from stowplan.plan.shards.early_gathers import BEGIN_IN_ORDER
 
-GATHER_IN_ORDER = "stowplan.gather_in_order.default"
+GATHERS_IN_ORDER = (BEGIN_IN_ORDER, "stowplan.gather_in_order.default")
 SCATTER_SUM_IN_ORDER = "stowplan.scatter_sum_in_order.default"
 _IN_BACKWARD = frozenset(
     (
@@ -57,11 +58,11 @@ def with_second_gathers(captured: Captured, after: Mapping[int, int]) -> Capture
 
 
 def _gathers(graph: Graph) -> Iterator[Op]:
-    return (op for op in graph.ops if op.type == GATHER_IN_ORDER)
+    return (op for op in graph.ops if op.type in GATHERS_IN_ORDER)
 
 
 def _wholes(gather: Op) -> list[str]:
-    """The parameters that a gather makes; the token is the last of its outputs."""
+    """The parameters that a gather makes, or the buffer they are views of; the token is its last output."""
     return [use.tensor for use in gather.outputs[:-1]]
 
 
@@ -111,7 +112,7 @@ class _Made:
         for op in reversed(graph.ops):
             if (
                 op.phase is Phase.FORWARD
-                and op.type != GATHER_IN_ORDER
+                and op.type not in GATHERS_IN_ORDER
                 and not wanted.isdisjoint(op.writes())
             ):
                 found.append(op)
