@@ -86,13 +86,13 @@ class SweepProbes:
         ahead = forward * tiled.costs.forward_macs / max(1, tiled.costs.untiled_macs)
         return ahead, backward + (ahead if tiled.segment.loss is None else 0.0)
 
-    def floor_beside(self, swept: Collection[str]) -> int:
+    def floor_beside(self, in_sweeps: Collection[str]) -> int:
         """The least memory of the ops that are in no sweep, if these forward ops are.
 
         Of the backward half, the adjoints of these may be gone, and ops that add gradients, which belong to
         no op.
         """
-        gone = {None, *swept}
+        gone = {None, *in_sweeps}
         without = {
             place
             for place, op in enumerate(self._problem.graph.ops)
