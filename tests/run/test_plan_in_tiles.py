@@ -14,7 +14,8 @@ from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.plan import Exactness, Tile
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import Subject, plan_step, planner_for_captured
+from stowplan.run.planning.planner import Subject, plan_step, planner_for_captured, step_planner
+from stowplan.run.tiles.sweep_probes import SweepProbes
 from tests.support.in_tiles import gradients_of, relative_error
 from tests.support.nets import NETS
 
@@ -57,6 +58,20 @@ def test_below_the_floor_of_recomputation(vgg: Built, floor_bytes: int) -> None:
     model.zero_grad(set_to_none=True)
     standing = [*model.parameters(), *model.buffers(), *args]
     assert measure(once, before=standing).measured_peak_bytes <= allowed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.9, 0.75, 0.6])
+def test_candidates_that_are_not_captured_have_no_plan(
+    vgg: Built, floor_bytes: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ops beside the sweeps need is known before a candidate is captured."""
+    subject = Subject(capture(*vgg), *vgg, {})
+    planner = step_planner(subject, PlanOptions(moves=MOVES))
+    found = planner.answer(int(share * floor_bytes))[0]
+    monkeypatch.setattr(SweepProbes, "floor_beside", lambda *_: 0)
+    all_tried = step_planner(subject, PlanOptions(moves=MOVES)).answer(int(share * floor_bytes))[0]
+    assert found.projected_seconds == all_tried.projected_seconds
 
 
 @pytest.mark.slow

@@ -8,10 +8,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stowplan.analyse.facts import estimated_workspaces
-from stowplan.capture import Captured, capture
+from stowplan.capture import Call, Captured, Ref, capture
 from stowplan.plan.plan import Basis, price_by_profile
-from stowplan.run.cost.machine import ProbeCache, measure_machine
-from stowplan.run.cost.probe import CLOCK, Probed, call_signature, probe
+from stowplan.run.cost.machine import Cost, ProbeCache, measure_machine
+from stowplan.run.cost.probe import (
+    CLOCK,
+    PROBES,
+    Operand,
+    Probed,
+    Signature,
+    call_signature,
+    costs_of_calls,
+    operands_of,
+    probe,
+)
 from stowplan.run.measure.measure import measure
 from tests.support.models import Normed, Rewriting, Tied, images
 from tests.support.nets import NETS, Example
@@ -182,3 +192,24 @@ def test_the_machine_is_measured_once(tmp_path: Path) -> None:
     assert 1e8 < machine.macs_per_second < 1e15
     assert 1e7 < machine.bytes_per_second < 1e13
     assert 1e-8 < machine.launch_seconds < 1e-2
+
+
+def test_what_an_op_overwrites_is_no_operand_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands of ops that are probed one after the other share their memory."""
+    cpu, seen = torch.device("cpu"), list[tuple[int, float]]()
+
+    def looking(signature: Signature, _: torch.device) -> Cost:
+        (operand,) = operands_of(signature)
+        seen.append((operand.data_ptr(), float(operand.max())))
+        return Cost(0.0, 0)
+
+    operands = (Operand((8,), (1,), torch.float32, cpu),)
+    reads = [Call(op, (Ref("%0"),), {}, (), single=True) for op in (torch.ops.aten.exp.default,) * 2]
+    scales = Call(torch.ops.aten.mul_.Scalar, (Ref("%0"), 1e30), {}, (), single=True)
+    monkeypatch.setitem(PROBES, "aten.exp.default", looking)
+    calls = (reads[0], scales, reads[1])
+    signatures = [Signature(call, operands, f"op {place}") for place, call in enumerate(calls)]
+    assert None not in costs_of_calls(signatures, cpu, cache=None).values()
+    (before, _), (after, largest) = seen
+    assert before == after
+    assert largest <= 1
