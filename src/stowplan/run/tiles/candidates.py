@@ -1,5 +1,6 @@
 """Tiled candidates for a captured step: captured a second time, with segments computed tile by tile."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -206,13 +207,22 @@ def _differentiated_bytes(costs: SweepCosts) -> int:
 
 
 def _beside_parameters(tiled: Tiled, remat: RematerialisedInputs | None) -> int:
-    """Bytes of what the backward of a sweep reads, of the gradients that it makes, and of a tile."""
+    """Bytes of what the backward of a sweep reads, of the gradients that it makes, and of a tile.
+
+    The gradient of an input may be written over that of an output that looks like it.
+    """
     segment = tiled.segment
     tensors = segment.graph.tensors
     read = [tensors[name] for name in (remat.read if remat else segment.inputs)]
     gradients = {t.gradient_of: t for t in tensors.values() if t.gradient_of is not None}
     incoming = [gradients[name] for name in segment.outputs if name in gradients and segment.loss is None]
-    sums = [tensors[name] for name in segment.inputs if name in gradients]
+    reused = Counter((gradient.shape, gradient.dtype) for gradient in incoming)
+    sums = list[Tensor]()
+    for made in (tensors[name] for name in segment.inputs if name in gradients):
+        if reused[look := (made.shape, made.dtype)]:
+            reused[look] -= 1
+        else:
+            sums.append(made)
     held = _bytes_of(read, Kind.ACTIVATION) + _bytes_of((*incoming, *sums), *Kind)
     return held + _differentiated_bytes(tiled.costs)
 
