@@ -25,7 +25,6 @@ twins in other blocks. At the end, at points along the archive, every value that
 point's peak is kept.
 
 `focus_on` is the start for one budget alone. If its best is near enough to the bound, nobody needs the rest.
-Of many candidates for one budget, each is searched around that budget only.
 """
 
 from bisect import bisect_right
@@ -182,8 +181,6 @@ _PENALTY = 4.0  # price of exceeding the budget by the baseline's whole peak, in
 _AT_PEAK = 0.7  # share of moves aimed at the peak while over the budget
 _ALONE = 0.1  # share of moves that decide about one gap only; the others about all that follow as well
 _USUAL = (State.KEEP, State.HOLD, State.EACH)  # what makes sense for all that follows
-_AROUND = 0.1  # of the way from the baseline's peak to the floor: budgets this near are searched together
-_POLISHED = 4  # times that the best schedule for one budget is annealed anew, each time colder
 _CHUNKS = 8  # how often a start is looked at, whether it is good enough
 _TWINS = 0.05  # share of moves that take the twins along
 
@@ -228,24 +225,22 @@ def _search_all(search: "_Search", total: int) -> None:
     if search.has_room():
         anchors = [(number + 1) / (_ANCHORS + 1) for number in range(_ANCHORS)]
         settled = [search.start_at(share, moves=total // 4 // _ANCHORS) for share in anchors]
-        search.pass_over(_unsettled([0.0, *anchors, 1.0], [True, *settled, False]), total * 3 // 4)
-        search.pass_hot(total)
+        stretches = _unsettled([0.0, *anchors, 1.0], [True, *settled, False])
+        for number in range(_SWEEPS):
+            search.sweep(
+                stretches, total * 3 // 4 // _SWEEPS, cooling=number / (_SWEEPS - 1), down=number % 2 == 1
+            )
+        for cooling in _HEATS:
+            search.sweep([(anchors[-1], 1.0)], total // 5, cooling, down=True)
         search.quench(attempts=max(1, total // 8))
 
 
-def focus_on(
-    problem: Problem, allowed_bytes: int, moves: int | None = None, *, enough: float = inf
-) -> tuple[Frontier, float]:
-    """Schedules for one budget, and a lower bound on the extra seconds of all schedules within it.
-
-    If the start takes more than a share of `enough` above the bound, the budgets around are searched as well.
-    """
+def focus_on(problem: Problem, allowed_bytes: int, moves: int | None = None) -> tuple[Frontier, float]:
+    """Schedules near one budget, and a lower bound on the extra seconds of all schedules within it."""
     search = _Search(problem)
     total = default_moves(problem) if moves is None else moves
     with suppress(_Over):  # whoever asks sees the gap, and that there is no time for more
         search.start(allowed_bytes, total // _ANCHORS)
-        if not search.is_within(enough, allowed_bytes):
-            search.look_around(allowed_bytes, total)
     return search.frontier(), search.bound_within(allowed_bytes)
 
 
@@ -337,29 +332,6 @@ class _Search:
             self._anneal([budget] * (moves // _CHUNKS), cooling=0.5)
         return self._is_settled(budget, crossing.seconds)
 
-    def is_within(self, gap: float, allowed_bytes: int) -> bool:
-        """Whether a schedule within the budget takes at most a share of `gap` more than the bound."""
-        if not (place := bisect_right(self._peaks, allowed_bytes)):
-            return gap == inf
-        bound = self._plain_seconds + self.bound_within(allowed_bytes)
-        return self._plain_seconds + self._points[place - 1][0] <= (1 + gap) * bound
-
-    def look_around(self, budget: int, total: int) -> None:
-        """Search the budgets around one, and then that budget from the best schedule within it."""
-        if not self.has_room():
-            return
-        share = (self._plain_bytes - budget) / (self._plain_bytes - self._floor_bytes)
-        high = min(1.0, share + _AROUND)
-        self.pass_over([(max(0.0, high - 2 * _AROUND), high)], 3 * total // 2)
-        if high > _ANCHORS / (_ANCHORS + 1):
-            self.pass_hot(total)
-        for number in range(_POLISHED):
-            if not (within := bisect_right(self._peaks, budget)):
-                return
-            self._ledger.load([State(state) for state in self._points[within - 1][1]])
-            self._anneal([budget] * (total // _ANCHORS), cooling=0.2 + 0.8 * number / (_POLISHED - 1))
-        self._keep_what_fits(budget)
-
     def bound_within(self, allowed_bytes: int) -> float:
         """Extra seconds that no schedule within a budget can avoid, as far as it is known."""
         return max((seconds for budget, seconds in self._bounds if budget >= allowed_bytes), default=0.0)
@@ -389,16 +361,6 @@ class _Search:
         self._look()
         place = bisect_right(self._peaks, budget)
         return place > 0 and self._points[place - 1][0] <= bound_seconds + _SETTLED * self._plain_seconds
-
-    def pass_over(self, stretches: list[tuple[float, float]], moves: int) -> None:
-        """Let the budget pass over the stretches, up and down, while it cools."""
-        for number in range(_SWEEPS):
-            self.sweep(stretches, moves // _SWEEPS, cooling=number / (_SWEEPS - 1), down=number % 2 == 1)
-
-    def pass_hot(self, total: int) -> None:
-        """Let the budget fall to the floor, from just above it."""
-        for cooling in _HEATS:
-            self.sweep([(_ANCHORS / (_ANCHORS + 1), 1.0)], total // 5, cooling, down=True)
 
     def sweep(self, stretches: list[tuple[float, float]], moves: int, cooling: float, down: bool) -> None:
         """One pass of the budget over the stretches, towards the floor or back; `moves` for all there is."""

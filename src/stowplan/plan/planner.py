@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
 from typing import TypeAlias
 
 import numpy as np
@@ -59,24 +58,14 @@ class Planner:
 
     @staticmethod
     def focused(
-        problem: Problem,
-        pricing: Pricing,
-        plain_peak_bytes: int,
-        allowed_bytes: int,
-        options: PlanOptions,
-        *,
-        around: bool = False,
+        problem: Problem, pricing: Pricing, plain_peak_bytes: int, allowed_bytes: int, options: PlanOptions
     ) -> "Planner":
-        """A planner for one budget, in a small part of the time that all budgets take.
-
-        With `around`, the budgets around this one are searched if its start is not good enough.
-        """
-        enough = options.gap if around else inf
-        frontier, bound = focus_on(problem, allowed_bytes, options.moves, enough=enough)
+        """A planner for one budget, in a small part of the time that all budgets take."""
+        frontier, bound = focus_on(problem, allowed_bytes, options.moves)
         point, plain = frontier.at(allowed_bytes), sum(problem.seconds)
         if point is not None:
-            asked = (plain + point.extra_seconds) / (1 + options.gap) - plain
-            bound = bound if bound >= asked else max(bound, bound_of(problem, allowed_bytes, enough=asked))
+            enough = (plain + point.extra_seconds) / (1 + options.gap) - plain
+            bound = bound if bound >= enough else max(bound, bound_of(problem, allowed_bytes, enough=enough))
         bounds = {allowed_bytes: bound}
         return Planner(problem, pricing, frontier, plain_peak_bytes, is_searched=False, bounds=bounds)
 

@@ -110,11 +110,8 @@ class GraphCandidate:
         pricing: Pricing,
         baseline: Baseline,
         options: PlanOptions,
-        *,
-        is_one_of_many: bool = False,
     ) -> None:
         self.graph, self.pricing, self.baseline, self.options = graph, pricing, baseline, options
-        self.is_one_of_many = is_one_of_many
         self.searched: Frontier | None = None  # for the latest plan, by one budget or by all
 
     @property
@@ -156,14 +153,13 @@ class GraphCandidate:
     def answered(self, allowed_bytes: int, ask: Callable[[Planner, int], Plan]) -> Plan:
         """The plan of the first planner that is good enough; `ask` asks a planner for the budget.
 
-        The planners are the baseline, a search for this budget alone, and the search for all budgets. One of
-        many candidates is not searched for all budgets, unless the search for one finds nothing.
+        The planners are the baseline, a search for this budget alone, and the search for all budgets.
         """
         if self._baseline.minimum_bytes <= allowed_bytes:
             return ask(self._baseline, allowed_bytes)
         focused = self._focused(allowed_bytes)
         near = _asked(focused, allowed_bytes, ask)
-        if near is not None and (self.is_one_of_many or near.gap <= self.options.gap):
+        if near is not None and near.gap <= self.options.gap:
             return near
         self.searched = self.planner.frontier
         try:
@@ -182,9 +178,7 @@ class GraphCandidate:
         if unbounded or allowed_bytes < self.floor_bytes:
             return None
         peak = self.baseline.peak_bytes
-        planner = Planner.focused(
-            self._problem, self.pricing, peak, allowed_bytes, self.options, around=self.is_one_of_many
-        )
+        planner = Planner.focused(self._problem, self.pricing, peak, allowed_bytes, self.options)
         self.searched = planner.frontier
         return planner
 

@@ -161,7 +161,7 @@ class TiledCandidate:
     def _tried(self) -> CapturedCandidate:
         pricing = price_captured(self.captured, self._options)
         options = with_moves(self._options, self.captured.graph)
-        return CapturedCandidate(self.captured, pricing, self._step, options, is_one_of_many=True)
+        return CapturedCandidate(self.captured, pricing, self._step, options)
 
     @cached_property
     def _decided(self) -> Sweeps:
