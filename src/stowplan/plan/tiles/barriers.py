@@ -25,14 +25,14 @@ def is_barrier(graph: Graph, op: Op) -> bool:
 def is_gather(op: Op) -> bool:
     """Whether an op makes whole parameters of shards.
 
-    It reads nothing that a segment makes. A segment that it stands in therefore runs after it: the order of
-    all that workers say to each other is the same.
+    It reads nothing that a segment makes, so it runs before the segment that it stands in. All messages keep
+    their order.
     """
     return op.type in _GATHERS
 
 
 def gathered_in(graph: Graph) -> frozenset[str]:
-    """The whole parameters that are gathered of shards; of an op that passes the token on, that is last."""
+    """The whole parameters that ops gather from shards, without the token that some return as their last."""
     ends = (op.writes() for op in graph.ops if op.type == _END_GATHER)
     in_order = (list(op.writes())[:-1] for op in graph.ops if op.type == _GATHER_IN_ORDER)
     return frozenset(chain(*ends, *in_order))

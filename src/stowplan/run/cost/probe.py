@@ -164,8 +164,8 @@ _BLOCK = 2**16  # numbers that are drawn; a larger tensor repeats them
 _KEPT: ContextVar[dict[tuple[int, torch.dtype, torch.device], Tensor] | None] = ContextVar(
     "kept", default=None
 )
-"""While many ops are probed, the contents of their operands by place: the next op finds them written. The
-first touch of new memory takes longer than many an op."""
+"""Contents of operands by position, kept while many ops are probed: to write new memory takes longer than
+many ops take."""
 
 
 @contextmanager

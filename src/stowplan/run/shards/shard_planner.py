@@ -91,8 +91,8 @@ def _too_small(needs: list[int], own: BudgetTooSmall | None, allowed_bytes: int)
 def subject_with_placeholders(step: ShardedStep, model: nn.Module, *, overlaps: bool = False) -> Subject:
     """A worker's step with placeholders, which is planned like any other step.
 
-    If it `overlaps` messages with other work, it cannot be tiled. Placeholders are replaced by a step that
-    does.
+    With `overlaps`, it computes while messages travel, and cannot be tiled. What replaces the placeholders
+    always does.
     """
 
     @wraps(type(model).forward)
@@ -138,6 +138,7 @@ def _made_by(call: Call) -> str:
 PARAMETERS = ("replicate", "shard", "choose")
 """Every worker has the whole of them, its rows of them, or its rows if the whole does not fit."""
 
+_WITH_SHARDS = frozenset(("recompute", "tile"))  # techniques that sharded parameters go with
 _FAST_ENOUGH = 1.02  # times the step in which nothing is recomputed: no other one is looked at
 
 LAYOUTS = ("follow", "choose")
@@ -335,6 +336,8 @@ class ShardPlanner:
     def _plan(self, sharded: ShardedStep, subject: Subject, options: PlanOptions) -> PlannedStep:
         request = self._request
         beside = request.reserve_bytes + sharded.remembered_bytes
+        if sharded.parameters and "recompute" in options.allow:
+            options = replace(options, allow=_WITH_SHARDS.intersection(options.allow))
         try:
             with sharded.workers.rehearsing():
                 planned = plan_step(subject, request.budget_bytes - beside, options)

@@ -87,10 +87,9 @@ class SweepProbes:
         return ahead, backward + (ahead if tiled.segment.loss is None else 0.0)
 
     def floor_beside(self, in_sweeps: Collection[str]) -> int:
-        """The least memory of the ops that are in no sweep, if these forward ops are.
+        """The least memory of the ops outside all sweeps, where `in_sweeps` are the forward ops inside.
 
-        Of the backward half, the adjoints of these may be gone, and ops that add gradients, which belong to
-        no op.
+        Sweeps may also do what ops do that add up gradients, so those do not count.
         """
         gone = {None, *in_sweeps}
         without = {
