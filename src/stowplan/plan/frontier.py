@@ -25,6 +25,8 @@ twins in other blocks. At the end, at points along the archive, every value that
 point's peak is kept.
 
 `focus_on` is the start for one budget alone. If its best is near enough to the bound, nobody needs the rest.
+For one of many graphs it also goes on from the baseline: the budget sinks slowly to the one that is asked
+for, and stays there. Most such walks end near each other, and a few in a schedule that is far better.
 """
 
 from bisect import bisect_right
@@ -175,6 +177,7 @@ _SETTLED = 0.001  # of the baseline's seconds: a budget this near to its bound n
 _SWEEPS = 6
 _HEATS = (-1.5, -1.0, -0.5)  # cooling of the last sweeps: so hot that a higher peak may come before a lower
 _OF_A_START, _OF_A_SWEEP = 0.3 / _ANCHORS, 0.6 / (_SWEEPS + len(_HEATS))  # shares of the time, roughly
+_DESCENTS, _OF_A_DESCENT = (1.0, 0.5, 0.0), 2000  # their cooling, and moves on each half of the way
 _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
 _HOT, _COLD = 0.1, 0.007  # temperatures, in seconds of an average droppable value's op
 _PENALTY = 4.0  # price of exceeding the budget by the baseline's whole peak, in seconds of the baseline
@@ -235,12 +238,19 @@ def _search_all(search: "_Search", total: int) -> None:
         search.quench(attempts=max(1, total // 8))
 
 
-def focus_on(problem: Problem, allowed_bytes: int, moves: int | None = None) -> tuple[Frontier, float]:
-    """Schedules near one budget, and a lower bound on the extra seconds of all schedules within it."""
+def focus_on(
+    problem: Problem, allowed_bytes: int, moves: int | None = None, *, descents: bool = False
+) -> tuple[Frontier, float]:
+    """Schedules near one budget, and a lower bound on the extra seconds of all schedules within it.
+
+    With `descents` the search also goes down to the budget from the baseline, a few times.
+    """
     search = _Search(problem)
     total = default_moves(problem) if moves is None else moves
     with suppress(_Over):  # whoever asks sees the gap, and that there is no time for more
-        search.start(allowed_bytes, total // _ANCHORS)
+        settled = search.start(allowed_bytes, total // _ANCHORS)
+        for cooling in _DESCENTS if descents and not settled else ():
+            search.descend(allowed_bytes, min(_OF_A_DESCENT, total // 8), cooling)
     return search.frontier(), search.bound_within(allowed_bytes)
 
 
@@ -331,6 +341,17 @@ class _Search:
                 return True
             self._anneal([budget] * (moves // _CHUNKS), cooling=0.5)
         return self._is_settled(budget, crossing.seconds)
+
+    def descend(self, budget: int, moves: int, cooling: float) -> None:
+        """From the baseline, let the budget sink slowly to this one, and stay there without heat."""
+        self._advance(_OF_A_START)
+        self._ledger.load([State.KEEP] * len(self._gaps.value_of))
+        way = self._plain_bytes - budget
+        self._anneal([self._plain_bytes - way * move / moves for move in range(moves)], cooling)
+        self._anneal([float(budget)] * moves, cooling=1.0)
+        if point := self.frontier().at(budget):
+            self._ledger.load(list(point.states))
+            self._keep_what_fits(budget)
 
     def bound_within(self, allowed_bytes: int) -> float:
         """Extra seconds that no schedule within a budget can avoid, as far as it is known."""

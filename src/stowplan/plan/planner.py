@@ -58,10 +58,19 @@ class Planner:
 
     @staticmethod
     def focused(
-        problem: Problem, pricing: Pricing, plain_peak_bytes: int, allowed_bytes: int, options: PlanOptions
+        problem: Problem,
+        pricing: Pricing,
+        plain_peak_bytes: int,
+        allowed_bytes: int,
+        options: PlanOptions,
+        *,
+        descents: bool = False,
     ) -> "Planner":
-        """A planner for one budget, in a small part of the time that all budgets take."""
-        frontier, bound = focus_on(problem, allowed_bytes, options.moves)
+        """A planner for one budget, in a small part of the time that all budgets take.
+
+        `descents` is the option of `focus_on`.
+        """
+        frontier, bound = focus_on(problem, allowed_bytes, options.moves, descents=descents)
         point, plain = frontier.at(allowed_bytes), sum(problem.seconds)
         if point is not None:
             enough = (plain + point.extra_seconds) / (1 + options.gap) - plain

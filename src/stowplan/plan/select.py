@@ -102,7 +102,10 @@ def problem_in_order(graph: Graph, pricing: Pricing) -> Problem:
 
 
 class GraphCandidate:
-    """A graph whose frontier is searched when it is first asked."""
+    """A graph whose frontier is searched when it is first asked.
+
+    With `is_one_of_many` a budget is searched alone, as far as that finds a plan.
+    """
 
     def __init__(
         self,
@@ -110,8 +113,11 @@ class GraphCandidate:
         pricing: Pricing,
         baseline: Baseline,
         options: PlanOptions,
+        *,
+        is_one_of_many: bool = False,
     ) -> None:
         self.graph, self.pricing, self.baseline, self.options = graph, pricing, baseline, options
+        self._is_one_of_many = is_one_of_many
         self.searched: Frontier | None = None  # for the latest plan, by one budget or by all
 
     @property
@@ -159,7 +165,7 @@ class GraphCandidate:
             return ask(self._baseline, allowed_bytes)
         focused = self._focused(allowed_bytes)
         near = _asked(focused, allowed_bytes, ask)
-        if near is not None and near.gap <= self.options.gap:
+        if near is not None and (self._is_one_of_many or near.gap <= self.options.gap):
             return near
         self.searched = self.planner.frontier
         try:
@@ -178,7 +184,9 @@ class GraphCandidate:
         if unbounded or allowed_bytes < self.floor_bytes:
             return None
         peak = self.baseline.peak_bytes
-        planner = Planner.focused(self._problem, self.pricing, peak, allowed_bytes, self.options)
+        planner = Planner.focused(
+            self._problem, self.pricing, peak, allowed_bytes, self.options, descents=self._is_one_of_many
+        )
         self.searched = planner.frontier
         return planner
 

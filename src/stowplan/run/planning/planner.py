@@ -215,9 +215,15 @@ class CapturedCandidate(GraphCandidate):
     """A step whose ops were probed. Its plans are verified and leave room for the draws they replay."""
 
     def __init__(
-        self, captured: Captured, pricing: Pricing, baseline: Baseline, options: PlanOptions
+        self,
+        captured: Captured,
+        pricing: Pricing,
+        baseline: Baseline,
+        options: PlanOptions,
+        *,
+        is_one_of_many: bool = False,
     ) -> None:
-        super().__init__(captured.graph, pricing, baseline, options)
+        super().__init__(captured.graph, pricing, baseline, options, is_one_of_many=is_one_of_many)
         self.captured = captured
 
     @property

@@ -14,7 +14,6 @@ from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Basis, Decision, Exactness, Plan, Pricing
 from stowplan.plan.select import Baseline, GraphCandidate, Refusals, Tradeoff, tradeoffs_of
 from stowplan.plan.tile_map import TileMap, tiled_inside
-from stowplan.plan.tiles.barriers import gathered_in
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiled, Tiling, stage_tilings, whole_tilings
 from stowplan.plan.tiles.collapse import extra_macs_of
@@ -72,7 +71,7 @@ class TiledCandidate:
     def bounds(self, allowed_bytes: int) -> Iterator[float]:
         """Lower bounds: by the work of the sweeps; by what the captured step recomputes beside them; by the
         probes of one sweep after the other; by the probed step."""
-        if max(self._surely_there_bytes, self._floor_beside_bytes) > allowed_bytes:
+        if self.least_bytes > allowed_bytes:
             yield inf
             return
         least = -inf
@@ -97,19 +96,19 @@ class TiledCandidate:
         return self._step.seconds + sum(in_tiles) + sum(map(probes.optimistic_again, self._remats.values()))
 
     @cached_property
-    def _surely_there_bytes(self) -> int:
-        """The least memory of a tile's backward: parameters, inputs, gradients, the tile."""
-        graph = self._subject.captured.graph
-        gathered = gathered_in(graph)  # not all at a time
-        parameters = _bytes_of((t for t in graph.tensors.values() if t.id not in gathered), Kind.PARAMETER)
-        return parameters + max(_beside_parameters(t, self._remats.get(t)) for t in self._tiling)
-
-    @cached_property
-    def _floor_beside_bytes(self) -> int:
-        """What the ops beside the sweeps need at least."""
+    def least_bytes(self) -> int:
+        """A lower bound on `floor_bytes` that needs no capture: of differentiating a tile of each sweep, and
+        of the ops beside the sweeps."""
         remade = (segment for remat in self._remats.values() for segment in remat.segments)
         segments = (*(tiled.segment for tiled in self._tiling), *remade)
-        return self._probes.floor_beside({op.id for segment in segments for op in segment.ops})
+        beside = self._probes.floor_beside({op.id for segment in segments for op in segment.ops})
+        return max(
+            beside,
+            *(
+                self._probes.surely_there(tiled) + _bytes_at_backward(tiled, self._remats.get(tiled))
+                for tiled in self._tiling
+            ),
+        )
 
     @property
     def floor_bytes(self) -> int:
@@ -161,7 +160,7 @@ class TiledCandidate:
     def _tried(self) -> CapturedCandidate:
         pricing = price_captured(self.captured, self._options)
         options = with_moves(self._options, self.captured.graph)
-        return CapturedCandidate(self.captured, pricing, self._step, options)
+        return CapturedCandidate(self.captured, pricing, self._step, options, is_one_of_many=True)
 
     @cached_property
     def _decided(self) -> Sweeps:
@@ -206,7 +205,7 @@ def _differentiated_bytes(costs: SweepCosts) -> int:
     return max(costs.forward_peak_bytes, round(_SURE * costs.backward_peak_bytes))
 
 
-def _beside_parameters(tiled: Tiled, remat: RematerialisedInputs | None) -> int:
+def _bytes_at_backward(tiled: Tiled, remat: RematerialisedInputs | None) -> int:
     """Bytes of what the backward of a sweep reads, of the gradients that it makes, and of a tile.
 
     The gradient of an input may be written over that of an output that looks like it.

@@ -21,6 +21,7 @@ from stowplan.plan.options import Progress
 from stowplan.plan.plan import Pricing
 from stowplan.plan.problem import Problem
 from stowplan.plan.select import problem_in_order
+from stowplan.plan.tiles.barriers import gathered_in
 from stowplan.plan.tiles.candidates import Tiled
 from stowplan.plan.tiles.rematerialise import RematerialisedInputs
 from stowplan.run.cost.machine import device_of
@@ -45,6 +46,7 @@ class SweepProbes:
         self._sweeps: dict[Key, Sweep] = {}
         self._whole: dict[tuple[str, ...], tuple[float, float]] = {}
         self._measured: dict[Key, float] = {}
+        self._returned: dict[tuple[str, ...], int] = {}  # bytes that are there before outputs' gradients are
         self._speeds: dict[tuple[str, ...], float] = {}  # by segment, the least of the time by its work
 
     def sweep(self, tiled: Tiled) -> Sweep:
@@ -99,9 +101,24 @@ class SweepProbes:
         }
         return floor_of(self._problem, without)
 
+    def surely_there(self, tiled: Tiled) -> int:
+        """The bytes beside a sweep when it is differentiated: what always is, and what the step returns and
+        the sweep waits for, such as gradients of parameters of later layers."""
+        problem, segment = self._problem, tiled.segment
+        if segment.loss is not None:
+            return problem.standing_bytes
+        if segment.outputs not in self._returned:
+            before = _waited_for(problem.graph, set(segment.outputs))
+            returned = (v for v, held in enumerate(problem.held) if held and problem.producer[v] in before)
+            self._returned[segment.outputs] = sum(problem.nbytes[value] for value in returned)
+        return problem.standing_bytes + self._returned[segment.outputs]
+
     @cached_property
     def _problem(self) -> Problem:
-        return problem_in_order(self._graph, self._pricing)
+        """The step, without parameters that are gathered of shards: not all are there at a time."""
+        problem = problem_in_order(self._graph, self._pricing)
+        gathered = sum(self._graph.tensors[name].nbytes or 0 for name in gathered_in(self._graph))
+        return replace(problem, standing_bytes=problem.standing_bytes - gathered)
 
     def optimistic_again(self, remat: RematerialisedInputs) -> float:
         """A lower bound on the seconds of recomputing the inputs of a sweep."""
@@ -124,6 +141,17 @@ class SweepProbes:
             back = (op for op in self._graph.ops if op.phase is Phase.BACKWARD and op.adjoint_of in ops)
             self._whole[inside] = sum(seconds[op] for op in inside), sum(seconds[op.id] for op in back)
         return self._whole[inside]
+
+
+def _waited_for(graph: Graph, outputs: Collection[str]) -> set[int]:
+    """The places of the ops that come before the gradients of these tensors."""
+    wanted = {tensor.id for tensor in graph.tensors.values() if tensor.gradient_of in outputs}
+    found = set[int]()
+    for place, op in reversed(list(enumerate(graph.ops))):
+        if not wanted.isdisjoint(op.writes()):
+            found.add(place)
+            wanted.update(op.reads())
+    return found
 
 
 def key_of(tiled: Tiled) -> Key:
