@@ -154,6 +154,13 @@ RELAID = "relaid"  # the attribute of ops that run in another memory layout than
 SECOND_FORWARD = "what a second forward begins with"  # a tensor of steps whose forward and backward run twice
 UPDATE = "stowplan.update.default"  # of parameters, by an optimizer: they hold other values from then on
 
+UNDER_WAY = frozenset(
+    f"stowplan.{name}.default"
+    for name in ("begin_sums", "begin_exchange_back", "begin_gather", "begin_gather_in_order")
+)
+"""Ops that begin messages in their first output: it must stay where it is until the next op that reads it,
+which waits for them."""
+
 ONCE = Effect.BUFFER_UPDATE | Effect.OUTSIDE  # no way to run it a second time; random draws can be replayed
 
 effect_of: Table[Effect] = Table("effects", default=no_effect)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from stowplan.analyse.facts import is_resident
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role
-from stowplan.ops.effects import UPDATE, aliasing_of
+from stowplan.ops.effects import UNDER_WAY, UPDATE, aliasing_of
 from stowplan.ops.table import site_of
 from stowplan.plan.plan import Compute, Free, Load, Plan, Pricing, RecomputeOp, Step, Store, Tier
 from stowplan.plan.problem import can_recompute, outdated_tensors, overwritable, updated_buffers
@@ -382,6 +382,7 @@ class _Check:
     _outdated: frozenset[str] = field(init=False)  # tensors that a second read finds changed
     _booked: frozenset[str] = field(init=False)  # tensors that are written into them
     _stored: set[tuple[str, ...]] = field(default_factory=set)  # storages that the tier has, by their names
+    _under_way: set[str] = field(default_factory=set)  # storages that messages arrive in
 
     def __post_init__(self) -> None:
         self._made = frozenset(name for op in self.graph.ops for name in op.writes())
@@ -445,6 +446,8 @@ class _Check:
                 raise IllegalPlan(f"step {number} stores {name!r}, which does not hold a value made before")
             if self._leaves_the_step(name):
                 raise IllegalPlan(f"step {number} stores {name!r}, which the caller has by then")
+            if self.graph.storage_of(name) in self._under_way:
+                raise IllegalPlan(f"step {number} stores {name!r}, of which messages are still under way")
         self._stored.add(tensors)
 
     def _leaves_the_step(self, name: str) -> bool:
@@ -475,6 +478,9 @@ class _Check:
             self._spoil(victim)
         for name in _updated(self.graph, op):
             self._spoil(name)
+        self._under_way.difference_update(map(self.graph.storage_of, op.reads()))
+        if op.type in UNDER_WAY:
+            self._under_way.add(self.graph.storage_of(op.outputs[0].tensor))
         for name in _accumulates(op):  # what the tier has is only a part of the sum from now on
             self._forget(self.graph.storage_of(name))
         self._sound.update(outputs)

@@ -18,7 +18,6 @@ from stowplan.capture.recording import Loss
 from stowplan.errors import BadUse
 from stowplan.plan.options import (
     DEFAULT_OPTIONS,
-    ON_REQUEST,
     TECHNIQUES,
     Kernels,
     PlanOptions,
@@ -390,7 +389,8 @@ def _refuse_on_mesh(budget: int | str, plan: Plan | None, options: PlanOptions) 
         raise BadUse("time_limit is for one process: workers must end at the same plan; limit moves= instead")
     if options.kernels != Kernels.EAGER:
         raise BadUse('kernels="compiled" is for one process; leave it out with a mesh')
-    if moved := sorted(set(options.allow).intersection(ON_REQUEST)):
+    if "offload-gradients" in options.allow:
         raise BadUse(
-            f"{moved[0]} is not available with a mesh: gradients that are being summed cannot be offloaded"
+            "offload-gradients is not available with a mesh: gradients that are being summed cannot be"
+            ' offloaded; activations can be, with "offload"'
         )

@@ -88,7 +88,7 @@ def refusals(fitted: nn.Module, shares: tuple[Tensor, ...]) -> list[str]:
         lambda: fit(model, args, mesh=nameless, budget="1GiB"),
         lambda: fit(model, args, mesh=other, budget="1GiB"),
         lambda: fit(model, args, mesh="space=4", budget="auto"),
-        lambda: fit(model, args, mesh="space=4", budget="1GiB", allow=("offload",)),
+        lambda: fit(model, args, mesh="space=4", budget="1GiB", allow=("offload-gradients",)),
         lambda: fit(ddp, args, mesh="space=4", budget="1GiB"),
         lambda: fit(model, args, dims={"args.0": (2,)}, budget="1GiB"),
         lambda: shards_of(model),

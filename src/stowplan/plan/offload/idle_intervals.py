@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from stowplan.analyse.facts import storages_of
 from stowplan.ir import Graph, Kind
+from stowplan.ops.effects import UNDER_WAY
 from stowplan.plan.places import Place, Places
 from stowplan.plan.plan import Compute, Free, Load, RecomputeOp, Step, Store
 
@@ -51,6 +52,8 @@ class _Walk(Places):
         self._storages = storages_of(graph)
         self._held = {self._storages.number_of[name] for name in graph.held}
         self._gradients = gradients
+        self._received = {op.outputs[0].tensor for op in graph.ops if op.type in UNDER_WAY}
+        self._under_way: set[int] = set()  # places that messages arrive in
         self._nbytes: dict[int, int] = {}  # of each place
         self._idle_since: dict[int, int] = {}
         self.number = 0  # of the step that runs
@@ -63,24 +66,28 @@ class _Walk(Places):
         storage = self._storages.number_of[place.tensor]
         self._nbytes.setdefault(place.number, int(self._storages.nbytes[storage]))
         self._idle_since.setdefault(place.number, self.number)
+        if place.tensor in self._received:
+            self._under_way.add(place.number)
 
     def uses(self, place: Place) -> None:
-        """Idle again after this step."""
+        """Idle again after this step, which waits for messages that are under way."""
         since, nbytes = self._idle_since[place.number], self._nbytes[place.number]
         if self.number - since > 1 and nbytes and place.names and self._may_leave(place):
             contents = (place.number, place.writes)
             names = tuple(sorted(place.names, key=self._owner_first))
             self.found.append(IdleInterval(names, nbytes, since, self.number, contents))
         self._idle_since[place.number] = self.number
+        self._under_way.discard(place.number)
 
     def _owner_first(self, name: str) -> tuple[bool, str]:
         return self._graph.tensors[name].alias_of is not None, name
 
     def _may_leave(self, place: Place) -> bool:
         """Whether a storage may be offloaded. What the step is given stays, and so do results of the forward
-        half and complex tensors, whose conjugation PyTorch may keep as a flag instead of in the data."""
+        half, buffers that messages arrive in, and complex tensors, whose conjugation PyTorch may keep as a
+        flag instead of in the data."""
         tensor = self._graph.tensors[place.tensor]
-        if place.number in self._given:
+        if place.number in self._given or place.number in self._under_way:
             return False
         if self._storages.number_of[place.tensor] in self._held:
             return self._gradients and tensor.kind is Kind.GRADIENT

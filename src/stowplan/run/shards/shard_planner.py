@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from stowplan.capture import Call, Captured, Ref, capture
 from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.plan.judge import simulate
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Machine, Plan
 from stowplan.plan.shards.early_gathers import with_early_gathers
@@ -41,6 +42,7 @@ from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.second_gathers import NEVER, first_needs, with_second_gathers
 from stowplan.run.shards.step import ShardedStep, ends_of, seeds_of, step_to_shard
 from stowplan.run.shards.workers import Workers
+from stowplan.run.step.function import tier_for
 from stowplan.run.wrappers import with_forward
 from stowplan.torch_private import OpOverload
 from stowplan.units import format_bytes
@@ -138,7 +140,6 @@ def _made_by(call: Call) -> str:
 PARAMETERS = ("replicate", "shard", "choose")
 """Every worker has the whole of them, its rows of them, or its rows if the whole does not fit."""
 
-_WITH_SHARDS = frozenset(("recompute", "tile"))  # techniques that sharded parameters go with
 _FAST_ENOUGH = 1.02  # times the step in which nothing is recomputed: no other one is looked at
 
 LAYOUTS = ("follow", "choose")
@@ -293,6 +294,7 @@ class ShardPlanner:
                 "worker 0 has a step of other ops or sizes: all workers must make the same call of fit, and a"
                 ' result that all workers have must be a number for parameters="shard"'
             )
+        self._set_room_aside(plan)
         return ADOPTED.of("tile")(plan, subject) if plan.tile_maps else own
 
     def _with_updates(self, captured: Captured, variant: "Variant | None") -> Captured:
@@ -336,17 +338,25 @@ class ShardPlanner:
     def _plan(self, sharded: ShardedStep, subject: Subject, options: PlanOptions) -> PlannedStep:
         request = self._request
         beside = request.reserve_bytes + sharded.remembered_bytes
-        if sharded.parameters and "recompute" in options.allow:
-            options = replace(options, allow=_WITH_SHARDS.intersection(options.allow))
         try:
             with sharded.workers.rehearsing():
                 planned = plan_step(subject, request.budget_bytes - beside, options)
         except BudgetTooSmall as refusal:
             raise refusal.beside(beside, "the reserve and buffers as they were before a step") from None
+        self._set_room_aside(planned.plan)
         if not sharded.parameters:
             return planned
         room = planned.plan.allowed_bytes - replayed_bytes(planned.plan)
         return replace(planned, plan=with_early_gathers(planned.plan, room))
+
+    def _set_room_aside(self, plan: Plan) -> None:
+        """In the tier, for what the plan stores.
+
+        A worker that found no room in its first step would leave the others waiting for its messages.
+        """
+        if plan.pricing.tier is not None:
+            transfers = simulate(plan.graph, plan.steps, plan.pricing).transfers
+            tier_for(self._device).reserve([each.nbytes for each in transfers if each.is_store])
 
 
 def _look_of(captured: Captured) -> str:

@@ -1,0 +1,249 @@
+"""Offload on a mesh: below the smallest budget without it, with the same gradients, messages and memory."""
+
+import copy
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stowplan import fit, plans_of, shards_of
+from stowplan.errors import BadUse, BudgetTooSmall, IllegalPlan, TierFull
+from stowplan.ops.effects import UNDER_WAY
+from stowplan.plan.judge import simulate, verify
+from stowplan.plan.offload import idle_intervals
+from stowplan.plan.offload.idle_intervals import idle_intervals_of
+from stowplan.plan.plan import Compute, Plan, RecomputeOp, Store
+from stowplan.run.measure.measure import measure
+from stowplan.run.offload import disk
+from stowplan.run.offload.calls import SystemCalls
+from stowplan.run.offload.disk import Bytes, DiskTier
+from stowplan.run.offload.spill import whole_blocks
+from stowplan.run.step.straight import baseline_steps
+from tests.run.shards.test_tiles_in_shards import example
+from tests.support.spilling import everything_moved
+from tests.support.workers.compared import EXACT, differentiate, distance, gradients_of
+from tests.support.workers.processes import on_workers
+
+pytestmark = [pytest.mark.torch, pytest.mark.distributed]
+
+WIDTH, ROWS, LAYERS = 64, 16384, 3  # a worker has 4 MiB of a hidden tensor
+BELOW = 0.9
+OFFLOAD: dict[str, Any] = {"mesh": "data=2", "allow": ["recompute", "offload"], "moves": 10}
+
+
+class Layers(nn.Module):
+    """Norms over all samples, which take part in messages: their results cannot be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = ((nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()) for _ in range(LAYERS))
+        self.layers = nn.Sequential(*(nn.Sequential(*each) for each in layers))
+        self.score = nn.Linear(WIDTH, 4)
+
+    def forward(self, given: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.score(self.layers(given)), labels)
+
+
+def layers(rows: int) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    torch.manual_seed(3)
+    return Layers().double(), (torch.randn(rows, WIDTH, dtype=torch.float64), torch.randint(4, (rows,)))
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """A step below the smallest budget without offload, and how far a fault leads."""
+
+    allowed_bytes: int
+    measured_bytes: int
+    projected_bytes: int
+    sent_bytes: tuple[int, int]  # measured and projected
+    written_bytes: tuple[int, int]
+    read_bytes: tuple[int, int]
+    far: float
+    far_if_dropped: float
+    store_under_way: str
+
+
+def look_below(rows: int, parameters: str) -> Offloaded:
+    model, args = layers(rows)
+    plain = copy.deepcopy(model)
+    plain(*args).backward()
+    with pytest.raises(BudgetTooSmall) as refused:
+        fit(model, args, budget=1, parameters=parameters, **{**OFFLOAD, "allow": ["recompute"]})
+    budget = int(BELOW * refused.value.minimum_bytes)
+    fitted = fit(model, args, budget=budget, parameters=parameters, **OFFLOAD)
+    (plan,), sharded = plans_of(fitted), shards_of(fitted)
+    shares, _ = sharded.share(*args)
+    expected = _own(model, sharded.parameters, gradients_of(plain))
+    before = [*shares, *model.parameters(), *model.buffers()]
+    with pytest.MonkeyPatch.context() as patch:
+        moved = _counted(patch)
+        taken = measure(partial(differentiate, fitted, shares), before=before)
+    far, sent = distance(gradients_of(model), expected), sharded.workers.sent_bytes
+    with pytest.MonkeyPatch.context() as fault:
+        fault.setattr(disk, "read_back", dropped)
+        model.zero_grad()
+        differentiate(fitted, shares)
+    transfers = simulate(plan.graph, plan.steps, plan.pricing).transfers
+    projected = Counter[bool]()
+    for transfer in transfers:
+        projected[transfer.is_store] += whole_blocks(transfer.nbytes)
+    return Offloaded(
+        budget,
+        taken.measured_peak_bytes,
+        plan.projected_peak_bytes + sharded.remembered_bytes,
+        (sent, sharded.sent_bytes(fitted.__dict__["_fitting"].planned)),
+        (moved["write"], projected[True]),
+        (moved["read"], projected[False]),
+        far,
+        distance(gradients_of(model), expected),
+        _store_under_way(plan),
+    )
+
+
+def _own(model: nn.Module, shards: Any, gradients: list[Tensor]) -> list[Tensor]:
+    """The gradients that this worker should have."""
+    if shards is None:
+        return gradients
+    rows = [shards.rows_of(parameter) for parameter in model.parameters()]
+    return [of.shard(gradient, dist.get_rank()) for of, gradient in zip(rows, gradients, strict=True)]
+
+
+def _counted(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """The bytes that the system moves to disk and back from now on."""
+    moved = Counter[str]()
+
+    def counting(name: str) -> None:
+        call = getattr(SystemCalls, name)
+
+        def counted(self: SystemCalls, file: int, data: memoryview, offset: int) -> int:
+            done: int = call(self, file, data, offset)
+            moved[name] += done
+            return done
+
+        patch.setattr(SystemCalls, name, counted)
+
+    counting("write")
+    counting("read")
+    return moved
+
+
+def dropped(*args: Any) -> None:
+    """A transfer that brings nothing back."""
+    given: list[Bytes] = args[3]
+    given.pop()[:] = 0
+
+
+def _store_under_way(plan: Plan) -> str:
+    """What is said of the plan if it stores a buffer that messages arrive in."""
+    ops = {op.id: op for op in plan.graph.ops}
+    runs = ((n, step) for n, step in enumerate(plan.steps) if isinstance(step, Compute | RecomputeOp))
+    at, begun = next((n, ops[step.op]) for n, step in runs if ops[step.op].type in UNDER_WAY)
+    stored = Store((begun.outputs[0].tensor,))
+    with pytest.raises(IllegalPlan) as refused:
+        verify(replace(plan, steps=(*plan.steps[: at + 1], stored, *plan.steps[at + 1 :])))
+    return str(refused.value)
+
+
+def look_at_all_moved(mesh: str, parameters: str) -> tuple[float, int, int]:
+    """How far the step is if all idle storages wait on disk, their number, and how many more there are if
+    buffers under way counted among them."""
+    model, args = example(batch=3 if mesh == "data=2" and parameters == "shard" else 2, width=4, size=16)
+    fitted = fit(model, args, budget="1GiB", allow=(), moves=1, mesh=mesh, parameters=parameters)
+    shares, _ = shards_of(fitted).share(*args)
+    fitting, found = fitted.__dict__["_fitting"], list[list[Tensor]]()
+    captured = fitting.planned.captured
+    moved = everything_moved(captured, gradients=False)
+    for steps in (fitting.planned.plan.steps, moved):
+        fitting.planned = replace(fitting.planned, plan=replace(fitting.planned.plan, steps=steps))
+        fitting.bound = None
+        model.zero_grad()
+        torch.manual_seed(5)
+        differentiate(fitted, shares)
+        found.append([gradient.clone() for gradient in gradients_of(model)])
+    graph = captured.graph
+    own = len(idle_intervals_of(graph, baseline_steps(graph)))
+    with pytest.MonkeyPatch.context() as fault:
+        fault.setattr(idle_intervals, "UNDER_WAY", frozenset())
+        more = len(idle_intervals_of(graph, baseline_steps(graph))) - own
+    return distance(*found), sum(isinstance(step, Store) for step in moved), more
+
+
+def refusals() -> list[str]:
+    """What workers are told of gradients, and of a disk of one of them that is full."""
+    model, args = layers(64)
+    with pytest.raises(BadUse) as gradients:
+        fit(model, args, budget="1GiB", **{**OFFLOAD, "allow": ["recompute", "offload-gradients"]})
+    model, args = layers(ROWS)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(DiskTier, "reserve", full)
+        with pytest.raises((BadUse, TierFull)) as room:
+            fit(model, args, budget="30MiB", parameters="shard", **OFFLOAD)
+    return [str(gradients.value), str(room.value)]
+
+
+def full(*_: object) -> None:
+    raise TierFull("the disk of worker 1 is full")
+
+
+def look() -> tuple[list[Offloaded], list[tuple[float, int, int]], list[str]]:
+    below = [look_below(ROWS, "shard"), look_below(ROWS + 1, "shard"), look_below(ROWS, "replicate")]
+    meshes = ("data=2", "shard"), ("space=2", "shard"), ("data=2", "replicate")
+    return below, [look_at_all_moved(*each) for each in meshes], refusals()
+
+
+Found = list[tuple[list[Offloaded], list[tuple[float, int, int]], list[str]]]
+
+
+@pytest.fixture(scope="module")
+def two() -> Found:
+    return on_workers(2, look)
+
+
+def test_offload_meets_a_budget_below_the_smallest_without_it(two: Found) -> None:
+    """With one plan for both workers, with a plan for each, and with whole parameters."""
+    for below, _, _ in two:
+        for found in below:
+            assert found.measured_bytes <= found.projected_bytes <= found.allowed_bytes
+            assert found.far < EXACT
+
+
+def test_bytes_sent_and_bytes_moved_are_as_projected(two: Found) -> None:
+    for below, _, _ in two:
+        for found in below:
+            assert found.sent_bytes[0] == found.sent_bytes[1]
+            assert 0 < found.written_bytes[0] == found.written_bytes[1]
+            assert 0 < found.read_bytes[0] == found.read_bytes[1]
+
+
+def test_a_dropped_transfer_is_seen(two: Found) -> None:
+    for below, _, _ in two:
+        for found in below:
+            assert found.far_if_dropped > 1e-6
+
+
+def test_all_that_can_be_moved_is_the_same_to_the_bit(two: Found) -> None:
+    """Buffers that messages arrive in stay: sums of gradients, and gradients of halos."""
+    for _, moved, _ in two:
+        for far, count, _ in moved:
+            assert far == 0.0
+            assert count > 10
+        assert [more > 0 for _, _, more in moved[1:]] == [True, True]
+
+
+def test_a_plan_that_stores_a_buffer_under_way_is_illegal(two: Found) -> None:
+    for below, _, _ in two:
+        assert all("messages are still under way" in found.store_under_way for found in below)
+
+
+def test_what_cannot_be_offloaded_is_refused_before_the_first_step(two: Found) -> None:
+    for _, _, (gradients, _) in two:
+        assert "offload-gradients is not available with a mesh" in gradients
+    assert ["worker 1 could not plan its part" in two[0][2][1], "is full" in two[1][2][1]] == [True, True]
