@@ -232,6 +232,11 @@ def fit(
     iteration = None
     if optimizer is not None:
         _refuse_iteration(options, clip_norm, clip_value, accumulate, keep_gradients)
+        if mesh is not None and options.offloads:
+            raise BadUse(
+                "offload together with optimizer= is for one process: on a mesh neither its state nor"
+                " activations are offloaded then; leave out one of the two"
+            )
         from stowplan.run.iteration.iteration import Iteration  # most fits have no optimizer
 
         iteration = Iteration(

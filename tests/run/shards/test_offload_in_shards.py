@@ -176,17 +176,19 @@ def look_at_all_moved(mesh: str, parameters: str) -> tuple[float, int, int]:
 
 
 def refusals() -> list[str]:
-    """What workers are told of gradients, and of a disk of one of them that is full."""
+    """What workers are told of gradients, of an optimizer, and of a disk of one of them that is full."""
     model, args = layers(64)
     with pytest.raises(BadUse) as gradients:
         fit(model, args, budget="1GiB", **{**OFFLOAD, "allow": ["recompute", "offload-gradients"]})
+    with pytest.raises(BadUse) as state:
+        fit(model, args, budget="1GiB", optimizer=torch.optim.AdamW(model.parameters()), **OFFLOAD)
     model, args = layers(ROWS)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(DiskTier, "reserve", full)
         with pytest.raises((BadUse, TierFull)) as room:
             fit(model, args, budget="30MiB", parameters="shard", **OFFLOAD)
-    return [str(gradients.value), str(room.value)]
+    return [str(gradients.value), str(state.value), str(room.value)]
 
 
 def full(*_: object) -> None:
@@ -244,6 +246,7 @@ def test_a_plan_that_stores_a_buffer_under_way_is_illegal(two: Found) -> None:
 
 
 def test_what_cannot_be_offloaded_is_refused_before_the_first_step(two: Found) -> None:
-    for _, _, (gradients, _) in two:
+    for _, _, (gradients, state, _) in two:
         assert "offload-gradients is not available with a mesh" in gradients
-    assert ["worker 1 could not plan its part" in two[0][2][1], "is full" in two[1][2][1]] == [True, True]
+        assert "offload together with optimizer= is for one process" in state
+    assert ["worker 1 could not plan its part" in two[0][2][-1], "is full" in two[1][2][-1]] == [True, True]
