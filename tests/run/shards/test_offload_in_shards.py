@@ -4,7 +4,7 @@ import copy
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -26,15 +26,17 @@ from stowplan.run.offload.disk import Bytes, DiskTier
 from stowplan.run.offload.spill import whole_blocks
 from stowplan.run.step.straight import baseline_steps
 from tests.run.shards.test_tiles_in_shards import example
+from tests.support.nets import Example
 from tests.support.spilling import everything_moved
-from tests.support.workers.compared import EXACT, differentiate, distance, gradients_of
+from tests.support.workers.compared import EXACT, differentiate, distance, example_of, gradients_of
 from tests.support.workers.processes import on_workers
+from tests.support.workers.sharded import early_in
 
 pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
-WIDTH, ROWS, LAYERS = 64, 16384, 3  # a worker has 4 MiB of a hidden tensor
-BELOW = 0.9
-OFFLOAD: dict[str, Any] = {"mesh": "data=2", "allow": ["recompute", "offload"], "moves": 10}
+WIDTH, ROWS, LAYERS = 64, 32768, 2  # a worker has 8 MiB of a hidden tensor
+BELOW = 0.95
+OFFLOAD: dict[str, Any] = {"mesh": "data=2", "allow": ["recompute", "offload"], "moves": 1, "gap": 1.0}
 
 
 class Layers(nn.Module):
@@ -151,28 +153,36 @@ def _store_under_way(plan: Plan) -> str:
     return str(refused.value)
 
 
-def look_at_all_moved(mesh: str, parameters: str) -> tuple[float, int, int]:
-    """How far the step is if all idle storages wait on disk, their number, and how many more there are if
-    buffers under way counted among them."""
-    model, args = example(batch=3 if mesh == "data=2" and parameters == "shard" else 2, width=4, size=16)
+@dataclass(frozen=True, slots=True)
+class AllMoved:
+    """How far a step in which all idle storages wait on disk is from one whose gathers begin early."""
+
+    far: float
+    stores: int
+    early: int  # gathers of the other step; in this one they begin where they are read
+    under_way: int  # buffers that would have an idle interval if messages did not arrive in them
+
+
+def look_at_all_moved(mesh: str, parameters: str, net: Example) -> AllMoved:
+    model, args = net
     fitted = fit(model, args, budget="1GiB", allow=(), moves=1, mesh=mesh, parameters=parameters)
     shares, _ = shards_of(fitted).share(*args)
-    fitting, found = fitted.__dict__["_fitting"], list[list[Tensor]]()
+    fitting, (plan,), found = fitted.__dict__["_fitting"], plans_of(fitted), list[list[Tensor]]()
     captured = fitting.planned.captured
     moved = everything_moved(captured, gradients=False)
-    for steps in (fitting.planned.plan.steps, moved):
-        fitting.planned = replace(fitting.planned, plan=replace(fitting.planned.plan, steps=steps))
-        fitting.bound = None
+    for steps in (plan.steps, moved):
+        fitting.planned, fitting.bound = replace(fitting.planned, plan=replace(plan, steps=steps)), None
         model.zero_grad()
         torch.manual_seed(5)
         differentiate(fitted, shares)
         found.append([gradient.clone() for gradient in gradients_of(model)])
-    graph = captured.graph
-    own = len(idle_intervals_of(graph, baseline_steps(graph)))
+    baseline = baseline_steps(captured.graph)
+    guarded = len(idle_intervals_of(captured.graph, baseline))
     with pytest.MonkeyPatch.context() as fault:
         fault.setattr(idle_intervals, "UNDER_WAY", frozenset())
-        more = len(idle_intervals_of(graph, baseline_steps(graph))) - own
-    return distance(*found), sum(isinstance(step, Store) for step in moved), more
+        more = len(idle_intervals_of(captured.graph, baseline)) - guarded
+    stores = sum(isinstance(step, Store) for step in moved)
+    return AllMoved(distance(*found), stores, early_in(plan), more)
 
 
 def refusals() -> list[str]:
@@ -187,7 +197,7 @@ def refusals() -> list[str]:
         if dist.get_rank() == 1:
             patch.setattr(DiskTier, "reserve", full)
         with pytest.raises((BadUse, TierFull)) as room:
-            fit(model, args, budget="30MiB", parameters="shard", **OFFLOAD)
+            fit(model, args, budget="56MiB", parameters="shard", **OFFLOAD)
     return [str(gradients.value), str(state.value), str(room.value)]
 
 
@@ -195,21 +205,25 @@ def full(*_: object) -> None:
     raise TierFull("the disk of worker 1 is full")
 
 
-def look() -> tuple[list[Offloaded], list[tuple[float, int, int]], list[str]]:
+Findings: TypeAlias = tuple[list[Offloaded], list[AllMoved], list[str]]
+
+
+def look() -> Findings:
     below = [look_below(ROWS, "shard"), look_below(ROWS + 1, "shard"), look_below(ROWS, "replicate")]
-    meshes = ("data=2", "shard"), ("space=2", "shard"), ("data=2", "replicate")
-    return below, [look_at_all_moved(*each) for each in meshes], refusals()
-
-
-Found = list[tuple[list[Offloaded], list[tuple[float, int, int]], list[str]]]
+    moved = [
+        look_at_all_moved("data=2", "shard", example_of("gpt", batch=3)),
+        look_at_all_moved("space=2", "shard", Example(*example(batch=2, width=4, size=16))),
+        look_at_all_moved("data=2", "replicate", Example(*example(batch=2, width=4, size=16))),
+    ]
+    return below, moved, refusals()
 
 
 @pytest.fixture(scope="module")
-def two() -> Found:
+def two() -> list[Findings]:
     return on_workers(2, look)
 
 
-def test_offload_meets_a_budget_below_the_smallest_without_it(two: Found) -> None:
+def test_offload_meets_a_budget_below_the_smallest_without_it(two: list[Findings]) -> None:
     """With one plan for both workers, with a plan for each, and with whole parameters."""
     for below, _, _ in two:
         for found in below:
@@ -217,7 +231,7 @@ def test_offload_meets_a_budget_below_the_smallest_without_it(two: Found) -> Non
             assert found.far < EXACT
 
 
-def test_bytes_sent_and_bytes_moved_are_as_projected(two: Found) -> None:
+def test_bytes_sent_and_bytes_moved_are_as_projected(two: list[Findings]) -> None:
     for below, _, _ in two:
         for found in below:
             assert found.sent_bytes[0] == found.sent_bytes[1]
@@ -225,27 +239,33 @@ def test_bytes_sent_and_bytes_moved_are_as_projected(two: Found) -> None:
             assert 0 < found.read_bytes[0] == found.read_bytes[1]
 
 
-def test_a_dropped_transfer_is_seen(two: Found) -> None:
+def test_a_dropped_transfer_is_seen(two: list[Findings]) -> None:
     for below, _, _ in two:
         for found in below:
             assert found.far_if_dropped > 1e-6
 
 
-def test_all_that_can_be_moved_is_the_same_to_the_bit(two: Found) -> None:
-    """Buffers that messages arrive in stay: sums of gradients, and gradients of halos."""
+def test_all_that_can_be_moved_is_the_same_to_the_bit(two: list[Findings]) -> None:
+    """Buffers that messages arrive in stay: gathered parameters, gradients of halos, sums of gradients."""
     for _, moved, _ in two:
-        for far, count, _ in moved:
-            assert far == 0.0
-            assert count > 10
-        assert [more > 0 for _, _, more in moved[1:]] == [True, True]
+        for found in moved:
+            assert found.far == 0.0
+            assert found.stores > 10
+            assert found.under_way > 0
 
 
-def test_a_plan_that_stores_a_buffer_under_way_is_illegal(two: Found) -> None:
+def test_early_and_late_gathers_of_workers_with_own_plans_give_the_same_bits(two: list[Findings]) -> None:
+    for _, (unequal, *_), _ in two:
+        assert unequal.early > 10
+        assert unequal.far == 0.0
+
+
+def test_a_plan_that_stores_a_buffer_under_way_is_illegal(two: list[Findings]) -> None:
     for below, _, _ in two:
         assert all("messages are still under way" in found.store_under_way for found in below)
 
 
-def test_what_cannot_be_offloaded_is_refused_before_the_first_step(two: Found) -> None:
+def test_what_cannot_be_offloaded_is_refused_before_the_first_step(two: list[Findings]) -> None:
     for _, _, (gradients, state, _) in two:
         assert "offload-gradients is not available with a mesh" in gradients
         assert "offload together with optimizer= is for one process" in state

@@ -121,11 +121,12 @@ class Training:
             planned.plan.projected_peak_bytes,
             (sharded.workers.sent_bytes, times * sharded.sent_bytes(planned)),
             sum(_repeats_a_gather(step) for step in steps),
-            _early(planned.plan),
+            early_in(planned.plan),
         )
 
 
-def _early(plan: Plan) -> int:
+def early_in(plan: Plan) -> int:
+    """How many gathers begin while others are read."""
     types = {op.id: op.type for op in plan.graph.ops}
     run = [types[step.op] for step in plan.steps if isinstance(step, Compute | RecomputeOp)]
     begins = (at for at, kind in enumerate(run) if kind in (BEGIN_GATHER, BEGIN_IN_ORDER))
