@@ -1,8 +1,12 @@
 """What maintainers run: the reference names everything public, a release dates its news, mutants are real."""
 
 import ast
+import ctypes
 import inspect
+import platform
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -14,6 +18,7 @@ from stowplan import errors
 from stowplan.cli.main import VERBS, main
 from tests.support.timing import timed
 from tools.compatibility.__main__ import COLUMNS, PAGE, Row, page_of, read_rows
+from tools.compatibility.cuda_stubs import make_stubs
 from tools.reference import reference
 from tools.release import with_date
 
@@ -52,6 +57,30 @@ def test_the_page_of_versions_names_what_fails() -> None:
     page = page_of([Row(torch="2.9.1", python="3.12.1", date="2026-01-02", faults=faults)])
     assert "| 2.9.1 | 3.12.1 | not tried | yes | yes | no | yes | yes | yes | yes | 2026-01-02 |" in page
     assert "- tiles on PyTorch 2.9.1 with Python 3.12.1: `KeyError: 'x'`" in page
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or not (shutil.which("gcc") and shutil.which("objdump")),
+    reason="needs gcc and objdump on x86-64",
+)
+def test_empty_cuda_libraries_return_an_error_and_its_text(tmp_path: Path) -> None:
+    library = tmp_path / "lib" / "libasks.so"
+    library.parent.mkdir()
+    code = tmp_path / "asks.c"
+    code.write_text(
+        "int cudaFree(void*); const char* cudaGetErrorString(int);\n"
+        "const char* text(void) { return cudaGetErrorString(cudaFree(0)); }\n"
+        "int number(void) { return cudaFree(0); }\n"
+    )
+    absent = tmp_path / "libcudaabsent.so.1"
+    build = ["gcc", "-shared", "-fPIC", "-nostdlib"]
+    subprocess.run([*build, "-xc", "/dev/null", f"-Wl,-soname,{absent.name}", "-o", absent], check=True)
+    asking = [str(code), "-Wl,-rpath,$ORIGIN,--no-as-needed", f"-L{tmp_path}", f"-l:{absent.name}"]
+    subprocess.run([*build, *asking, "-o", library], check=True)
+    assert make_stubs(tmp_path) == [absent.name]
+    asked = ctypes.CDLL(str(library))
+    asked.text.restype = ctypes.c_char_p
+    assert (asked.number(), asked.text()) == (100, b"no CUDA device")
 
 
 def test_a_release_dates_its_news() -> None:

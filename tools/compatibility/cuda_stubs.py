@@ -1,8 +1,8 @@
 """Empty CUDA libraries: with them a CUDA build of PyTorch runs on the CPU of a machine without CUDA.
 
 `pip install --no-deps torch==X` leaves out gigabytes of libraries that the CPU's kernels never call. The
-loader still asks for their names and symbols; each function here returns an error. Needs gcc and objdump, on
-x86-64.
+loader still asks for their names and symbols; each function here returns an error, or the text of one. Needs
+gcc and objdump, on x86-64.
 """
 
 import re
@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 _NO_DEVICE = 100  # cudaErrorNoDevice
+_RETURNS_TEXT = re.compile(r"Error(String|Name)$|^ncclGetLastError$")  # 100 is no address: reading it crashes
 
 
 class Symbol(NamedTuple):
@@ -79,16 +80,20 @@ def _objdump(option: str, library: Path) -> str:
 
 def _build(path: Path, versions: dict[str, set[str]], free: Iterable[str]) -> None:
     names = sorted({*free, *(name for owned in versions.values() for name in owned)})
-    code = "".join(f".globl {n}\n.type {n}, @function\n{n}: mov ${_NO_DEVICE}, %eax\n ret\n" for n in names)
+    code = "".join(f".globl {n}\n.type {n}, @function\n{n}: {_answer(n)}\n ret\n" for n in names)
     nodes = (
         f"{version} {{ {'global: ' + '; '.join(sorted(owned)) + ';' if owned else ''} }};\n"
         for version, owned in versions.items()
     )
     with TemporaryDirectory() as folder:
         source, script = Path(folder, "stub.s"), Path(folder, "versions")
-        source.write_text(f".text\n{code}")
+        source.write_text(f'.text\ntext: .asciz "no CUDA device"\n{code}')
         script.write_text("".join(nodes))
         command = ["gcc", "-shared", "-nostdlib", f"-Wl,-soname,{path.name}", str(source), "-o", str(path)]
         if versions:
             command.append(f"-Wl,--version-script={script}")
         subprocess.run(command, check=True)
+
+
+def _answer(name: str) -> str:
+    return "lea text(%rip), %rax" if _RETURNS_TEXT.search(name) else f"mov ${_NO_DEVICE}, %eax"
