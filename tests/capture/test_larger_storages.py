@@ -65,6 +65,7 @@ def test_sampled_ops(name: str) -> None:
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("shapes", [((4, 8), (4, 8)), ((4, 1), (1, 8)), ((3,), ())])
 @pytest.mark.parametrize("loss", [aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss], ids=str)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")  # huber_loss in 2.15
 def test_losses(loss: Callable[..., Tensor], shapes: tuple[tuple[int, ...], ...], reduction: int) -> None:
     one, other = (torch.rand(shape) for shape in shapes)
     assert unexplained_bytes(loss, one, other, reduction) == {}

@@ -109,7 +109,6 @@ _LONG = os.environ.get("STAND_IN") == "long"
 _CHECKED = tuple(NETWORKS) if _LONG else ("unet", "unet3d", "separable")  # the others take two minutes
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # inductor's, when imported
 @pytest.mark.parametrize("name", _CHECKED)
 def test_three_budgets_hold_on_the_networks_of_the_check(name: str, device: torch.device) -> None:
     found = check_device(device, time_limit=100_000, names=[name], size=1)

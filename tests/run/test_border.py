@@ -719,7 +719,6 @@ def test_a_gradient_that_was_not_planned_for_is_refused_with_the_remedy() -> Non
         fitted(Scoring(), outputs="some")
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
 def test_other_derivatives_than_backward_are_refused() -> None:
     model, dual = fitted(Step()), cast("Any", forward_ad.make_dual)
     parameters = {name: each.detach() for name, each in model.named_parameters()}
@@ -733,7 +732,7 @@ def test_other_derivatives_than_backward_are_refused() -> None:
         model(X, Y).backward()  # nothing has a tangent
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.trace(_method)?` is deprecated")
 def test_a_traced_model_is_its_own_forward() -> None:
     plain = Step().eval()
     traced = cast("Any", torch.jit.trace)(fitted(plain).eval(), (X, Y), check_trace=False)
