@@ -82,7 +82,7 @@ zoo: ## plan tiny models of all installed packages, compare them with eager, and
 	$(PYTHON) -m benchmarks.zoo
 
 .PHONY: mutants
-mutants: ## plant faults in verify, simulate and regions, and count those that their tests see
+mutants: ## plant faults in the judges of plans and the rules of regions, and count those that their tests see
 	$(PYTHON) -m benchmarks.mutate
 
 MINUTES ?= 60

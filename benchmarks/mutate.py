@@ -35,11 +35,10 @@ class Subject:
 
 
 SUBJECTS = (
-    Subject("verify", ("plan/judge.py",), ("tests/plan/test_verify.py",)),
     Subject(
-        "simulate",
+        "judge",
         ("plan/judge.py",),
-        ("tests/plan/test_simulate.py", "tests/plan/test_verify.py", "tests/plan/test_ledger.py"),
+        ("tests/plan/test_verify.py", "tests/plan/test_simulate.py", "tests/plan/test_ledger.py"),
     ),
     Subject(
         "regions",
