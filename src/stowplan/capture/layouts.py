@@ -13,7 +13,7 @@ result would have the same strides. Running the backward calls without data show
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -395,6 +395,8 @@ def made_without_data(
         with fakes:
             return tuple(torch.empty_strided(m.shape, m.stride(), dtype=m.dtype) for m in made)
     if not positions and target not in _SHAPES:
+        if (plain := _made_row_major(fakes, target, args, kwargs)) is not None:
+            return plain
         device = _only_device(args, kwargs) if target in SHAPED_BY_KERNELS else None
         if device is not None:
             return shaped_by_kernel(fakes, target, args, kwargs, device)
@@ -451,11 +453,169 @@ def _ctc_loss_backward(log_probs: Tensor, **_: object) -> Tensor:
     return log_probs.new_empty(log_probs.shape)
 
 
+def _made_row_major(
+    fakes: FakeTensorMode, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> object:
+    """The results of a call on row-major operands of the CPU that is surely legal; None for other calls.
+
+    PyTorch's shape functions of these ops are written in Python and take milliseconds.
+    """
+    if target in _OVER_ITSELF and isinstance(args[0], Tensor) and _is_stand_in(args[0]):
+        return args[0]
+    if target not in ROW_MAJOR:
+        return None
+    given = [leaf for leaf in leaves((args, tuple(kwargs.values()))) if isinstance(leaf, Tensor)]
+    if not given or not all(map(_is_plain_operand, given)) or len({*_float_dtypes(given)}) != 1:
+        return None
+    shapes = ROW_MAJOR[target](**bound_arguments(target, args, kwargs))
+    if shapes is None:
+        return None
+    (dtype,) = {*_float_dtypes(given)}
+    made = tuple(
+        FakeTensor(fakes, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"))
+        for shape in shapes
+    )
+    return made[0] if len(made) == 1 else made
+
+
+def _float_dtypes(tensors: Iterable[Tensor]) -> Iterator[torch.dtype]:
+    return (tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point)
+
+
+def _is_plain_operand(tensor: Tensor) -> bool:
+    """Whether only the shape matters: row-major, on the CPU, of a usual dtype, not empty."""
+    is_known = not isinstance(tensor, FakeTensor) and not tensor.dtype.is_floating_point
+    return (
+        (is_known or _is_stand_in(tensor))
+        and tensor.device.type == "cpu"
+        and tensor.dtype in (torch.float32, torch.float64, torch.int64, torch.bool)
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+    )
+
+
+_Sizes: TypeAlias = Sequence[Sequence[int]] | None  # of row-major results; None if the call is not plain
+
+
+def _pointwise(**given: object) -> _Sizes:
+    """Operands of one shape, and numbers. With a tensor without dims, PyTorch may permute dims of size 1."""
+    shapes = {tuple(value.shape) for value in given.values() if isinstance(value, Tensor)}
+    numbers = (v for v in given.values() if not isinstance(v, Tensor))
+    floats = all(isinstance(v, int | float | str) for v in numbers)
+    full = max(shapes, key=len)
+    is_plain = shapes == {full} or (shapes == {full, ()} and 1 not in full)
+    return (full,) if floats and is_plain else None
+
+
+def _along(self: Tensor, dim: int, half_to_float: bool = False, dtype: object = None) -> _Sizes:
+    is_plain = not half_to_float and dtype is None and -self.dim() <= dim < self.dim()
+    return (self.shape,) if is_plain else None
+
+
+def _along_backward(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> _Sizes:
+    is_plain = grad_output.shape == output.shape and input_dtype is output.dtype
+    return (output.shape,) if is_plain and -output.dim() <= dim < output.dim() else None
+
+
+def _layer_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> _Sizes:
+    if not _is_normalised(input, normalized_shape, weight, bias):
+        return None
+    rows = input.shape[: input.dim() - len(normalized_shape)]
+    return input.shape, *[(*rows, *[1] * len(normalized_shape))] * 2
+
+
+def _layer_norm_backward(
+    grad_out: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> _Sizes:
+    sizes = _layer_norm(input, normalized_shape, weight, bias, 0.0)
+    given = grad_out.shape, tuple(mean.shape), tuple(rstd.shape)
+    if sizes is None or given != tuple(sizes) or weight is None or bias is None or not all(output_mask):
+        return None
+    return input.shape, weight.shape, bias.shape
+
+
+def _is_normalised(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
+) -> bool:
+    inner = tuple(normalized_shape)
+    fitting = all(each is None or tuple(each.shape) == inner for each in (weight, bias))
+    return bool(inner) and len(inner) < input.dim() and tuple(input.shape[-len(inner) :]) == inner and fitting
+
+
+def _nll_loss(
+    self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> _Sizes:
+    fitting = self.dim() == 2 and target.shape == self.shape[:1] and target.dtype is torch.int64
+    return (target.shape if reduction == 0 else (), ()) if fitting and weight is None else None
+
+
+def _nll_loss_backward(
+    grad_output: Tensor,
+    self: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> _Sizes:
+    sizes = _nll_loss(self, target, weight, reduction, ignore_index)
+    given = tuple(grad_output.shape), tuple(total_weight.shape)
+    return (self.shape,) if sizes is not None and given == tuple(map(tuple, sizes)) else None
+
+
+def _embedding(weight: Tensor, indices: Tensor, **_: object) -> _Sizes:
+    is_plain = weight.dim() == 2 and indices.dtype is torch.int64
+    return ((*indices.shape, weight.shape[1]),) if is_plain else None
+
+
+def _embedding_backward(grad_output: Tensor, indices: Tensor, num_weights: int, **_: object) -> _Sizes:
+    is_plain = grad_output.shape[:-1] == indices.shape and indices.dtype is torch.int64
+    return ((num_weights, grad_output.shape[-1]),) if is_plain else None
+
+
+# Ops that write over their first operand, whatever it looks like, and read no other tensor.
+_OVER_ITSELF = (aten.bernoulli_.float, aten.div_.Scalar, aten.mul_.Scalar)
+# Ops that give row-major results for row-major operands; a test compares them with kernels.
+ROW_MAJOR: Mapping[OpOverload, Callable[..., _Sizes]] = {
+    **dict.fromkeys(
+        (
+            *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar),
+            *(aten.tanh.default, aten.pow.Tensor_Scalar, aten.tanh_backward.default, aten.gelu.default),
+            *(aten.gelu_backward.default, aten.where.self),
+        ),
+        _pointwise,
+    ),
+    **dict.fromkeys((aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default), _along),
+    aten._softmax_backward_data.default: _along_backward,
+    aten._log_softmax_backward_data.default: _along_backward,
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.nll_loss_forward.default: _nll_loss,
+    aten.nll_loss_backward.default: _nll_loss_backward,
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+}
+
 # Ops whose kernels have a shape function in C++ that is exact; a test compares them with kernels. Ops that
 # choose a layout by device, such as convolutions, are not among them.
 SHAPED_BY_KERNELS = frozenset(
     (
-        *(aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int),
+        *(
+            aten.view.default,
+            aten._unsafe_view.default,
+            aten.t.default,
+            aten.transpose.int,
+            aten.detach.default,
+        ),
         *(aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int),
         *(aten.unsqueeze.default, aten.squeeze.dim, aten.split.Tensor, aten.unbind.int),
         *(aten.mm.default, aten.addmm.default, aten.bmm.default),

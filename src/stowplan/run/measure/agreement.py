@@ -15,11 +15,11 @@ At the first difference the run ends. So nothing runs but captured ops, and all 
    end as they do in inference;
 5. before an op that would take memory above the budget the run ends, without a verdict (`_Comparison._room`).
 
-Products of matrices take most of the time, and their numbers are not needed. Their results are made up, as
-long as that cannot be seen (`_Shortcut`): made-up numbers reach only ops that neither raise because of
-values nor make shapes of them, and Python does not read them. Where that does not hold, the comparison begins
-again, and every kernel runs. The strides of products are known without their kernels, row-major. Another op
-on made-up numbers runs once for each look of its operands, and its strides are compared.
+Products of matrices and softmax take most of the time, and their numbers are not needed. Their results are
+made up, as long as that cannot be seen (`_Shortcut`): made-up numbers reach only ops that neither raise
+because of values nor make shapes of them, and Python does not read them. Where that does not hold, the
+comparison begins again, and every kernel runs. The strides of these results are known without their kernels,
+row-major. Another op on made-up numbers runs once for each look of its operands, and its strides are compared.
 
 `detach` is left out of both: autograd runs it for what it keeps, and it changes no number. Backward is not
 compared: its ops follow from autograd's formulas for those of forward.
@@ -54,17 +54,19 @@ from stowplan.units import format_bytes
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)  # row-major on the CPU
+# Ops whose results are row-major on the CPU, whatever their operands look like.
+_ROW_MAJOR = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default),
+    *(aten._softmax.default, aten._log_softmax.default),
+)
 _FLOATS = (torch.float32, torch.float64)
 # Ops that do the same whatever floating numbers they read, as pointwise ops do: none raises or branches.
 _BLIND = frozenset(
     (
-        *_PRODUCTS,
-        aten._log_softmax.default,
+        *_ROW_MAJOR,
         aten._native_batch_norm_legit.default,
         aten._safe_softmax.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._softmax.default,
         aten._to_copy.default,
         aten._unsafe_view.default,
         aten.avg_pool2d.default,
@@ -251,7 +253,7 @@ class _Shortcut:
 
         Raises _Seen if the op might do something else for other numbers. Integers may be indices.
         """
-        target, made = event.target, event.results[0] if event.single else None
+        target = event.target
         if seen and returns_views(target):
             return None
         if seen:
@@ -260,16 +262,23 @@ class _Shortcut:
                 raise _Seen
             if torch.Tag.inplace in target.tags and event.args[0] in seen:
                 return args[0]  # which stays as it is, made up
-        if made is None or written_names(target) or made.device.type != "cpu":
+        made = [view for view in event.results if view is not None and view.device.type == "cpu"]
+        given = {view.storage for view in seen}
+        is_fresh = len({view.storage for view in made} - given) == len(event.results)
+        if written_names(target) or not made or not is_fresh:
             return None
-        if target not in _PRODUCTS or made.dtype not in _FLOATS or not _is_row_major(made):
+        if target not in _ROW_MAJOR or made[0].dtype not in _FLOATS or not _is_row_major(made[0]):
             call = call_like(target, event.args, event.kwargs)
-            is_view = any(view.storage == made.storage for view in seen)
-            if not seen or is_view or call not in self._ran:
+            if not seen or call not in self._ran:
                 self._ran.add(call)
                 return None
-        result = torch.empty_strided(made.shape, made.stride, dtype=made.dtype)
-        return result.fill_(True) if made.dtype is torch.bool else result
+        results = tuple(map(_made_up, made))
+        return results[0] if event.single else results
+
+
+def _made_up(view: StorageView) -> Tensor:
+    result = torch.empty_strided(view.shape, view.stride, dtype=view.dtype)
+    return result.fill_(True) if view.dtype is torch.bool else result
 
 
 def _is_row_major(view: StorageView) -> bool:
