@@ -111,7 +111,7 @@ def _ratios(name: str, count: int, moves: int) -> list[float]:
     points = frontier_of(source, moves).points
     budget = (points[0].peak_bytes + 2 * points[-1].peak_bytes) // 3
     pricing = price_by_roofline(source.graph, Machine())
-    size, found = PlannedSize.of(source, pricing, points, (), budget), list[float]()
+    size, found = PlannedSize.of(source.graph, pricing, points, (), budget), list[float]()
     for batch in range(7, 7 - count, -1):
         problem = _problem(name, batch)
         searched = [p for p in frontier_of(problem, moves).points if p.peak_bytes <= budget]

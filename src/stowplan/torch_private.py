@@ -170,6 +170,16 @@ def shaped_by_kernel(
     return [FakeTensor(fakes, each, device) for each in made]
 
 
+def as_parameter(made: FakeTensor, *, requires_grad: bool) -> Tensor:
+    """A stand-in that nothing else has, as `nn.Parameter` would make of it, without a dispatched detach."""
+    made._is_param = True
+    return made.requires_grad_(requires_grad)
+
+
+without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
+"""Within, no TorchFunctionMode is asked."""
+
+
 def schema_of(target: OpOverload) -> torch.FunctionSchema:
     """The name, arguments and returns of an op."""
     return target._schema

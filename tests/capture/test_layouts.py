@@ -240,3 +240,90 @@ def test_the_shape_functions_that_are_trusted_agree_with_kernels(op: Any) -> Non
             looks = [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.device) for t in (found, real)]
             assert looks[0] == looks[1]
             assert is_view_of(found, without[0]) == is_view_of(real, args[0])
+
+
+def plain_calls(name: str) -> Iterator[tuple[Any, ...]]:
+    """Calls of an op that gives row-major results: with operands of several shapes, dtypes and layouts."""
+    for shape, dtype in product([(4, 6, 8), (4, 1, 8), (1, 6, 1), (3, 5)], [torch.float32, torch.float64]):
+        x, labels = torch.rand(shape, dtype=dtype), torch.zeros(shape[:-1], dtype=torch.int64)
+        turned, number, size = x.transpose(0, -1), x.new_tensor(0.5), x.shape[-1:]
+        flat, rows, statistics, scales = (
+            x.flatten(0, -2),
+            labels.flatten(),
+            x.sum(-1, keepdim=True),
+            x.new_ones(size),
+        )
+        unary: list[tuple[Any, ...]] = [(x,), (turned,)]
+        along = [(x, dim, False) for dim in (0, -1)]
+        pairs = [
+            (x, x),
+            (x, x > 0.5),
+            (x, number),
+            (number, x),
+            (x, x[:1]),
+            (labels, number),
+            (turned, turned),
+        ]
+        norm = (x, x, size, statistics, statistics, scales, scales)
+        calls: dict[str, list[tuple[Any, ...]]] = {
+            "where": [(x > 0.5, x, x), (x > 0.5, x, number), (turned > 0.5, number, turned)],
+            "pow": [(x, 2), (x, 0.5), (turned, 2)],
+            "tanh": unary,
+            "gelu": unary,
+            "tanh_backward": [(x, x)],
+            "gelu_backward": [(x, x)],
+            "_softmax": along,
+            "_log_softmax": along,
+            "_safe_softmax": [(x, 0), (x, -1)],
+            "_softmax_backward_data": [(x, x, -1, dtype)],
+            "_log_softmax_backward_data": [(x, x, 0, dtype)],
+            "native_layer_norm": [
+                (x, size, scales, None, 1e-5),
+                (x, size, None, None, 1e-5),
+                (x, x.shape[1:], x[0].clone(), x[0].clone(), 1e-5),
+            ],
+            "native_layer_norm_backward": [(*norm, [True, True, True]), (*norm, [True, False, True])],
+            "nll_loss_forward": [(flat, rows, None, reduction, -100) for reduction in (0, 1, 2)],
+            "nll_loss_backward": [
+                (flat.sum(1), flat, rows, None, 0, -100, flat.sum()),
+                (flat.sum(), flat, rows, None, 1, -100, flat.sum()),
+            ],
+            "embedding": [(flat, labels)],
+            "embedding_dense_backward": [(x, labels, 7, -1, False)],
+        }
+        yield from calls.get(name, [(x, 3.0), (x, 2), *pairs])
+
+
+@pytest.mark.parametrize("op", sorted(layouts.ROW_MAJOR, key=str), ids=str)
+def test_results_that_are_row_major_for_row_major_operands_agree_with_kernels(op: Any) -> None:
+    fakes, known = FakeTensorMode(), 0
+    for args in plain_calls(op.overloadpacket.__name__):
+        if op is torch.ops.aten.mul.Scalar and isinstance(args[1], Tensor):
+            continue
+        sizes = layouts.row_major_sizes(op, args, {})
+        without = tuple(fakes.from_tensor(a) if isinstance(a, Tensor) else a for a in args)
+        made, expected = layouts.made_without_data(fakes, op, without, {}, {}), op(*args)
+        several = [(each,) if isinstance(each, Tensor) else each for each in (made, expected)]
+        for found, real in zip(*several, strict=True) if sizes is not None else ():
+            assert isinstance(found, FakeTensor)
+            assert (found.shape, found.stride(), found.dtype) == (real.shape, real.stride(), real.dtype)
+            known += 1
+    assert known
+
+
+def test_an_illegal_call_is_left_to_pytorch() -> None:
+    """Our own shape functions know legal calls only, so PyTorch's raise what eager raises."""
+    x, labels, aten = torch.rand(4, 6), torch.zeros(5, dtype=torch.int64), torch.ops.aten
+    calls: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+        (aten.add.Tensor, (x, torch.rand(3, 6))),
+        (aten.where.self, (x, x, x)),
+        (aten._softmax.default, (x, 2, False)),
+        (aten.native_layer_norm.default, (x, [5], None, None, 1e-5)),
+        (aten.nll_loss_forward.default, (x, labels, None, 1, -100)),
+        (aten.embedding.default, (x, torch.rand(3))),
+    )
+    for op, args in calls:
+        with pytest.raises((RuntimeError, IndexError)):
+            op(*args)
+        assert layouts.row_major_sizes(op, args, {}) is None, op
+    assert layouts.row_major_sizes(aten.add.Tensor, (x, x), {"alpha": True}) is None

@@ -301,7 +301,7 @@ def priced(graph: Graph) -> Pricing:
 def measured_size(graph: Graph, workspace_bytes: Mapping[str, int]) -> PlannedSize:
     """A size with prices, whose plan keeps everything."""
     pricing = replace(priced(graph), workspace_bytes=workspace_bytes)
-    return PlannedSize.of(problem_in_order(graph, pricing), pricing, (), (), 1 << 40)
+    return PlannedSize.of(graph, pricing, (), (), 1 << 40)
 
 
 @pytest.mark.slow
@@ -320,7 +320,7 @@ def test_carried_plans_are_nearly_as_fast_as_searched_ones(
     problem = problem_in_order(graph, priced(graph))
     points = frontier_of(problem, MOVES).points
     budget = (points[0].peak_bytes + 2 * points[-1].peak_bytes) // 3
-    size = PlannedSize.of(problem, priced(graph), points, (), budget)
+    size = PlannedSize.of(graph, priced(graph), points, (), budget)
     for settings in others:
         other = graph_of(name, **settings)
         assert outline_of(other) == size.outline

@@ -462,20 +462,29 @@ def _made_row_major(
     """
     if target in _OVER_ITSELF and isinstance(args[0], Tensor) and _is_stand_in(args[0]):
         return args[0]
-    if target not in ROW_MAJOR:
-        return None
     given = [leaf for leaf in leaves((args, tuple(kwargs.values()))) if isinstance(leaf, Tensor)]
-    if not given or not all(map(_is_plain_operand, given)) or len({*_float_dtypes(given)}) != 1:
-        return None
-    shapes = ROW_MAJOR[target](**bound_arguments(target, args, kwargs))
-    if shapes is None:
+    known = all(_is_stand_in(t) or (type(t) is Tensor and not t.dtype.is_floating_point) for t in given)
+    sizes = row_major_sizes(target, args, kwargs) if known else None
+    if sizes is None:
         return None
     (dtype,) = {*_float_dtypes(given)}
     made = tuple(
-        FakeTensor(fakes, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"))
-        for shape in shapes
+        FakeTensor(fakes, torch.empty(size, dtype=dtype, device="meta"), torch.device("cpu"))
+        for size in sizes
     )
     return made[0] if len(made) == 1 else made
+
+
+def row_major_sizes(
+    target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Sequence[Sequence[int]] | None:
+    """The shapes of the results of a call if these are surely row-major and of the operands' only dtype."""
+    if target not in ROW_MAJOR:
+        return None
+    given = [leaf for leaf in leaves((args, tuple(kwargs.values()))) if isinstance(leaf, Tensor)]
+    if not all(map(_is_plain_operand, given)) or len({*_float_dtypes(given)}) != 1:
+        return None
+    return ROW_MAJOR[target](**bound_arguments(target, args, kwargs))
 
 
 def _float_dtypes(tensors: Iterable[Tensor]) -> Iterator[torch.dtype]:
@@ -483,12 +492,10 @@ def _float_dtypes(tensors: Iterable[Tensor]) -> Iterator[torch.dtype]:
 
 
 def _is_plain_operand(tensor: Tensor) -> bool:
-    """Whether only the shape matters: row-major, on the CPU, of a usual dtype, not empty."""
-    is_known = not isinstance(tensor, FakeTensor) and not tensor.dtype.is_floating_point
+    """Whether only its shape matters: row-major, on the CPU, of a usual dtype, not empty."""
     return (
-        (is_known or _is_stand_in(tensor))
+        tensor.dtype in (torch.float32, torch.float64, torch.int64, torch.bool)
         and tensor.device.type == "cpu"
-        and tensor.dtype in (torch.float32, torch.float64, torch.int64, torch.bool)
         and tensor.is_contiguous()
         and tensor.numel() > 0
     )
@@ -501,10 +508,15 @@ def _pointwise(**given: object) -> _Sizes:
     """Operands of one shape, and numbers. With a tensor without dims, PyTorch may permute dims of size 1."""
     shapes = {tuple(value.shape) for value in given.values() if isinstance(value, Tensor)}
     numbers = (v for v in given.values() if not isinstance(v, Tensor))
-    floats = all(isinstance(v, int | float | str) for v in numbers)
+    floats = all(type(v) in (int, float, str) for v in numbers)
     full = max(shapes, key=len)
     is_plain = shapes == {full} or (shapes == {full, ()} and 1 not in full)
     return (full,) if floats and is_plain else None
+
+
+def _where(condition: Tensor, **chosen: Tensor) -> _Sizes:
+    are_floats = all(each.dtype.is_floating_point for each in chosen.values())
+    return _pointwise(condition=condition, **chosen) if condition.dtype is torch.bool and are_floats else None
 
 
 def _along(self: Tensor, dim: int, half_to_float: bool = False, dtype: object = None) -> _Sizes:
@@ -517,59 +529,34 @@ def _along_backward(grad_output: Tensor, output: Tensor, dim: int, input_dtype: 
     return (output.shape,) if is_plain and -output.dim() <= dim < output.dim() else None
 
 
-def _layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
-) -> _Sizes:
-    if not _is_normalised(input, normalized_shape, weight, bias):
+def _layer_norm(**given: Any) -> _Sizes:
+    x, inner = given["input"], tuple(given["normalized_shape"])
+    scales = (each for each in (given["weight"], given["bias"]) if each is not None)
+    is_last = 0 < len(inner) < x.dim() and tuple(x.shape[-len(inner) :]) == inner
+    if not is_last or any(tuple(each.shape) != inner for each in scales):
         return None
-    rows = input.shape[: input.dim() - len(normalized_shape)]
-    return input.shape, *[(*rows, *[1] * len(normalized_shape))] * 2
+    rows = (*x.shape[: x.dim() - len(inner)], *(1 for _ in inner))
+    return x.shape, rows, rows
 
 
-def _layer_norm_backward(
-    grad_out: Tensor,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output_mask: Sequence[bool],
-) -> _Sizes:
-    sizes = _layer_norm(input, normalized_shape, weight, bias, 0.0)
-    given = grad_out.shape, tuple(mean.shape), tuple(rstd.shape)
-    if sizes is None or given != tuple(sizes) or weight is None or bias is None or not all(output_mask):
-        return None
-    return input.shape, weight.shape, bias.shape
+def _layer_norm_backward(**given: Any) -> _Sizes:
+    sizes, made = _layer_norm(**given), [given["input"], given["weight"], given["bias"]]
+    shapes = tuple(tuple(given[name].shape) for name in ("grad_out", "mean", "rstd"))
+    is_plain = sizes is not None and shapes == tuple(map(tuple, sizes)) and all(given["output_mask"])
+    return [each.shape for each in made] if is_plain and None not in made[1:] else None
 
 
-def _is_normalised(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
-) -> bool:
-    inner = tuple(normalized_shape)
-    fitting = all(each is None or tuple(each.shape) == inner for each in (weight, bias))
-    return bool(inner) and len(inner) < input.dim() and tuple(input.shape[-len(inner) :]) == inner and fitting
+def _nll_loss(**given: Any) -> _Sizes:
+    x, target = given["self"], given["target"]
+    fitting = x.dim() == 2 and target.shape == x.shape[:1] and target.dtype is torch.int64
+    return (
+        (target.shape if given["reduction"] == 0 else (), ()) if fitting and given["weight"] is None else None
+    )
 
 
-def _nll_loss(
-    self: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
-) -> _Sizes:
-    fitting = self.dim() == 2 and target.shape == self.shape[:1] and target.dtype is torch.int64
-    return (target.shape if reduction == 0 else (), ()) if fitting and weight is None else None
-
-
-def _nll_loss_backward(
-    grad_output: Tensor,
-    self: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: Tensor,
-) -> _Sizes:
-    sizes = _nll_loss(self, target, weight, reduction, ignore_index)
-    given = tuple(grad_output.shape), tuple(total_weight.shape)
-    return (self.shape,) if sizes is not None and given == tuple(map(tuple, sizes)) else None
+def _nll_loss_backward(**given: Any) -> _Sizes:
+    sizes, shapes = _nll_loss(**given), [tuple(given[n].shape) for n in ("grad_output", "total_weight")]
+    return (given["self"].shape,) if sizes is not None and shapes == [*map(tuple, sizes)] else None
 
 
 def _embedding(weight: Tensor, indices: Tensor, **_: object) -> _Sizes:
@@ -588,12 +575,13 @@ _OVER_ITSELF = (aten.bernoulli_.float, aten.div_.Scalar, aten.mul_.Scalar)
 ROW_MAJOR: Mapping[OpOverload, Callable[..., _Sizes]] = {
     **dict.fromkeys(
         (
-            *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar),
+            *(aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar),
             *(aten.tanh.default, aten.pow.Tensor_Scalar, aten.tanh_backward.default, aten.gelu.default),
-            *(aten.gelu_backward.default, aten.where.self),
+            aten.gelu_backward.default,
         ),
         _pointwise,
     ),
+    aten.where.self: _where,
     **dict.fromkeys((aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default), _along),
     aten._softmax_backward_data.default: _along_backward,
     aten._log_softmax_backward_data.default: _along_backward,

@@ -31,7 +31,7 @@ from torch.autograd.graph import Node
 from stowplan.errors import CaptureError
 from stowplan.ir import DType
 from stowplan.ir import Tensor as GraphTensor
-from stowplan.torch_private import FakeTensor, FakeTensorMode, pytree, storage_id
+from stowplan.torch_private import FakeTensor, FakeTensorMode, as_parameter, pytree, storage_id
 
 _PLAIN = (
     type(None),
@@ -386,7 +386,7 @@ class StandIns:
             meta.set_(storage, offset, tensor.shape, tensor.stride())
         made = FakeTensor(self.fakes, meta, device)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+            return as_parameter(made, requires_grad=tensor.requires_grad)
         if tensor.is_leaf:
             return made.requires_grad_(tensor.requires_grad)
         gradient = _Gradient()

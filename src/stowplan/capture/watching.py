@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from stowplan.capture.answers import Check, IsBelow, Question, contents_of, count_of, shape_of
-from stowplan.capture.layouts import Shapes, as_made, run_on_zeros
+from stowplan.capture.layouts import Shapes, as_made, call_like, run_on_zeros
 from stowplan.capture.origins import Origin, Origins
 from stowplan.capture.program import (
     FILLING,
@@ -43,6 +43,7 @@ from stowplan.torch_private import (
     nodes_made,
     running_node,
     sequence_number,
+    without_functions,
 )
 
 aten = torch.ops.aten
@@ -93,6 +94,7 @@ class Rehearsal:
 
     def __init__(self, fakes: FakeTensorMode, *, knowing: bool) -> None:
         self._fakes, self._knowing, self._shapes = fakes, knowing, Shapes(fakes)
+        self._foreseen: dict[object, bool] = {}  # whether the results of a call are small integers
 
     def run(
         self,
@@ -130,9 +132,12 @@ class Rehearsal:
             return False
         if not returns_tensors(target) or depends_on_values(target, args):
             return True
-        with self._fakes:
-            foreseen = target(*args, **kwargs)
-        return all(map(_is_integer_of_size, _tensors_in(foreseen)))
+        call = torch.get_default_dtype(), call_like(target, args, kwargs)
+        if call not in self._foreseen:
+            with self._fakes:
+                foreseen = target(*args, **kwargs)
+            self._foreseen[call] = all(map(_is_integer_of_size, _tensors_in(foreseen)))
+        return self._foreseen[call]
 
     def _refuse_writing_data(
         self, target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -263,7 +268,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             )
         if func is _DEVICE and isinstance(args[0], Tensor):
             return args[0].device  # asked more often than there are ops
-        given = dict(kwargs or {})
+        with without_functions():  # looking at tensors is no call of the user's
+            return self._dispatched(func, args, dict(kwargs or {}))
+
+    def _dispatched(self, func: OpOverload, args: tuple[object, ...], given: dict[str, object]) -> object:
         if self._tried and func.namespace == "aten":
             raise WentOn
         if not returns_tensors(func) and not written_names(func):

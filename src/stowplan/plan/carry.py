@@ -10,8 +10,8 @@ a graph that was searched, by ascending memory:
     while peak > B: drop the value at the peak that frees the most bytes per second       (`_drop`)
     then keep each dropped value that can be kept within B                                (`_keep`)
 
-The faster of the two is taken if its seconds are within `GAP` of the lower bound, beyond the gap that the
-searched graph itself was left with; otherwise the new graph is searched.
+The faster of the two is taken if its seconds are within `GAP` of those without recomputation, or else of the
+lower bound, beyond the gap that the searched graph itself was left with. Otherwise the new graph is searched.
 
 Seconds of an op come from the same op at sizes that were measured (`carried_pricing`). With x the roofline's
 estimate of an op, and (x1, s1), (x2, s2) measured at the sizes around it:
@@ -24,6 +24,7 @@ a measured size at which no tensor of the step was smaller. If there is no such 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ from stowplan.plan.frontier import Point, relaxed_bound_of
 from stowplan.plan.ledger import Gaps, Ledger, State, gaps_of
 from stowplan.plan.plan import Basis, Machine, Pricing, RecomputeOp, Step, price_by_roofline
 from stowplan.plan.problem import Problem
+from stowplan.plan.select import problem_in_order
 
 GAP = 0.03  # seconds above the lower bound, beyond those of the searched graph, with which a policy is taken
 _MOST_POLICIES = 48  # of one frontier
@@ -63,7 +65,7 @@ def _without_sizes(value: Attribute) -> object:
     return int if type(value) is int else (type(value), value)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlannedSize:
     """A size of a program that was probed and planned: what other sizes take from it."""
 
@@ -73,27 +75,31 @@ class PlannedSize:
     nbytes: NDArray[np.int64]  # of each tensor
     estimates: NDArray[np.float64]  # by the roofline, of each op
     policies: tuple[Policy, ...]  # by ascending memory
-    gap: float  # of its plan above its lower bound
+    again_seconds: float  # of what its plan recomputes
+    allowed_bytes: int
 
     @staticmethod
     def of(
-        problem: Problem, pricing: Pricing, points: Sequence[Point], steps: Sequence[Step], allowed_bytes: int
+        graph: Graph, pricing: Pricing, points: Sequence[Point], steps: Sequence[Step], allowed_bytes: int
     ) -> "PlannedSize":
-        """From a plan's steps and, if it was searched, the points of its frontier."""
-        graph = problem.graph
-        ratio = 1.0
-        keeping = bytes(len(gaps_of(problem).value_of))
+        """From a plan's steps and, if it was searched, the points of its frontier; `graph` is in order."""
         every = -(-len(points) // _MOST_POLICIES) or 1
-        chosen = [bytes(point.states) for point in points[::-every]][::-1] or [policy_of(problem, steps)]
-        policies = tuple(dict.fromkeys((*chosen, keeping)))
+        chosen = [bytes(point.states) for point in points[::-every]][::-1]
+        chosen = chosen or [policy_of(problem_in_order(graph, pricing), steps)]
+        policies = tuple(dict.fromkeys((*chosen, bytes(len(chosen[0])))))
+        again = sum(pricing.seconds[step.op] for step in steps if isinstance(step, RecomputeOp))
+        sizes = nbytes_of(graph), estimates_of(graph)
+        return PlannedSize(outline_of(graph), graph, pricing, *sizes, policies, again, allowed_bytes)
+
+    @cached_property
+    def gap(self) -> float:
+        """What its plan was left with above its lower bound; most further sizes do not ask."""
+        problem = problem_in_order(self.graph, self.pricing)
         plain = sum(problem.seconds)
-        if plain:
-            again = sum(pricing.seconds[step.op] for step in steps if isinstance(step, RecomputeOp))
-            bound = relaxed_bound_of(problem, allowed_bytes) if again else 0.0
-            ratio = (plain + again) / (plain + bound)
-        return PlannedSize(
-            outline_of(graph), graph, pricing, nbytes_of(graph), estimates_of(graph), policies, ratio - 1.0
-        )
+        if not plain or not self.again_seconds:
+            return 0.0
+        bound = relaxed_bound_of(problem, self.allowed_bytes)
+        return (plain + self.again_seconds) / (plain + bound) - 1.0
 
 
 def nbytes_of(graph: Graph) -> NDArray[np.int64]:

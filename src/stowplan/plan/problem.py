@@ -128,9 +128,8 @@ def overwritable(graph: Graph, site: Site, made: Container[str]) -> list[tuple[s
 
 def made_aside(graph: Graph, op: Op) -> tuple[str, ...]:
     """The outputs that `op` makes in a place of their own before it adds them into what is there."""
-    if aliasing_of(site_of(graph, op)).adds_in_place:
-        return ()
-    return tuple(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
+    added = tuple(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
+    return () if added and aliasing_of(site_of(graph, op)).adds_in_place else added
 
 
 def _same_block(graph: Graph, victim: Tensor, target: Tensor, made: Container[str]) -> bool:

@@ -20,6 +20,7 @@ from stowplan.capture.recording import Loss, output_keys
 from stowplan.capture.stand_ins import Spec, flatten, look_of
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.ir import Kind
+from stowplan.ir.graph import collector_paused
 from stowplan.plan.options import Kernels, PlanOptions
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.watch import showing_progress, tell_phase
@@ -226,7 +227,8 @@ class CallPlanner:
         self.sizes = self.sizes or PlannedSizes()
         while self.priced:
             self.sizes.add(self.priced.pop(0))
-        return self.sizes.step_for(subject, allowed_bytes, self.options)
+        with collector_paused():
+            return self.sizes.step_for(subject, allowed_bytes, self.options)
 
     def _compared(self, found: PlannedStep, subject: Subject) -> Plan:
         """The plan and what is known of eager. Of carried plans that recompute, the first few are compared.
@@ -242,7 +244,8 @@ class CallPlanner:
                 " other sizes were compared with eager, and this one was not"
             )
             return replace(found.plan, against_eager=AgainstEager(Verdict.UNCHECKED, note))
-        plan = compared(found.plan, subject)
+        with collector_paused():
+            plan = compared(found.plan, subject)
         self.compared_sizes += found.is_carried
         return plan
 

@@ -15,11 +15,12 @@ At the first difference the run ends. So nothing runs but captured ops, and all 
    end as they do in inference;
 5. before an op that would take memory above the budget the run ends, without a verdict (`_Comparison._room`).
 
-Products of matrices and softmax take most of the time, and their numbers are not needed. Their results are
-made up, as long as that cannot be seen (`_Shortcut`): made-up numbers reach only ops that neither raise
-because of values nor make shapes of them, and Python does not read them. Where that does not hold, the
-comparison begins again, and every kernel runs. The strides of these results are known without their kernels,
-row-major. Another op on made-up numbers runs once for each look of its operands, and its strides are compared.
+Products of matrices and ops such as softmax take most of the time, and their numbers are not needed. Their
+results are made up, as long as that cannot be seen (`_Shortcut`): made-up numbers reach only ops that neither
+raise because of values nor make shapes of them, and Python does not read them. Where that does not hold, the
+comparison begins again, and every kernel runs. The strides of these results are known without their kernels:
+row-major for products, and for row-major operands of some other ops (`row_major_sizes`). Another op on
+made-up numbers runs once for each look of its operands, and its strides are compared.
 
 `detach` is left out of both: autograd runs it for what it keeps, and it changes no number. Backward is not
 compared: its ops follow from autograd's formulas for those of forward.
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stowplan.capture import Program
-from stowplan.capture.layouts import call_like, learn
+from stowplan.capture.layouts import call_like, learn, row_major_sizes
 from stowplan.capture.program import (
     leaves,
     returns_tensors,
@@ -55,18 +56,17 @@ from stowplan.units import format_bytes
 aten = torch.ops.aten
 _DETACH = aten.detach.default
 # Ops whose results are row-major on the CPU, whatever their operands look like.
-_ROW_MAJOR = (
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default),
-    *(aten._softmax.default, aten._log_softmax.default),
-)
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
 _FLOATS = (torch.float32, torch.float64)
 # Ops that do the same whatever floating numbers they read, as pointwise ops do: none raises or branches.
 _BLIND = frozenset(
     (
-        *_ROW_MAJOR,
+        *_PRODUCTS,
+        aten._log_softmax.default,
         aten._native_batch_norm_legit.default,
         aten._safe_softmax.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._softmax.default,
         aten._to_copy.default,
         aten._unsafe_view.default,
         aten.avg_pool2d.default,
@@ -248,7 +248,13 @@ class _Shortcut:
         self.made_up: set[int] = set()
         self._ran: set[object] = set()  # calls whose kernels ran, by how their operands look
 
-    def result_of(self, event: Event, seen: Sequence[StorageView], args: Sequence[object]) -> object:
+    def result_of(
+        self,
+        event: Event,
+        seen: Sequence[StorageView],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
         """A result that is made up, or None if the kernel is to run. `seen` are operands that are made up.
 
         Raises _Seen if the op might do something else for other numbers. Integers may be indices.
@@ -267,7 +273,10 @@ class _Shortcut:
         is_fresh = len({view.storage for view in made} - given) == len(event.results)
         if written_names(target) or not made or not is_fresh:
             return None
-        if target not in _ROW_MAJOR or made[0].dtype not in _FLOATS or not _is_row_major(made[0]):
+        sizes = row_major_sizes(target, args, kwargs)
+        if target in _PRODUCTS and made[0].dtype in _FLOATS:
+            sizes = [made[0].shape]
+        if sizes is None or [view.shape for view in made if _is_row_major(view)] != [*map(tuple, sizes)]:
             call = call_like(target, event.args, event.kwargs)
             if not seen or call not in self._ran:
                 self._ran.add(call)
@@ -366,7 +375,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         given = leaves((event.args, tuple(event.kwargs.values())))
         operands = [leaf for leaf in given if isinstance(leaf, StorageView)]
         seen = [view for view in operands if self._storages[view.storage][0] in made_up]
-        result = self._shortcut.result_of(event, seen, args)
+        result = self._shortcut.result_of(event, seen, args, kwargs)
         is_made_up = result is not None
         if not is_made_up:
             result = event.target(*args, **kwargs)

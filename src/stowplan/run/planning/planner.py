@@ -24,6 +24,7 @@ from stowplan.capture import Captured, Handle
 from stowplan.capture.recording import Loss
 from stowplan.errors import IllegalPlan, PlanOfAnotherStep, StowplanError
 from stowplan.ir import Graph, Op
+from stowplan.ir.graph import collector_paused
 from stowplan.ir.text import format_graph
 from stowplan.ops.effects import SECOND_FORWARD, UPDATE, Effect, effect_of
 from stowplan.ops.table import registered_types, site_of
@@ -101,17 +102,18 @@ class PlannedStep:
 
         `consumer` takes the gradients that the plan consumes.
         """
-        return StraightStep(
-            self.captured,
-            model,
-            loss=loss,
-            steps=self.plan.steps,
-            waiting=waiting_of(model),
-            places=places,
-            consumer=consumer,
-            arena=self.arena,
-            holding=self._holding(),
-        )
+        with collector_paused():
+            return StraightStep(
+                self.captured,
+                model,
+                loss=loss,
+                steps=self.plan.steps,
+                waiting=waiting_of(model),
+                places=places,
+                consumer=consumer,
+                arena=self.arena,
+                holding=self._holding(),
+            )
 
     def _holding(self) -> "HoldingCode | None":
         if self.held_blocks is None:

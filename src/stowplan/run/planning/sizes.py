@@ -9,7 +9,14 @@ from dataclasses import dataclass, field, replace
 from math import log
 
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.carry import GAP, PlannedSize, carried_point, carried_pricing, nbytes_of, outline_of
+from stowplan.plan.carry import (
+    GAP,
+    PlannedSize,
+    carried_point,
+    carried_pricing,
+    nbytes_of,
+    outline_of,
+)
 from stowplan.plan.frontier import Frontier, relaxed_bound_of
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Basis
@@ -32,8 +39,8 @@ class PlannedSizes:
         plan = found.plan
         if plan.is_tiled or plan.pricing.tier is not None or plan.pricing.basis is not Basis.MEASURED:
             return
-        problem = problem_in_order(found.captured.graph, plan.pricing)
-        size = PlannedSize.of(problem, plan.pricing, found.points, plan.steps, plan.allowed_bytes)
+        ordered = slices_last(found.captured.graph)
+        size = PlannedSize.of(ordered, plan.pricing, found.points, plan.steps, plan.allowed_bytes)
         self.known = [*self.known, size][-_MOST_SIZES:]
 
     def step_for(self, subject: Subject, allowed_bytes: int, options: PlanOptions) -> PlannedStep | None:
@@ -48,16 +55,17 @@ class PlannedSizes:
             return None
         carried = carried_pricing(ordered, alike)
         pricing = carried or price_captured(captured, options)
-        problem = problem_in_order(captured.graph, pricing)
+        problem = problem_in_order(ordered, pricing)
         room = allowed_bytes - replay_bytes(captured)
         nearest = _nearest(alike, int(nbytes_of(ordered).sum()))
         point = carried_point(problem, nearest.policies, room)
         if point is None:
             return None
-        plain = sum(problem.seconds)
-        bound = plain + (relaxed_bound_of(problem, room) if point.extra_seconds else 0.0)
-        if bound and (plain + point.extra_seconds) / bound - 1.0 > nearest.gap + GAP:
-            return None
+        bound = plain = sum(problem.seconds)
+        if point.extra_seconds > GAP * plain:
+            bound += relaxed_bound_of(problem, room)
+            if bound and (plain + point.extra_seconds) / bound - 1.0 > nearest.gap + GAP:
+                return None
         peak = captured.eager.peak_bytes(pricing.workspace_bytes)
         planner = Planner(problem, pricing, Frontier((point,)), peak, is_searched=False)
         try:

@@ -6,7 +6,7 @@ from, stand in tables beside it.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from os.path import basename
 from textwrap import TextWrapper
 from typing import NamedTuple, Protocol
 
@@ -334,7 +334,7 @@ class _Half:
 
 def _place_of(op: Op, again: bool) -> str:
     prefix = "recomputed: " if again else "backward of " if op.phase is Phase.BACKWARD and op.scope else ""
-    return f"{prefix}{op.scope}  {PurePath(op.source).name}".strip()
+    return f"{prefix}{op.scope}  {basename(op.source)}".strip()
 
 
 def _unpacking(
