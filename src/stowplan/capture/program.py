@@ -43,12 +43,14 @@ def bound_arguments(
 ) -> dict[str, object]:
     """Every argument of the schema by name, with the schema's default where it was omitted."""
     bound: dict[str, object] = {}
-    for position, argument in enumerate(schema_of(target).arguments):
-        if position < len(args):
-            bound[argument.name] = args[position]
-        else:
-            bound[argument.name] = kwargs.get(argument.name, argument.default_value)
+    for position, (name, default) in enumerate(_named_defaults(target)):
+        bound[name] = args[position] if position < len(args) else kwargs.get(name, default)
     return bound
+
+
+@cache
+def _named_defaults(target: OpOverload) -> tuple[tuple[str, object], ...]:
+    return tuple((argument.name, argument.default_value) for argument in schema_of(target).arguments)
 
 
 def draws(target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:

@@ -405,7 +405,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
     def enter_node(self, node: int, gradients: Sequence[Tensor | None]) -> None:
         """Autograd is about to differentiate the op of this node."""
         self.between_nodes = False
-        views = tuple(None if gradient is None else self.book.view_of(gradient) for gradient in gradients)
+        with without_functions():
+            views = tuple(None if gradient is None else self.book.view_of(gradient) for gradient in gradients)
         self.incoming.append(Incoming(node, len(self.events), views))
 
     def accumulate(self, leaf: int, _gradients: Sequence[Tensor | None]) -> None:

@@ -184,7 +184,9 @@ class Values:
         }
         standing = self._standing()
         numbers = [n for n in range(len(self._storages.owners)) if n not in standing]
-        self._value_of_storage = {number: value for value, number in enumerate(numbers)}
+        value_of_storage = {number: value for value, number in enumerate(numbers)}
+        of_names = ((name, value_of_storage.get(n)) for name, n in self._storages.number_of.items())
+        self._value_of = {name: value for name, value in of_names if value is not None}
         self.owners = tuple(self._storages.owners[number] for number in numbers)
         self.nbytes = tuple(int(self._storages.nbytes[number]) for number in numbers)
         self.standing_bytes = sum(
@@ -204,11 +206,11 @@ class Values:
 
     def number_of(self, name: str) -> int | None:
         """The value a tensor lives in; None for what is always there."""
-        return self._value_of_storage.get(self._storages.number_of[name])
+        return self._value_of.get(name)
 
     def _numbers(self, names: Iterable[str]) -> Numbers:
-        found = (self.number_of(name) for name in names)
-        return tuple(dict.fromkeys(value for value in found if value is not None))
+        known = self._value_of
+        return tuple(dict.fromkeys(known[name] for name in names if name in known))
 
     def made_by(self, op: Op) -> Numbers:
         """The values whose storage this op allocates."""
