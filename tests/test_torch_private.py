@@ -461,3 +461,26 @@ def test_exporting_is_told_from_running() -> None:
     assert not private.is_exporting()
     if hasattr(torch.compiler, "is_exporting"):
         assert torch.export.export(Asking(), (x,), strict=False).module()(x).tolist() == [1, 1]
+
+
+def test_a_stand_in_becomes_a_parameter() -> None:
+    made = private.as_parameter(private.FakeTensorMode().from_tensor(torch.rand(2)), requires_grad=True)
+    assert isinstance(made, nn.Parameter)
+    assert made.requires_grad
+    assert made.is_leaf
+
+
+def test_no_function_mode_is_asked_within() -> None:
+    class Counting(TorchFunctionMode):
+        asked = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.asked += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting() as mode:
+        with private.without_functions():
+            torch.rand(2).stride()
+        assert not mode.asked
+        torch.rand(2)
+    assert mode.asked

@@ -14,7 +14,7 @@ from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.ir import Graph
 from stowplan.plan.carry import PlannedSize, carried_point, carried_pricing, outline_of
 from stowplan.plan.frontier import frontier_of
-from stowplan.plan.plan import Basis, Exactness, Machine, Pricing, price_by_roofline
+from stowplan.plan.plan import Basis, Exactness, Machine, Pricing, RecomputeOp, price_by_roofline
 from stowplan.plan.problem import slices_last
 from stowplan.plan.select import problem_in_order
 from stowplan.run.fit import fit, plans_of
@@ -346,3 +346,15 @@ def test_prices_are_exact_at_measured_sizes_and_never_extrapolate_workspace() ->
     assert between is not None
     assert set(between.workspace_bytes.values()) == {100}
     assert carried_pricing(graph_of("gpt", sequence=25), sizes) is None
+
+
+def test_a_size_counts_what_its_own_plan_was_left_with() -> None:
+    """A plan that keeps everything has no gap; one that recomputes all that it can is above its bound."""
+    graph = graph_of("gpt", batch=2, sequence=8)
+    pricing = priced(graph)
+    kept = PlannedSize.of(graph, pricing, (), (), 1 << 40)
+    assert kept.gap == 0.0
+    again = [RecomputeOp(op.id, ()) for op in graph.ops[:3]]
+    spent = sum(pricing.seconds[step.op] for step in again)
+    wasteful = PlannedSize.of(graph, pricing, (), again, 1 << 40)
+    assert wasteful.gap == pytest.approx(spent / sum(pricing.seconds.values()))
