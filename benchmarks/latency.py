@@ -19,6 +19,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
+from statistics import median
 from time import process_time
 from typing import Any
 
@@ -207,9 +208,9 @@ def _seconds_to_fit(net: str, budget: str) -> float:
 
 
 def _first_step(fitted: nn.Module, args: tuple[object, ...]) -> float:
-    """What the first step of a kind takes beyond the second."""
-    first, second = (_seconds(lambda: fitted(*args).backward()) for _ in range(2))
-    return first - second
+    """What the first step of a kind takes beyond the median of the next five."""
+    first, *others = (_seconds(lambda: fitted(*args).backward()) for _ in range(6))
+    return first - median(others)
 
 
 def _in_tiles(name: str, share: float) -> Figures:

@@ -25,8 +25,8 @@ twins in other blocks. At the end, at points along the archive, every value that
 point's peak is kept.
 
 `focus_on` is the start for one budget alone. If its best is near enough to the bound, nobody needs the rest.
-For one of many graphs it also goes on from the baseline: the budget sinks slowly to the one that is asked
-for, and stays there. Most such walks end near each other, and a few in a schedule that is far better.
+For one of many graphs it also goes on from the baseline: the budget sinks slowly to the floor, and then stays
+at the one that is asked for.
 """
 
 from bisect import bisect_right
@@ -177,7 +177,7 @@ _SETTLED = 0.001  # of the baseline's seconds: a budget this near to its bound n
 _SWEEPS = 6
 _HEATS = (-1.5, -1.0, -0.5)  # cooling of the last sweeps: so hot that a higher peak may come before a lower
 _OF_A_START, _OF_A_SWEEP = 0.3 / _ANCHORS, 0.6 / (_SWEEPS + len(_HEATS))  # shares of the time, roughly
-_DESCENTS, _OF_A_DESCENT = (1.0, 0.5, 0.0), 2000  # their cooling, and moves on each half of the way
+_DESCENTS, _OF_A_DESCENT = (1.0, 0.5), 2000  # their cooling, and moves on each half of the way
 _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
 _HOT, _COLD = 0.1, 0.007  # temperatures, in seconds of an average droppable value's op
 _PENALTY = 4.0  # price of exceeding the budget by the baseline's whole peak, in seconds of the baseline
@@ -243,7 +243,7 @@ def focus_on(
 ) -> tuple[Frontier, float]:
     """Schedules near one budget, and a lower bound on the extra seconds of all schedules within it.
 
-    With `descents` the search also goes down to the budget from the baseline, a few times.
+    With `descents` the search also goes down to the floor from the baseline, twice.
     """
     search = _Search(problem)
     total = default_moves(problem) if moves is None else moves
@@ -343,11 +343,10 @@ class _Search:
         return self._is_settled(budget, crossing.seconds)
 
     def descend(self, budget: int, moves: int, cooling: float) -> None:
-        """From the baseline, let the budget sink slowly to this one, and stay there without heat."""
+        """From the baseline, let the budget sink slowly to the floor, then stay at this one without heat."""
         self._advance(_OF_A_START)
         self._ledger.load([State.KEEP] * len(self._gaps.value_of))
-        way = self._plain_bytes - budget
-        self._anneal([self._plain_bytes - way * move / moves for move in range(moves)], cooling)
+        self._anneal([self._budget_at(move / moves) for move in range(moves)], cooling)
         self._anneal([float(budget)] * moves, cooling=1.0)
         if point := self.frontier().at(budget):
             self._ledger.load(list(point.states))

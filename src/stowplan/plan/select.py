@@ -59,7 +59,8 @@ class Candidate(Protocol):
     def bounds(self, allowed_bytes: int) -> Iterator[float]:
         """Lower bounds on the seconds of its plans within a budget; infinite if no plan is.
 
-        Each bound is closer than the one before, and takes longer to compute.
+        Each bound is closer than the one before, and takes longer to compute. The last may be what a short
+        search found.
         """
 
     def plan(self, allowed_bytes: int) -> Plan:
@@ -118,6 +119,7 @@ class GraphCandidate:
     ) -> None:
         self.graph, self.pricing, self.baseline, self.options = graph, pricing, baseline, options
         self._is_one_of_many = is_one_of_many
+        self._alone: dict[int, Planner] = {}  # by budget, the search for it alone
         self.searched: Frontier | None = None  # for the latest plan, by one budget or by all
 
     @property
@@ -164,6 +166,7 @@ class GraphCandidate:
         if self._baseline.minimum_bytes <= allowed_bytes:
             return ask(self._baseline, allowed_bytes)
         focused = self._focused(allowed_bytes)
+        self.searched = focused.frontier if focused else self.searched
         near = _asked(focused, allowed_bytes, ask)
         if near is not None and (self._is_one_of_many or near.gap <= self.options.gap):
             return near
@@ -183,12 +186,29 @@ class GraphCandidate:
         unbounded = self.options.offloads or "recompute" not in self.options.allow or self.options.gap == 0
         if unbounded or allowed_bytes < self.floor_bytes:
             return None
-        peak = self.baseline.peak_bytes
-        planner = Planner.focused(
-            self._problem, self.pricing, peak, allowed_bytes, self.options, descents=self._is_one_of_many
-        )
-        self.searched = planner.frontier
-        return planner
+        if allowed_bytes not in self._alone:
+            self._alone[allowed_bytes] = Planner.focused(
+                self._problem,
+                self.pricing,
+                self.baseline.peak_bytes,
+                allowed_bytes,
+                self.options,
+                descents=self._is_one_of_many,
+            )
+        return self._alone[allowed_bytes]
+
+    def seconds_found(self, allowed_bytes: int) -> float:
+        """The seconds of the schedule that a search for this budget alone finds.
+
+        If it finds none, the candidate is asked for a plan after all others.
+        """
+        if self._baseline.minimum_bytes <= allowed_bytes:
+            return sum(self._problem.seconds)
+        focused = self._focused(allowed_bytes)
+        if focused is None:
+            return self.least_seconds(allowed_bytes)
+        point = focused.frontier.at(allowed_bytes)
+        return sum(self._problem.seconds) + point.extra_seconds if point else _LAST
 
     def told(self, plan: Plan) -> Plan:
         """A plan of its planner, compared with the baseline."""
@@ -207,6 +227,7 @@ def _asked(planner: Planner | None, allowed_bytes: int, ask: Callable[[Planner, 
 
 
 C = TypeVar("C", bound=Candidate)
+_LAST = 1e300  # seconds
 _ROUNDING = 1e-9  # of sums of seconds in another order
 
 

@@ -70,7 +70,7 @@ class TiledCandidate:
 
     def bounds(self, allowed_bytes: int) -> Iterator[float]:
         """Lower bounds: by the work of the sweeps; by what the captured step recomputes beside them; by the
-        probes of one sweep after the other; by the probed step."""
+        probes of one sweep after the other; by the probed step. Last, what a search for the budget finds."""
         if self.least_bytes > allowed_bytes:
             yield inf
             return
@@ -89,6 +89,7 @@ class TiledCandidate:
             least += self._probes.measured_seconds(tiled, captured) - expected[tiled]
             yield least
         yield self._tried.least_seconds(allowed_bytes)
+        yield self._tried.seconds_found(allowed_bytes)
 
     def _optimistic_seconds(self) -> float:
         probes, tiling = self._probes, self._tiling
