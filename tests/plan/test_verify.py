@@ -7,6 +7,7 @@ import pytest
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
+from stowplan.ops.effects import UPDATE
 from stowplan.plan.judge import simulate, verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Basis, Compute, Free, Load, Plan, Pricing, RecomputeOp, Step, Store, Tier
@@ -259,6 +260,34 @@ def test_what_computes_the_graph_is_let_through(steps: tuple[Step, ...]) -> None
 def test_what_does_not_compute_the_graph_says_at_which_step(steps: tuple[Step, ...], reason: str) -> None:
     with pytest.raises(IllegalPlan, match=reason):
         verify(_planned(*steps))
+
+
+def test_loading_nothing_is_no_step() -> None:
+    plan = _planned(*FORWARD, Load(()))
+    with pytest.raises(IllegalPlan, match="loads nothing"):
+        simulate(plan.graph, plan.steps, plan.pricing)
+
+
+def test_a_parameter_is_not_read_after_its_update() -> None:
+    """Its gradient may be: an update reads that and leaves it as it is."""
+    kinds = {"x": Kind.INPUT, "w": Kind.PARAMETER, "a": Kind.ACTIVATION, "gw": Kind.GRADIENT}
+    tensors = {name: Tensor(name, kind, nbytes=8) for name, kind in kinds.items()}
+    tensors |= {name: Tensor(name, Kind.GRADIENT, nbytes=8) for name in ("gx", "norm")}
+    backward = Phase.BACKWARD
+    ops = (
+        Op("make", "Wide", Phase.FORWARD, (Use("x"), Use("w")), (Use("a"),)),
+        Op("back", "Back", backward, (Use("a"),), (Use("gw"),)),
+        Op("back to x", "Back", backward, (Use("a"), Use("w")), (Use("gx"),)),
+        Op("update", UPDATE, backward, (Use("w"), Use("gw")), ()),
+        Op("look", "Back", backward, (Use("gw"),), (Use("norm"),)),
+    )
+    graph = Graph(tensors, ops, frozenset({"x", "gx", "norm"}))
+    pricing = Pricing({op.id: 1.0 for op in ops}, Basis.MEASURED)
+    plan = Planner.of(graph, pricing, options=PlanOptions(moves=1)).plan(10_000)
+    verify(plan)
+    make, back, to_x, update, look = (Compute(op.id) for op in ops)
+    with pytest.raises(IllegalPlan, match="'back to x' reads 'w', which does not hold its value"):
+        verify(_with_steps(plan, (make, back, update, to_x, look)))
 
 
 def test_a_tier_holds_all_that_is_stored_or_the_plan_is_refused() -> None:
