@@ -25,8 +25,8 @@ twins in other blocks. At the end, at points along the archive, every value that
 point's peak is kept.
 
 `focus_on` is the start for one budget alone. If its best is near enough to the bound, nobody needs the rest.
-For one of many graphs it also goes on from the baseline: the budget sinks slowly to the floor, and then stays
-at the one that is asked for.
+For one of many graphs the search then starts again from the baseline: the budget falls slowly to the floor,
+and stays at the one that is asked for.
 """
 
 from bisect import bisect_right
@@ -343,13 +343,13 @@ class _Search:
         return self._is_settled(budget, crossing.seconds)
 
     def descend(self, budget: int, moves: int, cooling: float) -> None:
-        """From the baseline, let the budget sink slowly to the floor, then stay at this one without heat."""
+        """From the baseline, lower the budget slowly to the floor; then anneal at this budget, cold."""
         self._advance(_OF_A_START)
         self._ledger.load([State.KEEP] * len(self._gaps.value_of))
         self._anneal([self._budget_at(move / moves) for move in range(moves)], cooling)
         self._anneal([float(budget)] * moves, cooling=1.0)
-        if point := self.frontier().at(budget):
-            self._ledger.load(list(point.states))
+        if place := bisect_right(self._peaks, budget):
+            self._ledger.load([State(state) for state in self._points[place - 1][1]])
             self._keep_what_fits(budget)
 
     def bound_within(self, allowed_bytes: int) -> float:

@@ -105,7 +105,7 @@ def problem_in_order(graph: Graph, pricing: Pricing) -> Problem:
 class GraphCandidate:
     """A graph whose frontier is searched when it is first asked.
 
-    With `is_one_of_many` a budget is searched alone, as far as that finds a plan.
+    With `is_one_of_many`, the search for one budget alone is enough if it finds a plan.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class GraphCandidate:
     def seconds_found(self, allowed_bytes: int) -> float:
         """The seconds of the schedule that a search for this budget alone finds.
 
-        If it finds none, the candidate is asked for a plan after all others.
+        If it finds none, `_LAST`: all other candidates are asked for a plan first.
         """
         if self._baseline.minimum_bytes <= allowed_bytes:
             return sum(self._problem.seconds)

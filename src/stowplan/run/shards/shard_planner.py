@@ -350,7 +350,7 @@ class ShardPlanner:
         return replace(planned, plan=with_early_gathers(planned.plan, room))
 
     def _set_room_aside(self, plan: Plan) -> None:
-        """In the tier, for what the plan stores.
+        """Reserve room in the tier for what the plan stores.
 
         A worker that found no room in its first step would leave the others waiting for its messages.
         """

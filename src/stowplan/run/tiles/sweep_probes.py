@@ -102,8 +102,8 @@ class SweepProbes:
         return floor_of(self._problem, without)
 
     def surely_there(self, tiled: Tiled) -> int:
-        """The bytes beside a sweep when it is differentiated: what always is, and what the step returns and
-        the sweep waits for, such as gradients of parameters of later layers."""
+        """The bytes in memory beside a sweep while it is differentiated: parameters, buffers and inputs, and
+        results of the step that are made before, such as gradients of the parameters of later layers."""
         problem, segment = self._problem, tiled.segment
         if segment.loss is not None:
             return problem.standing_bytes
