@@ -52,8 +52,8 @@ coverage: ## the test suite under branch coverage, with the processes it starts;
 SIZE ?= long
 
 .PHONY: bench
-bench: ## all studies and their page, build/bench/index.html: hours, or five minutes with SIZE=short
-	$(PYTHON) -m benchmarks.suite $(SIZE)
+bench: ## all studies and their page, build/bench/index.html: hours, or five minutes with SIZE=short; ONLY="tiles peers" runs a part
+	$(PYTHON) -m benchmarks.suite $(SIZE) $(if $(ONLY),--only $(ONLY))
 
 .PHONY: pictures
 pictures: ## screenshots of reports on three screens, into build/pictures

@@ -1,7 +1,7 @@
 """All studies one after the other, then their page: `python -m benchmarks.suite short|long`.
 
-The short suite takes five minutes, the long one hours. Each study is a process of its own, so that none finds
-what another left in memory.
+The short suite takes five minutes, the long one hours, so `--only` runs a part. Each study is a process of
+its own, so that none finds what another left in memory.
 """
 
 import argparse
@@ -24,9 +24,7 @@ SUITES = {
         "projection",
         "projection --size real unet resnet50 gpt vit",
         "projection --optimizers unet resnet50 gpt vit",
-        "peers unet",
         "peers resnet50",
-        "peers gpt",
         "peers vit",
         "peers --kernels compiled",
         "tiles unet",
@@ -53,8 +51,12 @@ def main() -> int:
     """Run a suite; 1 if a study failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("size", choices=tuple(SUITES))
+    studies = sorted({words.split()[0] for suite in SUITES.values() for words in suite})
+    parser.add_argument("--only", nargs="+", choices=studies, default=studies, help="these studies alone")
+    options = parser.parse_args()
     begun, failed = perf_counter(), 0
-    for words in (*SUITES[parser.parse_args().size], "page"):
+    chosen = [words for words in SUITES[options.size] if words.split()[0] in options.only]
+    for words in (*chosen, "page"):
         print(f"\n== python -m benchmarks.{words} (after {perf_counter() - begun:.0f} s)", flush=True)
         failed += bool(
             subprocess.run([sys.executable, "-m", *f"benchmarks.{words}".split()], cwd=ROOT).returncode

@@ -236,11 +236,11 @@ def planner_for(
 
         subject = subject_of(load_target(str(target)))
         if optimizer is not None:
-            from stowplan.run.iteration.iteration import Iteration
+            from stowplan.run.iteration.planner import IterationPlanner
 
             own = load_optimizer(optimizer, subject.model)
             loop: Any = {"clip_norm": clip_norm, "accumulate": accumulate}
-            iteration = Iteration(own, offloads="offload" in options.allow, **loop)
+            iteration = IterationPlanner(own, offloads="offload" in options.allow, **loop)
             steps, options = iteration.steps(subject), iteration.options(options)
         else:
             steps = [subject]

@@ -20,6 +20,7 @@ from stowplan.plan.plan import Compute, Plan
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.iteration.iteration import Iteration
 from stowplan.run.iteration.one_by_one import OneByOne, refuse_unless_one_by_one
+from stowplan.run.iteration.planner import IterationPlanner
 from stowplan.run.iteration.state_elsewhere import StateElsewhere
 from stowplan.run.largest import largest_of
 from stowplan.run.measure.measure import measure
@@ -470,7 +471,7 @@ def test_a_scaler_is_refused_where_two_backwards_clip() -> None:
 def spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A tier of this test alone."""
     tier = DiskTier(tmp_path, chunk_bytes=4096)
-    monkeypatch.setattr("stowplan.run.iteration.iteration.tier_for", lambda _: tier)
+    monkeypatch.setattr("stowplan.run.iteration.planner.tier_for", lambda _: tier)
     yield
     tier.close()
 
@@ -793,7 +794,7 @@ def test_check_compares_whole_iterations_and_finds_a_wrong_update(monkeypatch: p
         right(self, parameter, group)
         right(self, parameter, group)
 
-    monkeypatch.setattr("stowplan.run.iteration.iteration.refuse_unless_one_by_one", lambda _: None)
+    monkeypatch.setattr("stowplan.run.iteration.planner.refuse_unless_one_by_one", lambda _: None)
     monkeypatch.setattr(OneByOne, "update", twice)
     assert not check(target, "1GiB", optimizer="adamw", steps=2).holds
 
@@ -826,7 +827,7 @@ def test_the_frontier_and_the_largest_size_have_state_in_a_tier(
 
 def test_a_second_backward_is_in_the_projected_time() -> None:
     model = Tower(dropout=0.0)
-    iteration = Iteration(OPTIMIZERS["adamw"](model.parameters()), clip_norm=1.0)
+    iteration = IterationPlanner(OPTIMIZERS["adamw"](model.parameters()), clip_norm=1.0)
     once, twice = iteration.steps(subject_of(Target(model, (tower_batch(),))))
     options = PlanOptions(("recompute",), moves=1)
     plans = [step_planner(step, options).plan(ROOMY) for step in (once, twice)]

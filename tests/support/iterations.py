@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.run.fit import fit
-from stowplan.run.iteration.iteration import Iteration
+from stowplan.run.iteration.planner import IterationPlanner
 from stowplan.run.planning.planner import Subject, step_planner
 from stowplan.run.target import Target, subject_of
 from tests.support.nets import NETS
@@ -97,7 +97,7 @@ class Loop:
     def smallest_plan(self) -> Plan:
         """The plan for the smallest budget. The network is captured once for all its loops."""
         subject = _subject(self.net)
-        iteration = Iteration(
+        iteration = IterationPlanner(
             OPTIMIZERS[self.optimizer](subject.model.parameters()),
             clip_norm=CLIP_NORM if self.clips else None,
             accumulate=self.accumulate,

@@ -126,7 +126,7 @@ class TornLoop:
         calls = _FailingCalls() if "allow" in options else None
         tier = DiskTier(folder, chunk_bytes=4096, calls=calls) if calls else None
 
-        with patch("stowplan.run.iteration.iteration.tier_for", lambda _: tier):
+        with patch("stowplan.run.iteration.planner.tier_for", lambda _: tier):
             fitted = fit(model, (_batch(),), budget=budget, optimizer=optimizer, moves=3, **options)
         loop = TornLoop(model, optimizer, fitted, options.get("accumulate", 1), tier, calls)
         for _ in range(2):

@@ -154,9 +154,16 @@ RELAID = "relaid"  # the attribute of ops that run in another memory layout than
 SECOND_FORWARD = "what a second forward begins with"  # a tensor of steps whose forward and backward run twice
 UPDATE = "stowplan.update.default"  # of parameters, by an optimizer: they hold other values from then on
 
+# Ops that make whole parameters of shards: one begins the messages, the other waits for them. If workers have
+# plans of their own, a token keeps messages in order, and an op that gathers parts of parameters does both.
+BEGIN_GATHER, END_GATHER = "stowplan.begin_gather.default", "stowplan.end_gather.default"
+BEGIN_IN_ORDER, GATHER_IN_ORDER = (
+    "stowplan.begin_gather_in_order.default",
+    "stowplan.gather_in_order.default",
+)
+
 UNDER_WAY = frozenset(
-    f"stowplan.{name}.default"
-    for name in ("begin_sums", "begin_exchange_back", "begin_gather", "begin_gather_in_order")
+    ("stowplan.begin_sums.default", "stowplan.begin_exchange_back.default", BEGIN_GATHER, BEGIN_IN_ORDER)
 )
 """Ops that begin messages in their first output: it must stay where it is until the next op that reads it,
 which waits for them."""
@@ -202,10 +209,11 @@ def updates_parameters(_: Site) -> Effect:
     "stowplan.softmax.default",
     "stowplan.softmax_back.default",
     "stowplan.scatter_sum_in_order.default",
-    "stowplan.begin_gather_in_order.default",
+    BEGIN_IN_ORDER,
+    GATHER_IN_ORDER,
     *(
         f"stowplan.{name}.default"
-        for name in ("first_token", "bring", "begin_sums", "end_sums", "scatter_sum", "gather_in_order")
+        for name in ("first_token", "bring", "begin_sums", "end_sums", "scatter_sum")
     ),
     *(f"stowplan.{name}.default" for name in ("begin_exchange_back", "end_exchange_back")),
 )

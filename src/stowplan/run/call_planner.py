@@ -256,7 +256,7 @@ class CallPlanner:
         model: nn.Module,
         plan: Callable[[Subject], PlannedStep],
     ) -> tuple[Subject, PlannedStep]:
-        variant, step, found = iteration.first_that_fits(subject, model, plan)
+        variant, step, found = iteration.planner.first_that_fits(subject, model, plan)
         iteration.takes(variant, step.captured, model)
         if variant.two_backwards:
             self.say_once(

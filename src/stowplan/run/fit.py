@@ -232,11 +232,6 @@ def fit(
     iteration = None
     if optimizer is not None:
         _refuse_iteration(options, clip_norm, clip_value, accumulate, keep_gradients)
-        if mesh is not None and options.offloads:
-            raise BadUse(
-                "offload together with optimizer= is for one process: on a mesh neither its state nor"
-                " activations are offloaded then; leave out one of the two"
-            )
         from stowplan.run.iteration.iteration import Iteration  # most fits have no optimizer
 
         iteration = Iteration(
@@ -248,7 +243,7 @@ def fit(
             offloads="offload" in options.allow,
             on_workers=mesh is not None,
         )
-        options = iteration.options(options)
+        options = iteration.planner.options(options)
     elif (clip_norm, clip_value, accumulate, keep_gradients) != (None, None, 1, False):
         raise BadUse(
             "clip_norm, clip_value, accumulate and keep_gradients are of an iteration; give optimizer= too"

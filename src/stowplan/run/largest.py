@@ -78,10 +78,10 @@ class Sizes:
 
         iteration = None
         if self.optimizer is not None:
-            from stowplan.run.iteration.iteration import Iteration
+            from stowplan.run.iteration.planner import IterationPlanner
 
             optimizer = load_optimizer(self.optimizer, subject.model)
-            iteration = Iteration(optimizer, offloads="offload" in techniques)
+            iteration = IterationPlanner(optimizer, offloads="offload" in techniques)
             subject, options = iteration.of_step(captured, options)
         plain = step_planner(subject, replace(options, kernels=Kernels.EAGER)).baseline
         if plain.peak_bytes <= allowed_bytes:

@@ -103,12 +103,12 @@ class ProjectedStep:
 
         The options are those of `fit`; with `offloads`, state may wait in the host's memory.
         """
-        from stowplan.run.iteration.iteration import Iteration  # most projections are of steps
         from stowplan.run.iteration.one_by_one import UpdateBook
+        from stowplan.run.iteration.planner import IterationPlanner  # most projections are of steps
 
         there, on_meta = torch.device(self.card.kind), OnMeta()
         twin = twin_of(optimizer, on_meta)
-        iteration = Iteration(
+        iteration = IterationPlanner(
             twin,
             clip_norm=clip_norm,
             accumulate=accumulate,

@@ -7,11 +7,12 @@ import pytest
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use, validate
+from stowplan.ops.effects import BEGIN_GATHER, END_GATHER
 from stowplan.plan.judge import verify
 from stowplan.plan.plan import Basis, Compute, Plan, Pricing
 from stowplan.plan.planner import Planner
 from stowplan.plan.problem import problem_of
-from stowplan.plan.shards.early_gathers import BEGIN_GATHER, END_GATHER, with_early_gathers
+from stowplan.plan.shards.early_gathers import with_early_gathers
 
 LAYERS = 4
 SHARD, WHOLE, VALUE = 500, 1000, 100

@@ -2,8 +2,12 @@
 
 import copy
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import pytest
@@ -30,7 +34,7 @@ from tests.support.nets import Example
 from tests.support.spilling import everything_moved
 from tests.support.workers.compared import EXACT, differentiate, distance, example_of, gradients_of
 from tests.support.workers.processes import on_workers
-from tests.support.workers.sharded import early_in
+from tests.support.workers.sharded import Trained, Training, early_in
 
 pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
@@ -186,26 +190,67 @@ def look_at_all_moved(mesh: str, parameters: str, net: Example) -> AllMoved:
 
 
 def refusals() -> list[str]:
-    """What workers are told of gradients, of an optimizer, and of a disk of one of them that is full."""
+    """What workers are told of gradients, and of a full disk of one of them: for a step and for state."""
     model, args = layers(64)
     with pytest.raises(BadUse) as gradients:
         fit(model, args, budget="1GiB", **{**OFFLOAD, "allow": ["recompute", "offload-gradients"]})
-    with pytest.raises(BadUse) as state:
-        fit(model, args, budget="1GiB", optimizer=torch.optim.AdamW(model.parameters()), **OFFLOAD)
     model, args = layers(ROWS)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(DiskTier, "reserve", full)
         with pytest.raises((BadUse, TierFull)) as room:
             fit(model, args, budget="56MiB", parameters="shard", **OFFLOAD)
-    return [str(gradients.value), str(state.value), str(room.value)]
+        with small_chunks(), pytest.raises((BadUse, TierFull)) as state:
+            Training(smallest_without(parameters="shard"), **STATE_AWAY)
+    return [str(gradients.value), str(room.value), str(state.value)]
 
 
 def full(*_: object) -> None:
     raise TierFull("the disk of worker 1 is full")
 
 
-Findings: TypeAlias = tuple[list[Offloaded], list[AllMoved], list[str]]
+STATE_AWAY: dict[str, Any] = {"allow": ["recompute", "offload"], "moves": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class StateAway:
+    """Iterations of AdamW below the smallest budget with state in memory, and how far a fault leads."""
+
+    trained: Trained
+    in_memory_bytes: tuple[int, int]  # of state, between iterations: with these plans, and without
+    far_if_dropped: float
+
+
+def smallest_without(**options: Any) -> int:
+    """A budget below the smallest with which the optimizer's state stays in memory."""
+    with pytest.raises(BudgetTooSmall) as refused:
+        Training(1, moves=1, **options)
+    return int(BELOW * refused.value.minimum_bytes)
+
+
+@contextmanager
+def small_chunks() -> Iterator[None]:
+    """State goes to disk in pieces that do not dwarf a tiny network."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        tier = DiskTier(Path(folder), chunk_bytes=4096)
+        patch.setattr("stowplan.run.iteration.planner.tier_for", lambda _: tier)
+        yield
+
+
+def look_at_state(**options: Any) -> StateAway:
+    budget = smallest_without(**options)
+    roomy = Training("1GiB", moves=1, **options)
+    roomy.run(1)
+    with small_chunks(), pytest.MonkeyPatch.context() as fault:
+        training = Training(budget, **options, **STATE_AWAY)
+        trained = training.run(3)
+        fault.setattr(disk, "read_back", dropped)
+        dropping = Training(budget, **options, **STATE_AWAY).run(3)
+    in_memory = [sum(t.nbytes for t in each.state_in_memory()) for each in (training, roomy)]
+    return StateAway(trained, (in_memory[0], in_memory[1]), dropping.far)
+
+
+Findings: TypeAlias = tuple[list[Offloaded], list[AllMoved], list[StateAway], list[str]]
 
 
 def look() -> Findings:
@@ -215,7 +260,12 @@ def look() -> Findings:
         look_at_all_moved("space=2", "shard", Example(*example(batch=2, width=4, size=16))),
         look_at_all_moved("data=2", "replicate", Example(*example(batch=2, width=4, size=16))),
     ]
-    return below, moved, refusals()
+    away = [
+        look_at_state(parameters="shard"),
+        look_at_state(parameters="shard", batch=3, clip_norm=None),
+        look_at_state(parameters="replicate", accumulate=2),
+    ]
+    return below, moved, away, refusals()
 
 
 @pytest.fixture(scope="module")
@@ -225,14 +275,14 @@ def two() -> list[Findings]:
 
 def test_offload_meets_a_budget_below_the_smallest_without_it(two: list[Findings]) -> None:
     """With one plan for both workers, with a plan for each, and with whole parameters."""
-    for below, _, _ in two:
+    for below, *_ in two:
         for found in below:
             assert found.measured_bytes <= found.projected_bytes <= found.allowed_bytes
             assert found.far < EXACT
 
 
 def test_bytes_sent_and_bytes_moved_are_as_projected(two: list[Findings]) -> None:
-    for below, _, _ in two:
+    for below, *_ in two:
         for found in below:
             assert found.sent_bytes[0] == found.sent_bytes[1]
             assert 0 < found.written_bytes[0] == found.written_bytes[1]
@@ -240,14 +290,14 @@ def test_bytes_sent_and_bytes_moved_are_as_projected(two: list[Findings]) -> Non
 
 
 def test_a_dropped_transfer_is_seen(two: list[Findings]) -> None:
-    for below, _, _ in two:
+    for below, *_ in two:
         for found in below:
             assert found.far_if_dropped > 1e-6
 
 
 def test_all_that_can_be_moved_is_the_same_to_the_bit(two: list[Findings]) -> None:
     """Buffers that messages arrive in stay: gathered parameters, gradients of halos, sums of gradients."""
-    for _, moved, _ in two:
+    for _, moved, *_ in two:
         for found in moved:
             assert found.far == 0.0
             assert found.stores > 10
@@ -255,18 +305,28 @@ def test_all_that_can_be_moved_is_the_same_to_the_bit(two: list[Findings]) -> No
 
 
 def test_early_and_late_gathers_of_workers_with_own_plans_give_the_same_bits(two: list[Findings]) -> None:
-    for _, (unequal, *_), _ in two:
+    for _, (unequal, *_), *_ in two:
         assert unequal.early > 10
         assert unequal.far == 0.0
 
 
 def test_a_plan_that_stores_a_buffer_under_way_is_illegal(two: list[Findings]) -> None:
-    for below, _, _ in two:
+    for below, *_ in two:
         assert all("messages are still under way" in found.store_under_way for found in below)
 
 
+def test_state_waits_on_disk_below_the_smallest_budget_with_state_in_memory(two: list[Findings]) -> None:
+    """With one plan for both workers, a plan for each without clipping, and whole parameters in two parts."""
+    for _, _, away, _ in two:
+        for found in away:
+            assert found.trained.is_right
+            assert found.in_memory_bytes[0] < 0.5 * found.in_memory_bytes[1]
+            assert found.far_if_dropped > 1e-6
+
+
 def test_what_cannot_be_offloaded_is_refused_before_the_first_step(two: list[Findings]) -> None:
-    for _, _, (gradients, state, _) in two:
+    for *_, (gradients, _, _) in two:
         assert "offload-gradients is not available with a mesh" in gradients
-        assert "offload together with optimizer= is for one process" in state
-    assert ["worker 1 could not plan its part" in two[0][2][-1], "is full" in two[1][2][-1]] == [True, True]
+    for number in (1, 2):
+        assert "worker 1 could not plan its part" in two[0][-1][number]
+        assert "is full" in two[1][-1][number]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stowplan import fit, shards_of
+from stowplan.ops.effects import BEGIN_GATHER, BEGIN_IN_ORDER, END_GATHER
 from stowplan.plan.plan import Compute, Plan, RecomputeOp, Step
-from stowplan.plan.shards.early_gathers import BEGIN_GATHER, BEGIN_IN_ORDER, END_GATHER
 from stowplan.run.iteration.iteration import Iteration
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import PlannedStep
@@ -71,6 +71,7 @@ class Training:
         self._first = copy.deepcopy(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self._accumulate: int = options.get("accumulate", 1)
+        self._clips: bool = options.get("clip_norm", CLIP) is not None
         mesh = mesh or f"data={dist.get_world_size()}"
         how: dict[str, Any] = {"mesh": mesh, "parameters": "shard", "moves": 100, "optimizer": self.optimizer}
         self.fitted = fit(self.model, self.args, budget=budget, **{**how, "clip_norm": CLIP, **options})
@@ -90,6 +91,10 @@ class Training:
         with shards_of(self.fitted).whole():
             return _values(self.model)
 
+    def state_in_memory(self) -> list[Tensor]:
+        """The tensors of the optimizer's state that are in no tier."""
+        return [t for each in self.optimizer.state.values() for t in each.values() if not t.is_meta]
+
     def run(self, iterations: int) -> Trained:
         """What these iterations give, from the first parameters."""
         plain, sharded = copy.deepcopy(self._first), shards_of(self.fitted)
@@ -99,14 +104,14 @@ class Training:
         alone = torch.optim.AdamW(plain.parameters(), lr=1e-3)
         torch.manual_seed(3)
         times = self._accumulate
-        expected = [iterate(plain, self.args, alone, plain, times) for _ in range(iterations)]
+        clipped = plain if self._clips else None
+        expected = [iterate(plain, self.args, alone, clipped, times) for _ in range(iterations)]
         torch.manual_seed(3)
         losses, peak = list[float](), 0
         shares, _ = sharded.share(*self.args)
         for _ in range(iterations):
             sharded.workers.sent_bytes = 0
-            state = [t for each in self.optimizer.state.values() for t in each.values()]
-            before = [*shares, *self.model.parameters(), *self.model.buffers(), *state]
+            before = [*shares, *self.model.parameters(), *self.model.buffers(), *self.state_in_memory()]
             taken = measure(partial(iterate, self.fitted, shares, self.optimizer, None, times), before=before)
             losses.append(taken.result)
             peak = max(peak, taken.measured_peak_bytes)

@@ -19,12 +19,9 @@ Each of them may move it as far as its own budget allows, for the order of all m
 from dataclasses import replace
 
 from stowplan.ir import Op, Phase
+from stowplan.ops.effects import BEGIN_GATHER, BEGIN_IN_ORDER, END_GATHER
 from stowplan.plan.judge import simulate, verify
 from stowplan.plan.plan import Compute, Plan, RecomputeOp, Step
-
-BEGIN_GATHER = "stowplan.begin_gather.default"
-BEGIN_IN_ORDER = "stowplan.begin_gather_in_order.default"
-END_GATHER = "stowplan.end_gather.default"
 
 MOST_AHEAD = 4
 """Of how many earlier gathers the readers may run while one travels."""

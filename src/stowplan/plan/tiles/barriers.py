@@ -8,13 +8,18 @@ from dataclasses import replace
 from itertools import chain, groupby
 
 from stowplan.ir import Graph, Kind, Op, Phase
-from stowplan.ops.effects import Effect, effect_of
+from stowplan.ops.effects import (
+    BEGIN_GATHER,
+    BEGIN_IN_ORDER,
+    END_GATHER,
+    GATHER_IN_ORDER,
+    Effect,
+    effect_of,
+)
 from stowplan.ops.table import shape_of, site_of
 
 _PLACEHOLDER = "stowplan.bring.default"
-_BEGIN_GATHER, _END_GATHER = "stowplan.begin_gather.default", "stowplan.end_gather.default"
-_GATHER_IN_ORDER = "stowplan.gather_in_order.default"
-_GATHERS = (_BEGIN_GATHER, "stowplan.begin_gather_in_order.default", _END_GATHER, _GATHER_IN_ORDER)
+_GATHERS = (BEGIN_GATHER, BEGIN_IN_ORDER, END_GATHER, GATHER_IN_ORDER)
 
 
 def is_barrier(graph: Graph, op: Op) -> bool:
@@ -33,8 +38,8 @@ def is_gather(op: Op) -> bool:
 
 def gathered_in(graph: Graph) -> frozenset[str]:
     """The whole parameters that ops gather from shards, without the token that some return as their last."""
-    ends = (op.writes() for op in graph.ops if op.type == _END_GATHER)
-    in_order = (list(op.writes())[:-1] for op in graph.ops if op.type == _GATHER_IN_ORDER)
+    ends = (op.writes() for op in graph.ops if op.type == END_GATHER)
+    in_order = (list(op.writes())[:-1] for op in graph.ops if op.type == GATHER_IN_ORDER)
     return frozenset(chain(*ends, *in_order))
 
 

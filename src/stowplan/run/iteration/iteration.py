@@ -9,11 +9,10 @@ anything was updated.
 """
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,57 +20,24 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stowplan.capture import Captured
-from stowplan.errors import BadUse, BudgetTooSmall, PlanOfAnotherStep
-from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Tier
+from stowplan.errors import BadUse
+from stowplan.run.iteration.changes import Seen, is_called_by_scaler
 from stowplan.run.iteration.one_by_one import (
     OneByOne,
     UpdateBook,
     groups_by_parameter,
     hooks_before_steps,
     options_of,
-    refuse_unless_one_by_one,
 )
+from stowplan.run.iteration.planner import IterationPlanner, Variant, live_tier
 from stowplan.run.iteration.repeat import Repeat
 from stowplan.run.iteration.state_elsewhere import StateElsewhere, bring_back, state_elsewhere
-from stowplan.run.iteration.updates import Trained, with_updates
-from stowplan.run.planning.planner import Subject
-from stowplan.run.step.function import Leaving, LiveTier, tier_for
+from stowplan.run.iteration.updates import state_of
+from stowplan.run.step.function import Leaving
 from stowplan.torch_private import after_backward, inside_ddp, running_backward, version_of, will_accumulate
 
-Found = TypeVar("Found")
 _LOGGER = logging.getLogger("stowplan")
-_SAMPLE = 64  # elements of a gradient that shall not change, to see changes that no version counter tells
 _RESUME = "load the parameters and the optimizer's state as they were saved last (load_state_dict of both)"
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A gradient as it was when backward was done.
-
-    Not every change raises its version: `grad.data.clamp_()` and a GradScaler do not.
-    """
-
-    gradient: Tensor
-    version: int | None
-    sample: Tensor
-
-    @staticmethod
-    def of(gradient: Tensor) -> "_Seen":
-        return _Seen(gradient, version_of(gradient), _sample(gradient))
-
-    def is_still(self, gradient: Tensor | None) -> bool:
-        """Whether this is the gradient, and unchanged."""
-        same = gradient is self.gradient and version_of(self.gradient) == self.version
-        return same and torch.equal(_sample(self.gradient), self.sample)
-
-
-def _sample(gradient: Tensor) -> Tensor:
-    """The bytes of some elements, so that NaN is equal to itself."""
-    if gradient.layout is not torch.strided:
-        return torch.empty(0)
-    row = gradient.detach().flatten() if gradient.is_contiguous() else gradient.detach()[..., 0].flatten()
-    return row[:: max(1, len(row) // _SAMPLE)].contiguous().view(torch.uint8).clone()
 
 
 @dataclass(slots=True)
@@ -83,21 +49,10 @@ class _Progress:
     counted: int | None = None  # the last one that brought gradients
     is_last: bool = False  # whether that is the one that updates
     updated: dict[Tensor, int | None] = field(default_factory=dict)  # with their versions after that
-    gradients: dict[Tensor, "_Seen"] = field(default_factory=dict)  # that shall not change
+    gradients: dict[Tensor, Seen] = field(default_factory=dict)  # that shall not change
     options: list[dict[str, object]] = field(default_factory=list)  # of the groups, at the first update
     is_open: bool = False  # a backward has begun and has not ended
     is_first_of_two: bool = False  # it only finds the norm
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """How an iteration is planned.
-
-    With `two_backwards`, clipped gradients are made twice: in the first only their norm is kept.
-    """
-
-    state_away: bool = False
-    two_backwards: bool = False
 
 
 class Iteration:
@@ -113,23 +68,23 @@ class Iteration:
         keep_gradients: bool | Iterable[str] = False,
         offloads: bool = False,
         on_workers: bool = False,
-        device: torch.device | None = None,
-        tier: Tier | None = None,
     ) -> None:
-        """`offloads`: the optimizer's state may wait in the tier of its device.
-
-        `on_workers`: the step is of a mesh, and adds up gradients over the workers before they leave it.
-        `device` is where parameters on the meta device are taken to live, and `tier` the tier that it has.
-        """
-        refuse_unless_one_by_one(optimizer)
-        self._on_workers, self._device, self._projected_tier = on_workers, device, tier
+        """The options are those of its planner."""
+        self.planner = IterationPlanner(
+            optimizer,
+            clip_norm=clip_norm,
+            accumulate=accumulate,
+            keep_gradients=keep_gradients,
+            offloads=offloads,
+            on_workers=on_workers,
+        )
+        self._on_workers = on_workers
         self.norm_over_workers: Callable[[Tensor], Tensor] | None = None  # from the norm of this worker's
         self.sum_over_workers: Callable[[], None] | None = None  # of gradients that no backward has summed
         bring_back(optimizer)
         self.optimizer, self.accumulate = optimizer, accumulate
-        self.clip_norm, self.clip_value = clip_norm, clip_value
-        self.keeps_all = keep_gradients is True
-        self.kept_names = frozenset(() if isinstance(keep_gradients, bool) else keep_gradients)
+        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self._keeps_all, self._kept_names = self.planner.keeps_all, self.planner.kept_names
         self._single = OneByOne(optimizer)
         self._model: weakref.ref[nn.Module] | None = None
         self._progress = _Progress()
@@ -138,12 +93,11 @@ class Iteration:
         self._groups: dict[Tensor, dict[str, Any]] = {}
         self._consumed: set[Tensor] = set()  # those that the plan which runs lets be updated in backward
         self._watched: Tensor | None = None  # the parameter whose gradient stays
-        self._seen_a_step = any(optimizer.state.get(p) for p in groups_by_parameter(optimizer))
         self._first_fits = False  # whether the gradients of the first iteration fit where state will be
+        self._seen_a_step = any(optimizer.state.get(p) for p in groups_by_parameter(optimizer))
         self._norms: dict[Tensor, Tensor] = {}  # of gradients, if there are two backwards
         self._total_norm: Tensor | None = None  # in the second of them
         self._repeat: Callable[[], None] | None = None
-        self._offloads = offloads and not self.keeps_all and not on_workers
         self._elsewhere: StateElsewhere | None = None
         self._moved: dict[Tensor, None] = {}  # the parameters whose state waits there
         self._broken = ""
@@ -152,8 +106,7 @@ class Iteration:
         self._told = False
         self._refuse_surroundings()
         own = weakref.ref(self)
-        self._hook = _StepHook(own)
-        optimizer.register_step_pre_hook(self._hook)
+        optimizer.register_step_pre_hook(_StepHook(own))
         optimizer.register_step_post_hook(lambda *_: _stepped(own))
         optimizer.register_load_state_dict_post_hook(lambda _: _loaded(own))
         optimizer.register_state_dict_pre_hook(lambda _: _saves(own))
@@ -162,134 +115,35 @@ class Iteration:
         """The fitted module whose parameters are trained."""
         self._model = weakref.ref(model)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        if unknown := sorted(self.kept_names - names):
+        if unknown := sorted(self._kept_names - names):
             raise BadUse(f"keep_gradients names {unknown[0]!r}, which is no parameter of the model")
 
-    def variants(self, captured: Captured, model: nn.Module) -> list[Variant]:
-        """How the step may be planned: each takes less memory and more time than those before."""
-        counts = (False, True) if self.may_repeat(captured, model) else (False,)
-        places = (True,) if self._elsewhere else (False, True) if self._offloads else (False,)
-        return [Variant(away, two) for two in counts for away in places]
-
-    def first_that_fits(
-        self, subject: Subject, model: nn.Module, plan: Callable[[Subject], Found]
-    ) -> tuple[Variant, Subject, Found]:
-        """The first variant that `plan` finds a plan for; raises the smallest refusal if there is none.
-
-        A saved plan is for one of them.
-        """
-        refusals, others = list[BudgetTooSmall](), list[PlanOfAnotherStep]()
-        for variant in self.variants(subject.captured, model):
-            step = replace(subject, captured=self.planned(subject.captured, model, variant))
-            try:
-                return variant, step, plan(step)
-            except BudgetTooSmall as refusal:
-                refusals.append(refusal)
-            except PlanOfAnotherStep as other:
-                others.append(other)
-        if others:
-            raise others[0]
-        raise min(refusals, key=lambda each: each.minimum_bytes) from None
-
-    def steps(self, subject: Subject) -> list[Subject]:
-        """The step with the updates of this optimizer, in all variants."""
-        captured, model = subject.captured, subject.model
-        return [
-            replace(subject, captured=self.planned(captured, model, variant))
-            for variant in self.variants(captured, model)
-        ]
-
-    @staticmethod
-    def options(options: PlanOptions) -> PlanOptions:
-        """What the search may use of these: no tiles, and the state is what a tier takes."""
-        return replace(options, allow=("recompute",) if "recompute" in options.allow else ())
-
-    def of_step(self, subject: Subject, options: PlanOptions) -> tuple[Subject, PlanOptions]:
-        """A step with the updates of this optimizer, its state in memory, and what the search may use."""
-        captured = self.planned(subject.captured, subject.model)
-        return replace(subject, captured=captured), self.options(options)
-
-    def planned(self, captured: Captured, model: nn.Module, variant: Variant | None = None) -> Captured:
-        """The step with the updates of this optimizer, in the first variant if none is named."""
-        variant = variant or Variant()
-        by_name = dict(model.named_parameters(remove_duplicate=False))
-        groups = groups_by_parameter(self.optimizer)
-        trained, stays = dict[str, Trained](), set[str]()
-        program = captured.program
-        ids: dict[Tensor, str] = {
-            by_name[names[0]]: name for name, names in program.parameters.items() if names[0] in by_name
-        }
-        for parameter, group in groups.items():
-            name = ids.get(parameter)
-            if name is not None and name in program.gradients:
-                trained[name] = Trained(parameter, group)
-                if self.keeps_all or not self.kept_names.isdisjoint(program.parameters[name]):
-                    stays.add(name)
-        if not trained:
-            raise BadUse(
-                "the optimizer has none of the parameters that the step differentiates: make it from those of"
-                " the model that is given to fit"
-            )
-        if not self.keeps_all:
-            self._watched = min((each.parameter for each in trained.values()), key=lambda p: p.nbytes)
-        watched = (name for name, each in trained.items() if each.parameter is self._watched)
-        made = with_updates(
-            captured,
-            self.optimizer,
-            trained,
-            stays=frozenset((*stays, *watched)),
-            in_backward=self.clip_norm is None or variant.two_backwards,
-            accumulates=self.accumulate > 1,
-            repeats=variant.two_backwards,
-            tier=(self._projected_tier or self._tier(model).described()) if variant.state_away else None,
-            device=self._device,
-        )
-        self._first_fits = not variant.state_away and all(
-            (made.graph.tensors[f"state of {name}"].nbytes or 0) >= each.parameter.nbytes
-            for name, each in trained.items()
-        )
-        return made
-
-    def _tier(self, model: nn.Module) -> LiveTier:
-        return tier_for(next(model.parameters()).device)
-
     def takes(self, variant: Variant, step: Captured, model: nn.Module) -> None:
-        """A plan was found for the step in this variant."""
+        """From now on the iteration runs by a plan for this step, which is in this variant."""
+        trained, tensors = self.planner.trained_in(step, model), step.graph.tensors
+        self._watched = self.planner.watched_among(trained)
+        self._first_fits = not variant.state_away and all(
+            (tensors[state_of(name)].nbytes or 0) >= each.parameter.nbytes for name, each in trained.items()
+        )
         if not variant.state_away:
             return
         by_name = dict(model.named_parameters(remove_duplicate=False))
-        book, tier, groups = (
-            UpdateBook(self.optimizer),
-            self._tier(model),
-            groups_by_parameter(self.optimizer),
-        )
-        kept = {by_name[name] for name in self.kept_names} | {self._watched}
+        book, tier = UpdateBook(self.optimizer), live_tier(model)
+        groups = groups_by_parameter(self.optimizer)
+        kept = {by_name[name] for name in self._kept_names} | {self._watched}
         moved = {by_name[names[0]]: None for names in step.program.parameters.values() if names[0] in by_name}
         self._moved = {p: None for p in moved if p in groups and p not in kept}
         tier.reserve([n for p in self._moved for n in book.of(p, groups[p]).movable_bytes])
         self._elsewhere = state_elsewhere(self.optimizer, tier)
-
-    def may_repeat(self, captured: Captured, model: nn.Module) -> bool:
-        """Whether the step can be run a second time after the norm of its gradients is known."""
-        program, tensors = captured.program, captured.graph.tensors
-        looks = {((self._device or p.device).type, p.dtype) for p in model.parameters()}
-        scalar = all(tensors[name].shape == () for name in program.tangents if name is not None)
-        parameters_only = program.gradients.keys() <= program.parameters.keys()
-        on_cpu = len(looks) == 1 and next(iter(looks))[0] == "cpu"
-        return self._repeats and not self.keeps_all and scalar and parameters_only and on_cpu
+        self.planner.is_state_away = True
 
     # What a planned backward tells.
-
-    @property
-    def _repeats(self) -> bool:
-        """Whether a plan that consumes gradients is for two backwards: for the norm, then for the updates."""
-        return self.clip_norm is not None and self.accumulate == 1 and not self._on_workers
 
     def repeat_for(
         self, run: Callable[[], Sequence[Tensor]], given: Iterable[Tensor], written: Iterable[Tensor]
     ) -> Callable[[Sequence[Tensor | None]], None] | None:
         """Called before forward."""
-        return Repeat(run, given, written).backward if self._repeats else None
+        return Repeat(run, given, written).backward if self.planner.repeats else None
 
     @property
     def is_last_backward(self) -> bool:
@@ -358,12 +212,12 @@ class Iteration:
         if progress.is_first_of_two:
             self._norms[parameter] = torch.linalg.vector_norm(parameter.grad)
             parameter.grad = None
-        elif self._total_norm is not None and self.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameter, self.clip_norm, self._total_norm)
+        elif self._total_norm is not None and self._clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameter, self._clip_norm, self._total_norm)
             self._update(parameter)
         elif not self._waits:
-            if self.clip_value is not None:
-                nn.utils.clip_grad_value_(parameter, self.clip_value)
+            if self._clip_value is not None:
+                nn.utils.clip_grad_value_(parameter, self._clip_value)
             self._update(parameter)
 
     def _update(self, parameter: Tensor) -> None:
@@ -406,7 +260,7 @@ class Iteration:
     @property
     def _updates_late(self) -> bool:
         """Whether they always do, so that the loop may change gradients before."""
-        return self.clip_norm is not None or self.keeps_all
+        return self._clip_norm is not None or self._keeps_all
 
     def _ends(self) -> None:
         """Backward is done."""
@@ -414,9 +268,9 @@ class Iteration:
         self._remove_hooks()
         if progress.is_last and (self._repeat is not None or not self._updates_late):
             watched = self._groups if self._waits else () if self._watched is None else (self._watched,)
-            progress.gradients = {p: _Seen.of(p.grad) for p in watched if p.grad is not None}
+            progress.gradients = {p: Seen.of(p.grad) for p in watched if p.grad is not None}
         elif self.sum_over_workers is not None and not progress.is_last:
-            progress.gradients = {p: _Seen.of(p.grad) for p in self._groups if p.grad is not None}
+            progress.gradients = {p: Seen.of(p.grad) for p in self._groups if p.grad is not None}
         progress.is_open = False
         if progress.updated and not self._told:
             self._told = True
@@ -512,17 +366,17 @@ class Iteration:
         assert model is not None, "its plans are gone with the module"
         if self._repeat is not None:
             self._update_in_second_backward(model)
-        elif self.clip_norm is not None:
-            self._clip(list(model.parameters()), self.clip_norm)
-        elif self.clip_value is not None:
-            nn.utils.clip_grad_value_(model.parameters(), self.clip_value)
-        if not self.keeps_all:
+        elif self._clip_norm is not None:
+            self._clip(list(model.parameters()), self._clip_norm)
+        elif self._clip_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), self._clip_value)
+        if not self._keeps_all:
             self._update_rest(model)
 
     def _sum_late(self, sum_gradients: Callable[[], None]) -> None:
         """The step came before the last backward: gradients are still those of this worker alone."""
         seen = self._progress.gradients
-        if _is_called_by_scaler() or not all(each.is_still(p.grad) for p, each in seen.items()):
+        if is_called_by_scaler() or not all(each.is_still(p.grad) for p, each in seen.items()):
             raise BadUse(
                 f"gradients were changed (clipped, unscaled) after {self._progress.backwards} of"
                 f" {self.accumulate} backwards, and workers add them up in the last of these or in"
@@ -551,17 +405,17 @@ class Iteration:
         self._norms.clear()
         self._total_norm = torch.linalg.vector_norm(torch.stack(norms))
         assert repeat is not None
-        assert self.clip_norm is not None
+        assert self._clip_norm is not None
         try:
             repeat()
-            nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, self._total_norm)  # what stayed
+            nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, self._total_norm)  # what stayed
         finally:
             self._total_norm = None
 
     def _update_rest(self, model: nn.Module) -> None:
         """What was not done in backward. What shall stay is left to the step itself."""
         named = list(model.named_parameters(remove_duplicate=False))
-        kept = {parameter for name, parameter in named if name in self.kept_names} | {self._watched}
+        kept = {parameter for name, parameter in named if name in self._kept_names} | {self._watched}
         own = {parameter for _, parameter in named}
         for parameter in sorted(self._groups, key=lambda p: p.nbytes):  # in the order of the plan
             if parameter in own and parameter not in kept and parameter.grad is not None:
@@ -570,11 +424,11 @@ class Iteration:
     def _refuse_changes(self) -> None:
         """Raise BadUse for what came too late, or would have if updates did not wait this time."""
         progress, scaled = self._progress, getattr(self.optimizer, "grad_scale", None) is not None
-        if scaled and not self.keeps_all:
+        if scaled and not self._keeps_all:
             raise self._too_late("a GradScaler scales gradients that the optimizer unscales")
         if self._updates_late and self._repeat is None:
             return
-        if _is_called_by_scaler():
+        if is_called_by_scaler():
             raise self._too_late("a GradScaler unscaled gradients")
         for parameter, seen in progress.gradients.items():
             if not seen.is_still(parameter.grad):
@@ -650,14 +504,6 @@ class Iteration:
         if self._is_stepping:
             self._progress, self._seen_a_step = _Progress(), True
         self._is_stepping = False
-
-
-def _is_called_by_scaler() -> bool:
-    """Whether a GradScaler calls the optimizer's step: on gradients of zero it leaves no other trace."""
-    frame = sys._getframe().f_back
-    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
-        frame = frame.f_back
-    return frame is not None and bool(frame.f_locals["self"].is_enabled())
 
 
 class _StepHook:

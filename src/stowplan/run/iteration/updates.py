@@ -62,6 +62,11 @@ class Trained:
     group: Mapping[str, Any]
 
 
+def state_of(parameter: str) -> str:
+    """The name of a parameter's state in a graph."""
+    return f"state of {parameter}"
+
+
 class Update(Handle):
     """The update of some parameters, to be priced."""
 
@@ -215,8 +220,7 @@ class _Made:
         self._last = len(self._graph.ops) - 1
         self._taken = {name: book.of(each.parameter, each.group) for name, each in trained.items()}
         self._state = {
-            name: _block(f"state of {name}", each.state_bytes, self._device)
-            for name, each in self._taken.items()
+            name: _block(state_of(name), each.state_bytes, self._device) for name, each in self._taken.items()
         }
         self._eager_state = list(self._state.values())
 
@@ -239,7 +243,7 @@ class _Made:
         """Let the state of these wait in the tier, if there is one."""
         for name in names if self._tier else ():
             left = self._taken[name].state_bytes - sum(self._taken[name].movable_bytes)
-            self._state[name] = _block(f"state of {name}", left, self._device)
+            self._state[name] = _block(state_of(name), left, self._device)
 
     def insert_in_backward(self, names: Sequence[str], when: When) -> None:
         """An update after each place where enough gradients are final; the largest comes first in it."""

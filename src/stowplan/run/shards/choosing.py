@@ -6,12 +6,16 @@ tiled. Options are planned in the order of their expected time, and only while o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.shards.options import Option
 from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.shards.step import ShardedStep
 from stowplan.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from stowplan.run.iteration.planner import Variant
 
 _MOST = 4  # options that are planned although others fit
 
@@ -24,6 +28,7 @@ class Attempt:
     planned: PlannedStep
     planned_seconds: float
     plain_seconds: float
+    variant: "Variant | None" = None  # of the iteration, if the plan is for one
 
     def step_seconds(self, option: Option) -> float:
         """The planned seconds of this worker and the projected seconds of its collectives."""

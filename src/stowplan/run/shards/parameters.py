@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stowplan.capture import Captured
+from stowplan.ops.effects import BEGIN_GATHER, BEGIN_IN_ORDER
 from stowplan.ops.table import shape_of
 from stowplan.plan.plan import Compute, RecomputeOp
-from stowplan.plan.shards.early_gathers import BEGIN_GATHER, BEGIN_IN_ORDER
 from stowplan.plan.shards.parameter_shards import gather_groups, part_of
 from stowplan.plan.shards.plan import ShardPlan
 from stowplan.plan.shards.projection import Network

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from stowplan.capture import Call, Captured
 from stowplan.capture.program import reading
 from stowplan.ir import Graph, Op, Phase, Tensor, Use, validate
-from stowplan.plan.shards.early_gathers import BEGIN_IN_ORDER
+from stowplan.ops.effects import BEGIN_IN_ORDER, GATHER_IN_ORDER
 
-GATHERS_IN_ORDER = (BEGIN_IN_ORDER, "stowplan.gather_in_order.default")
+GATHERS_IN_ORDER = (BEGIN_IN_ORDER, GATHER_IN_ORDER)
 SCATTER_SUM_IN_ORDER = "stowplan.scatter_sum_in_order.default"
 _IN_BACKWARD = frozenset(
     (

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from functools import partial, wraps
 from hashlib import sha256
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,9 @@ from stowplan.torch_private import OpOverload
 from stowplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from stowplan.run.iteration.iteration import Variant
+    from stowplan.run.iteration.planner import Variant
+
+    InVariant: TypeAlias = tuple[PlannedStep, Variant | None]
 
 Planned = TypeVar("Planned")
 _FITS, _FAILED = 0, -1  # in place of the bytes that a worker would need
@@ -170,7 +172,10 @@ class ShardPlanner:
         if not isinstance(mesh, int) and self._request.layouts == "follow":
             return self._on_given(mesh), ()
         options = self._options(mesh)
-        return fastest_that_fits(options, lambda option: self._attempt(_place(mesh, option), option.chosen))
+        found, tried = fastest_that_fits(
+            options, lambda option: self._attempt(_place(mesh, option), option.chosen)
+        )
+        return self._taken(found), tried
 
     def _options(self, mesh: MeshLike | int) -> tuple[Option, ...]:
         """The same on all workers, for the machine that the first one is on."""
@@ -187,7 +192,7 @@ class ShardPlanner:
         if self._request.parameters == "shard" or (has_optimizer and self._request.parameters == "choose"):
             return self._attempt_sharded(mesh)
         try:
-            return self._attempt(mesh)
+            return self._taken(self._attempt(mesh))
         except BudgetTooSmall as refusal:
             if self._request.parameters == "replicate":
                 raise
@@ -211,19 +216,26 @@ class ShardPlanner:
             captures = partial(self._captured_part, workers, shards)
             sharded, subject = agreed(workers, captures, allowed_bytes, self._device)
             if not sharded.plan.is_alike:
-                return self._own_plans(sharded, subject)
+                return self._taken(self._own_plans(sharded, subject))
             plans = partial(self._first_variant, sharded, subject)
             own = agreed(workers, plans, allowed_bytes, self._device)
             variant, look, plan = workers.from_first(own)
             adopts = partial(self._alike, subject, variant, look, plan)
             captured = agreed(workers, adopts, allowed_bytes, self._device)
-            if iteration is not None and variant is not None:
-                iteration.takes(variant, captured, self._model)
+            planned = PlannedStep(replace(plan, graph=captured.graph), captured)
+            seconds = plan.projected_seconds, plan.plain_seconds
+            return self._taken(Attempt(sharded, planned, *seconds, variant))
         except BaseException:
             undo()
             raise
-        planned = PlannedStep(replace(plan, graph=captured.graph), captured)
-        return Attempt(sharded, planned, plan.projected_seconds, plan.plain_seconds)
+
+    def _taken(self, attempt: Attempt) -> Attempt:
+        """The attempt that the workers will run; the optimizer's state finds its room first."""
+        iteration = self._request.iteration
+        if iteration is not None and attempt.variant is not None:
+            takes = partial(iteration.takes, attempt.variant, attempt.planned.captured, self._model)
+            agreed(attempt.sharded.workers, takes, self._request.budget_bytes, self._device)
+        return attempt
 
     def _captured_part(self, workers: Workers, shards: ParameterShards) -> tuple[ShardedStep, Subject]:
         given = self._model, self._args, self._kwargs
@@ -239,13 +251,13 @@ class ShardPlanner:
         """
         workers, refusals, found = sharded.workers, list[BudgetTooSmall](), list[Attempt]()
 
-        def attempt(plans: Callable[[], PlannedStep]) -> None:
+        def attempt(plans: "Callable[[], InVariant]") -> None:
             try:
                 planned = agreed(workers, plans, self._request.budget_bytes, self._device)
             except BudgetTooSmall as refusal:
                 refusals.append(refusal)
             else:
-                found.append(self._attempted(sharded, planned))
+                found.append(self._attempted(sharded, *planned))
 
         needs = workers.all_gather(first_needs(subject.captured), self._device)
         after = {n: int(min(own)) for n, own in enumerate(zip(*needs, strict=True)) if 0 < min(own) < NEVER}
@@ -261,17 +273,23 @@ class ShardPlanner:
             raise min(refusals, key=lambda each: each.minimum_bytes) from None
         return min(found, key=lambda each: each.planned_seconds)
 
-    def _own_plan(self, sharded: ShardedStep, subject: Subject) -> PlannedStep:
-        options, iteration = self._request.options, self._request.iteration
+    def _own_plan(self, sharded: ShardedStep, subject: Subject) -> "InVariant":
+        options = self._request.options
         options = replace(options, allow=set(options.allow) - {"tile"})
-        plans = partial(self._plan, sharded, options=options)
-        if iteration is None:
-            return plans(subject)
-        return iteration.first_that_fits(subject, self._model, plans)[2]
+        return self._first_that_fits(subject, partial(self._plan, sharded, options=options))
 
-    def _own_plan_with_tiles(self, sharded: ShardedStep) -> PlannedStep:
+    def _first_that_fits(self, subject: Subject, plans: Callable[[Subject], PlannedStep]) -> "InVariant":
+        """A plan, of an iteration in the first variant that has one."""
+        iteration = self._request.iteration
+        if iteration is None:
+            return plans(subject), None
+        variant, _, planned = iteration.planner.first_that_fits(subject, self._model, plans)
+        return planned, variant
+
+    def _own_plan_with_tiles(self, sharded: ShardedStep) -> "InVariant":
         """Messages are the same in number and order, with tiles and without."""
-        return self._plan(sharded, subject_with_placeholders(sharded, self._model), self._request.options)
+        subject = subject_with_placeholders(sharded, self._model)
+        return self._plan(sharded, subject, self._request.options), None
 
     def _first_variant(
         self, sharded: ShardedStep, subject: Subject
@@ -283,7 +301,7 @@ class ShardPlanner:
         plans = partial(self._plan, sharded, options=options)
         if iteration is None:
             return None, _look_of(subject.captured), plans(subject).plan
-        variant, step, planned = iteration.first_that_fits(subject, self._model, plans)
+        variant, step, planned = iteration.planner.first_that_fits(subject, self._model, plans)
         return variant, _look_of(step.captured), planned.plan
 
     def _alike(self, subject: Subject, variant: "Variant | None", look: str, plan: Plan) -> Captured:
@@ -299,21 +317,21 @@ class ShardPlanner:
 
     def _with_updates(self, captured: Captured, variant: "Variant | None") -> Captured:
         iteration = self._request.iteration
-        return captured if iteration is None else iteration.planned(captured, self._model, variant)
+        return captured if iteration is None else iteration.planner.planned(captured, self._model, variant)
 
     def _attempt(self, mesh: MeshLike, chosen: Chosen | None = None) -> Attempt:
         workers = Workers(mesh)
         plan = partial(self._planned, workers, chosen)
         sharded, planned = agreed(workers, plan, self._request.budget_bytes, self._device)
-        return self._attempted(sharded, planned)
+        return self._attempted(sharded, *planned)
 
-    def _attempted(self, sharded: ShardedStep, planned: PlannedStep) -> Attempt:
+    def _attempted(self, sharded: ShardedStep, planned: PlannedStep, variant: "Variant | None") -> Attempt:
         """A step that all workers have planned, with the seconds of the slowest."""
         own = planned.plan.projected_seconds, planned.plan.plain_seconds
-        slowest = map(max, zip(*sharded.workers.all_gather(own, self._device), strict=True))
-        return Attempt(sharded, planned, *slowest)
+        slowest, plain = map(max, zip(*sharded.workers.all_gather(own, self._device), strict=True))
+        return Attempt(sharded, planned, slowest, plain, variant)
 
-    def _planned(self, workers: Workers, chosen: Chosen | None) -> tuple[ShardedStep, PlannedStep]:
+    def _planned(self, workers: Workers, chosen: Chosen | None) -> "tuple[ShardedStep, InVariant]":
         """This worker's part of the step, as it fits beside what a step has to remember."""
         request = self._request
         given = self._model, self._args, self._kwargs
@@ -328,12 +346,11 @@ class ShardPlanner:
             is_last_backward=(lambda: iteration.is_last_backward) if iteration and several else None,
         )
         subject = subject_with_placeholders(sharded, self._model)
-        if iteration is None:
-            return sharded, self._plan(sharded, subject, request.options)
-        with workers.rehearsing():
-            subject = replace(subject, captured=subject.as_run(), replacements={})
+        if iteration is not None:
+            with workers.rehearsing():
+                subject = replace(subject, captured=subject.as_run(), replacements={})
         plans = partial(self._plan, sharded, options=request.options)
-        return sharded, iteration.first_that_fits(subject, self._model, plans)[2]
+        return sharded, self._first_that_fits(subject, plans)
 
     def _plan(self, sharded: ShardedStep, subject: Subject, options: PlanOptions) -> PlannedStep:
         request = self._request
