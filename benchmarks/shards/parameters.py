@@ -1,8 +1,9 @@
 """Sharded parameters: an iteration of GPT-2 small with AdamW on 4 workers, beside FSDP2 and one process."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 from unittest.mock import patch
@@ -68,7 +69,8 @@ class Method:
 
     def tensors(self) -> Iterable[Tensor]:
         state = (value for each in self.optimizer.state.values() for value in each.values())
-        return map(_local, (*self.model.parameters(), *self.model.buffers(), *state))
+        there = (value for value in state if not value.is_meta)  # others wait on disk
+        return map(_local, (*self.model.parameters(), *self.model.buffers(), *there))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -100,11 +102,11 @@ def _fsdp(example: Example, *, reshard: bool) -> Method:
     return Method(name, lambda: _loop(model, own, optimizer), model, optimizer)
 
 
-def _stowplan(example: Example, budget: int | str) -> Method:
+def _stowplan(example: Example, budget: int | str, allow: tuple[str, ...] = ("recompute",)) -> Method:
     model, args = example
     optimizer = AdamW(model.parameters())
     mesh = f"data={dist.get_world_size()}"
-    how = {"mesh": mesh, "parameters": "shard", "moves": _MOVES}
+    how = {"mesh": mesh, "parameters": "shard", "moves": _MOVES, "allow": allow}
     fitted = fit(model, args, budget=budget, optimizer=optimizer, **how)  # type: ignore[arg-type]
     shares, _ = shards_of(fitted).share(*args)
     (plan,) = plans_of(fitted)
@@ -119,8 +121,18 @@ def _late(example: Example, budget: int) -> Method:
         return replace(_stowplan(example, budget), name="stowplan, no gather early")
 
 
+def _state_on_disk(example: Callable[[], Example]) -> Method:
+    """In the smallest budget."""
+    allow = ("recompute", "offload")
+    try:
+        found = _stowplan(example(), 1, allow)
+    except BudgetTooSmall as refusal:
+        found = _stowplan(example(), refusal.minimum_bytes, allow)
+    return replace(found, name="stowplan, state on disk")
+
+
 def compare(
-    name: str, batch: int, sequence: int, share: float, rounds: int, fsdp: bool, late: bool
+    name: str, batch: int, sequence: int, share: float, rounds: int, others: Collection[str]
 ) -> list[Taken]:
     """One process on the first worker, then all methods in turn."""
     alone = Taken("one process, eager", 0, 0.0)
@@ -138,9 +150,11 @@ def compare(
     except BudgetTooSmall as refusal:
         budget = refusal.minimum_bytes
         methods = [_stowplan(_example(name, batch, sequence), budget)]
-    if late:
+    if "late" in others:
         methods.append(_late(_example(name, batch, sequence), budget))
-    if fsdp:
+    if "disk" in others:
+        methods.append(_state_on_disk(partial(_example, name, batch, sequence)))
+    if "fsdp" in others:
         methods += (_fsdp(_example(name, batch, sequence), reshard=reshard) for reshard in (True, False))
     return [alone, *_taken(methods, rounds)]
 
@@ -214,6 +228,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--fsdp", action="store_true", help="FSDP2 too, in the same rounds")
     text = "stowplan with gathers that begin where they are read too, in the same rounds"
     parser.add_argument("--late", action="store_true", help=text)
+    text = "stowplan with the optimizer's state on disk too, in its smallest budget"
+    parser.add_argument("--disk", action="store_true", help=text)
     text = "instead, stowplan in FSDP2's own peaks; --workers 2 --sequence 64 is small"
     parser.add_argument("--versus", action="store_true", help=text)
     given = parser.parse_args(argv)
@@ -227,7 +243,8 @@ def main(argv: Sequence[str]) -> None:
                 assert roomy.is_right, roomy
                 assert tight.is_right, tight
         return
-    asked = given.model, given.batch, given.sequence, given.share, given.rounds, given.fsdp, given.late
+    others = [name for name in ("late", "disk", "fsdp") if getattr(given, name)]
+    asked = given.model, given.batch, given.sequence, given.share, given.rounds, others
     found = on_workers(given.workers, compare, *asked, patience=_PATIENCE_SECONDS)
     alone = found[0][0].peak_bytes
     study, case = Study("shards"), f"{given.model} with sharded parameters on {given.workers} workers"
