@@ -52,3 +52,19 @@ def test_attention_is_cut_by_sample_and_not_by_token(batch: int, is_cut: bool) -
     attention = [each for each in large_signatures(captured) if "attention" in each.text]
     assert len(attention) == 2
     assert all(bool(fraction_of(each, large_bytes=LARGE_BYTES)) is is_cut for each in attention)
+
+
+class Volume(nn.Module):
+    def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(scores, labels)
+
+
+def test_a_loss_over_a_volume_has_no_part_or_one_that_fits_together() -> None:
+    """Its backward is given scores and labels whose dims do not line up: most parts of them are refused."""
+    scores = torch.rand(1, 4, 64, 64, 64, requires_grad=True)
+    captured = capture(Volume(), (scores, torch.zeros(1, 64, 64, 64, dtype=torch.long)))
+    losses = [each for each in large_signatures(captured) if "nll_loss2d" in each.text]
+    assert len(losses) == 2
+    for signature in losses:
+        fraction = fraction_of(signature, large_bytes=LARGE_BYTES)
+        assert fraction is None or probed_cost(fraction.signature, CPU, repeats=1) is not None

@@ -34,7 +34,7 @@ from tests.support.nets import Example
 from tests.support.spilling import everything_moved
 from tests.support.workers.compared import EXACT, differentiate, distance, example_of, gradients_of
 from tests.support.workers.processes import on_workers
-from tests.support.workers.sharded import Trained, Training, early_in
+from tests.support.workers.sharded import Trained, Training, early_in, iterate
 
 pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
@@ -250,10 +250,28 @@ def look_at_state(**options: Any) -> StateAway:
     return StateAway(trained, (in_memory[0], in_memory[1]), dropping.far)
 
 
-Findings: TypeAlias = tuple[list[Offloaded], list[AllMoved], list[StateAway], list[str]]
+def resumes_with_state_away(folder: Path) -> bool:
+    """Whether a training that is saved and resumed ends with the bits of one that was left alone."""
+    budget = smallest_without(parameters="shard")
+    with small_chunks():
+        alone, saved, resumed = (Training(budget, parameters="shard", **STATE_AWAY) for _ in range(3))
+        shares, _ = shards_of(alone.fitted).share(*alone.args)
+        for training in (alone, saved):
+            torch.manual_seed(3)
+            for done in (1, 2):
+                iterate(training.fitted, shares, training.optimizer, None)
+                if training is saved and done == 1:
+                    saved.checkpoints(folder).save(done)
+        assert resumed.checkpoints(folder).resume() == 1
+        iterate(resumed.fitted, shares, resumed.optimizer, None)
+        ends = [training.values() for training in (alone, saved, resumed)]
+    return all(torch.equal(*pair) for end in ends[1:] for pair in zip(ends[0], end, strict=True))
 
 
-def look() -> Findings:
+Findings: TypeAlias = tuple[list[Offloaded], list[AllMoved], list[StateAway], bool, list[str]]
+
+
+def look(folder: Path) -> Findings:
     below = [look_below(ROWS, "shard"), look_below(ROWS + 1, "shard"), look_below(ROWS, "replicate")]
     moved = [
         look_at_all_moved("data=2", "shard", example_of("gpt", batch=3)),
@@ -265,12 +283,12 @@ def look() -> Findings:
         look_at_state(parameters="shard", batch=3, clip_norm=None),
         look_at_state(parameters="replicate", accumulate=2),
     ]
-    return below, moved, away, refusals()
+    return below, moved, away, resumes_with_state_away(folder), refusals()
 
 
 @pytest.fixture(scope="module")
-def two() -> list[Findings]:
-    return on_workers(2, look)
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[Findings]:
+    return on_workers(2, look, tmp_path_factory.mktemp("checkpoints"))
 
 
 def test_offload_meets_a_budget_below_the_smallest_without_it(two: list[Findings]) -> None:
@@ -317,11 +335,15 @@ def test_a_plan_that_stores_a_buffer_under_way_is_illegal(two: list[Findings]) -
 
 def test_state_waits_on_disk_below_the_smallest_budget_with_state_in_memory(two: list[Findings]) -> None:
     """With one plan for both workers, a plan for each without clipping, and whole parameters in two parts."""
-    for _, _, away, _ in two:
+    for _, _, away, *_ in two:
         for found in away:
             assert found.trained.is_right
             assert found.in_memory_bytes[0] < 0.5 * found.in_memory_bytes[1]
             assert found.far_if_dropped > 1e-6
+
+
+def test_a_checkpoint_has_the_state_that_waits_on_disk(two: list[Findings]) -> None:
+    assert all(is_same for *_, is_same, _ in two)
 
 
 def test_what_cannot_be_offloaded_is_refused_before_the_first_step(two: list[Findings]) -> None:

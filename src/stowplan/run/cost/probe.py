@@ -396,7 +396,7 @@ def _dense(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
 
 
 def _made(signature: Signature) -> _Made | None:
-    """None if the op refuses such operands."""
+    """None if the op refuses such operands: without data many ops are Python code, which asserts."""
     tensors = [
         torch.empty_strided(operand.shape, operand.stride, dtype=operand.dtype, device=_META)
         for operand in signature.operands
@@ -406,7 +406,7 @@ def _made(signature: Signature) -> _Made | None:
             results = [
                 made for made in pytree.tree_leaves(call_on(signature, tensors)()) if torch.is_tensor(made)
             ]
-    except (RuntimeError, ValueError, IndexError):
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
         return None
     given = {storage_id(tensor.untyped_storage()) for tensor in tensors}
     new = {storage_id(r.untyped_storage()): r.untyped_storage().nbytes() for r in results}
