@@ -157,10 +157,8 @@ UPDATE = "stowplan.update.default"  # of parameters, by an optimizer: they hold 
 # Ops that make whole parameters of shards: one begins the messages, the other waits for them. If workers have
 # plans of their own, a token keeps messages in order, and an op that gathers parts of parameters does both.
 BEGIN_GATHER, END_GATHER = "stowplan.begin_gather.default", "stowplan.end_gather.default"
-BEGIN_IN_ORDER, GATHER_IN_ORDER = (
-    "stowplan.begin_gather_in_order.default",
-    "stowplan.gather_in_order.default",
-)
+BEGIN_IN_ORDER = "stowplan.begin_gather_in_order.default"
+GATHER_IN_ORDER = "stowplan.gather_in_order.default"
 
 UNDER_WAY = frozenset(
     ("stowplan.begin_sums.default", "stowplan.begin_exchange_back.default", BEGIN_GATHER, BEGIN_IN_ORDER)

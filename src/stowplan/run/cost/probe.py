@@ -406,7 +406,7 @@ def _made(signature: Signature) -> _Made | None:
             results = [
                 made for made in pytree.tree_leaves(call_on(signature, tensors)()) if torch.is_tensor(made)
             ]
-    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+    except (RuntimeError, ValueError, IndexError, AssertionError):
         return None
     given = {storage_id(tensor.untyped_storage()) for tensor in tensors}
     new = {storage_id(r.untyped_storage()): r.untyped_storage().nbytes() for r in results}

@@ -24,6 +24,7 @@ from stowplan.errors import BadUse
 from stowplan.run.iteration.changes import Seen, is_called_by_scaler
 from stowplan.run.iteration.one_by_one import (
     OneByOne,
+    OwnHook,
     UpdateBook,
     groups_by_parameter,
     hooks_before_steps,
@@ -78,13 +79,11 @@ class Iteration:
             offloads=offloads,
             on_workers=on_workers,
         )
-        self._on_workers = on_workers
         self.norm_over_workers: Callable[[Tensor], Tensor] | None = None  # from the norm of this worker's
         self.sum_over_workers: Callable[[], None] | None = None  # of gradients that no backward has summed
         bring_back(optimizer)
         self.optimizer, self.accumulate = optimizer, accumulate
         self._clip_norm, self._clip_value = clip_norm, clip_value
-        self._keeps_all, self._kept_names = self.planner.keeps_all, self.planner.kept_names
         self._single = OneByOne(optimizer)
         self._model: weakref.ref[nn.Module] | None = None
         self._progress = _Progress()
@@ -104,7 +103,6 @@ class Iteration:
         self._to_load: dict[Tensor, int] = {}  # parameters that belong to the state that was loaded last
         self._is_stepping = False  # `optimizer.step()` has begun and has not ended
         self._told = False
-        self._refuse_surroundings()
         own = weakref.ref(self)
         optimizer.register_step_pre_hook(_StepHook(own))
         optimizer.register_step_post_hook(lambda *_: _stepped(own))
@@ -115,11 +113,11 @@ class Iteration:
         """The fitted module whose parameters are trained."""
         self._model = weakref.ref(model)
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        if unknown := sorted(self._kept_names - names):
+        if unknown := sorted(self.planner.kept_names - names):
             raise BadUse(f"keep_gradients names {unknown[0]!r}, which is no parameter of the model")
 
     def takes(self, variant: Variant, step: Captured, model: nn.Module) -> None:
-        """From now on the iteration runs by a plan for this step, which is in this variant."""
+        """Run the iteration by a plan for this step, in this variant, from now on."""
         trained, tensors = self.planner.trained_in(step, model), step.graph.tensors
         self._watched = self.planner.watched_among(trained)
         self._first_fits = not variant.state_away and all(
@@ -130,7 +128,7 @@ class Iteration:
         by_name = dict(model.named_parameters(remove_duplicate=False))
         book, tier = UpdateBook(self.optimizer), live_tier(model)
         groups = groups_by_parameter(self.optimizer)
-        kept = {by_name[name] for name in self._kept_names} | {self._watched}
+        kept = {by_name[name] for name in self.planner.kept_names} | {self._watched}
         moved = {by_name[names[0]]: None for names in step.program.parameters.values() if names[0] in by_name}
         self._moved = {p: None for p in moved if p in groups and p not in kept}
         tier.reserve([n for p in self._moved for n in book.of(p, groups[p]).movable_bytes])
@@ -155,7 +153,7 @@ class Iteration:
 
     def begins(self, leaving: Leaving) -> None:
         """Called within backward, before the first gradient leaves."""
-        self._refuse_surroundings()
+        self.planner.refuse_surroundings()
         self.refuse_between()
         if self.sum_over_workers is not None and not all(map(will_accumulate, leaving.differentiated)):
             raise BadUse(
@@ -260,7 +258,7 @@ class Iteration:
     @property
     def _updates_late(self) -> bool:
         """Whether they always do, so that the loop may change gradients before."""
-        return self._clip_norm is not None or self._keeps_all
+        return self._clip_norm is not None or self.planner.keeps_all
 
     def _ends(self) -> None:
         """Backward is done."""
@@ -370,7 +368,7 @@ class Iteration:
             self._clip(list(model.parameters()), self._clip_norm)
         elif self._clip_value is not None:
             nn.utils.clip_grad_value_(model.parameters(), self._clip_value)
-        if not self._keeps_all:
+        if not self.planner.keeps_all:
             self._update_rest(model)
 
     def _sum_late(self, sum_gradients: Callable[[], None]) -> None:
@@ -415,7 +413,7 @@ class Iteration:
     def _update_rest(self, model: nn.Module) -> None:
         """What was not done in backward. What shall stay is left to the step itself."""
         named = list(model.named_parameters(remove_duplicate=False))
-        kept = {parameter for name, parameter in named if name in self._kept_names} | {self._watched}
+        kept = {parameter for name, parameter in named if name in self.planner.kept_names} | {self._watched}
         own = {parameter for _, parameter in named}
         for parameter in sorted(self._groups, key=lambda p: p.nbytes):  # in the order of the plan
             if parameter in own and parameter not in kept and parameter.grad is not None:
@@ -424,7 +422,7 @@ class Iteration:
     def _refuse_changes(self) -> None:
         """Raise BadUse for what came too late, or would have if updates did not wait this time."""
         progress, scaled = self._progress, getattr(self.optimizer, "grad_scale", None) is not None
-        if scaled and not self._keeps_all:
+        if scaled and not self.planner.keeps_all:
             raise self._too_late("a GradScaler scales gradients that the optimizer unscales")
         if self._updates_late and self._repeat is None:
             return
@@ -454,25 +452,6 @@ class Iteration:
             " options before backward. "
             + (f"This iteration is spoilt: {_RESUME}" if begun else "Nothing has been updated yet")
         )
-
-    def _refuse_surroundings(self) -> None:
-        workers = torch.distributed
-        if self._on_workers:
-            pass  # their gradients have been summed when they leave the step
-        elif workers.is_available() and workers.is_initialized() and workers.get_world_size() > 1:
-            raise BadUse(
-                "optimizer= without a mesh is for one process: DistributedDataParallel and others add up"
-                " gradients after the plan would have consumed them. Use fit(..., optimizer=,"
-                f' mesh="data={workers.get_world_size()}"), where the plan adds them up, with'
-                ' parameters="shard" to divide the state too, or leave optimizer= out and use reserve= for'
-                " the optimizer's state"
-            )
-        foreign = [hook for hook in hooks_before_steps(self.optimizer) if not isinstance(hook, _StepHook)]
-        if foreign:
-            raise BadUse(
-                f"{foreign[0]} runs before each step of the optimizer, and parameters are updated in backward"
-                " before it: remove it (register_step_post_hook is called as before), or leave out optimizer="
-            )
 
     def _refuse_updated_by_others(self, parameters: Sequence[Tensor]) -> None:
         """Two modules fitted with one optimizer may have parameters in common."""
@@ -506,7 +485,7 @@ class Iteration:
         self._is_stepping = False
 
 
-class _StepHook:
+class _StepHook(OwnHook):
     """Tells an iteration of the optimizer's step, as long as there is one."""
 
     def __init__(self, iteration: weakref.ref[Iteration]) -> None:

@@ -206,6 +206,10 @@ def _look(tensor: Tensor) -> object:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
+class OwnHook:
+    """A hook before an optimizer's steps that knows of updates in backward."""
+
+
 def hooks_before_steps(optimizer: Optimizer) -> Iterator[object]:
     """Hooks that run before each step: those of the optimizer and those of all optimizers."""
     yield from optimizer._optimizer_step_pre_hooks.values()

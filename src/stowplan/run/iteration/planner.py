@@ -15,7 +15,12 @@ from stowplan.capture import Captured
 from stowplan.errors import BadUse, BudgetTooSmall, PlanOfAnotherStep
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Tier
-from stowplan.run.iteration.one_by_one import groups_by_parameter, refuse_unless_one_by_one
+from stowplan.run.iteration.one_by_one import (
+    OwnHook,
+    groups_by_parameter,
+    hooks_before_steps,
+    refuse_unless_one_by_one,
+)
 from stowplan.run.iteration.updates import Trained, with_updates
 from stowplan.run.planning.planner import Subject
 from stowplan.run.step.function import LiveTier, tier_for
@@ -35,7 +40,7 @@ class Variant:
 
 
 class IterationPlanner:
-    """How the step of one optimizer's loop is planned; the options are those of `fit`."""
+    """Makes the steps that an optimizer's iteration can be planned as; the options are those of `fit`."""
 
     def __init__(
         self,
@@ -63,6 +68,28 @@ class IterationPlanner:
         self._offloads = offloads and not self.keeps_all
         # Whether a plan that consumes gradients is for two backwards: for the norm, then for the updates.
         self.repeats = self._clips and accumulate == 1 and not on_workers
+        self._on_workers = on_workers
+        self.refuse_surroundings()
+
+    def refuse_surroundings(self) -> None:
+        """Refuse other processes, and hooks that would come after the updates."""
+        workers = torch.distributed
+        if self._on_workers:
+            pass  # their gradients have been summed when they leave the step
+        elif workers.is_available() and workers.is_initialized() and workers.get_world_size() > 1:
+            raise BadUse(
+                "optimizer= without a mesh is for one process: DistributedDataParallel and others add up"
+                " gradients after the plan would have consumed them. Use fit(..., optimizer=,"
+                f' mesh="data={workers.get_world_size()}"), where the plan adds them up, with'
+                ' parameters="shard" to divide the state too, or leave optimizer= out and use reserve= for'
+                " the optimizer's state"
+            )
+        foreign = [hook for hook in hooks_before_steps(self.optimizer) if not isinstance(hook, OwnHook)]
+        if foreign:
+            raise BadUse(
+                f"{foreign[0]} runs before each step of the optimizer, and parameters are updated in backward"
+                " before it: remove it (register_step_post_hook is called as before), or leave out optimizer="
+            )
 
     def variants(self, captured: Captured, model: nn.Module) -> list[Variant]:
         """How the step may be planned: each takes less memory and more time than those before."""

@@ -230,7 +230,7 @@ class ShardPlanner:
             raise
 
     def _taken(self, attempt: Attempt) -> Attempt:
-        """The attempt that the workers will run; the optimizer's state finds its room first."""
+        """The attempt that the workers will run, after each has reserved room for the optimizer's state."""
         iteration = self._request.iteration
         if iteration is not None and attempt.variant is not None:
             takes = partial(iteration.takes, attempt.variant, attempt.planned.captured, self._model)
