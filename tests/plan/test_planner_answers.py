@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 from types import SimpleNamespace
 from typing import cast
 
@@ -16,7 +17,7 @@ from stowplan.plan import frontier
 from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import baseline_peak_of
-from stowplan.plan.select import Baseline, Selector, Tradeoff, planner_of
+from stowplan.plan.select import Baseline, Group, Selector, Tradeoff, planner_of
 from tests.support.steps import random_step, uneven_prices
 
 pytestmark = pytest.mark.torch
@@ -119,3 +120,31 @@ def test_a_candidate_that_can_save_less_than_the_gap_is_not_examined(gap: float,
     plain = _Bounded(100, 1.0, 1.0)  # needs more memory
     selector = Selector(plain, Baseline(1.0, 100), lambda _: found, Prefer.TIME, gap=gap)
     assert selector.answer(10)[0].projected_seconds == seconds
+
+
+_PLANNED, _HOPELESS = _Bounded(1, 9.0, 10.0), _Bounded(1, inf, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "least", "is_made", "seconds"),
+    [
+        pytest.param(_PLANNED, 10.5, False, 10.0, id="its bound is above the best plan"),
+        pytest.param(_PLANNED, 9.5, True, 9.6, id="its bound is below it"),
+        pytest.param(_HOPELESS, 10.5, True, 9.6, id="there is no plan"),
+    ],
+)
+def test_candidates_that_take_long_to_make_are_made_if_they_could_win(
+    other: _Bounded, least: float, is_made: bool, seconds: float
+) -> None:
+    made = list[_Bounded]()
+
+    def make() -> Iterator[_Bounded]:
+        made.append(_Bounded(1, 9.6, 9.6))
+        return iter(made)
+
+    found = (Group(least, make), other)
+    plain = _Bounded(100, 1.0, 1.0)  # needs more memory
+    selector = Selector(plain, Baseline(1.0, 100), lambda _: found, Prefer.TIME)
+    assert selector.answer(10)[0].projected_seconds == seconds
+    assert bool(made) is is_made
+    assert len(selector.candidates) == 2  # which asks for all

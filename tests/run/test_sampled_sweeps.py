@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from stowplan.capture import capture
 from stowplan.plan.options import PlanOptions
@@ -87,3 +88,32 @@ def test_sweeps_are_probed_on_the_tensors_of_the_captured_step(monkeypatch: pyte
     graph, calls = candidate.captured.graph, candidate.captured.program.calls
     sweeps = {op.id for op in graph.ops if op.type.startswith("stowplan.")}
     assert asked == {call_signature(graph, calls[op]).text for op in sweeps}
+
+
+class _Blocks(nn.Module):
+    """Two equal blocks between others that differ from them in one thing each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dilations = (1, 1, 1, 2, 1)
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=d, dilation=d) for d in dilations)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs[:4]:
+            x = conv(x) - x
+        x = x - self.convs[4](x)
+        return x.square().mean()
+
+
+def test_sweeps_over_equal_blocks_have_one_price() -> None:
+    captured = capture(_Blocks(), (torch.randn(1, 4, 16, 16),))
+
+    def priced_as(block: str, parts: tuple[int, ...] = (1, 1, 2, 2)) -> tuple[str, ...]:
+        segment = stretch(captured, f"convolution{block}", f"sub{block}")
+        sweep = Sweep(segment, captured.program.calls, parts)
+        assert sweep.segment.ops[0].id in sweep.name
+        return tuple(signature.text for signature in signatures_of(sweep))
+
+    assert priced_as("_1") == priced_as("_2")
+    others = {priced_as(block) for block in ("", "_3", "_4")} | {priced_as("_2", (1, 1, 4, 2))}
+    assert len(others | {priced_as("_1")}) == 5  # no gradient of the input, dilated, the other way, finer

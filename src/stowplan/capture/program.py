@@ -233,21 +233,24 @@ _numbers = count(1)
 class Handle:
     """`name` tells what is computed; `key`, which ops receive, is unique in this process.
 
-    The key is part of generated code: it begins with a `title` that contains no name of the user's.
-    `added_seconds` are those that eager does not take for the same.
+    The key is part of generated code: it begins with a `title` that contains no name of the user's. Handles
+    of one `likeness` do the same with tensors that look the same, so they have one price. `added_seconds` are
+    those that eager does not take for the same.
     """
 
     name: str
     key: str
+    likeness: str
     added_seconds: float = 0.0
 
     def __init__(self, name: str, title: str) -> None:
         self._title = title
         self.identify(name)
 
-    def identify(self, name: str) -> None:
+    def identify(self, name: str, likeness: str = "") -> None:
         """Take a name and a new key: a copy that computes something else is another handle."""
-        self.name, self.key = name, f"{self._title} #{next(_numbers)}"
+        self.name, self.likeness = name, likeness or name
+        self.key = f"{self._title} #{next(_numbers)}"
         _living[self.key] = self
 
 

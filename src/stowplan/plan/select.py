@@ -5,6 +5,7 @@ third. A plan without tiles gives eager's gradients bit for bit, one with tiles 
 Tiles are therefore used if nothing else is within the budget, or, if the caller prefers time, if they are
 faster. The candidate with the smallest bound is examined next, more closely each time, and only while it
 could still win. If the baseline graph has a plan within the budget, no other candidate is examined.
+Candidates that take long to make are made together when the bound of their group is the smallest.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -227,6 +228,21 @@ def _asked(planner: Planner | None, allowed_bytes: int, ask: Callable[[Planner, 
 
 
 C = TypeVar("C", bound=Candidate)
+
+
+@dataclass(frozen=True)
+class Group(Generic[C]):
+    """Candidates that are made when they are first needed; no plan of theirs is expected to take less time
+    than `least_seconds`."""
+
+    least_seconds: float
+    make: Callable[[], Iterable[C]]
+
+    @cached_property
+    def candidates(self) -> tuple[C, ...]:
+        return tuple(self.make())
+
+
 _LAST = 1e300  # seconds
 _ROUNDING = 1e-9  # of sums of seconds in another order
 
@@ -237,12 +253,12 @@ class Selector(Generic[C]):
 
     plain: C
     baseline: Baseline
-    find_candidates: Callable[[Refusals], Iterable[C]]
+    find_candidates: Callable[[Refusals], Iterable[C | Group[C]]]
     prefer: Prefer = Prefer.EXACTNESS
     compare: Callable[[Plan], Plan] = lambda plan: plan  # with eager, where there is a model
     compiled: C | None = None  # the step with compiled kernels, which is used where it is faster
     gap: float = 0.0  # of the best plan's seconds: a candidate that can save less is not examined
-    _candidates: tuple[C, ...] | None = field(default=None, repr=False)
+    _groups: tuple[Group[C], ...] | None = field(default=None, repr=False)
     _refusals: Refusals = field(default_factory=Refusals, repr=False)
 
     def plan(self, allowed_bytes: int) -> Plan:
@@ -254,15 +270,22 @@ class Selector(Generic[C]):
         best = self._untiled_answer(allowed_bytes)
         if best is not None and (self.prefer is Prefer.EXACTNESS or self._costs_nothing(best[0])):
             return best
-        candidates = () if patience().over else self.candidates
-        queue = [(0.0, number, each.bounds(allowed_bytes)) for number, each in enumerate(candidates)]
-        while queue and (best is None or queue[0][0] < (1 - self.gap) * best[0].projected_seconds):
-            if patience().over:
+        groups = [] if patience().over else list(self.groups)
+        made, queue = list[C](), list[tuple[float, int, Iterator[float]]]()
+        while not patience().over:
+            limit = inf if best is None else (1 - self.gap) * best[0].projected_seconds
+            nearest = min(limit, queue[0][0]) if queue else limit
+            if groups and groups[0].least_seconds <= nearest:
+                for candidate in groups.pop(0).candidates:
+                    heappush(queue, (0.0, len(made), candidate.bounds(allowed_bytes)))
+                    made.append(candidate)
+                continue
+            if nearest >= limit:
                 break
             _, number, bounds = heappop(queue)
-            closer = self._closer(self.candidates[number], bounds)
+            closer = self._closer(made[number], bounds)
             if closer is None:
-                best = _faster(best, self._answered(self.candidates[number], allowed_bytes))
+                best = _faster(best, self._answered(made[number], allowed_bytes))
             elif closer < inf:
                 heappush(queue, (closer, number, bounds))
         if over := patience().over:
@@ -297,11 +320,22 @@ class Selector(Generic[C]):
         return plan.projected_seconds <= self.baseline.seconds * (1 + _ROUNDING)
 
     @property
+    def groups(self) -> tuple[Group[C], ...]:
+        """The tiled candidates: those that are there at once, then others by what they take at least."""
+        if self._groups is None:
+            found = list(self.find_candidates(self._refusals))
+            at_once = tuple(each for each in found if not isinstance(each, Group))
+            later = (each for each in found if isinstance(each, Group))
+            self._groups = (
+                Group(0.0, lambda: at_once),
+                *sorted(later, key=lambda group: group.least_seconds),
+            )
+        return self._groups
+
+    @property
     def candidates(self) -> tuple[C, ...]:
         """All tiled candidates."""
-        if self._candidates is None:
-            self._candidates = tuple(self.find_candidates(self._refusals))
-        return self._candidates
+        return tuple(candidate for group in self.groups for candidate in group.candidates)
 
     def tradeoffs(self) -> tuple[Tradeoff, ...]:
         """Budget against time over all candidates, from the smallest budget on."""

@@ -1,6 +1,6 @@
 """Can a segment be computed on this grid? If not, the first reason why."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from stowplan.errors import NotTileable
 from stowplan.ir import Op
@@ -21,22 +21,17 @@ def fitting_tiles(segment: Segment, parts: Sequence[int]) -> Grid:
     if refusal := _of_the_whole(segment, parts):
         raise NotTileable(refusal)
     grid = grid_of(segment, parts)
-    rules = _rules(segment)
     has_own = any(op.type in registered_types for op in segment.ops)
-    asked = grid if has_own else [tile for tile, _ in grid.kinds]
-    for tile in asked:
-        if refusal := _of_a_tile(segment, tile, rules):
-            raise NotTileable(refusal)
+    refuse_tiles(segment, grid if has_own else [tile for tile, _ in grid.kinds])
     return grid
 
 
-def refusal_of_tile(segment: Segment, tile: Tile) -> str:
-    """Why a tile cannot be computed on its own; "" if it can."""
-    return _of_a_tile(segment, tile, _rules(segment))
-
-
-def _rules(segment: Segment) -> dict[str, Refusal]:
-    return {op.id: segment.refusal(op) for op in segment.ops if op.id not in segment.known}
+def refuse_tiles(segment: Segment, tiles: Iterable[Tile]) -> None:
+    """NotTileable says why, if one of the tiles cannot be computed on its own."""
+    rules = {op.id: segment.refusal(op) for op in segment.ops if op.id not in segment.known}
+    for tile in tiles:
+        if refusal := _of_a_tile(segment, tile, rules):
+            raise NotTileable(refusal)
 
 
 def _of_the_whole(segment: Segment, parts: Sequence[int]) -> str:

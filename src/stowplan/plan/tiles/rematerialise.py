@@ -10,12 +10,11 @@ computed twice.
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stowplan.errors import NotTileable
 from stowplan.ir import Kind, Op
 from stowplan.ops.effects import macs_of
 from stowplan.ops.regions import Relation
 from stowplan.ops.table import site_of
-from stowplan.plan.tiles.fitness import refusal_of_tile
+from stowplan.plan.tiles.fitness import refuse_tiles
 from stowplan.plan.tiles.rects import Tile, regions_by_op, tile_of
 from stowplan.plan.tiles.rounds import Round, towards
 from stowplan.plan.tiles.segment import Segment
@@ -83,9 +82,7 @@ def tiles_before(of_round: Round, remat: Segment) -> tuple[Tile | None, ...]:
     """For each tile of a pass, the tile that recomputes its inputs; NotTileable if those cannot be cut so."""
     regions = regions_by_op(remat)
     tiles = tuple(_tile_for(reader, remat, regions) for reader in of_round.tiles)
-    for tile in filter(None, tiles):
-        if refusal := refusal_of_tile(remat, tile):
-            raise NotTileable(refusal)
+    refuse_tiles(remat, filter(None, tiles))
     return tiles
 
 

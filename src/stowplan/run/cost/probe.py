@@ -142,7 +142,7 @@ def spelled_argument(value: Argument) -> str:
         case tuple():
             return f"[{', '.join(map(spelled_argument, value))}]"
         case Handle():
-            return repr(value.name)
+            return repr(value.likeness)
         case _:
             return repr(value)
 

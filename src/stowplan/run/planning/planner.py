@@ -36,7 +36,7 @@ from stowplan.plan.options import DEFAULT_OPTIONS, Kernels, PlanOptions, Prefer,
 from stowplan.plan.plan import Plan, Pricing, RecomputeOp, Step, price_by_profile
 from stowplan.plan.planner import Planner, refuse_hopeless
 from stowplan.plan.problem import slices_last
-from stowplan.plan.select import Baseline, Candidate, GraphCandidate, Refusals, Selector
+from stowplan.plan.select import Baseline, Candidate, GraphCandidate, Group, Refusals, Selector
 from stowplan.plan.watch import limited_to
 from stowplan.run.cost.machine import device_of, platform_of, replace_file, user_folder
 from stowplan.run.cost.probe import probe
@@ -201,7 +201,8 @@ class StepCandidate(Candidate, Protocol):
 
 
 StepCandidates: TypeAlias = Callable[
-    [Subject, Pricing | None, Baseline, PlanOptions, Refusals], Iterable[StepCandidate]
+    [Subject, Pricing | None, Baseline, PlanOptions, Refusals],
+    Iterable[StepCandidate | Group[StepCandidate]],
 ]
 STEP_CANDIDATES: Socket[StepCandidates] = Socket("run", "tile")
 """What techniques make of a captured step. The pricing is that of its ops, if they were probed."""
@@ -293,7 +294,7 @@ def _seconds_of_step(graph: Graph, pricing: Pricing, *, times: float) -> dict[st
 
 def _candidates(
     subject: Subject, pricing: Pricing | None, baseline: Baseline, options: PlanOptions, refusals: Refusals
-) -> Iterator[StepCandidate]:
+) -> Iterator[StepCandidate | Group[StepCandidate]]:
     for candidates in STEP_CANDIDATES.offered(options.allow):
         yield from candidates(subject, pricing, baseline, options, refusals)
 

@@ -12,7 +12,7 @@ from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Basis, Decision, Exactness, Plan, Pricing
-from stowplan.plan.select import Baseline, GraphCandidate, Refusals, Tradeoff, tradeoffs_of
+from stowplan.plan.select import Baseline, GraphCandidate, Group, Refusals, Tradeoff, tradeoffs_of
 from stowplan.plan.tile_map import TileMap, tiled_inside
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiled, Tiling, stage_tilings, whole_tilings
@@ -47,6 +47,7 @@ _GATHER, _SWEEP = "stowplan.gather.default", "stowplan.sweep.default"
 _SWEEP_LOSS = "stowplan.sweep_loss.default"
 _SWEEPS = (_SWEEP, _SWEEP_LOSS)
 _SURE = 0.75  # of the memory of a tile that is differentiated, as projected
+_SURE_WORK = 0.75  # of the seconds of recomputed skips, which tiles may compute faster
 
 
 class TiledCandidate:
@@ -234,10 +235,11 @@ def _bytes_of(tensors: Iterable[Tensor], *kinds: Kind) -> int:
 @STEP_CANDIDATES.register("tile")
 def tiled_candidates(
     subject: Subject, pricing: Pricing | None, step: Baseline, options: PlanOptions, refusals: Refusals
-) -> Iterator[StepCandidate]:
+) -> Iterator[StepCandidate | Group[StepCandidate]]:
     """All tiled candidates for a step; none if autograd would compute something else than the step.
 
-    `pricing` has the prices of its ops; without it, the ops are probed first.
+    `pricing` has the prices of its ops; without it, the ops are probed first. Steps with recomputed skips
+    come as groups: their tiles are taken to be no faster than those of the step itself.
     """
     try:
         refuse_untileable(subject)
@@ -247,9 +249,11 @@ def tiled_candidates(
     pricing = pricing or price_captured(subject.captured, options)
     yield from _candidates(subject, pricing, step, options, partial(_tilings, refusals=refusals))
     for captured in with_skips_recomputed(subject.captured, subject.model, subject.args, subject.kwargs):
-        pricing = price_captured(captured, options)
         again, divided = replace(subject, captured=captured), partial(_divided, refusals=refusals)
-        yield from _candidates(again, pricing, step, options, divided)
+        prices = price_captured(captured, options)
+        recomputed = sum(prices.seconds.values()) - sum(pricing.seconds.values())
+        make = partial(_candidates, again, prices, step, options, divided)
+        yield Group(step.seconds + _SURE_WORK * recomputed, make)
 
 
 def _tilings(graph: Graph, refusals: Refusals) -> Iterator[tuple[Tiling, Rematerialised]]:

@@ -8,10 +8,11 @@ add up over the tiles and are then handed on to what they were gathered of, in t
 Sums: gradients of what tiles read, added up as soon as autograd has them, in float32 or wider.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from hashlib import sha256
 from types import MappingProxyType
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from stowplan.capture import Call, Handle
 from stowplan.geometry import Rect
+from stowplan.ir import Op
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.buffer_reuse import buffers_reused
@@ -117,10 +119,17 @@ def _zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LocalRound:
-    """Tiles, and the statistics that are gathered of what they write."""
+    """Tiles, and the statistics that are gathered of what they write.
 
-    tiles: tuple[LocalStep, ...]
+    A tile is made ready by its maker when it first runs: probes run few of them.
+    """
+
+    makers: tuple[Callable[[], LocalStep], ...]
     gatherings: tuple[Gathering, ...]
+
+    @property
+    def tiles(self) -> Iterator[LocalStep]:
+        return (make() for make in self.makers)
 
     def gather(self, given: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         """The statistics by name."""
@@ -158,14 +167,18 @@ class LocalRound:
         parts.clear()
         differentiate(ends, seeds)
 
-    def behind(self, before: Sequence[LocalStep | None]) -> "LocalRound":
+    def behind(self, before: Sequence[Callable[[], LocalStep | None]]) -> "LocalRound":
         """The same with something that makes what a tile reads before each."""
-        pairs = zip(self.tiles, before, strict=True)
-        return replace(self, tiles=tuple(replace(tile, before=step) for tile, step in pairs))
+        pairs = zip(self.makers, before, strict=True)
+        return replace(self, makers=tuple(cache(partial(_after, *pair)) for pair in pairs))
 
     def only(self, tiles: Sequence[int]) -> "LocalRound":
         """Some of its tiles, by number."""
-        return replace(self, tiles=tuple(self.tiles[number] for number in tiles))
+        return replace(self, makers=tuple(self.makers[number] for number in tiles))
+
+
+def _after(make: Callable[[], LocalStep], before: Callable[[], LocalStep | None]) -> LocalStep:
+    return replace(make(), before=before())
 
 
 class Sweep(Handle):
@@ -197,6 +210,7 @@ class Sweep(Handle):
         name = _name_of(segment, self.parts)
         super().__init__(name, title=name)
         self.reads, self.known = segment.inputs, (*self.statistics, *_known_in(segment, given))
+        self.likeness = _likeness_of(self.parts, self.reads, segment)
         self.remat: Segment | None = None
         self.before: tuple[tuple[Tile | None, ...], ...] = ((),) * len(self.rounds)
 
@@ -217,10 +231,13 @@ class Sweep(Handle):
         some = copy(self)
         some.reads = remat.read
         some.known = tuple(dict.fromkeys((*self.known, *_known_in(made, given))))
-        some.identify(f"{self.name}, of {', '.join(remat.kept)} ({_digest(made)})")
+        some.identify(
+            f"{self.name}, of {', '.join(remat.kept)} ({_digest(made)})",
+            _likeness_of(self.parts, some.reads, self.segment, made),
+        )
         some.remat, some.before = made, tuple(tiles_before(of_round, made) for of_round in self.rounds)
         *some._rounds, some._last = (
-            local.behind([_before(tile, made, calls, given) for tile in tiles])
+            local.behind([partial(_before, tile, made, calls, given) for tile in tiles])
             for local, tiles in zip((*self._rounds, self._last), some.before, strict=True)
         )
         return some
@@ -372,11 +389,11 @@ def _seeds(
 
 
 def _local_round(of_round: Round, calls: Mapping[str, Call], known: Mapping[str, Gathering]) -> LocalRound:
-    last = not of_round.statistics
-    steps = (
-        local_step(of_round.segment, calls, tile, known, ends_are_outputs=last) for tile in of_round.tiles
+    ready = partial(local_step, of_round.segment, calls, gatherings=known)
+    makers = (
+        cache(partial(ready, tile, ends_are_outputs=not of_round.statistics)) for tile in of_round.tiles
     )
-    return LocalRound(tuple(steps), tuple(known[op.id] for op in of_round.statistics))
+    return LocalRound(tuple(makers), tuple(known[op.id] for op in of_round.statistics))
 
 
 def _before(
@@ -393,7 +410,7 @@ def _known_in(segment: Segment, gatherings: Mapping[str, Gathering]) -> tuple[st
 def _name_of(segment: Segment, parts: tuple[int, ...]) -> str:
     """The segment's ends, the grid and a digest, so that two different sweeps never have one name.
 
-    It is the same in every process: plans on disk and the cache of prices know a sweep by it.
+    It is the same in every process: plans on disk know a sweep by it.
     """
     grid = "x".join(map(str, parts))
     return f"{segment.ops[0].id} to {segment.ops[-1].id} in {grid} tiles ({_digest(segment)})"
@@ -402,13 +419,37 @@ def _name_of(segment: Segment, parts: tuple[int, ...]) -> str:
 def _digest(segment: Segment) -> str:
     tensors = segment.graph.tensors
     text = [
-        f"{op.type} {dict(op.attributes)} {[_look(tensors[use.tensor]) for use in (*op.inputs, *op.outputs)]}"
+        f"{op.type} {dict(op.attributes)} {[f'{name} {_look(tensors[name])}' for name in _names(op)]}"
         for op in segment.ops
     ]
     text.append(f"makes {segment.outputs}, knows {sorted(segment.known)}")
+    return _digest_of(text)
+
+
+def _likeness_of(parts: tuple[int, ...], reads: Sequence[str], *segments: Segment) -> str:
+    """The grid and the ops on numbered tensors, without names: twins, as in equal blocks, have one price."""
+    named = (name for segment in segments for op in segment.ops for name in _names(op))
+    ends = (name for segment in segments for name in (*segment.inputs, *segment.outputs))
+    numbers = {name: number for number, name in enumerate(dict.fromkeys((*reads, *named, *ends)))}
+    text = [f"reads {len(reads)} in {parts}"]
+    for segment in segments:
+        tensors = segment.graph.tensors
+        for op in segment.ops:
+            used = [(numbers[name], tensors[name].kind, _look(tensors[name])) for name in _names(op)]
+            how = op.id in segment.known, op is segment.loss
+            text.append(f"{op.type} {dict(op.attributes)} {used} {how}")
+        text += (str([numbers[name] for name in names]) for names in (segment.inputs, segment.outputs))
+    return f"{sum(len(segment.ops) for segment in segments)} ops in tiles ({_digest_of(text)})"
+
+
+def _names(op: Op) -> list[str]:
+    return [use.tensor for use in (*op.inputs, *op.outputs)]
+
+
+def _digest_of(text: Iterable[str]) -> str:
     return sha256("\n".join(text).encode()).hexdigest()[:12]
 
 
 def _look(tensor: Described) -> str:
     """All that a sweep is built for: one for another dtype, layout or device computes something else."""
-    return f"{tensor.id} {tensor.dtype}{tensor.shape} by {tensor.layout or 'rows'} on {tensor.device}"
+    return f"{tensor.dtype}{tensor.shape} by {tensor.layout or 'rows'} on {tensor.device}"
