@@ -8,7 +8,7 @@ import pytest
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
 from stowplan.ops.effects import UPDATE
-from stowplan.plan.judge import simulate, verify
+from stowplan.plan.judge import peaks_by_device, simulate, verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Basis, Compute, Free, Load, Plan, Pricing, RecomputeOp, Step, Store, Tier
 from stowplan.plan.planner import Planner
@@ -296,3 +296,39 @@ def test_a_tier_holds_all_that_is_stored_or_the_plan_is_refused() -> None:
     assert verify(exactly) is exactly
     with pytest.raises(IllegalPlan, match="store 16 B, host has room for 15 B"):
         verify(_with_steps(_planned(capacity_bytes=15), steps))
+
+
+def test_what_messages_arrive_in_is_stored_only_after_they_are_waited_for() -> None:
+    names = {"x": Kind.INPUT, "sums": Kind.ACTIVATION, "total": Kind.ACTIVATION, "loss": Kind.ACTIVATION}
+    tensors = {name: Tensor(name, kind, nbytes=8) for name, kind in names.items()}
+    ops = (
+        Op("begin", "stowplan.begin_sums.default", Phase.FORWARD, (Use("x"),), (Use("sums"),)),
+        Op("wait", "Wide", Phase.FORWARD, (Use("sums"),), (Use("total"),)),
+        Op("end", "Wide", Phase.FORWARD, (Use("sums"), Use("total")), (Use("loss"),)),
+    )
+    graph = Graph(tensors, ops, frozenset({"x", "loss"}))
+    pricing = Pricing(dict.fromkeys(("begin", "wait", "end"), 1.0), Basis.MEASURED)
+    plan = Planner.of(graph, pricing, options=PlanOptions(moves=1)).plan(10_000)
+    plan = replace(plan, pricing=replace(pricing, tier=Tier("host", 64, 8.0, 8.0)))
+    away = (Store(("sums",)), Free(("sums",)), Load(("sums",)))
+    begin, wait, end = (Compute(op.id) for op in ops)
+    verify(_with_steps(plan, (begin, wait, *away, end)))
+    with pytest.raises(IllegalPlan, match="stores 'sums', of which messages are still under way"):
+        verify(_with_steps(plan, (begin, *away, wait, end)))
+
+
+def test_each_device_has_the_peak_of_its_own_tensors_and_ops() -> None:
+    where = {"x": "one", "a": "one", "b": "other", "loss": "other"}
+    tensors = {
+        name: Tensor(name, Kind.INPUT if name == "x" else Kind.ACTIVATION, nbytes=8, device=device)
+        for name, device in where.items()
+    }
+    ops = (
+        Op("make", "Wide", Phase.FORWARD, (Use("x"),), (Use("a"),), device="one"),
+        Op("move", "Wide", Phase.FORWARD, (Use("a"),), (Use("b"),), device="other"),
+        Op("end", "Wide", Phase.FORWARD, (Use("b"),), (Use("loss"),), device="other"),
+    )
+    graph = Graph(tensors, ops, frozenset({"x", "loss"}))
+    pricing = Pricing(dict.fromkeys(("make", "move", "end"), 1.0), Basis.MEASURED, {"end": 100})
+    steps = (Compute("make"), Compute("move"), Free(("a",)), Compute("end"), Free(("b",)))
+    assert peaks_by_device(graph, steps, pricing) == {"one": 16, "other": 116}

@@ -258,7 +258,7 @@ class Selector(Generic[C]):
     compare: Callable[[Plan], Plan] = lambda plan: plan  # with eager, where there is a model
     compiled: C | None = None  # the step with compiled kernels, which is used where it is faster
     gap: float = 0.0  # of the best plan's seconds: a candidate that can save less is not examined
-    _groups: tuple[Group[C], ...] | None = field(default=None, repr=False)
+    _found: tuple[Group[C], ...] | None = field(default=None, repr=False)
     _refusals: Refusals = field(default_factory=Refusals, repr=False)
 
     def plan(self, allowed_bytes: int) -> Plan:
@@ -270,7 +270,7 @@ class Selector(Generic[C]):
         best = self._untiled_answer(allowed_bytes)
         if best is not None and (self.prefer is Prefer.EXACTNESS or self._costs_nothing(best[0])):
             return best
-        groups = [] if patience().over else list(self.groups)
+        groups = [] if patience().over else list(self._groups)
         made, queue = list[C](), list[tuple[float, int, Iterator[float]]]()
         while not patience().over:
             limit = inf if best is None else (1 - self.gap) * best[0].projected_seconds
@@ -320,22 +320,20 @@ class Selector(Generic[C]):
         return plan.projected_seconds <= self.baseline.seconds * (1 + _ROUNDING)
 
     @property
-    def groups(self) -> tuple[Group[C], ...]:
+    def _groups(self) -> tuple[Group[C], ...]:
         """The tiled candidates: those that are there at once, then others by what they take at least."""
-        if self._groups is None:
+        if self._found is None:
             found = list(self.find_candidates(self._refusals))
             at_once = tuple(each for each in found if not isinstance(each, Group))
             later = (each for each in found if isinstance(each, Group))
-            self._groups = (
-                Group(0.0, lambda: at_once),
-                *sorted(later, key=lambda group: group.least_seconds),
-            )
-        return self._groups
+            by_bound = sorted(later, key=lambda group: group.least_seconds)
+            self._found = (Group(0.0, lambda: at_once), *by_bound)
+        return self._found
 
     @property
     def candidates(self) -> tuple[C, ...]:
         """All tiled candidates."""
-        return tuple(candidate for group in self.groups for candidate in group.candidates)
+        return tuple(candidate for group in self._groups for candidate in group.candidates)
 
     def tradeoffs(self) -> tuple[Tradeoff, ...]:
         """Budget against time over all candidates, from the smallest budget on."""
