@@ -234,8 +234,8 @@ class Handle:
     """`name` tells what is computed; `key`, which ops receive, is unique in this process.
 
     The key is part of generated code: it begins with a `title` that contains no name of the user's. Handles
-    of one `likeness` do the same with tensors that look the same, so they have one price. `added_seconds` are
-    those that eager does not take for the same.
+    with the same `likeness` cost the same on operands of the same shape, dtype and layout; prices are kept by
+    it. `added_seconds` are those that eager does not take for the same.
     """
 
     name: str
@@ -243,9 +243,9 @@ class Handle:
     likeness: str
     added_seconds: float = 0.0
 
-    def __init__(self, name: str, title: str) -> None:
+    def __init__(self, name: str, title: str, likeness: str = "") -> None:
         self._title = title
-        self.identify(name)
+        self.identify(name, likeness)
 
     def identify(self, name: str, likeness: str = "") -> None:
         """Take a name and a new key: a copy that computes something else is another handle."""

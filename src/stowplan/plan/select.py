@@ -5,7 +5,7 @@ third. A plan without tiles gives eager's gradients bit for bit, one with tiles 
 Tiles are therefore used if nothing else is within the budget, or, if the caller prefers time, if they are
 faster. The candidate with the smallest bound is examined next, more closely each time, and only while it
 could still win. If the baseline graph has a plan within the budget, no other candidate is examined.
-Candidates that take long to make are made together when the bound of their group is the smallest.
+A group of candidates that take long to make is made only when the bound of the group is the smallest.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -41,13 +41,12 @@ from stowplan.run.tiles.rematerialised import (
     with_rematerialised_inputs,
 )
 from stowplan.run.tiles.sweep import Sweep
-from stowplan.run.tiles.sweep_probes import Key, SweepProbes, key_of
+from stowplan.run.tiles.sweep_probes import OPTIMISM, Key, SweepProbes, key_of
 
 _GATHER, _SWEEP = "stowplan.gather.default", "stowplan.sweep.default"
 _SWEEP_LOSS = "stowplan.sweep_loss.default"
 _SWEEPS = (_SWEEP, _SWEEP_LOSS)
 _SURE = 0.75  # of the memory of a tile that is differentiated, as projected
-_SURE_WORK = 0.75  # of the seconds of recomputed skips, which tiles may compute faster
 
 
 class TiledCandidate:
@@ -239,7 +238,7 @@ def tiled_candidates(
     """All tiled candidates for a step; none if autograd would compute something else than the step.
 
     `pricing` has the prices of its ops; without it, the ops are probed first. Steps with recomputed skips
-    come as groups: their tiles are taken to be no faster than those of the step itself.
+    come as groups. Their bounds assume that their tiles are no faster than those of the step itself.
     """
     try:
         refuse_untileable(subject)
@@ -253,7 +252,7 @@ def tiled_candidates(
         prices = price_captured(captured, options)
         recomputed = sum(prices.seconds.values()) - sum(pricing.seconds.values())
         make = partial(_candidates, again, prices, step, options, divided)
-        yield Group(step.seconds + _SURE_WORK * recomputed, make)
+        yield Group(step.seconds + OPTIMISM * recomputed, make)
 
 
 def _tilings(graph: Graph, refusals: Refusals) -> Iterator[tuple[Tiling, Rematerialised]]:

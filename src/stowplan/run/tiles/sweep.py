@@ -121,7 +121,7 @@ def _zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
 class LocalRound:
     """Tiles, and the statistics that are gathered of what they write.
 
-    A tile is made ready by its maker when it first runs: probes run few of them.
+    A maker prepares its tile when the tile first runs, because a probe runs only a few tiles.
     """
 
     makers: tuple[Callable[[], LocalStep], ...]
@@ -208,9 +208,8 @@ class Sweep(Handle):
         self._reused = buffers_reused(self.rounds[-1])
         self._loss: TiledLoss | None = None if segment.loss is None else tiled_loss(calls[segment.loss.id])
         name = _name_of(segment, self.parts)
-        super().__init__(name, title=name)
+        super().__init__(name, title=name, likeness=_likeness_of(self.parts, segment.inputs, segment))
         self.reads, self.known = segment.inputs, (*self.statistics, *_known_in(segment, given))
-        self.likeness = _likeness_of(self.parts, self.reads, segment)
         self.remat: Segment | None = None
         self.before: tuple[tuple[Tile | None, ...], ...] = ((),) * len(self.rounds)
 
@@ -389,9 +388,10 @@ def _seeds(
 
 
 def _local_round(of_round: Round, calls: Mapping[str, Call], known: Mapping[str, Gathering]) -> LocalRound:
-    ready = partial(local_step, of_round.segment, calls, gatherings=known)
+    last = not of_round.statistics
     makers = (
-        cache(partial(ready, tile, ends_are_outputs=not of_round.statistics)) for tile in of_round.tiles
+        cache(partial(local_step, of_round.segment, calls, tile, known, ends_are_outputs=last))
+        for tile in of_round.tiles
     )
     return LocalRound(tuple(makers), tuple(known[op.id] for op in of_round.statistics))
 
@@ -427,7 +427,7 @@ def _digest(segment: Segment) -> str:
 
 
 def _likeness_of(parts: tuple[int, ...], reads: Sequence[str], *segments: Segment) -> str:
-    """The grid and the ops on numbered tensors, without names: twins, as in equal blocks, have one price."""
+    """A digest of the grid and the ops, with tensors numbered, not named: equal blocks have the same one."""
     named = (name for segment in segments for op in segment.ops for name in _names(op))
     ends = (name for segment in segments for name in (*segment.inputs, *segment.outputs))
     numbers = {name: number for number, name in enumerate(dict.fromkeys((*reads, *named, *ends)))}

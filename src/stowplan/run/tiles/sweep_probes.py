@@ -30,7 +30,7 @@ from stowplan.run.tiles.sweep import Sweep
 from stowplan.torch_private import OpOverload
 
 _OPS = torch.ops.stowplan
-_OPTIMISM = 0.75  # of the time by work: no sweep is expected to be faster
+OPTIMISM = 0.75  # of the time by work: no sweep is expected to be faster
 _ALIKE = 0.85  # of the fastest probed grid for the same segment: no other is expected to be faster
 
 Key = tuple[tuple[str, ...], tuple[int, ...]]
@@ -73,7 +73,7 @@ class SweepProbes:
         """Lower bounds on them, forward and backward: by a probe, if there was one, or else by work."""
         ops, _ = key = key_of(tiled)
         forward, backward = self._seconds_by_work(tiled)
-        speed = max(_OPTIMISM, _ALIKE * self._speeds.get(ops, 0.0))
+        speed = max(OPTIMISM, _ALIKE * self._speeds.get(ops, 0.0))
         if key in self._measured and forward + backward > 0:
             speed = self._measured[key] / (forward + backward)
         return speed * forward, speed * backward
@@ -122,7 +122,7 @@ class SweepProbes:
 
     def optimistic_again(self, remat: RematerialisedInputs) -> float:
         """A lower bound on the seconds of recomputing the inputs of a sweep."""
-        return _OPTIMISM * sum(
+        return OPTIMISM * sum(
             self._pricing.seconds[op.id] for segment in remat.segments for op in segment.ops
         )
 
