@@ -737,3 +737,27 @@ def test_a_traced_model_is_its_own_forward() -> None:
     plain = Step().eval()
     traced = cast("Any", torch.jit.trace)(fitted(plain).eval(), (X, Y), check_trace=False)
     assert torch.equal(traced(X, Y), plain(X, Y))
+
+
+class _Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.shifts = (torch.ones(4), torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift, scale = self.shifts
+        return torch.mean((self.linear(x) * scale + shift).square())
+
+
+def test_tensors_in_a_tuple_are_read_anew() -> None:
+    x = torch.randn(2, 4)
+    eager = _Shifted()
+    fitted = stowplan.fit(copy.deepcopy(eager), (x,), budget="1MiB")
+    for shift in (None, torch.zeros(4)):
+        if shift is not None:
+            fitted.shifts = eager.shifts = (shift, torch.ones(4))
+        for _ in range(2):
+            assert torch.equal(fitted(x), eager(x))
+            eager.shifts[0].add_(1.0)
+            fitted.shifts[0].copy_(eager.shifts[0])

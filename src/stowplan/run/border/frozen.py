@@ -166,11 +166,11 @@ class Picture:
 
     def _items(self, owner: Owner | None, label: str, items: Iterable[tuple[Any, Any]]) -> Frozen:
         """Picture the items of a container; those of one that cannot change (no owner) need no watching."""
-        found = list[Frozen]()
-        for key, value in items:
+        found, held = list[Frozen](), dict(items)
+        for key, value in held.items():
             self._parts += 1
             inner = f"{label}.{key}" if isinstance(key, str) else f"{label}[{key!r}]"
-            frozen = self._frozen(value, inner, owner if owner is not None else (), key)
+            frozen = self._frozen(value, inner, owner if owner is not None else held, key)
             found.append((key if isinstance(key, (str, int)) else repr(key), frozen))
             if owner is not None and not isinstance(value, Tensor):
                 self._watch(owner, key, value)
