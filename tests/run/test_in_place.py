@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 
+import stowplan
 from stowplan.capture import Argument, Call, Ref
 from stowplan.ops import aten
 from stowplan.run.step.literals import call_lines
@@ -78,6 +79,31 @@ def test_writing_over_an_input_gives_the_same_bits(name: str, victim: str) -> No
     found = run(call, fresh, {"out": victim})
     assert torch.equal(expected, found)
     assert found.data_ptr() == place
+
+
+class _Turned(nn.Module):
+    """Its backward multiplies complex numbers of two layouts, which rounds otherwise in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_real(torch.polar(x.abs() + 1, x)).sum(-1)
+        return (turned * self.weight).square().mean()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_products_of_complex_numbers_have_the_bits_of_eager() -> None:
+    torch.manual_seed(0)
+    model, x = _Turned(), torch.rand(8, 8, 6, 6).contiguous(memory_format=torch.channels_last)
+    gradients = list[Tensor]()
+    for step in (model, stowplan.fit(model, (x.requires_grad_(),), budget="1GiB")):
+        x.grad = None
+        step(x).backward()
+        assert x.grad is not None
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
