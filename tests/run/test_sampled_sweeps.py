@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stowplan.capture import capture
@@ -63,6 +64,63 @@ def test_the_largest_tiles_take_as_much_memory_as_all(net: str, settings: dict[s
         assert whole is not None
         assert some.rise_bytes == whole.rise_bytes
         assert some.seconds < 5 * whole.seconds  # one that counts what is done once for every tile is not
+
+
+class _Resized(nn.Module):
+    """Its first and last rows lie on rows of the image, and the others between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 1, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        resized = F.interpolate(x * self.weight, size=(8, 8), mode="bilinear", align_corners=True)
+        return F.mse_loss(resized * self.weight, y)
+
+
+class _Pooled(nn.Module):
+    """Pools whose parts take more memory at one border than in the middle, and more at the top than left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4, track_running_stats=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        pooled = F.max_pool2d(F.max_pool2d(x, 3, 1, 1), 3, 1, 1)
+        return F.mse_loss(self.norm(pooled) + pooled.mean(), y)
+
+
+class _Joined(nn.Module):
+    """Most tiles read one of the two tensors that are joined, and some read both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 1, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        joined = torch.cat((x * self.weight, x.sin() * self.weight), 2)
+        return F.mse_loss(joined[:, :, 3:11], y)
+
+
+@pytest.mark.parametrize(
+    ("model", "sides", "first", "parts"),
+    [
+        (_Resized(), (4, 8), "upsample_bilinear2d", (2, 1, 8, 4)),
+        (_Pooled(), (8, 8), "max_pool2d_with_indices", (2, 1, 4, 4)),
+        (_Joined(), (8, 8), "cat", (2, 1, 4, 4)),
+    ],
+)
+def test_tiles_at_borders_take_no_more_memory_than_those_sampled(
+    model: nn.Module, sides: tuple[int, int], first: str, parts: tuple[int, ...]
+) -> None:
+    images = tuple(torch.rand(2, 4, side, side, dtype=torch.float64) for side in sides)
+    captured = capture(model.double(), images)
+    sweep = Sweep(stretch(captured, first, None), captured.program.calls, parts)
+    for signature in signatures_of(sweep):
+        some, whole = cost_of_call(signature, CPU, repeats=1), probed_cost(signature, CPU, repeats=1)
+        assert some is not None
+        assert whole is not None
+        assert some.rise_bytes == whole.rise_bytes
 
 
 @pytest.mark.slow

@@ -71,8 +71,8 @@ def test_positions_of_the_part_alone_are_caught(monkeypatch: pytest.MonkeyPatch)
     captured = resized(2, mode="bilinear", scale_factor=1.7)
     sampled = resizing._sampled
 
-    def off(part: Tensor, dim: int, positions: Tensor) -> Tensor:
-        return sampled(part, dim, (positions - 0.01).clamp(min=0))
+    def off(part: Tensor, dim: int, positions: Tensor, *, is_between: bool) -> Tensor:
+        return sampled(part, dim, (positions - 0.01).clamp(min=0), is_between=is_between)
 
     monkeypatch.setattr(resizing, "_sampled", off)
     assert error_in_tiles(captured, stretch(captured), (1, 1, 2, 2)) > 1e-4

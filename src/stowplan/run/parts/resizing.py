@@ -43,13 +43,18 @@ def _ramps(call: LocalCall, count: int) -> list[Tensor]:
 
 
 def _at(call: LocalCall, given: dict[str, Any], positions: Sequence[Tensor]) -> Tensor:
-    """The image at these positions along its last dims, of which the part has some."""
+    """The image at these positions along its last dims, of which the part has some.
+
+    A part with whole positions is interpolated as well, unless all positions of the image are whole. Parts of
+    equal shapes then take equal memory, so that probes of a few parts hold for all.
+    """
     source = call.sources[0]
     assert source is not None
     part: Tensor = given["self"]
     for dim, along in enumerate(positions, part.dim() - len(positions)):
         inside = along[call.made.lo[dim] : call.made.hi[dim]] - source.start[dim]
-        part = _sampled(part, dim, inside.to(part.device))
+        is_between = bool((along != along.floor()).any())
+        part = _sampled(part, dim, inside.to(part.device), is_between=is_between)
     return part
 
 
@@ -66,13 +71,13 @@ def _positions(call: LocalCall, given: dict[str, Any], ramp: Tensor, number: int
     return made.flatten()
 
 
-def _sampled(part: Tensor, dim: int, positions: Tensor) -> Tensor:
+def _sampled(part: Tensor, dim: int, positions: Tensor, *, is_between: bool) -> Tensor:
     below = positions.floor()
-    share = (positions - below).to(part.dtype)
     index = below.to(torch.int64)
     lower = part.index_select(dim, index)
-    if not share.any():
+    if not is_between:
         return lower
+    share = (positions - below).to(part.dtype)
     upper = part.index_select(dim, (index + 1).clamp(max=part.shape[dim] - 1))
     return torch.lerp(lower, upper, share.view(_along(dim, part.dim())))
 

@@ -4,10 +4,10 @@ Those that take most are among them, so that none takes more memory. What a swee
 room for sums of gradients, is found out by running it over no tile at all.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
+import numpy as np
 import torch
 
 from stowplan.ir import Graph
@@ -63,49 +63,72 @@ def cost_of_sweep(signature: Signature, device: torch.device) -> Cost | None:
 
 
 def sample_of(of_round: Round, remat: Segment | None = None, before: Sequence[Tile | None] = ()) -> Sample:
-    """The tile that makes most, the one with the largest op, the largest one, the largest unlike it, and
-    for each op a tile in which it makes most.
+    """The tiles that may need the most memory; if there is only one, also the one of another shape with the
+    most work.
 
-    A tile is as large as what its ops make and read: of two that make as much, one at a border reads less
-    than one in the middle, where kernels copy larger parts and make larger gradients. If inputs are
-    rematerialised, the tile of `before` that recomputes a tile's inputs counts as part of it.
+    The sample assumes that a tile needs no more memory than another that is at least as large along each dim
+    of all that its ops make and read. At a border, windows compute more than is wanted, so a tile in the
+    middle does not cover those at borders. If inputs are rematerialised, the tile of `before` that recomputes
+    a tile's inputs counts as part of it.
     """
     pairs = list(zip(of_round.tiles, before or (None,) * len(of_round.tiles), strict=True))
     price = _prices(of_round.segment) | (_prices(remat) if remat else {})
     levels = [[level for tile in pair if tile for level in tile.levels] for pair in pairs]
-    looked_at = [list(_looked_at(of_round, tile)) for tile, _ in pairs]
-    graph = of_round.segment.graph
-    sizes = [
-        sum(level.made.volume + _read(graph, level) for level in of_tile) + sum(size for _, size in seen)
-        for of_tile, seen in zip(levels, looked_at, strict=True)
-    ]
-    by_size = sorted(range(len(pairs)), key=lambda number: -sizes[number])
-    unlike = next((n for n in by_size if _shapes(levels[n]) != _shapes(levels[by_size[0]])), by_size[-1])
-    made = [
-        [*((price[level.op.id], _made_in_all(graph, level)) for level in of_tile), *seen]
-        for of_tile, seen in zip(levels, looked_at, strict=True)
-    ]
-    in_all = max(by_size, key=lambda number: sum(size for _, size in made[number]))
-    by_op = max(by_size, key=lambda number: max((each * size for each, size in made[number]), default=0))
-    by_each_op = [{level.op.id: _made_in_all(graph, level) for level in of_tile} for of_tile in levels]
-    chosen = _with_largest((in_all, by_op, by_size[0], unlike), by_each_op)
     work = [
         1.0
         + sum(price[level.op.id] * level.made.volume for level in of_tile)
-        + sum(each * size for each, size in seen)
-        for of_tile, seen in zip(levels, looked_at, strict=True)
+        + sum(each * size for each, size in _looked_at(of_round, tile))
+        for of_tile, (tile, _) in zip(levels, pairs, strict=True)
     ]
-    return Sample(chosen, sum(work[number] for number in chosen), sum(work))
+    graph = of_round.segment.graph
+    chosen = _uncovered([_sizes(graph, pair) for pair in pairs])
+    if len(chosen) == 1:
+        by_work = sorted(range(len(pairs)), key=lambda number: -work[number])
+        shapes = _shapes(levels[chosen[0]])
+        unlike = next((n for n in by_work if _shapes(levels[n]) != shapes), by_work[-1])
+        chosen = list(dict.fromkeys((*chosen, unlike)))
+    return Sample(tuple(chosen), sum(work[number] for number in chosen), sum(work))
 
 
-def _with_largest(chosen: Iterable[int], sizes: Sequence[Mapping[str, float]]) -> tuple[int, ...]:
-    """The chosen tiles and, for each op that is larger in another tile, a tile where it is largest."""
-    taken = dict.fromkeys(chosen)
-    for op in dict.fromkeys(op for of_tile in sizes for op in of_tile):
-        largest = max(range(len(sizes)), key=lambda number: sizes[number].get(op, 0.0))
-        if all(sizes[number].get(op, 0.0) < sizes[largest].get(op, 0.0) for number in taken):
-            taken[largest] = None
-    return tuple(taken)
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """What a tile makes, reads and writes, along each dim; tiles compare if these are the same tensors."""
+
+    tensors: tuple[str, ...]
+    along: tuple[float, ...]
+
+
+def _sizes(graph: Graph, pair: Iterable[Tile | None]) -> _Sizes:
+    tensors, along = list[str](), list[float]()
+    for tile in (tile for tile in pair if tile):
+        for level in tile.levels:
+            tensors.append(level.op.outputs[level.output].tensor)
+            along += _made_in_all(graph, level)
+            for use, need in zip(level.op.inputs, level.needs, strict=True):
+                if need:
+                    tensors.append(use.tensor)
+                    along += need.clip(shape_of(graph.tensors[use.tensor])).shape
+        for name, part in tile.owned.items():
+            tensors.append(name)
+            along += part.shape
+    return _Sizes(tuple(tensors), tuple(along))
+
+
+def _uncovered(sizes: Sequence[_Sizes]) -> list[int]:
+    """By number those that no other is as large as along each dim; the first of equals."""
+    firsts = {size: number for number, size in reversed(list(enumerate(sizes)))}
+    alike: dict[tuple[str, ...], list[_Sizes]] = {}
+    for size in firsts:
+        alike.setdefault(size.tensors, []).append(size)
+    found = list[int]()
+    for group in alike.values():
+        table = np.array([size.along for size in group])
+        found += (
+            firsts[size]
+            for size, row in zip(group, table, strict=True)
+            if (table >= row).all(axis=1).sum() == 1  # itself
+        )
+    return sorted(found)
 
 
 def _prices(segment: Segment) -> dict[str, float]:
@@ -122,22 +145,17 @@ def _looked_at(of_round: Round, tile: Tile) -> Iterator[tuple[float, int]]:
             yield _MOVED + (part.shape[1] if op.id in of_round.products else 0), part.volume
 
 
-def _read(graph: Graph, level: Level) -> int:
-    """Elements that an op reads: padding is none."""
-    pairs = zip(level.op.inputs, level.needs, strict=True)
-    return sum(need.clip(shape_of(graph.tensors[use.tensor])).volume for use, need in pairs if need)
-
-
-def _made_in_all(graph: Graph, level: Level) -> float:
-    """With what comes too much: windows at one border are padded on both sides, and the result is cut."""
+def _made_in_all(graph: Graph, level: Level) -> list[float]:
+    """Along each dim, with what comes too much: windows at one border are padded on both sides, and the
+    result is cut."""
     need, made = level.needs[0] if level.needs else None, level.made.shape
     if need is None or len(need.shape) != len(made):
-        return level.made.volume
+        return list(made)
     overhang = need.overhang(shape_of(graph.tensors[level.op.inputs[0].tensor]))
-    return prod(
+    return [
         size * (1 + abs(before - after) / max(1, length))
         for size, length, (before, after) in zip(made, need.shape, overhang, strict=True)
-    )
+    ]
 
 
 def _shapes(levels: Iterable[Level]) -> tuple[tuple[int, ...], ...]:
