@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from stowplan.geometry import Rect
 from stowplan.ir import Attribute
 from stowplan.ops.regions import DimKind, Partial, pull, push, regions_of
-from stowplan.ops.regions.rules import rules
+from stowplan.ops.regions.relation import Need, Reduction, Regions, Relation
+from stowplan.ops.regions.rules import rules, whole
+from stowplan.ops.table import Site, shape_of
 from stowplan.ops.windows import output_sizes, windows_of
 from tests.support.aten_samples import ATEN_SAMPLERS
 from tests.support.op_samples import Sample, aten, numbers
@@ -215,6 +217,31 @@ def test_outputs_outside_the_tensor_are_never_pulled_for() -> None:
 def test_a_second_rule_for_a_type_is_refused() -> None:
     with pytest.raises(ValueError, match="has an entry already"):
         rules.entry("aten.relu.default")(regions_of)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reduced"), [(1, {0: (1,), 1: (0,)}), (1, {0: (2,)}), (2, {0: (0,), 1: (0, 1)})]
+)
+def test_a_rule_that_reduces_what_the_op_does_not_have_is_a_barrier(
+    monkeypatch: pytest.MonkeyPatch, inputs: int, reduced: dict[int, tuple[int, ...]]
+) -> None:
+    monkeypatch.setattr(rules, "_rules", dict(rules._rules))
+
+    @rules.entry("tests.odd_sum")
+    def odd_sum(site: Site) -> Regions:
+        needs = tuple(Need(whole(shape_of(tensor))) for tensor in site.inputs)
+        return Regions((Relation((), needs, reduction=Reduction(Partial.SUM, reduced)),))
+
+    sample = Sample("tests.odd_sum", (numbers(2, 3),) * inputs, {}, lambda x, *_: x.sum())
+    assert "is no usual 'tests.odd_sum'" in regions_of(sample.site()).barrier
+
+
+def test_only_partial_results_over_some_dims_are_merged() -> None:
+    largest = aten(torch.ops.aten.max.dim, numbers(3, 4), 1)  # with a place, which does not merge
+    nothing = aten(torch.ops.aten.sum.default, numbers())
+    one = aten(torch.ops.aten.amax.default, numbers(3, 4), [1])
+    reductions = [regions_of(sample.site()).outputs[0].reduction for sample in (largest, nothing, one)]
+    assert reductions == [None, None, Reduction(Partial.MAX, {0: (1,)})]
 
 
 @pytest.mark.parametrize("name", ["convolution", "max_pool", "average_pool"])
