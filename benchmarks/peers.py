@@ -7,7 +7,8 @@
 For every peer's point (peak, seconds) stowplan makes a plan of at most that peak. It also makes plans for
 half and a quarter of eager's activation memory: eager's peak without parameters, gradients, buffers and
 inputs. A larger budget whose plan is not faster gets no plan of its own. Peaks are the allocator's own
-totals. Each round runs every method once; times are medians over rounds of the ratio to eager. One thread.
+totals. Each round runs every method once, and eager again after every third: times are medians over rounds of
+the ratio to eager at that moment, whose time is taken to change evenly in between. One thread.
 
 With compiled kernels, `torch.compile` without a budget is a peer as well, and both kinds of plans answer.
 Compilers take minutes, so `--prepare` runs all but the rounds and leaves what was compiled in the caches of
@@ -25,9 +26,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
+from statistics import median
 from time import perf_counter, process_time
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._functorch.config as functorch_config
@@ -35,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.page import write_section
-from benchmarks.results import Study, ratio_of
+from benchmarks.results import Study, spread_of
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
 from stowplan.ops.effects import FUSED
@@ -285,18 +287,38 @@ def _gradients(method: Method, model: nn.Module) -> Tensor:
 
 def _measure_times(methods: list[Method], model: nn.Module, rounds: int, peers: _Peers) -> int:
     """Run the rounds, and say how many there were."""
-    times: list[list[float]] = [[] for _ in methods]
-    began, clock = perf_counter(), peers.clock
+    found: list[list[float]] = []
+    began = perf_counter()
     for number in range(rounds):
         if peers.limit_seconds and number >= 3 and perf_counter() - began > peers.limit_seconds:
             break
-        for method, seconds in zip(methods, times, strict=True):
-            started = clock()
-            _run(method, model)
-            seconds.append(clock() - started)
-    for method, seconds in zip(methods, times, strict=True):
-        method.ratio, method.quartiles = ratio_of(seconds, times[0])
-    return len(times[0])
+        found.append(ratios_in_round(methods, lambda method: _seconds_of(method, model, peers.clock)))
+    for method, ratios in zip(methods, zip(*found, strict=True), strict=True):
+        method.ratio, method.quartiles = median(ratios), spread_of(ratios)
+    return len(found)
+
+
+T = TypeVar("T")
+_EAGER_EVERY = 3  # methods: the speed of a shared host changes within a round
+
+
+def ratios_in_round(methods: Sequence[T], seconds_of: Callable[[T], float]) -> list[float]:
+    """The time of each method over that of eager, which is the first of them."""
+    eager, *others = methods
+    ratios, before = [1.0], seconds_of(eager)
+    for start in range(0, len(others), _EAGER_EVERY):
+        times = [seconds_of(method) for method in others[start : start + _EAGER_EVERY]]
+        after = seconds_of(eager)
+        step = (after - before) / (len(times) + 1)
+        ratios += (seconds / (before + place * step) for place, seconds in enumerate(times, start=1))
+        before = after
+    return ratios
+
+
+def _seconds_of(method: Method, model: nn.Module, clock: Callable[[], float]) -> float:
+    started = clock()
+    _run(method, model)
+    return clock() - started
 
 
 def _run(method: Method, model: nn.Module) -> None:

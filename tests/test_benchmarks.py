@@ -1,6 +1,7 @@
 """The page of benchmarks: every figure it was given, in order, and who is ahead, whoever that is."""
 
 import re
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from benchmarks import compare
 from benchmarks.page import html_of, markdown_of, with_section
-from benchmarks.peers import Method
+from benchmarks.peers import Method, ratios_in_round
 from benchmarks.results import Result, Study, ratio_of, read_results
 from benchmarks.suite import SUITES
 
@@ -106,6 +107,12 @@ def test_the_last_run_of_a_case_counts(tmp_path: Path) -> None:
 def test_times_are_told_by_round() -> None:
     """A machine that is slow in one round is slow for both."""
     assert ratio_of([2.0, 20.0, 2.0, 2.0], [1.0, 10.0, 1.0, 1.0]) == (2.0, (2.0, 2.0))
+
+
+def test_ratios_do_not_depend_on_a_host_that_slows_down() -> None:
+    clock = count(10)  # the seconds of a method that takes as long as eager
+    ratios = ratios_in_round((1.0, 0.5, 2.0, 1.5, 3.0), lambda ratio: ratio * next(clock))
+    assert ratios == pytest.approx([1.0, 0.5, 2.0, 1.5, 3.0])
 
 
 def test_a_suite_runs_all_commands_of_the_readme() -> None:

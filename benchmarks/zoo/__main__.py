@@ -7,9 +7,8 @@ import os
 import sys
 import warnings
 from dataclasses import asdict
-from pathlib import Path
 
-from benchmarks.results import FOLDER
+from benchmarks.results import ROOT
 
 
 def main() -> None:
@@ -29,7 +28,7 @@ def main() -> None:
     from benchmarks.zoo.page import write_page
     from benchmarks.zoo.run import Result, read, run_all
 
-    path = FOLDER / "zoo.jsonl"
+    path = ROOT / "build" / "zoo.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     known = {
         (result.package, result.name)
@@ -52,7 +51,7 @@ def main() -> None:
 
     if not given.page:
         run_all(cases, given.seconds, report, roomy_only=given.roomy)
-    write_page(read(path), Path(__file__).parents[2] / "docs" / "zoo.md")
+    write_page(read(path), ROOT / "docs" / "zoo.md")
 
 
 if __name__ == "__main__":
