@@ -66,6 +66,19 @@ def test_the_largest_tiles_take_as_much_memory_as_all(net: str, settings: dict[s
         assert some.seconds < 5 * whole.seconds  # one that counts what is done once for every tile is not
 
 
+@timed
+def test_memory_that_tiles_share_is_brought_in_once() -> None:
+    """Each tile writes a few numbers in most pages of an output of 64 MiB."""
+    model = nn.Sequential(nn.Conv2d(8, 64, 1), nn.Flatten())
+    captured = capture(model, (torch.rand(1, 8, 512, 512, requires_grad=True),))
+    sweep = Sweep(stretch(captured, None, "convolution"), captured.program.calls, (1, 1, 8, 8))
+    forward, _ = signatures_of(sweep)
+    some, whole = cost_of_call(forward, CPU, repeats=1), probed_cost(forward, CPU, repeats=1)
+    assert some is not None
+    assert whole is not None
+    assert some.seconds < 1.7 * whole.seconds
+
+
 class _Resized(nn.Module):
     """Its first and last rows lie on rows of the image, and the others between them."""
 

@@ -265,16 +265,34 @@ def settle_heap(device: torch.device) -> None:
         library.free(c_void_p(library.malloc(c_size_t(_HEAP_BLOCK))))
 
 
-_LARGE_PAGE = 2**21
-_MADV_HUGEPAGE = 14  # of Linux
+_PAGE, _LARGE_PAGE = 2**12, 2**21
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # of Linux
 
 
 def prefer_large_pages(storage: torch.UntypedStorage) -> None:
     """Ask the system for large pages where a storage of the CPU lies; each first touch then costs less."""
-    first = -(-storage.data_ptr() // _LARGE_PAGE) * _LARGE_PAGE
-    length = storage.data_ptr() + storage.nbytes() - first
-    if sys.platform == "linux" and length >= _LARGE_PAGE:
-        CDLL(None).madvise(c_void_p(first), c_size_t(length), _MADV_HUGEPAGE)
+    _advise(storage, _MADV_HUGEPAGE, _LARGE_PAGE)
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The same new tensor with all its pages there, as far as the system can do that.
+
+    Tiles that write a few rows each would have the system bring in most pages for the first of them, which
+    takes longer than large pages at once, and longer than the tile itself.
+    """
+    storage = tensor.untyped_storage()
+    if tensor.device.type == "cpu" and storage.nbytes() > _HEAP_BLOCK:
+        prefer_large_pages(storage)
+        _advise(storage, _MADV_POPULATE_WRITE, _PAGE)
+    return tensor
+
+
+def _advise(storage: torch.UntypedStorage, advice: int, page: int) -> None:
+    """Advise Linux on the whole pages of a storage; advice that it does not know changes nothing."""
+    first = -(-storage.data_ptr() // page) * page
+    length = (storage.data_ptr() + storage.nbytes() - first) // page * page
+    if sys.platform == "linux" and length > 0:
+        CDLL(None).madvise(c_void_p(first), c_size_t(length), advice)
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:

@@ -1,7 +1,7 @@
 """Sampling: a few tiles tell what a sweep takes, for the others differ from them in halos and borders only.
 
-Those that take most are among them, so that none takes more memory. What a sweep does once, such as making
-room for sums of gradients, is found out by running it over no tile at all.
+Those that take most are among them, so that none takes more memory. What a sweep does once, such as bringing
+its outputs and the sums of gradients into memory, is found out by running it over no tile at all.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -54,8 +54,9 @@ def cost_of_sweep(signature: Signature, device: torch.device) -> Cost | None:
         for of_round, before in zip(sweep.rounds, sweep.before, strict=True)
     ]
     seen = samples[rounds_run]
-    once = _tried(sweep, [()] * len(samples), signature, device)
-    some = _tried(sweep, [sample.tiles for sample in samples], signature, device)
+    once = probed_cost(_over(sweep, [()] * len(samples), signature), device, repeats=1)
+    sampled = _over(sweep, [sample.tiles for sample in samples], signature)
+    some = probed_cost(sampled, device, repeats=1, long_seconds=_LONG_SECONDS)
     if once is None or some is None:
         return None
     times = sum(sample.all_work for sample in seen) / sum(sample.work for sample in seen)
@@ -162,11 +163,8 @@ def _shapes(levels: Iterable[Level]) -> tuple[tuple[int, ...], ...]:
     return tuple(level.made.shape for level in levels)
 
 
-def _tried(
-    sweep: Sweep, tiles: Sequence[Sequence[int]], signature: Signature, device: torch.device
-) -> Cost | None:
-    some = replace(signature, call=signature.call.replacing({"name": sweep.only(tiles)}))
-    return probed_cost(some, device, repeats=1, long_seconds=_LONG_SECONDS)
+def _over(sweep: Sweep, tiles: Sequence[Sequence[int]], signature: Signature) -> Signature:
+    return replace(signature, call=signature.call.replacing({"name": sweep.only(tiles)}))
 
 
 PROBES.update(dict.fromkeys(SWEEPS, cost_of_sweep))

@@ -29,6 +29,7 @@ from stowplan.plan.tiles.rects import Tile
 from stowplan.plan.tiles.rematerialise import RematerialisedInputs, tiles_before
 from stowplan.plan.tiles.rounds import Round, rounds_of
 from stowplan.plan.tiles.segment import Segment
+from stowplan.run.cost.machine import in_memory
 from stowplan.run.parts.losses import TiledLoss, tiled_loss
 from stowplan.run.parts.part import Index, empty_like_described
 from stowplan.run.tiles.gathering import Gathering, gathering_of
@@ -114,7 +115,8 @@ def differentiating() -> Iterator[None]:
 
 
 def _zeros_like(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32), device=device)
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return in_memory(torch.empty_like(tensor, dtype=dtype, device=device)).zero_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +274,8 @@ class Sweep(Handle):
         given = self._given(inputs, statistics)
         places = {out.id: inputs[place] for out, place in zip(self.outputs, over, strict=False) if place >= 0}
         own = (tensor for tensor in self.outputs if tensor.id not in places)
-        places |= {tensor.id: empty_like_described(tensor, inputs[0].device) for tensor in own}
+        device = inputs[0].device
+        places |= {tensor.id: in_memory(empty_like_described(tensor, device)) for tensor in own}
         with torch.no_grad():
             for tile in self._last.tiles:
                 parts = tile.run({name: given[name][index] for name, index in tile.reads.items()})
@@ -303,7 +306,8 @@ class Sweep(Handle):
             name: self.segment.outputs[place] for name, place in zip(names, over, strict=False) if place >= 0
         }
         likes = self._likes(names, given)
-        places = {n: incoming[y] if in_place else torch.empty_like(incoming[y]) for n, y in taken.items()}
+        seeds = {name: incoming[output] for name, output in taken.items()}
+        places = seeds if in_place else {n: in_memory(torch.empty_like(y)) for n, y in seeds.items()}
         sums = Sums(given, likes, places)
         with differentiating():
             for tile in self._last.tiles:
