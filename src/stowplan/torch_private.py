@@ -451,6 +451,7 @@ def _compiled_by_inductor(
     looks: Iterable[Look],
     decompositions: Mapping[OpOverload, Callable[..., Any]],
 ) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+    from torch._dynamo.utils import get_metrics_context
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -468,7 +469,12 @@ def _compiled_by_inductor(
     results: Any = output.args[0]
     output.meta["user_visible_output_idxs"] = list(range(len(results)))  # these keep their strides
     output.meta["original_output_strides"] = [node.meta["val"].stride() for node in results]
-    with torch.no_grad(), tracing(TracingContext(fakes)), config.patch(compile_threads=1):
+    with (
+        torch.no_grad(),
+        tracing(TracingContext(fakes)),
+        config.patch(compile_threads=1),
+        get_metrics_context(),  # until PyTorch 2.7, inductor counts what it finds on disk in one, or fails
+    ):
         compiled: Callable[[list[Tensor]], Sequence[Tensor]] = compile_fx_inner(traced, given)
     return compiled
 
