@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from stowplan.errors import BadUse, IllegalPlan
-from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
+from stowplan.ir import DType, Graph, Kind, Op, Phase, Role, Tensor, Use
 from stowplan.plan.explain.explain import explain
 from stowplan.plan.files import plan_file
 from stowplan.plan.judge import bytes_beside, simulate, verify
@@ -84,6 +84,26 @@ def test_transfers_of_one_way_come_one_after_the_other() -> None:
     steps = insert_transfers(baseline_steps(graph), transfers.outcome(caps).moves)
     first, second = (t for t in simulate(graph, steps, priced(graph, 0.1)).transfers if t.is_store)
     assert second.start_seconds >= first.end_seconds
+
+
+@pytest.mark.parametrize("real_first", [True, False])
+def test_real_views_of_complex_tensors_stay(real_first: bool) -> None:
+    """PyTorch may keep a conjugation as a flag, which a copy of the bytes does not have."""
+    dtypes = (DType.FLOAT32, DType.COMPLEX64) if real_first else (DType.COMPLEX64, DType.FLOAT32)
+    owner, view = (Tensor(n, Kind.ACTIVATION, dtype=d, nbytes=64) for n, d in zip("ov", dtypes, strict=True))
+    tensors = {t.id: t for t in (owner, replace(view, alias_of="o"), *map(_numbers, "xabc"))}
+    ops = [_made("o", "x"), _made("v", "o"), _made("a", "x"), _made("b", "a"), _made("c", "b", "v")]
+    graph = Graph(tensors, tuple(ops), frozenset("c"))
+    found = {name for each in idle_intervals_of(graph, baseline_steps(graph)) for name in each.tensors}
+    assert not found & {"o", "v"}
+
+
+def _numbers(name: str) -> Tensor:
+    return Tensor(name, Kind.INPUT if name == "x" else Kind.ACTIVATION, nbytes=64)
+
+
+def _made(name: str, *read: str) -> Op:
+    return Op(name, "custom", Phase.FORWARD, tuple(map(Use, read)), (Use(name),))
 
 
 def _transfers(graph: Graph, seconds: float, tier: Tier) -> TransferSchedule:

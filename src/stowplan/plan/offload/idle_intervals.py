@@ -51,6 +51,11 @@ class _Walk(Places):
     def __init__(self, graph: Graph, gradients: bool) -> None:
         self._storages = storages_of(graph)
         self._held = {self._storages.number_of[name] for name in graph.held}
+        self._complex = {
+            self._storages.number_of[tensor.id]
+            for tensor in graph.tensors.values()
+            if "complex" in str(tensor.dtype)
+        }
         self._gradients = gradients
         self._received = {op.outputs[0].tensor for op in graph.ops if op.type in UNDER_WAY}
         self._under_way: set[int] = set()  # places that messages arrive in
@@ -84,14 +89,15 @@ class _Walk(Places):
 
     def _may_leave(self, place: Place) -> bool:
         """Whether a storage may be offloaded. What the step is given stays, and so do results of the forward
-        half, buffers that messages arrive in, and complex tensors, whose conjugation PyTorch may keep as a
-        flag instead of in the data."""
+        half, buffers that messages arrive in, and complex tensors with their real views, whose conjugation
+        PyTorch may keep as a flag instead of in the data."""
         tensor = self._graph.tensors[place.tensor]
         if place.number in self._given or place.number in self._under_way:
             return False
-        if self._storages.number_of[place.tensor] in self._held:
+        storage = self._storages.number_of[place.tensor]
+        if storage in self._held:
             return self._gradients and tensor.kind is Kind.GRADIENT
-        return tensor.kind is not Kind.CONSTANT and "complex" not in str(tensor.dtype)
+        return tensor.kind is not Kind.CONSTANT and storage not in self._complex
 
     def free(self, names: Sequence[str]) -> None:
         """Free names; the place is idle only after that."""
