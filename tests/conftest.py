@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,12 @@ settings.load_profile("same")
 _ROOT = Path(__file__).resolve().parents[1]
 
 os.environ.pop("COLUMNS", None)  # outputs are compared at the width that a pipe gets
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Folders that processes of a test share lie where pytest removes them later."""
+    tempfile.tempdir = str(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="session")

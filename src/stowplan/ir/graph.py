@@ -82,6 +82,16 @@ class DType(StrEnum):
         """Bytes of one element."""
         return _ITEMSIZE[self]
 
+    @property
+    def is_complex(self) -> bool:
+        """Whether elements have an imaginary part."""
+        return self in (DType.COMPLEX64, DType.COMPLEX128)
+
+    @property
+    def is_inexact(self) -> bool:
+        """Whether elements are rounded, so that they may have a gradient."""
+        return self.is_complex or self.startswith(("float", "bfloat"))
+
 
 _ITEMSIZE = {
     DType.FLOAT64: 8,

@@ -11,7 +11,7 @@ from enum import Flag, auto
 from math import prod
 
 from stowplan.errors import MissingRule
-from stowplan.ir import DType, Tensor
+from stowplan.ir import Tensor
 from stowplan.ops import aten
 from stowplan.ops.table import Site, Table, elements_of, shape_of
 
@@ -118,14 +118,11 @@ def _is_given_once(site: Site, position: int) -> bool:
     return storages.count(storages[position]) == 1
 
 
-_COMPLEX = (DType.COMPLEX64, DType.COMPLEX128)  # PyTorch rounds their products differently in place
-
-
 def _may_overwrite(site: Site, position: int) -> bool:
     if site.attributes.get("swayed"):  # a gradient may come in that leaves the result with another layout
         return False
     victim = site.inputs[position]
-    if victim.dtype in _COMPLEX:
+    if victim.dtype is not None and victim.dtype.is_complex:  # rounded differently in place
         return False
     storage = victim.alias_of or victim.id
     others = (other for other in site.inputs if other.id != victim.id)

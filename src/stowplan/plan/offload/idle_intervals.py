@@ -54,7 +54,7 @@ class _Walk(Places):
         self._complex = {
             self._storages.number_of[tensor.id]
             for tensor in graph.tensors.values()
-            if "complex" in str(tensor.dtype)
+            if tensor.dtype is not None and tensor.dtype.is_complex
         }
         self._gradients = gradients
         self._received = {op.outputs[0].tensor for op in graph.ops if op.type in UNDER_WAY}
@@ -92,12 +92,12 @@ class _Walk(Places):
         half, buffers that messages arrive in, and complex tensors with their real views, whose conjugation
         PyTorch may keep as a flag instead of in the data."""
         tensor = self._graph.tensors[place.tensor]
-        if place.number in self._given or place.number in self._under_way:
-            return False
         storage = self._storages.number_of[place.tensor]
+        if place.number in self._given or place.number in self._under_way or storage in self._complex:
+            return False
         if storage in self._held:
             return self._gradients and tensor.kind is Kind.GRADIENT
-        return tensor.kind is not Kind.CONSTANT and storage not in self._complex
+        return tensor.kind is not Kind.CONSTANT
 
     def free(self, names: Sequence[str]) -> None:
         """Free names; the place is idle only after that."""

@@ -243,4 +243,4 @@ def _differentiated(propagated: ShardPropagation) -> frozenset[str]:
 
 def _is_inexact(graph: Graph, name: str) -> bool:
     dtype = graph.tensors[name].dtype
-    return dtype is not None and dtype.startswith(("float", "bfloat", "complex"))
+    return dtype is not None and dtype.is_inexact

@@ -159,15 +159,15 @@ class LocalRound:
 
     def _hand_on(self, tile: LocalStep, given: Mapping[str, Tensor], sums: Sums) -> None:
         parts = tile.run(sums.leaves(tile))
-        ends, seeds = {}, []
+        ends, gradients = {}, []
         for gathering in (each for each in self.gatherings if each.source in parts):
             part = parts[gathering.source]
             place = gathering.place(tile.rects[gathering.source])
             known = [given[name] for name in gathering.names]
-            seeds.append(gathering.gradient(part.detach(), place, known, sums.of(gathering.names)))
+            gradients.append(gathering.gradient(part.detach(), place, known, sums.of(gathering.names)))
             ends[gathering.names[0]] = part
         parts.clear()
-        differentiate(ends, seeds)
+        differentiate(ends, gradients)
 
     def behind(self, before: Sequence[Callable[[], LocalStep | None]]) -> "LocalRound":
         """The same with something that makes what a tile reads before each."""
@@ -306,13 +306,13 @@ class Sweep(Handle):
             name: self.segment.outputs[place] for name, place in zip(names, over, strict=False) if place >= 0
         }
         likes = self._likes(names, given)
-        seeds = {name: incoming[output] for name, output in taken.items()}
-        places = seeds if in_place else {n: in_memory(torch.empty_like(y)) for n, y in seeds.items()}
+        reused = {name: incoming[output] for name, output in taken.items()}
+        places = reused if in_place else {n: in_memory(torch.empty_like(y)) for n, y in reused.items()}
         sums = Sums(given, likes, places)
         with differentiating():
             for tile in self._last.tiles:
                 parts = tile.run(sums.leaves(tile))
-                differentiate(parts, _seeds(tile, incoming, taken, sums))
+                differentiate(parts, _incoming_parts(tile, incoming, taken, sums))
             self._hand_on(given, sums)
         return sums.totals(names)
 
@@ -378,17 +378,17 @@ class Sweep(Handle):
         return max(1, Rect.of_shape(shape_of(first)).volume) if self._loss.divides else 1
 
 
-def _seeds(
+def _incoming_parts(
     tile: LocalStep, incoming: Mapping[str, Tensor], taken: Mapping[str, str], sums: Sums
 ) -> list[Tensor]:
     """The gradients of what a tile writes: copies where sums take their place, which begin there."""
     copied = set(taken.values())
     parts = {name: incoming[name][index] for name, index in tile.writes.items()}
-    seeds = [part.clone() if name in copied else part for name, part in parts.items()]
+    gradients = [part.clone() if name in copied else part for name, part in parts.items()]
     for name in taken:
         if name in tile.reads:
             sums.clear(name, tile.reads[name])
-    return seeds
+    return gradients
 
 
 def _local_round(of_round: Round, calls: Mapping[str, Call], known: Mapping[str, Gathering]) -> LocalRound:
