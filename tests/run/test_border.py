@@ -158,8 +158,12 @@ def test_a_failed_guard_says_what_changed(caplog: pytest.LogCaptureFixture) -> N
     planned.net[2].p = 0.5
     with caplog.at_level(logging.WARNING, "stowplan"):
         outcome(planned)
+        parameters = {name: each.detach().clone() for name, each in planned.named_parameters()}
+        torch.func.functional_call(planned, parameters | {"net.4.bias": planned.net[4].bias}, (X, Y))
     assert [record.getMessage() for record in caplog.records] == [
-        "planning Step again: net.2.p changed from 0.1 to 0.5"
+        "planning Step again: net.2.p changed from 0.1 to 0.5",
+        "planning Step again: net.0.weight changed: class from Parameter to Tensor,"
+        " requires_grad from True to False",
     ]
 
 

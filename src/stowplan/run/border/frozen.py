@@ -247,8 +247,9 @@ def _told(label: str, before: Frozen, after: Frozen) -> str:
                 if was != now:
                     return _told(f"{label}.{key}" if isinstance(key, str) else f"{label}[{key}]", was, now)
             return f"{label} has other items"
-        case (str(), (type() as kind, *was)), (str(), (type(), *now)) if issubclass(kind, Tensor):
-            names = ("shape", "strides", "dtype", "device", "requires_grad", "is_leaf")
+        case (str(), (type() as kind, *was)), (str(), (type() as other, *now)) if issubclass(kind, Tensor):
+            was, now = [kind.__name__, *was], [other.__name__, *now]
+            names = ("class", "shape", "strides", "dtype", "device", "requires_grad", "is_leaf")
             changes = (f"{n} from {a} to {b}" for n, a, b in zip(names, was, now, strict=False) if a != b)
             return f"{label} changed: {', '.join(changes) or 'it is tied to other names'}"
     return f"{label} changed from {_short(before)} to {_short(after)}"
