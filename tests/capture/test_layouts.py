@@ -242,6 +242,39 @@ def test_the_shape_functions_that_are_trusted_agree_with_kernels(op: Any) -> Non
             assert is_view_of(found, without[0]) == is_view_of(real, args[0])
 
 
+X, WEIGHT = torch.rand(4, 8, 6, 6), torch.rand(8)
+MASKED = {
+    torch.ops.aten.native_batch_norm_backward.default: (X, X, *[WEIGHT] * 5, True, 1e-5),
+    torch.ops.aten.native_layer_norm_backward.default: (X, X, [6], *[X[..., :1]] * 2, *[WEIGHT[:6]] * 2),
+    torch.ops.aten.native_group_norm_backward.default: (
+        X,
+        X,
+        *[X[..., 0, :2].sum(1)] * 2,
+        WEIGHT,
+        4,
+        8,
+        36,
+        2,
+    ),
+    torch.ops.aten.convolution_backward.default: (
+        *(X, X, torch.rand(8, 8, 3, 3), [8]),
+        *([1, 1], [1, 1], [1, 1], False, [0, 0], 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("op", MASKED, ids=str)
+@pytest.mark.parametrize("mask", list(product([True, False], repeat=3))[:-1], ids=str)
+def test_a_gradient_that_no_kernel_makes_is_not_captured(op: Any, mask: tuple[bool, ...]) -> None:
+    args = (*MASKED[op], list(mask))
+    fakes = FakeTensorMode()
+    without = tuple(fakes.from_tensor(a) if isinstance(a, Tensor) else a for a in args)
+    made = layouts.made_without_data(fakes, op, without, {}, {})
+    assert isinstance(made, tuple)
+    for found, real in zip(made, op(*args), strict=True):
+        assert real is not None or found is None
+
+
 def plain_calls(name: str) -> Iterator[tuple[Any, ...]]:
     """Calls of an op that gives row-major results: with operands of several shapes, dtypes and layouts."""
     for shape, dtype in product([(4, 6, 8), (4, 1, 8), (1, 6, 1), (3, 5)], [torch.float32, torch.float64]):

@@ -21,7 +21,7 @@ from stowplan.plan.plan import RecomputeOp
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
 from stowplan.run.step import arena as arenas
-from tests.support.models import Normed, Tied, images
+from tests.support.models import Normed, NormFirst, Tied, images
 from tests.support.side_by_side import different, trained
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
@@ -45,6 +45,7 @@ class Mixed(nn.Module):
 MODELS = {
     "mixed": (Mixed, (images(32, 48),)),
     "normed": (Normed, (images(2, 3, 16, 16),)),
+    "norm first": (NormFirst, (images(2, 3, 16, 16),)),
     "tied": (Tied, (torch.arange(8).view(2, 4) % 5, torch.arange(8).view(2, 4) % 7)),
 }
 

@@ -40,6 +40,18 @@ def test_gpt_with_its_feed_forwards_and_its_head_in_tiles() -> None:
     assert error_of_step(model, args, *cuts) < 1e-12
 
 
+def test_batch_norms_with_fixed_statistics_in_tiles() -> None:
+    model, args = NETS["resnet50"].build("tiny", dtype=torch.float64)
+    for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
+        norm.eval().reset_running_stats()
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        norm.running_mean.uniform_(-0.1, 0.1)
+        norm.running_var.uniform_(0.5, 2.0)
+    cuts = ((None, "max_pool2d_with_indices", (1, 1, 2, 2)), ("convolution_1", "relu_3", (1, 1, 2, 2)))
+    assert error_of_step(model, args, *cuts) < 1e-12
+
+
 def test_the_step_holds_one_tile_at_a_time() -> None:
     model, args = NETS["vgg16"].build("tiny", resolution=128, batch=1, width=8)
     step = step_in_tiles(model, args, ("convolution", "max_pool2d_with_indices_1", (1, 1, 4, 4)))

@@ -29,6 +29,18 @@ class Normed(nn.Module):
         return loss
 
 
+class NormFirst(nn.Module):
+    """BatchNorm of an input without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = F.relu(self.norm(x)).square().mean()
+        return loss
+
+
 class Tied(nn.Module):
     """One matrix is the embedding and the head."""
 

@@ -614,9 +614,18 @@ SHAPED_BY_KERNELS = frozenset(
         *(aten.sum.dim_IntList, aten.mean.dim),
     )
 )
+
+
+def _batch_norm_backward(**given: Any) -> tuple[Tensor | None, ...]:
+    """The gradients that are wanted; PyTorch's shape function returns that of the input in any case."""
+    of_input, *others = aten.native_batch_norm_backward.default(**given)
+    return of_input if given["output_mask"][0] else None, *others
+
+
 _SHAPES: dict[OpOverload, Callable[..., object]] = {
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss_backward.default: _ctc_loss_backward,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
 if hasattr(aten, "_grouped_mm"):  # since PyTorch 2.8
     _SHAPES[aten._grouped_mm.default] = _grouped_mm

@@ -225,6 +225,12 @@ def spatially_whole(site: Site) -> Refusal:
     return refusal
 
 
+@refusal_rules.entry("aten.native_batch_norm.default")
+def batch_norm(site: Site) -> Refusal:
+    """With fixed statistics each place is normalised alone."""
+    return no_form(site) if site.attributes.get("training") else whole_dims_stay_whole(site)
+
+
 @refusal_rules.entry("aten.native_group_norm.default")
 def group_norm(site: Site) -> Refusal:
     """Statistics per sample: samples may be cut apart."""

@@ -68,6 +68,7 @@ def look(cells: list[Cell], further: bool) -> Findings:
     if not further:
         return Findings(outcomes, {}, 0.0, [])
     outcomes.append(compare(Cell("unet", "space=2"), RELAID, resolution=204, batch=3))
+    outcomes.append(compare(Cell("resnet50", "space=2"), fixed_statistics=True))
     fitted = fitted_distance(Cell("resnet50", "space=2"))
     volumes = Part(*NETS["unet3d"].build("tiny"), "space=2")
     return Findings(outcomes, compare_with_faults(), fitted, within_budgets(volumes, below=()))

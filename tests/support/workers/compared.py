@@ -75,9 +75,14 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def compare(cell: Cell, chosen: Chosen | None = None, **settings: Any) -> Outcome:
+def compare(
+    cell: Cell, chosen: Chosen | None = None, *, fixed_statistics: bool = False, **settings: Any
+) -> Outcome:
     """One step of a net on a mesh, beside the same step in this process alone."""
     model, args = example_of(cell.net, **settings)
+    if fixed_statistics:
+        for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
+            norm.eval()
     plain = copy.deepcopy(model)
     torch.manual_seed(7)
     expected = plain(*args)

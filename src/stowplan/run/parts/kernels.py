@@ -204,6 +204,11 @@ def _pad(call: LocalCall, given: Given) -> Tensor:
     return F.pad(given["self"], flat, value=given["value"]) if any(flat) else given["self"]
 
 
+def _batch_norm(_: LocalCall, given: Given) -> Tensor:
+    """With fixed statistics."""
+    return _normalise(given, [given["running_mean"], given["running_var"]])
+
+
 def _group_norm(call: LocalCall, given: Given) -> Tensor:
     return _as_is(call, {**given, "N": call.shape[0]})
 
@@ -221,6 +226,7 @@ _KERNELS: Mapping[str, PartKernel] = {
     "aten.repeat.default": _cut_out,
     "aten.slice.Tensor": _slice,
     "aten.constant_pad_nd.default": _pad,
+    "aten.native_batch_norm.default": _batch_norm,
     "aten.native_group_norm.default": _group_norm,
     **dict.fromkeys(RESIZES, resized),
     **dict.fromkeys(PADS, padded),
