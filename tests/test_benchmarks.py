@@ -1,6 +1,7 @@
-"""The page of benchmarks: every figure it was given, in order, and who is ahead, whoever that is."""
+"""The page of benchmarks: every figure, in order, and who is ahead; the README has the same figures."""
 
 import re
+from collections import defaultdict
 from itertools import count
 from pathlib import Path
 
@@ -144,3 +145,55 @@ def test_a_change_from_nothing_is_the_largest() -> None:
     assert compare.change(2, 3) == 0.5
     assert compare.change(0, 1) == float("inf")
     assert compare.change(0, -1) == float("-inf")
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIGURES = read_results(ROOT / "docs" / "benchmarks.jsonl")
+ROWS = re.findall(
+    r"^\| (.*) \| (.*) \| (.*) \| (.*) \| .* \| `(python -m benchmarks.*)` \|$", README, re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_the_figures_of_a_row_are_those_of_its_command(row: tuple[str, ...]) -> None:
+    _, *cells, command = row
+    found = [each for each in FIGURES if each.command.startswith(command)]
+    peaks = {peak for each in found if each.unit == "B" for peak in _peaks(each.value)}
+    times = {
+        f"{time:.2f}" for each in found if each.unit != "B" for time in (each.value, *(each.spread or ()))
+    }
+    shown = " ".join(cell for cell in cells if "projected" not in cell)
+    assert set(re.findall(r"[\d,.]+ [MG]iB", shown)) <= peaks
+    assert set(re.findall(r"\b\d\.\d\d\b(?! [MG]iB)", shown)) <= times
+
+
+def test_the_figures_beside_peers_are_on_the_page_of_benchmarks() -> None:
+    text = " ".join(README.split())
+    pairs = {(time, peak) for peak, time in re.findall(r"([\d,]+ MiB) and (\d\.\d\d)", text)}
+    pairs.update(re.findall(r"(\d\.\d\d) in ([\d,]+ MiB)", text))
+    by_way = defaultdict[tuple[str, str, str], dict[str, float]](dict)
+    for each in FIGURES:
+        by_way[each.study, each.case, each.way][each.figure] = each.value
+    measured = {
+        (f"{found['time']:.2f}", peak)
+        for found in by_way.values()
+        if found.keys() >= {"time", "peak"}
+        for peak in _peaks(found["peak"])
+    }
+    assert len(pairs) > 20
+    assert pairs <= measured
+
+
+def test_the_first_figures_are_those_of_the_table() -> None:
+    first = re.search(r"\*\*(A .*?)\*\*", README, re.DOTALL)
+    assert first is not None
+    figures = re.findall(r"[\d,.]+ [MG]iB|\d\.\d\d(?= of eager's time)", " ".join(first[1].split()))
+    assert len(figures) == 6
+    assert set(figures) <= {
+        figure for row in ROWS for figure in re.findall(r"[\d,.]+(?: [MG]iB)?", " ".join(row))
+    }
+
+
+def _peaks(nbytes: float) -> set[str]:
+    """As the README may write it."""
+    return {f"{nbytes / 2**20:,.0f} MiB", *(f"{nbytes / 2**30:.{digits}f} GiB" for digits in (1, 2))}

@@ -6,13 +6,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from benchmarks.results import read_results
 from stowplan.cli.main import VERBS, main
 
 ROOT = Path(__file__).parents[1]
@@ -97,57 +95,6 @@ def test_the_notebook_says_what_its_lines_print(tmp_path: Path) -> None:
     shown = "".join(line for cell in plain for made in cell["outputs"] for line in made.get("text", ()))
     assert "same gradients: True" in printed
     assert _without_figures(printed) == _without_figures(shown)
-
-
-FIGURES = read_results(ROOT / "docs" / "benchmarks.jsonl")
-ROWS = re.findall(
-    r"^\| (.*) \| (.*) \| (.*) \| (.*) \| .* \| `(python -m benchmarks.*)` \|$", README, re.MULTILINE
-)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
-def test_the_figures_of_a_row_are_those_of_its_command(row: tuple[str, ...]) -> None:
-    _, *cells, command = row
-    found = [each for each in FIGURES if each.command.startswith(command)]
-    peaks = {peak for each in found if each.unit == "B" for peak in _peaks(each.value)}
-    times = {
-        f"{time:.2f}" for each in found if each.unit != "B" for time in (each.value, *(each.spread or ()))
-    }
-    shown = " ".join(cell for cell in cells if "projected" not in cell)
-    assert set(re.findall(r"[\d,.]+ [MG]iB", shown)) <= peaks
-    assert set(re.findall(r"\b\d\.\d\d\b(?! [MG]iB)", shown)) <= times
-
-
-def test_the_figures_beside_peers_are_on_the_page_of_benchmarks() -> None:
-    text = " ".join(README.split())
-    pairs = {(time, peak) for peak, time in re.findall(r"([\d,]+ MiB) and (\d\.\d\d)", text)}
-    pairs.update(re.findall(r"(\d\.\d\d) in ([\d,]+ MiB)", text))
-    by_way = defaultdict[tuple[str, str, str], dict[str, float]](dict)
-    for each in FIGURES:
-        by_way[each.study, each.case, each.way][each.figure] = each.value
-    measured = {
-        (f"{found['time']:.2f}", peak)
-        for found in by_way.values()
-        if found.keys() >= {"time", "peak"}
-        for peak in _peaks(found["peak"])
-    }
-    assert len(pairs) > 20
-    assert pairs <= measured
-
-
-def test_the_first_figures_are_those_of_the_table() -> None:
-    first = re.search(r"\*\*(A .*?)\*\*", README, re.DOTALL)
-    assert first is not None
-    figures = re.findall(r"[\d,.]+ [MG]iB|\d\.\d\d(?= of eager's time)", " ".join(first[1].split()))
-    assert len(figures) == 6
-    assert set(figures) <= {
-        figure for row in ROWS for figure in re.findall(r"[\d,.]+(?: [MG]iB)?", " ".join(row))
-    }
-
-
-def _peaks(nbytes: float) -> set[str]:
-    """As the README may write it."""
-    return {f"{nbytes / 2**20:,.0f} MiB", *(f"{nbytes / 2**30:.{digits}f} GiB" for digits in (1, 2))}
 
 
 def _without_figures(text: str) -> str:
