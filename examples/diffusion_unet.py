@@ -33,7 +33,7 @@ def train(budget: str | None, steps: int = 3) -> tuple[list[float], nn.Module]:
     )
     scheduler = DDPMScheduler()
     images = torch.randn(4, 3, 32, 32)
-    example = (images, torch.zeros(4, dtype=torch.long), images)
+    example = (images, torch.zeros(4, dtype=torch.long), images.clone())  # other tensors, as in training
     if budget is not None:
         model = stowplan.fit(model, example, budget=budget, gap=0.05)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -178,7 +178,6 @@ def test_a_large_volume() -> None:
 
 
 def test_a_diffusion_unet() -> None:
-    pytest.importorskip("diffusers", reason="the example needs `pip install diffusers`")
     from examples.diffusion_unet import train
 
     plain, (fitted, model) = train(None, steps=2)[0], train("36MiB", steps=2)

@@ -1,16 +1,12 @@
 """The page for those who use a keyboard or hear it read: everything to act on has a name and is reached."""
 
 import importlib.resources
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from tests.support.pages import browser, compared_page, plan_page
+from tests.support.pages import SUBJECTS, Dump, browser, compared_page, page_of_subject, plan_page
 
 pytestmark = pytest.mark.browser
-
-Dump = Callable[[str], Path]
 
 _NAMELESS = """(() => {
   const named = (e) => e.getAttribute('aria-label') || e.title || e.innerText.trim();
@@ -56,13 +52,12 @@ def test_pictures_follow_when_the_page_turns_dark(dump: Dump) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing(scheme: str, dump: Dump) -> None:
-    pytest.importorskip(
-        "axe_core_python", reason="needs `pip install axe-core-python`, which holds axe.min.js"
-    )
+@pytest.mark.parametrize("name", ["two plans", *SUBJECTS])
+def test_axe_finds_nothing(name: str, scheme: str, dump: Dump) -> None:
     axe = (importlib.resources.files("axe_core_python") / "axe.min.js").read_text(encoding="utf-8")
+    path = compared_page(dump("chainer")) if name == "two plans" else page_of_subject(name, dump)
     for width in (1400, 390):
-        with browser().page(compared_page(dump("chainer")), width, 844) as page:
+        with browser().page(path, width, 844) as page:
             page.prefer_colours(scheme)
             page.run("stow.shownState.select({tensor: stow.shownState.model.raw.rows[0]})")
             page.run(f"{axe}; 0")

@@ -35,7 +35,7 @@ _COLOURS = """(() => {
 
 _CURSOR_COLUMN = """(() => {
   const { cursor, model } = stow.shownState;
-  const width = document.querySelector('.overlay').clientWidth - 196 - 14;
+  const width = document.querySelector('.overlay').clientWidth - 196 - 18;
   return 196 + (width * (cursor + 0.5)) / model.steps;
 })()"""
 
@@ -49,7 +49,7 @@ def middle_of(page: Page, view: str, share: float = 0.5) -> tuple[float, float]:
     """A point of a strip: this share of the way along its steps, in the middle of what can be seen of it."""
     page.run(f"document.getElementById('{view}').scrollIntoView({{block: 'center'}})")
     box = page.run(f"document.querySelector('#{view} .overlay').getBoundingClientRect().toJSON()")
-    left, right = 196, 14  # the margins of every strip on a wide page
+    left, right = 196, 18  # the margins of every strip on a wide page
     return box["left"] + left + share * (box["width"] - left - right), box["top"] + box["height"] / 2
 
 
@@ -231,12 +231,12 @@ def test_several_plans_are_compared(dump: Dump) -> None:
         assert "roomy" in page.run("document.querySelector('#curve .legend').textContent")
         assert colours(page, "frontier") > 5
         assert len(page.run("stow.shownState.model.raw.curve.beside")) == 2
-        cards = page.run("Array.from(document.querySelectorAll('#beside .card'), card => card.innerText)")
+        cards = page.run("Array.from(document.querySelectorAll('#beside .subject'), card => card.innerText)")
         assert [card.splitlines()[0] for card in cards] == ["tight", "roomy"]
         assert all("peak" in card and " of " in card for card in cards)
         assert colours(page, "beside") > 2
         steps = page.run("stow.shownState.model.steps")
-        page.run("document.querySelectorAll('#beside .card')[1].click()")
+        page.run("document.querySelectorAll('#beside .subject')[1].click()")
         page.wait_for("document.getElementById('frontier') !== null")
         assert page.run("stow.shownState.model.steps") < steps
         assert page.run("document.querySelector('nav .tab.chosen').textContent") == "roomy"

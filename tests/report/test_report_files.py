@@ -179,8 +179,11 @@ def test_notebooks_show_plans_in_a_frame_of_their_own(plan: Plan) -> None:
 
 
 def test_a_notebook_shows_a_plan_that_a_cell_ends_with(plan: Plan) -> None:
-    shells = pytest.importorskip("IPython.core.interactiveshell", reason="no IPython: pip install ipython")
-    shell = shells.InteractiveShell()
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell.instance()
+    assert shell.display_formatter is not None
     shell.run_line_magic("load_ext", "stowplan.report.notebook")
-    shown, _ = shell.display_formatter.format(plan)
-    assert shown["text/html"] == show(plan)._repr_html_()
+    shown = shell.display_formatter.formatters["text/html"](plan)
+    InteractiveShell.clear_instance()
+    assert shown == show(plan)._repr_html_()

@@ -248,9 +248,23 @@ _ROWS = """Array.from(document.querySelectorAll('.alive .row'), (row) => [
   row.querySelector('.why').textContent,
 ])"""
 
-_SPILLED = """Array.from(document.querySelectorAll('h1, h2, h3, .key, .tab, figcaption, .alive-now, .where'))
-  .filter((text) => text.scrollWidth > text.clientWidth + 1 && getComputedStyle(text).overflowX === 'visible'
-    && getComputedStyle(text).display !== 'inline').map((text) => text.textContent)"""
+_SPILLED = """(() => {
+  const words = 'h1, h2, h3, .key, .tab, figcaption, .alive-now, .where, .figure, .figure *';
+  const wide = Array.from(document.querySelectorAll(words))
+    .filter((text) => text.scrollWidth > text.clientWidth + 1)
+    .filter((text) => getComputedStyle(text).overflowX === 'visible')
+    .filter((text) => getComputedStyle(text).display !== 'inline');
+  const outside = Array.from(document.querySelectorAll('.figure'))
+    .filter((figure) => figure.getBoundingClientRect().right > innerWidth);
+  const pen = document.createElement('canvas').getContext('2d');
+  const cut = Array.from(document.querySelectorAll('input[placeholder]')).filter((input) => {
+    const { font, fontSize, fontFamily, paddingLeft, paddingRight } = getComputedStyle(input);
+    pen.font = font || `${fontSize} ${fontFamily}`;
+    const room = input.clientWidth - parseFloat(paddingLeft) - parseFloat(paddingRight) - 16; // of its cross
+    return pen.measureText(input.placeholder).width > room;
+  });
+  return [...wide, ...outside].map((text) => text.textContent).concat(cut.map((input) => input.placeholder));
+})()"""
 
 
 def collisions(page: Page) -> list[str]:

@@ -1,6 +1,7 @@
 """Things to look at and a browser to do it with, made once for all tests of a process."""
 
 import atexit
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,8 +13,11 @@ from stowplan.plan.plan import Plan, price_by_macs
 from stowplan.plan.planner import Planner
 from stowplan.plan.select import Candidate, Selector
 from stowplan.plan.select import planner_of as tile_planner_of
+from stowplan.report.files import opened
 from stowplan.report.page import Subject, page_of, subject_of
 from tests.support.browser import Browser
+
+Dump = Callable[[str], Path]
 
 
 @cache
@@ -101,3 +105,31 @@ def compared_page(document: Path) -> Path:
     peers = (Peer("checkpoint per block", planner.plain_peak_bytes * 3 // 4, 1.4),)
     tight = subject_of(plan_of(document), "tight", frontier=planner.frontier, peers=peers)
     return written(tight, subject_of(planner.plan(planner.plain_peak_bytes), "roomy"))
+
+
+def _document(name: str) -> Callable[[Dump], Subject]:
+    return lambda dump: subject_of(opened(dump(name)), dump(name).name)
+
+
+def _plain(dump: Dump) -> Subject:
+    planner = planner_of(dump("chainer"))
+    return subject_of(planner.plan(planner.plain_peak_bytes), "U-Net, plain")
+
+
+SUBJECTS: dict[str, Callable[[Dump], Subject]] = {
+    **{name: _document(name) for name in ("chainer", "megengine", "regiongraph", "tensorflow", "tilelog")},
+    "unet-plain": _plain,
+    "unet-recomputed": lambda dump: subject_of(plan_of(dump("chainer")), "U-Net, recomputed"),
+    "unet-fifth": lambda dump: subject_of(
+        tiled_plan_of(dump("chainer"), int(6.9 * (1 << 30)) // 5), "U-Net, a fifth"
+    ),
+    "unet-tiles": lambda dump: subject_of(tiled_plan_of(dump("chainer"), 400 << 20), "U-Net, 400 MiB"),
+    "gpt": lambda _: subject_of(gpt_plan(), "GPT"),
+}
+"""A subject of each kind that a report shows."""
+
+
+@cache
+def page_of_subject(name: str, dump: Dump) -> Path:
+    """The page of one of them, made once for all screens."""
+    return written(SUBJECTS[name](dump))

@@ -38,10 +38,10 @@ stow.beside = (() => {
     context.stroke();
   }
 
-  function card(subject, most, isChosen, choose) {
+  function curveOf(subject, most, isChosen, choose) {
     const canvas = element("canvas");
     const allowed = subject.curve.allowed === null ? "" : ` of ${bytes(subject.curve.allowed)}`;
-    const made = button("", choose, isChosen ? "card chosen" : "card");
+    const made = button("", choose, isChosen ? "subject chosen" : "subject");
     made.append(element("b", "", shown(subject.name)), element("span", "", `peak ${bytes(peakOf(subject))}${allowed}`), canvas);
     if (isChosen) made.setAttribute("aria-current", "true");
     new ResizeObserver(() => draw(canvas, subject, most)).observe(canvas);
@@ -51,10 +51,10 @@ stow.beside = (() => {
   // `choose` shows the subject of a number in the views above.
   function mount(subjects, chosen, choose) {
     const most = Math.max(1, ...subjects.map((subject) => Math.max(peakOf(subject), subject.curve.allowed ?? 0)));
-    const cards = subjects.map((subject, index) => card(subject, most, index === chosen, () => choose(index)));
+    const curves = subjects.map((subject, index) => curveOf(subject, most, index === chosen, () => choose(index)));
     const title = element("h2", "", "Side by side: memory while each step runs");
     const note = element("small", "", "one scale for all; dashed: allowed; press one to see it above");
-    const root = element("section", "view", element("div", "heading", title, note), element("div", "cards", ...cards));
+    const root = element("section", "view", element("div", "heading", title, note), element("div", "subjects", ...curves));
     root.id = "beside";
     return root;
   }

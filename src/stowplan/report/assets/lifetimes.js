@@ -2,7 +2,7 @@
 stow.lifetimes = (() => {
   "use strict";
 
-  const { Strip, element } = stow.strip;
+  const { Strip, element, scrolling } = stow.strip;
   const { plain, of, hatch } = stow.palette;
   const { bytes, whole } = stow.text;
   const ROW = 18;
@@ -146,11 +146,8 @@ stow.lifetimes = (() => {
     };
     const title = "How long each tensor lives";
     const strip = new Strip(state, { name: "lifetimes", title, height, draw, click });
-    const scroll = element("div", "scroll", filler);
+    const scroll = scrolling("scroll", title, filler);
     scroll.style.height = `${height}px`;
-    scroll.tabIndex = 0;
-    scroll.setAttribute("role", "region");
-    scroll.setAttribute("aria-label", title);
     strip.body.replaceWith(scroll);
     filler.append(strip.body);
     scroll.addEventListener("scroll", () => strip.paint());

@@ -2,7 +2,7 @@
 stow.main = (() => {
   "use strict";
 
-  const { element } = stow.strip;
+  const { element, scrolling } = stow.strip;
   const { button } = stow.panel;
   const { bytes: inWords, shown } = stow.text;
   const KEYS = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 };
@@ -23,7 +23,6 @@ stow.main = (() => {
     const top = element("div", "title", title, ...(tabs.length > 1 ? [element("nav", "", ...tabs)] : []));
     if (tabs.length > 1) tabs[chosen].setAttribute("aria-current", "true");
     const figures = element("div", "figures", ...data.subjects[chosen].figures.map(figure));
-    figures.tabIndex = 0; // it scrolls on a narrow screen
     figures.setAttribute("role", "group");
     figures.setAttribute("aria-label", "figures");
     return element("header", "", top, figures);
@@ -33,7 +32,7 @@ stow.main = (() => {
     const rows = found.map(([kind, where, what]) =>
       element("tr", "", ...[kind, where, what].map((cell) => element("td", "", shown(cell)))));
     const title = element("summary", "", `What the reader inferred or repaired (${found.length})`);
-    const root = element("details", "view", title, element("div", "wide", element("table", "notes", ...rows)));
+    const root = element("details", "view", title, scrolling("wide", "notes", element("table", "notes", ...rows)));
     root.id = "notes";
     return root;
   }

@@ -2,7 +2,7 @@
 stow.regions = (() => {
   "use strict";
 
-  const { element } = stow.strip;
+  const { element, scrolling } = stow.strip;
   const { of } = stow.palette;
   const { shown, whole } = stow.text;
 
@@ -60,8 +60,7 @@ stow.regions = (() => {
     const paint = () => {
       const op = state.model.opAt(state.cursor);
       const title = `Which rectangles ${state.model.opName(op)} uses`;
-      const scroll = element("div", "wide", table(state.model, op));
-      root.replaceChildren(element("div", "heading", element("h2", "", title)), scroll);
+      root.replaceChildren(element("div", "heading", element("h2", "", title)), scrolling("wide", title, table(state.model, op)));
     };
     state.onChange((what) => what === "cursor" && paint());
     paint();

@@ -13,6 +13,15 @@ stow.strip = (() => {
     return made;
   };
 
+  // A part of the page that scrolls by itself, which the keyboard has to reach and a screen reader to name.
+  function scrolling(classes, label, ...children) {
+    const made = element("div", classes, ...children);
+    made.tabIndex = 0;
+    made.setAttribute("role", "region");
+    made.setAttribute("aria-label", label);
+    return made;
+  }
+
   // A canvas whose unit is a CSS pixel, cleared. It is sized anew only if it must be, for that is slow.
   function prepared(canvas, width, height) {
     const scale = window.devicePixelRatio || 1;
@@ -68,8 +77,9 @@ stow.strip = (() => {
       return this.narrow ? 84 : 196;
     }
 
+    // Half of the axis' last label is drawn here.
     get right() {
-      return 14;
+      return 18;
     }
 
     get plotWidth() {
@@ -154,5 +164,5 @@ stow.strip = (() => {
     }
   }
 
-  return { Strip, element, prepared };
+  return { Strip, element, prepared, scrolling };
 })();

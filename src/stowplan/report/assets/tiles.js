@@ -2,7 +2,7 @@
 stow.tiles = (() => {
   "use strict";
 
-  const { element, prepared } = stow.strip;
+  const { element, prepared, scrolling } = stow.strip;
   const { plain, of, hatch } = stow.palette;
   const { button } = stow.panel;
   const { count, shown, whole } = stow.text;
@@ -216,7 +216,7 @@ stow.tiles = (() => {
       const levels = tile[half].map((level) => levelBox(this.state, level, tiling.grid));
       this.root.replaceChildren(
         this.#heading(tiling, tile),
-        element("div", "tiling", picker(tiling, this.#chosen.tile, (tile_) => this.#choose({ tile: tile_ })), element("div", "levels", ...levels)),
+        element("div", "tiling", picker(tiling, this.#chosen.tile, (tile_) => this.#choose({ tile: tile_ })), scrolling("levels", "levels of the tile", ...levels)),
         cost(tiling, tile),
       );
     }

@@ -18,29 +18,29 @@ _MOST_LEVELS = 20_000  # more are megabytes that nobody looks at
 def tilings_of(subject: Subject) -> list[Columns]:
     """Everything of a subject that is computed tile by tile."""
     if subject.plan:
-        return [_of_map(subject.plan, tiled) for tiled in _all(subject.plan.tile_maps)]
+        return [_of_map(subject.plan, tiled, name) for name, tiled in _named(subject.plan.tile_maps)]
     schedule = subject.document.tiles if subject.document else None
     if subject.document is None or schedule is None or not (schedule.forward or schedule.backward):
         return []
     return [_of_schedule(subject.document, schedule)]
 
 
-def _all(maps: Sequence[TileMap]) -> Iterator[TileMap]:
-    """Maps and those within them."""
+def _named(maps: Sequence[TileMap], *, within: bool = False) -> Iterator[tuple[str, TileMap]]:
+    """Maps and those within them; an inner sweep may begin with the same op as the one around it."""
     for tiled in maps:
         if tiled.text:
-            yield tiled
-        yield from _all(tiled.within)
+            yield f"{tiled.sweep}, inner" if within else tiled.sweep, tiled
+        yield from _named(tiled.within, within=True)
 
 
-def _of_map(plan: Plan, tiled: TileMap) -> Columns:
+def _of_map(plan: Plan, tiled: TileMap, name: str) -> Columns:
     """A sweep of a plan. Backward recomputes each tile and differentiates it, on the same rects."""
     levels = TILE_LEVELS.of("tile")(tiled, max(1, _MOST_LEVELS // max(1, len(tiled.levels))))
     macs = round(sum(level.macs * level.work for level in tiled.levels))
     untiled = sum(level.macs for level in tiled.levels)
     largest = format_bytes(tiled.backward_peak_bytes)
     return {
-        "name": tiled.sweep,
+        "name": name,
         "sweeps": [
             number
             for number, op in enumerate(plan.graph.ops)
