@@ -187,7 +187,8 @@ def _smallest_budget(plan: Plan) -> str:
         fits = plan.plain_peak_bytes <= plan.allowed_bytes
         why = "the baseline fits" if fits else "a search for this budget alone came near enough to its bound"
         return f"not searched, because {why}"
-    return f"{format_bytes(plan.minimum_bytes)} ({plan.minimum_bytes:,} bytes)"
+    tiles = "with these tiles" if plan.is_tiled else "without tiles"
+    return f"{format_bytes(plan.minimum_bytes)} ({plan.minimum_bytes:,} bytes) {tiles}"
 
 
 def _layouts(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """A training step for people and machines: its inspection and the memory of its eager run."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from rich.console import Console
@@ -41,6 +42,7 @@ def show_step(found: StepInspection, console: Console, *, title: str, all_notes:
         table.add_row(str(category), Text(format_bytes(size), justify="right"), drawn)
     heading = Text(f"the eager step at its peak{' (estimated)' if found.estimated else ''}", "bold")
     print_trimmed(console, heading, Padding(table, (0, 0, 0, 2)), Padding(_peaks(found), (0, 0, 1, 2)))
+    print_trimmed(console, *_over_the_graph(found))
     if found.optimizer and found.training_peak_bytes:
         told = _training(found.optimizer, found.training_peak_bytes)
         if found.measured_training_peak_bytes is not None:
@@ -65,3 +67,14 @@ def _peaks(found: StepInspection) -> str:
     apart = found.projected_peak_bytes / found.measured_peak_bytes - 1
     measured = f"{format_bytes(found.measured_peak_bytes)} ({found.measured_peak_bytes:,} bytes)"
     return f"{projected}, measured {measured}: {apart:+.2%}"
+
+
+def _over_the_graph(found: StepInspection) -> Iterator[Padding]:
+    """Why the eager step's peak is not the one that the graph's figures begin with."""
+    more = found.projected_peak_bytes - found.inspection.facts.peak.bytes
+    if more > 0:
+        told = (
+            f"{format_bytes(more)} more than the graph's peak above, which counts no workspace of kernels"
+            " and frees each tensor after its last use"
+        )
+        yield Padding(told, (0, 0, 1, 2))

@@ -63,7 +63,8 @@ def _of_plan(plan: Plan) -> Iterator[Figure]:
         times = ", ".join(f"{count} {when}" for when, count in updates.parameters_by_time.items())
         yield "parameters updated", f"{sum(updates.parameters_by_time.values()):,}", times
     yield _not_kept(plan)
-    yield "smallest budget", _smallest(plan), _basis(plan)
+    tiles = "with these tiles" if plan.is_tiled else "without tiles"
+    yield "smallest budget", _smallest(plan), f"{tiles}; {_basis(plan)}"
 
 
 def _smallest(plan: Plan) -> str:
