@@ -27,7 +27,7 @@ from stowplan.plan.plan import Machine, Tier, price_by_macs, price_by_roofline
 from stowplan.plan.planner import Planner
 from stowplan.report.files import opened, write_report
 from stowplan.report.page import Subject, subject_of
-from tests.support.nets import NETS
+from tests.support.nets import NETS, Example
 from tests.support.pages import browser, tiled_plan_of, written
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +68,16 @@ def run() -> Subject:
     return subject_of(api.check("examples.unet:step", "329MiB"), "unet.run.json")
 
 
+def vit() -> Example:
+    """The step of README's first sentence."""
+    return NETS["vit"].build("real")
+
+
+def vit_run() -> Subject:
+    """That step, run and measured in the memory that the sentence names."""
+    return subject_of(api.check("tools.pictures:vit", "215.3MiB", steps=1), "ViT-S")
+
+
 def gpt() -> Subject:
     """The GPT of `stowplan demo` in half of its memory."""
     return subject_of(api.plan_for("stowplan.demo:gpt", 58 << 20, gap=0.05), "gpt_58MiB.plan.json")
@@ -91,7 +101,7 @@ def _told(command: str, *arguments: str, **settings: str) -> str:
 
 def terminal() -> None:
     """A command on a terminal of 80 columns."""
-    command = "stowplan plan examples/data/unet_step.txt --budget 3.11GiB"
+    command = "stowplan plan examples/data/unet_step.txt --saved retain --budget 3.11GiB"
     printed = _told(command, COLUMNS="80", FORCE_COLOR="1", TERM="xterm-256color")
     console = Console(record=True, width=80, file=StringIO(), force_terminal=True)
     console.print(Text(f"$ {command}", "bold"), Text.from_ansi(printed), sep="\n")
@@ -157,7 +167,7 @@ PICTURES: Mapping[str, Callable[[], object]] = {
     "dark": lambda: taken(
         "dark", *unet_plans(), show="stow.shownState.measureBy(true)", height=560, colours="dark"
     ),
-    "curve": lambda: write_report(unet_plans()[:1], FOLDER / "curve.png"),
+    "curve": lambda: write_report([vit_run()], FOLDER / "curve.png"),
     "tiles": lambda: taken("tiles", tiled(), show=_scrolled_to("Tile ")),
     "offload": lambda: taken("offload", offloading()),
     "run": lambda: taken("run", run()),

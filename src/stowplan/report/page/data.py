@@ -2,15 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from stowplan.analyse.inspection import PACKED_UNASKED
-from stowplan.analyse.timeline import Arena, curve_onto, packed_arena, recorded_arena, timed_onto
+from stowplan.analyse.timeline import Arena, curve_onto, packed_arena, recorded_arena
 from stowplan.ir import Document, Graph, Regions
-from stowplan.plan.explain.timeline import baseline_curve_of
 from stowplan.plan.plan import Plan
-from stowplan.plan.record import Record
 from stowplan.report.page.columns import (
     WORDS,
     Columns,
@@ -45,25 +40,11 @@ def curve_of(subject: Subject, others: Sequence[Subject]) -> Columns:
 
 
 def _beside(subject: Subject, others: Sequence[Subject]) -> Iterator[Columns]:
-    axis = subject.timeline
-    if subject.plan:
-        name, plain = baseline_curve_of(subject.plan, axis)
-        yield {"name": name, "bytes": plain.tolist()}
-    if axis.away:
-        yield {"name": "offloaded", "bytes": axis.away_bytes().tolist()}
-    if subject.record:
-        yield {"name": "measured", "bytes": _measured(subject, subject.record).tolist()}
+    for name, curve in subject.curves_beside():
+        yield {"name": name, "bytes": curve.tolist()}
     for other in others:
         if other is not subject:
-            yield {"name": other.name, "bytes": curve_onto(axis, other.timeline).tolist()}
-
-
-def _measured(subject: Subject, record: Record) -> NDArray[np.int64]:
-    """The measured curve on the axis of steps, as if the run had kept to the projected times."""
-    runs = subject.timeline.runs
-    durations = [0.0 if run.doing.is_transfer else subject.seconds.get(run.op, 0.0) for run in runs]
-    curve = np.array(record.measured_curve_bytes, dtype=np.int64)
-    return timed_onto(durations, curve, record.measured_curve_seconds)
+            yield {"name": other.name, "bytes": curve_onto(subject.timeline, other.timeline).tolist()}
 
 
 def frontier_of_subjects(subjects: Sequence[Subject]) -> Columns | None:

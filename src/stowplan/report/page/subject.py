@@ -1,14 +1,17 @@
 """Subject: one thing that a report shows, with the timeline that every view is drawn along."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from stowplan.analyse.timeline import Timeline, timeline_of
+import numpy as np
+from numpy.typing import NDArray
+
+from stowplan.analyse.timeline import Timeline, timed_onto, timeline_of
 from stowplan.errors import BadUse
 from stowplan.ir import Document, Graph
 from stowplan.plan.explain.peers import Peer
-from stowplan.plan.explain.timeline import timeline_of_plan
+from stowplan.plan.explain.timeline import baseline_curve_of, timeline_of_plan
 from stowplan.plan.explain.transfers import Clock, clock_of
 from stowplan.plan.frontier import Frontier
 from stowplan.plan.plan import Plan, price_by_profile
@@ -38,6 +41,22 @@ class Subject:
     @property
     def graph(self) -> Graph:
         return self.timeline.graph
+
+    def curves_beside(self) -> Iterator[tuple[str, NDArray[np.int64]]]:
+        """What its memory is compared with, on its own axis: the baseline, what waits in a tier, the run."""
+        if self.plan:
+            yield baseline_curve_of(self.plan, self.timeline)
+        if self.timeline.away:
+            yield "offloaded", self.timeline.away_bytes()
+        if self.record:
+            yield "measured", self._measured(self.record)
+
+    def _measured(self, record: Record) -> NDArray[np.int64]:
+        """The measured curve on the axis of steps, as if the run had kept to the projected times."""
+        runs = self.timeline.runs
+        durations = [0.0 if run.doing.is_transfer else self.seconds.get(run.op, 0.0) for run in runs]
+        curve = np.array(record.measured_curve_bytes, dtype=np.int64)
+        return timed_onto(durations, curve, record.measured_curve_seconds)
 
 
 def subject_of(

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.ir import Kind, Phase
-from stowplan.plan.explain.timeline import baseline_curve_of
 from stowplan.report.page.subject import Subject
 from stowplan.report.picture.letters import width_of
 from stowplan.report.picture.png import png_of_drawing
@@ -48,7 +47,9 @@ _PHASES = {
 }
 _LINE, _GRID = "#333333", "#e0e0e0"
 _DASH = (5.0, 3.0)
-_BUDGET, _AWAY = "#c2185b", "#1f9d7a"
+_BUDGET = "#c2185b"
+_SOLID = {"offloaded": "#1f9d7a", "measured": "#111111"}
+"""Colours of the curves that are not dashed, as the baseline's is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,8 @@ def drawing_of(subject: Subject) -> Drawing:
 
 def _lines(subject: Subject) -> Iterator[Curve]:
     """The curves to compare with."""
-    if subject.plan:
-        name, plain = baseline_curve_of(subject.plan, subject.timeline)
-        yield Curve(name, _thinned(plain), _LINE, _DASH)
-    if subject.timeline.away:
-        yield Curve("offloaded", _thinned(subject.timeline.away_bytes()), _AWAY)
+    for name, curve in subject.curves_beside():
+        yield Curve(name, _thinned(curve), _SOLID.get(name, _LINE), () if name in _SOLID else _DASH)
 
 
 def _thinned(curve: NDArray[np.int64]) -> list[int]:
@@ -159,7 +157,7 @@ def _axes(top: float, steps: int) -> Iterator[Shape]:
         yield Text(_LEFT - 6, y + 4, format_bytes(size).replace(".00", ""), "end")
     for share in range(5):
         step = steps * share // 4
-        yield Text(_x(step, steps), _HEIGHT - _BOTTOM + 16, f"{step:,}", "middle")
+        yield Text(_x(step, steps), _HEIGHT - _BOTTOM + 16, f"{step:,}", "end" if share == 4 else "middle")
     yield Text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, "step", "middle")
 
 
