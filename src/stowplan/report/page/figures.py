@@ -63,12 +63,11 @@ def _of_plan(plan: Plan) -> Iterator[Figure]:
         times = ", ".join(f"{count} {when}" for when, count in updates.parameters_by_time.items())
         yield "parameters updated", f"{sum(updates.parameters_by_time.values()):,}", times
     yield _not_kept(plan)
-    tiles = "with these tiles" if plan.is_tiled else "without tiles"
-    yield "smallest budget", _smallest(plan), f"{tiles}; {_basis(plan)}"
-
-
-def _smallest(plan: Plan) -> str:
-    return "not searched" if plan.minimum_bytes is None else format_bytes(plan.minimum_bytes)
+    if plan.minimum_bytes is None:
+        yield "smallest budget", "not searched", _basis(plan)
+    else:
+        tiles = "with these tiles" if plan.is_tiled else "without tiles"
+        yield "smallest budget", format_bytes(plan.minimum_bytes), f"{tiles}; {_basis(plan)}"
 
 
 def _not_kept(plan: Plan) -> Figure:
