@@ -18,10 +18,12 @@ from tests.support.graphs import documents
 from tests.support.steps import training_step
 
 
-def shown(inspection: Inspection, *, all_notes: bool = False, encoding: str = "utf-8") -> str:
+def shown(
+    inspection: Inspection, *, all_notes: bool = False, encoding: str = "utf-8", width: int = 100
+) -> str:
     """The text of a report on a console that is no terminal."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
-    console = Console(file=stream, width=100, highlight=False, markup=False, emoji=False)
+    console = Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
     show_inspection(inspection, console, title="folder/step.txt", all_notes=all_notes)
     stream.seek(0)
     return stream.read()
@@ -59,6 +61,17 @@ def test_the_peak_is_marked_above_the_highest_column() -> None:
     mark, top = lines[at + 1], lines[at + 2]
     assert top[mark.index("v")] == "█"
     assert set(top) <= set(" ▁▂▃▄▅▆▇█")
+
+
+@pytest.mark.parametrize("width", [50, 60, 80])
+def test_bars_are_as_long_as_their_shares_on_any_width(width: int, dump: Callable[[str], Path]) -> None:
+    report = shown(api.inspect(dump("megengine")), width=width)
+    kinds = report.partition("bytes by kind\n")[2].partition("\n\n")[0].splitlines()
+    longest, second, *_ = lengths = [line.count("█") for line in kinds]
+    assert not any("…" in line for line in report.splitlines() if "█" in line)
+    assert longest > 10
+    assert lengths == sorted(lengths, reverse=True)
+    assert abs(second / longest - 97.4 / 1009) <= 1 / longest
 
 
 def test_a_console_without_blocks_gets_letters() -> None:

@@ -16,7 +16,7 @@ from stowplan.analyse.inspection import Inspection
 from stowplan.ir import Kind, Note, Tensor
 from stowplan.ir.text import Labels, shape_text
 from stowplan.report.terminal import (
-    bar,
+    Bar,
     blocks_of,
     in_module,
     memory_curve_drawing,
@@ -177,7 +177,7 @@ def _bars(rows: list[tuple[str, float, str]], blocks: str) -> Table | None:
     largest = max(0, *(size for _, size, _ in rows)) or 1
     table = Table.grid(padding=(0, 2))
     for name, size, figure in rows:
-        table.add_row(name, Text(figure, justify="right"), Text(bar(size / largest, _BAR, blocks), "green"))
+        table.add_row(name, Text(figure, justify="right"), Bar(size / largest, _BAR, blocks))
     return table
 
 

@@ -28,7 +28,7 @@ from stowplan.plan.plan import (
     Tile,
 )
 from stowplan.plan.select import Tradeoff
-from stowplan.report.terminal import bar, blocks_of, memory_curve_drawing, modules_table, print_trimmed
+from stowplan.report.terminal import Bar, blocks_of, memory_curve_drawing, modules_table, print_trimmed
 from stowplan.report.tiles import show_tile_map
 from stowplan.units import format_bytes, format_count, format_seconds, format_share
 
@@ -82,7 +82,7 @@ def show_frontier(
     ratios = [offer.seconds / (plain_seconds or 1.0) for offer in offers]
     worst = max(ratios, default=1.0) - 1.0 or 1.0
     for row in rows:
-        drawn = Text(bar((ratios[row] - 1.0) / worst, _BAR, blocks_of(console)), "green")
+        drawn = Bar((ratios[row] - 1.0) / worst, _BAR, blocks_of(console))
         size = Text(format_bytes(offers[row].peak_bytes), justify="right")
         table.add_row(size, f"{ratios[row]:.4f}", drawn, Text(offers[row].exactness, "dim"))
     _section(console, "budget and time against the baseline", table)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from stowplan.report.inspect import show_inspection
 from stowplan.report.inspect_json import inspection_json
-from stowplan.report.terminal import bar, blocks_of, print_trimmed
+from stowplan.report.terminal import Bar, blocks_of, print_trimmed
 from stowplan.run.measure.inspect_step import StepInspection
 from stowplan.run.optimizers import OptimizerShare
 from stowplan.units import format_bytes
@@ -38,7 +38,7 @@ def show_step(found: StepInspection, console: Console, *, title: str, all_notes:
     show_inspection(found.inspection, console, title=title, all_notes=all_notes)
     blocks, table = blocks_of(console), Table.grid(padding=(0, 2))
     for category, size in sorted(found.bytes_at_peak.items(), key=lambda item: -item[1]):
-        drawn = Text(bar(size / max(1, found.projected_peak_bytes), _BAR, blocks), "green")
+        drawn = Bar(size / max(1, found.projected_peak_bytes), _BAR, blocks)
         table.add_row(str(category), Text(format_bytes(size), justify="right"), drawn)
     heading = Text(f"the eager step at its peak{' (estimated)' if found.estimated else ''}", "bold")
     print_trimmed(console, heading, Padding(table, (0, 0, 0, 2)), Padding(_peaks(found), (0, 0, 1, 2)))

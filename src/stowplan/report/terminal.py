@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
 from textwrap import fill
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
@@ -74,9 +76,20 @@ def curve_rows(values: Sequence[int], width: int, rows: int, blocks: str) -> lis
     ]
 
 
-def bar(share: float, width: int, blocks: str) -> str:
-    """A bar over `share` of the width; anything above zero can be seen."""
-    return blocks[-1] * (max(1, round(share * width)) if share > 0 else 0)
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bar over `share` of its column, which is `most` wide if there is room; above zero it can be seen."""
+
+    share: float
+    most: int
+    blocks: str
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        width = max(1, round(self.share * min(self.most, options.max_width))) if self.share > 0 else 0
+        yield Text(self.blocks[-1] * width, "green")
+
+    def __rich_measure__(self, _: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, min(self.most, options.max_width))
 
 
 def modules_table(
