@@ -110,8 +110,8 @@ def _show(found: "tuple[Largest, ...]", vary: str, title: str) -> None:
     from stowplan.report.terminal import console_for_output, print_trimmed
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="cyan")
-    table.add_column("with")
-    for heading in (vary, "peak", "time per sample", "of eager's, same size", "the next needs"):
+    table.add_column("by", no_wrap=True)
+    for heading in (vary, "peak", "time per sample", "of eager's at this size", "the next size needs"):
         table.add_column(heading, justify="right")
     for row in found:
         table.add_row(*_cells(row, vary))
@@ -119,7 +119,7 @@ def _show(found: "tuple[Largest, ...]", vary: str, title: str) -> None:
 
 
 def _cells(row: "Largest", vary: str) -> tuple[str, ...]:
-    name = " + ".join(row.techniques) or "nothing: eager"
+    name = " + ".join(row.techniques) or "eager"
     needs = "-" if row.next_needs_bytes is None else format_bytes(row.next_needs_bytes)
     if row.fit is None:
         return name, "none fits", "-", "-", "-", needs
