@@ -22,7 +22,7 @@ def seeds_for(graph: Graph, mesh: Mesh) -> Mapping[str, tuple[int | None, ...]]:
     """By input, the dim that each axis cuts; None where it has no such dim."""
     if unknown := [axis.name for axis in mesh.axes if axis.name not in (*NAMES, MODEL)]:
         raise BadUse(
-            f"mesh axis {unknown[0]!r} says not what it cuts;"
+            f"mesh axis {unknown[0]!r} does not say what it cuts;"
             f" name it {', '.join((*NAMES, MODEL))}, or give dims"
         )
     inputs = {n: shape_of(t) for n, t in graph.tensors.items() if t.kind is Kind.INPUT}
