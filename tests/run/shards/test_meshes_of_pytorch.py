@@ -137,7 +137,7 @@ def test_a_data_axis_that_nobody_reduces_over_is_caught(four: Found) -> None:
 
 
 def test_what_cannot_be_done_is_refused_with_the_reason(four: Found) -> None:
-    reasons = ["mesh_dim_names", "says not what it cuts", "workers may share", "cannot be offloaded"]
+    reasons = ["mesh_dim_names", "does not say what it cuts", "workers may share", "cannot be offloaded"]
     reasons += [
         r"DistributedDataParallel\(fit\(...\)\)",
         "there is no mesh",
