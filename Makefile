@@ -45,7 +45,7 @@ test-device: ## the tests on the stand-in accelerator, with 2,000 iterations of 
 .PHONY: coverage
 coverage: ## the test suite under branch coverage, with the processes it starts; all but the tests that compare seconds
 	$(PYTHON) -m coverage erase
-	$(PYTHON) -m coverage run -m pytest -n 2 -m "not timing"
+	OMP_NUM_THREADS=1 $(PYTHON) -m coverage run -m pytest -n 2 -m "not timing"
 	$(PYTHON) -m coverage combine
 	$(PYTHON) -m coverage report --skip-covered
 
