@@ -189,6 +189,22 @@ def test_a_dim_that_cannot_be_tiled_has_a_reason(sample: Sample, dim: int, reaso
     assert relation.whole[dim] == reason
 
 
+@pytest.mark.parametrize(("heads", "kind"), [(4, DimKind.FREE), (2, DimKind.HALO)])
+def test_only_heads_that_queries_share_are_read_by_several_tiles(heads: int, kind: DimKind) -> None:
+    target = torch.ops.aten.scaled_dot_product_attention.default
+    sample = aten(
+        target, numbers(1, 4, 6, 4), *(numbers(1, heads, 6, 4) for _ in "kv"), None, enable_gqa=True
+    )
+    assert regions_of(sample.site()).outputs[0].kind_of(1) is kind
+
+
+def test_what_parts_of_a_concatenation_give_reaches_over_the_whole_of_the_others() -> None:
+    sample = aten(torch.ops.aten.cat.default, [numbers(3, 2), numbers(2, 2)])
+    first, second = Rect((0, 0), (3, 2)), Rect((0, 0), (2, 2))
+    assert push(sample.site(), (Rect((1, 0), (3, 2)), second)) == Rect((1, 0), (5, 2))
+    assert push(sample.site(), (first, Rect((0, 0), (1, 2)))) == Rect((0, 0), (4, 2))
+
+
 def test_causal_attention_reads_keys_up_to_its_own_query() -> None:
     query, key, value = numbers(1, 2, 6, 4), numbers(1, 1, 6, 4), numbers(1, 1, 6, 4)
     target = torch.ops.aten.scaled_dot_product_attention.default

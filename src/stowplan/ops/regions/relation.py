@@ -63,13 +63,12 @@ class Need:
 
     def narrow(self, outputs: Rect, inputs: Rect | None) -> Rect:
         """A part of `outputs` for which `inputs` suffices."""
+        if inputs is None:
+            return self._without_part(outputs)
         narrowed = outputs
         for dim, dim_map in enumerate(self.dims):
-            span = (0, 0) if inputs is None else (inputs.lo[dim], inputs.hi[dim])
-            narrowed = dim_map.narrow(narrowed, span)
-        if inputs is None or narrowed.is_empty:
-            return self._without_part(outputs)
-        return self._bridged(outputs, narrowed)
+            narrowed = dim_map.narrow(narrowed, (inputs.lo[dim], inputs.hi[dim]))
+        return self._without_part(outputs) if narrowed.is_empty else self._bridged(outputs, narrowed)
 
     def kind_of(self, dim: int) -> DimKind:
         """The effect of cutting output dim `dim` on this input."""
