@@ -213,3 +213,18 @@ def test_what_an_op_overwrites_is_no_operand_of_the_next(monkeypatch: pytest.Mon
     (before, _), (after, largest) = seen
     assert before == after
     assert largest <= 1
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.copy.default, torch.ops.aten.slice_scatter.default], ids=str)
+def test_an_op_that_copies_a_whole_storage_copies_its_own(op: torch._ops.OpOverload) -> None:
+    """Its operand may share memory with a larger one of an op that was probed before."""
+    cpu = torch.device("cpu")
+
+    def signature(call: Call, *sizes: int) -> Signature:
+        operands = tuple(Operand((size,), (1,), torch.float32, cpu) for size in sizes)
+        return Signature(call, operands, f"{call.target} of {sizes}")
+
+    large = signature(Call(torch.ops.aten.exp.default, (Ref("%0"),), {}, (), single=True), 1 << 20)
+    small = signature(Call(op, (Ref("%0"), Ref("%1")), {}, (), single=True), 16, 16)
+    costs = costs_of_calls([large, small], cpu, cache=None)
+    assert [cost and cost.rise_bytes for cost in costs.values()] == [4 << 20, 64]

@@ -27,7 +27,7 @@ import torch
 from stowplan.ir import Graph
 from stowplan.plan.plan import Machine
 
-VERSION = 5  # of the file of prices, and of what they are measured on: older ones are measured anew
+VERSION = 6  # of the file of prices, and of what they are measured on: older ones are measured anew
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Rate: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e30)]

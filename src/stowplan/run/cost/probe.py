@@ -189,13 +189,21 @@ def operands_of(signature: Signature) -> list[Tensor]:
             if key not in kept or len(kept[key]) < count:
                 kept.pop(key, None)  # before there is a larger one
                 kept[key] = _values(count, operand)
-            values = kept[key]
+            values = _first(kept[key], count)
         found.append(values.as_strided(operand.shape, operand.stride))
     if signature.call.target in _SELECTING:
         for tensor in found:
             if tensor.dtype is torch.bool:
                 tensor.fill_(True)
     return found
+
+
+def _first(values: Tensor, count: int) -> Tensor:
+    """The first numbers, in a storage that ends with them: some ops copy the whole storage of an operand."""
+    if len(values) == count:
+        return values
+    storage = values.untyped_storage()[: count * values.itemsize]
+    return values.new_empty(0).set_(storage, 0, (count,), (1,))
 
 
 def _changed(call: Call) -> set[str]:
