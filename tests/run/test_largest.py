@@ -85,7 +85,7 @@ def test_techniques_make_room(target: str) -> None:
 def test_the_verb_prints_the_table(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["fit-largest", target, "--multiple", "64", "--moves", "20", "--allow"]
     assert main([*words, "", "--budget", "500kB"]) == 0
-    assert "eager " in capsys.readouterr().out
+    assert "\neager " in capsys.readouterr().out
     assert main([*words, "recompute", "--budget", "500kB", "--most", "128", "--json"]) == 0
     plain, recompute = json.loads(capsys.readouterr().out)
     assert plain["batch"] <= recompute["batch"] <= 128
