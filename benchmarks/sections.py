@@ -34,12 +34,6 @@ class Section:
 def _peers(results: Sequence[Result]) -> Section:
     nets = list(dict.fromkeys(result.case for result in results))
     drawings = (_against_peers(net, _by_way(results, net)) for net in nets)
-    behind = [line for net in nets for line in _ahead(net, _by_way(results, net))]
-    verdict = (
-        "Where other methods are ahead: " + "; ".join(behind) + "."
-        if behind
-        else "On these steps no other method is ahead."
-    )
     opening = (
         "Peak and time of a training step with the methods that a user would choose: "
         "`torch.utils.checkpoint` around each block, and `torch.compile` with an activation memory budget "
@@ -47,20 +41,19 @@ def _peers(results: Sequence[Result]) -> Section:
         "stowplan gets the peak of each method as its budget, and half and a quarter of the activations. "
         "Left and down is better; peaks within half a percent count as equal."
     )
-    return Section("peers", "Compared with other methods", (opening, verdict), tuple(drawings), results)
+    return Section(
+        "peers", "Compared with other methods", (opening, *_verdict(results)), tuple(drawings), results
+    )
 
 
 def _kernels(results: Sequence[Result]) -> Section:
     nets = list(dict.fromkeys(result.case for result in results))
     drawings = tuple(_against_peers(net, _by_way(results, net)) for net in nets)
-    behind = [line for net in nets for line in _ahead(net, _by_way(results, net))]
     words = (
         "Plans with eager's kernels and plans with compiled groups of ops, beside `torch.compile` (inductor) "
         "without a budget and with activation memory budgets of 0.7, 0.5, 0.3 and 0.1. "
         "Every plan has a peak of one of the others as its budget, or half or a quarter of the activations.",
-        "Where other methods are ahead: " + "; ".join(behind) + "."
-        if behind
-        else "On these steps no other method is ahead.",
+        *_verdict(results),
         *(told for net in nets if (told := _shares(net, _by_way(results, net)))),
     )
     return Section("kernels", "Compiled kernels", words, drawings, results)
@@ -109,26 +102,40 @@ def _against_peers(net: str, ways: Mapping[str, Mapping[str, Result]]) -> Drawin
     return scatter(net, Axis("peak, MiB", "{:,.0f}".format), Axis("time of eager", "{:.2f}".format), series)
 
 
-def _ahead(net: str, ways: Mapping[str, Mapping[str, Result]]) -> Iterator[str]:
-    """The peers that are faster than every plan within their peak."""
-    ours = [figures for way, figures in ways.items() if "stowplan" in way]
-    for way, figures in ways.items():
-        peak, time = figures["peak"].value, figures["time"]
-        within = [mine["time"] for mine in ours if mine["peak"].value <= peak * _SAME]
-        best = min(within, key=lambda mine: mine.value, default=None)
-        if "stowplan" in way or way == "eager":
-            continue
-        if best is None:
-            yield f"{net}, {way}: no plan within {format_bytes(round(peak))}"
-        elif time.value < best.value:
-            times = f"{time.value:.3f} of eager, stowplan {best.value:.3f}"
-            unsure = ", which is within the spread" * _overlap(time, best)
-            yield f"{net}, {way}: within {format_bytes(round(peak))} {times}{unsure}"
+_RULE = (
+    "Each method is compared with the fastest plan within its peak. One is ahead of the other where its"
+    " median is lower and their quartiles do not overlap; where they overlap, the two are level."
+)
 
 
-def _overlap(one: Result, other: Result) -> bool:
-    low, high = (result.spread or (result.value, result.value) for result in (one, other))
-    return low[1] >= high[0]
+def _verdict(results: Sequence[Result]) -> Iterator[str]:
+    """The rule, and where plans are not ahead by it."""
+    ahead, level = list[str](), list[str]()
+    for net in dict.fromkeys(result.case for result in results):
+        ways = _by_way(results, net)
+        ours = [figures for way, figures in ways.items() if "stowplan" in way]
+        for way, figures in ways.items():
+            if "stowplan" in way or way == "eager":
+                continue
+            peak, time = figures["peak"].value, figures["time"]
+            within = [mine["time"] for mine in ours if mine["peak"].value <= peak * _SAME]
+            best = min(within, key=lambda mine: mine.value, default=None)
+            method = f"{net}, {way}: within {format_bytes(round(peak))}"
+            if best is None:
+                ahead.append(f"{method} there is no plan")
+            elif not _slower(time, best):
+                told = ahead if _slower(best, time) else level
+                told.append(f"{method} {time.value:.3f} of eager, stowplan {best.value:.3f}")
+    yield _RULE
+    yield f"Other methods are ahead here: {'; '.join(ahead)}." if ahead else "No other method is ahead."
+    if level:
+        yield f"Level: {'; '.join(level)}."
+
+
+def _slower(one: Result, other: Result) -> bool:
+    """Whether one takes longer than the other, at its lower quartile too."""
+    slow, fast = (result.spread or (result.value, result.value) for result in (one, other))
+    return slow[0] > fast[1]
 
 
 def _tiles(results: Sequence[Result]) -> Section:

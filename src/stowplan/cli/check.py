@@ -20,7 +20,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
     parser.add_argument("target", metavar="MODULE:FUNCTION", help=api.FUNCTION_HELP)
     parser.add_argument(
-        "--budget", help="bytes for everything alive during the step, such as 6GiB (default: the plan's)"
+        "--budget",
+        help="bytes for one forward and backward, parameters and gradients included, such as 6GiB"
+        " (default: the plan's)",
     )
     parser.add_argument("--plan", metavar="PLAN", help="run this plan, which `stowplan plan -o` wrote")
     add_choices(parser)

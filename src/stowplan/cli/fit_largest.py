@@ -22,7 +22,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help=f"{api.FUNCTION_HELP}; it takes the size",
     )
-    parser.add_argument("--budget", help="bytes for everything alive during the step, such as 8GiB")
+    parser.add_argument(
+        "--budget", help="bytes for one forward and backward, parameters and gradients included, such as 8GiB"
+    )
     parser.add_argument(
         "--device",
         metavar="CARD|FILE.toml",

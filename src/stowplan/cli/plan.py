@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes."""
     parser.add_argument("target", metavar="FILE|MODULE:FUNCTION", help=api.TARGET_HELP)
-    parser.add_argument("--budget", help="bytes for everything alive during the step, such as 6GiB or 500MB")
+    parser.add_argument(
+        "--budget",
+        help="bytes for one forward and backward, parameters and gradients included, such as 6GiB or 500MB",
+    )
     parser.add_argument("--frontier", action="store_true", help="show time against budget for all budgets")
     add_choices(parser)
     add_iteration(parser)
