@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.plan.options import PlanOptions
@@ -377,10 +376,23 @@ def test_graphs_without_an_op_in_backward() -> None:
 def test_options_are_checked() -> None:
     model, x = nn.Linear(4, 4), images(2, 4)
     wrong = Options(budget="1GiB", allow="tile")
-    for options in (Options(budgets=1), Options(budget=len), Options(budget="much"), Options(), wrong):
+    unlimited = Options(budget="1GiB", time_limit=0)
+    misread = Options(budgets=1), Options(budget=len), Options(budget="much"), Options()
+    for options in (*misread, wrong, unlimited):
         torch._dynamo.reset()
-        with pytest.raises(BackendCompilerFailed, match=r"BadUse: .*(budget|6GiB|stowplan.fit)"):
-            torch.compile(model, backend=backend, options=options)(x)
+        run = torch.compile(model, backend=backend, options=options)
+        for _ in range(2):
+            with pytest.raises(BadUse, match=r"budget|6GiB|stowplan.fit|a time limit of 0"):
+                run(x)
+
+
+def test_a_time_limit_ends_the_search_of_each_graph() -> None:
+    layers = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(40))
+    model, x = nn.Sequential(*layers), images(64, 16)
+    options: Any = {"budget": "1GiB", "time_limit": 0.2}
+    torch.compile(model, backend=backend, options=options)(x).square().sum().backward()
+    (plan,) = plans_for(options)
+    assert plan.cut_short == "the time limit of 0.2 s"
 
 
 FRESH = """

@@ -172,3 +172,45 @@ def test_a_named_loss_is_the_one_that_tiles_are_differentiated_for() -> None:
         torch.testing.assert_close(a, b)
     with pytest.raises(BadUse, match="a gradient came in for output 'main'"):
         model(images)["main"].backward()
+
+
+class Features(nn.Module):
+    """Returns what a loss is computed from outside."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.net, self.outputs = nn.Linear(8, 4), outputs
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        hidden = self.net(x)
+        return hidden if self.outputs == 1 else tuple(hidden + n for n in range(self.outputs))
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_model_that_returns_no_loss_is_told_of_the_two_ways(
+    outputs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said(model: nn.Module, **settings: Any) -> str:
+        caplog.clear()
+        fitted(model, **settings)
+        return "".join(record.message for record in caplog.records if record.levelname == "WARNING")
+
+    model = Features(outputs)
+    assert "Features returns no loss" in said(model)
+    assert "loss=" in said(model)
+    assert 'outputs="all"' in said(model)
+    assert said(model, outputs="all") == ""
+    assert said(model, loss=lambda out: (out if outputs == 1 else out[0]).sum()) == ""
+    assert said(Two(), loss="near") == ""
+
+
+@pytest.mark.parametrize("loss", [lambda x: x.sum(), lambda x: x.sum().reshape(1, 1), lambda x: (x.sum(), x)])
+def test_a_loss_is_one_number_alone_or_beside_others(
+    loss: Callable[[Tensor], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Own(Features):
+        def forward(self, x: Tensor) -> Any:
+            return loss(self.net(x))
+
+    fitted(Own(1))
+    assert "returns no loss" not in caplog.text

@@ -212,6 +212,24 @@ def fitted_pair(
     )
 
 
+@pytest.mark.parametrize("kind", ["momentum", "adamw", "foreach", "fused"])
+def test_the_entries_of_the_state_come_in_eagers_order(kind: str) -> None:
+    found = list[list[object]]()
+    for is_fitted in (False, True):
+        model = Tower(dropout=0.0)
+        model.layers[1].requires_grad_(False)
+        optimizer = OPTIMIZERS[kind](groups_of(model)[::-1])
+        run: nn.Module = model
+        for trains in (False, True):  # what is trained later comes later
+            model.layers[1].requires_grad_(trains)
+            if is_fitted:
+                run = fit(model, (tower_batch(),), budget=ROOMY, optimizer=optimizer, moves=2)
+            loop(run, optimizer, tower_batch(), 2)
+        state = optimizer.state_dict()["state"]
+        found.append([(number, list(entries)) for number, entries in state.items()])
+    assert found[0] == found[1]
+
+
 def smallest(model: nn.Module, x: Tensor, optimizer: Optimizer, **options: Any) -> int:
     """The smallest budget of an iteration."""
     with pytest.raises(BudgetTooSmall) as refusal:

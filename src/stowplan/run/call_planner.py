@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from stowplan.capture.stand_ins import Spec, flatten, look_of
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.ir import Kind
 from stowplan.ir.graph import collector_paused
+from stowplan.ops.table import shape_of
 from stowplan.plan.options import Kernels, PlanOptions
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.watch import showing_progress, tell_phase
@@ -143,6 +145,13 @@ class CallPlanner:
         observation, captured = self._observed(model, plain, args, kwargs)
         if self.loss is None:
             _refuse_given_back(captured)
+            if not self.all_outputs and not _has_a_loss(captured):
+                self.say_once(
+                    f"{type(model).__name__} returns no loss, one number alone or beside other tensors: the"
+                    " plan takes a gradient for each output, and what the loss takes comes on top of the"
+                    " budget. Give fit loss=, a function of the output or the name of one, or"
+                    ' outputs="all" if this is meant'
+                )
         leaves = flatten(args, kwargs)[0]
         dependencies = self.latest = observation.dependencies(captured.program, leaves, captured.answers)
         subject = Subject(captured, plain, args, kwargs, loss=self.loss)
@@ -270,6 +279,12 @@ class CallPlanner:
         if sentence not in self.said:
             self.said.add(sentence)
             _LOGGER.warning(sentence)
+
+
+def _has_a_loss(captured: Captured) -> bool:
+    """Whether one output is differentiated, and it is one number."""
+    tangents = [captured.graph.tensors[name] for name in captured.program.tangents if name is not None]
+    return len(tangents) == 1 and prod(shape_of(tangents[0])) == 1
 
 
 def _refuse_given_back(captured: Captured) -> None:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from stowplan.capture.recording import after_loss
-from stowplan.capture.stand_ins import flatten
+from stowplan.capture.recording import Step, after_loss, argument_names
+from stowplan.capture.stand_ins import TensorLook, flatten
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.plan.options import Kernels
 from stowplan.plan.plan import Plan
@@ -221,6 +221,7 @@ class Fitting:
                 return _AsItIs(self, model, larger, watched_as=kind)
             if change is not None:
                 _LOGGER.warning("planning %s again: %s", model_class(model).__name__, change)
+            self._tell_of_numbers(kind, model, args, kwargs)
             planned = self._planned_or_refused(kind, model, args, kwargs, change)
             self._make_room()
             self.planned.append(planned)
@@ -228,6 +229,24 @@ class Fitting:
             change = guard.change(leaves)
             assert change is None, change
             return self._bind(planned, guard, model)
+
+    def _tell_of_numbers(
+        self, kind: KindOfCall, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
+        """Warn if this call is the second in a row that needs a plan only because of another number in it."""
+        latest = [planned.kind for planned in self.planned[-2:]]
+        changed = [_numbers_apart(kind, other) for other in latest]
+        if len(latest) < 2 or not all(changed):
+            return
+        step = Step(with_forward(model, self._forward_of(model)), args, kwargs, None, torch.device("cpu"))
+        names, values = argument_names(step), flatten(args, kwargs)[0]
+        for place in sorted(frozenset[int]().union(*changed)):
+            name, kind_of_number = names[place], type(values[place]).__name__
+            self.planner.say_once(
+                f"{name!r} is a Python {kind_of_number} that changes from call to call, and each value of it"
+                f" is planned anew, which takes far longer than a step: pass torch.tensor({name}) to"
+                f" {model_class(model).__name__}, which one plan reads at each call"
+            )
 
     def _planned_or_refused(
         self,
@@ -389,6 +408,25 @@ class Fitting:
         others = [b for b in self.bound if b is not known and any(b.planned is p for p in self.planned)]
         self.bound = [*others, _Bound(planned, guard, step)]
         return step
+
+
+def _numbers_apart(one: KindOfCall, other: KindOfCall) -> frozenset[int]:
+    """The places of the numbers that two kinds of call differ in; empty if they also differ elsewhere."""
+    if one._replace(looks=()) != other._replace(looks=()) or len(one.looks) != len(other.looks):
+        return frozenset()
+    pairs = list(enumerate(zip(one.looks, other.looks, strict=True)))
+    apart = [(place, looks) for place, looks in pairs if looks[0] != looks[1]]
+    if not all(_is_number(look) for _, looks in apart for look in looks):
+        return frozenset()
+    return frozenset(place for place, _ in apart)
+
+
+def _is_number(look: object) -> bool:
+    """Whether this is how `look_of` describes a Python number; True and False are flags."""
+    if not isinstance(look, tuple) or isinstance(look, TensorLook):
+        return False
+    kind = look[0]
+    return isinstance(kind, type) and issubclass(kind, (int, float, complex)) and kind is not bool
 
 
 def _read_by(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[object]:

@@ -10,6 +10,7 @@ from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Pricing
 from stowplan.plan.planner import Planner
 from stowplan.plan.problem import problem_of
+from stowplan.plan.watch import limited_to
 from stowplan.run.backend.frontier_plans import FrontierPlans, PlannedPoint
 from stowplan.run.planning.planner import price_captured
 
@@ -51,7 +52,9 @@ class BudgetedGraph:
     def plans(self, *, is_followed: bool) -> FrontierPlans:
         """The plans for a graph that is followed, or is not; the first call searches for them."""
         if is_followed not in self._frontier_plans:
-            self._frontier_plans[is_followed] = FrontierPlans(self._planner(is_followed), self._pricing)
+            with limited_to(self.options.seconds):
+                planner = self._planner(is_followed)
+            self._frontier_plans[is_followed] = FrontierPlans(planner, self._pricing)
         return self._frontier_plans[is_followed]
 
     def _planner(self, is_followed: bool) -> Planner:

@@ -148,6 +148,7 @@ class _Choices(msgspec.Struct, forbid_unknown_fields=True):
     allow: str | tuple[str, ...] = _ALLOWED
     moves: int | None = None
     kernels: str = Kernels.EAGER
+    time_limit: float | None = None
 
 
 def backend(
@@ -155,15 +156,25 @@ def backend(
 ) -> Callable[..., object]:
     """What Dynamo calls for each graph.
 
-    Options are `budget` and, as in `fit`, `reserve`, `allow`, `moves` and `kernels`. Times of plans with
-    compiled kernels are compared with the same kernels without a budget. The example inputs may be without
-    data, and are not looked at. A graph in which nothing is differentiated runs as it is, and so does what
-    Dynamo leaves to Python: `reserve` for what that makes.
+    Options are `budget` and, as in `fit`, `reserve`, `allow`, `moves` and `kernels`; `time_limit` is that of
+    each graph. Times of plans with compiled kernels are compared with the same kernels without a budget. The
+    example inputs may be without data, and are not looked at. A graph in which nothing is differentiated runs
+    as it is, and so does what Dynamo leaves to Python: `reserve` for what that makes.
     """
-    settings, results = _settings_for(options or {}), results_of(graph)
+    try:
+        settings = _settings_for(options or {})
+    except BadUse as fault:
+        return partial(_refuse, str(fault))
+    results = results_of(graph)
     if not any(result.is_attached for result in results):
         return graph.forward
     return PlannedGraph(_with_named_inputs(graph), results, settings)
+
+
+def _refuse(why: str, *_: object) -> object:
+    """In place of a graph: what is raised by Dynamo's code reaches the user, who would see any error of a
+    backend inside BackendCompilerFailed."""
+    raise BadUse(why)
 
 
 def plans_for(options: Options) -> tuple[Plan, ...]:
@@ -196,7 +207,7 @@ def _settings_for(options: Options) -> Settings:
         raise BadUse(
             f"graphs of torch.compile can only be planned with recompute; for {others[0]} use stowplan.fit"
         )
-    planning = PlanOptions(allow, moves=chosen.moves, kernels=chosen.kernels)
+    planning = PlanOptions(allow, moves=chosen.moves, kernels=chosen.kernels, seconds=chosen.time_limit)
     made = _SETTINGS[id(options)] = Settings(options, SharedBudget(allowed), planning)
     return made
 
@@ -207,5 +218,5 @@ def _checked(options: Options) -> _Choices:
     except msgspec.ValidationError as fault:
         raise BadUse(
             f'{fault}; write torch.compile(model, backend="stowplan", options={{"budget": "6GiB"}}),'
-            " and perhaps reserve, allow, moves, kernels"
+            " and perhaps reserve, allow, moves, kernels, time_limit"
         ) from fault

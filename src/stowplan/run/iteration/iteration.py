@@ -102,6 +102,7 @@ class Iteration:
         self._broken = ""
         self._to_load: dict[Tensor, int] = {}  # parameters that belong to the state that was loaded last
         self._is_stepping = False  # `optimizer.step()` has begun and has not ended
+        self._states_in_order = len(optimizer.state)  # the first of its entries, which are as in eager
         self._told = False
         own = weakref.ref(self)
         optimizer.register_step_pre_hook(_StepHook(own))
@@ -475,6 +476,7 @@ class Iteration:
         if self._elsewhere:
             self._elsewhere.forget()
         self._to_load |= {p: version for p, version in self._progress.updated.items() if version is not None}
+        self._states_in_order = len(self.optimizer.state)
         self._broken, self._progress, self._seen_a_step = "", _Progress(), True
         self._is_stepping, self._total_norm = False, None
 
@@ -483,6 +485,17 @@ class Iteration:
         if self._is_stepping:
             self._progress, self._seen_a_step = _Progress(), True
         self._is_stepping = False
+        self._bring_new_states_in_order()
+
+    def _bring_new_states_in_order(self) -> None:
+        """Let entries that this step has added to the state follow each other as in eager: parameter by
+        parameter of the groups, and not as gradients were final."""
+        state = self.optimizer.state
+        new = set(list(state)[self._states_in_order :])
+        for parameter in groups_by_parameter(self.optimizer) if new else ():
+            if parameter in new:
+                state[parameter] = state.pop(parameter)
+        self._states_in_order = len(state)
 
 
 class _StepHook(OwnHook):
