@@ -61,7 +61,7 @@ def _show(name: str, device: str) -> None:
     print(
         f"## {name}: {len(step.graph.ops):,} ops, captured in {captured:.1f} s of the processor", flush=True
     )
-    show_card(step, console_for_output())
+    show_card(step.peak, console_for_output())
     started = process_time()
     try:
         plan, heap = step.plan(None, PlanOptions())

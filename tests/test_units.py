@@ -1,5 +1,10 @@
 """Sizes that people write, and figures that people compare."""
 
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,17 +22,40 @@ from stowplan.units import format_bytes, format_count, format_seconds, parse_byt
         (" 1.5 kib ", 1536),
         ("0.3GB", 300_000_000),
         ("0", 0),
+        ("6G", 6 * 2**30),
+        ("6g", 6 * 2**30),
+        ("6 GB", 6 * 10**9),
+        ("512 mb", 512 * 10**6),
+        ("2 bytes", 2),
+        (".5GiB", 2**29),
+        ("1e9", 10**9),
+        ("1.5e3 MiB", 1500 * 2**20),
+        ("6_000_000", 6_000_000),
         (812, 812),
+        (1e9, 10**9),
+        (1.5e9, 1_500_000_000),
+        (0.9 * 2**30, 966_367_641),
+        (np.int64(10**9), 10**9),
+        (np.float32(2**20), 2**20),
+        (Decimal("1e9"), 10**9),
+        (Fraction(2**21, 2), 2**20),
     ],
 )
-def test_sizes_are_read_with_their_units(text: str | int, count: int) -> None:
+def test_sizes_are_read_with_their_units(text: object, count: int) -> None:
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "6 gigs", "-1", "1e9", "6GiB6", ".5GiB", "٣", -1])
-def test_what_is_no_size_is_refused(text: str | int) -> None:
-    with pytest.raises(BadUse):
-        parse_bytes(text)
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", " ", "GiB", "6 gigs", "-1", "6GiB6", "1__0", "_", "٣", "1.5", "1e99", "auto", "9" * 30),
+        *(-1, -1.5, 1.5, 1e300, math.inf, math.nan, Decimal("nan"), True, np.bool_(1)),
+        *(None, [1], b"6GiB", np.ones(2)),
+    ],
+)
+def test_what_is_no_size_is_refused(text: object) -> None:
+    with pytest.raises(BadUse, match="write "):
+        parse_bytes(text, "budget")
 
 
 @given(st.integers(0, 2**60))

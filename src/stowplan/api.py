@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from stowplan.analyse.inspection import PACKED_UNASKED, Inspection, inspection_of
 from stowplan.analyse.layouts import Layouts, with_fewest_changes
 from stowplan.analyse.training import training_step_of
-from stowplan.errors import BadInput, BadUse
+from stowplan.errors import BadUse
 from stowplan.formats.door import format_for, read_document, text_of
 from stowplan.ir import Document, Note, NoteKind
 from stowplan.plan.explain.explain import Explanation, TiledTensor, explain, explain_tiled
-from stowplan.plan.files import plan_file
+from stowplan.plan.files.plan_file import load as load_plan
 from stowplan.plan.options import (
     DEFAULT_OPTIONS,
     ON_REQUEST,
@@ -22,6 +22,7 @@ from stowplan.plan.options import (
     PlanOptions,
     Prefer,
     is_installed,
+    known_techniques,
 )
 from stowplan.plan.plan import Plan, price_by_macs, price_by_profile
 from stowplan.plan.planner import refuse_hopeless
@@ -75,6 +76,7 @@ __all__ = [
     "planner_for",
     "projected_step",
     "read_document",
+    "refuse_no_function",
     "tiles_for_document",
 ]
 
@@ -200,6 +202,19 @@ def names_a_function(target: str | Path) -> bool:
     return bool(colon) and dotted and function.isidentifier() and not Path(target).exists()
 
 
+def refuse_no_function(target: str, verb: str) -> None:
+    """BadUse if a verb that runs a step is given anything but MODULE:FUNCTION."""
+    if names_a_function(target):
+        return
+    if Path(target).exists():
+        raise BadUse(
+            f"{target} is a file, which has no program to run, and {verb} runs the step: give"
+            " MODULE:FUNCTION, as in train:step; for files there are inspect, plan, explain, report,"
+            " simulate and convert"
+        )
+    raise BadUse(f"{target!r} is neither a file nor MODULE:FUNCTION, such as train:step: {FUNCTION_HELP}")
+
+
 def planner_for(
     target: str | Path,
     *,
@@ -225,7 +240,7 @@ def planner_for(
     are of whole iterations; with "offload" in `allow`, those for small budgets have its state in a tier.
     `kernels`, `clip_norm` and `accumulate` are those of `fit`.
     """
-    options = PlanOptions(tuple(allow), prefer, gap=gap, kernels=kernels)
+    options = PlanOptions(known_techniques(allow), prefer, gap=gap, kernels=kernels)
     _refuse_kernels_of_file(target, kernels)
     _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
     _refuse_layouts_of_step(target, layouts)
@@ -330,7 +345,9 @@ def plan_for(
         call = loaded.model, loaded.args, loaded.kwargs
         return plans_of(fit(*call, loss=loaded.loss, budget=allowed_bytes, **how))[0]
     subject = subject_of(loaded)
-    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, gap=gap, kernels=kernels, arena=arena)
+    options = PlanOptions(
+        known_techniques(allow), prefer, seconds=time_limit, gap=gap, kernels=kernels, arena=arena
+    )
     return compared(_planned_step(subject, allowed_bytes, options).plan, subject)
 
 
@@ -421,12 +438,13 @@ def check(
     compared; `clip_norm`, `accumulate` and `arena` are those of `fit`. A saved `plan` is used instead of a
     new one.
     """
+    refuse_no_function(target, "check")
     _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
     from stowplan.run.measure.check import check as run_check
     from stowplan.run.measure.check import check_iterations
     from stowplan.run.target import load_optimizer, load_target
 
-    loaded, allowed_bytes = load_target(target), parse_bytes(budget)
+    loaded, allowed_bytes = load_target(target), parse_bytes(budget, "budget")
     if optimizer is not None:
         from stowplan.run.fit import fit
 
@@ -436,21 +454,8 @@ def check(
         fitting = partial(fit, loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, **how, **loop)
         made = partial(load_optimizer, optimizer)
         return check_iterations(loaded, lambda own: fitting(optimizer=own), made, iterations=steps, **loop)
-    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, gap=gap, kernels=kernels, arena=arena)
+    options = PlanOptions(
+        known_techniques(allow), prefer, seconds=time_limit, gap=gap, kernels=kernels, arena=arena
+    )
     planning = partial(_planned_step, allowed_bytes=allowed_bytes, options=options, given=plan)
     return run_check(loaded, planning, steps=steps)
-
-
-def load_plan(path: str | Path) -> Plan:
-    """Read a plan that `stowplan plan -o` wrote, and check that it is legal for its graph."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
-        why = (fault.strerror if isinstance(fault, OSError) else None) or fault
-        raise BadUse(
-            f"{path} cannot be read as a plan: {why}; write one with `stowplan plan X --budget BYTES -o PLAN`"
-        ) from fault
-    try:
-        return plan_file.read(text)
-    except BadInput as fault:
-        raise fault.in_file(str(path)) from fault

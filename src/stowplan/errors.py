@@ -1,6 +1,6 @@
 """One tree of errors. Each message says what is wrong, where, how large, and what to try."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 _MOST_LISTED = 5  # parts of a step that a refusal lists
 
@@ -13,6 +13,14 @@ class StowplanError(Exception):
 
 class BadUse(StowplanError):
     """The call is wrong: an option, a unit, or a combination of options."""
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """A question after an unknown word, if it looks like a known one; else nothing."""
+    from difflib import get_close_matches  # only for a refusal
+
+    near = get_close_matches(str(word), list(known), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
 
 
 class NotTileable(StowplanError):

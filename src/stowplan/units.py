@@ -1,35 +1,91 @@
-"""Bytes and seconds: parse "6GiB", format figures, and make names printable."""
+"""Bytes and seconds: read sizes as people write them, format figures, and make names printable.
+
+A size is a number of bytes, or a text with a unit:
+
+    6GiB  6G  6g     2**30 each: one letter is binary, as in Slurm, Docker, `ulimit` and the JVM
+    6GB   6 gb       10**9 each, as disks and networks count
+    6000000000  6_000_000_000  6e9  1.5e9   bytes
+
+Numbers of NumPy, PyTorch, `decimal` and `fractions` count as Python's. A part of a byte is dropped, as of
+`0.9 * free`; a number below one KiB with such a part was hardly meant in bytes, and is refused.
+"""
 
 import re
+from decimal import Decimal
 from fractions import Fraction
+from math import floor
 
 from stowplan.errors import BadUse
 
-_BYTES = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-_QUANTITY = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]{0,3})\s*")
+_KILO, _KIBI = 10**3, 2**10
+_BYTES = {"": 1, "B": 1, "BYTE": 1, "BYTES": 1}
+for _power, _letter in enumerate("KMGTP", start=1):
+    _BYTES |= {f"{_letter}B": _KILO**_power, f"{_letter}IB": _KIBI**_power, _letter: _KIBI**_power}
+_QUANTITY = re.compile(
+    r"\s*((?:[0-9][0-9_]{0,29}(?:\.[0-9]{0,9})?|\.[0-9]{1,9})(?:[eE]\+?[0-9]{1,2})?)\s*([A-Za-z]{0,5})\s*"
+)
+_MOST = 2**80  # bytes; more is a mistake, and would only slow arithmetic down
+_WRITE = 'write "6GiB", "512MB" or a number of bytes'
 
 
-def parse_bytes(text: str | int) -> int:
-    """The number of bytes in "6GiB", "512 MB" or "1000"; an int passes through."""
-    if isinstance(text, int):
-        if text < 0:
-            raise BadUse(f"{text} bytes: a size cannot be negative")
-        return text
+def parse_bytes(amount: object, what: str = "") -> int:
+    """The number of bytes in "6GiB", "512 MB", "6G", 1e9 or 1000; `what` names the argument in a refusal."""
+    shown = f"{what}={amount!r}" if what else repr(amount)
+    number = _number_in(amount) if isinstance(amount, str) else _number_of(amount)
+    if number is None:
+        raise BadUse(f"{shown} is not a size; {_WRITE}")
+    if isinstance(number, float):  # as infinite sizes stay
+        raise BadUse(f'{shown} is not finite; for no limit, write a size above what eager takes, as "1TiB"')
+    if number < 0:
+        raise BadUse(f"{shown}: a size cannot be negative; {_WRITE}")
+    if number > _MOST:
+        raise BadUse(f"{shown} is more than any memory; {_WRITE}")
+    if number.denominator != 1 and number < _KIBI:
+        raise BadUse(f'{shown} is a part of a byte; if GiB were meant, write "{amount}GiB"')
+    return floor(number)
+
+
+def is_automatic(budget: object) -> bool:
+    """Whether a budget is "auto": what is free."""
+    return isinstance(budget, str) and budget.strip().lower() == "auto"
+
+
+def bytes_left(budget_bytes: int, reserve_bytes: int) -> int:
+    """The budget without the reserve; BadUse if the reserve is larger."""
+    if reserve_bytes > budget_bytes:
+        raise BadUse(
+            f"reserve is {format_bytes(reserve_bytes)} of a budget of {format_bytes(budget_bytes)}, which"
+            " leaves nothing for the step: the reserve is a part of the budget; lower it or raise the budget"
+        )
+    return budget_bytes - reserve_bytes
+
+
+def _number_in(text: str) -> Fraction | None:
     match = _QUANTITY.fullmatch(text)
     if match is None or match[2].upper() not in _BYTES:
-        raise BadUse(f"{text!r} is not a size; write it like 6GiB, 512MB or 1000")
-    return round(Fraction(match[1]) * _BYTES[match[2].upper()])
+        return None
+    try:
+        return Fraction(match[1]) * _BYTES[match[2].upper()]
+    except ValueError:  # misplaced underscores
+        return None
+
+
+def _number_of(amount: object) -> Fraction | float | None:
+    """A number of any package, exactly; infinity as a float; None if it is no number."""
+    item = getattr(amount, "item", None)  # of NumPy's and PyTorch's scalars
+    if callable(item):
+        try:
+            amount = item()
+        except (RuntimeError, ValueError):  # more than one element, or no data
+            return None
+    if isinstance(amount, bool) or not isinstance(amount, int | float | Decimal | Fraction):
+        return None
+    try:
+        return Fraction(amount)
+    except OverflowError:
+        return float(amount)
+    except ValueError:  # NaN
+        return None
 
 
 def printable(text: str) -> str:

@@ -54,7 +54,7 @@ def test_the_saved_view_is_for_chainer_alone() -> None:
 @pytest.mark.parametrize(
     ("data", "where", "what"),
     [
-        (b"", "line 1", "none of the formats"),
+        (b"", "", "is empty"),
         (b"\x89PNG\r\n\x1a\n\0\0", "byte 8", "NUL"),
         (b"108 120\n\xff\xfe", "byte 8", "not UTF-8"),
         (b"hello\n", "line 1", "none of the formats"),

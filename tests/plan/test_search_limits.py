@@ -100,7 +100,7 @@ def test_a_limit_inside_of_another_does_not_outlast_it() -> None:
 @pytest.mark.parametrize(("name", "value"), [("seconds", 0.0), ("seconds", -1.0), ("gap", -0.1)])
 def test_limits_that_make_no_sense_are_refused(name: str, value: float) -> None:
     made: Any = PlanOptions
-    with pytest.raises(BadUse, match="a time limit of" if name == "seconds" else "a gap of"):
+    with pytest.raises(BadUse, match="time_limit is" if name == "seconds" else "gap is"):
         made(**{name: value})
 
 

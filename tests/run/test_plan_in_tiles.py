@@ -110,7 +110,7 @@ def test_bits_come_before_time_unless_told_otherwise(vgg: Built, floor_bytes: in
     assert exact.exactness is Exactness.BITWISE
     (fastest,) = plans_of(fit(vgg[0], vgg[1], budget=allowed, prefer="time", moves=MOVES))
     assert fastest.projected_seconds <= exact.projected_seconds
-    with pytest.raises(BadUse, match="no preference 'luck'"):
+    with pytest.raises(BadUse, match="prefer is 'luck'"):
         fit(vgg[0], vgg[1], budget=allowed, prefer="luck")
 
 

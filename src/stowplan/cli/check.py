@@ -47,7 +47,9 @@ def run(arguments: Namespace) -> int:
     if not arguments.budget and not arguments.plan:
         raise BadUse("say --budget BYTES, or --plan PLAN to run a plan that was written before")
     plan = api.load_plan(arguments.plan) if arguments.plan else None
-    allowed = parse_bytes(arguments.budget) if arguments.budget else plan.allowed_bytes if plan else 0
+    allowed = (
+        parse_bytes(arguments.budget, "--budget") if arguments.budget else plan.allowed_bytes if plan else 0
+    )
     with showing_progress(f"checking {arguments.target}", allowed_bytes=allowed):
         record = api.check(
             arguments.target,

@@ -58,13 +58,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Search and print; exit 1 if nothing fits."""
+    api.refuse_no_function(arguments.target, "fit-largest")
     from stowplan.plan.cards import card_named
-    from stowplan.run.largest import largest_of
 
     card = card_named(arguments.device) if arguments.device else None
     if not arguments.budget and card is None:
         raise BadUse("say --budget BYTES, or --device CARD for the memory of a card")
-    allowed = card.usable_bytes if card and not arguments.budget else parse_bytes(arguments.budget)
+    allowed = (
+        card.usable_bytes if card and not arguments.budget else parse_bytes(arguments.budget, "--budget")
+    )
+    from stowplan.run.largest import largest_of
+
     with showing_progress(f"trying sizes of {arguments.target}"):
         found = tuple(
             largest_of(

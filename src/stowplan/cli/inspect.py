@@ -106,7 +106,7 @@ def _inspect_on_card(arguments: Namespace) -> int:
     from stowplan.report.step import show_step, step_json
 
     if arguments.json:
-        shown = step_json(found) | {"device": card_json(step)}
+        shown = step_json(found) | {"device": card_json(step.peak)}
         shown["heap"] = projection_json(heap) if heap else None
         print(json.dumps(shown, indent=2))
         return 0
@@ -114,7 +114,7 @@ def _inspect_on_card(arguments: Namespace) -> int:
 
     console = console_for_output()
     show_step(found, console, title=arguments.target, all_notes=arguments.notes)
-    show_card(step, console)
+    show_card(step.peak, console)
     if heap:
         show_projection(heap, console)
     return 0

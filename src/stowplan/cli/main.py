@@ -62,6 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            _report_internal_error(error, words)
+            return INTERNAL_ERROR
+        _complain(
+            f"stowplan: this needs PyTorch, which {sys.executable} does not have: pip install"
+            " 'stowplan[torch]'; inspect, plan, explain, report, simulate and convert read files without it"
+        )
+        return BadUse.exit_code
     except Exception as error:
         _report_internal_error(error, words)
         return INTERNAL_ERROR

@@ -80,7 +80,7 @@ def run(arguments: Namespace) -> int:
         raise BadUse("--arena is for --budget on this machine: drop --allocator, --frontier and --device")
     refuse_unwritable(arguments.output)
     started = perf_counter()
-    allowed = parse_bytes(arguments.budget) if arguments.budget else None
+    allowed = parse_bytes(arguments.budget, "--budget") if arguments.budget else None
     with (
         showing_progress(f"planning {arguments.target}", allowed_bytes=allowed) as waiting,
         _kept_on_interrupt(waiting),
@@ -189,7 +189,7 @@ def _print_json(_: str, answer: _Answer, solve_seconds: float) -> None:
     if answer.heap:
         shown["heap"] = projection_json(answer.heap)
     if answer.step:
-        shown["device"] = card_json(answer.step)
+        shown["device"] = card_json(answer.step.peak)
     if answer.addresses:
         shown["addresses"] = asdict(answer.addresses)
     if answer.offers:
@@ -213,6 +213,6 @@ def _print_for_people(title: str, answer: _Answer, solve_seconds: float) -> None
     if answer.step:
         from stowplan.report.card import show_card
 
-        show_card(answer.step, console)
+        show_card(answer.step.peak, console)
     if answer.offers:
         show_frontier(answer.offers, answer.plain_seconds, console, answer.faster)

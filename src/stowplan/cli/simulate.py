@@ -167,7 +167,7 @@ def _write_regions(graph: Graph, mesh: Mesh, arguments: Namespace) -> None:
 def _relaid(
     graph: Graph, mesh: Mesh, arguments: Namespace, machine: Machine, network: Network
 ) -> tuple[Projection, Mapping[str, str]]:
-    allowed = parse_bytes(arguments.budget) if arguments.budget else None
+    allowed = parse_bytes(arguments.budget, "--budget") if arguments.budget else None
     found = choose_layouts(graph, mesh, seeds_for(graph, mesh), _ends(graph), machine, network, allowed)
     return found.projection, found.states
 
@@ -226,7 +226,7 @@ def _wanted(graph: Graph, arguments: Namespace, machine: Machine, network: Netwo
     if arguments.mesh:
         shards = arguments.parameters == "shard"
         return _project(graph, parse_mesh(arguments.mesh), machine, network, shards)
-    allowed = parse_bytes(arguments.budget) if arguments.budget else None
+    allowed = parse_bytes(arguments.budget, "--budget") if arguments.budget else None
     return choose_mesh(graph, arguments.workers, _ends(graph), machine, network, allowed)
 
 

@@ -135,8 +135,20 @@ def _data_in(path: Path) -> bytes:
     return data
 
 
+_PACKED = {
+    b"\x1f\x8b": "is compressed with gzip; unpack it first: gunzip FILE",
+    b"PK\x03\x04": "is a zip archive, as torch.save writes; give the graph, trace or snapshot itself",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it first: unzstd FILE",
+}
+
+
 def decoded(data: bytes) -> str:
     """The text of a file, with one kind of line end."""
+    if not data.strip():
+        raise BadInput("is empty")
+    for magic, what in _PACKED.items():
+        if data.startswith(magic):
+            raise BadInput(what)
     if b"\0" in data:
         raise BadInput("holds a NUL byte, so it is no text", where=f"byte {data.index(0)}")
     try:

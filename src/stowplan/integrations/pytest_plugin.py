@@ -53,7 +53,7 @@ def _limit_of(item: pytest.Item) -> tuple[int | None, str | None]:
 
 
 def _read_limit(limit: int | str, device: str | None = None) -> tuple[int, str | None]:
-    return parse_bytes(limit), device
+    return parse_bytes(limit, "limit"), device
 
 
 def _measured(item: pytest.Item, run: Callable[[], None], limit: int | None, device: str | None) -> None:

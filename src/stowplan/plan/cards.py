@@ -31,6 +31,18 @@ _Rate = Annotated[float, msgspec.Meta(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
+class Difference:
+    """A reason why the peak without a plan differs from that of the CPU's capture, and by how many bytes.
+
+    `calls` is how many calls of forward it concerns; 0 where it is not about calls.
+    """
+
+    cause: str
+    calls: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Card:
     """A device by its figures; `kind` is its device type in PyTorch.
 
@@ -88,6 +100,22 @@ class Card:
         is_tf32 = found is DType.FLOAT32 and op.type.startswith(_TF32_OPS)
         default = self.flops["float32"]
         return self.flops.get("tf32", default) if is_tf32 else self.flops.get(found, default)
+
+
+@dataclass(frozen=True, slots=True)
+class PeakOnCard:
+    """The peak of a step's requested bytes on a card, without a plan, beside that of the CPU's capture.
+
+    `lasting_bytes` are workspaces that libraries keep beside the step's tensors; `peak_bytes` includes them.
+    `notes` say what the figures leave out.
+    """
+
+    card: Card
+    here_peak_bytes: int
+    peak_bytes: int
+    lasting_bytes: int
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
 
 
 _FLOATS = (DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)

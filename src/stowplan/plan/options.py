@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from math import inf
 from typing import Generic, TypeAlias, TypeVar
 
-from stowplan.errors import BadUse
+from stowplan.errors import BadUse, nearest
 
 _FOLDERS = {
     "tile": "tiles",
@@ -105,17 +105,27 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allow", known_techniques(self.allow))
-        if self.prefer not in set(Prefer):
-            raise BadUse(f"no preference {self.prefer!r}; there is {', '.join(Prefer)}")
+        if self.prefer not in tuple(Prefer):
+            raise BadUse(f"prefer is {self.prefer!r}; it is one of {', '.join(Prefer)}")
         object.__setattr__(self, "prefer", Prefer(self.prefer))
-        if self.kernels not in set(Kernels):
-            raise BadUse(f"no kernels {self.kernels!r}; there is {', '.join(Kernels)}")
+        if self.kernels not in tuple(Kernels):
+            raise BadUse(f"kernels is {self.kernels!r}; it is one of {', '.join(Kernels)}")
         object.__setattr__(self, "kernels", Kernels(self.kernels))
-        if self.seconds is not None and not self.seconds > 0:
-            raise BadUse(f"a time limit of {self.seconds} s; give more than 0, or none to search to the end")
-        if not 0 <= self.gap < inf:
+        if self.seconds is not None and not (_is_number(self.seconds) and self.seconds > 0):
             raise BadUse(
-                f"a gap of {self.gap}; it is a share of the time such as 0.01, and 0 searches to the end"
+                f"time_limit is {self.seconds!r}; it is seconds, above 0, or None to search to the end"
+            )
+        if not (_is_number(self.gap) and 0 <= self.gap < inf):
+            raise BadUse(
+                f"gap is {self.gap!r}; it is a share of the time such as 0.01, and 0 searches to the end"
+            )
+        if self.moves is not None and not (_is_number(self.moves) and self.moves >= 0):
+            raise BadUse(
+                f"moves is {self.moves!r}; it is a number of moves of the search, or None for no limit"
+            )
+        if self.progress is not None and not callable(self.progress):
+            raise BadUse(
+                f"progress is {self.progress!r}; it is a function of two numbers, ops probed and all ops"
             )
 
     @property
@@ -124,12 +134,20 @@ class PlanOptions:
         return not set(ON_REQUEST).isdisjoint(self.allow)
 
 
-def known_techniques(allow: Iterable[str]) -> frozenset[str]:
-    """The techniques by these names; BadUse names the first unknown one."""
-    allowed = frozenset(allow)
-    if unknown := sorted(allowed.difference(TECHNIQUES, ON_REQUEST)):
-        raise BadUse(f"no technique {unknown[0]!r}; there is {', '.join((*TECHNIQUES, *ON_REQUEST))}")
-    return allowed
+def known_techniques(allow: object) -> frozenset[str]:
+    """The techniques in a list of names, or in one text with commas; BadUse names the first unknown one."""
+    names = allow.split(",") if isinstance(allow, str) else allow
+    if not isinstance(names, Iterable):
+        raise BadUse(f'allow is {allow!r}; it names techniques, as in allow=("recompute", "tile")')
+    allowed = [name.strip() if isinstance(name, str) else name for name in names]
+    there = (*TECHNIQUES, *ON_REQUEST)
+    if unknown := [name for name in allowed if name not in there and name != ""]:
+        raise BadUse(f"no technique {unknown[0]!r}{nearest(unknown[0], there)}; there is {', '.join(there)}")
+    return frozenset(filter(None, allowed))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 DEFAULT_OPTIONS = PlanOptions()

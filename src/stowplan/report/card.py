@@ -7,26 +7,26 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from stowplan.plan.cards import PeakOnCard
 from stowplan.report.terminal import print_trimmed
-from stowplan.run.project import ProjectedStep
 from stowplan.units import format_bytes
 
 _INDENT = 2
 
 
-def show_card(step: ProjectedStep, console: Console) -> None:
+def show_card(peak: PeakOnCard, console: Console) -> None:
     """Print the peak of requested bytes without a plan, cause by cause from the CPU's to the card's."""
-    card = step.card
+    card = peak.card
     table = Table.grid(padding=(0, 2))
-    table.add_row(_right(format_bytes(step.here_peak_bytes)), "as captured for this CPU")
-    for difference in step.differences:
+    table.add_row(_right(format_bytes(peak.here_peak_bytes)), "as captured for this CPU")
+    for difference in peak.differences:
         sign = "-" if difference.peak_bytes < 0 else "+"
         calls = f" ({difference.calls} calls)" if difference.calls else ""
         table.add_row(_right(sign + format_bytes(abs(difference.peak_bytes))), difference.cause + calls)
-    table.add_row(_right(format_bytes(step.peak_bytes)), f"on {card.name}")
+    table.add_row(_right(format_bytes(peak.peak_bytes)), f"on {card.name}")
     memory = f"{format_bytes(card.usable_bytes)} of {format_bytes(card.memory_bytes)} usable"
     heading = Text(f"peak without a plan on {card.name}, projected: nothing ran on it ({memory})", "bold")
-    notes = Text("\n".join(step.notes()), "dim")
+    notes = Text("\n".join(peak.notes), "dim")
     print_trimmed(console, heading, Padding(table, (0, 0, 0, _INDENT)), Padding(notes, (0, 0, 1, _INDENT)))
 
 
@@ -34,17 +34,17 @@ def _right(text: str) -> Text:
     return Text(text, "cyan", justify="right")
 
 
-def card_json(step: ProjectedStep) -> dict[str, object]:
+def card_json(peak: PeakOnCard) -> dict[str, object]:
     """What `--device --json` prints under `device`."""
     return {
-        "card": step.card.id,
-        "name": step.card.name,
+        "card": peak.card.id,
+        "name": peak.card.name,
         "projected": True,
-        "memory_bytes": step.card.memory_bytes,
-        "usable_bytes": step.card.usable_bytes,
-        "cpu_peak_bytes": step.here_peak_bytes,
-        "peak_bytes": step.peak_bytes,
-        "lasting_bytes": sum(step.lasting_bytes),
-        "differences": [asdict(difference) for difference in step.differences],
-        "notes": list(step.notes()),
+        "memory_bytes": peak.card.memory_bytes,
+        "usable_bytes": peak.card.usable_bytes,
+        "cpu_peak_bytes": peak.here_peak_bytes,
+        "peak_bytes": peak.peak_bytes,
+        "lasting_bytes": peak.lasting_bytes,
+        "differences": [asdict(difference) for difference in peak.differences],
+        "notes": list(peak.notes),
     }

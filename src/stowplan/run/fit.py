@@ -8,6 +8,7 @@ The budget "auto" is the device's free bytes less a margin, plus the bytes of th
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -24,6 +25,7 @@ from stowplan.plan.options import (
     Prefer,
     Progress,
     Socket,
+    known_techniques,
 )
 from stowplan.plan.plan import Plan
 from stowplan.run.call_planner import CallPlanner
@@ -31,7 +33,7 @@ from stowplan.run.cost.machine import free_bytes
 from stowplan.run.fitting import Fitting, fitted_class_of, model_class
 from stowplan.run.wrappers import leave_checkpointing_off, refuse_wrapped, seen_as, switch_checkpointing_off
 from stowplan.torch_private import pytree
-from stowplan.units import parse_bytes
+from stowplan.units import bytes_left, is_automatic, parse_bytes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -107,18 +109,18 @@ def fit(
     args: tuple[object, ...],
     kwargs: Mapping[str, object] | None = None,
     *,
-    budget: "int | str | Mapping[Any, int | str]",
+    budget: "float | str | Mapping[Any, float | str]",
     mesh: object = None,
     dims: Mapping[str, Sequence[int | None]] | None = None,
     layouts: str = "follow",
     parameters: str = "replicate",
-    reserve: int | str = 0,
+    reserve: float | str = 0,
     allow: Iterable[str] = TECHNIQUES,
     prefer: str = Prefer.EXACTNESS,
     kernels: str = Kernels.EAGER,
     arena: bool = False,
     held_blocks: bool = False,
-    plan: Plan | None = None,
+    plan: "Plan | str | PathLike[str] | None" = None,
     loss: Loss | None = None,
     outputs: str = "loss",
     progress: Progress | None = None,
@@ -217,10 +219,11 @@ def fit(
     divided as soon as they are final. `optimizer` and `clip_norm` then work as in one process.
     `parameters="choose"` does so only if the budget is too small for whole parameters.
     """
-    _refuse_misuse(model, args)
+    _refuse_misuse(model, args, kwargs)
+    plan = _loaded(plan)
     _refuse_loss(loss, outputs)
     refuse_wrapped(model)
-    how = tuple(allow), prefer, moves, progress, time_limit, gap, kernels
+    how = known_techniques(allow), prefer, moves, progress, time_limit, gap, kernels
     options = PlanOptions(*how, arena=bool(arena), held_blocks=bool(held_blocks))
     if options.arena and mesh is not None:
         raise BadUse("arena=True is for the step of one process; leave it out with mesh=")
@@ -258,25 +261,26 @@ def fit(
         _refuse_on_mesh(budget, plan, options)
         if loss is not None or outputs != "loss":
             raise BadUse("loss and outputs are not offered with a mesh: there the model returns its loss")
-        amounts = parse_bytes(budget), parse_bytes(reserve)
-        request = ShardRequest(mesh, *amounts, options, dims, layouts, parameters, iteration)
+        whole, beside = parse_bytes(budget, "budget"), parse_bytes(reserve, "reserve")
+        bytes_left(whole, beside)
+        request = ShardRequest(mesh, whole, beside, options, dims, layouts, parameters, iteration)
         return cast(Model, MESHES.of("mesh")(model, tuple(args), dict(kwargs or {}), request))
     if dims is not None or layouts != "follow" or parameters != "replicate":
         raise BadUse(
             "dims, layouts and parameters are of a step on a mesh, and there is no mesh; give mesh= too"
         )
-    if budget == "auto":
+    if is_automatic(budget):
         budget = automatic_budget(model, (args, dict(kwargs or {})))
-    beside = parse_bytes(reserve)
+    beside = parse_bytes(reserve, "reserve")
     devices = None
     if isinstance(budget, Mapping):
         if whole_step:
             raise BadUse(_NOT_EACH)
         devices = _each_device(budget, beside)
         budget = devices.sum_bytes
-    whole = parse_bytes(budget)
+    allowed_bytes = bytes_left(parse_bytes(budget, "budget"), beside)
     own_forward = _own_forward(model)
-    planner = CallPlanner(whole - beside, options, loss, outputs == "all", iteration, devices)
+    planner = CallPlanner(allowed_bytes, options, loss, outputs == "all", iteration, devices)
     fitting = Fitting(
         own_forward, planner, given=plan, reserve_bytes=beside, keep_plans=_at_least_one(keep_plans)
     )
@@ -309,12 +313,23 @@ def plans_of(fitted: nn.Module) -> tuple[Plan, ...]:
     return plans
 
 
-def _each_device(budget: Mapping[Any, int | str], reserve_bytes: int) -> "DeviceBudgets":
+def _each_device(budget: Mapping[Any, float | str], reserve_bytes: int) -> "DeviceBudgets":
     from stowplan.run.planning.on_devices import DeviceBudgets  # most steps are on one device
 
     if reserve_bytes:
         raise BadUse("reserve is of one budget; take it off the budget of each device instead")
     return DeviceBudgets.of(budget)
+
+
+def _loaded(plan: object) -> Plan | None:
+    """The plan itself, or the one in a file."""
+    if isinstance(plan, str | PathLike):
+        from stowplan.plan.files import plan_file  # most plans are made here
+
+        return plan_file.load(plan)
+    if plan is not None and not isinstance(plan, Plan):
+        raise BadUse(f"plan is a {type(plan).__name__}; it is a stowplan.Plan, or the path of a saved one")
+    return plan
 
 
 def _at_least_one(keep_plans: object) -> int:
@@ -337,13 +352,18 @@ def _own_forward(model: nn.Module) -> Callable[..., Any] | None:
     )
 
 
-def _refuse_misuse(model: object, args: object) -> None:
+def _refuse_misuse(model: object, args: object, kwargs: object) -> None:
     if not isinstance(model, nn.Module):
         raise BadUse(
             f"fit takes a torch.nn.Module, not a {type(model).__name__}: put the step into its forward"
         )
     if not isinstance(args, tuple | list):
         raise BadUse(f"args is a {type(args).__name__}; write fit(model, (x, y), budget=...) for model(x, y)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise BadUse(
+            f'kwargs is a {type(kwargs).__name__}; write fit(model, (x,), {{"mask": m}}, budget=...) for'
+            " model(x, mask=m)"
+        )
 
 
 def _refuse_loss(loss: object, outputs: str) -> None:
@@ -380,8 +400,8 @@ def _refuse_iteration(
         raise BadUse(f"keep_gradients is {keep_gradients!r}; it is True, or a list of names of parameters")
 
 
-def _refuse_on_mesh(budget: int | str, plan: Plan | None, options: PlanOptions) -> None:
-    if budget == "auto":
+def _refuse_on_mesh(budget: object, plan: Plan | None, options: PlanOptions) -> None:
+    if is_automatic(budget):
         raise BadUse('budget="auto" is what is free here, and workers may share that: give each its bytes')
     if plan is not None:
         raise BadUse("a saved plan is of a step in one process; with a mesh, each worker makes its own")

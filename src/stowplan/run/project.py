@@ -25,9 +25,9 @@ from stowplan.ops.effects import UPDATE
 from stowplan.plan.allocator.projection import HeapProjection, plan_for_device
 from stowplan.plan.allocator.projection import project as through_allocator
 from stowplan.plan.allocator.settings import AllocatorSettings
-from stowplan.plan.cards import Card, card_named, price_on_card, workspace_on
+from stowplan.plan.cards import Card, Difference, PeakOnCard, card_named, price_on_card, workspace_on
 from stowplan.plan.judge import verify
-from stowplan.plan.options import DEFAULT_OPTIONS, TECHNIQUES, PlanOptions, Prefer
+from stowplan.plan.options import DEFAULT_OPTIONS, TECHNIQUES, PlanOptions, Prefer, known_techniques
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.select import Selector, planner_of
@@ -54,18 +54,6 @@ _NOT_RUN = "it was projected for another device, where nothing has run"
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """A reason why the peak without a plan differs from that of the CPU's capture, and by how many bytes.
-
-    `calls` is how many calls of forward it concerns; 0 where it is not about calls.
-    """
-
-    cause: str
-    calls: int
-    peak_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class ProjectedStep:
     """A step as it would run on a card. Peaks are of requested bytes, without a plan.
 
@@ -84,6 +72,12 @@ class ProjectedStep:
     @property
     def graph(self) -> Graph:
         return self.captured.graph
+
+    @property
+    def peak(self) -> PeakOnCard:
+        """The peak without a plan, and why it is not the CPU's."""
+        here, there, lasting = self.here_peak_bytes, self.peak_bytes, sum(self.lasting_bytes)
+        return PeakOnCard(self.card, here, there, lasting, self.differences, tuple(self.notes()))
 
     def inspected(self, optimizer: Optimizer | None = None) -> StepInspection:
         """What `inspect` shows of a step; with an optimizer of the model, including its memory."""
@@ -298,14 +292,14 @@ def project(
     runs with this option.
     """
     step = project_step(Target(model, tuple(args), dict(kwargs or {}), loss), card_named(device))
-    options = PlanOptions(tuple(allow), prefer, seconds=time_limit, held_blocks=held_blocks)
+    options = PlanOptions(known_techniques(allow), prefer, seconds=time_limit, held_blocks=held_blocks)
     steps: Iterable[ProjectedStep] = (step,)
     if optimizer is not None:
         loop: Any = {"clip_norm": clip_norm, "accumulate": accumulate}
         steps = step.iterations(optimizer, offloads="offload" in options.allow, **loop)
     elif (clip_norm, accumulate) != (None, 1):
         raise BadUse("clip_norm and accumulate are of an iteration; give optimizer= too")
-    allowed = None if budget is None else parse_bytes(budget)
+    allowed = None if budget is None else parse_bytes(budget, "budget")
     return Projection(*first_that_fits(steps, allowed, options))
 
 

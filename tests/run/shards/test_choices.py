@@ -77,7 +77,7 @@ def look() -> list[Chosen]:
         fit(model, args, budget="1GiB", mesh=2, dims={"args.0": (2,)})
     with pytest.raises(BadUse, match="no layouts 'best'"):
         fit(model, args, budget="1GiB", mesh="space=2", layouts="best")
-    with pytest.raises(BadUse, match="no preference 'beauty'"):
+    with pytest.raises(BadUse, match="prefer is 'beauty'"):
         fit(model, args, budget="1GiB", mesh="space=2", prefer="beauty")
     return [by_samples, relaid, chosen(1, refused.value.minimum_bytes, SMALL, mesh=2)]
 

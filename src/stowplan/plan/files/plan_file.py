@@ -8,11 +8,13 @@ import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
+from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from stowplan.errors import BadInput, IllegalPlan
+from stowplan.errors import BadInput, BadUse, IllegalPlan
 from stowplan.formats import stow
 from stowplan.formats.checked import bad_input_of
 from stowplan.ir import Document
@@ -270,6 +272,21 @@ def read(text: str) -> Plan:
         graph=stow.read(record.graph).graph,
     )
     return checked_plan(plan)
+
+
+def load(path: "str | PathLike[str]") -> Plan:
+    """Read a plan that `stowplan plan -o` or `Plan.save` wrote, and check that it is legal for its graph."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as fault:  # ValueError: a NUL in the path, or no UTF-8 in the file
+        why = (fault.strerror or fault) if isinstance(fault, OSError) else "it is no text"
+        raise BadUse(
+            f"{path} cannot be read as a plan: {why}; write one with `stowplan plan X --budget BYTES -o PLAN`"
+        ) from fault
+    try:
+        return read(text)
+    except BadInput as fault:
+        raise fault.in_file(str(path)) from fault
 
 
 def _spelled(value: Any, words: dict[str, Any]) -> list[Any]:

@@ -306,6 +306,8 @@ def _share_drawn(whole: Rect, part: Rect | None) -> float:
 def _waiting_seconds(plan: ShardPlan, compute: float, waits: int, network: Network) -> float:
     """Compute time between two collectives differs from worker to worker; all wait for the slowest."""
     exchanges = sum(1 + (name in plan.differentiated) for name in plan.exchanged)
+    if not exchanges + waits:
+        return 0.0
     neighbours = min(plan.mesh.size, 1 + 2 * sum(axis.size > 1 for axis in plan.mesh.axes))
     slowest = exchanges * expected_most(neighbours) + waits * expected_most(plan.mesh.size)
     return slowest * sqrt(network.jitter_seconds * compute / (exchanges + waits))

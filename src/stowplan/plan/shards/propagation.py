@@ -105,7 +105,7 @@ class ShardPropagation:
         """The sharding of one op, whose inputs have layouts, and the layouts of its outputs."""
         if not op.outputs:
             raise BadUse(f"not sharded: op {op.id!r} makes nothing that could be cut")
-        inputs = tuple([self.layouts[use.tensor] for use in op.inputs])
+        inputs = tuple([self._layout_read(op, use.tensor) for use in op.inputs])
         chosen = self.chosen.get(op.outputs[0].tensor)
         look = self.ops.number(op), inputs, None if chosen is None else tuple(chosen)
         number = self._alike.setdefault(look, len(self._alike))
@@ -120,6 +120,17 @@ class ShardPropagation:
             self._known[number] = sharding, outputs
         self.layouts.update(zip(op.writes(), outputs, strict=True))
         self.shardings.append(sharding)
+
+    def _layout_read(self, op: Op, name: str) -> Layout:
+        if name not in self.layouts:
+            maker = next((each for each in self.graph.ops if name in each.writes()), None)
+            made = f"made by {maker.id!r}, an op of {maker.phase}" if maker else "made by no op"
+            raise BadUse(
+                f"not sharded: forward op {op.id!r} reads {name!r}, which is {made}, and only ops of"
+                " forward are divided over workers; give the step as MODULE:FUNCTION, or a file whose forward"
+                " ops read from each other"
+            )
+        return self.layouts[name]
 
     def _divided(self, op: Op, inputs: Sequence[Layout]) -> "_Divided":
         site, regions = site_of(self.graph, op), self.ops.regions(op)

@@ -128,6 +128,11 @@ class _Stages:
         self._graph, self._mesh, self._seeds, self._ends = graph, mesh, seeds, tuple(ends)
         self._machine, self._network = machine, network
         self._stages = _stages_of(graph)
+        if not self._stages:
+            raise BadUse(
+                "layouts are chosen for the convolutions of a step of PyTorch, and this step has none: leave"
+                " layouts out, and every op follows its inputs"
+            )
         self._plain = shard_plan(graph, mesh, seeds, ends)
         self.openings = [stage[0] for stage in self._stages]
         self.plan = cache(self._planned)

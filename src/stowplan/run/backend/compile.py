@@ -14,18 +14,17 @@ to be the loss, and the others not to be differentiated, they are left out from 
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from keyword import iskeyword
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-import msgspec
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx import Node as GraphNode
 
 from stowplan.capture.stand_ins import flatten
-from stowplan.errors import BadUse
+from stowplan.errors import BadUse, nearest
 from stowplan.plan.options import Kernels, PlanOptions, known_techniques
 from stowplan.plan.plan import Plan
 from stowplan.run.backend.captured_graph import CapturedGraph
@@ -33,7 +32,7 @@ from stowplan.run.backend.graph_run import PlannedRun
 from stowplan.run.backend.shared_budget import SharedBudget
 from stowplan.run.call_planner import kind_of_call
 from stowplan.run.step.function import ends_of_chain
-from stowplan.units import parse_bytes
+from stowplan.units import bytes_left, parse_bytes
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -131,6 +130,7 @@ def _lone_scalar(results: Sequence[Result]) -> int | None:
 
 Options: TypeAlias = Mapping[str, object]
 
+_EXAMPLE = '{"budget": "6GiB"}'
 _ALLOWED = ("recompute",)  # other techniques need the whole step, which Dynamo does not hand over
 
 # Dynamo hands over the same options object with every graph of one call of torch.compile. The graphs keep
@@ -140,12 +140,13 @@ _SETTINGS: "weakref.WeakValueDictionary[int, Settings]" = weakref.WeakValueDicti
 _DYNAMOS_WORDS = re.compile(r"^L_(self_)?|(?<![^_])(modules|parameters|buffers)_(?!$)")
 
 
-class _Choices(msgspec.Struct, forbid_unknown_fields=True):
+@dataclass(frozen=True, slots=True)
+class _Choices:
     """The keys that `options` may have."""
 
-    budget: int | str
-    reserve: int | str = 0
-    allow: str | tuple[str, ...] = _ALLOWED
+    budget: object
+    reserve: object = 0
+    allow: object = _ALLOWED
     moves: int | None = None
     kernels: str = Kernels.EAGER
     time_limit: float | None = None
@@ -201,9 +202,9 @@ def _settings_for(options: Options) -> Settings:
     if known := _SETTINGS.get(id(options)):
         return known
     chosen = _checked(options)
-    allowed = parse_bytes(chosen.budget) - parse_bytes(chosen.reserve)
-    allow = tuple(chosen.allow.split(",")) if isinstance(chosen.allow, str) else chosen.allow
-    if others := sorted(known_techniques(allow).difference(_ALLOWED)):
+    allowed = bytes_left(parse_bytes(chosen.budget, "budget"), parse_bytes(chosen.reserve, "reserve"))
+    allow = known_techniques(chosen.allow)
+    if others := sorted(allow.difference(_ALLOWED)):
         raise BadUse(
             f"graphs of torch.compile can only be planned with recompute; for {others[0]} use stowplan.fit"
         )
@@ -212,11 +213,11 @@ def _settings_for(options: Options) -> Settings:
     return made
 
 
-def _checked(options: Options) -> _Choices:
-    try:
-        return msgspec.convert(dict(options), _Choices)
-    except msgspec.ValidationError as fault:
-        raise BadUse(
-            f'{fault}; write torch.compile(model, backend="stowplan", options={{"budget": "6GiB"}}),'
-            " and perhaps reserve, allow, moves, kernels, time_limit"
-        ) from fault
+def _checked(options: Mapping[str, Any]) -> _Choices:
+    known = [field.name for field in fields(_Choices)]
+    if unknown := [name for name in options if name not in known]:
+        near = nearest(unknown[0], known)
+        raise BadUse(f"no option {unknown[0]!r}{near} of the backend; there is {', '.join(known)}")
+    if "budget" not in options:
+        raise BadUse(f'no budget: write torch.compile(model, backend="stowplan", options={_EXAMPLE})')
+    return _Choices(**options)

@@ -7,6 +7,7 @@ sum, the less is recomputed. A plan that would hold may be missed, and is then r
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -26,18 +27,14 @@ class DeviceBudgets:
     allowed_bytes: Mapping[str, int]
 
     @staticmethod
-    def of(budget: Mapping[object, int | str]) -> "DeviceBudgets":
+    def of(budget: Mapping[Any, float | str]) -> "DeviceBudgets":
         """From what a user wrote: devices or their names, and bytes or texts."""
         found: dict[str, int] = {}
         for written, amount in budget.items():
-            if not isinstance(written, str | torch.device):
-                raise BadUse(f"a budget for {written!r}: write a device, as in {{'cuda:0': '8GiB'}}")
-            device = torch.device(written)
-            if device.type != "cpu" and device.index is None:
-                raise BadUse(f"a budget for {str(device)!r}, and it may have several: write '{device}:0'")
+            device = _device_named(written)
             if str(device) in found:
                 raise BadUse(f"two budgets for {str(device)!r}; give each device one")
-            found[str(device)] = parse_bytes(amount)
+            found[str(device)] = parse_bytes(amount, f"budget[{str(device)!r}]")
         if not found:
             raise BadUse(
                 "the budget names no device; write {'cuda:0': '8GiB', 'cuda:1': '8GiB'}, or one number"
@@ -55,6 +52,24 @@ class DeviceBudgets:
                 f"the step has tensors on {unnamed[0]}, and the budget is for"
                 f" {', '.join(self.allowed_bytes)}: name all of its devices"
             )
+
+
+def _device_named(written: object) -> torch.device:
+    """A device by its name; the only one of its type needs no number."""
+    if not isinstance(written, str | torch.device):
+        raise BadUse(f"a budget for {written!r}: write a device, as in {{'cuda:0': '8GiB'}}")
+    try:
+        device = torch.device(written)
+    except RuntimeError:
+        raise BadUse(
+            f"a budget for {written!r}, which is no device of PyTorch: write one as in {{'cuda:0': '8GiB'}}"
+        ) from None
+    if device.type == "cpu" or device.index is not None:
+        return device
+    there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if there is not None and there.type == device.type and torch.accelerator.device_count() == 1:
+        return torch.device(device.type, 0)
+    raise BadUse(f"a budget for {str(device)!r}, which is not one device here: write '{device}:0'")
 
 
 def constants_by_device(program: Program) -> dict[str, int]:
