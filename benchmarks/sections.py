@@ -240,8 +240,8 @@ SECTIONS: Mapping[str, Callable[[Sequence[Result]], Section]] = {
     "planning": _planning,
     "lengths": _plainly(
         "Batches of many shapes",
-        "A small GPT on random lengths and batch sizes under one budget, against the same steps in eager; "
-        "and plans carried over to other sizes against plans searched for them.",
+        "A small GPT on random lengths and batch sizes under one budget, against the same steps in eager, "
+        "by the processor time of the thread; and plans carried over to other sizes against plans searched for them.",
     ),
     "latency": _plainly(
         "Waiting for a plan",
