@@ -76,6 +76,7 @@ __all__ = [
     "is_exporting",
     "is_tracing",
     "is_view",
+    "keeps_graph",
     "nodes_made",
     "pytree",
     "running_backward",
@@ -238,6 +239,12 @@ def running_node() -> int | None:
 def running_backward() -> int:
     """A number that tells the call of backward that is running from all others; -1 outside of one."""
     return torch._C._current_graph_task_id()
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that is running was called with `retain_graph=True`."""
+    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return kept
 
 
 def will_accumulate(leaf: Tensor) -> bool:

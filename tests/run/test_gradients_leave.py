@@ -269,10 +269,11 @@ def test_a_graph_that_was_differentiated_in_part_is_let_go_of() -> None:
     assert node() is None
 
 
-def test_graphs_are_not_kept_and_not_differentiated_again() -> None:
+def test_graphs_are_kept_only_if_asked_for_and_not_differentiated_again() -> None:
     _, twin, step, x = two_towers()
     loss = step(x)
     torch.autograd.backward(loss, retain_graph=True)
+    torch.autograd.backward(loss)
     with pytest.raises(BadUse, match="second time"):
         torch.autograd.backward(loss)
     with pytest.raises(BadUse, match="create_graph"):

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -123,8 +123,9 @@ def measured_peak(model: nn.Module, args: tuple[Tensor, ...], loss: Loss = scala
     return measure(step, before=[*model.parameters(), *model.buffers(), *args]).measured_peak_bytes
 
 
-def lowest(model: nn.Module, args: tuple[object, ...]) -> nn.Module:
-    """The model where it recomputes the most."""
+def lowest(model: nn.Module, args: tuple[object, ...], **options: Any) -> nn.Module:
+    """The model where it recomputes the most, or does what else is allowed in `options`."""
+    how = {"allow": ("recompute",), "moves": 50, **options}
     with pytest.raises(BudgetTooSmall) as refusal:
-        fit(model, args, budget=1, allow=("recompute",), moves=50)
-    return fit(model, args, budget=refusal.value.minimum_bytes, allow=("recompute",), moves=50)
+        fit(model, args, budget=1, **how)
+    return fit(model, args, budget=refusal.value.minimum_bytes, **how)

@@ -7,7 +7,7 @@ where eager overwrites one that nothing else holds. Those allocations are remove
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -20,6 +20,7 @@ from stowplan.capture.functional import FunctionalStep, Lowering, Value, pruned,
 from stowplan.capture.functionalise import functionalise
 from stowplan.capture.layouts import learn_from_kernels, with_swayed_ops_marked
 from stowplan.capture.origins import explained
+from stowplan.capture.paths import Paths
 from stowplan.capture.program import FILLING, Argument, Call, Program, fill_value
 from stowplan.capture.recording import Loss, Recording, Step, record
 from stowplan.capture.stand_ins import StorageView
@@ -155,7 +156,8 @@ class Captured:
 
     `gradients` has the gradient of every tensor that has one. Two tensors may share it, such as a sum and its
     operand; the graph's `gradient_of` then names the one differentiated first. `forward` are the ops of the
-    forward half as they were dispatched. The step is that of arguments for which `answers` hold.
+    forward half as they were dispatched. The step is that of arguments for which `answers` hold. `paths` tell
+    which ops of backward run if gradients come in for some outputs only.
     """
 
     graph: Graph
@@ -164,6 +166,7 @@ class Captured:
     gradients: Mapping[str, str]
     forward: tuple[Event, ...] = ()
     answers: Answers = NO_ANSWERS
+    paths: Paths = field(default_factory=Paths)
 
 
 def is_same_step(one: Captured, other: Captured) -> bool:
@@ -229,7 +232,7 @@ def _captured(step: Step) -> Captured:
     answers = answers_among(
         calls, whole.answers, program.inputs, program.constants, lambda name: whole.values[name].view
     )
-    return Captured(graph, program, eager, lowering.gradients, forward, answers)
+    return Captured(graph, program, eager, lowering.gradients, forward, answers, lowering.paths())
 
 
 def _without_operand(call: Call, values: Mapping[str, Value]) -> Call:

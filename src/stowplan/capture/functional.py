@@ -14,6 +14,7 @@ import torch
 
 from stowplan.capture.answers import Answer
 from stowplan.capture.origins import Origin
+from stowplan.capture.paths import NOTHING, Paths
 from stowplan.capture.program import Call, Program, Ref, attributes_of, draws, inputs_of, reading
 from stowplan.capture.recording import Recording
 from stowplan.capture.stand_ins import StorageView, contiguous_stride
@@ -194,6 +195,22 @@ class Lowering:
             gradients=self._functional.gradients,
             updates=self._functional.updates,
         )
+
+    def paths(self) -> Paths:
+        """Which incoming gradients the ops of backward need. There is no choice with a single one."""
+        incoming = [self._ids[view] for view in self._recording.tangents if view is not None]
+        if len(incoming) < 2:
+            return Paths()
+        backward = [call for call in self._functional.calls if self._phase(call) is Phase.BACKWARD]
+        received = {
+            call.id: tuple(name for name in self._functional.incoming.get(event.node, ()) if name is not None)
+            for call in backward
+            if (event := self._recording.events[call.event]).node is not None and not event.merges
+        }
+        sums = frozenset(call.id for call in backward if self._recording.events[call.event].merges)
+        found = Paths(received, sums).sources([(call.id, call.call) for call in backward], incoming)
+        gradients = self._functional.gradients.items()
+        return Paths(received, sums, {name: found.get(gradient, NOTHING) for name, gradient in gradients})
 
     def _names_of(self, kind: Kind) -> dict[str, tuple[str, ...]]:
         return {name: external.names for name, external in self._externals.items() if external.kind is kind}

@@ -31,7 +31,7 @@ from stowplan.run.backend.captured_graph import CapturedGraph
 from stowplan.run.backend.graph_run import PlannedRun
 from stowplan.run.backend.shared_budget import SharedBudget
 from stowplan.run.call_planner import kind_of_call
-from stowplan.run.step.function import ends_of_chain
+from stowplan.run.step.function import Run, ends_of_chain
 from stowplan.units import bytes_left, parse_bytes
 
 
@@ -98,19 +98,23 @@ class PlannedGraph:
     ) -> None:
         """Tell the budget when the backward of this run is done, and learn from it what is differentiated."""
         tensors = [output for output in outputs if isinstance(output, Tensor)]
-        (first, last), memory = ends_of_chain(tensors), self._settings.budget.opened(run, tensors)
+        (first, last, step), memory = ends_of_chain(tensors), self._settings.budget.opened(run, tensors)
         if self._loss is not None:
-            first.register_prehook(partial(self._learn, kind, captured, self._loss))
+            learn = partial(self._learn, kind, captured, self._loss, weakref.ref(step))
+            first.register_prehook(learn)
         first.register_prehook(lambda _: memory.turned())
         last.register_hook(lambda *_: memory.closed(run))
         weakref.finalize(last, memory.dropped, run).atexit = False
 
     def _learn(
-        self, kind: object, captured: CapturedGraph, loss: int, gradients: Sequence[Tensor | None]
+        self, kind: object, captured: CapturedGraph, loss: int, step: "weakref.ref[Run]", _: object
     ) -> None:
-        """Called with the gradients that come in for the captured outputs."""
-        come = zip(captured.outputs, gradients, strict=True)
-        if {name for name, gradient in come if gradient is not None} == {captured.name_of(loss)}:
+        """Called when gradients have come in for the captured outputs."""
+        run = step()
+        assert run is not None, "the node that calls this holds it"
+        if {name for name, came in zip(captured.outputs, run.came, strict=True) if came} == {
+            captured.name_of(loss)
+        }:
             self._only_loss.add(kind)
             return
         self._only_loss.discard(kind)

@@ -3,15 +3,11 @@
 Halves are the generated source as two functions, ready to be called, with the tier that they store tensors
 in. A traceback shows the generated line that an error came from, and a note on the error the module.
 
-The nodes are joined by tokens without contents. Autograd runs the first, then what takes the gradients that
+The nodes are joined by tokens without contents. Each output has a node of its own, which keeps the gradient
+that comes in for it, after all hooks. Autograd then runs the first piece, then what takes the gradients that
 it returns, then the next: so a gradient is accumulated, seen by hooks, used by an optimizer and freed while
 backward goes on, in the order of `Source.pieces`. Autograd has an order of its own for the gradients that one
 node returns: where hooks would see it, each of a piece's gradients gets a node.
-
-Incoming gradients: a plan takes a layout other than the captured one as it is, with eager's bits, if the
-captured calls run on it and no op then writes over an operand that is laid out otherwise than eager's result.
-Others are copied into the captured layout, which gives the gradients of eager for the copy: those for the
-original within rounding.
 """
 
 import linecache
@@ -30,16 +26,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from stowplan.capture import Captured, Program, Ref
-from stowplan.capture.layouts import swayed_ops
+from stowplan.capture import Program
 from stowplan.capture.program import as_in_forward
-from stowplan.capture.recording import output_keys
-from stowplan.capture.stand_ins import same_strides, stride_of
 from stowplan.errors import BadUse, TensorChanged
 from stowplan.plan.options import Socket
-from stowplan.plan.plan import Compute, RecomputeOp, Step, Tier
+from stowplan.plan.plan import Tier
+from stowplan.run.step.incoming import IncomingGradients, copied, zeros
 from stowplan.run.step.source import Source, called
-from stowplan.torch_private import below_autograd, has_hooks, is_view, storage_id, version_of
+from stowplan.torch_private import (
+    below_autograd,
+    has_hooks,
+    is_view,
+    keeps_graph,
+    running_backward,
+    storage_id,
+    version_of,
+)
 from stowplan.units import format_bytes
 
 
@@ -79,8 +81,9 @@ def tier_for(device: torch.device) -> LiveTier:
 
 
 Forward: TypeAlias = Callable[[Sequence[Tensor]], tuple[tuple[Tensor, ...], list[Tensor]]]
+Gradients: TypeAlias = list[Tensor | None]  # None where there is none
 Backward: TypeAlias = Callable[
-    [Sequence[Tensor], list[Tensor], list[Tensor], list[Tensor]], Generator[None, None, None]
+    [Sequence[Tensor], list[Tensor], Gradients, Gradients], Generator[None, None, None]
 ]
 
 _numbers = count()  # of the steps compiled in this process
@@ -104,6 +107,7 @@ def compiled(
     """Run the text that defines the two functions. It is generated here, from ops of PyTorch and a tier."""
     scope: dict[str, object] = {"torch": torch, "ops": torch.ops, "aten": torch.ops.aten, "tier": tier}
     scope |= {"as_in_forward": as_in_forward, "new_arena": new_arena, "holding": holding}
+    scope |= {"copied": copied, "zeros": zeros}
     file = f"<stowplan step {next(_numbers)}>"
     code = compile(source.text, file, "exec")
     exec(code, scope)  # noqa: S102 -- the text is stowplan's own, made from op names, literals and its own counters
@@ -116,9 +120,9 @@ def compiled(
             return forward(primals)
 
     def run_backward(
-        primals: Sequence[Tensor], saved: list[Tensor], tangents: list[Tensor], handed: list[Tensor]
+        primals: Sequence[Tensor], saved: list[Tensor], tangents: Gradients, handed: Gradients
     ) -> Generator[None, None, None]:
-        kinds = {each.device.type for each in (*primals, *tangents)}
+        kinds = {each.device.type for each in (*primals, *tangents) if each is not None}
         pieces = backward(primals, saved, tangents, handed)
         del primals, saved, tangents
         for _ in source.pieces:
@@ -169,52 +173,7 @@ class _Places:
 
 
 _log = logging.getLogger("stowplan")
-_Strides = tuple[tuple[int, ...], ...]
 
-
-class IncomingGradients:
-    """Of one step: `suited` makes gradients that come in ready for its backward half."""
-
-    def __init__(self, captured: Captured, steps: Sequence[Step]) -> None:
-        self._captured = captured
-        self._names = [name for name in captured.program.tangents if name is not None]
-        tensors = (captured.graph.tensors[name] for name in self._names)
-        self._expected: _Strides = tuple(map(stride_of, tensors))
-        runs = (step for step in steps if isinstance(step, (Compute, RecomputeOp)))
-        self._overwriting = frozenset(step.op for step in runs if step.overwrites)
-        self._taken: dict[_Strides, bool] = {}
-
-    def suited(self, gradients: list[Tensor]) -> list[Tensor]:
-        """The gradients in the order of the step's tangents; the list is emptied of what is copied."""
-        strides = tuple(gradient.stride() for gradient in gradients)
-        if strides == self._expected or self._takes(strides):
-            return gradients
-        for number, expected in enumerate(self._expected):
-            gradients[number] = _laid_out(gradients[number], expected)
-        return gradients
-
-    def _takes(self, strides: _Strides) -> bool:
-        if strides not in self._taken:
-            captured, given = self._captured, dict(zip(self._names, strides, strict=True))
-            swayed = swayed_ops(captured.graph, captured.program, given)
-            self._taken[strides] = swayed is not None and self._overwriting.isdisjoint(swayed)
-            if not self._taken[strides]:
-                _log.warning(
-                    "gradients come in with strides %s, and the step was captured for %s: they are copied,"
-                    " and the gradients of parameters are those of eager within rounding",
-                    *(", ".join(map(str, each)) for each in (strides, self._expected)),
-                )
-        return self._taken[strides]
-
-
-def _laid_out(gradient: Tensor, stride: tuple[int, ...]) -> Tensor:
-    if same_strides(tuple(gradient.shape), gradient.stride(), stride):
-        return gradient
-    copy = torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device)
-    return copy.copy_(gradient)
-
-
-Zeros: TypeAlias = Callable[[], Tensor]
 Repeat: TypeAlias = Callable[[Sequence[Tensor | None]], None]  # takes the incoming gradients
 
 
@@ -289,24 +248,29 @@ class _Watched(NamedTuple):
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Run:
-    """One forward half and its backward half. `primals` are, by piece, the ids of what it differentiates."""
+    """One forward half and its backward half. `primals` are, by piece, the ids of what it differentiates.
+
+    With `retain_graph`, a backward half leaves what it needs for another one.
+    """
 
     halves: Halves
     program: Program
     primals: tuple[tuple[str, ...], ...]
-    differentiated: tuple[bool, ...]  # by output of the source
+    attached: tuple[bool, ...]  # by output of the source: whether gradients come in for it
     incoming: IncomingGradients
     consumer: Consumer | None = None
+    waiting: "Waiting | None" = None
     repeat: Repeat | None = None
-    latched: dict[int, Tensor] = field(default_factory=dict)  # incoming gradients by output
-    saved: list[Tensor] | None = None  # between the halves
+    saved: list[Tensor] | None = None  # from the forward half until no other backward can come
+    _task: int = -1  # the call of backward that gradients come in from
+    _gradients: Gradients = field(default_factory=list)  # those that came in, by output
+    _reaches: Mapping[str, bool] = field(default_factory=dict)  # whether a primal has a gradient from them
     _given: list[Tensor] = field(default_factory=list)
     _watched: dict[str, _Watched] = field(default_factory=dict)
-    _zeros: tuple[Zeros, ...] = ()
     _before: Before | None = None
     _backward: Generator[None, None, None] | None = None
-    _handed: list[Tensor] = field(default_factory=list)
-    _made: dict[str, Tensor] = field(default_factory=dict)  # gradients of the last piece, by id
+    _handed: Gradients = field(default_factory=list)
+    _made: dict[str, Tensor | None] = field(default_factory=dict)  # gradients of the last piece, by id
     _leaving: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
 
     def forward(self, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -322,7 +286,6 @@ class Run:
         self.saved, self._given = saved, [given[name] for name in source.backward_primals]
         read = dict.fromkeys(name for piece in source.pieces for name in piece.read)
         self._watched = {name: _Watched(given[name], version_of(given[name])) for name in read}
-        self._zeros = tuple(map(_zeros_for, outputs))
         if self.consumer:
             pieces = list(zip(source.pieces, self.primals, strict=True))
             every = [found[name] for _, names in pieces for name in names]
@@ -335,18 +298,60 @@ class Run:
         kept = (tensor.untyped_storage() for tensor in self.saved or () if isinstance(tensor, Tensor))
         return sum({storage_id(storage): storage.nbytes() for storage in kept}.values())
 
-    def begin_backward(self, incoming: tuple[Tensor | None, ...]) -> None:
-        """Called once, with the gradients that come in for the outputs."""
+    def keep(self, position: int, gradient: Tensor | None) -> None:
+        """Take the gradient that comes in for an output. While backward runs, it is this step's alone."""
+        if self._task != running_backward():
+            self._task, self._gradients = running_backward(), [None] * len(self.attached)
+        self._gradients[position] = gradient
+
+    @property
+    def came(self) -> tuple[bool, ...]:
+        """By output: whether a gradient came in for it; to be asked before the first piece runs."""
+        return tuple(gradient is not None for gradient in self._gradients)
+
+    def _begin(self) -> None:
+        """All gradients have come in that this backward brings."""
+        gradients, self._gradients = self._gradients, [None] * len(self.attached)
+        came = self.incoming.came(gradients)
+        self._reaches = self.incoming.reaches(came)
+        if not came:
+            return
+        if torch.is_grad_enabled():
+            # Else what is made of these gradients would be differentiated as constant.
+            raise BadUse(
+                "create_graph=True asks for gradients that can be differentiated again; a plan has no second"
+                " derivatives, so call the model that is not planned for this"
+            )
         if self.saved is None:
             raise BadUse(
-                "backward ran a second time; what it needs is freed by the first (retain_graph is not kept)"
+                "backward ran a second time through one call of a fitted module, and the first freed what it"
+                " needs: give the first retain_graph=True, add up the losses before backward, or call the"
+                " module once for each backward"
             )
+        saved, is_retained = self.saved, keeps_graph()
+        if is_retained:
+            saved = self._for_one_of_several(saved)
         if self.consumer:
-            repeat = partial(self.repeat, incoming) if self.repeat else None
+            repeat = partial(self.repeat, tuple(gradients)) if self.repeat else None
             self.consumer.begins(Leaving(*self._leaving, repeat))
-        tangents = _tangents(self, incoming, self._zeros)
-        self._backward = self.halves.backward(self._given, self.saved, tangents, self._handed)
-        self.saved, self._given = None, []
+        tangents = self.incoming.suited(gradients)
+        self._backward = self.halves.backward(self._given, saved, tangents, self._handed)
+        if not is_retained:
+            self.saved, self._given = None, []
+
+    def _for_one_of_several(self, saved: Sequence[Tensor]) -> list[Tensor]:
+        """What a backward half may use up; the rest is shared with those that follow."""
+        source = self.halves.source
+        if source.is_in_arena:
+            raise BadUse(
+                "retain_graph=True keeps what backward needs, and the step runs in an arena, where backward"
+                " writes over it: leave out arena=True, or add up the losses before one backward"
+            )
+        if self.waiting:
+            self.waiting.retains(self.held_bytes)
+        names = [*source.saved, *("" for _ in saved[len(source.saved) :])]
+        pairs = zip(names, saved, strict=True)
+        return [kept.clone() if name in source.overwritten else kept for name, kept in pairs]
 
     def parts(self, found: Mapping[str, Tensor]) -> list[_Part]:
         """What each node of the chain returns; hooks on its gradients divide a piece among several nodes."""
@@ -361,12 +366,18 @@ class Run:
         shared = self.halves.source.pieces[number].consumed or len(names) < 2
         return not shared and any(has_hooks(found[name]) for name in names)
 
-    def leave(self, part: _Part) -> tuple[Tensor, ...]:
-        """The gradients that a node returns."""
+    def leave(self, part: _Part) -> tuple[Tensor | None, ...]:
+        """The gradients that a node returns: None for what no output that is used depends on."""
         piece = self.primals[part.piece]
+        if part.piece == 0 and part.primals[0] == piece[0]:
+            self._begin()
+        if not any(self._reaches.values()):
+            return (None,) * len(part.primals)
         if part.primals[0] == piece[0]:
             self._resume(part.piece)
-        gradients = tuple(self._made[self.program.gradients[name]] for name in part.primals)
+        gradients = tuple(
+            self._made[self.program.gradients[name]] if self._reaches[name] else None for name in part.primals
+        )
         if part.primals[-1] == piece[-1]:
             self._made.clear()
         return gradients
@@ -396,8 +407,10 @@ class Run:
             self._end(backward)
 
     def _end(self, backward: Generator[None, None, None]) -> None:
-        self._backward = self._before = None
-        self._watched.clear()
+        self._backward = None
+        if self.saved is None:
+            self._before = None
+            self._watched.clear()
         self._handed.clear()
         backward.close()
 
@@ -415,33 +428,24 @@ class Run:
                 )
 
 
-class StepFunction(torch.autograd.Function):
-    """The forward half on call, the first piece of the backward half on backward."""
+class StepOutput(torch.autograd.Function):
+    """The node of one output: hooks on the output are hooks on this node."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Run, part: _Part, found: Mapping[str, Tensor], token: Tensor | None, *primals: Tensor
-    ) -> tuple[Tensor, ...]:
-        del token, primals  # autograd joins the node to where these came from
-        ctx.run, ctx.part, outputs = run, part, run.forward(found)
+    def forward(ctx: Any, run: Run, position: int, made: list[Tensor], token: Tensor) -> Tensor:
+        del token  # autograd joins the node to where it came from
+        ctx.run, ctx.position = run, position
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(output for output in outputs if not _is_differentiable(output)))
-        return outputs
+        return made[position]
 
     @staticmethod
-    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            # Else what is made of these gradients would be differentiated as constant.
-            raise BadUse(
-                "create_graph=True asks for gradients that can be differentiated again; a plan has no second"
-                " derivatives, so call the model that is not planned for this"
-            )
-        ctx.run.begin_backward(incoming)
-        return None, None, None, None, *ctx.run.leave(ctx.part)
+    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[None, ...]:
+        ctx.run.keep(ctx.position, *incoming)
+        return None, None, None, None
 
 
-class PieceFunction(torch.autograd.Function):
-    """One of the later nodes; runs nothing when it is called."""
+class StepPiece(torch.autograd.Function):
+    """The node of a piece of the backward half, or of one gradient; runs nothing when it is called."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, part: _Part, token: Tensor | None, *primals: Tensor) -> Tensor:
@@ -454,32 +458,31 @@ class PieceFunction(torch.autograd.Function):
         return None, None, None, *ctx.run.leave(ctx.part)
 
 
-_call_step: Callable[..., tuple[Tensor, ...]] = StepFunction.apply
-_call_piece: Callable[..., Tensor] = PieceFunction.apply
+_call_output: Callable[..., Tensor] = StepOutput.apply
+_call_piece: Callable[..., Tensor] = StepPiece.apply
 
 
 def run_step(run: Run, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """The outputs, attached to the chain, whose end is made first. `found` are all tensors by id."""
+    made = list(run.forward(found))
     token: Tensor | None = None
-    first, *others = run.parts(found)
-    for part in reversed(others):
+    for part in reversed(run.parts(found)):
         token = _call_piece(run, part, token, *(found[name] for name in part.primals))
-    return _call_step(run, first, found, token, *(found[name] for name in first.primals))
+    for position, is_attached in enumerate(run.attached):
+        if is_attached:
+            made[position] = _call_output(run, position, made, token)
+    return tuple(made)
 
 
-def ends_of_chain(outputs: Sequence[Tensor]) -> tuple[Node, Node]:
-    """The node that a step's backward begins with, below those that follow it, and the one it ends with."""
-    first = next(output.grad_fn for output in outputs if output.grad_fn is not None)
-    while first.name() != "StepFunctionBackward":
+def ends_of_chain(outputs: Sequence[Tensor]) -> tuple[Node, Node, Run]:
+    """The nodes that a step's backward begins and ends with, below those of its outputs, and its run."""
+    first: Any = next(output.grad_fn for output in outputs if output.grad_fn is not None)
+    while first.name() != "StepPieceBackward":
         first = next(below for below, _ in first.next_functions if below is not None)
     last = first
-    while (below := last.next_functions[0][0]) is not None and below.name() == "PieceFunctionBackward":
+    while (below := last.next_functions[0][0]) is not None and below.name() == "StepPieceBackward":
         last = below
-    return first, last
-
-
-def _is_differentiable(output: Tensor) -> bool:
-    return output.is_floating_point() or output.is_complex()
+    return first, last, first.run
 
 
 def _alone(output: Tensor) -> Tensor:
@@ -488,54 +491,12 @@ def _alone(output: Tensor) -> Tensor:
     return output.clone() if oversized and not is_view(output) else output
 
 
-def _zeros_for(output: Tensor) -> Zeros:
-    """Makes the gradient of an output that the loss does not depend on. Keeps nothing of it meanwhile."""
-    look = output.shape, output.stride()
-    return partial(torch.empty_strided, *look, dtype=output.dtype, device=output.device)
-
-
-def _tangents(run: Run, incoming: tuple[Tensor | None, ...], zeros: tuple[Zeros, ...]) -> list[Tensor]:
-    tangents = []
-    for position, (gradient, expected) in enumerate(zip(incoming, run.differentiated, strict=True)):
-        if expected and gradient is None:
-            gradient = zeros[position]().zero_()
-        if gradient is not None and not expected:
-            raise BadUse(_unplanned(run.program, run.halves.source.outputs[position]))
-        if gradient is not None:
-            tangents.append(run.latched.pop(position, gradient))
-    return run.incoming.suited(tangents)
-
-
-def _unplanned(program: Program, output: str) -> str:
-    """Why a gradient for this output is refused, and what to do."""
-    keys = output_keys(program.output_spec)
-    key = keys[program.outputs.index(Ref(output))]
-    pairs = zip(keys, program.tangents, strict=True)
-    planned = ", ".join(repr(known) for known, tangent in pairs if tangent is not None)
-    return (
-        f"a gradient came in for output {key!r}, but the step is planned for a gradient of output {planned}"
-        f' alone; use fit(..., outputs="all") for gradients of all outputs, or fit(..., loss={key!r}) if that'
-        " is the loss"
-    )
-
-
-def latch(run: Run, position: int, gradient: Tensor | None) -> Tensor | None:
-    """Keep a gradient that comes in for the step, and pass one without memory in its place.
-
-    While a function runs, autograd holds on to the gradients it calls it with. This one is the step's alone.
-    """
-    if gradient is None:
-        return None
-    run.latched[position] = gradient
-    return gradient.new_empty(()).expand(gradient.shape)
-
-
 class Waiting:
     """Says once that a forward began while others of the model wait, or hold what they left."""
 
     def __init__(self, name: str) -> None:
         self._name, self._runs, self._said = name, WeakSet[Run](), False
-        self._said_held = False
+        self._said_held = self._said_retained = False
 
     def begins(self) -> None:
         """A forward is about to run."""
@@ -557,6 +518,17 @@ class Waiting:
             _log.warning(
                 "a forward of %s began while views of gradients of an earlier step keep its arena of %s: the"
                 " budget is for one arena. Clone gradients that you keep. This is said once.",
+                self._name,
+                format_bytes(nbytes),
+            )
+
+    def retains(self, nbytes: int) -> None:
+        """A backward keeps what it needs for another one."""
+        if not self._said_retained:
+            self._said_retained = True
+            _log.warning(
+                "retain_graph=True keeps what the backward of %s needs beyond the end of that backward: up to"
+                " %s beside the planned peak. This is said once.",
                 self._name,
                 format_bytes(nbytes),
             )

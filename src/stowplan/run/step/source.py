@@ -4,13 +4,15 @@ The text holds no word of the user's. What the user calls a tensor, and the modu
 from, stand in tables beside it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import basename
 from textwrap import TextWrapper
 from typing import NamedTuple, Protocol
 
+from stowplan.analyse.facts import storages_of
 from stowplan.capture import Call, Program, Ref
+from stowplan.capture.paths import Paths
 from stowplan.capture.program import inputs_of
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ops.effects import UPDATE, Effect, effect_of
@@ -27,7 +29,9 @@ from stowplan.run.step.literals import (
     identifiers_of,
     is_in_backward,
 )
+from stowplan.run.step.presence import Meeting, Presence
 
+_ANY_PATHS = Paths()
 _DROPPED = "_"  # takes the outputs of a second run that nobody misses
 
 
@@ -38,6 +42,7 @@ class Source:
     `forward(primals) -> (outputs, saved)`. `backward(primals, saved, tangents, handed)` is a generator: it
     runs one piece each time it is resumed, and leaves the piece's gradients in the list `handed` alone. The
     lists `saved` and `tangents` are emptied, so that backward alone decides how long their tensors live.
+    Gradients that do not come in are None among the `tangents`, and so are those that only follow from them.
     With transfers, the code calls on a `tier`: `stored_bytes` are the sizes that it asks room for.
     """
 
@@ -52,6 +57,9 @@ class Source:
     pieces: tuple[Piece, ...]
     stored_bytes: tuple[int, ...]
     updated: tuple[str, ...]  # the buffers that the step changes
+    overwritten: frozenset[str] = frozenset()  # of the saved tensors, those that backward writes over
+    is_in_arena: bool = False
+    meetings: tuple[Meeting, ...] = ()  # of gradients that may be needed together and come in one by one
 
     def annotated(self) -> str:
         """The text with its tables as comments, for people. It is never compiled."""
@@ -93,6 +101,7 @@ def source_of(
     steps: Sequence[Step],
     arena: InArena | None = None,
     holding: Holding | None = None,
+    paths: Paths = _ANY_PATHS,
 ) -> Source:
     """The forward half of the steps and the backward half, which begins with the first backward op.
 
@@ -106,9 +115,8 @@ def source_of(
     outputs = tuple(dict.fromkeys(leaf.tensor for leaf in program.outputs if isinstance(leaf, Ref)))
     tangents = tuple(name for name in program.tangents if name is not None)
     draws, moves = _replayed_draws(graph, steps), Moves(names, graph)
-    writer = _Writer(
-        ops, program.calls, names, draws, moves, Outside(graph, program, outputs), arena, holding
-    )
+    outside, presence = Outside(graph, program, outputs), Presence(graph, program, paths, names)
+    writer = _Writer(ops, program.calls, names, draws, moves, outside, arena, holding, presence)
     forward = _Half(writer, steps[:turn])
     forward.give(outputs)
     kept = (*draws.values(), *moves.handles, *(("arena",) if arena else ()))
@@ -127,6 +135,7 @@ def source_of(
         *_unpacking(names, primals, "primals", clear=False),
         *_unpacking(names, saved, "saved", clear=True, further=kept),
         *_unpacking(names, tangents, "tangents", clear=True),
+        *(_Line(f"    {line}") for line in presence.flags()),
         *backward.lines,
     )
     return Source(
@@ -141,6 +150,9 @@ def source_of(
         tuple(backward.pieces),
         stored_bytes=tuple(moves.stored_bytes),
         updated=tuple(sorted(updated_buffers(graph))),
+        overwritten=frozenset(_overwritten(graph, steps[turn:], saved)),
+        is_in_arena=arena is not None,
+        meetings=tuple(presence.meetings),
     )
 
 
@@ -180,6 +192,14 @@ def _end_of_backward(ops: Mapping[str, Op], steps: Sequence[Step]) -> int:
     return next(late, len(steps))
 
 
+def _overwritten(graph: Graph, steps: Iterable[Step], tensors: Iterable[str]) -> Iterator[str]:
+    """Those of the tensors in whose storage one of the steps writes a result."""
+    number_of = storages_of(graph).number_of
+    runs = (step for step in steps if isinstance(step, Compute | RecomputeOp))
+    written = {number_of[victim] for step in runs for _, victim in step.overwrites}
+    return (name for name in tensors if number_of[name] in written)
+
+
 def _replayed_draws(graph: Graph, steps: Sequence[Step]) -> dict[str, str]:
     """By op, a variable for the generator's state before each random op that is recomputed."""
     again = {step.op for step in steps if isinstance(step, RecomputeOp)}
@@ -199,6 +219,7 @@ class _Writer:
     outside: Outside
     arena: InArena | None
     holding: Holding | None
+    presence: Presence
 
 
 class _Half:
@@ -212,7 +233,7 @@ class _Half:
         self.pieces: list[Piece] = []
         self._ops, self._calls, self._names = writer.ops, writer.calls, writer.names
         self._draws, self._moves, self._outside = writer.draws, writer.moves, writer.outside
-        self._arena, self._holding = writer.arena, writer.holding
+        self._arena, self._holding, self._presence = writer.arena, writer.holding, writer.presence
         self._place = ""
         self._read: dict[str, bool] = {}
         waiting = list(ends)
@@ -261,7 +282,7 @@ class _Half:
                 self._free(tensors)
             case Store(tensors):
                 self._need(tensors)
-                self._write([self._moves.store(tensors)])
+                self._write([*self._presence.zeros(tensors), self._moves.store(tensors)])
             case Load(tensors):
                 self._write([self._moves.load(tensors)])
                 self.bound.update(tensors)
@@ -303,6 +324,7 @@ class _Half:
             lines = self._arena.lines(op, call, overwrites, names, wanted)
         lines += [f"del {_DROPPED}"] if dropped else []
         lines = self._holding.around(op, lines, names) if self._holding else lines
+        lines = self._presence.around(op, call, lines, wanted)
         self._write(self._drawing_the_same(op, lines, again))
         self.bound.update(wanted)
 

@@ -9,7 +9,6 @@ eager, whose in-place ops capture has functionalised.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +27,14 @@ from stowplan.plan.plan import Compute, Free, Step
 from stowplan.run.cost.machine import device_of
 from stowplan.run.step.function import (
     Consumer,
-    IncomingGradients,
     LiveTier,
     Run,
     Waiting,
     compiled,
-    latch,
     run_step,
     tier_for,
 )
+from stowplan.run.step.incoming import IncomingGradients
 from stowplan.run.step.literals import Piece
 from stowplan.run.step.source import source_of
 from stowplan.torch_private import pytree
@@ -190,8 +188,10 @@ class StraightStep:
         steps = steps or baseline_steps(captured.graph)
         self._arena = _code_of(captured, arena, self._device) if arena else None
         self._holding = holding
-        source = source_of(captured.graph, captured.program, steps, self._arena, holding)
-        self._incoming = IncomingGradients(captured, steps)
+        source = source_of(
+            captured.graph, captured.program, steps, self._arena, holding, paths=captured.paths
+        )
+        self._incoming = IncomingGradients(captured, steps, source)
         if source.stored_bytes:
             tier = tier or tier_for(self._device)
             tier.reserve(source.stored_bytes)
@@ -200,9 +200,9 @@ class StraightStep:
         self.bind(model, places)
         self.source = source.annotated()
         self._primals = tuple(_primals_of(piece, captured.program) for piece in source.pieces)
-        leaves = zip(captured.program.outputs, captured.program.tangents, strict=True)
-        expected = {leaf for leaf, tangent in leaves if isinstance(leaf, Ref) and tangent is not None}
-        self._differentiated = tuple(Ref(name) in expected for name in source.outputs)
+        leaves = zip(captured.program.outputs, captured.program.attached, strict=True)
+        attached = {leaf for leaf, is_attached in leaves if is_attached}
+        self._attached = tuple(Ref(name) in attached for name in source.outputs)
 
     def bind(self, model: nn.Module, places: Mapping[int, tuple[Any, Any]] = MappingProxyType({})) -> None:
         """Run from now on with the parameters and buffers of this model, which is like the one captured."""
@@ -225,16 +225,19 @@ class StraightStep:
             self._waiting.begins()
             self._waiting.add(run)
         made = self._made(run, found)
-        for position, output in enumerate(made):
-            if output.requires_grad and output.dim():
-                output.register_hook(partial(latch, run, position))  # type: ignore[no-untyped-call]
         outputs = dict(zip(self._halves.source.outputs, made, strict=True))
         returned = pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
         return returned.passed() if isinstance(returned, Checked) else returned
 
     def _new_run(self) -> Run:
         return Run(
-            self._halves, self._program, self._primals, self._differentiated, self._incoming, self._consumer
+            self._halves,
+            self._program,
+            self._primals,
+            self._attached,
+            self._incoming,
+            self._consumer,
+            self._waiting,
         )
 
     def _made(self, run: Run, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
