@@ -16,7 +16,16 @@ settings.load_profile("same")
 
 _ROOT = Path(__file__).resolve().parents[1]
 
+_SECONDS = 900  # for a test: a busy machine takes several times as long
+
 os.environ.pop("COLUMNS", None)  # outputs are compared at the width that a pipe gets
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests end in time. This is no setting of the project: examples run where no plugin reads it."""
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_SECONDS))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -99,3 +99,14 @@ def test_the_notebook_says_what_its_lines_print(tmp_path: Path) -> None:
 
 def _without_figures(text: str) -> str:
     return re.sub(r"\d[\d.,]*", "#", text)
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_the_example_of_a_memory_test_needs_no_other_plugin() -> None:
+    """Those who copy the line have pytest and stowplan; the project's own tests have more."""
+    line = re.search(r"^\$ pytest (examples/test_memory.py) ", README, re.MULTILINE)
+    assert line is not None
+    bare = [sys.executable, "-m", "pytest", "-p", "no:timeout", "-p", "no:xdist", "--collect-only", line[1]]
+    run = subprocess.run(bare, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
