@@ -22,8 +22,8 @@ MAY_IMPORT = {
 
 # Each line may import from the lines above it; parts on one line do not import each other.
 LAYERS = (
-    ("alone", "errors"),
-    ("units", "geometry", "torch_private", "demo"),
+    ("errors",),
+    ("units", "geometry", "torch_private", "demo", "watch"),
     ("ir",),
     ("ops",),
     ("formats", "capture", "analyse"),

@@ -29,8 +29,8 @@ from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.record import Record
 from stowplan.plan.select import Selector, planner_of
 from stowplan.plan.tile_map import DOCUMENT_TILES, TileMap
-from stowplan.plan.watch import limited_to
 from stowplan.units import parse_bytes
+from stowplan.watch import limited_to
 
 if TYPE_CHECKING:
     from stowplan.plan.allocator.caching import HeapFigures

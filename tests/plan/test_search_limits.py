@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
+from stowplan import watch
 from stowplan.api import load_plan, planner_for
 from stowplan.cli.main import main
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
-from stowplan.plan import frontier, watch
+from stowplan.plan import frontier
 from stowplan.plan.files import plan_file
 from stowplan.plan.judge import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Candidate, Selector, planner_of
-from stowplan.plan.watch import Patience, Phase, Searching, ended_by, limited_to, watched_by
+from stowplan.watch import Patience, Phase, Searching, ended_by, limited_to, watched_by
 from tests.support.steps import random_step, uneven_prices
 
 _TO_THE_END = PlanOptions(("recompute",), moves=160, gap=0.0)

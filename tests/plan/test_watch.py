@@ -6,7 +6,7 @@ import pytest
 
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
-from stowplan.plan.watch import Phase, Searching, watched_by
+from stowplan.watch import Phase, Searching, watched_by
 from tests.support.steps import random_step, uneven_prices
 
 

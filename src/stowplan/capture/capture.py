@@ -8,7 +8,6 @@ where eager overwrites one that nothing else holds. Those allocations are remove
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from stowplan.alone import alone
 from stowplan.capture.answers import NO_ANSWERS, Answers, answers_among
 from stowplan.capture.functional import FunctionalStep, Lowering, Value, pruned, with_updates
 from stowplan.capture.functionalise import functionalise
@@ -29,6 +27,7 @@ from stowplan.capture.stand_ins import StorageView
 from stowplan.capture.watching import Event
 from stowplan.ir import Graph, Kind
 from stowplan.ir.graph import collector_paused
+from stowplan.watch import tell_phase
 
 if TYPE_CHECKING:
     from stowplan.capture.cuda_calls import CudaCalls
@@ -214,14 +213,15 @@ def capture(
         know_values,
         cuda,
     )
-    return alone(partial(_captured, step))
+    with collector_paused():
+        return _captured(step)
 
 
-@collector_paused()
 def _captured(step: Step) -> Captured:
     for _ in range(_MOST_LAYOUTS):
         with explained():
             recording = record(step)
+        tell_phase("building the graph")
         ids = _external_ids(recording)
         whole = functionalise(recording, ids)
         if not learn_from_kernels(recording.events):

@@ -45,10 +45,12 @@ from stowplan.torch_private import (
     sequence_number,
     without_functions,
 )
+from stowplan.watch import tell_phase
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _KNOWN_ELEMENTS = 1 << 16
+_TOLD_EVERY = 64  # ops
 _CHOOSING = (aten.index.Tensor, aten.masked_select.default)
 _ASSERTIONS = (aten._assert_async.default, aten._assert_async.msg)
 _ASSERTED = "Expected Tensor with single nonzero value, but got zero"
@@ -433,6 +435,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             self.book.lifetimes[view.storage].nbytes += nbytes
         self._nodes_made = event.nodes.stop
         self.events.append(event)
+        if now % _TOLD_EVERY == 0:
+            tell_phase("capturing ops", now)
         self._decide(event)
         for made in event.results:
             if made is not None and self.book.lifetimes[made.storage].born == now:

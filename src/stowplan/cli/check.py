@@ -12,7 +12,7 @@ from stowplan.cli.options import (
     write_output,
 )
 from stowplan.errors import BadUse
-from stowplan.plan.watch import showing_progress
+from stowplan.plan.progress import showing_progress
 from stowplan.units import parse_bytes
 
 

@@ -7,7 +7,7 @@ from os.path import basename
 from stowplan.cli.options import GRAPH_PLAN_OR_RUN, add_saved
 from stowplan.ir.text import Labels
 from stowplan.plan.explain.comparison import Side, comparison_of
-from stowplan.plan.watch import showing_progress
+from stowplan.plan.progress import showing_progress
 from stowplan.report.compare import comparison_json, show_comparison
 from stowplan.report.files import opened
 from stowplan.report.page import subject_of

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from stowplan import api
 from stowplan.cli.options import add_saved
 from stowplan.formats.door import WRITERS
-from stowplan.plan.watch import showing_progress
+from stowplan.plan.progress import showing_progress
 from stowplan.units import printable
 
 

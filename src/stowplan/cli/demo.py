@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stowplan import api
 from stowplan.errors import BadUse
-from stowplan.plan.watch import showing_progress
+from stowplan.plan.progress import showing_progress
 from stowplan.units import format_bytes, printable
 
 _STEPS = {"unet": "a U-Net, 4 images of 128x128", "gpt": "a GPT, 8 sequences of 128 tokens"}

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from stowplan import __version__
 from stowplan.errors import BadUse, TierFailed
-from stowplan.plan.watch import showing_progress
+from stowplan.plan.progress import showing_progress
 
 Findings: TypeAlias = dict[str, dict[str, object]]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from stowplan import api
 from stowplan.errors import BadUse
-from stowplan.plan.watch import showing_progress
+from stowplan.plan.progress import showing_progress
 from stowplan.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:

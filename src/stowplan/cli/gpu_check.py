@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stowplan.cli.options import write_output
 from stowplan.errors import BadUse
-from stowplan.plan.watch import showing_progress
+from stowplan.plan.progress import showing_progress
 
 
 def add_arguments(parser: ArgumentParser) -> None:

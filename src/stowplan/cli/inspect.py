@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from stowplan import api
 from stowplan.cli.options import add_layouts, add_saved, add_training
 from stowplan.errors import BadUse
-from stowplan.plan.watch import showing_progress
+from stowplan.plan.progress import showing_progress
 
 
 def add_arguments(parser: ArgumentParser) -> None:

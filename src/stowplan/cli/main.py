@@ -44,6 +44,7 @@ if not is_installed("mesh"):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code is returned, not raised."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     arguments = _parser(words).parse_args(words)
     _print_any_character()
     try:
@@ -109,6 +110,13 @@ def _print_refusal(refusal: BudgetTooSmall) -> None:
     from stowplan.report.plan_json import refusal_json
 
     print(json.dumps(refusal_json(refusal), indent=2))
+
+
+def _open_closed_streams() -> None:
+    """A process may start without standard streams (`<&-`): no file may take their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 def _print_any_character() -> None:

@@ -23,8 +23,9 @@ from stowplan.cli.options import (
     write_output,
 )
 from stowplan.errors import BadUse
-from stowplan.plan.watch import Patience, Waiting, ended_by, limited_to, showing_progress
+from stowplan.plan.progress import Waiting, showing_progress
 from stowplan.units import parse_bytes
+from stowplan.watch import Patience, ended_by, limited_to
 
 if TYPE_CHECKING:
     from stowplan.plan.allocator.projection import HeapProjection
@@ -166,7 +167,8 @@ def _kept_on_interrupt(waiting: Waiting) -> Iterator[None]:
         signal(SIGINT, default_int_handler)
         if not waiting.has_plan:
             raise KeyboardInterrupt
-        print("\nstowplan: using the best plan so far; press Ctrl-C again to end", file=sys.stderr)
+        waiting.make_room()
+        print("stowplan: using the best plan so far; press Ctrl-C again to end", file=sys.stderr)
         patience.end("Ctrl-C")
 
     with ended_by(patience):

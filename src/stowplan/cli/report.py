@@ -11,8 +11,8 @@ from stowplan.plan.explain.peers import Peer, read_peers
 from stowplan.plan.frontier import Frontier
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
+from stowplan.plan.progress import showing_progress
 from stowplan.plan.record import Record
-from stowplan.plan.watch import showing_progress
 from stowplan.report.files import opened, write_report
 from stowplan.report.page import Subject, Thing, subject_of
 from stowplan.units import printable

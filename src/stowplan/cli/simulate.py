@@ -17,6 +17,7 @@ from stowplan.errors import BadUse, IllegalPlan, StowplanError, TooManyWorkers
 from stowplan.ir import Graph, Phase
 from stowplan.ir.text import Labels
 from stowplan.plan.plan import Machine
+from stowplan.plan.progress import showing_progress
 from stowplan.plan.shards.choice import choose_mesh
 from stowplan.plan.shards.curves import step_between, strong_scaling, weak_scaling
 from stowplan.plan.shards.mesh import Mesh, parse_mesh
@@ -25,8 +26,8 @@ from stowplan.plan.shards.projection import Network, Projection, project
 from stowplan.plan.shards.relayout import choose_layouts
 from stowplan.plan.shards.seeds import seeds_for, step_of_document
 from stowplan.plan.shards.text import load_plan, write_sheet
-from stowplan.plan.watch import showing_progress, tell_phase
 from stowplan.units import parse_bytes
+from stowplan.watch import tell_phase
 
 _KEYS = (
     "[compute] macs_per_second, bytes_per_second, launch_seconds;"

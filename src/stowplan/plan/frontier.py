@@ -45,7 +45,7 @@ import numpy as np
 from stowplan.plan.ledger import Gaps, Ledger, State, steps_of
 from stowplan.plan.plan import Step
 from stowplan.plan.problem import Problem
-from stowplan.plan.watch import Searching, patience, tell
+from stowplan.watch import Searching, patience, tell
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array

@@ -22,8 +22,8 @@ from stowplan.plan.options import PlanOptions, Prefer, Socket
 from stowplan.plan.plan import Exactness, Plan, Pricing
 from stowplan.plan.planner import Planner, baseline_peak_of, refuse_without_ops
 from stowplan.plan.problem import Problem, problem_of, slices_last
-from stowplan.plan.watch import patience
 from stowplan.units import format_bytes
+from stowplan.watch import patience
 
 
 @dataclass(frozen=True, slots=True)

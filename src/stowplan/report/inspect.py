@@ -61,20 +61,24 @@ def _told(group: Sequence[Note]) -> str:
 Row: TypeAlias = tuple[str, str, str]  # what, how much, and what that means
 
 _NAMES = 8
-_LEFT = 30  # the width that labels and figures take
+_LABELS, _FIGURES = 15, 15  # the widths that labels and figures take
+_NARROW = 60  # then figures stand above what they mean
 
 
 def summary_table(inspection: Inspection, width: int) -> Table:
     """All rows that a document has something to say for."""
-    table = Table.grid(padding=(0, 2))
+    table, is_narrow = Table.grid(padding=(0, 2)), width < _NARROW
     parts = (
-        _contents(inspection, width - _LEFT),
+        _contents(inspection, width - _LABELS - (0 if is_narrow else _FIGURES)),
         _peaks(inspection),
         _packing(inspection),
         _facets(inspection),
     )
     for label, figure, meaning in (row for rows in parts for row in rows):
-        table.add_row(Text(label, "cyan"), Text(figure, justify="right"), meaning)
+        if is_narrow:
+            table.add_row(Text(label, "cyan"), f"{figure}\n{meaning}" if figure else meaning)
+        else:
+            table.add_row(Text(label, "cyan"), Text(figure, justify="right"), meaning)
     return table
 
 
@@ -190,8 +194,9 @@ def _largest(inspection: Inspection) -> Table | None:
         return modules_table(labels.groups(alive), _LARGEST)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="cyan")
     table.add_column("bytes", justify="right")
-    for heading in ("kind", "shape", "tensor"):
-        table.add_column(heading)
+    table.add_column("kind")
+    for heading in ("shape", "tensor"):
+        table.add_column(heading, overflow="fold")
     for tensor in (tensors[name] for name in alive[:_LARGEST]):
         table.add_row(format_bytes(tensor.nbytes or 0), tensor.kind, shape_text(tensor), _label(tensor))
     if len(alive) > _LARGEST:

@@ -23,9 +23,16 @@ _PLAIN_BLOCKS = " ...:::##"
 _GLUE = "\u00a0"  # a blank that lines are not broken at
 
 
+class _Console(Console):
+    """rich ends the process when nobody reads on; what that means is for the command to say."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
 def console_for_output() -> Console:
     """A console as wide as the terminal or COLUMNS, at most WIDTH; a pipe gets WIDTH. NO_COLOR is heeded."""
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = _Console(highlight=False, markup=False, emoji=False, force_jupyter=False)
     is_known = console.is_terminal or "COLUMNS" in os.environ
     console.width = min(WIDTH, console.width) if is_known else WIDTH
     return console
@@ -52,7 +59,8 @@ def _trimmed(line: list[Segment], width: int) -> list[Segment]:
 
 def wrapped(items: Iterable[str], width: int) -> str:
     """Items separated by commas, over several lines where needed, none of them broken."""
-    return fill(", ".join(item.replace(" ", _GLUE) for item in items), width).replace(_GLUE, " ")
+    glued = ", ".join(item.replace(" ", _GLUE) for item in items)
+    return fill(glued, width, break_long_words=False, break_on_hyphens=False).replace(_GLUE, " ")
 
 
 def blocks_of(console: Console) -> str:

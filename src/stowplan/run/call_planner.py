@@ -25,8 +25,7 @@ from stowplan.ir.graph import collector_paused
 from stowplan.ops.table import shape_of
 from stowplan.plan.options import Kernels, PlanOptions
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
-from stowplan.plan.watch import showing_progress, tell_phase
-from stowplan.run.border.draws import Draws, SomebodyDrew
+from stowplan.plan.progress import showing_progress
 from stowplan.run.border.guard import (
     Dependencies,
     Observation,
@@ -38,6 +37,7 @@ from stowplan.run.measure.agreement import Relaid, compared
 from stowplan.run.planning.planner import USER_PLANS, PlanCache, PlannedStep, Subject, saved_step
 from stowplan.run.wrappers import refuse_shards, with_forward
 from stowplan.torch_private import storage_id
+from stowplan.watch import tell_phase
 
 if TYPE_CHECKING:
     from stowplan.run.iteration.iteration import Iteration
@@ -142,7 +142,7 @@ class CallPlanner:
     def _capture_and_plan(self, call: ModelCall, plain: nn.Module, given: Plan | None) -> Planned:
         model, args, kwargs = call.model, call.args, call.kwargs
         begun = time.perf_counter()
-        tell_phase("capturing")
+        tell_phase("capturing ops")
         observation, captured = self._observed(model, plain, args, kwargs)
         if self.loss is None:
             _refuse_given_back(captured)
@@ -180,21 +180,6 @@ class CallPlanner:
     def _observed(
         self, model: nn.Module, plain: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> tuple[Observation, Captured]:
-        """The captured step, and what it depends on. If other threads draw, it is captured twice."""
-        observed = partial(self._observed_once, model, plain, args, kwargs)
-        try:
-            return observed()
-        except SomebodyDrew as found:
-            return observed(found.unclear)
-
-    def _observed_once(
-        self,
-        model: nn.Module,
-        plain: nn.Module,
-        args: tuple[object, ...],
-        kwargs: Mapping[str, object],
-        unclear: Draws | None = None,
-    ) -> tuple[Observation, Captured]:
         """The captured step, and what it depends on.
 
         Forward may write plain values if it finds them at the next call, leaves them so, and does the same.
@@ -204,7 +189,7 @@ class CallPlanner:
         first: Captured | None = None
         observation = Observation(plain, self.loss)
         try:
-            with observation.watching(unclear):
+            with observation.watching():
                 first = how(know_values=True)
             return observation, first
         except CaptureError as refusal:
@@ -213,7 +198,7 @@ class CallPlanner:
                 raise
             observation = Observation(plain, self.loss)
             with writes.kept():
-                with observation.watching(unclear):
+                with observation.watching():
                     second = how(know_values=True)
                 if not is_same_step(first, second):
                     raise refusal from None

@@ -15,6 +15,7 @@ from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.cards import Card
 from stowplan.plan.options import TECHNIQUES, Kernels, PlanOptions
 from stowplan.plan.plan import Plan
+from stowplan.plan.progress import showing_progress
 from stowplan.run.planning.planner import USER_PLANS, Subject, step_planner
 from stowplan.run.target import Target, function_named, load_optimizer, load_target, subject_of
 
@@ -150,8 +151,22 @@ def largest_of(
     if card is not None:
         allow = [technique for technique in allow if technique != "tile"]
     for techniques in _growing(allow):
-        fit, next_needs = search(partial(sizes.attempt, techniques, allowed_bytes), allowed_bytes, limit)
+        attempt = partial(_shown_attempt, sizes, techniques, allowed_bytes, [])
+        fit, next_needs = search(attempt, allowed_bytes, limit)
         yield Largest(techniques, fit, next_needs)
+
+
+def _shown_attempt(
+    sizes: Sizes, techniques: Techniques, allowed_bytes: int, fitting: list[int], step: int
+) -> SizeAttempt:
+    """An attempt whose size is shown, and beside it the largest that was found to fit."""
+    size, means = sizes.first + step * sizes.multiple, " + ".join(techniques) or "eager"
+    so_far = f" ({max(fitting)} fits)" if fitting else ""
+    with showing_progress(f"{means}, {sizes.vary} {size}{so_far}", allowed_bytes=allowed_bytes):
+        attempt = sizes.attempt(techniques, allowed_bytes, step)
+    if attempt.fit is not None:
+        fitting.append(size)
+    return attempt
 
 
 def _first_size(target: str, vary: str) -> int:

@@ -31,12 +31,12 @@ from stowplan.plan.options import DEFAULT_OPTIONS, TECHNIQUES, PlanOptions, Pref
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.select import Selector, planner_of
-from stowplan.plan.watch import limited_to, tell_phase
 from stowplan.run.cost.machine import Cost
 from stowplan.run.measure.inspect_step import StepInspection, inspection_of_step
 from stowplan.run.optimizers import optimizer_share, twin_of
 from stowplan.run.target import Target
 from stowplan.units import parse_bytes
+from stowplan.watch import limited_to, tell_phase
 
 if TYPE_CHECKING:
     from stowplan.run.iteration.one_by_one import UpdateBytes
@@ -305,7 +305,7 @@ def project(
 
 def project_step(target: Target, card: Card) -> ProjectedStep:
     """Capture a step as if on a card, and compare its peak with that of the step as it is."""
-    tell_phase("capturing")
+    tell_phase("capturing ops")
     here = _captured(target, None)
     lasting = card.lasting_bytes(here.graph)
     here_peak = here.eager.peak_bytes(estimated_workspaces(here.graph))

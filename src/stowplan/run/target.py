@@ -18,10 +18,10 @@ from stowplan.capture.origins import line_of
 from stowplan.capture.recording import Loss
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse
-from stowplan.plan.watch import tell_phase
 from stowplan.run.optimizers import optimizer_named
 from stowplan.run.planning.planner import Subject
 from stowplan.torch_private import pytree
+from stowplan.watch import tell_phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Target:
 
 def subject_of(target: Target) -> Subject:
     """The captured step of a target."""
-    tell_phase("capturing")
+    tell_phase("capturing ops")
     captured = capture(target.model, target.args, target.kwargs, loss=target.loss, know_values=True)
     return Subject(captured, target.model, target.args, target.kwargs, loss=target.loss)
 
@@ -66,6 +66,7 @@ def _longer(leaf: object, times: int) -> object:
 
 def load_target(text: str, **settings: int) -> Target:
     """Import the module (the working directory counts) and call the function, with `settings` by name."""
+    tell_phase("loading")
     function = function_named(text)
     with _told(text, "python -c 'import {0}; {0}.{1}()'"):
         returned = function(**settings)

@@ -20,7 +20,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import chain
 from operator import is_
-from threading import get_ident
+from threading import RLock, get_ident
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol, TypeAlias
 
@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stowplan.alone import replaced
 from stowplan.capture.stand_ins import look_of
 
 Frozen: TypeAlias = Hashable
@@ -318,6 +317,7 @@ def _attributes(value: object) -> dict[str, Any] | None:
     return None if is_closed(value) else getattr(value, "__dict__", None)
 
 
+_ONE_AT_A_TIME = RLock()
 MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -345,17 +345,21 @@ class Reads:
         """Within, every attribute that this thread reads of any module is noted.
 
         Python has no other way to see a read than the class's own `__getattribute__`; it is set on
-        `nn.Module`, which has none, and removed again.
+        `nn.Module`, which has none, and removed again, one recording at a time.
         """
-        thread, names, plain = get_ident(), self._names, object.__getattribute__
+        with _ONE_AT_A_TIME:
+            thread, names, plain = get_ident(), self._names, object.__getattribute__
 
-        def noting(module: nn.Module, name: str) -> object:
-            if get_ident() == thread and name not in MODULE_STATE and name[:2] != "__":
-                names.setdefault(module, {})[name] = None
-            return plain(module, name)
+            def noting(module: nn.Module, name: str) -> object:
+                if get_ident() == thread and name not in MODULE_STATE and name[:2] != "__":
+                    names.setdefault(module, {})[name] = None
+                return plain(module, name)
 
-        with replaced(nn.Module, "__getattribute__", noting):
-            yield
+            nn.Module.__getattribute__ = noting  # type: ignore[method-assign,assignment]
+            try:
+                yield
+            finally:
+                del nn.Module.__getattribute__
 
 
 _MOST_FUNCTIONS = 2_000

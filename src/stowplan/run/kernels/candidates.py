@@ -20,7 +20,6 @@ from stowplan.plan.kernels.rewrite import Fused, borders_of, fused_graph, groups
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Exactness, Plan, Pricing
 from stowplan.plan.select import Baseline, Tradeoff, tradeoffs_of
-from stowplan.plan.watch import tell_phase
 from stowplan.run.cost.probe import operand_of
 from stowplan.run.kernels.adopt import NO_ROOM, adopt, reuse
 from stowplan.run.kernels.channels_last import fault_of_layout, in_channels_last, reductions
@@ -29,6 +28,7 @@ from stowplan.run.kernels.kernel import Kernel, fused_call
 from stowplan.run.kernels.known import Finding, read_finding, write_finding
 from stowplan.run.planning.planner import COMPILED, RESUMED, CapturedCandidate, Subject, price_captured
 from stowplan.torch_private import cpp_compiler
+from stowplan.watch import tell_phase
 
 
 def groups_in_step(captured: Captured, barred: Collection[str] = ()) -> tuple[Group, ...]:

@@ -24,7 +24,6 @@ from stowplan.ir import Graph, Op
 from stowplan.ops.effects import FUSED, RELAID, UPDATE, Effect, effect_of
 from stowplan.ops.table import site_of
 from stowplan.plan.kernels.fusible import FUSIBLE, POINTWISE, is_view
-from stowplan.plan.watch import tell_phase
 from stowplan.run.cost.probe import operand_of
 from stowplan.run.kernels.adopt import NO_ROOM, checked_by_ops
 from stowplan.run.kernels.kernel import Kernel
@@ -32,6 +31,7 @@ from stowplan.run.kernels.known import read_finding, write_finding
 from stowplan.run.planning.planner import Subject
 from stowplan.run.planning.recapture import Replacement, check_differentiable
 from stowplan.torch_private import OpOverload
+from stowplan.watch import tell_phase
 
 aten = torch.ops.aten
 _CONVOLUTION = aten.convolution.default

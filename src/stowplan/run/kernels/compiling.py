@@ -21,9 +21,9 @@ import msgspec
 import torch
 
 from stowplan.capture import Argument, Call, Ref
-from stowplan.plan.watch import patience, tell_phase
 from stowplan.run.cost.probe import Operand
 from stowplan.run.kernels.kernel import Kernel
+from stowplan.watch import patience, tell_phase
 
 MOST_SECONDS = 300.0  # for all kernels of a step, unless a time limit leaves less
 _FIRST_SECONDS, _SECONDS = 20.0, 4.0  # what the first kernel of a machine took here, and each other one

@@ -48,10 +48,10 @@ from stowplan.capture.recording import after_loss
 from stowplan.capture.stand_ins import StorageBook, StorageView, contiguous_stride, flatten, with_tensors
 from stowplan.capture.watching import TAKING_VALUES, Event
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
-from stowplan.plan.watch import tell_phase
 from stowplan.run.planning.planner import Subject
 from stowplan.torch_private import OpOverload, TorchDispatchMode, checkpoints_as_calls, storage_id
 from stowplan.units import format_bytes
+from stowplan.watch import tell_phase
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default

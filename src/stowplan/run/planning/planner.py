@@ -37,7 +37,6 @@ from stowplan.plan.plan import Plan, Pricing, RecomputeOp, Step, price_by_profil
 from stowplan.plan.planner import Planner, refuse_hopeless
 from stowplan.plan.problem import slices_last
 from stowplan.plan.select import Baseline, Candidate, GraphCandidate, Group, Refusals, Selector
-from stowplan.plan.watch import limited_to
 from stowplan.run.cost.machine import device_of, platform_of, replace_file, user_folder
 from stowplan.run.cost.probe import probe
 from stowplan.run.planning.recapture import Replacement, forward_ops, recapture
@@ -45,6 +44,7 @@ from stowplan.run.step.function import Consumer, tier_for, waiting_of
 from stowplan.run.step.straight import StraightStep
 from stowplan.torch_private import OpOverload
 from stowplan.units import format_bytes
+from stowplan.watch import limited_to
 
 if TYPE_CHECKING:
     from stowplan.plan.allocator.arena import ArenaLayout
