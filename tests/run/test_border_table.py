@@ -1,9 +1,13 @@
 """The table of docs/limits.md that says what a plan depends on: each example in it is run."""
 
+import math
 import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +33,29 @@ def forward(self, x, y):
     h = self.net(x) + SHIFT
     {line}
     scale = SCALE * self.beta * sum(self.config.sizes) * getattr(self, "extra", 1.0)
+    scale *= self.places()
     return scale * F.cross_entropy(h.float(), y, weight=self.weights)
 """
+
+
+@dataclass(slots=True)
+class Slots:
+    """An object without `__dict__`."""
+
+    scale: float = 1.0
+
+    def method(self) -> float:
+        return self.scale
+
+
+class Found:
+    """An object that looks its attributes up."""
+
+    def __init__(self) -> None:
+        self.table = {"scale": 1.0}
+
+    def __getattr__(self, name: str) -> float:
+        return vars(self)["table"][name]
 
 
 class Program(nn.Module):
@@ -44,7 +69,22 @@ class Program(nn.Module):
         )
         self.weights, self.beta, self.count = torch.ones(3), 1.0, 0
         self.config = SimpleNamespace(sizes=[1, 2])
+        self.slots: Any = type("Own", (Slots,), {"unit": 1.0, "__slots__": ()})()
+        self.method, self.partial = Slots().method, partial(Slots.method, Slots())
+        around, defaults = 1.0, [1.0]
+        self.closure: Any = lambda: around
+        self.default: Any = lambda scales=defaults: scales[0]
+        self.found, self.context = Found(), ContextVar("context", default=1.0)
+        self.numbers = iter([1.0] * 100)
         exec(FORWARD.format(line=line), scope)  # noqa: S102 -- the page's own lines
+
+    def places(self) -> float:
+        """Numbers from every place that may hold one."""
+        numbers = (
+            *(self.slots.scale, self.slots.unit, self.method(), self.partial(), self.closure()),
+            *(self.default(), self.found.scale, self.context.get()),
+        )
+        return math.prod(numbers)
 
 
 def made(line: str) -> tuple[Any, dict[str, Any]]:

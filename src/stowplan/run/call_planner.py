@@ -187,7 +187,8 @@ class CallPlanner:
         """
         how = partial(capture, plain, args, kwargs, loss=self.loss, all_outputs=self.all_outputs)
         first: Captured | None = None
-        observation = Observation(plain, self.loss)
+        observed = partial(Observation, plain, self.loss, flatten(args, kwargs)[0])
+        observation = observed()
         try:
             with observation.watching():
                 first = how(know_values=True)
@@ -196,7 +197,7 @@ class CallPlanner:
             writes = observation.writes
             if first is None or writes is None:
                 raise
-            observation = Observation(plain, self.loss)
+            observation = observed()
             with writes.kept():
                 with observation.watching():
                     second = how(know_values=True)

@@ -31,7 +31,14 @@ from stowplan.plan.plan import Plan
 from stowplan.run.call_planner import CallPlanner
 from stowplan.run.cost.machine import free_bytes
 from stowplan.run.fitting import Fitting, fitted_class_of, model_class
-from stowplan.run.wrappers import leave_checkpointing_off, refuse_wrapped, seen_as, switch_checkpointing_off
+from stowplan.run.wrappers import (
+    arguments_of_forward,
+    leave_checkpointing_off,
+    overrides_call,
+    refuse_wrapped,
+    seen_as,
+    switch_checkpointing_off,
+)
 from stowplan.torch_private import pytree
 from stowplan.units import bytes_left, is_automatic, parse_bytes
 
@@ -223,6 +230,7 @@ def fit(
     plan = _loaded(plan)
     _refuse_loss(loss, outputs)
     refuse_wrapped(model)
+    _refuse_loss_within_call(model, loss)
     how = known_techniques(allow), prefer, moves, progress, time_limit, gap, kernels
     options = PlanOptions(*how, arena=bool(arena), held_blocks=bool(held_blocks))
     if options.arena and mesh is not None:
@@ -294,7 +302,7 @@ def fit(
     with torch.enable_grad():
         if shapes is not None:
             fitting.declare(fitted, tuple(args), dict(kwargs or {}), shapes)
-        if fitting.step_for(fitted, tuple(args), dict(kwargs or {})) is None:
+        if fitting.step_for(fitted, *arguments_of_forward(model, tuple(args), kwargs or {})) is None:
             raise BadUse(
                 "nothing wants a gradient: no parameter and no argument has requires_grad, so there is no"
                 " training step to plan"
@@ -376,6 +384,14 @@ def _refuse_loss(loss: object, outputs: str) -> None:
             f"loss is a {type(loss).__name__}; it is the name or index of an output, or a function of the"
             " model's output. Write a lambda around it, or put a loss with parameters into a module with the"
             " model"
+        )
+
+
+def _refuse_loss_within_call(model: nn.Module, loss: object) -> None:
+    if callable(loss) and overrides_call(model_class(model)):
+        raise BadUse(
+            f"{model_class(model).__name__} has a __call__ of its own, which would run after loss= and not"
+            " before it; call the loss in forward, or put what __call__ does into forward"
         )
 
 

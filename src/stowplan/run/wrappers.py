@@ -7,7 +7,7 @@ step calls no inner module, so hooks there would not run, while those around it 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import update_wrapper
 from typing import Any
 
@@ -18,8 +18,11 @@ from stowplan.torch_private import tell_of_checkpoints
 
 
 def with_forward(model: nn.Module, forward: Callable[..., object]) -> nn.Module:
-    """The model with another forward, to be captured. Its hooks run around a step, not in it: it has none."""
-    own = {"forward": forward, "__module__": type(model).__module__}
+    """The model with another forward, to be captured.
+
+    Its hooks run around a step, not in it: it has none. A `__call__` of its class does so too.
+    """
+    own = {"forward": forward, "__call__": nn.Module.__call__, "__module__": type(model).__module__}
     kind = type(type(model).__name__, (type(model),), own)
     found: nn.Module = seen_as(kind, model)
     vars(found).pop("forward", None)  # one that wraps the planned step, and would be called in its place
@@ -27,6 +30,40 @@ def with_forward(model: nn.Module, forward: Callable[..., object]) -> nn.Module:
         if name.endswith("_hooks") and "forward" in name:
             vars(found)[name] = type(value)()
     return found
+
+
+class _Called(BaseException):
+    """Forward is called. No Exception, which the user's code might take for its own."""
+
+    def __init__(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        super().__init__()
+        self.args_of_forward, self.kwargs_of_forward = args, kwargs
+
+
+def overrides_call(kind: type) -> bool:
+    """Whether the user's own code runs around forward in a call, as in `def __call__(self, ...)`."""
+    return not kind.__call__.__module__.startswith("torch.")
+
+
+def arguments_of_forward(
+    model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """What forward is given if the model is called with these arguments: `__call__` may change them."""
+    if not overrides_call(type(model)):
+        return args, dict(kwargs)
+
+    def forward(_: nn.Module, *given: object, **named: object) -> object:
+        raise _Called(given, named)
+
+    calling = with_forward(model, forward)
+    try:
+        type(model).__call__(calling, *args, **kwargs)
+    except _Called as called:
+        return called.args_of_forward, called.kwargs_of_forward
+    raise BadUse(
+        f"{type(model).__name__}.__call__ does not call forward, which is what fit plans; put what it does"
+        " into forward"
+    )
 
 
 def fitted_class(kind: type[nn.Module], fitted: type[nn.Module]) -> type[nn.Module]:

@@ -1,27 +1,37 @@
-"""Frozen: a picture of a Python value to compare with later. Reach: what a model's code looks at.
+"""Frozen: a picture of a Python value to compare with later.
 
-Containers and plain objects are opened to the end. Tensors are pictured by their look, for their contents are
-read anew at each call. Functions, classes, modules and what Python cannot open are pictured by identity.
+A value is opened wherever Python keeps a part of it:
 
-A model's code looks at attributes of modules, globals and closures in addition to its arguments. Attributes
-are noted while the step runs. Global and closure variables are found by a static look at code objects,
-starting from `forward` of every class in the model and following the functions and methods that code names.
-It finds more than a step reads, and misses what a string names at run time.
+| value | what is looked at |
+|---|---|
+| tuple, list, dict, set, deque | items |
+| object of the user's | `__dict__`, slots, and data of its class and bases |
+| class of the user's | data of the class and its bases |
+| function of the user's | itself, closure, defaults, attributes |
+| bound method, partial, weak reference | the function, what it is bound to, what it refers to |
+| context variable, thread-local object | the value in this context or thread |
+| iterator over a sequence, counter, generator | how far it is |
+| random generator, NumPy array | its state or contents |
+| tensor | its look; the contents are read anew at each call |
+| anything else: libraries, objects of C extensions | identity |
+
+`functions` and `kinds` are the code that a picture came across; `reach` follows it to globals.
 """
 
 import random
 import sys
+import threading
+import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
-from itertools import chain
-from operator import is_
-from threading import RLock, get_ident
-from types import CodeType, FunctionType, MethodType, ModuleType
+from itertools import chain, count
+from operator import is_, length_hint
+from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType, MethodWrapperType, ModuleType
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -50,6 +60,19 @@ _CLOSED_PACKAGES = frozenset(
 )
 
 
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {
+    *("torch", "torchgen", "numpy", "stowplan", "triton"),
+    *("pytest", "_pytest", "pluggy"),  # pytest writes itself into the assertions of a test's model
+}
+# Iterators that tell how much is left.
+_COUNTED: tuple[type, ...] = tuple(type(iter(some)) for some in ([], (), {}, set[object](), range(0)))
+
+
+def is_library(module: str | None) -> bool:
+    """Whether a module is no code of the user's: its variables are not watched."""
+    return module is None or module.partition(".")[0] in _LIBRARIES
+
+
 class Owner(Protocol):
     """Holds values by key or number: a mapping or a sequence."""
 
@@ -69,13 +92,66 @@ class Same:
         return id(self.value)
 
 
+class Attributes(MutableMapping[str, Any]):
+    """Attributes that are in no `__dict__`, as a mapping: slots, a closure's cell, defaults of a function."""
+
+    def __init__(self, of: object, *names: str) -> None:
+        self.of, self._names = of, names
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self.of, name)
+        except (AttributeError, ValueError):  # a slot or a cell that is empty
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self.of, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self.of, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _InContext(MutableMapping[str, Any]):
+    """The value of a context variable, as a mapping."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self._variable = variable
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._variable.get()
+        except LookupError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, _: str, value: Any) -> None:
+        self._variable.set(value)
+
+    def __delitem__(self, _: str) -> None:
+        """A context variable cannot be unset; what is put back after this sets it."""
+
+    def clear(self) -> None:
+        """The same."""
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in ("value",) if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 @dataclass(slots=True)
 class Picture:
     """Facts by label, and where each was seen: `owners[i][keys[i]]` was `values[i]`.
 
     While all of these are the same objects, and the containers in `sized` as long as they were, the facts
     hold. `tensors` are the places of tensors that are neither parameters nor buffers. `states` are values
-    that change without any place changing: random generators, arrays and sets.
+    that change without any place changing: random generators, arrays, sets and iterators.
     """
 
     facts: dict[str, Frozen] = field(default_factory=dict)
@@ -87,6 +163,8 @@ class Picture:
     states: list[tuple[object, Frozen]] = field(default_factory=list)
     contents: list[tuple[Any, Any]] = field(default_factory=list)  # mutable containers, and copies of them
     absent: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)  # names that are the class's
+    functions: list[FunctionType] = field(default_factory=list)
+    kinds: dict[type, None] = field(default_factory=dict)
     _classes: dict[type, Mapping[str, Any]] = field(default_factory=dict)
     _seen: dict[int, tuple[object, Frozen]] = field(default_factory=dict)
     _watched: set[tuple[int, object]] = field(default_factory=set)
@@ -94,12 +172,18 @@ class Picture:
 
     def add(self, label: str, owner: Owner, key: object) -> None:
         """Picture what stands in one place."""
-        value = owner[key]
-        self._parts = 0
-        frozen = self._frozen(value, label, owner, key)
-        if not isinstance(value, Tensor):
-            self._watch(owner, key, value)
-        self.facts[label] = frozen
+        parts, self._parts = self._parts, 0
+        self.facts[label] = self._part(owner, key, owner[key], label)
+        self._parts = parts
+
+    def add_variables(self, variables: Mapping[str, tuple[Mapping[str, Any], str]]) -> None:
+        """Picture what stands in these places, and which of them are empty."""
+        for label, (owner, name) in variables.items():
+            if name in owner:
+                self.add(label, owner, name)
+            else:
+                self.facts[label] = None
+                self.absent.append((owner, name))
 
     def names_in(self, kind: type) -> Mapping[str, Any]:
         """The names that a class defines, as the same mapping on every call; `vars` makes a new one."""
@@ -113,31 +197,60 @@ class Picture:
         self.keys.append(key)
         self.values.append(value)
 
+    def _part(self, owner: Owner, key: object, value: object, label: str) -> Frozen:
+        frozen = self._frozen(value, label, owner, key)
+        if not isinstance(value, Tensor):
+            self._watch(owner, key, value)
+        return frozen
+
     def _frozen(self, value: object, label: str, owner: Owner, key: object) -> Frozen:
         if isinstance(value, Tensor):
             self.tensors[label] = owner, key
             return look_of(value)
         if isinstance(value, (*_PLAIN, np.generic)):
             return look_of(value)
-        if isinstance(value, (nn.Module, type, FunctionType, ModuleType)) or self._parts > _MOST_PARTS:
+        if isinstance(value, (nn.Module, ModuleType)) or self._parts > _MOST_PARTS:
+            return Same(value)
+        if isinstance(value, type):
+            self._add_class(value)
             return Same(value)
         if id(value) in self._seen:  # shared, or inside itself
             return self._seen[id(value)][1]
-        self._seen[id(value)] = value, Same(value)
-        frozen = type(value), self._opened(value, label)
-        self._seen[id(value)] = value, frozen
-        return frozen
+        self._seen[id(value)] = value, ("what stands at", label)
+        return type(value), self._opened(value, label)
 
     def _opened(self, value: object, label: str) -> Frozen:
-        if isinstance(value, MethodType):
-            return Same(value.__func__), Same(value.__self__)
-        if isinstance(value, partial):
-            return self._items(
-                None, label, (("func", value.func), ("args", value.args), ("keywords", value.keywords))
-            )
-        if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState, np.ndarray)):
-            self.states.append((value, state_of(value)))
-            return self.states[-1][1]
+        match value:
+            case FunctionType():
+                return self._function(value, label)
+            case MethodType():
+                bound = ("__func__", value.__func__), ("__self__", value.__self__)
+                return self._items(None, label, bound)
+            case BuiltinMethodType() | MethodWrapperType() if not isinstance(value.__self__, ModuleType):
+                return self._items(None, label, (("__name__", value.__name__), ("__self__", value.__self__)))
+            case partial():
+                parts = ("func", value.func), ("args", value.args), ("keywords", value.keywords)
+                return self._items(None, label, parts)
+            case weakref.ref():
+                return self._items(None, label, (("referent", value()),))
+            case ContextVar():
+                return self._held_by(_InContext(value), label)
+            case threading.local():
+                return self._held_by(Attributes(value, "__dict__"), label)
+            case random.Random() | np.random.Generator() | np.random.RandomState() | np.ndarray():
+                self.states.append((value, state_of(value)))
+                return self.states[-1][1]
+            case _ if isinstance(value, (GeneratorType, count, *_COUNTED)):
+                self.states.append((value, state_of(value)))
+                return ("iterator", Same(value)), ("how far it is", self.states[-1][1])
+        own = self._attributes(value, label)
+        items = self._contents(value, label)
+        if own is None and items is None:
+            return Same(value)
+        return (*(items or ()), *(own or ()))
+
+    def _contents(self, value: object, label: str) -> tuple[Frozen, ...] | None:
+        """The items of a container; None if it is none."""
         if isinstance(value, (tuple, frozenset, set)):
             if isinstance(value, set):
                 self.contents.append((value, set(value)))
@@ -154,32 +267,103 @@ class Picture:
                 self.states.append((value, state_of(value)))
                 return self._items(None, label, items.items())
             return self._items(value, label, items.items())
+        return None
+
+    def _attributes(self, value: object, label: str) -> tuple[Frozen, ...] | None:
+        """What an object holds in its `__dict__` and slots; None where Python cannot list them."""
         attributes = _attributes(value)
-        if attributes is None:
-            return Same(value)
-        self._keep(attributes, dict(attributes))
-        return self._items(attributes, label, attributes.items())
+        slots = () if is_closed(value) else slots_of(type(value))
+        if attributes is None and not slots:
+            return None
+        self._add_class(type(value))
+        found: tuple[Frozen, ...] = ()
+        if attributes is not None:
+            self._keep(attributes, dict(attributes))
+            found = self._items(attributes, label, attributes.items())
+        return (*found, *self._held_by(Attributes(value, *slots), label)) if slots else found
+
+    def _held_by(self, owner: "Attributes | _InContext", label: str) -> tuple[Frozen, ...]:
+        held = dict(owner)
+        self._keep(owner, held)
+        return self._items(owner, label, held.items())
+
+    def _function(self, function: FunctionType, label: str) -> Frozen:
+        """What a function of the user's carries with it. Globals are found by what its code names."""
+        if is_library(function.__module__):
+            return Same(function)
+        self.functions.append(function)
+        found: list[Frozen] = [("function", Same(function))]
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if name != "__class__":
+                owner = Attributes(cell, "cell_contents")
+                self.contents.append((owner, dict(owner)))
+                for key, value in owner.items():
+                    found.append((name, self._part(owner, key, value, f"{label}.{name}")))
+        if function.__defaults__ or function.__kwdefaults__:
+            defaults = Attributes(function, "__defaults__", "__kwdefaults__")
+            found.extend(self._items(defaults, label, defaults.items()))
+        if vars(function):
+            self._keep(vars(function), dict(vars(function)))
+            found.extend(self._items(vars(function), label, vars(function).items()))
+        return tuple(found)
+
+    def _add_class(self, kind: type) -> None:
+        """Data that a class of the user's and its bases hold; its functions are followed by name."""
+        if kind in self.kinds or is_library(kind.__module__) or issubclass(kind, (nn.Module, Enum)):
+            return
+        self.kinds[kind] = None
+        for base in kind.__mro__:
+            if is_library(base.__module__):
+                continue
+            for name, value in vars(base).items():
+                if not name.startswith("__") and is_data(value):
+                    self.add(f"{base.__module__}.{base.__qualname__}.{name}", self.names_in(base), name)
 
     def _keep(self, container: Any, copied: Any) -> None:
         self.sized.append(container)
         self.contents.append((container, copied))
 
-    def _items(self, owner: Owner | None, label: str, items: Iterable[tuple[Any, Any]]) -> Frozen:
+    def _items(self, owner: Owner | None, label: str, items: Iterable[tuple[Any, Any]]) -> tuple[Frozen, ...]:
         """Picture the items of a container; those of one that cannot change (no owner) need no watching."""
         found, held = list[Frozen](), dict(items)
         for key, value in held.items():
             self._parts += 1
             inner = f"{label}.{key}" if isinstance(key, str) else f"{label}[{key!r}]"
-            frozen = self._frozen(value, inner, owner if owner is not None else held, key)
+            if owner is None:
+                frozen = self._frozen(value, inner, held, key)
+            else:
+                frozen = self._part(owner, key, value, inner)
             found.append((key if isinstance(key, (str, int)) else repr(key), frozen))
-            if owner is not None and not isinstance(value, Tensor):
-                self._watch(owner, key, value)
         return tuple(found)
+
+
+def is_data(value: object) -> bool:
+    """Whether a class holds this as data: numbers, strings, containers of these, tensors."""
+    return isinstance(value, (*_PLAIN, list, tuple, dict, set, frozenset, Tensor))
+
+
+@cache
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """The slots that the user's classes among a class and its bases define, as attributes are called."""
+    found = dict[str, None]()
+    for base in kind.__mro__:
+        named = () if is_library(base.__module__) else vars(base).get("__slots__", ())
+        for name in (named,) if isinstance(named, str) else named:
+            private = name.startswith("__") and not name.endswith("__")
+            found[f"_{base.__name__.lstrip('_')}{name}" if private else name] = None
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 def _looks_up_itself(value: dict[Any, Any]) -> bool:
     """Whether a dict gives something else than it holds, as one that makes an instance of each class."""
     return type(value).__getitem__ not in (dict.__getitem__, OrderedDict.__getitem__, defaultdict.__getitem__)
+
+
+def held_by(container: Any) -> dict[Any, Any]:
+    """What a container holds, by key or position."""
+    if isinstance(container, dict):
+        return _items_of(container)
+    return dict(container) if isinstance(container, Mapping) else dict(enumerate(container))
 
 
 def _items_of(value: dict[Any, Any]) -> dict[Any, Any]:
@@ -188,7 +372,7 @@ def _items_of(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def state_of(value: object) -> str:
-    """What a generator will draw next, what an array or a set holds: one digest, to be compared."""
+    """What a generator will draw next, how far an iterator is, what an array holds: one digest to compare."""
     match value:
         case random.Random():
             state: object = value.getstate()
@@ -204,6 +388,13 @@ def state_of(value: object) -> str:
             state = sorted(map(repr, value))
         case dict():
             state = [(id(key), id(item)) for key, item in _items_of(value).items()]
+        case GeneratorType():
+            frame = value.gi_frame
+            state = frame and (frame.f_lasti, [(name, id(item)) for name, item in frame.f_locals.items()])
+        case count():
+            state = repr(value)
+        case _ if isinstance(value, _COUNTED):
+            state = length_hint(value)
         case _:
             raise AssertionError(value)
     return sha256(repr(state).encode()).hexdigest()
@@ -215,11 +406,11 @@ def restore(contents: Iterable[tuple[Any, Any]]) -> None:
         if len(container) == len(held) and all(map(is_, _listed(container), _listed(held))):
             continue
         container.clear()
-        (container.update if isinstance(container, (dict, set)) else container.extend)(held)
+        (container.extend if isinstance(container, (list, deque)) else container.update)(held)
 
 
 def _listed(container: Any) -> Iterable[object]:
-    items = _items_of(container) if isinstance(container, dict) else {}
+    items = held_by(container) if isinstance(container, Mapping) else {}
     return chain(items, items.values()) if items else container
 
 
@@ -309,178 +500,11 @@ def _parts_of(value: object) -> list[object] | None:
 
 def is_closed(value: object) -> bool:
     """Whether an object is a library's affair, such as a logger or a lock, and not opened."""
+    if isinstance(value, (threading.local, weakref.ref)):
+        return False
     return type(value).__module__.partition(".")[0] in _CLOSED_PACKAGES
 
 
 def _attributes(value: object) -> dict[str, Any] | None:
     """The attributes of a plain object; None where Python cannot list them."""
     return None if is_closed(value) else getattr(value, "__dict__", None)
-
-
-_ONE_AT_A_TIME = RLock()
-MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
-
-
-class Reads:
-    """The names that were read, by module. Parameters, buffers and children are among them."""
-
-    def __init__(self) -> None:
-        self._names: dict[nn.Module, dict[str, None]] = {}
-
-    def add(self, module: nn.Module, name: str) -> None:
-        """Take a name as read."""
-        self._names.setdefault(module, {})[name] = None
-
-    def by_path(self, model: nn.Module) -> dict[str, tuple[str, ...]]:
-        """The names that were read of each module of `model`, by its first path."""
-        return {path: tuple(self._names[m]) for path, m in model.named_modules() if m in self._names}
-
-    def outside(self, model: nn.Module) -> Mapping[nn.Module, tuple[str, ...]]:
-        """Modules that are read and are not part of the model, such as those in a list."""
-        inside = set(model.modules())
-        return {module: tuple(names) for module, names in self._names.items() if module not in inside}
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Within, every attribute that this thread reads of any module is noted.
-
-        Python has no other way to see a read than the class's own `__getattribute__`; it is set on
-        `nn.Module`, which has none, and removed again, one recording at a time.
-        """
-        with _ONE_AT_A_TIME:
-            thread, names, plain = get_ident(), self._names, object.__getattribute__
-
-            def noting(module: nn.Module, name: str) -> object:
-                if get_ident() == thread and name not in MODULE_STATE and name[:2] != "__":
-                    names.setdefault(module, {})[name] = None
-                return plain(module, name)
-
-            nn.Module.__getattribute__ = noting  # type: ignore[method-assign,assignment]
-            try:
-                yield
-            finally:
-                del nn.Module.__getattribute__
-
-
-_MOST_FUNCTIONS = 2_000
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "torchgen", "numpy", "stowplan", "triton"}
-
-
-@dataclass(slots=True)
-class Reach:
-    """The variables found so far: label to the mapping that holds them and their key there."""
-
-    variables: dict[str, tuple[Mapping[str, Any], str]] = field(default_factory=dict)
-    _followed: set[CodeType] = field(default_factory=set)
-
-    @staticmethod
-    def of(model: nn.Module, loss: object = None) -> "Reach":
-        """What the forward functions of the model's classes, and a loss function, can come to."""
-        found = Reach()
-        for kind in dict.fromkeys(type(module) for module in model.modules()):
-            found._method(kind, "forward")
-        for module in model.modules():
-            own = vars(module).get("forward")
-            found._value(getattr(own, "__func__", own))
-        found._value(loss)
-        return found
-
-    def _method(self, kind: type, name: str) -> None:
-        for base in kind.__mro__:
-            if name in vars(base):
-                if base is not nn.Module and not _is_library(base.__module__):
-                    self._value(vars(base)[name], kind)
-                return
-
-    def _value(self, value: object, kind: type | None = None) -> None:
-        """Follow a function, or what a property, a static method or a decorator makes of one."""
-        if isinstance(value, property):
-            value = value.fget
-        value = getattr(value, "__func__", value)
-        while not isinstance(value, FunctionType) and hasattr(value, "__wrapped__"):
-            value = value.__wrapped__
-        if isinstance(value, FunctionType) and not _is_library(value.__module__):
-            self._function(value, kind)
-
-    def _function(self, function: FunctionType, kind: type | None) -> None:
-        if function.__code__ in self._followed or len(self._followed) > _MOST_FUNCTIONS:
-            return
-        self._followed.add(function.__code__)
-        names = dict.fromkeys(_names_in(function.__code__))
-        label = f"of {function.__module__}"
-        for name in names:
-            if name in function.__globals__:
-                self._variable(f"global {name!r} {label}", function.__globals__, name, names)
-            if kind is not None:
-                self._method(kind, name)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name != "__class__":
-                self._cell(f"variable {name!r} around {function.__qualname__} {label}", cell)
-
-    def _variable(self, label: str, owner: Mapping[str, Any], name: str, names: Mapping[str, None]) -> None:
-        value = owner[name]
-        if isinstance(value, ModuleType):
-            if not _is_library(value.__name__):
-                for inner in names.keys() & vars(value).keys():
-                    if not isinstance(vars(value)[inner], ModuleType):
-                        self._variable(f"{inner!r} of {value.__name__}", vars(value), inner, {})
-        elif isinstance(value, type):
-            if not _is_library(value.__module__):
-                for inner in names.keys() & vars(value).keys():
-                    self._class_variable(value, inner)
-        elif isinstance(value, (FunctionType, MethodType)) or hasattr(value, "__wrapped__"):
-            self.variables[label] = owner, name  # another function of that name is another program
-            self._value(value)
-        elif isinstance(value, Tensor) or not is_closed(value):
-            self.variables[label] = owner, name
-
-    def _class_variable(self, kind: type, name: str) -> None:
-        value = vars(kind)[name]
-        if _is_plain(value):
-            self.variables[f"{kind.__qualname__}.{name}"] = vars(kind), name
-        else:
-            self._value(value, kind)
-
-    def _cell(self, label: str, cell: Any) -> None:
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not bound yet
-            return
-        if isinstance(value, FunctionType):
-            self._value(value)
-        elif _is_plain(value):
-            self.variables[label] = _Cell(cell), "contents"
-
-
-class _Cell(Mapping[str, Any]):
-    """A closure's variable, looked up like a global one."""
-
-    def __init__(self, cell: Any) -> None:
-        self._cell = cell
-
-    def __getitem__(self, _: str) -> Any:
-        return self._cell.cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        yield "contents"
-
-    def __len__(self) -> int:
-        return 1
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Globals and attributes that code names, that of functions inside it too."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
-
-
-def _is_library(module: str) -> bool:
-    return module.partition(".")[0] in _LIBRARIES
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(
-        value, (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, Tensor)
-    )

@@ -4,7 +4,7 @@
 |---|---|
 | arguments, parameters, buffers; tensors that are plain attributes or globals | re-read at each call |
 | modules, their classes and order; attributes that forward read | guarded |
-| globals and closures that the code of forward names | guarded |
+| globals, closures, defaults and class data that the code of forward comes to | guarded |
 | shapes, dtypes, strides, devices, `requires_grad`, tied tensors; switches of torch | guarded |
 | answers that forward reads off small integer arguments, as in `if mask.all()` | guarded |
 | hooks on inner modules | refused |
@@ -39,18 +39,18 @@ from stowplan.capture.origins import BY_PARTS
 from stowplan.capture.stand_ins import look_of
 from stowplan.errors import CaptureError
 from stowplan.run.border.frozen import (
-    MODULE_STATE,
+    Attributes,
     Frozen,
     Owner,
     Picture,
-    Reach,
-    Reads,
     Same,
     first_change,
+    held_by,
     is_plain,
     restore,
     state_of,
 )
+from stowplan.run.border.reach import MODULE_STATE, Reach, Reads, own_state
 from stowplan.torch_private import GLOBAL_HOOKS, HOOKS, storage_id, tensor_guards
 
 HELD_ARGUMENTS = "arguments that lie in the memory of parameters or buffers"
@@ -137,8 +137,11 @@ class Observation:
     `writes` are what forward wrote, if these are plain values, which it may find and leave at each call.
     """
 
-    def __init__(self, model: nn.Module, loss: object = None) -> None:
-        self._model, self._reads, self._reach = model, Reads(), Reach.of(model, loss)
+    def __init__(self, model: nn.Module, loss: object = None, leaves: Sequence[object] = ()) -> None:
+        """`leaves` are of the arguments."""
+        self._model, self._reads = model, Reads()
+        self._roots = model, loss, leaves
+        self._reach = Reach.of(*self._roots)  # of all that forward may come to
         self.writes: Writes | None = None
 
     @contextmanager
@@ -149,7 +152,9 @@ class Observation:
             path: tuple(name for name in vars(module) if _is_own_state(name))
             for path, module in self._model.named_modules()
         }
-        before = _picture(self._model, everything, {}, self._reach.variables)
+        before = _picture(self._model, everything, {}, {})
+        self._reach.follow(dict.fromkeys(type(module) for module in self._model.modules()))
+        self._reach.picture(before)
         draws = _Draws()
         shallow = [(vars(module), dict(vars(module))) for module in self._model.modules()]
         try:
@@ -187,7 +192,9 @@ class Observation:
     ) -> Dependencies:
         """What the captured program depends on; `leaves` are of the arguments it was captured with."""
         reads, others = self._reads.by_path(self._model), self._reads.outside(self._model)
-        picture = _picture(self._model, reads, others, self._reach.variables)
+        reach = Reach.of(*self._roots)
+        picture = _picture(self._model, reads, others, {})
+        reach.picture(picture)
         labels = {id(owner[key]): label for label, (owner, key) in picture.tensors.items()}
         for name, tensor in program.constants.items():
             if id(tensor) not in labels and name not in program.literals:
@@ -204,8 +211,7 @@ class Observation:
         looked_at = tuple(places[number] for number in whole if number in places and program.looks_at_values)
         _add_values(picture, looked_at)
         picture.facts[HELD_ARGUMENTS] = held_among(leaves, storages_of(self._model))
-        variables = self._reach.variables
-        return Dependencies(picture.facts, reads, others, variables, places, looked_at, answers)
+        return Dependencies(picture.facts, reads, others, reach.variables, places, looked_at, answers)
 
 
 def _plain_writes(contents: Iterable[tuple[Any, Any]]) -> Writes | None:
@@ -215,9 +221,8 @@ def _plain_writes(contents: Iterable[tuple[Any, Any]]) -> Writes | None:
     """
     places: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
     for container, held in contents:
-        now = dict.items(container) if isinstance(container, dict) else enumerate(container)
-        were = held if isinstance(held, dict) else dict(enumerate(held))
-        changed = [(key, value) for key, value in now if key not in were or were[key] is not value]
+        were, now = held_by(held), held_by(container)
+        changed = [(key, value) for key, value in now.items() if key not in were or were[key] is not value]
         if len(container) < len(held) + sum(key not in were for key, _ in changed):
             return None  # something is gone
         for key, value in changed:
@@ -314,9 +319,7 @@ def _picture(
         for table in (module._parameters, module._buffers, module._modules):
             for name in table:
                 found.add(f"{label}.{name}", table, name)
-    for label, (owner, name) in variables.items():
-        if name in owner:
-            found.add(label, owner, name)
+    found.add_variables(variables)
     found.facts["hooks for all modules"] = tuple(
         Same(hook) for hooks in GLOBAL_HOOKS for hook in hooks.values()
     )
@@ -382,6 +385,10 @@ def _add_attribute(found: Picture, label: str, module: nn.Module, name: str) -> 
         or name == _COLLECTING_NOTED
         or (isinstance(module, nn.RNNBase) and name in _FLAT_WEIGHTS)
     ):
+        return
+    if name == "__dict__":
+        found.sized.append(own)
+        found.facts[f"attributes of {label}"] = tuple(own_state(module))
         return
     if name in own:
         found.add(label, own, name)
@@ -460,6 +467,11 @@ class TensorLooks:
         return bool(self._guards.check(*tensors))
 
 
+def _columns(rows: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], list[Any]]:
+    first, second, third = tuple(zip(*rows, strict=True)) or ((), (), ())
+    return list(first), list(second), list(third)
+
+
 class Guard:
     """The dependencies of a captured step, held against one living model."""
 
@@ -484,7 +496,13 @@ class Guard:
         return {number: self._places[label] for number, label in self._dependencies.places.items()}
 
     def _set(self, picture: Picture) -> None:
-        self._owners, self._keys, self._values = picture.owners, picture.keys, picture.values
+        places = list(zip(picture.owners, picture.keys, picture.values, strict=True))
+        self._owners, self._keys, self._values = _columns(
+            place for place in places if not isinstance(place[0], Attributes)
+        )
+        self._objects, self._names, self._held_by_name = _columns(
+            (owner.of, key, value) for owner, key, value in places if isinstance(owner, Attributes)
+        )
         self._sized, self._sizes = picture.sized, list(map(len, picture.sized))
         self._absent = [owner for owner, _ in picture.absent], [name for _, name in picture.absent]
         self._states, self._places = picture.states, picture.tensors
@@ -538,6 +556,7 @@ class Guard:
                 and all(map(is_, map(type, self._modules), self._kinds))
                 and all(map(is_, map(getitem, self._own, self._table_names), self._tables))
                 and all(map(is_, map(getitem, self._owners, self._keys), self._values))
+                and all(map(is_, map(getattr, self._objects, self._names), self._held_by_name))
                 and list(map(len, self._sized)) == self._sizes
                 and not any(map(contains, *self._absent))
                 and [switch() for switch in SWITCHES.values()] == self._switches
@@ -547,7 +566,7 @@ class Guard:
                 and held_among(leaves, self._storages) == self._dependencies.facts[HELD_ARGUMENTS]
                 and self._dependencies.answers.other_answer(leaves) is None
             )
-        except (KeyError, IndexError):  # something that was there is gone
+        except (LookupError, AttributeError, ValueError):  # something that was there is gone
             return False
 
     def _are_tensors_alike(self) -> bool:
