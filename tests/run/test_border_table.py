@@ -55,7 +55,8 @@ class Found:
         self.table = {"scale": 1.0}
 
     def __getattr__(self, name: str) -> float:
-        return vars(self)["table"][name]
+        scale: float = vars(self)["table"][name]
+        return scale
 
 
 class Program(nn.Module):

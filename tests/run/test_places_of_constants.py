@@ -38,7 +38,8 @@ class Step(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) * self.factor()).square().mean()
+        made: Tensor = self.layer(x)
+        return (made * self.factor()).square().mean()
 
 
 @dataclass(slots=True)
@@ -91,7 +92,8 @@ class Schedule:
         self.scale = 2.0
 
     def value(self) -> float:
-        return self.scale * self.base ** EXPONENT[0]
+        scale: float = self.scale * self.base ** EXPONENT[0]
+        return scale
 
     def __call__(self) -> float:
         return self.value()
@@ -129,7 +131,8 @@ class Closure(Step):
             nonlocal scale
             scale = value
 
-        self.put, self.act = put, lambda: scale
+        self.put = put
+        self.act: Callable[[], float] = lambda: scale
 
     def factor(self) -> float:
         return self.act()
@@ -142,7 +145,7 @@ class ObjectInClosure(Step):
     def __init__(self) -> None:
         super().__init__()
         schedule = Schedule()
-        self.act = lambda: schedule.value()
+        self.act: Callable[[], float] = lambda: schedule.value()
         self.put = functools.partial(setattr, schedule, "scale")
 
     def factor(self) -> float:
@@ -306,7 +309,8 @@ class ImportedWithin(Step):
 class WeaklyReferred(Step):
     def __init__(self) -> None:
         super().__init__()
-        self.keep = (lambda schedule: lambda: schedule)(Schedule())
+        schedule = Schedule()
+        self.keep: Callable[[], Schedule] = lambda: schedule
         self.schedule = weakref.ref(self.keep())
 
     def factor(self) -> float:

@@ -33,6 +33,7 @@ from stowplan.capture.program import (
     written_names,
 )
 from stowplan.capture.stand_ins import StorageBook, StorageView, is_small_integer
+from stowplan.capture.value_derivatives import differentiated_as_eager
 from stowplan.errors import CaptureError
 from stowplan.torch_private import (
     PACKED_SEQUENCES,
@@ -545,6 +546,8 @@ class ReadsOutsideOps(TorchFunctionMode):
             return result
         if func in TAKING_VALUES:
             self._note_all((args, tuple(given.values())), is_copy=func in (torch.as_tensor, torch.asarray))
+        if (reduced := differentiated_as_eager(func, args, given)) is not None:
+            return reduced
         if func is torch.nn.functional.one_hot:
             return self._one_hot(*args, **given)
         if func is torch.nn.functional.ctc_loss:

@@ -65,7 +65,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     *("pytest", "_pytest", "pluggy"),  # pytest writes itself into the assertions of a test's model
 }
 # Iterators that tell how much is left.
-_COUNTED: tuple[type, ...] = tuple(type(iter(some)) for some in ([], (), {}, set[object](), range(0)))
+_COUNTED = (*(type(iter(kind(()))) for kind in (list, tuple, dict, set)), type(iter(range(0))))
 
 
 def is_library(module: str | None) -> bool:
@@ -272,7 +272,7 @@ class Picture:
     def _attributes(self, value: object, label: str) -> tuple[Frozen, ...] | None:
         """What an object holds in its `__dict__` and slots; None where Python cannot list them."""
         attributes = _attributes(value)
-        slots = () if is_closed(value) else slots_of(type(value))
+        slots = () if is_closed(value) else _slots_of(value)
         if attributes is None and not slots:
             return None
         self._add_class(type(value))
@@ -342,8 +342,13 @@ def is_data(value: object) -> bool:
     return isinstance(value, (*_PLAIN, list, tuple, dict, set, frozenset, Tensor))
 
 
+def _slots_of(value: object) -> tuple[str, ...]:
+    kind: Any = type(value)
+    return slots_of(kind)
+
+
 @cache
-def slots_of(kind: Any) -> tuple[str, ...]:
+def slots_of(kind: type) -> tuple[str, ...]:
     """The slots that the user's classes among a class and its bases define, as attributes are called."""
     found = dict[str, None]()
     for base in kind.__mro__:

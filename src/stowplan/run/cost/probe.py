@@ -37,6 +37,7 @@ from stowplan.capture.program import (
     written_arguments,
 )
 from stowplan.capture.stand_ins import contiguous_stride, extent_of, stride_of, torch_dtype
+from stowplan.capture.value_derivatives import EAGER_DERIVATIVE, MASKED_TOTAL
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Interval, Op, Phase, Profile
 from stowplan.ir import Tensor as GraphTensor
@@ -157,7 +158,7 @@ def _bare(dtype: torch.dtype) -> str:
 
 LARGE_BYTES = 2**28
 # Their workspace grows with what a mask selects, so all is selected.
-_SELECTING = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default)
+_SELECTING = (torch.ops.aten.index.Tensor, torch.ops.aten.masked_select.default, MASKED_TOTAL)
 _BLOCK = 2**16  # numbers that are drawn; a larger tensor repeats them
 
 
@@ -195,6 +196,8 @@ def operands_of(signature: Signature) -> list[Tensor]:
         for tensor in found:
             if tensor.dtype is torch.bool:
                 tensor.fill_(True)
+    if signature.call.target is EAGER_DERIVATIVE:  # one zero among the factors takes the most
+        found[1].fill_(1).view(-1)[:1] = 0
     return found
 
 
@@ -208,7 +211,7 @@ def _first(values: Tensor, count: int) -> Tensor:
 
 def _changed(call: Call) -> set[str]:
     """The operands whose contents the op changes, or that have other contents than those of other ops."""
-    if call.target in _SELECTING:
+    if call.target in (*_SELECTING, EAGER_DERIVATIVE):
         return set(inputs_of(call))
     written = written_arguments(call.target, call.args, call.kwargs)
     return {leaf.tensor for leaf in leaves(tuple(written.values())) if isinstance(leaf, Ref)}

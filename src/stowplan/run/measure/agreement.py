@@ -23,7 +23,8 @@ row-major for products, and for row-major operands of some other ops (`row_major
 made-up numbers runs once for each look of its operands, and its strides are compared.
 
 `detach` is left out of both: autograd runs it for what it keeps, and it changes no number. Backward is not
-compared: its ops follow from autograd's formulas for those of forward.
+compared here: its ops follow from autograd's formulas for those of forward. A formula that asks for values
+would follow another way in eager; `capture/value_derivatives.py` has these functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
