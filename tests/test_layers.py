@@ -22,7 +22,7 @@ MAY_IMPORT = {
 
 # Each line may import from the lines above it; parts on one line do not import each other.
 LAYERS = (
-    ("errors",),
+    ("alone", "errors"),
     ("units", "geometry", "torch_private", "demo", "watch"),
     ("ir",),
     ("ops",),

@@ -402,6 +402,22 @@ def test_the_profiler_tells_of_allocations_and_frees() -> None:
     assert sizes == [4000, -4000]
 
 
+def test_allocations_of_one_thread_are_seen_beside_a_profiler_of_another() -> None:
+    def step() -> None:
+        torch.empty(1000).clone()
+
+    assert private.allocations_within(step) == (None, [4000, 4000, -4000, -4000])
+    seen: list[object] = []
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        assert private.is_profiled()
+        thread = Thread(target=lambda: seen.extend((private.is_profiled(), private.allocations_within(step))))
+        thread.start()
+        thread.join()
+        torch.ones(3)
+    assert seen == [False, (None, [4000, 4000, -4000, -4000])]
+    assert any(event.name == "aten::ones" for event in profiler.events())
+
+
 def test_packed_sequences_take_lengths_without_reading_them_by_an_op() -> None:
     class Ops(private.TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
         def __torch_dispatch__(

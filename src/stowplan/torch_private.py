@@ -12,14 +12,20 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from shutil import which
 from subprocess import run
-from threading import Lock, RLock, get_ident, local
+from threading import get_ident, local
 from types import FunctionType, MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._C._dynamo.guards import TensorGuards
-from torch._C._profiler import _ExtraFields_Allocation, _ProfilerEvent
+from torch._C._profiler import (
+    ProfilerConfig,
+    ProfilerState,
+    _ExperimentalConfig,
+    _ExtraFields_Allocation,
+    _ProfilerEvent,
+)
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -38,6 +44,7 @@ from torch.utils import checkpoint as checkpoint_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec
 
+from stowplan.alone import Lock, replaced
 from stowplan.errors import TorchTooOld
 
 if TYPE_CHECKING:  # a PyTorch may be built without
@@ -45,6 +52,8 @@ if TYPE_CHECKING:  # a PyTorch may be built without
 
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
+
+Result = TypeVar("Result")
 
 __all__ = [
     "GLOBAL_HOOKS",
@@ -62,6 +71,7 @@ __all__ = [
     "abort",
     "after_backward",
     "allocations_seen",
+    "allocations_within",
     "another_derivative",
     "autograd_in_kernels",
     "below_autograd",
@@ -74,6 +84,7 @@ __all__ = [
     "idle_conversions_skipped",
     "inside_ddp",
     "is_exporting",
+    "is_profiled",
     "is_tracing",
     "is_view",
     "keeps_graph",
@@ -330,23 +341,32 @@ class _Checkpoints:
     """What stands for the two variants of `torch.utils.checkpoint` while a step is captured."""
 
     def __init__(self) -> None:
-        self._lock, self._users = Lock(), 0
+        self._lock, self._users = Lock(), set[object]()
         self._capturing = local()
         self._own = tuple(vars(checkpoint_module)[name] for name in _VARIANTS)
 
     @contextmanager
     def as_calls(self) -> Iterator[None]:
-        was, self._capturing.here = getattr(self._capturing, "here", False), True
-        self._count(1)
+        was, user = getattr(self._capturing, "here", False), object()
         try:
+            self._capturing.here = True
+            self._users.add(user)
+            self._stand_in()
             yield
         finally:
-            self._count(-1)
             self._capturing.here = was
+            self._users.discard(user)
+            self._stand_in()
 
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._users += change
+    def forget_others(self) -> None:
+        """In a child process, which has no other threads."""
+        self._users.clear()
+        if getattr(self._capturing, "here", False):
+            self._users.add(get_ident())
+        self._stand_in()
+
+    def _stand_in(self) -> None:
+        with self._lock.here():
             found = (self, self.around) if self._users else self._own
             vars(checkpoint_module).update(zip(_VARIANTS, found, strict=True))
 
@@ -369,14 +389,13 @@ class _Checkpoints:
 
 
 _CHECKPOINTS = _Checkpoints()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_CHECKPOINTS.forget_others)
 
 
 def checkpoints_as_calls() -> AbstractContextManager[None]:
     """Within, and in this thread, `torch.utils.checkpoint` only calls the function that it is given."""
     return _CHECKPOINTS.as_calls()
-
-
-_FOLLOWING = RLock()
 
 
 @contextmanager
@@ -386,19 +405,15 @@ def script_calls_handed_to(follow: Callable[..., object]) -> Iterator[None]:
     TorchScript makes tensors of numbers without an op that a dispatch mode would see.
     """
     kind: Any = torch.jit.ScriptFunction
-    with _FOLLOWING:
-        thread, plain = get_ident(), kind.__call__
+    thread, plain = get_ident(), kind.__call__
 
-        def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-            if get_ident() != thread:
-                return plain(function, *args, **kwargs)
-            return follow(partial(plain, function), *args, **kwargs)
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() != thread:
+            return plain(function, *args, **kwargs)
+        return follow(partial(plain, function), *args, **kwargs)
 
-        kind.__call__ = call
-        try:
-            yield
-        finally:
-            kind.__call__ = plain
+    with replaced(kind, "__call__", call):
+        yield
 
 
 @contextmanager
@@ -408,22 +423,20 @@ def idle_conversions_skipped() -> Iterator[None]:
     PyTorch swaps tensors without data for themselves, which it refuses for tensors that others know of.
     """
     kind: Any = nn.Module
-    with _FOLLOWING:
-        thread, plain = get_ident(), kind._apply
+    thread, plain = get_ident(), kind._apply
 
-        def apply(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-            own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
-            if get_ident() != thread or any(fn(tensor) is not tensor for tensor in own):
-                return plain(module, fn, recurse)
-            for child in module.children() if recurse else ():
-                child._apply(fn)
-            return module
+    def apply(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        if get_ident() != thread:
+            return plain(module, fn, recurse)
+        own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        if any(fn(tensor) is not tensor for tensor in own):
+            return plain(module, fn, recurse)
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        return module
 
-        kind._apply = apply
-        try:
-            yield
-        finally:
-            kind._apply = plain
+    with replaced(kind, "_apply", apply):
+        yield
 
 
 @cache
@@ -532,3 +545,29 @@ def allocations_seen(profiler: profile) -> Iterator[tuple[int, int, int]]:
 def _event_trees(results: Any) -> Iterable[_ProfilerEvent]:
     trees: Iterable[_ProfilerEvent] = results.experimental_event_tree()
     return trees
+
+
+_LEGACY = getattr(torch._C._autograd, "_enable_profiler_legacy", None)
+
+
+def allocations_within(run: Callable[[], Result]) -> tuple[Result, list[int]] | None:
+    """The bytes of each allocation on the CPU while `run` runs, and of each free, below 0, in their order.
+
+    The old profiler is of one thread, while PyTorch has its newer one once in a process, where it may be the
+    user's. None where PyTorch has the old one no more.
+    """
+    if _LEGACY is None:
+        return None
+    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    _LEGACY(config)
+    try:
+        result = run()
+    finally:
+        events = torch._C._autograd._disable_profiler_legacy()
+    own = (event for thread in events for event in thread if event.kind() == "memory_alloc")
+    return result, [event.cpu_memory_usage() for event in own]
+
+
+def is_profiled() -> bool:
+    """Whether a profiler follows this thread."""
+    return torch._C._autograd._profiler_enabled()

@@ -8,6 +8,7 @@ where eager overwrites one that nothing else holds. Those allocations are remove
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from stowplan.alone import alone
 from stowplan.capture.answers import NO_ANSWERS, Answers, answers_among
 from stowplan.capture.functional import FunctionalStep, Lowering, Value, pruned, with_updates
 from stowplan.capture.functionalise import functionalise
@@ -213,10 +215,10 @@ def capture(
         know_values,
         cuda,
     )
-    with collector_paused():
-        return _captured(step)
+    return alone(partial(_captured, step))
 
 
+@collector_paused()
 def _captured(step: Step) -> Captured:
     for _ in range(_MOST_LAYOUTS):
         with explained():

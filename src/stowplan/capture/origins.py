@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from threading import get_ident
 from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from stowplan.alone import replaced
 from stowplan.errors import CaptureError
 from stowplan.torch_private import (
     DataDependentOutputException,
@@ -61,24 +63,27 @@ class Origins:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Within, `here` knows which module is running."""
-        with (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ):
+        """Within, `here` knows which module is running in this thread."""
+        kind: Any = nn.Module
+        thread, plain = get_ident(), kind._call_impl
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if get_ident() != thread:
+                return plain(module, *args, **kwargs)
+            outer = self._entered[-1] if self._entered else ""
+            self._entered.append(self._paths.get(module, outer))
+            try:
+                return plain(module, *args, **kwargs)
+            finally:
+                self._entered.pop()
+
+        with replaced(kind, "_call_impl", call):
             yield
 
     def here(self) -> Origin:
         """The origin of the op being dispatched."""
         scope, line = self._entered[-1] if self._entered else "", _line_above(sys._getframe(1))
         return Origin(scope or _told.get().scope, line or _told.get().source)
-
-    def _enter(self, module: nn.Module, _: object) -> None:
-        outer = self._entered[-1] if self._entered else ""
-        self._entered.append(self._paths.get(module, outer))
-
-    def _leave(self, _module: nn.Module, _args: object, _result: object) -> None:
-        self._entered.pop()
 
 
 def _line_above(frame: FrameType | None) -> str:

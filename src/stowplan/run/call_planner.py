@@ -26,6 +26,7 @@ from stowplan.ops.table import shape_of
 from stowplan.plan.options import Kernels, PlanOptions
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.progress import showing_progress
+from stowplan.run.border.draws import Draws, SomebodyDrew
 from stowplan.run.border.guard import (
     Dependencies,
     Observation,
@@ -180,6 +181,21 @@ class CallPlanner:
     def _observed(
         self, model: nn.Module, plain: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> tuple[Observation, Captured]:
+        """The captured step, and what it depends on. If other threads draw, it is captured twice."""
+        observed = partial(self._observed_once, model, plain, args, kwargs)
+        try:
+            return observed()
+        except SomebodyDrew as found:
+            return observed(found.unclear)
+
+    def _observed_once(
+        self,
+        model: nn.Module,
+        plain: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        unclear: Draws | None = None,
+    ) -> tuple[Observation, Captured]:
         """The captured step, and what it depends on.
 
         Forward may write plain values if it finds them at the next call, leaves them so, and does the same.
@@ -190,7 +206,7 @@ class CallPlanner:
         observed = partial(Observation, plain, self.loss, flatten(args, kwargs)[0])
         observation = observed()
         try:
-            with observation.watching():
+            with observation.watching(unclear):
                 first = how(know_values=True)
             return observation, first
         except CaptureError as refusal:
@@ -199,7 +215,7 @@ class CallPlanner:
                 raise
             observation = observed()
             with writes.kept():
-                with observation.watching():
+                with observation.watching(unclear):
                     second = how(know_values=True)
                 if not is_same_step(first, second):
                     raise refusal from None

@@ -7,16 +7,16 @@ holds.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from stowplan.alone import Lock, alone
 from stowplan.capture.recording import Step, after_loss, argument_names
 from stowplan.capture.stand_ins import TensorLook, flatten
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
@@ -69,9 +69,8 @@ class _Fitted(nn.Module):
 
 def fitted_class_of(kind: type[nn.Module]) -> type:
     """One class for each class of model."""
-    if kind not in _FITTED_CLASSES:
-        _FITTED_CLASSES[kind] = fitted_class(kind, _Fitted)
-    return _FITTED_CLASSES[kind]
+    found = _FITTED_CLASSES.get(kind)
+    return found or _FITTED_CLASSES.setdefault(kind, fitted_class(kind, _Fitted))
 
 
 def _blank(kind: type[nn.Module]) -> object:
@@ -118,7 +117,7 @@ class Fitting:
     shapes: "DeclaredShapes | None" = None
     smaller: list[tuple[KindOfCall, Planned]] = field(default_factory=list)  # run as they are, and why
     refused: list[_Refused] = field(default_factory=list)
-    lock: AbstractContextManager[object] = field(default_factory=RLock)
+    lock: Lock = field(default_factory=Lock)
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -132,7 +131,7 @@ class Fitting:
         """
         planned = [] if self.planner.iteration else list(self.planned)
         lists: dict[str, Any] = {"bound": [], "refused": [], "smaller": []}
-        return replace(self, planner=self.planner.for_a_copy(), planned=planned, lock=RLock(), **lists)
+        return replace(self, planner=self.planner.for_a_copy(), planned=planned, lock=Lock(), **lists)
 
     def __reduce__(self) -> Any:
         """For a file or another process: how to plan. What was planned is planned there when it is called."""
@@ -186,7 +185,31 @@ class Fitting:
 
         A call that seems to fit as it is may be tried: it is planned after all if it turns out not to.
         """
-        with self.lock:
+        look_up = partial(
+            self._step_for,
+            model,
+            args,
+            kwargs,
+            may_run_as_it_is=may_run_as_it_is,
+            may_be_tried=may_be_tried,
+        )
+        step = look_up(may_plan=False)
+        if isinstance(step, _Unplanned):
+            step = alone(partial(look_up, may_plan=True))  # unless another thread has planned it meanwhile
+        assert not isinstance(step, _Unplanned)
+        return step
+
+    def _step_for(
+        self,
+        model: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        *,
+        may_run_as_it_is: bool,
+        may_be_tried: bool,
+        may_plan: bool,
+    ) -> "StraightStep | _AsItIs | _Unplanned | None":
+        with self.lock.here():
             leaves, spec = flatten(args, kwargs)
             kind = kind_of_call(leaves, spec)
             for place in range(len(self.bound) - 1, -1, -1):
@@ -219,6 +242,8 @@ class Fitting:
                 larger = self._larger(kind, model, leaves, may_be_tried=may_be_tried)
             if larger is not None:
                 return _AsItIs(self, model, larger, watched_as=kind)
+            if not may_plan:
+                return _Unplanned()
             if change is not None:
                 _LOGGER.warning("planning %s again: %s", model_class(model).__name__, change)
             self._tell_of_numbers(kind, model, args, kwargs)
@@ -454,6 +479,10 @@ class _AsItIs:
         if self.watched_as is None:
             return self.fitting.as_it_is(self.model, args, kwargs)
         return self.fitting.watched_as_it_is(self.watched_as, self.larger, self.model, args, kwargs)
+
+
+class _Unplanned:
+    """No plan applies to a call."""
 
 
 @contextmanager

@@ -19,7 +19,6 @@ objects stand in the same places, which takes about a microsecond a module. If s
 `change` pictures the model anew and compares what it means: an equal value in a new object is no change.
 """
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,6 @@ from itertools import chain
 from operator import contains, getitem, is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -38,6 +36,7 @@ from stowplan.capture.answers import NO_ANSWERS, Answers
 from stowplan.capture.origins import BY_PARTS
 from stowplan.capture.stand_ins import look_of
 from stowplan.errors import CaptureError
+from stowplan.run.border.draws import Draws
 from stowplan.run.border.frozen import (
     Attributes,
     Frozen,
@@ -145,8 +144,11 @@ class Observation:
         self.writes: Writes | None = None
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Within, the step is captured. Leaves everything as it was; refuses what cannot be replayed."""
+    def watching(self, unclear: Draws | None = None) -> Iterator[None]:
+        """Within, the step is captured. Leaves everything as it was; refuses what cannot be replayed.
+
+        Raises SomebodyDrew if another thread may have drawn random numbers; then watch a second time.
+        """
         refuse_hooks(self._model)
         everything = {
             path: tuple(name for name in vars(module) if _is_own_state(name))
@@ -155,21 +157,20 @@ class Observation:
         before = _picture(self._model, everything, {}, {})
         self._reach.follow(dict.fromkeys(type(module) for module in self._model.modules()))
         self._reach.picture(before)
-        draws = _Draws()
+        draws = Draws(unclear)
         shallow = [(vars(module), dict(vars(module))) for module in self._model.modules()]
         try:
-            with self._reads.recording(), _RefusingTensorHooks():
+            with self._reads.recording(), _RefusingTensorHooks(), draws.watched():
                 yield
             change = first_change(before.facts, self._now(everything))
         finally:
-            drawn = draws.used()
             writes = _plain_writes([*shallow, *before.contents])
             restore([*shallow, *before.contents])
             draws.put_back()
         if change is not None and not first_change(before.facts, self._now(everything)):
             self.writes = writes
         _refuse_writes(change)
-        _refuse_draws(drawn)
+        _refuse_draws(draws.used())
 
     def note_writes(self, writes: Writes) -> None:
         """What forward writes is what it finds, so the step depends on it."""
@@ -410,24 +411,6 @@ def _add_values(found: Picture, labels: tuple[str, ...]) -> None:
         if label in found.tensors:
             owner, key = found.tensors[label]
             found.facts[f"values of {label}"] = state_of(owner[key])
-
-
-@dataclass(frozen=True, slots=True)
-class _Draws:
-    """The states of the generators that are not PyTorch's."""
-
-    python: Any = field(default_factory=random.getstate)
-    numpy: Any = field(default_factory=lambda: np.random.get_state(legacy=False))
-
-    def used(self) -> str | None:
-        """The generator that has been drawn from since."""
-        if random.getstate() != self.python:
-            return "random"
-        return "numpy.random" if repr(np.random.get_state(legacy=False)) != repr(self.numpy) else None
-
-    def put_back(self) -> None:
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
 
 
 def _refuse_writes(change: str | None) -> None:

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from threading import RLock, get_ident
+from threading import get_ident
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from stowplan.alone import replaced
 from stowplan.run.border.frozen import Picture, is_closed, is_data, is_library
 
-_ONE_AT_A_TIME = RLock()
 MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
 _PLACED_BY_FIT = ("_fitting", "forward")
 
@@ -54,26 +54,22 @@ class Reads:
         """Within, every attribute that this thread reads of any module is noted.
 
         Python has no other way to see a read than the class's own `__getattribute__`; it is set on
-        `nn.Module`, which has none, and removed again, one recording at a time. Code of the user's that
+        `nn.Module`, which has none, and removed again. Code of the user's that
         takes the whole `__dict__`, as a `__getattr__` does, may read all that is in it.
         """
-        with _ONE_AT_A_TIME:
-            thread, names, plain = get_ident(), self._names, object.__getattribute__
+        thread, names, plain = get_ident(), self._names, object.__getattribute__
 
-            def noting(module: nn.Module, name: str) -> object:
-                if get_ident() == thread:
-                    if name == "__dict__":
-                        if not is_library(sys._getframe(1).f_globals.get("__name__")):
-                            names.setdefault(module, {}).update(dict.fromkeys((name, *own_state(module))))
-                    elif name not in MODULE_STATE and name[:2] != "__":
-                        names.setdefault(module, {})[name] = None
-                return plain(module, name)
+        def noting(module: nn.Module, name: str) -> object:
+            if get_ident() == thread:
+                if name == "__dict__":
+                    if not is_library(sys._getframe(1).f_globals.get("__name__")):
+                        names.setdefault(module, {}).update(dict.fromkeys((name, *own_state(module))))
+                elif name not in MODULE_STATE and name[:2] != "__":
+                    names.setdefault(module, {})[name] = None
+            return plain(module, name)
 
-            nn.Module.__getattribute__ = noting  # type: ignore[method-assign,assignment]
-            try:
-                yield
-            finally:
-                del nn.Module.__getattribute__
+        with replaced(nn.Module, "__getattribute__", noting):
+            yield
 
 
 _MOST_FUNCTIONS = 2_000

@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from stowplan.alone import alone
 from stowplan.analyse.facts import estimated_workspaces
 from stowplan.capture import Argument, Call, Captured, Handle, Ref
 from stowplan.capture.program import (
@@ -58,7 +60,7 @@ from stowplan.run.cost.machine import (
     seconds_of,
     settle_heap,
 )
-from stowplan.run.measure.measure import measure
+from stowplan.run.measure.measure import out_of_sight, rise_while
 from stowplan.torch_private import pytree, storage_id
 from stowplan.watch import patience, tell_phase
 
@@ -298,15 +300,14 @@ def probed_cost(
 def _cost(signature: Signature, device: torch.device, repeats: int, long_seconds: float) -> Cost:
     operands = operands_of(signature)
     run = call_on(signature, operands)
-    first = measure(lambda: seconds_of(run, device), device=device, before=operands)
-    if first.result > long_seconds:
-        return Cost(first.result, first.measured_rise_bytes)
-    seconds = first.result
+    seconds, rise_bytes = rise_while(lambda: seconds_of(run, device), device=device, before=operands)
+    if seconds > long_seconds:
+        return Cost(seconds, rise_bytes)
     if seconds < _SHORT_SECONDS:
         seconds = least_seconds(run, device, repeats=repeats, limit_seconds=OP_LIMIT_SECONDS)
     # Memory comes last, for a first call also builds what kernels keep; a slow op is timed here again, warm.
-    last = measure(lambda: seconds_of(run, device), device=device, before=operands)
-    return Cost(min(seconds, last.result), last.measured_rise_bytes)
+    last, rise_bytes = rise_while(lambda: seconds_of(run, device), device=device, before=operands)
+    return Cost(min(seconds, last), rise_bytes)
 
 
 @contextmanager
@@ -550,6 +551,16 @@ class _CostBook:
         keep: bool = True,
     ) -> None:
         """Probe these, as far as there is time; with `keep`, for the cache, even if interrupted."""
+        alone(partial(out_of_sight, partial(self._fill, signatures, repeats, limit_seconds, progress, keep)))
+
+    def _fill(
+        self,
+        signatures: list[Signature],
+        repeats: int,
+        limit_seconds: float,
+        progress: Progress | None,
+        keep: bool,
+    ) -> None:
         found: dict[str, Cost] = {}
         released = 0  # bytes of operands since free memory was last given back
         clock, deadline = clock_of(self._device), time.perf_counter() + patience().seconds_left / 2

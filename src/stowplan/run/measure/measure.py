@@ -10,14 +10,20 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.profiler import ProfilerActivity, profile
 
-from stowplan.torch_private import allocations_seen, storage_id
+from stowplan.alone import alone
+from stowplan.errors import BadUse
+from stowplan.torch_private import allocations_seen, allocations_within, is_profiled, storage_id
 
 Result = TypeVar("Result")
 
@@ -56,6 +62,38 @@ def measure(
     chosen = torch.device(device)
     if chosen.type != "cpu":
         return _measure_accelerator(step, chosen, before)
+    if is_profiled():
+        raise BadUse(
+            "a profiler is running, and PyTorch has only one in a process: measuring would end it. Measure"
+            " outside of it"
+        )
+    return alone(partial(_measure_cpu, step, before))
+
+
+def rise_while(
+    run: Callable[[], Result], *, device: torch.device, before: Iterable[Tensor]
+) -> tuple[Result, int]:
+    """What `run` returns, and how many bytes memory rises meanwhile. It frees nothing that was there before.
+
+    On the CPU this is of one thread, and leaves alone what runs beside it.
+    """
+    seen = allocations_within(run) if device.type == "cpu" else None
+    if seen is None:
+        measured = measure(run, device=device, before=before)
+        return measured.result, measured.measured_rise_bytes
+    result, changes = seen
+    return result, max(accumulate(changes, initial=0))
+
+
+def out_of_sight(work: Callable[[], Result]) -> Result:
+    """Do the work in a thread of its own if a profiler follows this one, which then sees nothing of it."""
+    if not is_profiled():
+        return work()
+    with ThreadPoolExecutor(1) as beside:  # waits for its thread, also if it is interrupted
+        return beside.submit(copy_context().run, work).result()
+
+
+def _measure_cpu(step: Callable[[], Result], before: Iterable[Tensor] | None) -> Measurement[Result]:
     standing = _Standing(_living_tensors() if before is None else before)
     del before  # it would keep tensors alive that the step frees
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes its start and stop on stderr

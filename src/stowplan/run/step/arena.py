@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from stowplan.plan.allocator.arena import ArenaLayout, Copy, Placement
 from stowplan.plan.plan import Load, Step, Store
 from stowplan.run.cost.machine import free_bytes, prefer_large_pages
 from stowplan.run.cost.probe import call_on, call_signature, operands_of, undisturbed
-from stowplan.run.measure.measure import measure
+from stowplan.run.measure.measure import out_of_sight, rise_while
 from stowplan.run.step.literals import call_lines, expression, out_name, out_target
 from stowplan.torch_private import schema_of, storage_id
 
@@ -143,7 +144,8 @@ def _is_written(
     key = f"{signature.text} to {tensor.layout}"
     if key not in _writing:
         fits = _ROOM * (signature.operand_bytes + (tensor.nbytes or 0)) <= free_bytes(device)
-        _writing[key] = fits and _gives_the_same(graph, call, writing, tensor, workspace_bytes, device)
+        same = partial(_gives_the_same, graph, call, writing, tensor, workspace_bytes, device)
+        _writing[key] = fits and out_of_sight(same)
     return _writing[key]
 
 
@@ -170,12 +172,14 @@ def _gives_the_same(
             args = [filled(value, found) for value in writing.call.args]
             kwargs = {name: filled(value, found) for name, value in writing.call.kwargs.items()}
             there = [*operands, expected, given]
-            seen = measure(lambda: writing.call.target(*args, **kwargs), device=device, before=there)
+            _, rise_bytes = rise_while(
+                lambda: writing.call.target(*args, **kwargs), device=device, before=there
+            )
         except (RuntimeError, ValueError, IndexError):
             return False
     alike = same_strides(tuple(given.shape), expected.stride(), given.stride())
     enough = workspace_bytes + _SLACK_BYTES + expected.nbytes // 64
-    return alike and _same_bits(expected, given) and seen.measured_rise_bytes <= enough
+    return alike and _same_bits(expected, given) and rise_bytes <= enough
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
