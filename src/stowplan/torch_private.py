@@ -564,7 +564,7 @@ def allocations_within(run: Callable[[], Result]) -> tuple[Result, list[int]] | 
         result = run()
     finally:
         events = torch._C._autograd._disable_profiler_legacy()
-    own = (event for thread in events for event in thread if event.kind() == "memory_alloc")
+    own = (event for thread in events for event in thread if str(event.kind()) == "memory_alloc")
     return result, [event.cpu_memory_usage() for event in own]
 
 

@@ -2,12 +2,14 @@
 
 import multiprocessing
 import os
+import pickle
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Barrier, Event, Thread
 from typing import Any
 
@@ -189,7 +191,7 @@ def test_one_fitted_module_serves_several_threads() -> None:
     def gradients(x: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(fitted(x), list(model.parameters()))
 
-    found = in_threads([lambda x=x: gradients(x) for x in given])
+    found = in_threads([partial(gradients, x) for x in given])
     for x, own in zip(given, found, strict=True):
         assert_same(list(own), list(torch.autograd.grad(model(x), list(model.parameters()))))
     assert len(stowplan.plans_of(fitted)) <= 3
@@ -235,10 +237,10 @@ def test_a_refusal_of_draws_leaves_generators_alone_while_idle_threads_live() ->
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(of_numpy(of_python(x)))
 
-    before = random.getstate(), np.random.get_state()[1].tobytes()
+    before = random.getstate(), pickle.dumps(np.random.get_state())
     with beside(), beside(lambda: None), pytest.raises(CaptureError, match="draws random numbers from"):
         stowplan.fit(Drawing(), (torch.ones(8, 16),), budget="1MiB")
-    assert (random.getstate(), np.random.get_state()[1].tobytes()) == before
+    assert (random.getstate(), pickle.dumps(np.random.get_state())) == before
 
 
 def test_a_module_of_another_thread_runs_as_it_is_while_one_is_captured() -> None:

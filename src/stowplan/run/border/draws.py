@@ -64,8 +64,8 @@ class Draws:
 
     def __init__(self, unclear: "Draws | None" = None) -> None:
         self._notes_calls = unclear is not None
-        self._before = unclear._before if unclear else _states()
-        self._after = dict(unclear._after) if unclear else {}
+        self._before: dict[str, object] = unclear._before if unclear else _states()
+        self._after: dict[str, object] = dict(unclear._after) if unclear else {}
         self._own = list[str]()  # generators that this thread drew from
         self._others = False  # whether somebody else was seen to draw
 
