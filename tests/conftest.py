@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _temporary_folders(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Folders that processes of a test share lie where pytest removes them later."""
     tempfile.tempdir = str(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_of_the_users_is_changed() -> None:
+    """Every `fit` of every test is compared before and after; see `tests/support/untouched.py`."""
+    if "stowplan.run.fit" in sys.modules:  # most tests of formats and plans run without PyTorch
+        from tests.support.untouched import audit
+
+        audit()
 
 
 @pytest.fixture(scope="session")
