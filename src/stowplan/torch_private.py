@@ -79,6 +79,7 @@ __all__ = [
     "checkpoints_as_calls",
     "compiled_by_inductor",
     "cpp_compiler",
+    "default_generator_is",
     "dispatched_without_data",
     "fake_tensor_logger",
     "idle_conversions_skipped",
@@ -571,3 +572,9 @@ def allocations_within(run: Callable[[], Result]) -> tuple[Result, list[int]] | 
 def is_profiled() -> bool:
     """Whether a profiler follows this thread."""
     return torch._C._autograd._profiler_enabled()
+
+
+def default_generator_is(generator: torch.Generator) -> None:
+    """What functions such as `torch.manual_seed` act on. Ops draw from PyTorch's own all the same."""
+    vars(torch.random)["default_generator"] = generator
+    vars(torch)["default_generator"] = generator

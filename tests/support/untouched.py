@@ -115,8 +115,8 @@ class Picture:
             for key, value in group.items():
                 self.add_value(f"group {number} of the optimizer, {key!r}", value, depth=1)
         for parameter, state in optimizer.state.items():
-            if state:
-                self.add_value(f"state of the optimizer for {id(parameter)}", dict(state), depth=2)
+            for key, value in state.items():
+                self.add_value(f"state of the optimizer for {id(parameter)}, {key!r}", value, depth=2)
 
     def add_surroundings(self) -> None:
         """Generators and settings of the process, which other threads may change meanwhile."""
@@ -255,7 +255,7 @@ def _changes(before: Picture, after: Picture, declared: _Declared, *, alone: boo
 
 def _is_declared(label: str, before: Picture, after: Picture, declared: _Declared) -> bool:
     if label.startswith("state of the optimizer for "):
-        return label not in before.facts
+        return not any(known.startswith(label.partition(",")[0]) for known in before.facts)
     owners = before.owners | after.owners
     written = (place for place, owner in owners.items() if (owner, after.keys.get(place)) in declared.written)
     if any(label == place or label.startswith(f"{place}[") for place in written):

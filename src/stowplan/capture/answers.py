@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stowplan.capture.changes import Beside
 from stowplan.capture.layouts import run_on_zeros
 from stowplan.capture.program import Call, copies_of_written, draws, filled, inputs_of, outputs_by_name
 from stowplan.capture.stand_ins import StorageView
@@ -57,6 +58,7 @@ class Checked:
 
 def unchecked(returned: object) -> object:
     """What the model itself returns."""
+    returned = returned.returned if isinstance(returned, Beside) else returned
     return returned.returned if isinstance(returned, Checked) else returned
 
 

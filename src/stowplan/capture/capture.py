@@ -126,7 +126,7 @@ def _taken_over(recording: Recording, last: list[int]) -> dict[int, int]:
     taken: dict[int, int] = {}
     views: set[StorageView] = set()
     for position, event in enumerate(recording.events):
-        source, result = event.args[0] if event.args else None, event.results[0]
+        source, result = event.args[0] if event.args else None, next(iter(event.results), None)
         if _writes_in_eager(event) and isinstance(source, StorageView) and result is not None:
             sole = last[source.storage] == position and source not in views
             if sole and source.is_dense():

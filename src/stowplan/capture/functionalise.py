@@ -6,7 +6,7 @@ that the storage then has.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -22,6 +22,7 @@ from stowplan.capture.program import (
     draws,
     functional_variant,
     handle_or_text,
+    inputs_of,
     is_copied_out,
     leaves,
     result_stride,
@@ -45,8 +46,31 @@ _IGNORED_IN_TRAINING = {
 
 
 def functionalise(recording: Recording, externals: Mapping[StorageView, str]) -> FunctionalStep:
-    """The recording as functional calls; `externals` has the ids of the external tensors."""
-    functionaliser = _Functionaliser(recording, externals)
+    """The recording as functional calls; `externals` has the ids of the external tensors.
+
+    What forward binds to other memory gets its new contents by a write. If the step still needs the old ones,
+    in backward or as a result, it reads a copy of them.
+    """
+    step = _functionalised(recording, externals, frozenset())
+    outlived = frozenset(_outlived(recording, externals, step))
+    return _functionalised(recording, externals, outlived) if outlived else step
+
+
+def _outlived(
+    recording: Recording, externals: Mapping[StorageView, str], step: FunctionalStep
+) -> Iterator[str]:
+    """The tensors bound to other memory whose old contents are needed after the write of the new ones."""
+    later = {name for c in step.calls if c.event >= recording.turn for name in inputs_of(c.call)}
+    later.update(leaf.tensor for leaf in step.outputs if isinstance(leaf, Ref))
+    later.update(step.updates.values())
+    roots = {step.values[name].root for name in later}
+    yield from (externals[view] for view in recording.replaced if externals[view] in roots)
+
+
+def _functionalised(
+    recording: Recording, externals: Mapping[StorageView, str], copied: Container[str]
+) -> FunctionalStep:
+    functionaliser = _Functionaliser(recording, externals, copied)
     for position in range(recording.turn):
         functionaliser.add(position)
     functionaliser.end_forward()
@@ -59,7 +83,10 @@ def functionalise(recording: Recording, externals: Mapping[StorageView, str]) ->
 
 
 class _Functionaliser:
-    def __init__(self, recording: Recording, externals: Mapping[StorageView, str]) -> None:
+    def __init__(
+        self, recording: Recording, externals: Mapping[StorageView, str], copied: Container[str]
+    ) -> None:
+        """The step reads a copy of those external tensors that are `copied`, made before its first op."""
         self._recording, self._externals = recording, externals
         self._position = 0
         self._used = dict.fromkeys(externals.values(), 0)  # names, and how often each was requested again
@@ -75,6 +102,13 @@ class _Functionaliser:
                 self._enter(view, name)
             else:  # a second tensor of the user's in one storage
                 self._look(place, view, name)
+        self._copies = {name: self._copy_first(view) for view, name in externals.items() if name in copied}
+
+    def _copy_first(self, view: StorageView) -> str:
+        place = self._places[view.storage]
+        name = self._as_captured(place)
+        place.overwrite(name)
+        return name
 
     def add(self, position: int) -> None:
         """Process the next event."""
@@ -106,7 +140,9 @@ class _Functionaliser:
             Ref(self._read(leaf)) if isinstance(leaf, StorageView) else leaf for leaf in recorded
         )
         for buffer, view in self._recording.replaced.items():
-            self._replaced[self._externals[buffer]] = self._read(view)
+            name, value = self._externals[buffer], self._read(view)
+            if value not in (name, self._copies.get(name)):
+                self._replaced[name] = value
 
     def enter_node(self, given: Incoming) -> None:
         """Record the gradients a node receives, where they are values."""
@@ -137,13 +173,14 @@ class _Functionaliser:
         for view, name in self._externals.items():
             place = self._places[view.storage]
             first = self._externals[place.base]  # in this storage
-            if place.value != first and name != first:
+            if place.value in (first, self._copies.get(first)):
+                continue
+            if name != first:
                 raise CaptureError(
                     f"the step writes into {first}, which shares memory with {name}",
                     advice=f"pass a copy of one of them: {name}.clone()",
                 )
-            if place.value != first:
-                yield name, place.value
+            yield name, place.value
 
     def _adopt(self, event: Event) -> None:
         """`lift_fresh` passes a constant to the step: its contents in another storage."""
@@ -154,11 +191,38 @@ class _Functionaliser:
 
     def _look_in_place(self, event: Event) -> None:
         """`unsqueeze_` and similar ops change a tensor's shape in place, which is a view of it."""
+        if event.target is aten.resize_.default:
+            self._resize(event)
+            return
+        (made,), viewed = event.results, event.args[0]
+        assert isinstance(made, StorageView)
+        assert isinstance(viewed, StorageView)
+        if made.storage != viewed.storage and made.storage in self._places:
+            return  # `set_`: from now on in that memory
         target = functional_variant(event.target)
         if target is None:
             raise CaptureError(f"{event.target} changes a tensor's shape in place", where=event.origin.source)
-        if event.results[0] not in event.args:
+        if made not in event.args:
             self._make(target, event, single=True)
+
+    def _resize(self, event: Event) -> None:
+        """A tensor without elements becomes an uninitialised one, as in `w.new().resize_(n).normal_()`."""
+        (made,), before = event.results, event.args[0]
+        assert isinstance(made, StorageView)
+        assert isinstance(before, StorageView)
+        place = self._places[made.storage]
+        if made.extent_bytes() <= place.base.extent_bytes() and made.offset == place.base.offset:
+            return  # of a part of its memory
+        if 0 not in before.shape or place.base.extent_bytes():
+            raise CaptureError(
+                f"forward resizes a tensor of shape {before.shape} to {made.shape}, which has more elements",
+                where=event.origin.source,
+                advice="make a new tensor, with torch.empty or torch.cat",
+            )
+        how = {"dtype": made.dtype, "device": made.device}
+        (name,) = self._emit(aten.empty.memory_format, (made.shape,), how, (made,))
+        self._places[made.storage] = Place(made, str(name), {made: str(name)})
+        self._values[str(name)] = Value(str(name), made, str(name), made.extent_bytes())
 
     def _write(self, event: Event, written: Mapping[str, object]) -> None:
         """An overwritten tensor becomes a new value, made by the functional variant of the op if any."""

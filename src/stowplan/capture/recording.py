@@ -13,6 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture.answers import Check, checked, unchecked
+from stowplan.capture.changes import (
+    Beside,
+    Changes,
+    Containers,
+    Path,
+    Place,
+    Result,
+    SettersWatched,
+)
+from stowplan.capture.generators import generator_watched
 from stowplan.capture.origins import Origins, reads_values
 from stowplan.capture.program import leaves, written_arguments
 from stowplan.capture.stand_ins import (
@@ -23,6 +33,7 @@ from stowplan.capture.stand_ins import (
     flatten,
     leaf_names,
     refuse_opaque,
+    same_strides,
 )
 from stowplan.capture.watching import (
     AnswerHere,
@@ -94,9 +105,9 @@ class Recording:
     `incoming` are the gradients that autograd's nodes received. `inputs` and `outputs` are the leaves of the
     arguments and of the result, tensors as storage views. `attached` outputs are part of autograd's graph;
     `tangents` are the gradients of the differentiated ones. `constants` are other tensors of the user's code.
-    `replaced` are buffers that the model bound to a new tensor. `literals` are constants written in code, as
-    in `torch.tensor([1, 2])`. A step that `looks_at_values` of known integers has branched on them; `answers`
-    are what it read.
+    `replaced` are parameters and buffers that forward bound to other memory. `literals` are constants written
+    in code, as in `torch.tensor([1, 2])`. A step that `looks_at_values` of known integers has branched on
+    them; `answers` are what it read.
     """
 
     events: tuple[Event, ...]
@@ -248,6 +259,17 @@ def _writes_into(event: Event, view: StorageView) -> bool:
     return view.storage in storages
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """The stand-in of a tensor of the user's, and how it looked before the step."""
+
+    place: Place
+    name: str
+    tensor: Tensor
+    view: StorageView
+    requires_grad: bool
+
+
 class _Recorder:
     """One attempt at a recording. Holds the stand-ins, as the caller of an eager step holds the originals."""
 
@@ -278,7 +300,10 @@ class _Recorder:
         self._externals: dict[StorageView, ExternalTensor] = {}
         self._entered: dict[StorageView, Tensor] = {}  # their stand-ins
         self._wanted: list[Tensor] = []  # the leaves that gradients are for; at last in eager's order
-        self._inputs = [self._stand_ins.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat]
+        self._inputs = [self._stand_in(leaf) for leaf in flat]
+        self._held: dict[int, _Held] = {}  # by identity of the stand-in
+        self._setters = SettersWatched({}, self._is_made, self._origins)
+        self._parameters: Mapping[str, Tensor] = {}
 
     def record(self) -> Recording:
         with ExitStack() as swapped:
@@ -288,11 +313,17 @@ class _Recorder:
                 swapped.enter_context(self._stand_ins.inside(module))
             return self._recorded(buffers=self._enter_externals())
 
+    def _stand_in(self, leaf: object) -> object:
+        if isinstance(leaf, Tensor):
+            return self._stand_ins.of(leaf)
+        return set(leaf) if isinstance(leaf, set) else leaf  # forward may change it
+
     def _recorded(self, buffers: Mapping[str, Tensor]) -> Recording:
         returned = self._forward()
         self._refuse_new_history()
-        outputs, output_spec = pytree.tree_flatten(returned)
         replaced, turn = self._replaced(buffers), len(self._watch.events)
+        outputs, output_spec = pytree.tree_flatten(returned)
+        self._refuse_sharing(replaced, outputs)
         tangents = self._backward(outputs, self._differentiated(returned, outputs))
         constants = self._watch.constants
         named = [(f"constants.{number}", tensor) for number, tensor in enumerate(constants.values())]
@@ -304,14 +335,16 @@ class _Recorder:
             lifetimes=tuple(self._watch.book.lifetimes),
             externals=tuple(self._externals.values()),
             constants={self._view(tensor): tensor for tensor in constants.values()},
-            inputs=tuple(self._view(leaf) if isinstance(leaf, Tensor) else None for leaf in self._inputs),
+            inputs=tuple(
+                self._held[id(leaf)].view if isinstance(leaf, Tensor) else None for leaf in self._inputs
+            ),
             input_spec=self._input_spec,
             outputs=tuple(self._view(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs),
             attached=tuple(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in outputs),
             output_spec=output_spec,
             tangents=tuple(None if tangent is None else self._view(tangent) for tangent in tangents),
             gradients={
-                self._view(leaf): self._view(gradient)
+                self._entry(leaf): self._view(gradient)
                 for leaf in self._wanted
                 if (gradient := self._stand_ins.gradient_of(leaf)) is not None
             },
@@ -327,6 +360,7 @@ class _Recorder:
     def _enter_externals(self) -> dict[str, Tensor]:
         """Register parameters, buffers and inputs; returns the buffers by name."""
         parameters, buffers = named_tensors(self._step, "parameters"), named_tensors(self._step, "buffers")
+        self._parameters = parameters
         self._enter(Kind.PARAMETER, list(parameters.items()))
         self._enter(Kind.BUFFER, list(buffers.items()))
         names = zip(argument_names(self._step), self._inputs, strict=True)
@@ -334,7 +368,21 @@ class _Recorder:
         self._enter(Kind.INPUT, given)
         for name, leaf in given:
             self._watch.note_given(leaf, name)
+        for name, held in (*parameters.items(), *buffers.items()):
+            self._hold(name, name, held)
+        for place, (name, value) in enumerate(zip(argument_names(self._step), self._inputs, strict=True)):
+            if isinstance(value, Tensor):
+                self._hold(place, name, value)
         return buffers
+
+    def _entry(self, leaf: Tensor) -> StorageView:
+        """The storage view of a tensor before the step, which may have bound it to other memory."""
+        return self._held[id(leaf)].view if id(leaf) in self._held else self._view(leaf)
+
+    def _hold(self, place: Place, name: str, tensor: Tensor) -> None:
+        """Remember how a tensor of the user's looks before the step."""
+        held = _Held(place, name, tensor, self._view(tensor), tensor.requires_grad)
+        self._held.setdefault(id(tensor), held)
 
     def _enter(self, kind: Kind, named: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
@@ -370,11 +418,14 @@ class _Recorder:
 
     def _forward(self) -> object:
         args, kwargs = self._input_spec.unflatten(self._inputs)
-        outside = ReadsOutsideOps(self._watch)
+        containers, outside = Containers(args, kwargs), ReadsOutsideOps(self._watch)
+        names = {number: held.name for number, held in self._held.items()}
+        setters = self._setters = SettersWatched(names, self._is_made, self._origins)
         cuda = nullcontext() if self._step.cuda is None else self._step.cuda.anew()
         scripts = script_calls_handed_to(self._watch.run_script)
         following = self._origins.following()
         with (
+            generator_watched(self._origins) as generator,
             following,
             checkpoints_as_calls(),
             idle_conversions_skipped(),
@@ -382,19 +433,143 @@ class _Recorder:
             self._watch,
             cuda,
             outside,
+            setters,
         ):
-            self._watch.drawing = self._drawing
+            self._watch.drawing, self._watch.generator = self._drawing, generator
             returned = after_loss(self._step.model(*args, **kwargs), self._step.loss)
-        self._watch.assuming = self._watch.drawing = False
-        return checked(returned, self._watch.checks)
+        generator.refuse_moved()
+        self._watch.assuming, self._watch.drawing, self._watch.generator = False, False, None
+        returned = checked(returned, self._watch.checks)
+        changes, tensors = self._changes(containers)
+        return Beside(returned, tensors, changes) if changes != Changes() else returned
+
+    def _is_made(self, tensor: Tensor) -> bool:
+        book = self._watch.book
+        return book.knows(tensor) and book.lifetimes[book.view_of(tensor).storage].born >= 0
+
+    def _changes(self, containers: Containers) -> tuple[Changes, tuple[Tensor, ...]]:
+        """What forward did to tensors and containers of the user's beside writing into them."""
+        flags, bound, tensors = list[tuple[Place, bool]](), list[tuple[Place, int]](), list[Tensor]()
+        for held in self._held.values():
+            now = self._view(held.tensor)
+            if now != held.view:
+                self._refuse_other_look(held, now)
+                if isinstance(held.place, int):
+                    bound.append((held.place, len(tensors)))
+                    tensors.append(held.tensor.data)
+            if held.tensor.requires_grad != held.requires_grad:
+                if not held.tensor.is_leaf or held.tensor in self._stand_ins.results:
+                    raise CaptureError(f"forward detaches {held.name} in place", where=self._line_of(held))
+                flags.append((held.place, held.tensor.requires_grad))
+                if held.tensor.requires_grad:
+                    self._wanted.append(held.tensor)
+
+        def result_of(tensor: Tensor, name: str) -> Result:
+            if id(tensor) in self._held:
+                raise CaptureError(
+                    f"forward puts {self._held[id(tensor)].name} itself into the argument at {name}",
+                    advice="put a clone() of it there",
+                )
+            tensors.append(tensor)
+            return Result(len(tensors) - 1)
+
+        def name_of(path: Path) -> str:
+            side, key, *inner = path
+            first = _positional_names(self._step.model, len(self._step.args))[key] if side == 0 else key
+            return ".".join(map(str, (first, *inner)))
+
+        rewritten = tuple(containers.rewritten(result_of, name_of))
+        cleared = tuple(self._held[number].place for number in self._setters.cleared)
+        return Changes(tuple(flags), cleared, tuple(bound), rewritten), tuple(tensors)
+
+    def _line_of(self, held: "_Held") -> str:
+        """Where forward changed a tensor other than by writing into it."""
+        if id(held.tensor) in self._setters.lines:
+            return self._setters.lines[id(held.tensor)]
+        shaped = (e for e in self._watch.events if torch.Tag.inplace_view in e.target.tags)
+        known = next((event.origin.source for event in shaped if held.view in event.args), "")
+        now = self._parameters_and_buffers().get(held.name, held.tensor)
+        return known or self._watch.made_at(now)
+
+    def _parameters_and_buffers(self) -> dict[str, Tensor]:
+        return named_tensors(self._step, "parameters") | named_tensors(self._step, "buffers")
+
+    def _refuse_other_look(self, held: "_Held", now: StorageView) -> None:
+        was = held.view
+        place = replace(now, storage=was.storage, offset=was.offset, stride=was.stride)
+        alike = place == was and same_strides(was.shape, was.stride, now.stride)
+        if alike and (now.storage != was.storage or now.offset == was.offset):
+            return
+        what = (
+            "the shape"
+            if now.shape != was.shape
+            else "the dtype"
+            if now.dtype != was.dtype
+            else "the strides"
+        )
+        raise CaptureError(
+            f"forward changes {what} of {held.name}, which would be another tensor at the next call",
+            where=self._line_of(held),
+            advice="compute a new tensor instead, and return it",
+        )
 
     def _replaced(self, before: Mapping[str, Tensor]) -> dict[StorageView, StorageView]:
-        now = named_tensors(self._step, "buffers")
-        return {
-            self._view(tensor): self._view(now[name])
-            for name, tensor in before.items()
-            if name in now and now[name] is not tensor
+        """Parameters and buffers that forward bound to other memory, or to another tensor."""
+        moved = {
+            held.view: now
+            for held in self._held.values()
+            if isinstance(held.place, str) and (now := self._view(held.tensor)) != held.view
         }
+        bound = self._refuse_other_names(before)
+        for held, tensor in bound:
+            self._refuse_other_look(held, self._view(tensor))
+        return moved | {held.view: self._view(tensor) for held, tensor in bound}
+
+    def _refuse_other_names(self, buffers: Mapping[str, Tensor]) -> list[tuple["_Held", Tensor]]:
+        """The buffers that are other tensors now; adding, removing and replacing anything else is refused."""
+        tables = {"buffer": buffers, "parameter": self._parameters}
+        bound: list[tuple[_Held, Tensor]] = []
+        for kind, before in tables.items():
+            now = named_tensors(self._step, "buffers" if kind == "buffer" else "parameters")
+            for name in dict.fromkeys((*before, *now)):
+                if now.get(name) is before.get(name):
+                    continue
+                both = name in now and name in before
+                twins = [other for other in before if both and before[other] is before[name]]
+                if both and kind == "buffer" and all(now.get(twin) is now[name] for twin in twins):
+                    bound.append((self._held[id(before[name])], now[name]))
+                    continue
+                what = "replaces" if both else "adds" if name in now else "removes"
+                made = self._watch.made_at(now[name]) if name in now else ""
+                raise CaptureError(
+                    f"forward {what} the {kind} {name}",
+                    where=made,
+                    advice=f"write into the {kind} that is there, under torch.no_grad() with copy_()"
+                    if what == "replaces"
+                    else "do that outside forward, before fit",
+                )
+        return bound
+
+    def _refuse_sharing(self, replaced: Mapping[StorageView, StorageView], outputs: Sequence[object]) -> None:
+        """Refuse what a write into the tensor's own memory would not be: others share the old or the new."""
+        held = {each.view: each for each in self._held.values()}
+        ends = {view: replaced.get(view, view) for view in held}
+        returned = {
+            self._view(o).storage for o in outputs if isinstance(o, Tensor) and id(o) not in self._held
+        }
+        for view, now in replaced.items():
+            mine, others = held[view], [each for each in held.values() if each.view != view]
+            old = next((each.name for each in others if each.view.storage == view.storage), None)
+            new = next((each.name for each in others if ends[each.view].storage == now.storage), None)
+            if new is None and now.storage in returned and self._view(mine.tensor) == now:
+                new = "a result"
+            if old or new:
+                words = "shares its" if old else "then shares its"
+                raise CaptureError(
+                    f"forward binds {mine.name} to other memory, and it {words} memory with {old or new}",
+                    where=self._line_of(mine),
+                    advice=f"write into it instead: {mine.name.rpartition('.')[2]}.copy_(...)",
+                )
 
     def _backward(
         self, outputs: Sequence[object], differentiated: Mapping[int, Tensor]
@@ -461,5 +636,6 @@ class _Recorder:
                     " depends on no parameter and no input that requires one"
                 )
             return dict([able[self._view(named)]])
-        losses = {position: leaf for position, leaf in able.values() if leaf.dim() == 0}
+        own = pytree.tree_structure(unchecked(returned)).num_leaves  # before those of checks and changes
+        losses = {position: leaf for position, leaf in able.values() if leaf.dim() == 0 and position < own}
         return losses if len(losses) == 1 and not self._step.all_outputs else dict(able.values())

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -90,7 +90,7 @@ class Spec:
 
 def flatten(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[list[object], Spec]:
     """The leaves of the arguments, and their structure."""
-    return _flattened((args, dict(kwargs)))
+    return flattened((args, dict(kwargs)))
 
 
 def leaf_names(args: tuple[object, ...], kwargs: Mapping[str, object], positional: list[str]) -> list[str]:
@@ -139,21 +139,27 @@ def refuse_opaque(leaves: list[object], names: list[str]) -> None:
             )
 
 
-def _flattened(value: object) -> tuple[list[object], Spec]:
+def flattened(value: object) -> tuple[list[object], Spec]:
+    """The leaves of one value, and its structure."""
     outer, tree = pytree.tree_flatten(value)
     leaves, objects = list[object](), list[tuple[int, type, Spec]]()
     for position, leaf in enumerate(outer):
-        contents = _contents(leaf)
+        contents = contents_by_name(leaf)
         if contents is None:
             leaves.append(leaf)
             continue
-        inside, spec = _flattened(contents)
+        inside, spec = flattened(contents)
         leaves += inside
         objects.append((position, type(leaf), spec))
     return leaves, Spec(tree, tuple(objects))
 
 
-def _contents(leaf: object) -> dict[Any, object] | None:
+def is_constant(value: object) -> bool:
+    """Whether a value holds no tensor and is part of what a call is planned for."""
+    return isinstance(value, _PLAIN)
+
+
+def contents_by_name(leaf: object) -> dict[Any, object] | None:
     """The contents of an object by name; None for a leaf."""
     if isinstance(leaf, (Tensor, nn.Module, np.ndarray, *_PLAIN)):
         return None
@@ -161,12 +167,16 @@ def _contents(leaf: object) -> dict[Any, object] | None:
         return dict(leaf)
     if dataclasses.is_dataclass(leaf):
         return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
-    is_plain = type(leaf).__reduce_ex__ is object.__reduce_ex__ and not any(map(_slots, type(leaf).__mro__))
+    is_plain = type(leaf).__reduce_ex__ is object.__reduce_ex__ and not any(map(_hides, type(leaf).__mro__))
     return dict(vars(leaf)) if is_plain and hasattr(leaf, "__dict__") else None
 
 
-def _slots(kind: type) -> bool:
-    return bool(vars(kind).get("__slots__"))
+def _hides(kind: type) -> bool:
+    """Whether objects of a class have state beside their attributes: slots, or what C keeps, as in a list."""
+    if kind in (object, SimpleNamespace):
+        return False
+    own = vars(kind)
+    return bool(own.get("__slots__")) or isinstance(own.get("__new__"), BuiltinFunctionType)
 
 
 def _rebuilt(kind: type, contents: dict[Any, object]) -> object:
@@ -174,7 +184,8 @@ def _rebuilt(kind: type, contents: dict[Any, object]) -> object:
     if issubclass(kind, MutableMapping):
         made_of: Callable[..., object] = kind
         return made_of(contents)
-    made: object = object.__new__(kind)
+    base = SimpleNamespace if issubclass(kind, SimpleNamespace) else object
+    made: object = base.__new__(kind)
     for name, value in contents.items():
         object.__setattr__(made, name, value)
     return made
@@ -184,7 +195,7 @@ def _paths(value: object, positional: list[str]) -> Iterator[list[str]]:
     for path, leaf in pytree.tree_flatten_with_path(value)[0]:
         side, key, *inner = (str(key).strip("[].'") for key in path)
         outer = [positional[int(key)] if side == "0" else key, *inner]
-        contents = _contents(leaf)
+        contents = contents_by_name(leaf)
         if contents is None:
             yield outer
         else:  # as keyword arguments, whose names are their own
@@ -348,7 +359,7 @@ class StandIns:
         self._storages: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # likewise
         self._begins: dict[int, int] = {}  # by storage, the first byte in use
         self._known: set[int] = set()  # storages whose stand-ins have values
-        self._results: dict[Tensor, _Gradient] = {}  # of the stand-ins that are no leaves
+        self.results: dict[Tensor, _Gradient] = {}  # of the stand-ins that are no leaves
         values = {id(tensor) for tensor in known if is_small_integer(tensor)}
         unknown: set[int] = set()
         for tensor in filter(_is_plain, tensors):
@@ -368,11 +379,11 @@ class StandIns:
 
     def gradient_of(self, stand_in: Tensor) -> Tensor | None:
         """What backward left for a stand-in that requires a gradient."""
-        return self._results[stand_in].arrived if stand_in in self._results else stand_in.grad
+        return self.results[stand_in].arrived if stand_in in self.results else stand_in.grad
 
     def has_new_history(self, stand_in: Tensor) -> bool:
         """Whether the step wrote into a tensor that autograd then follows as the result of that write."""
-        return stand_in in self._results and stand_in.grad_fn is not self._results[stand_in].node
+        return stand_in in self.results and stand_in.grad_fn is not self.results[stand_in].node
 
     def _make(self, tensor: Tensor) -> Tensor:
         if not _is_plain(tensor):
@@ -391,7 +402,7 @@ class StandIns:
             return made.requires_grad_(tensor.requires_grad)
         gradient = _Gradient()
         result = _as_result(torch.empty(0, requires_grad=True), made, gradient)
-        gradient.node, self._results[result] = result.grad_fn, gradient
+        gradient.node, self.results[result] = result.grad_fn, gradient
         return result
 
     def _copy_of(self, tensor: Tensor) -> Tensor:

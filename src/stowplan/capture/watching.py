@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from stowplan.capture.answers import Check, IsBelow, Question, contents_of, count_of, shape_of
+from stowplan.capture.generators import WatchedGenerator
 from stowplan.capture.layouts import Shapes, as_made, call_like, run_on_zeros
 from stowplan.capture.origins import Origin, Origins
 from stowplan.capture.program import (
@@ -43,6 +44,7 @@ from stowplan.torch_private import (
     TorchDispatchMode,
     nodes_made,
     running_node,
+    schema_of,
     sequence_number,
     without_functions,
 )
@@ -253,6 +255,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self._rehearsal, self._origins, self._unknown = rehearsal, origins, unknown
         self._made_at: dict[int, str] = {}  # by storage: the line, or the name of the argument
         self._nodes_made = nodes_made()
+        self.generator: WatchedGenerator | None = None  # while forward runs
         self.drawing = False  # while numbers that are drawn are known
         self._numbers: set[int] = set()  # their storages
         self._literal = False  # while unknown tensors are literals
@@ -386,6 +389,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         """An argument, which may have values."""
         self._made_at.setdefault(self.book.view_of(tensor).storage, name)
 
+    def made_at(self, tensor: Tensor) -> str:
+        """The line of the user's that made the memory of a tensor, if an op of the step did."""
+        return self._made_at.get(self.book.view_of(tensor).storage, "")
+
     def note_read(self, ask: Callable[..., object], tensors: Iterable[object], answer: object) -> None:
         """Forward read this of tensors with values."""
         self.looks_at_values = True
@@ -421,6 +428,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
     ) -> None:
         now = len(self.events)
         returned = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        returned = returned if schema_of(target).returns else ()
         event = Event(
             target,
             args,
@@ -434,7 +442,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         )
         for view, nbytes in extra_bytes(target, args, kwargs, event.results):
             self.book.lifetimes[view.storage].nbytes += nbytes
+        if target is aten.resize_.default and event.results[0] is not None:
+            grown = self.book.lifetimes[event.results[0].storage]
+            grown.nbytes = max(grown.nbytes, event.results[0].extent_bytes())
         self._nodes_made = event.nodes.stop
+        self._note_draw(event)
         self.events.append(event)
         if now % _TOLD_EVERY == 0:
             tell_phase("capturing ops", now)
@@ -442,6 +454,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         for made in event.results:
             if made is not None and self.book.lifetimes[made.storage].born == now:
                 self._made_at[made.storage] = event.origin.source
+
+    def _note_draw(self, event: Event) -> None:
+        if not draws(event.target, event.args, event.kwargs):
+            return
+        if bound_arguments(event.target, event.args, event.kwargs).get("generator") is not None:
+            raise CaptureError(
+                f"forward draws from a generator of its own ({event.target})",
+                where=event.origin.source,
+                advice="draw from PyTorch's own: leave generator= out, and seed with torch.manual_seed before"
+                " the call; or draw outside forward and pass the numbers in",
+            )
+        if self.generator is not None:
+            self.generator.drawn()
 
     @contextmanager
     def writing_literals(self) -> Iterator[None]:

@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from stowplan.capture import Program
 from stowplan.capture.answers import NO_ANSWERS, Answers
 from stowplan.capture.origins import BY_PARTS
+from stowplan.capture.program import inputs_of
 from stowplan.capture.stand_ins import look_of
 from stowplan.errors import CaptureError
 from stowplan.run.border.draws import Draws
@@ -197,8 +198,12 @@ class Observation:
         picture = _picture(self._model, reads, others, {})
         reach.picture(picture)
         labels = {id(owner[key]): label for label, (owner, key) in picture.tensors.items()}
+        calls = program.calls.values()
+        read = (
+            program.constants.keys() if program.looks_at_values else {n for c in calls for n in inputs_of(c)}
+        )
         for name, tensor in program.constants.items():
-            if id(tensor) not in labels and name not in program.literals:
+            if id(tensor) not in labels and name in read and name not in program.literals:
                 raise CaptureError(
                     f"forward reads a tensor of shape {tuple(tensor.shape)} that is no argument, parameter,"
                     " buffer, attribute of a module or global: it could be replaced without being seen",

@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stowplan.capture import Program
+from stowplan.capture.changes import AsBefore
 from stowplan.capture.layouts import call_like, learn, row_major_sizes
 from stowplan.capture.program import (
     leaves,
@@ -50,7 +51,7 @@ from stowplan.capture.stand_ins import StorageBook, StorageView, contiguous_stri
 from stowplan.capture.watching import TAKING_VALUES, Event
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.run.planning.planner import Subject
-from stowplan.torch_private import OpOverload, TorchDispatchMode, checkpoints_as_calls, storage_id
+from stowplan.torch_private import OpOverload, TorchDispatchMode, checkpoints_as_calls, schema_of, storage_id
 from stowplan.units import format_bytes
 from stowplan.watch import tell_phase
 
@@ -127,6 +128,7 @@ def against_eager(plan: Plan, subject: Subject) -> AgainstEager:
             with ExitStack() as stack:
                 for root in roots:
                     stack.enter_context(with_tensors(root, copies.of))
+                stack.enter_context(AsBefore([*tensors, *captured.program.constants.values()]))
                 comparison.enter((*tensors, *map(copies.of, tensors)))
                 stack.enter_context(_leaving_no_trace({tensor.device for tensor in tensors}))
                 stack.enter_context(_keeping_nothing())
@@ -419,6 +421,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         self, event: Event, args: tuple[object, ...], kwargs: Mapping[str, object], result: object
     ) -> None:
         returned = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        returned = returned if schema_of(event.target).returns else ()
         made = tuple(value if isinstance(value, Tensor) else None for value in returned)
         if self._alike(event.results, made):
             return

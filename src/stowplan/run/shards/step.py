@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Captured, Ref, capture
+from stowplan.capture.changes import changes_of
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse, NotTileable
 from stowplan.ir import Graph, Kind
@@ -195,6 +196,11 @@ def step_to_shard(
 ) -> Captured:
     """The whole step, captured; BadUse if it is none, or hides from autograd what it does."""
     captured = capture(model, args, kwargs)
+    if changes := changes_of(captured.program.output_spec):
+        raise BadUse(f"not sharded: forward {changes.told()}, which the workers would not do alike")
+    for name in captured.program.updates:
+        if name not in captured.program.buffers:
+            raise BadUse(f"not sharded: forward writes into {name}, which is no buffer")
     try:
         check_differentiable(captured, model, args, kwargs)
     except NotTileable as refusal:

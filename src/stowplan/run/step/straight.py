@@ -8,7 +8,7 @@ If an input dies with an op and the op can overwrite it, it does: the baseline t
 eager, whose in-place ops capture has functionalised.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from stowplan.analyse.facts import Storages, is_resident, storages_of
 from stowplan.capture import Captured, Program, Ref
 from stowplan.capture.answers import Checked
+from stowplan.capture.changes import Beside, Changes, Place, changes_of
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Op
@@ -104,6 +105,7 @@ class Binding:
     ) -> None:
         """`places` has where constants are found that are attributes or globals, by identity."""
         self._graph, self._program = captured.graph, captured.program
+        self._model, self._loss = model, loss
         constants = self._program.constants
         self._found = {name: places[id(held)] for name, held in constants.items() if id(held) in places}
         self._constants = {name: held for name, held in constants.items() if name not in self._found}
@@ -118,6 +120,21 @@ class Binding:
         found |= {**self._constants, **self._inputs(args, kwargs)}
         self._refuse_unwritable(found)
         return found
+
+    def finder(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Callable[[Place], Tensor]:
+        """How to find a tensor of this call, or of the model, that the step changes beside its ops."""
+        leaves = flatten(args, kwargs)[0]
+
+        def find(place: Place) -> Tensor:
+            if isinstance(place, int):
+                found: Any = leaves[place]
+            else:
+                table, attribute = _home(place, self._model, self._loss)
+                found = table[attribute]
+            assert isinstance(found, Tensor)
+            return found
+
+        return find
 
     def _refuse_unwritable(self, found: Mapping[str, Tensor]) -> None:
         """The step writes updates in place; a forward in inference mode leaves tensors that forbid that."""
@@ -197,6 +214,7 @@ class StraightStep:
             tier.reserve(source.stored_bytes)
         self._halves = compiled(source, tier, self._arena.new if self._arena else None, holding)
         self._captured, self._loss = captured, loss
+        self._changes = changes_of(captured.program.output_spec) or Changes()
         self.bind(model, places)
         self.source = source.annotated()
         self._primals = tuple(_primals_of(piece, captured.program) for piece in source.pieces)
@@ -210,7 +228,8 @@ class StraightStep:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """The model's results for these arguments, which must look like those of the capture."""
-        found = self._binding.tensors(args, kwargs)
+        found, find = self._binding.tensors(args, kwargs), self._binding.finder(args, kwargs)
+        self._changes.before(find)
         run = self._new_run()
         if self._holding:
             self._holding.begin()
@@ -227,6 +246,9 @@ class StraightStep:
         made = self._made(run, found)
         outputs = dict(zip(self._halves.source.outputs, made, strict=True))
         returned = pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
+        if isinstance(returned, Beside):
+            self._changes.after(find, args, kwargs, returned.tensors)
+            returned = returned.returned
         return returned.passed() if isinstance(returned, Checked) else returned
 
     def _new_run(self) -> Run:
