@@ -24,7 +24,10 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[1]
 WHOLE = os.environ.get("TERMINALS") == "whole"
-STAGES = r"starting|loading|capturing ops|building the graph|probing ops|searching|comparing with an eager"
+STAGES = (
+    r"\b(?:starting|loading|reading the file|analysing the graph|capturing ops|building the graph|probing ops"
+    r"|searching|comparing with an eager forward|comparing steps|measuring memory|timing steps),? \d"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from stowplan.plan.record import Record
 from stowplan.plan.select import Selector, planner_of
 from stowplan.plan.tile_map import DOCUMENT_TILES, TileMap
 from stowplan.units import parse_bytes
-from stowplan.watch import limited_to
+from stowplan.watch import limited_to, tell_phase
 
 if TYPE_CHECKING:
     from stowplan.plan.allocator.caching import HeapFigures
@@ -115,6 +115,7 @@ def inspect(
 
 
 def _document(path: str | Path, saved: str | None, *, training: bool, layouts: str) -> Document:
+    tell_phase("reading the file")
     document = read_document(path, saved=saved)
     if training:
         document = replace(document, graph=training_step_of(document.graph))

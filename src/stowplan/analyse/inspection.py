@@ -16,6 +16,7 @@ from stowplan.analyse.packing import Block, Packing, pack
 from stowplan.analyse.tile_costs import TileCosts, tile_costs_of
 from stowplan.ir import Allocation, Document, Graph, Interval, Kind, Phase, Profile, Role
 from stowplan.ops.effects import aliasing_of
+from stowplan.watch import tell_phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,7 @@ def inspection_of(document: Document, *, packed: bool | None = None) -> Inspecti
 
     Unless `packed` is given, tensors are packed into an arena only if that takes seconds at most.
     """
+    tell_phase("analysing the graph")
     graph = document.graph
     facts = facts_of(graph)
     packed = len(facts.liveness.storages.owners) <= PACKED_UNASKED if packed is None else packed

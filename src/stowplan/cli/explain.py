@@ -4,6 +4,7 @@ import json
 from argparse import ArgumentParser, Namespace
 
 from stowplan import api
+from stowplan.plan.progress import showing_progress
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -20,13 +21,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Explain one tensor, or the plan as a whole."""
-    plan = api.load_plan(arguments.plan)
-    if arguments.tensor is None:
-        _print_plan(plan, arguments)
-    elif tiled := api.explain_tiled(plan, arguments.tensor):
+    tensor = arguments.tensor
+    with showing_progress(f"explaining {arguments.plan}"):
+        plan = api.load_plan(arguments.plan)
+        tiled = api.explain_tiled(plan, tensor) if tensor is not None else None
+        found = api.explain(plan, tensor) if tensor is not None and tiled is None else None
+    if tiled is not None:
         _print_tiled(tiled, as_json=arguments.json)
+    elif found is not None:
+        _print_tensor(found, plan, as_json=arguments.json)
     else:
-        _print_tensor(api.explain(plan, arguments.tensor), plan, as_json=arguments.json)
+        _print_plan(plan, arguments)
     return 0
 
 

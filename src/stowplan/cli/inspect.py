@@ -41,12 +41,12 @@ def run(arguments: Namespace) -> int:
             layouts=arguments.layouts,
         )
         heap = api.heap_of(inspection.document)
+        ours = api.tiles_for_document(inspection.document)
     if arguments.json:
         from stowplan.report.heap import heap_json
         from stowplan.report.inspect_json import inspection_json
         from stowplan.report.plan_json import tiles_json
 
-        ours = api.tiles_for_document(inspection.document)
         shown = inspection_json(inspection) | ({"tiles_of_ours": tiles_json(ours)} if ours else {})
         shown["heap"] = heap_json(heap) if heap else None
         print(json.dumps(shown, indent=2))
@@ -61,7 +61,7 @@ def run(arguments: Namespace) -> int:
             from stowplan.report.heap import show_heap
 
             show_heap(heap, console)
-        if ours := api.tiles_for_document(inspection.document):
+        if ours:
             show_tile_map(
                 ours, console, heading=f"its network in {ours.tiles} tiles of ours, as small as its"
             )

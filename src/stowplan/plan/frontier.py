@@ -299,6 +299,7 @@ class _Search:
 
     def frontier(self) -> Frontier:
         """The frontier of all schedules in the archive."""
+        self._advance(0.0)  # with what was met last
         return Frontier(
             tuple(
                 Point(peak, seconds, tuple(map(State, states)))

@@ -29,6 +29,7 @@ _EARLY = 0.02  # share of the work below which the rest is not estimated
 _BAR, _NAME = 10, 16  # columns of the bar; the fewest that the name of the work is shortened to
 _COLUMNS, _MOST_COLUMNS = 80, 120  # of a terminal that does not say; of the line
 _ANY_WIDTH = sys.maxsize
+_NOTHING = "nothing fits yet"
 
 
 class Waiting:
@@ -51,6 +52,7 @@ class Waiting:
             self._note_best(news)
         else:
             self._enter(news.name, news.done / news.of if news.of else 0.0)
+            self._best = "" if self._best == _NOTHING else self._best
             self._far = (
                 f" {news.done:,} of {news.of:,}" if news.of else f" {news.done:,}" if news.done else ""
             )
@@ -104,7 +106,7 @@ class Waiting:
         ratio = searching.ratio_within(self._allowed_bytes)
         gap = searching.gap_within(self._allowed_bytes)
         if ratio is None:
-            self._best, self._gap = "nothing fits yet", ""
+            self._best, self._gap = _NOTHING, ""
             return
         self.has_plan = True
         self._best, self._gap = f"best {ratio:.3f} x baseline", f"gap {gap:.1%}"

@@ -21,6 +21,7 @@ from stowplan.run.measure.measure import Measurement, measure
 from stowplan.run.planning.planner import PlannedStep, Subject
 from stowplan.run.target import Target, subject_of
 from stowplan.torch_private import pytree
+from stowplan.watch import tell_phase
 
 _ROUNDINGS = 4096  # a difference of this many units in the last place is rounding, if sums change their order
 _NOISE = 0.01  # of the largest such allowance counts for small gradients too
@@ -227,6 +228,7 @@ def _differences(eager: _Side, planned: _Side, steps: int, roundings: int) -> tu
 def _compared(reference: _Side, other: _Side, steps: int, roundings: int) -> Iterator[Difference]:
     """The difference of every tensor after each step of both sides."""
     for seed in range(steps):
+        tell_phase("comparing steps", seed, steps)
         found = zip(_after_a_step(reference, seed), _after_a_step(other, seed), strict=True)
         for (name, expected), (_, got) in found:
             yield _difference(name, expected, got, roundings)
@@ -295,6 +297,7 @@ def _difference(name: str, expected: Tensor, got: Tensor, roundings: int) -> Dif
 
 def _measured(side: _Side, target: Target) -> Measurement[None]:
     """One step from fresh gradients; all that the step can see is there before it."""
+    tell_phase("measuring memory")
     side.model.zero_grad(set_to_none=True)
     there = [*target.tensors_before(side.model), *(tensor for _, tensor in side.state())]
     return measure(lambda: _discard(side.step()), device=side.device, before=there)
@@ -306,7 +309,8 @@ def _discard(_: Tensor) -> None:
 
 def _times(eager: _Side, planned: _Side, rounds: int) -> tuple[float, float]:
     times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds):
+    for number in range(rounds):
+        tell_phase("timing steps", number, rounds)
         for side, seconds in zip((eager, planned), times, strict=True):
             seconds.append(_seconds_of(side))
     return median(times[0]), median(times[1])

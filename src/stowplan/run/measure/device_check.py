@@ -25,6 +25,7 @@ from stowplan.plan.allocator.projection import figures_of
 from stowplan.plan.allocator.requests import Lifetime, requests_of_lifetimes
 from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.options import PlanOptions
+from stowplan.plan.progress import showing_progress
 from stowplan.plan.record import Record
 from stowplan.run.cost.machine import least_seconds, platform_of
 from stowplan.run.measure.check import check, eager_peak_bytes
@@ -33,6 +34,7 @@ from stowplan.run.measure.sample_networks import NETWORKS, mean_of_squares
 from stowplan.run.planning.planner import PlannedStep, Subject, plan_step, price_captured
 from stowplan.run.step.function import tier_for
 from stowplan.run.target import Target, subject_of
+from stowplan.watch import tell_phase
 
 SHARES = (0.9, 0.75, 0.6)  # of eager's projected peak
 _STEPS, _REPEATS = 2, 3
@@ -135,11 +137,15 @@ def check_device(
     is_over = partial(_is_over, started + time_limit)
     factor = size or (1 if chosen.type == "cpu" else 8)
     _warm_up(chosen)
-    networks = tuple(_network(name, factor, chosen, is_over) for name in wanted)
+    networks = []
+    for name in wanted:
+        with showing_progress(f"checking {name} on {chosen}"):
+            networks.append(_network(name, factor, chosen, is_over))
+    tell_phase("timing transfers")
     transfer = _NO_TIME if is_over() else _transfer(chosen)
     versions = _versions(chosen)
     return DeviceFindings(
-        str(chosen), versions, networks, transfer, perf_counter() - started, tuple(_notes(chosen))
+        str(chosen), versions, tuple(networks), transfer, perf_counter() - started, tuple(_notes(chosen))
     )
 
 
@@ -279,6 +285,7 @@ def _time_others(
     found: NetworkFinding, target: Target, device: torch.device, is_over: Callable[[], bool]
 ) -> None:
     """Checkpointing around each block and, on an accelerator, `torch.compile`."""
+    tell_phase("timing other ways")
     found.seconds["checkpointing"] = (
         _NO_TIME if is_over() else _step_seconds(target, partial(_checkpointed, target), device)
     )
