@@ -10,7 +10,7 @@ from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Pricing
 from stowplan.plan.planner import Planner
 from stowplan.plan.problem import problem_of
-from stowplan.plan.watch import limited_to
+from stowplan.watch import limited_to
 from stowplan.run.backend.frontier_plans import FrontierPlans, PlannedPoint
 from stowplan.run.planning.planner import price_captured
 
