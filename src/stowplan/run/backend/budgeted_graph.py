@@ -10,9 +10,9 @@ from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Pricing
 from stowplan.plan.planner import Planner
 from stowplan.plan.problem import problem_of
-from stowplan.watch import limited_to
 from stowplan.run.backend.frontier_plans import FrontierPlans, PlannedPoint
 from stowplan.run.planning.planner import price_captured
+from stowplan.watch import limited_to
 
 
 @dataclass(eq=False)
