@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,6 @@ from stowplan.plan.options import (
     PlanOptions,
     Prefer,
     is_installed,
-    known_techniques,
 )
 from stowplan.plan.plan import Plan, price_by_macs, price_by_profile
 from stowplan.plan.planner import refuse_hopeless
@@ -222,8 +222,8 @@ def planner_for(
     saved: str | None = None,
     training: bool = False,
     layouts: str = Layouts.RECORDED,
-    allow: Iterable[str] = TECHNIQUES,
-    prefer: str = Prefer.EXACTNESS,
+    allow: Iterable[str] | None = None,
+    prefer: str | None = None,
     kernels: str = Kernels.EAGER,
     gap: float = 0.0,
     allowed_bytes: int | None = None,
@@ -237,11 +237,11 @@ def planner_for(
     multiply-accumulates replace them. Plans without tiles come first, because they give the same bits;
     `prefer="time"` takes the fastest plan. `training` and `layouts` are options of `inspect`. A search for a
     budget ends within a share of `gap` of its bound. `allowed_bytes` is refused, before ops are probed, if it
-    is below what every plan takes. With an `optimizer`, a name of `torch.optim` or MODULE:FUNCTION, the plans
-    are of whole iterations; with "offload" in `allow`, those for small budgets have its state in a tier.
-    `kernels`, `clip_norm` and `accumulate` are those of `fit`.
+    is below what every plan takes; no plan is refused because it is slow. With an `optimizer`, a name of
+    `torch.optim` or MODULE:FUNCTION, the plans are of whole iterations; with "offload" in `allow`, those for
+    small budgets have its state in a tier. `kernels`, `clip_norm` and `accumulate` are those of `fit`.
     """
-    options = PlanOptions(known_techniques(allow), prefer, gap=gap, kernels=kernels)
+    options = replace(PlanOptions.of_call(allow, prefer, gap=gap, kernels=kernels), slowest=inf)
     _refuse_kernels_of_file(target, kernels)
     _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
     _refuse_layouts_of_step(target, layouts)
@@ -307,8 +307,8 @@ def plan_for(
     saved: str | None = None,
     training: bool = False,
     layouts: str = Layouts.RECORDED,
-    allow: Iterable[str] = TECHNIQUES,
-    prefer: str = Prefer.EXACTNESS,
+    allow: Iterable[str] | None = None,
+    prefer: str | None = None,
     kernels: str = Kernels.EAGER,
     gap: float = DEFAULT_OPTIONS.gap,
     time_limit: float | None = None,
@@ -319,8 +319,9 @@ def plan_for(
 ) -> Plan:
     """A plan for a graph file or for MODULE:FUNCTION, whose plan is kept in the cache that `fit` reads.
 
-    The options are those of `planner_for`, and the `arena` of `fit`. With an `optimizer` it is the plan that
-    `fit` makes: its state may wait in a tier, and clipping may need two backwards.
+    The options are those of `planner_for`, and the `arena` of `fit`. A slow plan of MODULE:FUNCTION is
+    refused as in `fit`, unless `allow` or `prefer` is given; that of a file is made. With an `optimizer` it
+    is the plan that `fit` makes: its state may wait in a tier, and clipping may need two backwards.
     """
     _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
     _refuse_layouts_of_step(target, layouts)
@@ -346,9 +347,8 @@ def plan_for(
         call = loaded.model, loaded.args, loaded.kwargs
         return plans_of(fit(*call, loss=loaded.loss, budget=allowed_bytes, **how))[0]
     subject = subject_of(loaded)
-    options = PlanOptions(
-        known_techniques(allow), prefer, seconds=time_limit, gap=gap, kernels=kernels, arena=arena
-    )
+    limits: Any = {"seconds": time_limit, "gap": gap}
+    options = PlanOptions.of_call(allow, prefer, **limits, kernels=kernels, arena=arena)
     return compared(_planned_step(subject, allowed_bytes, options).plan, subject)
 
 
@@ -421,8 +421,8 @@ def check(
     target: str,
     budget: int | str,
     *,
-    allow: Iterable[str] = TECHNIQUES,
-    prefer: str = Prefer.EXACTNESS,
+    allow: Iterable[str] | None = None,
+    prefer: str | None = None,
     kernels: str = Kernels.EAGER,
     steps: int = 3,
     optimizer: str | None = None,
@@ -455,8 +455,7 @@ def check(
         fitting = partial(fit, loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, **how, **loop)
         made = partial(load_optimizer, optimizer)
         return check_iterations(loaded, lambda own: fitting(optimizer=own), made, iterations=steps, **loop)
-    options = PlanOptions(
-        known_techniques(allow), prefer, seconds=time_limit, gap=gap, kernels=kernels, arena=arena
-    )
+    limits: Any = {"seconds": time_limit, "gap": gap}
+    options = PlanOptions.of_call(allow, prefer, **limits, kernels=kernels, arena=arena)
     planning = partial(_planned_step, allowed_bytes=allowed_bytes, options=options, given=plan)
     return run_check(loaded, planning, steps=steps)

@@ -1,6 +1,8 @@
 """One tree of errors. Each message says what is wrong, where, how large, and what to try."""
 
+import re
 from collections.abc import Callable, Iterable
+from typing import Self
 
 _MOST_LISTED = 5  # parts of a step that a refusal lists
 
@@ -117,7 +119,7 @@ class BudgetTooSmall(StowplanError):
     ) -> None:
         self.allowed_bytes, self._minimum_bytes, self.binding = allowed_bytes, minimum_bytes, binding
         self.what, self.untiled = what, untiled
-        super().__init__(what + _tiles_tried(untiled))
+        super().__init__(self._text())
 
     @property
     def minimum_bytes(self) -> int:
@@ -126,40 +128,91 @@ class BudgetTooSmall(StowplanError):
             self._minimum_bytes = self._minimum_bytes()
         return self._minimum_bytes
 
-    def again(self) -> "BudgetTooSmall":
+    def again(self) -> Self:
         """The same refusal, to be raised a second time."""
-        same = self.with_untiled(self.untiled)
-        for note in getattr(self, "__notes__", ()):
-            same.add_note(note)
-        return same
+        return self._changed()
 
     @property
     def known_minimum_bytes(self) -> int | None:
         """The smallest budget; None if nobody has searched for it yet."""
         return self._minimum_bytes if isinstance(self._minimum_bytes, int) else None
 
-    def with_untiled(self, untiled: tuple[str, ...]) -> "BudgetTooSmall":
+    def with_untiled(self, untiled: tuple[str, ...]) -> Self:
         """The same refusal, with the reasons why tiles did not help."""
-        return BudgetTooSmall(
-            self.what,
-            allowed_bytes=self.allowed_bytes,
-            minimum_bytes=self._minimum_bytes,
-            binding=self.binding,
-            untiled=untiled,
-        )
+        return self._changed(untiled=untiled)
 
-    def beside(self, nbytes: int, what: str) -> "BudgetTooSmall":
+    def above(self, nbytes: int, why: str) -> Self:
+        """The same refusal with a larger smallest budget, and why the smallest plan does not count."""
+        return self._changed(what=f"{self.what}; {why}", _minimum_bytes=nbytes)
+
+    def beside(self, nbytes: int, what: str) -> Self:
         """The refusal of a budget that also has to hold `nbytes` for something else."""
         if not nbytes:
             return self
         known = isinstance(self._minimum_bytes, int)
         total = f", {self.minimum_bytes + nbytes:,} bytes in total" if known else ""
-        return BudgetTooSmall(
-            f"{self.what}; with {nbytes:,} bytes for {what}{total}",
+        return self._changed(
+            what=f"{self.what}; with {nbytes:,} bytes for {what}{total}",
             allowed_bytes=self.allowed_bytes + nbytes,
-            minimum_bytes=self.minimum_bytes + nbytes if known else lambda: self.minimum_bytes + nbytes,
-            binding=self.binding,
-            untiled=self.untiled,
+            _minimum_bytes=self.minimum_bytes + nbytes if known else lambda: self.minimum_bytes + nbytes,
+        )
+
+    def _changed(self, **attributes: object) -> Self:
+        """The same refusal with other attributes, and the text that follows from them."""
+        made = type(self).__new__(type(self))
+        vars(made).update({**vars(self), **attributes})
+        made.__notes__ = [*getattr(self, "__notes__", ())]
+        made.args = (made._text(),)
+        return made
+
+    def _text(self) -> str:
+        return self.what + _tiles_tried(self.untiled)
+
+
+class PlanTooSlow(BudgetTooSmall):
+    """The fastest plan found within the budget takes `time_ratio` times eager's time: nobody asked for that.
+
+    `minimum_bytes` is the smallest budget found with a plan that takes at most `slowest` times eager's time.
+    `technique` is what takes the time, and `asking` the argument of `fit` that uses the slow plan.
+    """
+
+    def __init__(
+        self,
+        technique: str,
+        *,
+        allowed_bytes: int,
+        minimum_bytes: int,
+        time_ratio: float,
+        slowest: float,
+        asking: str,
+    ) -> None:
+        self.technique, self.time_ratio, self.slowest, self.asking = technique, time_ratio, slowest, asking
+        super().__init__("", allowed_bytes=allowed_bytes, minimum_bytes=minimum_bytes, binding=())
+
+    def at_best(self, minimum_bytes: int) -> Self:
+        """The same refusal where a smaller budget has a fast plan for other reasons."""
+        return self._changed(_minimum_bytes=minimum_bytes)
+
+    def beside(self, nbytes: int, what: str) -> Self:
+        """The refusal of a budget that also has to hold `nbytes` for something else."""
+        return self._changed(
+            what=f"{self.what}, with {nbytes:,} bytes for {what}" if nbytes else self.what,
+            allowed_bytes=self.allowed_bytes + nbytes,
+            _minimum_bytes=self.minimum_bytes + nbytes,
+        )
+
+    def _text(self) -> str:
+        from stowplan.units import format_bytes  # which raises errors of this module
+
+        option, _, value = self.asking.partition("=")
+        words = ",".join(re.findall(r"\w+", value))
+        enough = self.minimum_bytes
+        return (
+            f"{format_bytes(self.allowed_bytes)} allowed{self.what}, and the fastest plan found for that, by"
+            f" {self.technique}, takes {self.time_ratio:.1f} times eager's time; {format_bytes(enough)}"
+            f" ({enough} bytes) is the smallest budget found with a plan that takes at most"
+            f" {self.slowest:g} times. To use the slow plan, give fit {self.asking}, or a command --{option}"
+            f" {words}"
         )
 
 

@@ -130,3 +130,22 @@ def fitted_copy(model: nn.Module, args: tuple[object, ...]) -> nn.Module:
     fitted = fit(copy.deepcopy(model), args, budget=budget_halfway(model, args), moves=MOVES)
     assert all(any(isinstance(step, RecomputeOp) for step in plan.steps) for plan in plans_of(fitted))
     return fitted
+
+
+class SmallPictures(nn.Module):
+    """Recomputation saves a part of its memory; tiles of so small pictures cost many times eager's time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        convolutions = (nn.Conv2d(16 if n else 3, 16, 3, padding=1) for n in range(2))
+        self.net = nn.Sequential(*(layer for each in convolutions for layer in (each, nn.ReLU())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.net(x).square().mean()
+        return loss
+
+
+def small_pictures(batch: int = 4) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Its step."""
+    return SmallPictures(), (torch.ones(batch, 3, 12, 12),)

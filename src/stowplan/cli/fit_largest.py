@@ -40,9 +40,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--most", type=int, help="the largest size to plan")
     parser.add_argument(
         "--allow",
-        default="recompute,tile",
         metavar="TECHNIQUES",
-        help="techniques, added one after another (default recompute,tile)",
+        help="techniques, added one after another (default recompute,tile, and then no size whose plan takes"
+        " more than twice eager's time)",
     )
     parser.add_argument("--optimizer", help=f"for whole iterations: {api.OPTIMIZER_HELP}")
     parser.add_argument(
@@ -82,7 +82,7 @@ def run(arguments: Namespace) -> int:
                 moves=arguments.moves,
                 optimizer=arguments.optimizer,
                 kernels=arguments.kernels,
-                allow=[word for word in arguments.allow.split(",") if word],
+                allow=arguments.allow and [word for word in arguments.allow.split(",") if word],
             )
         )
     if arguments.json:

@@ -15,15 +15,14 @@ def add_choices(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--allow",
         type=_words,
-        default=api.TECHNIQUES,
         metavar="TECHNIQUES",
         help=f"techniques that the plan may use: {known} (default: these), {further} (only on request);"
-        " tiles change gradients by rounding",
+        " tiles change gradients by rounding. Without --allow and --prefer, a plan of MODULE:FUNCTION that"
+        " takes more than twice eager's time is refused",
     )
     parser.add_argument(
         "--prefer",
         choices=tuple(map(str, api.Prefer)),
-        default=str(api.Prefer.EXACTNESS),
         help="exactness (default): tiles only if nothing else fits; time: tiles wherever they are faster",
     )
     parser.add_argument(

@@ -5,7 +5,8 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import inf
 from signal import SIGINT, default_int_handler, signal
 from threading import current_thread, main_thread
 from time import perf_counter
@@ -138,8 +139,8 @@ def _on_card(arguments: Namespace, allowed: int | None) -> _Answer:
     if arguments.kernels != api.Kernels.EAGER:
         raise BadUse("--kernels compiled is for this machine, where kernels are priced: drop it, or --device")
     settings = api.allocator_settings(arguments.allocator) if arguments.allocator else None
-    how = {"prefer": arguments.prefer, "gap": arguments.gap, "seconds": arguments.time_limit}
-    options = api.PlanOptions(tuple(arguments.allow), **how, held_blocks=arguments.held_blocks)
+    how = {"gap": arguments.gap, "seconds": arguments.time_limit, "held_blocks": arguments.held_blocks}
+    options = replace(api.PlanOptions.of_call(arguments.allow, arguments.prefer, **how), slowest=inf)
     steps = [api.projected_step(arguments.target, arguments.device)]
     if arguments.optimizer:
         from stowplan.run.target import load_optimizer

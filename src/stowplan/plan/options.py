@@ -12,7 +12,7 @@ from enum import StrEnum
 from importlib import import_module
 from importlib.util import find_spec
 from math import inf
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from stowplan.errors import BadUse, nearest
 
@@ -70,6 +70,9 @@ TECHNIQUES = tuple(filter(is_installed, ("recompute", "tile")))  # may cost time
 ON_REQUEST = tuple(filter(is_installed, ("offload", "offload-gradients")))  # also need room outside of memory
 
 
+SLOWEST_UNASKED = 2.0  # times eager's time
+
+
 class Prefer(StrEnum):
     """The criterion between plans that are within the budget."""
 
@@ -90,7 +93,8 @@ class PlanOptions:
 
     A search ends when the time of its plan is at most a share of `gap` above the lower bound, or after
     `seconds`, with the best plan so far. With `arena` the step runs in one storage, which the budget limits.
-    With `held_blocks` its code holds blocks of a caching allocator, so that it reserves less.
+    With `held_blocks` its code holds blocks of a caching allocator, so that it reserves less. A plan that
+    takes more than `slowest` times eager's time is refused.
     """
 
     allow: Collection[str] = TECHNIQUES
@@ -102,6 +106,16 @@ class PlanOptions:
     kernels: Kernels | str = Kernels.EAGER
     arena: bool = False
     held_blocks: bool = False
+    slowest: float = inf
+
+    @staticmethod
+    def of_call(allow: Iterable[str] | None, prefer: Prefer | str | None, **how: Any) -> "PlanOptions":
+        """What a caller wrote, None where nothing was. Who says what is allowed or preferred has chosen, and
+        who says nothing gets no plan that takes more than twice eager's time."""
+        slowest = SLOWEST_UNASKED if allow is None and prefer is None else inf
+        allow = TECHNIQUES if allow is None else known_techniques(allow)
+        prefer = Prefer.EXACTNESS if prefer is None else prefer
+        return PlanOptions(allow, prefer, slowest=slowest, **how)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allow", known_techniques(self.allow))

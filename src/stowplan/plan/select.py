@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from stowplan.errors import BudgetTooSmall, NotTileable
+from stowplan.errors import BudgetTooSmall, NotTileable, PlanTooSlow
 from stowplan.ir import Graph
 from stowplan.plan.frontier import Frontier, floor_of, relaxed_bound_of
 from stowplan.plan.options import PlanOptions, Prefer, Socket
@@ -244,6 +244,7 @@ class Group(Generic[C]):
 
 
 _LAST = 1e300  # seconds
+_NO_BUDGET = 1 << 62  # bytes, of a step that takes longer than eager's at any budget
 _ROUNDING = 1e-9  # of sums of seconds in another order
 
 
@@ -258,6 +259,7 @@ class Selector(Generic[C]):
     compare: Callable[[Plan], Plan] = lambda plan: plan  # with eager, where there is a model
     compiled: C | None = None  # the step with compiled kernels, which is used where it is faster
     gap: float = 0.0  # of the best plan's seconds: a candidate that can save less is not examined
+    slowest: float = inf  # times the baseline's seconds: a plan that takes more is refused
     _found: tuple[Group[C], ...] | None = field(default=None, repr=False)
     _refusals: Refusals = field(default_factory=Refusals, repr=False)
 
@@ -266,9 +268,19 @@ class Selector(Generic[C]):
         return self.compare(self.answer(allowed_bytes)[0])
 
     def answer(self, allowed_bytes: int) -> tuple[Plan, C]:
-        """The best plan and the candidate it is for."""
-        best = self._untiled_answer(allowed_bytes)
-        if best is not None and (self.prefer is Prefer.EXACTNESS or self._costs_nothing(best[0])):
+        """The best plan and the candidate it is for; raises PlanTooSlow if it is, and nobody asked for it."""
+        untiled = self._untiled_answer(allowed_bytes)
+        try:
+            best = self._best_beside(untiled, allowed_bytes)
+        except BudgetTooSmall as refusal:
+            raise self._fast_enough(refusal) from None
+        if self._times_eager(best[0]) > self.slowest:
+            raise self._too_slow(best, allowed_bytes, is_one_of_two=untiled is not None)
+        return best
+
+    def _best_beside(self, best: tuple[Plan, C] | None, allowed_bytes: int) -> tuple[Plan, C]:
+        """The best answer there is beside the untiled one."""
+        if best is not None and self._is_enough(best[0]):
             return best
         groups = [] if patience().over else list(self._groups)
         made, queue = list[C](), list[tuple[float, int, Iterator[float]]]()
@@ -316,8 +328,59 @@ class Selector(Generic[C]):
                 raise
             raise refusal.with_untiled((f"not all, because the search was ended by {over}",)) from None
 
-    def _costs_nothing(self, plan: Plan) -> bool:
-        return plan.projected_seconds <= self.baseline.seconds * (1 + _ROUNDING)
+    def _is_enough(self, plan: Plan) -> bool:
+        """Whether no tiles could be better than a plan without them."""
+        if self.prefer is Prefer.EXACTNESS:
+            return self._times_eager(plan) <= self.slowest
+        return self._times_eager(plan) <= 1 + _ROUNDING
+
+    def _times_eager(self, plan: Plan) -> float:
+        return plan.projected_seconds / self.baseline.seconds if self.baseline.seconds else 1.0
+
+    def _too_slow(self, best: tuple[Plan, C], allowed_bytes: int, *, is_one_of_two: bool) -> PlanTooSlow:
+        """The refusal of the fastest plan. Of two, who asks for tiles gets the one without."""
+        plan, _ = best
+        allow = 'allow=("recompute", "tile")' if plan.is_tiled else 'allow=("recompute",)'
+        return PlanTooSlow(
+            "tiles" if plan.is_tiled else "recomputation",
+            allowed_bytes=allowed_bytes,
+            minimum_bytes=self._fast_enough_bytes,
+            time_ratio=self._times_eager(plan),
+            slowest=self.slowest,
+            asking='prefer="time"' if plan.is_tiled and is_one_of_two else allow,
+        )
+
+    def _fast_enough(self, refusal: BudgetTooSmall) -> BudgetTooSmall:
+        """A refusal that names a budget with a plan that is not too slow."""
+        if self.slowest == inf:
+            return refusal
+        enough = self._fast_enough_bytes
+        if enough <= refusal.minimum_bytes:
+            return refusal
+        return refusal.above(
+            enough,
+            f"that plan is slow, and {format_bytes(enough)} ({enough} bytes) is the smallest budget found"
+            f" with a plan that takes at most {self.slowest:g} times eager's time",
+        )
+
+    @property
+    def _fast_enough_bytes(self) -> int:
+        """The smallest budget found with a plan without tiles that is not too slow.
+
+        A search for one budget may end with a plan that is slower than the frontier's by a share of `gap`,
+        and states of generators come on top of a peak: each budget is tried.
+        """
+        enough = max(1 + _ROUNDING, self.slowest / (1 + self.gap)) * self.baseline.seconds
+        offers = ((offer, each) for each in self._untiled for offer in self._offered(each))
+        fast = [(offer.peak_bytes, each) for offer, each in offers if offer.seconds <= enough]
+        least, further = 0, 1 << 12
+        for peak_bytes, candidate in sorted(fast, key=lambda pair: pair[0]):
+            if peak_bytes >= least:
+                found = self._answered(candidate, peak_bytes)
+                if found is not None and self._times_eager(found[0]) <= self.slowest:
+                    return peak_bytes
+                least, further = peak_bytes + further, 2 * further
+        return _NO_BUDGET
 
     @property
     def _groups(self) -> tuple[Group[C], ...]:

@@ -15,6 +15,7 @@ from stowplan.plan.explain.addresses import AddressesBeside
 from stowplan.plan.explain.explain import Explanation
 from stowplan.plan.explain.timeline import packed_bytes_of
 from stowplan.plan.explain.updates import updates_of
+from stowplan.plan.options import SLOWEST_UNASKED
 from stowplan.plan.plan import (
     Basis,
     Compute,
@@ -169,6 +170,7 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
             *_arena(plan),
             *_layouts(plan),
             ("time", f"{plan.time_ratio:.4f} of the baseline, in {unit}"),
+            *_slow(plan),
             *_iteration(plan),
             *_without_backward(plan),
             *((("gradients", _exactness(plan)),) if plan.has_backward else ()),
@@ -180,6 +182,13 @@ def _figures(plan: Plan, solve_seconds: float | None) -> Table:
             *((("planned in", f"{solve_seconds:.1f} s"),) if solve_seconds is not None else ()),
         )
     )
+
+
+def _slow(plan: Plan) -> Iterator[tuple[str, str]]:
+    """For a plan that nobody gets who does not ask for it."""
+    if plan.time_ratio > SLOWEST_UNASKED:
+        limit = f"more than {SLOWEST_UNASKED:g} times the baseline's time"
+        yield "slow", f"{limit}: `fit` uses such a plan only if allow= or prefer= is given"
 
 
 def _smallest_budget(plan: Plan) -> str:

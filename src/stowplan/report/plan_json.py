@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from stowplan.errors import BudgetTooSmall
+from stowplan.errors import BudgetTooSmall, PlanTooSlow
 from stowplan.plan.explain.explain import Explanation, TiledTensor
 from stowplan.plan.explain.timeline import packed_bytes_of
 from stowplan.plan.explain.updates import updates_of
@@ -77,9 +77,14 @@ def tiles_json(told: TileMap) -> Json:
 
 
 def refusal_json(refusal: BudgetTooSmall) -> Json:
-    """No plan: the smallest budget, null if nobody searched for it, and the tensors in memory at its peak."""
+    """No plan: the smallest budget, null if nobody searched for it, and the tensors in memory at its peak.
+
+    A plan that was refused because it is slow has the time that it would take.
+    """
+    slow = {"time_ratio": refusal.time_ratio} if isinstance(refusal, PlanTooSlow) else {}
     return {
         "feasible": False,
+        **slow,
         "allowed_bytes": refusal.allowed_bytes,
         "minimum_bytes": refusal.known_minimum_bytes,
         "binding": refusal.binding,

@@ -7,7 +7,8 @@ The budget "auto" is the device's free bytes less a margin, plus the bytes of th
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from os import PathLike
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -19,13 +20,10 @@ from stowplan.capture.recording import Loss
 from stowplan.errors import BadUse
 from stowplan.plan.options import (
     DEFAULT_OPTIONS,
-    TECHNIQUES,
     Kernels,
     PlanOptions,
-    Prefer,
     Progress,
     Socket,
-    known_techniques,
 )
 from stowplan.plan.plan import Plan
 from stowplan.run.call_planner import CallPlanner
@@ -122,8 +120,8 @@ def fit(
     layouts: str = "follow",
     parameters: str = "replicate",
     reserve: float | str = 0,
-    allow: Iterable[str] = TECHNIQUES,
-    prefer: str = Prefer.EXACTNESS,
+    allow: Iterable[str] | None = None,
+    prefer: str | None = None,
     kernels: str = Kernels.EAGER,
     arena: bool = False,
     held_blocks: bool = False,
@@ -157,13 +155,16 @@ def fit(
     `{"cuda:0": "8GiB", "cuda:1": "6GiB"}`. One number limits their sum, and "auto" limits each.
     `plans_of(fitted)[0].peaks_by_device` has the projected peak of each.
 
-    `allow` names the techniques that the plan may use. Recomputation leaves every gradient bitwise equal.
-    Tiles add in another order, so gradients are then equal within rounding. By default tiles are used only if
-    nothing else fits, and with `prefer="time"` wherever they are faster; `plans_of(fitted)[0].exactness` says
-    which. The search ends when the time of its plan is at most a share of `gap` above the lower bound. After
-    `time_limit` seconds it ends with the best plan so far, which then says so; `moves` limits it in a way
-    that does not depend on the machine. Planning that takes more than two seconds shows on one line what runs
-    and the best plan so far, on a terminal and in a notebook; elsewhere it logs lines under "stowplan" at
+    `allow` names the techniques that the plan may use, by default recompute and tile. Recomputation leaves
+    every gradient bitwise equal. Tiles add in another order, so gradients are then equal within rounding. By
+    default (`prefer="exactness"`) tiles are used only if nothing else fits, and with `prefer="time"` wherever
+    they are faster; `plans_of(fitted)[0].exactness` says which. A plan that takes more than twice eager's
+    time, by the prices of its ops, is used only if `allow` or `prefer` is given: otherwise it counts as one
+    that does not fit, and `PlanTooSlow`, a `BudgetTooSmall`, names its time and the smallest budget with a
+    faster plan. The search ends when the time of its plan is at most a share of `gap` above the lower bound.
+    After `time_limit` seconds it ends with the best plan so far, which then says so; `moves` limits it in a
+    way that does not depend on the machine. Planning that takes more than two seconds shows on one line what
+    runs and the best plan so far, on a terminal and in a notebook; elsewhere it logs lines under "stowplan" at
     level INFO. `progress` is called with the number of probed ops and their total.
 
     `kernels="compiled"` lets inductor compile groups of ops (chains of pointwise ops, norms, softmax, losses)
@@ -231,8 +232,8 @@ def fit(
     _refuse_loss(loss, outputs)
     refuse_wrapped(model)
     _refuse_loss_within_call(model, loss)
-    how = known_techniques(allow), prefer, moves, progress, time_limit, gap, kernels
-    options = PlanOptions(*how, arena=bool(arena), held_blocks=bool(held_blocks))
+    how: Any = {"moves": moves, "progress": progress, "seconds": time_limit, "gap": gap, "kernels": kernels}
+    options = PlanOptions.of_call(allow, prefer, **how, arena=bool(arena), held_blocks=bool(held_blocks))
     if options.arena and mesh is not None:
         raise BadUse("arena=True is for the step of one process; leave it out with mesh=")
     if options.held_blocks and (options.arena or mesh is not None or isinstance(budget, Mapping)):
@@ -271,6 +272,7 @@ def fit(
             raise BadUse("loss and outputs are not offered with a mesh: there the model returns its loss")
         whole, beside = parse_bytes(budget, "budget"), parse_bytes(reserve, "reserve")
         bytes_left(whole, beside)
+        options = replace(options, slowest=inf)  # workers take what they agree on, with a warning
         request = ShardRequest(mesh, whole, beside, options, dims, layouts, parameters, iteration)
         return cast(Model, MESHES.of("mesh")(model, tuple(args), dict(kwargs or {}), request))
     if dims is not None or layouts != "follow" or parameters != "replicate":

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter, signature
+from math import inf
 from typing import TypeAlias
 
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.cards import Card
-from stowplan.plan.options import TECHNIQUES, Kernels, PlanOptions
+from stowplan.plan.options import SLOWEST_UNASKED, TECHNIQUES, Kernels, PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.progress import showing_progress
 from stowplan.run.planning.planner import USER_PLANS, Subject, step_planner
@@ -64,12 +65,13 @@ class Sizes:
     card: Card | None = None  # another device, on which the budget is of reserved bytes
     optimizer: str | None = None  # of whole iterations
     kernels: str = Kernels.EAGER  # of plans; where eager fits, it is eager
+    slowest: float = inf  # times eager's time
 
     def attempt(self, techniques: Techniques, allowed_bytes: int, step: int) -> SizeAttempt:
         """Whether a size fits: capture it, probe its ops, and plan it, or take the plan that is cached."""
         size = self.first + step * self.multiple
         target = load_target(self.target, **{self.vary: size})
-        options = PlanOptions(techniques, moves=self.moves, kernels=self.kernels)
+        options = PlanOptions(techniques, moves=self.moves, kernels=self.kernels, slowest=self.slowest)
         if self.card is not None:
             return self._attempt_on(self.card, target, options, allowed_bytes, size)
         captured = subject = subject_of(target)
@@ -127,7 +129,7 @@ def largest_of(
     first: int | None = None,
     multiple: int = 1,
     most: int | None = None,
-    allow: Iterable[str] = TECHNIQUES,
+    allow: Iterable[str] | None = None,
     moves: int | None = None,
     card: Card | None = None,
     optimizer: str | None = None,
@@ -139,12 +141,15 @@ def largest_of(
     the search for each plan. On a `card`, another device than this one, bytes are reserved ones, and tiles
     are not planned. With an `optimizer`, a name of torch.optim or MODULE:FUNCTION, whole iterations shall
     fit; with "offload", its state may wait in a tier. With compiled `kernels`, each size that is planned has
-    kernels of its own to compile.
+    kernels of its own to compile. Without `allow`, a size whose plan takes more than twice eager's time does
+    not fit.
     """
     if card is not None and kernels != Kernels.EAGER:
         raise BadUse("--kernels compiled is for this machine, where kernels are priced: drop it, or --device")
     start = _first_size(target, vary) if first is None else first
-    sizes = Sizes(target, vary, start, multiple, moves, card, optimizer, kernels)
+    slowest = SLOWEST_UNASKED if allow is None and card is None else inf
+    sizes = Sizes(target, vary, start, multiple, moves, card, optimizer, kernels, slowest)
+    allow = TECHNIQUES if allow is None else allow
     limit = _MOST_STEPS if most is None else (most - sizes.first) // multiple
     if optimizer is not None:  # whose iterations have no tiles, and whose state a tier takes
         allow = [technique for technique in allow if technique in ("recompute", "offload")]

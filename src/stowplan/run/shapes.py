@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stowplan.capture.recording import Step, argument_names
 from stowplan.capture.stand_ins import flatten
-from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.errors import BadUse, BudgetTooSmall, PlanTooSlow
 from stowplan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -252,7 +252,9 @@ def _cost_of(fitting: "Fitting", fitted: nn.Module, made: Call, batches: tuple[i
             found = fitting.foreseen(fitted, *made)
     except BudgetTooSmall as refusal:
         minimum = refusal.known_minimum_bytes
-        return ShapeCost(shapes, "does not fit", minimum_bytes=minimum, batches=batches)
+        is_slow = isinstance(refusal, PlanTooSlow)
+        how = f"refused at {refusal.time_ratio:.1f} x" if is_slow else "does not fit"
+        return ShapeCost(shapes, how, minimum_bytes=minimum, batches=batches)
     if found is None:
         return ShapeCost(shapes, "wants no gradient", 0, 1.0, batches=batches)
     plan, is_smaller = found

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stowplan.capture import Captured
-from stowplan.errors import BadUse, BudgetTooSmall, PlanOfAnotherStep
+from stowplan.errors import BadUse, BudgetTooSmall, PlanOfAnotherStep, PlanTooSlow
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Tier
 from stowplan.run.iteration.one_by_one import (
@@ -115,7 +115,10 @@ class IterationPlanner:
                 others.append(other)
         if others:
             raise others[0]
-        raise min(refusals, key=lambda each: each.minimum_bytes) from None
+        least = min(each.minimum_bytes for each in refusals)
+        if slow := next((each for each in refusals if isinstance(each, PlanTooSlow)), None):
+            raise slow.at_best(least) from None
+        raise next(each for each in refusals if each.minimum_bytes == least) from None
 
     def steps(self, subject: Subject) -> list[Subject]:
         """The step with the updates of this optimizer, in all variants."""

@@ -7,7 +7,7 @@ again for that much less.
 from collections.abc import Callable
 from dataclasses import replace
 
-from stowplan.errors import BudgetTooSmall
+from stowplan.errors import BudgetTooSmall, PlanTooSlow
 from stowplan.plan.allocator.arena import ArenaLayout, lay_out
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.run.cost.machine import device_of
@@ -29,6 +29,8 @@ def in_arena(
     for attempt in range(_ATTEMPTS):
         try:
             found = _laid_out(planned(room))
+        except PlanTooSlow:
+            raise
         except BudgetTooSmall as refusal:
             room, binding = 0, refusal.binding
             found = _laid_out(planned(refusal.minimum_bytes))

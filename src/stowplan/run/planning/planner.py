@@ -263,7 +263,8 @@ def step_planner(subject: Subject, options: PlanOptions = DEFAULT_OPTIONS) -> Se
     compiled = None
     if options.kernels == Kernels.COMPILED:
         compiled = COMPILED.of("compiled")(subject, pricing, baseline, options)
-    return Selector(plain, baseline, find, Prefer(options.prefer), compiled=compiled, gap=options.gap)
+    limits = {"gap": options.gap, "slowest": options.slowest}
+    return Selector(plain, baseline, find, Prefer(options.prefer), compiled=compiled, **limits)
 
 
 def takes_longer(captured: Captured) -> bool:
@@ -412,6 +413,7 @@ def _key_of(graph: Graph, allowed_bytes: int, options: PlanOptions) -> str:
     """A file name from everything that a plan depends on."""
     device = device_of(graph)
     settings = (sorted(options.allow), options.prefer, options.moves, options.gap, options.kernels)
+    settings = (*settings, options.slowest)
     rules = sorted(registered_types & {op.type for op in graph.ops})
     parts = (
         format_graph(graph),

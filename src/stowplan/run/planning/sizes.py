@@ -65,6 +65,8 @@ class PlannedSizes:
             plan = plan_within(planner, allowed_bytes)
         except BudgetTooSmall:
             return None
+        if plan.time_ratio > options.slowest:
+            return None
         step = PlannedStep(replace(plan, bound_seconds=bound), captured, is_carried=True)
         if carried is None:
             self.add(step)
