@@ -176,7 +176,7 @@ def test_a_hopeless_budget_is_refused_before_ops_are_probed(
 def test_commands_and_fit_share_plans_and_check_takes_a_plan(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    budget = "330kB"
+    budget = "360kB"
     made = _json_of(capsys, "plan", model, "--budget", budget, "-o", "plan.json")
     monkeypatch.delattr("stowplan.run.cost.probe.cost_of_call")
     again = _json_of(capsys, "plan", model, "--budget", budget)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stowplan.analyse.inspection import PACKED_UNASKED, Inspection, inspection_of
 from stowplan.analyse.layouts import Layouts, with_fewest_changes
 from stowplan.analyse.training import training_step_of
-from stowplan.errors import BadUse
+from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.formats.door import format_for, read_document, text_of
 from stowplan.ir import Document, Note, NoteKind
 from stowplan.plan.explain.explain import Explanation, TiledTensor, explain, explain_tiled
@@ -296,8 +296,8 @@ def _refuse_kernels_of_file(target: str | Path, kernels: str) -> None:
         raise BadUse(f"{target} is a file, whose kernels cannot be compiled: give MODULE:FUNCTION")
 
 
-def _smallest_budget(planner: "Callable[[], Selector[Any]]") -> int:
-    return planner().minimum_bytes
+def _smallest_budget(planner: "Callable[[], Selector[Any]]") -> BudgetTooSmall:
+    return planner().smallest
 
 
 def plan_for(

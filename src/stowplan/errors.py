@@ -103,7 +103,9 @@ class BudgetTooSmall(StowplanError):
 
     If tiles were considered, `untiled` has one line for each part of the step that they did not help. A
     budget below the bytes of parameters, inputs and gradients is refused without a search. Then
-    `binding` is empty, and `minimum_bytes` searches when it is first read, which takes as long as planning.
+    `binding` is empty, and `minimum_bytes` searches when it is first read, for as long as `time_limit` or, if
+    there is none, for ten seconds and a hundred steps. If `ended` says what ended a search, a smaller budget
+    may do.
     """
 
     exit_code = 1
@@ -113,11 +115,12 @@ class BudgetTooSmall(StowplanError):
         what: str,
         *,
         allowed_bytes: int,
-        minimum_bytes: int | Callable[[], int],
+        minimum_bytes: "int | Callable[[], BudgetTooSmall]",
         binding: tuple[str, ...],
         untiled: tuple[str, ...] = (),
     ) -> None:
         self.allowed_bytes, self._minimum_bytes, self.binding = allowed_bytes, minimum_bytes, binding
+        self._ended = ""
         self.what, self.untiled = what, untiled
         super().__init__(self._text())
 
@@ -125,8 +128,18 @@ class BudgetTooSmall(StowplanError):
     def minimum_bytes(self) -> int:
         """The smallest budget for which a plan was found."""
         if not isinstance(self._minimum_bytes, int):
-            self._minimum_bytes = self._minimum_bytes()
+            found = self._minimum_bytes()
+            self._minimum_bytes, self._ended = found.minimum_bytes, found.ended
         return self._minimum_bytes
+
+    @property
+    def ended(self) -> str:
+        """What ended the search for the smallest budget early; empty if nothing did."""
+        return self._ended if self.minimum_bytes else ""
+
+    def ended_by(self, what: str) -> Self:
+        """The same refusal of a search that something has ended."""
+        return self._changed(_ended=what)
 
     def again(self) -> Self:
         """The same refusal, to be raised a second time."""
@@ -149,13 +162,16 @@ class BudgetTooSmall(StowplanError):
         """The refusal of a budget that also has to hold `nbytes` for something else."""
         if not nbytes:
             return self
-        known = isinstance(self._minimum_bytes, int)
-        total = f", {self.minimum_bytes + nbytes:,} bytes in total" if known else ""
+        known = self.known_minimum_bytes
+        total = "" if known is None else f", {known + nbytes:,} bytes in total"
         return self._changed(
             what=f"{self.what}; with {nbytes:,} bytes for {what}{total}",
             allowed_bytes=self.allowed_bytes + nbytes,
-            _minimum_bytes=self.minimum_bytes + nbytes if known else lambda: self.minimum_bytes + nbytes,
+            _minimum_bytes=(lambda: self._more(nbytes)) if known is None else known + nbytes,
         )
+
+    def _more(self, nbytes: int) -> Self:
+        return self._changed(_minimum_bytes=self.minimum_bytes + nbytes, _ended=self.ended)
 
     def _changed(self, **attributes: object) -> Self:
         """The same refusal with other attributes, and the text that follows from them."""

@@ -316,7 +316,9 @@ def _train_sharded_blocks() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     pair = tuple(same_chain(nn.LayerNorm) for _ in range(2))
     for number, block in enumerate(pair[1].blocks):
-        pair[1].blocks[number] = fit(block, args, budget=budget_halfway(block, args), moves=MOVES)
+        pair[1].blocks[number] = fit(
+            block, args, budget=budget_halfway(block, args), moves=MOVES, allow=("recompute",)
+        )
     for each in pair:
         for block in each.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)

@@ -33,6 +33,7 @@ from tests.support.iterations import Loop, differing
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 ROOMY = 10**9
+ASKED: dict[str, Any] = {"allow": ("recompute",)}  # however slow
 
 
 class Tower(nn.Module):
@@ -233,7 +234,7 @@ def test_the_entries_of_the_state_come_in_eagers_order(kind: str) -> None:
 def smallest(model: nn.Module, x: Tensor, optimizer: Optimizer, **options: Any) -> int:
     """The smallest budget of an iteration."""
     with pytest.raises(BudgetTooSmall) as refusal:
-        fit(model, (x,), budget=1, optimizer=optimizer, moves=3, **options)
+        fit(model, (x,), budget=1, optimizer=optimizer, moves=3, **{**ASKED, **options})
     return refusal.value.minimum_bytes
 
 
@@ -262,7 +263,7 @@ def test_twenty_iterations_and_a_resume_have_eagers_bits(net: str, kind: str) ->
     other = OPTIMIZERS[kind](groups_of(resumed))
     resumed.load_state_dict(model.state_dict())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    tight = fit(resumed, (x,), budget=smallest(resumed, x, other), optimizer=other, moves=3)
+    tight = fit(resumed, (x,), budget=smallest(resumed, x, other), optimizer=other, moves=3, **ASKED)
     losses += loop(tight, other, x, 10, seed=2)
     assert losses == expected
     assert same((eager, eager_optimizer), (resumed, other))
@@ -362,7 +363,7 @@ def test_the_peak_of_an_iteration_is_as_projected(kind: str) -> None:
     optimizer = OPTIMIZERS[kind](model.parameters())
     budget = smallest(model, x, optimizer)
     assert not optimizer.state
-    fitted = fit(model, (x,), budget=budget, optimizer=optimizer, moves=3)
+    fitted = fit(model, (x,), budget=budget, optimizer=optimizer, moves=3, **ASKED)
     plan, measured = plans_of(fitted)[0], iteration_peak(fitted, optimizer, x)
     assert abs(measured - plan.projected_peak_bytes) <= 0.005 * measured
     assert measured <= 1.005 * budget < plan.plain_peak_bytes
@@ -426,7 +427,7 @@ def test_where_gradients_do_not_fit_a_second_backward_clips(kind: str) -> None:
     optimizer = OPTIMIZERS[kind](groups_of(model))
     budget = smallest(model, x, optimizer, clip_norm=0.01)
     assert budget < smallest(model, x, optimizer, clip_norm=0.01, keep_gradients=True)
-    tight = fit(model, (x,), budget=budget, optimizer=optimizer, moves=3, clip_norm=0.01)
+    tight = fit(model, (x,), budget=budget, optimizer=optimizer, moves=3, clip_norm=0.01, **ASKED)
     assert loop(tight, optimizer, x, 6) == expected
     assert same((eager, eager_optimizer), (model, optimizer))
     peak = iteration_peak(tight, optimizer, x)
@@ -480,7 +481,7 @@ def test_a_scaler_is_refused_where_two_backwards_clip() -> None:
     x, model = tower_batch(), Tower(dropout=0.0)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     budget = smallest(model, x, optimizer, clip_norm=0.01)
-    tight = fit(model, (x,), budget=budget, optimizer=optimizer, moves=3, clip_norm=0.01)
+    tight = fit(model, (x,), budget=budget, optimizer=optimizer, moves=3, clip_norm=0.01, **ASKED)
     with pytest.raises(BadUse, match="Nothing has been updated yet"):
         scaled_loop(tight, optimizer, x)
 

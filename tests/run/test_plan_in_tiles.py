@@ -21,6 +21,8 @@ from tests.support.nets import NETS
 
 pytestmark = pytest.mark.torch
 
+TILES = ("recompute", "tile")
+
 MOVES = 1000
 Built = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -106,7 +108,7 @@ def test_an_ample_budget_has_no_tiles(vgg: Built) -> None:
 @pytest.mark.slow
 def test_bits_come_before_time_unless_told_otherwise(vgg: Built, floor_bytes: int) -> None:
     allowed = int(1.02 * floor_bytes)
-    (exact,) = plans_of(fit(vgg[0], vgg[1], budget=allowed, moves=MOVES))
+    (exact,) = plans_of(fit(vgg[0], vgg[1], budget=allowed, allow=TILES, moves=MOVES))
     assert exact.exactness is Exactness.BITWISE
     (fastest,) = plans_of(fit(vgg[0], vgg[1], budget=allowed, prefer="time", moves=MOVES))
     assert fastest.projected_seconds <= exact.projected_seconds
@@ -117,9 +119,9 @@ def test_bits_come_before_time_unless_told_otherwise(vgg: Built, floor_bytes: in
 @pytest.mark.slow
 def test_a_budget_below_everything_is_refused_with_the_smallest(vgg: Built, floor_bytes: int) -> None:
     with pytest.raises(BudgetTooSmall) as refused:
-        fit(vgg[0], vgg[1], budget=1000, moves=MOVES)
+        fit(vgg[0], vgg[1], budget=1000, allow=TILES, moves=MOVES)
     assert 1000 < refused.value.minimum_bytes < floor_bytes
-    fit(vgg[0], vgg[1], budget=refused.value.minimum_bytes, moves=MOVES)
+    fit(vgg[0], vgg[1], budget=refused.value.minimum_bytes, allow=TILES, moves=MOVES)
     with pytest.raises(BudgetTooSmall) as refused:
         fit(vgg[0], vgg[1], budget=1000, allow=["recompute"], moves=MOVES)
     assert refused.value.minimum_bytes == floor_bytes

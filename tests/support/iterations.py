@@ -92,7 +92,7 @@ class Loop:
     def fit_options(self) -> dict[str, Any]:
         """What `fit` is told of the loop."""
         clipped = {"clip_norm": CLIP_NORM} if self.clips else {}
-        return {"accumulate": self.accumulate, "moves": 1, **clipped}
+        return {"accumulate": self.accumulate, "moves": 1, "allow": ("recompute",), **clipped}
 
     def smallest_plan(self) -> Plan:
         """The plan for the smallest budget. The network is captured once for all its loops."""

@@ -127,7 +127,8 @@ class TornLoop:
         tier = DiskTier(folder, chunk_bytes=4096, calls=calls) if calls else None
 
         with patch("stowplan.run.iteration.planner.tier_for", lambda _: tier):
-            fitted = fit(model, (_batch(),), budget=budget, optimizer=optimizer, moves=3, **options)
+            asked: dict[str, Any] = {"allow": ("recompute",), "moves": 3, **options}
+            fitted = fit(model, (_batch(),), budget=budget, optimizer=optimizer, **asked)
         loop = TornLoop(model, optimizer, fitted, options.get("accumulate", 1), tier, calls)
         for _ in range(2):
             loop.iterate()

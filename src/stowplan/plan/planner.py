@@ -19,6 +19,7 @@ from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions, Socket
 from stowplan.plan.plan import (
     Decision,
     Keep,
+    Machine,
     Offload,
     Plan,
     Pricing,
@@ -27,10 +28,13 @@ from stowplan.plan.plan import (
     Step,
     Store,
     Tier,
+    price_by_roofline,
 )
 from stowplan.plan.problem import Problem, Values, problem_of, slices_last
+from stowplan.plan.watch import limited_to
 from stowplan.units import format_bytes
 
+NAMING_SECONDS, NAMING_STEPS = 10.0, 100  # to name the smallest budget: these, and times a step
 _ADVICE = "`stowplan plan TARGET --frontier` shows what every budget costs"
 _NO_BACKWARD = "the graph has no backward half, so there is nothing to recompute"
 
@@ -181,11 +185,11 @@ class Planner:
 
 
 def refuse_hopeless(
-    graph: Graph, allowed_bytes: int, options: PlanOptions, minimum_bytes: Callable[[], int]
+    graph: Graph, allowed_bytes: int, options: PlanOptions, smallest: Callable[[], BudgetTooSmall]
 ) -> None:
     """Raise BudgetTooSmall, before ops are probed, if parameters, inputs and gradients exceed the budget.
 
-    `minimum_bytes` finds the smallest budget when the error is asked for it.
+    `smallest` finds the smallest budget when the error is asked for it.
     """
     values = Values(graph)
     least = values.standing_bytes
@@ -204,9 +208,15 @@ def refuse_hopeless(
         f"{format_bytes(allowed_bytes)} allowed, but parameters, inputs and gradients alone take"
         f" {format_bytes(least)} ({least} bytes); {advice}",
         allowed_bytes=allowed_bytes,
-        minimum_bytes=minimum_bytes,
+        minimum_bytes=partial(_searched, graph, options, smallest),
         binding=(),
     )
+
+
+def _searched(graph: Graph, options: PlanOptions, smallest: Callable[[], BudgetTooSmall]) -> BudgetTooSmall:
+    step_seconds = sum(price_by_roofline(graph, Machine()).seconds.values())
+    with limited_to(options.seconds or NAMING_SECONDS + NAMING_STEPS * step_seconds):
+        return smallest()
 
 
 def _is_gradient_of_parameter(graph: Graph, name: str) -> bool:

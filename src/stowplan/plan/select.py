@@ -228,6 +228,7 @@ def _asked(planner: Planner | None, allowed_bytes: int, ask: Callable[[Planner, 
 
 
 C = TypeVar("C", bound=Candidate)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ class Group(Generic[C]):
 
     @cached_property
     def candidates(self) -> tuple[C, ...]:
-        return tuple(self.make())
+        return tuple(_while_there_is_time(self.make()))
 
 
 _LAST = 1e300  # seconds
@@ -273,7 +274,7 @@ class Selector(Generic[C]):
         try:
             best = self._best_beside(untiled, allowed_bytes)
         except BudgetTooSmall as refusal:
-            raise self._fast_enough(refusal) from None
+            raise self._told(refusal) from None
         if self._times_eager(best[0]) > self.slowest:
             raise self._too_slow(best, allowed_bytes, is_one_of_two=untiled is not None)
         return best
@@ -350,8 +351,10 @@ class Selector(Generic[C]):
             asking='prefer="time"' if plan.is_tiled and is_one_of_two else allow,
         )
 
-    def _fast_enough(self, refusal: BudgetTooSmall) -> BudgetTooSmall:
-        """A refusal that names a budget with a plan that is not too slow."""
+    def _told(self, refusal: BudgetTooSmall) -> BudgetTooSmall:
+        """A refusal that names a budget with a plan that is not too slow, or what ended the search for it."""
+        if over := patience().over:
+            return refusal.ended_by(over)
         if self.slowest == inf:
             return refusal
         enough = self._fast_enough_bytes
@@ -386,7 +389,7 @@ class Selector(Generic[C]):
     def _groups(self) -> tuple[Group[C], ...]:
         """The tiled candidates: those that are there at once, then others by what they take at least."""
         if self._found is None:
-            found = list(self.find_candidates(self._refusals))
+            found = list(_while_there_is_time(self.find_candidates(self._refusals)))
             at_once = tuple(each for each in found if not isinstance(each, Group))
             later = (each for each in found if isinstance(each, Group))
             by_bound = sorted(later, key=lambda group: group.least_seconds)
@@ -396,7 +399,9 @@ class Selector(Generic[C]):
     @property
     def candidates(self) -> tuple[C, ...]:
         """All tiled candidates."""
-        return tuple(candidate for group in self._groups for candidate in group.candidates)
+        return tuple(
+            candidate for group in _while_there_is_time(self._groups) for candidate in group.candidates
+        )
 
     def tradeoffs(self) -> tuple[Tradeoff, ...]:
         """Budget against time over all candidates, from the smallest budget on."""
@@ -421,28 +426,36 @@ class Selector(Generic[C]):
     @property
     def minimum_bytes(self) -> int:
         """The smallest budget for which a plan was found; searches wherever it could be."""
+        return self.smallest.minimum_bytes
+
+    @property
+    def smallest(self) -> BudgetTooSmall:
+        """The refusal of a budget of no bytes."""
         try:
-            self._by_the_smallest(0)
+            plan, _ = self._by_the_smallest(0)
         except BudgetTooSmall as refusal:
-            return refusal.minimum_bytes
-        return 0
+            return self._told(refusal)
+        return BudgetTooSmall("", allowed_bytes=0, minimum_bytes=plan.projected_peak_bytes, binding=())
 
     def _by_the_smallest(self, allowed_bytes: int) -> tuple[Plan, C]:
         """The answer of a candidate that seemed to need more; else BudgetTooSmall with the smallest found.
 
         The floor of a candidate is an estimate: its ops may turn out to take less when they are probed.
         """
-        floors = {
-            number: floor
-            for number, candidate in enumerate(self.candidates)
-            if (floor := self._floor(candidate)) < inf
-        }
+        floors: dict[int, float] = {}
+        for number, candidate in enumerate(self.candidates):
+            if patience().over:
+                break
+            if (floor := self._floor(candidate)) < inf:
+                floors[number] = floor
         smallest: BudgetTooSmall | None = None
         candidates = (
             *self._untiled,
             *(self.candidates[number] for number in sorted(floors, key=floors.__getitem__)),
         )
         for candidate in candidates:
+            if smallest is not None and patience().over:
+                break
             if smallest is not None and candidate.floor_bytes >= smallest.minimum_bytes:
                 continue
             try:
@@ -501,6 +514,14 @@ class Selector(Generic[C]):
     def _note(self, candidate: C, refusal: NotTileable) -> None:
         for stretch in candidate.stretches:
             self._refusals.add(stretch, refusal)
+
+
+def _while_there_is_time(found: Iterable[T]) -> Iterator[T]:
+    """What is found before somebody ends the search."""
+    for each in found:
+        yield each
+        if patience().over:
+            return
 
 
 def _faster(one: tuple[Plan, C] | None, other: tuple[Plan, C] | None) -> tuple[Plan, C] | None:

@@ -26,6 +26,7 @@ from stowplan.ops.table import shape_of
 from stowplan.plan.options import Kernels, PlanOptions
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.progress import showing_progress
+from stowplan.plan.watch import limited_to
 from stowplan.run.border.draws import Draws, SomebodyDrew
 from stowplan.run.border.guard import (
     Dependencies,
@@ -158,7 +159,10 @@ class CallPlanner:
         dependencies = self.latest = observation.dependencies(captured.program, leaves, captured.answers)
         subject = Subject(captured, plain, args, kwargs, loss=self.loss)
         beside = 0 if self.devices else _constant_bytes(captured.program)  # devices count them each
-        with refused_beside(beside, "tensors that are attributes, globals or written out"):
+        with (
+            limited_to(self.options.seconds),
+            refused_beside(beside, "tensors that are attributes, globals or written out"),
+        ):
             plans = partial(self._planned_step, allowed_bytes=self.allowed_bytes - beside, given=given)
             if self.iteration is None:
                 found = plans(subject)

@@ -164,8 +164,8 @@ def fit(
     faster plan. The search ends when the time of its plan is at most a share of `gap` above the lower bound.
     After `time_limit` seconds it ends with the best plan so far, which then says so; `moves` limits it in a
     way that does not depend on the machine. Planning that takes more than two seconds shows on one line what
-    runs and the best plan so far, on a terminal and in a notebook; elsewhere it logs lines under "stowplan" at
-    level INFO. `progress` is called with the number of probed ops and their total.
+    runs and the best plan so far, on a terminal and in a notebook; elsewhere it logs lines under "stowplan"
+    at level INFO. `progress` is called with the number of probed ops and their total.
 
     `kernels="compiled"` lets inductor compile groups of ops (chains of pointwise ops, norms, softmax, losses)
     where that is faster; products and convolutions stay eager. Each distinct group is compiled once on a

@@ -187,7 +187,7 @@ class ProjectedStep:
             raise BudgetTooSmall(
                 f"{refusal.what}; {_NO_TILES}, so none were considered",
                 allowed_bytes=refusal.allowed_bytes,
-                minimum_bytes=(lambda: own.minimum_bytes) if smallest is None else smallest,
+                minimum_bytes=(lambda: own) if smallest is None else smallest,
                 binding=refusal.binding,
             ) from None
 
@@ -195,7 +195,7 @@ class ProjectedStep:
         self, allowed: int, options: PlanOptions, settings: AllocatorSettings | None
     ) -> tuple[Plan, HeapProjection | None]:
         planner = self.planner(options)
-        refuse_hopeless(self.graph, allowed, options, lambda: planner.minimum_bytes)
+        refuse_hopeless(self.graph, allowed, options, lambda: planner.smallest)
         with limited_to(options.seconds):
             if not self.card.is_cuda:
                 return planner.plan(allowed), None

@@ -252,8 +252,9 @@ def _cost_of(fitting: "Fitting", fitted: nn.Module, made: Call, batches: tuple[i
             found = fitting.foreseen(fitted, *made)
     except BudgetTooSmall as refusal:
         minimum = refusal.known_minimum_bytes
-        is_slow = isinstance(refusal, PlanTooSlow)
-        how = f"refused at {refusal.time_ratio:.1f} x" if is_slow else "does not fit"
+        how = "does not fit"
+        if isinstance(refusal, PlanTooSlow):
+            how = f"refused at {refusal.time_ratio:.1f} x"
         return ShapeCost(shapes, how, minimum_bytes=minimum, batches=batches)
     if found is None:
         return ShapeCost(shapes, "wants no gradient", 0, 1.0, batches=batches)

@@ -14,6 +14,8 @@ from stowplan.run.measure.measure import measure
 from stowplan.run.tiles.candidates import TiledCandidate
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.usefixtures("one_thread", "fresh_cache")]
+
+TILES = ("recompute", "tile")
 SHAPE = (2, 6, 12, 12)
 
 
@@ -88,7 +90,7 @@ def test_a_step_runs_at_the_smallest_budget_that_tiles_are_said_to_have(
     if layout == "transposed":
         x = torch.randn(2, 12, 6, 12).transpose(1, 2)
     model = Net(between)
-    fitted = fit(model, (x,), budget=refusal_of(model, x).minimum_bytes, moves=50)
+    fitted = fit(model, (x,), budget=refusal_of(model, x).minimum_bytes, allow=TILES, moves=50)
     torch.testing.assert_close(step(fitted, x), step(model, x), rtol=1e-4, atol=1e-4)
 
 
@@ -111,7 +113,7 @@ def test_a_mask_in_another_layout_is_planned_with_tiles_allowed(seed: int) -> No
     budget = refusal_of(model, x, ("recompute",)).minimum_bytes - 1
     least = refusal_of(model, x).minimum_bytes
     assert least <= budget + 1
-    fitted = fit(model, (x,), budget=least, moves=50)
+    fitted = fit(model, (x,), budget=least, allow=TILES, moves=50)
     torch.testing.assert_close(step(fitted, x), step(model, x))
 
 
@@ -174,7 +176,7 @@ def test_a_step_that_reads_what_it_updated_is_planned_without_tiles(name: str) -
     plain.load_state_dict(model.state_dict())
     refusal = refusal_of(model, x)
     assert any(f"{name}.updated, which the step overwrites" in line for line in refusal.untiled)
-    fitted = fit(model, (x,), budget=refusal.minimum_bytes, moves=50)
+    fitted = fit(model, (x,), budget=refusal.minimum_bytes, allow=TILES, moves=50)
     same = x.clone()
     torch.testing.assert_close(step(fitted, x), step(plain, same), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close((x, model.mean), (same, plain.mean))
@@ -188,7 +190,7 @@ def test_a_stretch_with_a_tensor_of_no_elements_is_not_tiled() -> None:
     model, x = Net(with_nothing), torch.randn(SHAPE)
     refusal = refusal_of(model, x)
     assert any("has no elements to cut" in line for line in refusal.untiled)
-    fitted = fit(model, (x,), budget=refusal.minimum_bytes, moves=50)
+    fitted = fit(model, (x,), budget=refusal.minimum_bytes, allow=TILES, moves=50)
     torch.testing.assert_close(step(fitted, x), step(model, x), rtol=1e-4, atol=1e-4)
 
 
@@ -232,7 +234,7 @@ def test_a_step_with_a_gradient_of_its_own_is_planned_without_tiles() -> None:
     x, model = torch.randn(SHAPE), Net(lambda a, _: Halved.apply(a))  # type: ignore[no-untyped-call]
     refusal = refusal_of(model, x)
     assert any("the whole step" in line and "in its own way" in line for line in refusal.untiled)
-    fitted = fit(model, (x,), budget=refusal.minimum_bytes, moves=50)
+    fitted = fit(model, (x,), budget=refusal.minimum_bytes, allow=TILES, moves=50)
     assert not plans_of(fitted)[0].tile_maps
     torch.testing.assert_close(step(fitted, x), step(model, x))
 

@@ -16,6 +16,8 @@ from stowplan.run.fit import fit, plans_of
 from stowplan.run.tiles.sweep import Sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.usefixtures("one_thread", "fresh_cache")]
+
+TILES = ("recompute", "tile")
 IMAGE = (1, 2, 48, 48)
 
 
@@ -42,12 +44,12 @@ def image(dtype: torch.dtype = torch.float32) -> Tensor:
 
 def least_bytes(model: nn.Module, x: Tensor) -> int:
     with pytest.raises(BudgetTooSmall) as refusal:
-        fit(model, (x,), budget=1, moves=50)
+        fit(model, (x,), budget=1, allow=TILES, moves=50)
     return refusal.value.minimum_bytes
 
 
 def in_tiles(model: nn.Module, x: Tensor) -> nn.Module:
-    fitted = fit(model, (x,), budget=int(least_bytes(model, x) * 1.05), moves=50)
+    fitted = fit(model, (x,), budget=int(least_bytes(model, x) * 1.05), allow=TILES, moves=50)
     assert plans_of(fitted)[0].tile_maps, "the budget was to be one that asks for tiles"
     return fitted
 
@@ -102,7 +104,7 @@ def test_sweeps_go_with_the_step_they_belong_to() -> None:
     budget = int(least_bytes(model, x) * 1.05)
     counts = []
     for _ in range(3):
-        fitted = fit(model, (x,), budget=budget, moves=50)
+        fitted = fit(model, (x,), budget=budget, allow=TILES, moves=50)
         step(fitted, x)
         gc.collect()
         counts.append(living_handles())

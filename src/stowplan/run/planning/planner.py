@@ -263,8 +263,8 @@ def step_planner(subject: Subject, options: PlanOptions = DEFAULT_OPTIONS) -> Se
     compiled = None
     if options.kernels == Kernels.COMPILED:
         compiled = COMPILED.of("compiled")(subject, pricing, baseline, options)
-    limits = {"gap": options.gap, "slowest": options.slowest}
-    return Selector(plain, baseline, find, Prefer(options.prefer), compiled=compiled, **limits)
+    prefer, gap, slowest = Prefer(options.prefer), options.gap, options.slowest
+    return Selector(plain, baseline, find, prefer, compiled=compiled, gap=gap, slowest=slowest)
 
 
 def takes_longer(captured: Captured) -> bool:
@@ -339,7 +339,7 @@ class PlanCache:
         known = self.read(key, subject, allowed_bytes)
         if known is not None:
             return known
-        refuse_hopeless(graph, allowed_bytes, options, lambda: step_planner(subject, options).minimum_bytes)
+        refuse_hopeless(graph, allowed_bytes, options, lambda: step_planner(subject, options).smallest)
         with limited_to(options.seconds):
             found = _kept_whole(subject, allowed_bytes, options) or plan_step(subject, allowed_bytes, options)
         if found.plan.pricing.tier is None and not found.plan.cut_short:
@@ -412,14 +412,15 @@ def saved_step(plan: Plan, subject: Subject, allowed_bytes: int) -> PlannedStep:
 def _key_of(graph: Graph, allowed_bytes: int, options: PlanOptions) -> str:
     """A file name from everything that a plan depends on."""
     device = device_of(graph)
-    settings = (sorted(options.allow), options.prefer, options.moves, options.gap, options.kernels)
-    settings = (*settings, options.slowest)
+    choices = sorted(options.allow), options.prefer, options.kernels
+    limits = options.moves, options.gap, options.slowest
     rules = sorted(registered_types & {op.type for op in graph.ops})
     parts = (
         format_graph(graph),
         platform_of(device),
         allowed_bytes,
-        *settings,
+        *choices,
+        *limits,
         rules,
         __version__,
         _code_digest(),
