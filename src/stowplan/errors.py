@@ -188,7 +188,7 @@ class BudgetTooSmall(StowplanError):
 class PlanTooSlow(BudgetTooSmall):
     """The fastest plan found within the budget takes `time_ratio` times eager's time: nobody asked for that.
 
-    `minimum_bytes` is the smallest budget found with a plan that takes at most `slowest` times eager's time.
+    `minimum_bytes` is the smallest known budget with a plan that takes at most `slowest` times eager's time.
     `technique` is what takes the time, and `asking` the argument of `fit` that uses the slow plan.
     """
 
@@ -218,17 +218,13 @@ class PlanTooSlow(BudgetTooSmall):
         )
 
     def _text(self) -> str:
-        from stowplan.units import format_bytes  # which raises errors of this module
-
         option, _, value = self.asking.partition("=")
         words = ",".join(re.findall(r"\w+", value))
-        enough = self.minimum_bytes
         return (
-            f"{format_bytes(self.allowed_bytes)} allowed{self.what}, and the fastest plan found for that, by"
-            f" {self.technique}, takes {self.time_ratio:.1f} times eager's time; {format_bytes(enough)}"
-            f" ({enough} bytes) is the smallest budget found with a plan that takes at most"
-            f" {self.slowest:g} times. To use the slow plan, give fit {self.asking}, or a command --{option}"
-            f" {words}"
+            f"{self.allowed_bytes:,} bytes allowed{self.what}, and the fastest plan found for that, by"
+            f" {self.technique}, takes {self.time_ratio:.1f} times eager's time; {self.minimum_bytes:,} bytes"
+            f" is the smallest known budget with a plan that takes at most {self.slowest:g} times. To use the"
+            f" slow plan, give fit {self.asking}, or a command --{option} {words}"
         )
 
 

@@ -41,7 +41,7 @@ def test_a_slow_plan_is_refused_with_its_time_and_every_way_out(tight: int) -> N
     assert isinstance(refusal, BudgetTooSmall)
     assert refusal.time_ratio > 2
     assert f"by tiles, takes {refusal.time_ratio:.1f} times eager's time" in str(refusal)
-    assert f"({refusal.minimum_bytes} bytes) is the smallest budget found" in str(refusal)
+    assert f"{refusal.minimum_bytes:,} bytes is the smallest known budget" in str(refusal)
     assert 'give fit allow=("recompute", "tile"), or a command --allow recompute,tile' in str(refusal)
     fast = planned(refusal.minimum_bytes)  # the budget that it names
     assert fast.time_ratio <= 2

@@ -31,8 +31,8 @@ from stowplan.plan.plan import (
     price_by_roofline,
 )
 from stowplan.plan.problem import Problem, Values, problem_of, slices_last
-from stowplan.plan.watch import limited_to
 from stowplan.units import format_bytes
+from stowplan.watch import limited_to
 
 NAMING_SECONDS, NAMING_STEPS = 10.0, 100  # to name the smallest budget: these, and times a step
 _ADVICE = "`stowplan plan TARGET --frontier` shows what every budget costs"

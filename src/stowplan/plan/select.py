@@ -362,13 +362,13 @@ class Selector(Generic[C]):
             return refusal
         return refusal.above(
             enough,
-            f"that plan is slow, and {format_bytes(enough)} ({enough} bytes) is the smallest budget found"
+            f"that plan is slow, and {format_bytes(enough)} ({enough} bytes) is the smallest known budget"
             f" with a plan that takes at most {self.slowest:g} times eager's time",
         )
 
     @property
     def _fast_enough_bytes(self) -> int:
-        """The smallest budget found with a plan without tiles that is not too slow.
+        """The smallest known budget with a plan without tiles that is not too slow.
 
         A search for one budget may end with a plan that is slower than the frontier's by a share of `gap`,
         and states of generators come on top of a peak: each budget is tried.

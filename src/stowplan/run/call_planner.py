@@ -26,7 +26,6 @@ from stowplan.ops.table import shape_of
 from stowplan.plan.options import Kernels, PlanOptions
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.progress import showing_progress
-from stowplan.plan.watch import limited_to
 from stowplan.run.border.draws import Draws, SomebodyDrew
 from stowplan.run.border.guard import (
     Dependencies,
@@ -39,7 +38,7 @@ from stowplan.run.measure.agreement import Relaid, compared
 from stowplan.run.planning.planner import USER_PLANS, PlanCache, PlannedStep, Subject, saved_step
 from stowplan.run.wrappers import refuse_shards, with_forward
 from stowplan.torch_private import storage_id
-from stowplan.watch import tell_phase
+from stowplan.watch import limited_to, tell_phase
 
 if TYPE_CHECKING:
     from stowplan.run.iteration.iteration import Iteration
