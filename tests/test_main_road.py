@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.torch, pytest.mark.slow]
 SOURCE = Path(stowplan.__file__).parent
 TESTS = Path(__file__).parent
 TECHNIQUES = ("tiles", "offload", "shards")
-MOST_LOADED, MOST_RUN = 70, 46  # modules of ours; lower them as the road gets shorter
 
 UNTILED = """
 import json, sys
@@ -35,23 +34,10 @@ class Chain(nn.Module):
         return self.layers(x).square().mean()
 
 
-stowplan.fit  # import first: functions that run during imports are not part of the road
-ran = set()
-
-
-def note(frame, event, _):
-    if event == "call" and ROOT in frame.f_code.co_filename:
-        ran.add(frame.f_code.co_filename)
-
-
-ROOT = {root!r}
 x = torch.randn(512, 64)
-sys.setprofile(note)
 fitted = stowplan.fit(Chain(), (x,), budget=900_000, moves=3, allow=("recompute",))
 fitted(x).backward()
-sys.setprofile(None)
-loaded = [name for name in sys.modules if name.split(".")[0] == "stowplan"]
-print(json.dumps([loaded, sorted(ran)]))
+print(json.dumps([name for name in sys.modules if name.split(".")[0] == "stowplan"]))
 """
 
 
@@ -68,19 +54,12 @@ def _environment(source: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def test_a_fit_without_techniques_loads_none(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # less runs where plans and probes are known
-    found = _python(UNTILED.replace("{root!r}", repr(str(SOURCE))), SOURCE.parent)
-    loaded, ran = json.loads(found)
+def test_a_fit_without_techniques_loads_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # less is loaded where plans and probes are known
+    loaded = json.loads(_python(UNTILED, SOURCE.parent))
     techniques = [name for name in loaded if not set(name.split(".")).isdisjoint((*TECHNIQUES, "kernels"))]
     assert not techniques
     assert not [name for name in loaded if "arena" in name]
-    with capsys.disabled():
-        print(f"\nmodules of an untiled fit: {len(loaded)} loaded, {len(ran)} run")
-    assert len(loaded) <= MOST_LOADED
-    assert len(ran) <= MOST_RUN
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
