@@ -93,6 +93,7 @@ __all__ = [
     "pytree",
     "running_backward",
     "running_node",
+    "saved_tensors_are_packed",
     "schema_of",
     "script_calls_handed_to",
     "sequence_number",
@@ -153,6 +154,11 @@ GLOBAL_HOOKS: tuple[Mapping[int, object], ...] = tuple(getattr(torch_modules, f"
 def has_hooks(tensor: Tensor) -> bool:
     """Whether hooks wait for the gradient of a tensor."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def hooks_of(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """The hooks that wait for the gradient of a tensor that is no leaf, in order."""
+    return list((tensor._backward_hooks or {}).values())
 
 
 def dispatched_without_data(
@@ -257,6 +263,11 @@ def keeps_graph() -> bool:
     """Whether the backward that is running was called with `retain_graph=True`."""
     kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return kept
+
+
+def saved_tensors_are_packed() -> bool:
+    """Whether hooks take what autograd saves: of torch.utils.checkpoint, save_on_cpu or the user."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def will_accumulate(leaf: Tensor) -> bool:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,16 +202,14 @@ def same(one: tuple[nn.Module, Optimizer], other: tuple[nn.Module, Optimizer]) -
 
 
 def fitted_pair(
-    kind: Callable[..., Optimizer] = OPTIMIZERS["adamw"], **options: Any
+    kind: Callable[..., Optimizer] = OPTIMIZERS["adamw"], *, iterations: int = 0, **options: Any
 ) -> tuple[nn.Module, Optimizer, nn.Module]:
-    """A tower, its optimizer, and the tower fitted with it."""
+    """A tower, its optimizer, and the tower fitted with it, after some iterations: the first keeps all."""
     model = Tower(dropout=0.0)
     optimizer = kind(model.parameters())
-    return (
-        model,
-        optimizer,
-        fit(model, (tower_batch(),), budget=ROOMY, optimizer=optimizer, moves=2, **options),
-    )
+    fitted = fit(model, (tower_batch(),), budget=ROOMY, optimizer=optimizer, moves=2, **options)
+    loop(fitted, optimizer, tower_batch(), iterations)
+    return model, optimizer, fitted
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw", "foreach", "fused"])
@@ -336,7 +335,7 @@ def test_an_update_before_the_last_micro_batch_is_found(monkeypatch: pytest.Monk
     monkeypatch.setattr(Iteration, "_counts", early)
     with pytest.raises(BadUse, match=r"updated in backward, and optimizer\.step\(\) was not called"):
         loop.planned(3, AMPLE)
-    monkeypatch.setattr(Iteration, "refuse_between", lambda _: None)
+    monkeypatch.setattr(Iteration, "refuse_between", lambda self: self._between.close())
     assert differing(loop.in_eager(3), loop.planned(3, AMPLE))
 
 
@@ -546,15 +545,17 @@ def test_state_in_a_tier_has_eagers_bits(options: dict[str, Any], monkeypatch: p
 
 def test_gradients_that_are_kept_are_eagers() -> None:
     x, eager = tower_batch(), Tower(dropout=0.0)
+    loop(eager, SGD(eager.parameters(), lr=0.1), x, 1)
     torch.autograd.backward(eager(x))
-    model, _, fitted = fitted_pair(lambda p: SGD(p, lr=0.1), keep_gradients=["layers.1.weight"])
+    kept_name = "layers.1.weight"
+    model, _, fitted = fitted_pair(lambda p: SGD(p, lr=0.1), keep_gradients=[kept_name], iterations=1)
     torch.autograd.backward(fitted(x))
-    kept = model.get_parameter("layers.1.weight").grad
-    expected = eager.get_parameter("layers.1.weight").grad
+    kept, expected = model.get_parameter(kept_name).grad, eager.get_parameter(kept_name).grad
     assert kept is not None
     assert expected is not None
     assert torch.equal(kept, expected)
-    assert model.get_parameter("layers.0.weight").grad is None
+    with pytest.raises(BadUse, match=r"the gradient of 'layers.0.weight' was read"):
+        _ = model.get_parameter("layers.0.weight").grad
     with pytest.raises(BadUse, match="no parameter of the model"):
         fitted_pair(keep_gradients=["layers.9.weight"])
 
@@ -605,7 +606,7 @@ def between(name: str, model: nn.Module, optimizer: Optimizer, fitted: nn.Module
 )
 @pytest.mark.slow
 def test_what_comes_between_backward_and_the_step_is_refused(name: str) -> None:
-    model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1))
+    model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1), iterations=1)
     torch.autograd.backward(fitted(tower_batch()))
     with pytest.raises(BadUse, match=r"optimizer\.step"):  # noqa: PT012 -- one of the two refuses
         between(name, model, optimizer, fitted)
@@ -627,11 +628,10 @@ def test_clipping_is_seen_where_no_parameter_is_small() -> None:
     model, x = Alike(), torch.randn(4, 16)
     optimizer = SGD(model.parameters(), lr=0.1)
     fitted = fit(model, (x,), budget=ROOMY, optimizer=optimizer, moves=3)
+    loop(fitted, optimizer, x, 1)
     fitted(x).backward()
-    assert [p.grad is None for p in model.parameters()].count(True) == 2
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.raises(BadUse, match="gradients were changed"):
-        optimizer.step()
+    with pytest.raises(BadUse, match="was read between backward"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
 def test_a_second_backward_and_old_gradients_are_refused() -> None:
@@ -665,7 +665,7 @@ def test_a_closure_is_run_once_in_the_step() -> None:
 
 
 def test_two_modules_do_not_update_one_parameter_twice() -> None:
-    model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1))
+    model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1), iterations=1)
     x = tower_batch()
     other = fit(model, (x,), budget=ROOMY, optimizer=optimizer, moves=2)
     first, second = fitted(x), other(x)
@@ -690,7 +690,9 @@ def test_calls_of_grad_and_of_the_model_itself_consume_nothing() -> None:
     assert torch.equal(first.grad, found)
     optimizer.step()
     optimizer.zero_grad()
+    loop(fitted, optimizer, x, 1)
     torch.autograd.backward(fitted(x))
+    optimizer.step()
     assert first.grad is None
 
 
@@ -769,7 +771,7 @@ def copied(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Any], dict
 
 
 def test_a_backward_that_fails_in_between_says_so_until_state_is_loaded() -> None:
-    model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1))
+    model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1), iterations=1)
     saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     failing: Any = model.get_parameter("layers.1.weight")
 
@@ -790,7 +792,7 @@ def test_a_backward_that_fails_in_between_says_so_until_state_is_loaded() -> Non
     loop(fitted, optimizer, x, 2)
     eager = Tower(dropout=0.0)
     eager_optimizer = SGD(eager.parameters(), lr=0.1)
-    loop(eager, eager_optimizer, x, 2)
+    loop(eager, eager_optimizer, x, 3)
     assert same((eager, eager_optimizer), (model, optimizer))
 
 
@@ -853,3 +855,100 @@ def test_a_second_backward_is_in_the_projected_time() -> None:
     step = sum(plans[0].pricing.seconds[op.id] for op in plans[0].graph.ops if op.type != UPDATE)
     assert plans[0].time_ratio == pytest.approx(1)
     assert plans[1].projected_seconds - plans[1].plain_seconds == pytest.approx(step)
+
+
+def drop(model: nn.Module) -> None:
+    """As DINO does for its last layer in the first epoch."""
+    for name, parameter in model.named_parameters():
+        if name == "layers.1.weight":
+            parameter.grad = None
+
+
+def halve(model: nn.Module) -> None:
+    parameter = model.get_parameter("layers.1.weight")
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
+
+
+def clamp(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("layers.1.weight").clamp_(-0.05, 0.05)
+
+
+def clamp_data(model: nn.Module) -> None:
+    model.get_parameter("layers.1.weight").data.clamp_(-0.05, 0.05)
+
+
+def replace_data(model: nn.Module) -> None:
+    parameter = model.get_parameter("layers.1.weight")
+    parameter.data = parameter.data / 2
+
+
+def edit_and_step(model: nn.Module, optimizer: Optimizer, edit: Callable[[nn.Module], None]) -> None:
+    edit(model)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("edit", [drop, halve, clamp, clamp_data, replace_data])
+@pytest.mark.parametrize("kind", [lambda p: SGD(p, lr=0.1), AdamW], ids=["sgd", "adamw"])
+def test_what_a_loop_edits_before_the_step_is_refused(
+    kind: Callable[..., Optimizer], edit: Callable[[nn.Module], None]
+) -> None:
+    """In the first iteration before anything was updated, and later with the state to load."""
+    for iterations in (0, 2):
+        model, optimizer, fitted = fitted_pair(kind, iterations=iterations)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        torch.autograd.backward(fitted(tower_batch()))
+        with pytest.raises(BadUse, match="between backward and") as refusal:
+            edit_and_step(model, optimizer, edit)
+        assert ("Nothing has been updated yet" in str(refusal.value)) is (iterations == 0)
+        if iterations == 0 and edit in (drop, halve):
+            assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_what_a_loop_reads_between_is_the_parameter_as_ever() -> None:
+    model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1), iterations=1)
+    weight = model.get_parameter("layers.1.weight")
+    torch.autograd.backward(fitted(tower_batch()))
+    kind, shown, copied = type(weight).__name__, repr(weight), copy.deepcopy(weight)
+    norm = weight.data.norm()
+    optimizer.step()
+    assert (kind, shown, norm) == ("Parameter", repr(weight), weight.norm())
+    assert type(weight) is type(copied) is nn.Parameter
+    assert torch.equal(copied, weight)
+
+
+class Clipping(Optimizer):
+    """SGD with one norm over all gradients, as in LAMB."""
+
+    def __init__(self, parameters: Any, most: float) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.most = most
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in trained]).norm()
+        for parameter in trained:
+            parameter.sub_(parameter.grad * (self.most / (norm + 1e-6)).clamp(max=1.0), alpha=0.1)
+
+
+class Skipping(SGD):
+    """Leaves out a step with a gradient that is not finite."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if all(torch.isfinite(p.grad).all() for p in trained):
+            super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*(partial(Clipping, most=most) for most in (0.1, 20.0, 1e3, 1e8)), partial(Skipping, lr=0.1)],
+    ids=lambda kind: str(kind.keywords),
+)
+def test_optimizers_that_look_at_all_gradients_are_refused(kind: Callable[..., Optimizer]) -> None:
+    with pytest.raises(BadUse, match="otherwise one by one than together"):
+        fitted_pair(kind)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import stowplan
 from stowplan.capture import capture
@@ -384,3 +385,104 @@ def test_zeros_that_stand_for_missing_gradients_are_said(caplog: pytest.LogCaptu
     torch.testing.assert_close(*found)
     (said,) = caplog.records
     assert "within rounding" in said.getMessage()
+
+
+class Normed(nn.Module):
+    """Statistics that each forward updates, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.dropout(torch.tanh(self.norm(self.first(x))), 0.3)
+        result: Tensor = self.last(hidden).square().sum(1)
+        return result
+
+
+def checkpointed(run: nn.Module) -> Any:
+    return checkpoint(run, X, use_reentrant=False)
+
+
+def checkpointed_to_the_end(run: nn.Module) -> Any:
+    with set_checkpoint_early_stop(False):
+        return checkpoint(run, X, use_reentrant=False)
+
+
+def on_the_host(run: nn.Module) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        return run(X)
+
+
+def quantised(run: nn.Module) -> Any:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return run(X)
+
+
+@pytest.mark.parametrize("call", [checkpointed, checkpointed_to_the_end, on_the_host, quantised])
+def test_hooks_take_what_a_step_saves(call: Callable[[nn.Module], Any]) -> None:
+    """A checkpoint around a fitted module runs its forward again, which counts in a batch norm."""
+    found = []
+    for is_planned in (False, True):
+        model = Normed()
+        run = fitted(model, X) if is_planned else model
+        torch.manual_seed(1)
+        seen: list[Tensor | None] = []
+        for _ in range(STEPS):
+            model.zero_grad()
+            output = call(run)
+            output.mean().backward()
+            seen += [output.detach(), *(None if g is None else g.clone() for g in gradients(model))]
+            seen += [buffer.clone() for buffer in model.buffers()]
+            seen.append(torch.get_rng_state())
+        found.append(seen)
+    assert_same(*found)
+
+
+class Features(nn.Module):
+    """Feature maps, and scores that are made of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.body(x).relu()
+        return features, self.head(features.mean((2, 3)))
+
+
+def maps_of(run: nn.Module, x: Tensor, *, hooked: bool) -> list[Tensor | None]:
+    """What Grad-CAM looks at."""
+    seen: list[Tensor | None] = []
+    run.zero_grad()
+    features, scores = run(x)
+    if hooked:
+        features.register_hook(seen.append)
+    else:
+        features.retain_grad()
+    scores[:, 1].sum().backward()
+    return [*(seen if hooked else [features.grad]), *gradients(run)]
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+@pytest.mark.parametrize("options", [{"outputs": "all"}, {"loss": 1}], ids=str)
+def test_features_that_are_returned_have_the_gradient_of_eager(hooked: bool, options: dict[str, Any]) -> None:
+    model, x = Features(), images(2, 3, 8, 8)
+    run = stowplan.fit(copy.deepcopy(model), (x,), budget="1MiB", moves=10, **options)
+    for _ in range(STEPS):
+        assert_same(maps_of(model, x, hooked=hooked), maps_of(run, x, hooked=hooked))
+
+
+def test_a_gradient_of_features_that_is_not_in_one_place_is_refused() -> None:
+    x = images(2, 3, 8, 8)
+    run = fitted(Features(), x)
+    features, scores = run(x)
+    features.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(BadUse, match="returns another gradient"):
+        scores.sum().backward()
+    features, scores = run(x)
+    features.retain_grad()
+    with pytest.raises(BadUse, match="comes from outside"):
+        (scores.sum() + features.sum()).backward()

@@ -287,7 +287,8 @@ class CallPlanner:
         plan: Callable[[Subject], PlannedStep],
     ) -> tuple[Subject, PlannedStep]:
         variant, step, found = iteration.planner.first_that_fits(subject, model, plan)
-        iteration.takes(variant, step.captured, model)
+        room_bytes = found.plan.allowed_bytes - found.plan.projected_peak_bytes
+        iteration.takes(variant, step.captured, model, room_bytes)
         if variant.two_backwards:
             self.say_once(
                 "gradients do not fit the budget until their norm is known: forward and backward are run"

@@ -2,10 +2,10 @@
 
 In the last backward of an iteration each parameter is updated when its gradient has been accumulated, and the
 gradient ends there. `optimizer.step()` then finds no gradient for it and does the rest. Whatever the user's
-loop does to gradients, parameters or options in between would come too late; it is seen and refused. To that
-end the smallest gradient stays, and the first iteration of an optimizer without state keeps all of them,
-which need no more memory than the state that is not there yet: so a loop that clips is refused before
-anything was updated.
+loop does to gradients, parameters or options in between would come too late; it is seen and refused, and so
+is a look at a gradient that is gone. The first iteration keeps all gradients if they fit the budget; without
+state yet, they need no more memory than the state will. So a loop that clips is refused before anything was
+updated.
 """
 
 import logging
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stowplan.capture import Captured
 from stowplan.errors import BadUse
+from stowplan.run.iteration.between import Between
 from stowplan.run.iteration.changes import Seen, is_called_by_scaler
 from stowplan.run.iteration.one_by_one import (
     OneByOne,
@@ -92,8 +93,10 @@ class Iteration:
         self._groups: dict[Tensor, dict[str, Any]] = {}
         self._consumed: set[Tensor] = set()  # those that the plan which runs lets be updated in backward
         self._watched: Tensor | None = None  # the parameter whose gradient stays
-        self._first_fits = False  # whether the gradients of the first iteration fit where state will be
-        self._seen_a_step = any(optimizer.state.get(p) for p in groups_by_parameter(optimizer))
+        self._first_fits = False  # whether all gradients of the first iteration fit the budget
+        self._seen_a_step = False
+        self._between = Between(self._gradient_asked)
+        self._asked: list[Tensor] = []  # parameters whose gradients the loop looks at in the first iteration
         self._norms: dict[Tensor, Tensor] = {}  # of gradients, if there are two backwards
         self._total_norm: Tensor | None = None  # in the second of them
         self._repeat: Callable[[], None] | None = None
@@ -117,13 +120,19 @@ class Iteration:
         if unknown := sorted(self.planner.kept_names - names):
             raise BadUse(f"keep_gradients names {unknown[0]!r}, which is no parameter of the model")
 
-    def takes(self, variant: Variant, step: Captured, model: nn.Module) -> None:
-        """Run the iteration by a plan for this step, in this variant, from now on."""
+    def takes(self, variant: Variant, step: Captured, model: nn.Module, room_bytes: int) -> None:
+        """Run the iteration by a plan for this step, in this variant, from now on.
+
+        `room_bytes` of the budget are left.
+        """
         trained, tensors = self.planner.trained_in(step, model), step.graph.tensors
         self._watched = self.planner.watched_among(trained)
-        self._first_fits = not variant.state_away and all(
+        has_state = any(self.optimizer.state.get(each.parameter) for each in trained.values())
+        fits_in_state = not (variant.state_away or has_state) and all(
             (tensors[state_of(name)].nbytes or 0) >= each.parameter.nbytes for name, each in trained.items()
         )
+        fits_beside = sum(each.parameter.nbytes for each in trained.values()) <= room_bytes
+        self._first_fits = fits_in_state or fits_beside
         if not variant.state_away:
             return
         by_name = dict(model.named_parameters(remove_duplicate=False))
@@ -154,6 +163,7 @@ class Iteration:
 
     def begins(self, leaving: Leaving) -> None:
         """Called within backward, before the first gradient leaves."""
+        self._between.close()
         self.planner.refuse_surroundings()
         self.refuse_between()
         if self.sum_over_workers is not None and not all(map(will_accumulate, leaving.differentiated)):
@@ -271,6 +281,8 @@ class Iteration:
         elif self.sum_over_workers is not None and not progress.is_last:
             progress.gradients = {p: Seen.of(p.grad) for p in self._groups if p.grad is not None}
         progress.is_open = False
+        if progress.is_last:
+            self._watch_from_now_on()
         if progress.updated and not self._told:
             self._told = True
             _LOGGER.info(
@@ -278,6 +290,35 @@ class Iteration:
                 " zero_grad(set_to_none=True); keep_gradients= keeps those that you want to see",
                 len(progress.updated),
             )
+
+    def _watch_from_now_on(self) -> None:
+        """Until `optimizer.step()`: parameters whose gradients are gone now, or will be from now on."""
+        self._between.forget()
+        self._asked.clear()
+        if self._repeat is not None:
+            self._between.open(self._norms)
+        elif not self._updates_late:
+            model = self._model() if self._model else None
+            assert model is not None, "its backward runs"
+            kept = self._kept(model)
+            self._between.open(p for p in self._groups if p not in kept)
+
+    def _gradient_asked(self, parameter: Tensor, is_set: bool) -> None:
+        """The loop asks for a gradient, or sets it, between backward and `optimizer.step()`."""
+        if not self._is_gone(parameter):
+            self._asked.append(parameter)  # it is there, and will not be in the next iteration
+            return
+        raise self._too_late(
+            f"the gradient of {self._name_of(parameter)} was {'set' if is_set else 'read'}", spoils=is_set
+        )
+
+    def _is_gone(self, parameter: Tensor) -> bool:
+        return parameter in self._progress.updated or parameter in self._norms
+
+    def _name_of(self, parameter: Tensor) -> str:
+        model = self._model() if self._model else None
+        named = model.named_parameters() if model is not None else ()
+        return next((repr(name) for name, each in named if each is parameter), "a parameter")
 
     def fails(self, fault: BaseException) -> None:
         """A backward ended in between."""
@@ -305,6 +346,7 @@ class Iteration:
 
     def refuse_between(self) -> None:
         """Nothing may use the parameters between the updates and `optimizer.step()`."""
+        self._between.close()  # guards compare the classes of parameters
         self._refuse_broken()
         progress = self._progress
         if progress.updated and progress.task != running_backward():
@@ -336,6 +378,7 @@ class Iteration:
 
         A closure, which has the forward and backward in it, is run here; the step gets its result.
         """
+        self._between.close()
         self._refuse_broken()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         replaced = None
@@ -343,6 +386,7 @@ class Iteration:
             with torch.enable_grad():
                 result = closure()
             replaced = args[:1], {"closure": _Once(result)}
+        self._between.close()
         self._do_what_waits()
         for parameter in self._moved:
             if self._elsewhere and parameter.grad is not None:  # the step itself updates it
@@ -413,12 +457,15 @@ class Iteration:
 
     def _update_rest(self, model: nn.Module) -> None:
         """What was not done in backward. What shall stay is left to the step itself."""
-        named = list(model.named_parameters(remove_duplicate=False))
-        kept = {parameter for name, parameter in named if name in self.planner.kept_names} | {self._watched}
-        own = {parameter for _, parameter in named}
+        kept, own = self._kept(model), set(model.parameters())
         for parameter in sorted(self._groups, key=lambda p: p.nbytes):  # in the order of the plan
             if parameter in own and parameter not in kept and parameter.grad is not None:
                 self._update(parameter)
+
+    def _kept(self, model: nn.Module) -> set[Tensor | None]:
+        """The parameters whose gradients stay."""
+        named = model.named_parameters(remove_duplicate=False)
+        return {parameter for name, parameter in named if name in self.planner.kept_names} | {self._watched}
 
     def _refuse_changes(self) -> None:
         """Raise BadUse for what came too late, or would have if updates did not wait this time."""
@@ -432,26 +479,28 @@ class Iteration:
         for parameter, seen in progress.gradients.items():
             if not seen.is_still(parameter.grad):
                 raise self._too_late("gradients were changed (clipped, unscaled, added to, cleared)")
-        for parameter, version in progress.updated.items():
-            if parameter.grad is not None:
-                raise self._too_late("a second gradient came for a parameter")
-            if version_of(parameter) != version:
-                raise self._too_late("a parameter was changed")
+        if self._asked:
+            raise self._too_late(f"the gradient of {self._name_of(self._asked[0])} was read or set")
+        if any(parameter.grad is not None for parameter in progress.updated):
+            raise self._too_late("a second gradient came for a parameter")
+        if self._between.is_changed():
+            raise self._too_late("a parameter was changed")
         now = [options_of(group) for group in self.optimizer.param_groups]
         if progress.options and progress.options != now and not self._updates_late:
             raise self._too_late("an option of a parameter group, such as lr, was changed")
 
-    def _too_late(self, what: str) -> BadUse:
+    def _too_late(self, what: str, *, spoils: bool = True) -> BadUse:
         """Why, and what to do instead."""
         begun = bool(self._progress.updated)
-        if begun:
+        if begun and spoils:
             self._broken = f"{what} after parameters had been updated in backward: {_RESUME}"
         return BadUse(
             f"{what} between backward and optimizer.step(), where fit(..., optimizer=) has consumed gradients"
             " already: use fit(..., clip_norm=1.0) in place of clip_grad_norm_, clip_value= in place of"
-            " clip_grad_value_, keep_gradients=True with a GradScaler or for changes of your own, and set"
-            " options before backward. "
-            + (f"This iteration is spoilt: {_RESUME}" if begun else "Nothing has been updated yet")
+            " clip_grad_value_, keep_gradients=True with a GradScaler or for changes of your own (or names of"
+            " parameters, whose gradients then stay), and set options before backward. "
+            + (f"This iteration is spoilt: {_RESUME}" if self._broken else "")
+            + ("" if begun else "Nothing has been updated yet")
         )
 
     def _refuse_updated_by_others(self, parameters: Sequence[Tensor]) -> None:
@@ -479,6 +528,7 @@ class Iteration:
         self._states_in_order = len(self.optimizer.state)
         self._broken, self._progress, self._seen_a_step = "", _Progress(), True
         self._is_stepping, self._total_norm = False, None
+        self._between.forget()
 
     def stepped(self) -> None:
         """`optimizer.step()` is done."""

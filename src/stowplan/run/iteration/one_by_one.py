@@ -2,7 +2,8 @@
 
 The update of a parameter is run by the optimizer's own code on an object that shares its state and options
 and has this parameter alone. So it has the bits of the whole step wherever one parameter's update does not
-depend on another's; that is compared on corners of the parameters, together and apart.
+depend on another's; that is compared on corners of the parameters, together and apart, with gradients of all
+sizes, infinities and NaN among them, and with one that is missing.
 """
 
 from collections import defaultdict
@@ -23,7 +24,23 @@ from stowplan.run.optimizers import choose_implementation, explained, tensors_in
 from stowplan.torch_private import pytree, version_of
 
 _CORNER = 3  # elements along each dim that the comparison updates
-_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Steps with gradients of these sizes. In the second, one element is `odd`, or one gradient missing."""
+
+    sizes: tuple[float, ...]
+    odd: float | None = None
+    one_missing: bool = False
+
+
+_COMPARED = (
+    _Steps((1.0, 1e4, 1e12)),  # some clip at a norm
+    _Steps((1e-12, 0.0, 1.0), one_missing=True),
+    _Steps((1.0, 1.0, 1.0), odd=float("inf")),  # some leave out a step
+    _Steps((1.0, 1.0, 1.0), odd=float("nan")),
+)
 
 
 class OneByOne:
@@ -145,19 +162,20 @@ def refuse_unless_one_by_one(optimizer: object) -> None:
         raise BadUse(f"step was replaced on this {name} itself, and its class has another{_ADVICE}")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise BadUse(f"{name} has differentiable=True: an update in backward is not differentiated{_ADVICE}")
-    with explained(optimizer), torch.random.fork_rng(devices=[]), torch.no_grad():
-        together, apart = (_trained_on_corners(optimizer, apart=apart) for apart in (False, True))
-    if len(together) != len(apart) or not all(map(_same, together, apart)):
-        raise BadUse(
-            f"{name} updates parameters otherwise one by one than together: the update of one depends on"
-            f" others, or on their order{_ADVICE}"
-        )
+    for steps in _COMPARED:
+        with explained(optimizer), torch.random.fork_rng(devices=[]), torch.no_grad():
+            together, apart = (_trained_on_corners(optimizer, steps, apart=a) for a in (False, True))
+        if len(together) != len(apart) or not all(map(_same, together, apart)):
+            raise BadUse(
+                f"{name} updates parameters otherwise one by one than together: the update of one depends on"
+                f" others (a norm of all gradients, a check that all are finite), or on their order{_ADVICE}"
+            )
 
 
 _ADVICE = "; leave it out of fit, and use reserve= for its state and its step"
 
 
-def _trained_on_corners(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
+def _trained_on_corners(optimizer: Optimizer, steps: _Steps, *, apart: bool) -> list[Tensor]:
     """Parameters and state after some steps on corners; `apart` goes backwards through the parameters."""
     corners: dict[int, Tensor] = {}
     twin = twin_of(optimizer, lambda tensor: corners.setdefault(id(tensor), _corner(tensor)))
@@ -166,14 +184,20 @@ def _trained_on_corners(optimizer: Optimizer, *, apart: bool) -> list[Tensor]:
     own, options = dict(vars(twin)), [options_of(group) for group in twin.param_groups]
     single = OneByOne(twin)
     torch.manual_seed(0)
-    for _ in range(_STEPS):
+    for step, size in enumerate(steps.sizes):
         for parameter in trained:
-            drawn = torch.randn(parameter.shape, generator=generator)
+            drawn = torch.randn(parameter.shape, generator=generator) * size
             parameter.grad = drawn.to(parameter)
+        first = trained[0].grad if trained and step == 1 else None
+        if first is not None and steps.odd is not None:
+            first.view(-1)[:1] = steps.odd
+        elif first is not None and steps.one_missing:
+            trained[0].grad = None
         if apart:
             groups = groups_by_parameter(twin)
             for parameter in reversed(trained):
-                single.update(parameter, groups[parameter])
+                if parameter.grad is not None:
+                    single.update(parameter, groups[parameter])
         else:
             _own_step(type(twin))(twin)
     changed = [name for name, value in vars(twin).items() if own.get(name) is not value]
@@ -190,7 +214,9 @@ def _corner(tensor: Tensor) -> Tensor:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _own_step(kind: type[Optimizer]) -> Callable[[Optimizer], object]:

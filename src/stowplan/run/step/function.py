@@ -36,9 +36,11 @@ from stowplan.run.step.source import Source, called
 from stowplan.torch_private import (
     below_autograd,
     has_hooks,
+    hooks_of,
     is_view,
     keeps_graph,
     running_backward,
+    saved_tensors_are_packed,
     storage_id,
     version_of,
 )
@@ -82,8 +84,9 @@ def tier_for(device: torch.device) -> LiveTier:
 
 Forward: TypeAlias = Callable[[Sequence[Tensor]], tuple[tuple[Tensor, ...], list[Tensor]]]
 Gradients: TypeAlias = list[Tensor | None]  # None where there is none
+Looks: TypeAlias = Mapping[int, Callable[[Tensor | None], None]]  # by position of the output
 Backward: TypeAlias = Callable[
-    [Sequence[Tensor], list[Tensor], Gradients, Gradients], Generator[None, None, None]
+    [Sequence[Tensor], list[Tensor], Gradients, Gradients, Looks], Generator[None, None, None]
 ]
 
 _numbers = count()  # of the steps compiled in this process
@@ -120,10 +123,14 @@ def compiled(
             return forward(primals)
 
     def run_backward(
-        primals: Sequence[Tensor], saved: list[Tensor], tangents: Gradients, handed: Gradients
+        primals: Sequence[Tensor],
+        saved: list[Tensor],
+        tangents: Gradients,
+        handed: Gradients,
+        looks: Looks,
     ) -> Generator[None, None, None]:
         kinds = {each.device.type for each in (*primals, *tangents) if each is not None}
-        pieces = backward(primals, saved, tangents, handed)
+        pieces = backward(primals, saved, tangents, handed, looks)
         del primals, saved, tangents
         for _ in source.pieces:
             with places.noted(), _casting_nothing(kinds):
@@ -262,6 +269,9 @@ class Run:
     waiting: "Waiting | None" = None
     repeat: Repeat | None = None
     saved: list[Tensor] | None = None  # from the forward half until no other backward can come
+    is_packed: bool = False  # autograd has the tensors among them, for hooks that take what it saves
+    _inner: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict)  # outputs that others depend on
+    _beside: list[Tensor] = field(default_factory=list)  # what is saved and not packed
     _task: int = -1  # the call of backward that gradients come in from
     _gradients: Gradients = field(default_factory=list)  # those that came in, by output
     _reaches: Mapping[str, bool] = field(default_factory=dict)  # whether a primal has a gradient from them
@@ -297,6 +307,21 @@ class Run:
         """Of tensors that wait for backward."""
         kept = (tensor.untyped_storage() for tensor in self.saved or () if isinstance(tensor, Tensor))
         return sum({storage_id(storage): storage.nbytes() for storage in kept}.values())
+
+    def pack(self) -> tuple[Tensor, ...]:
+        """Tensors for autograd to save, if a checkpoint or another hook takes what it saves; else none."""
+        self.is_packed = saved_tensors_are_packed()
+        if not self.is_packed or self.saved is None:
+            return ()
+        count = len(self.halves.source.saved)
+        packed, self._beside, self.saved = self.saved[:count], self.saved[count:], []
+        return torch.empty(
+            0
+        ), *packed  # the first is for a checkpoint, which recomputes if something is saved
+
+    def unpack(self, saved: Sequence[Tensor]) -> None:
+        """Take them back, before the first piece runs."""
+        self.saved = [*saved[1:], *self._beside]
 
     def keep(self, position: int, gradient: Tensor | None) -> None:
         """Take the gradient that comes in for an output. While backward runs, it is this step's alone."""
@@ -334,10 +359,35 @@ class Run:
         if self.consumer:
             repeat = partial(self.repeat, tuple(gradients)) if self.repeat else None
             self.consumer.begins(Leaving(*self._leaving, repeat))
+        looks = dict(self._looks(gradients))
         tangents = self.incoming.suited(gradients)
-        self._backward = self.halves.backward(self._given, saved, tangents, self._handed)
+        self._backward = self.halves.backward(self._given, saved, tangents, self._handed, looks)
         if not is_retained:
             self.saved, self._given = None, []
+
+    def _looks(self, gradients: Gradients) -> Iterator[tuple[int, Callable[[Tensor | None], None]]]:
+        """Who looks at the gradients of outputs that other outputs are made of."""
+        source = self.halves.source
+        for position, output in self._inner.items():
+            tensor = output()
+            if tensor is None or getattr(tensor.grad_fn, "run", None) is not self:
+                continue  # nobody holds it, or it was changed in place since
+            if not (tensor.retains_grad or hooks_of(tensor)):
+                continue
+            name = called(self.program, source.outputs[position])
+            if gradients[position] is not None or not source.inner[position]:
+                raise BadUse(
+                    f"a hook or retain_grad() is on output {name!r}, which other outputs of the step depend"
+                    " on, and its gradient is not in one place: a part comes from outside of the step, or the"
+                    " plan computes it in tiles. Fit a module that also computes what is made of the output,"
+                    " without tiles (allow=('recompute',))"
+                )
+            yield position, partial(_show, tensor, name)
+
+    def look_at(self, position: int, output: Tensor) -> None:
+        """Remember an output that others are made of: somebody may ask for its gradient."""
+        if position in self.halves.source.inner:
+            self._inner[position] = weakref.ref(output)
 
     def _for_one_of_several(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """What a backward half may use up; the rest is shared with those that follow."""
@@ -366,10 +416,14 @@ class Run:
         shared = self.halves.source.pieces[number].consumed or len(names) < 2
         return not shared and any(has_hooks(found[name]) for name in names)
 
+    def is_first(self, part: _Part) -> bool:
+        """Whether backward begins with this part."""
+        return part.piece == 0 and part.primals[0] == self.primals[0][0]
+
     def leave(self, part: _Part) -> tuple[Tensor | None, ...]:
         """The gradients that a node returns: None for what no output that is used depends on."""
         piece = self.primals[part.piece]
-        if part.piece == 0 and part.primals[0] == piece[0]:
+        if self.is_first(part):
             self._begin()
         if not any(self._reaches.values()):
             return (None,) * len(part.primals)
@@ -451,10 +505,14 @@ class StepPiece(torch.autograd.Function):
     def forward(ctx: Any, run: Run, part: _Part, token: Tensor | None, *primals: Tensor) -> Tensor:
         ctx.run, ctx.part = run, part
         ctx.set_materialize_grads(False)
+        if run.is_first(part):
+            ctx.save_for_backward(*run.pack())
         return torch.empty(0, device=primals[0].device if token is None else token.device)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.run.is_packed and ctx.run.is_first(ctx.part):
+            ctx.run.unpack(ctx.saved_tensors)
         return None, None, None, *ctx.run.leave(ctx.part)
 
 
@@ -471,6 +529,7 @@ def run_step(run: Run, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     for position, is_attached in enumerate(run.attached):
         if is_attached:
             made[position] = _call_output(run, position, made, token)
+            run.look_at(position, made[position])
     return tuple(made)
 
 
@@ -483,6 +542,21 @@ def ends_of_chain(outputs: Sequence[Tensor]) -> tuple[Node, Node, Run]:
     while (below := last.next_functions[0][0]) is not None and below.name() == "StepPieceBackward":
         last = below
     return first, last, first.run
+
+
+def _show(output: Tensor, name: str, gradient: Tensor | None) -> None:
+    """Call the hooks of an output with a gradient from inside the step; they may keep it, not change it."""
+    if gradient is None:
+        return
+    for hook in hooks_of(output):
+        if hook(gradient.clone()) is not None:
+            raise BadUse(
+                f"a hook on output {name!r} returns another gradient, and other outputs of the step depend"
+                " on that output: the plan has no place for it. Let the hook return None, or call the model"
+                " that you gave to fit"
+            )
+    if output.retains_grad:
+        output.grad = gradient.clone() if output.grad is None else output.grad + gradient
 
 
 def _alone(output: Tensor) -> Tensor:

@@ -5,9 +5,10 @@ from, stand in tables beside it.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os.path import basename
 from textwrap import TextWrapper
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from stowplan.analyse.facts import storages_of
@@ -39,8 +40,9 @@ _DROPPED = "_"  # takes the outputs of a second run that nobody misses
 class Source:
     """Two functions as text, and the tensors, by id, that their arguments and results stand for.
 
-    `forward(primals) -> (outputs, saved)`. `backward(primals, saved, tangents, handed)` is a generator: it
-    runs one piece each time it is resumed, and leaves the piece's gradients in the list `handed` alone. The
+    `forward(primals) -> (outputs, saved)`. `backward(primals, saved, tangents, handed, looks)` is a
+    generator: it runs one piece each time it is resumed, and leaves the piece's gradients in the list
+    `handed` alone. It shows gradients of outputs that others are made of to the functions `looks`. The
     lists `saved` and `tangents` are emptied, so that backward alone decides how long their tensors live.
     Gradients that do not come in are None among the `tangents`, and so are those that only follow from them.
     With transfers, the code calls on a `tier`: `stored_bytes` are the sizes that it asks room for.
@@ -59,6 +61,7 @@ class Source:
     updated: tuple[str, ...]  # the buffers that the step changes
     overwritten: frozenset[str] = frozenset()  # of the saved tensors, those that backward writes over
     is_in_arena: bool = False
+    inner: Mapping[int, bool] = field(default_factory=dict)  # outputs that others depend on; whether it shows
     meetings: tuple[Meeting, ...] = ()  # of gradients that may be needed together and come in one by one
 
     def annotated(self) -> str:
@@ -102,8 +105,11 @@ def source_of(
     arena: InArena | None = None,
     holding: Holding | None = None,
     paths: Paths = _ANY_PATHS,
+    gradients: Mapping[str, str] = MappingProxyType({}),
 ) -> Source:
     """The forward half of the steps and the backward half, which begins with the first backward op.
+
+    `gradients` has those of tensors of forward.
 
     With an `arena`, the code calls `new_arena()` at the beginning of forward; with `holding`, it calls
     its methods around some ops.
@@ -120,7 +126,12 @@ def source_of(
     forward = _Half(writer, steps[:turn])
     forward.give(outputs)
     kept = (*draws.values(), *moves.handles, *(("arena",) if arena else ()))
-    backward = _Half(writer, steps[turn:], ends_of_pieces(graph, program, steps[turn:]))
+    inner = dict(_inner(program, outputs, gradients))
+    looked: dict[str, list[int]] = {}
+    for position, gradient in inner.items():
+        looked.setdefault(gradient, []).append(position)
+    backward = _Half(writer, steps[turn:], ends_of_pieces(graph, program, steps[turn:]), looked)
+    shown = {*tangents, *(name for op in graph.ops for name in op.writes())}
     saved = tuple(name for name in backward.needed if name in forward.made and name not in outputs)
     primals = tuple(name for name in backward.needed if name not in {*saved, *tangents})
     lines = (
@@ -131,11 +142,12 @@ def source_of(
         _Line(f"    return {_tuple(names, outputs)}, [{_list(names, saved, kept)}]"),
         _Line(""),
         _Line(""),
-        _Line("def backward(primals, saved, tangents, handed):"),
+        _Line("def backward(primals, saved, tangents, handed, looks):"),
         *_unpacking(names, primals, "primals", clear=False),
         *_unpacking(names, saved, "saved", clear=True, further=kept),
         *_unpacking(names, tangents, "tangents", clear=True),
         *(_Line(f"    {line}") for line in presence.flags()),
+        *(_Line(f"    {line}") for name in tangents for line in _looks(names[name], looked.get(name, ()))),
         *backward.lines,
     )
     return Source(
@@ -152,8 +164,26 @@ def source_of(
         updated=tuple(sorted(updated_buffers(graph))),
         overwritten=frozenset(_overwritten(graph, steps[turn:], saved)),
         is_in_arena=arena is not None,
+        inner={position: gradient in shown for position, gradient in inner.items()},
         meetings=tuple(presence.meetings),
     )
+
+
+def _inner(
+    program: Program, outputs: Sequence[str], gradients: Mapping[str, str]
+) -> Iterator[tuple[int, str]]:
+    """The positions of outputs that others are made of, with their gradients; those of no leaf."""
+    leaves = list(zip(program.outputs, program.attached, program.tangents, strict=True))
+    for position, output in enumerate(outputs):
+        own = [tangent for leaf, attached, tangent in leaves if attached and leaf == Ref(output)]
+        gradient = gradients.get(output)
+        if own and gradient is not None and gradient not in own and output not in program.gradients:
+            yield position, gradient
+
+
+def _looks(gradient: str, positions: Iterable[int]) -> list[str]:
+    """The lines that show a gradient to those who look at outputs."""
+    return [f"if {position} in looks: looks[{position}]({gradient})" for position in positions]
 
 
 class _Line(NamedTuple):
@@ -225,8 +255,17 @@ class _Writer:
 class _Half:
     """The lines of one half; what it needs from outside, by first use; what it made and still has."""
 
-    def __init__(self, writer: _Writer, steps: Sequence[Step], ends: Iterable[End] = ()) -> None:
-        """`ends` has, by step, the tensors that leave after it; tensors freed there are freed first."""
+    def __init__(
+        self,
+        writer: _Writer,
+        steps: Sequence[Step],
+        ends: Iterable[End] = (),
+        looked: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
+        """`ends` has, by step, the tensors that leave after it; tensors freed there are freed first.
+
+        `looked` are gradients of outputs, by their positions.
+        """
         self.lines: list[_Line] = []
         self.needed: dict[str, None] = {}
         self.bound: set[str] = set()
@@ -234,7 +273,7 @@ class _Half:
         self._ops, self._calls, self._names = writer.ops, writer.calls, writer.names
         self._draws, self._moves, self._outside = writer.draws, writer.moves, writer.outside
         self._arena, self._holding, self._presence = writer.arena, writer.holding, writer.presence
-        self._place = ""
+        self._place, self._looked = "", looked
         self._read: dict[str, bool] = {}
         waiting = list(ends)
         for number, step in enumerate(steps):
@@ -326,6 +365,8 @@ class _Half:
         lines = self._holding.around(op, lines, names) if self._holding else lines
         lines = self._presence.around(op, call, lines, wanted)
         self._write(self._drawing_the_same(op, lines, again))
+        for name in () if again else wanted:
+            self._write(_looks(self._names[name], self._looked.get(name, ())))
         self.bound.update(wanted)
 
     def _drawing_the_same(self, op: Op, lines: list[str], again: bool) -> list[str]:

@@ -206,7 +206,13 @@ class StraightStep:
         self._arena = _code_of(captured, arena, self._device) if arena else None
         self._holding = holding
         source = source_of(
-            captured.graph, captured.program, steps, self._arena, holding, paths=captured.paths
+            captured.graph,
+            captured.program,
+            steps,
+            self._arena,
+            holding,
+            paths=captured.paths,
+            gradients=captured.gradients,
         )
         self._incoming = IncomingGradients(captured, steps, source)
         if source.stored_bytes:
