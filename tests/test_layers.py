@@ -22,6 +22,7 @@ MAY_IMPORT = {
 
 # Each line may import from the lines above it; parts on one line do not import each other.
 LAYERS = (
+    ("interrupts",),
     ("alone", "errors"),
     ("units", "geometry", "torch_private", "demo", "watch"),
     ("ir",),

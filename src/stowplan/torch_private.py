@@ -4,6 +4,7 @@ PyTorch may change these names in any release. `tests/test_torch_private.py` hol
 and keeps other modules from using private names. `docs/compatibility.md` has the results by version.
 """
 
+import gc
 import logging
 import os
 import warnings
@@ -17,7 +18,7 @@ from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage, nn, overrides
 from torch._C._dynamo.guards import TensorGuards
 from torch._C._profiler import (
     ProfilerConfig,
@@ -39,12 +40,13 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.nn.modules import module as torch_modules
 from torch.profiler import profile
+from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoint_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec
 
-from stowplan.alone import Lock, replaced
+from stowplan.alone import KEPT, Lock, is_only_thread, replaced
 from stowplan.errors import TorchTooOld
 
 if TYPE_CHECKING:  # a PyTorch may be built without
@@ -589,3 +591,124 @@ def default_generator_is(generator: torch.Generator) -> None:
     """What functions such as `torch.manual_seed` act on. Ops draw from PyTorch's own all the same."""
     vars(torch.random)["default_generator"] = generator
     vars(torch)["default_generator"] = generator
+
+
+def _autocast() -> tuple[object, ...]:
+    torch.autocast_increment_nesting()
+    kinds = ("cpu", "cuda")
+    looks = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return torch.autocast_decrement_nesting(), *looks
+
+
+def _set_autocast(was: tuple[Any, ...]) -> None:
+    depth, *kinds = was
+    for kind, enabled, dtype in kinds:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    while torch.autocast_increment_nesting() <= depth:
+        pass
+    while torch.autocast_decrement_nesting() > depth:
+        pass
+    torch.clear_autocast_cache()
+
+
+_dispatch: Any = python_dispatch  # which is not typed, as are parts of torch._C
+_core: Any = torch._C
+
+
+def _set_dispatch_modes(modes: list[Any]) -> None:
+    for _ in range(_dispatch._len_torch_dispatch_stack()):
+        _dispatch._pop_mode()
+    for mode in modes:
+        _dispatch._push_mode(mode)
+
+
+def _set_function_modes(modes: list[Any]) -> None:
+    while torch._C._len_torch_function_stack():
+        overrides._pop_mode()
+    for mode in modes:
+        overrides._push_mode(mode)
+
+
+def _saved_hooks() -> list[Any]:
+    """Those that autograd calls for what it saves, the latest last."""
+    found: list[Any] = []
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        found.insert(0, hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    _add_saved_hooks(found)
+    return found
+
+
+def _add_saved_hooks(found: list[Any]) -> None:
+    for hooks in found:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def _set_saved_hooks(was: list[Any]) -> None:
+    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    _add_saved_hooks(was)
+
+
+def _flags() -> dict[str, object]:
+    """What the module of dispatch modes notes of those that are entered."""
+    return {name: value for name, value in vars(python_dispatch).items() if name.startswith("_is_in_")}
+
+
+def _set_profiled(was: bool) -> None:
+    if not was and _LEGACY is not None:
+        torch._C._autograd._disable_profiler_legacy()
+
+
+def _set_filters(was: Any) -> None:
+    own: Any = warnings
+    own.filters = was
+    own._filters_mutated()
+
+
+_STATES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (python_dispatch._get_current_dispatch_mode_stack, _set_dispatch_modes),
+    (overrides._get_current_function_mode_stack, _set_function_modes),
+    (_flags, vars(python_dispatch).update),
+    (_saved_hooks, _set_saved_hooks),
+    (is_profiled, _set_profiled),
+    (_autocast, _set_autocast),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    (_core._get_torch_function_state, _core._set_torch_function_state),
+    (torch._C._only_lift_cpu_tensors, torch._C._set_only_lift_cpu_tensors),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
+)
+
+
+def _state() -> Callable[[], None]:
+    """How to put back what modes, hooks and switches there are now, in this thread and in the process.
+
+    Contexts of PyTorch are left by functions of Python, and an interrupt may come before these have begun.
+    """
+    before, filters = [read() for read, _ in _STATES], warnings.filters
+
+    def put_back() -> None:
+        for (read, write), was in zip(_STATES, before, strict=True):
+            if read() != was:
+                write(was)
+        if warnings.filters is not filters:
+            _set_filters(filters)
+
+    return put_back
+
+
+def _generator() -> Callable[[], None]:
+    before = torch.get_rng_state()
+
+    def put_back() -> None:
+        if is_only_thread():  # others may have drawn meanwhile
+            torch.set_rng_state(before)
+
+    return put_back
+
+
+KEPT.extend((_state, _generator))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import get_ident
 from types import FrameType, TracebackType
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stowplan.alone import replaced
+from stowplan.alone import replaced, undone
 from stowplan.errors import CaptureError
 from stowplan.torch_private import (
     DataDependentOutputException,
@@ -173,11 +174,9 @@ def explained() -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Without PyTorch's log of failures on stand-ins: the error reports them."""
     silence = logging.Filter("nobody")
-    fake_tensor_logger.addFilter(silence)
-    try:
+    with undone(partial(fake_tensor_logger.removeFilter, silence)):
+        fake_tensor_logger.addFilter(silence)
         yield
-    finally:
-        fake_tensor_logger.removeFilter(silence)
 
 
 def _where(error: Exception) -> str:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from stowplan.alone import undone
 from stowplan.errors import CaptureError
 from stowplan.ir import DType
 from stowplan.ir import Tensor as GraphTensor
@@ -477,14 +478,16 @@ def with_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterato
         for table in (module._parameters, module._buffers)
     ]
     originals = [dict(table) for table in tables]
-    try:
-        for table in tables:
-            table.update({name: other(held) for name, held in table.items() if held is not None})
-        yield
-    finally:
+
+    def put_back() -> None:
         for table, original in zip(tables, originals, strict=True):
             table.clear()
             table.update(original)
+
+    with undone(put_back):
+        for table in tables:
+            table.update({name: other(held) for name, held in table.items() if held is not None})
+        yield
 
 
 def is_small_integer(tensor: Tensor) -> bool:

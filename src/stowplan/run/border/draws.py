@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from stowplan.alone import replaced
+from stowplan.alone import KEPT, is_only_thread, replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Draws:
     def _compare_states(self) -> None:
         self._after = _states()
         changed = [name for name, state in self._after.items() if state != self._before[name]]
-        if changed and len(sys._current_frames()) > 1:
+        if changed and not is_only_thread():
             raise SomebodyDrew(self)
         self._own = changed
 
@@ -141,3 +141,17 @@ class SomebodyDrew(Exception):
 
 def _states() -> dict[str, object]:
     return {generator.name: generator.state() for generator in _GENERATORS}
+
+
+def _state() -> Callable[[], None]:
+    before = _states()
+
+    def put_back() -> None:
+        if is_only_thread():
+            for generator in _GENERATORS:
+                generator.put_back(before[generator.name])
+
+    return put_back
+
+
+KEPT.append(_state)

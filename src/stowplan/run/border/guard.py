@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from stowplan.alone import undone
 from stowplan.capture import Program
 from stowplan.capture.answers import NO_ANSWERS, Answers
 from stowplan.capture.origins import BY_PARTS
@@ -160,14 +161,15 @@ class Observation:
         self._reach.picture(before)
         draws = Draws(unclear)
         shallow = [(vars(module), dict(vars(module))) for module in self._model.modules()]
-        try:
-            with self._reads.recording(), _RefusingTensorHooks(), draws.watched():
-                yield
-            change = first_change(before.facts, self._now(everything))
-        finally:
-            writes = _plain_writes([*shallow, *before.contents])
-            restore([*shallow, *before.contents])
-            draws.put_back()
+        held = [*shallow, *before.contents]
+        with undone(partial(restore, held)):
+            try:
+                with self._reads.recording(), _RefusingTensorHooks(), draws.watched():
+                    yield
+                change = first_change(before.facts, self._now(everything))
+            finally:
+                writes = _plain_writes(held)
+                draws.put_back()
         if change is not None and not first_change(before.facts, self._now(everything)):
             self.writes = writes
         _refuse_writes(change)

@@ -24,6 +24,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 import torch
 
+from stowplan.alone import uninterrupted
 from stowplan.ir import Graph
 from stowplan.plan.plan import Machine
 
@@ -133,14 +134,15 @@ def _digest(content: bytes) -> str:
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(name).replace(path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with uninterrupted():
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
 
 
 USER_CACHE = ProbeCache()
