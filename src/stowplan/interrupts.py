@@ -1,8 +1,8 @@
 """Interrupts: a handler of the user's may raise between any two lines of ours, as that of Ctrl-C does.
 
-Python calls the handlers of signals in the main thread, wherever it is. While handlers are taken over, they wait
-where something is put back, and what they raise is carried as a BaseException, so that no `except Exception` on
-its way takes it for an error of the model or of a kernel.
+Python calls the handlers of signals in the main thread, wherever it is. While handlers are taken over, they
+wait where something is put back, and what they raise is carried as a BaseException, so that no `except
+Exception` on its way takes it for an error of the model or of a kernel.
 """
 
 import signal

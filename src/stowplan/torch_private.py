@@ -614,6 +614,7 @@ def _set_autocast(was: tuple[Any, ...]) -> None:
 
 _dispatch: Any = python_dispatch  # which is not typed, as are parts of torch._C
 _core: Any = torch._C
+_functions: Any = overrides
 
 
 def _set_dispatch_modes(modes: list[Any]) -> None:
@@ -625,9 +626,9 @@ def _set_dispatch_modes(modes: list[Any]) -> None:
 
 def _set_function_modes(modes: list[Any]) -> None:
     while torch._C._len_torch_function_stack():
-        overrides._pop_mode()
+        _functions._pop_mode()
     for mode in modes:
-        overrides._push_mode(mode)
+        _functions._push_mode(mode)
 
 
 def _saved_hooks() -> list[Any]:

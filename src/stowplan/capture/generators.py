@@ -9,11 +9,12 @@ than the draw before has left.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock, get_ident
+from threading import get_ident
 
 import torch
 from torch import Tensor
 
+from stowplan.alone import Lock, undone
 from stowplan.capture.origins import Origins
 from stowplan.errors import CaptureError
 from stowplan.torch_private import default_generator_is, without_functions
@@ -106,16 +107,18 @@ def generator_watched(origins: Origins) -> Iterator[WatchedGenerator]:
     """Within, what this thread does to PyTorch's generator is done to another one."""
     thread, watched = get_ident(), WatchedGenerator(origins)
     outer = _watched.get(thread)
-    with _lock:
-        _watched[thread] = watched
-        default_generator_is(_STANDING)
-    try:
-        yield watched
-    finally:
-        with _lock:
+
+    def leave() -> None:
+        with _lock.here():
             if outer is None:
-                del _watched[thread]
+                _watched.pop(thread, None)
             else:
                 _watched[thread] = outer
             if not _watched:
                 default_generator_is(_REAL)
+
+    with undone(leave):
+        with _lock.here():
+            _watched[thread] = watched
+            default_generator_is(_STANDING)
+        yield watched

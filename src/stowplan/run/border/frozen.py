@@ -64,6 +64,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {
     *("torch", "torchgen", "numpy", "stowplan", "triton"),
     *("pytest", "_pytest", "pluggy"),  # pytest writes itself into the assertions of a test's model
 }
+_SHARED = tuple(getattr(draw, "__self__", None) for draw in (random.random, np.random.rand))
 # Iterators that tell how much is left.
 _COUNTED = (*(type(iter(kind(()))) for kind in (list, tuple, dict, set)), type(iter(range(0))))
 
@@ -237,6 +238,8 @@ class Picture:
                 return self._held_by(_InContext(value), label)
             case threading.local():
                 return self._held_by(Attributes(value, "__dict__"), label)
+            case random.Random() | np.random.RandomState() if value in _SHARED:
+                return Same(value)  # other threads draw from it too; `Draws` tells who did
             case random.Random() | np.random.Generator() | np.random.RandomState() | np.ndarray():
                 self.states.append((value, state_of(value)))
                 return self.states[-1][1]
