@@ -113,7 +113,7 @@ def _show(found: "tuple[Largest, ...]", vary: str, title: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from stowplan.report.terminal import console_for_output, print_trimmed
+    from stowplan.report.terminal import console_for_output, print_trimmed, table_or_lists
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="cyan")
     table.add_column("by", no_wrap=True)
@@ -121,7 +121,8 @@ def _show(found: "tuple[Largest, ...]", vary: str, title: str) -> None:
         table.add_column(heading, justify="right")
     for row in found:
         table.add_row(*_cells(row, vary))
-    print_trimmed(console_for_output(), Text(title, "bold"), table)
+    console = console_for_output()
+    print_trimmed(console, Text(title, "bold"), table_or_lists(table, console, console.width))
 
 
 def _cells(row: "Largest", vary: str) -> tuple[str, ...]:

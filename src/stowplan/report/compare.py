@@ -45,7 +45,7 @@ def show_comparison(
 def _table(*headings: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="cyan")
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if not number else "right")
+        table.add_column(heading, justify="left" if not number else "right", overflow="fold")
     return table
 
 

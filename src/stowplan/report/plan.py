@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -37,6 +37,7 @@ _INDENT = 2
 _LARGEST = 8
 _FRONTIER_ROWS = 16
 _BAR = 40
+_NARROW = 60  # columns of a terminal, for which tables leave something out
 
 
 def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float | None = None) -> None:
@@ -57,21 +58,22 @@ def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float 
 def show_addresses(addresses: AddressesBeside, plan: Plan, console: Console) -> None:
     """What the plan's addresses and the file's take, and where the largest tensors are in both."""
     labels = Labels(plan.graph)
+    is_narrow = console.width < _NARROW
     table = Table.grid(padding=(0, 2))
-    for heading in ("bytes", "steps", "offset", "in the file"):
+    for heading in ("bytes", "offset") if is_narrow else ("bytes", "steps", "offset", "in the file"):
         table.add_column(Text(heading, "dim"), justify="right", no_wrap=True)
-    table.add_column(Text("tensor", "dim"), no_wrap=True, overflow="ellipsis")
+    table.add_column(Text("tensor", "dim"), overflow="ellipsis")
     table.show_header = True
     for place in addresses.tensors[:_LARGEST]:
         recorded = "-" if place.recorded is None else f"{place.recorded:#x}"
         steps = f"{place.first_step + 1:,} to {place.last_step + 1:,}"
-        size = format_bytes(place.nbytes)
-        table.add_row(size, steps, f"{place.offset:#x}", recorded, labels.tensor(place.tensor))
+        size, offset = format_bytes(place.nbytes), f"{place.offset:#x}"
+        figures = (size, offset) if is_narrow else (size, steps, offset, recorded)
+        table.add_row(*figures, labels.tensor(place.tensor))
     left = len(addresses.tensors) - _LARGEST
-    if left > 0:
-        table.add_row("", "", "", "", f"{left:,} more: --json has all")
+    rest = [Text(f"{left:,} more: --json has all")] if left > 0 else []
     ours, theirs = format_bytes(addresses.arena_bytes), format_bytes(addresses.recorded_bytes)
-    _section(console, f"addresses: {ours} in one arena, {theirs} at those of the file", table)
+    _section(console, f"addresses: {ours} in one arena, {theirs} at those of the file", Group(table, *rest))
 
 
 def show_frontier(

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stowplan.plan.shards.projection import Projection
-from stowplan.report.terminal import print_trimmed
+from stowplan.report.terminal import print_trimmed, table_or_lists
 from stowplan.units import format_bytes, format_seconds
 
 _INDENT = 2
@@ -63,5 +63,6 @@ def _show_table(
     size = format_bytes(max(row.planner_bytes for row in rows))
     planned = f"planned in {seconds} with {size}" + (" at most, each" if len(rows) > 1 else "")
     print_trimmed(console, Text(title, "bold"))
-    print_trimmed(console, Padding(table, (0, 0, 0, _INDENT)))
+    fitting = table_or_lists(table, console, console.width - _INDENT)
+    print_trimmed(console, Padding(fitting, (0, 0, 0, _INDENT)))
     print_trimmed(console, Padding(Text(planned, "dim"), (0, 0, 1, _INDENT)))

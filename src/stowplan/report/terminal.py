@@ -1,6 +1,7 @@
 """Drawing in a terminal: a console of readable width, bars and memory curves made of block characters."""
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -128,6 +129,22 @@ def module_columns(figures: Iterable[str], others: Iterable[str] = ()) -> Table:
 def in_module(module: str, *details: str) -> Text:
     """A module path, and below it what is meant in it: paths are long, and lines may have 80 columns."""
     return Text.assemble(module, ("\n" + ", ".join(filter(None, details)), "dim"))
+
+
+def table_or_lists(table: Table, console: Console, width: int) -> Table:
+    """The table, if it has room for its figures without cutting them; or else a list for each of its rows."""
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    for column, cells in zip(table.columns, columns, strict=True):
+        if column.justify == "right":
+            column.min_width = max(map(len, cells), default=0)
+    if Measurement.get(console, console.options.update(width=sys.maxsize), table).minimum <= width:
+        return table
+    lists = Table.grid(padding=(0, 2))
+    for row in zip(*columns, strict=True):
+        for column, cell in zip(table.columns, row, strict=True):
+            lists.add_row(Text(str(column.header), "cyan"), cell)
+        lists.add_row()
+    return lists
 
 
 _ROWS = 4
