@@ -5,10 +5,15 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import stowplan
 from stowplan import watch
 from stowplan.api import load_plan, planner_for
 from stowplan.cli.main import main
@@ -21,6 +26,13 @@ from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Candidate, Selector, planner_of
 from stowplan.watch import Patience, Phase, Searching, ended_by, limited_to, watched_by
 from tests.support.steps import random_step, uneven_prices
+
+
+@pytest.fixture
+def cold_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of any op."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
 
 _TO_THE_END = PlanOptions(("recompute",), moves=160, gap=0.0)
 
@@ -161,3 +173,53 @@ def test_a_search_for_one_budget_is_watched() -> None:
     with watched_by(news.append):
         _planner(3, replace(_TO_THE_END, gap=0.5)).plan(budget)
     assert any(isinstance(each, Searching) for each in news)
+
+
+class _Blocks(nn.Module):
+    """Layers whose tiles take far longer to look through than a step takes."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        how: Any = {"batch_first": True, "dropout": 0.1}
+        self.layers = nn.Sequential(*(nn.TransformerEncoderLayer(48, 4, 96, **how) for _ in range(layers)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mean(self.layers(x).square())
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.usefixtures("cold_cache")
+def test_the_smallest_budget_of_a_refusal_is_searched_for_no_longer_than_the_limit() -> None:
+    model, x = _Blocks(2), torch.randn(4, 17, 48)
+    with pytest.raises(BudgetTooSmall) as found:
+        stowplan.fit(model, (x,), budget=x.nbytes, time_limit=0.5)
+    begun = process_time()
+    assert found.value.minimum_bytes > x.nbytes
+    assert found.value.ended == "the time limit of 0.5 s"
+    assert process_time() - begun < 8  # without a limit it takes 30 s
+    beside = found.value.beside(1000, "more")
+    assert beside.minimum_bytes == found.value.minimum_bytes + 1000
+    assert beside.ended == found.value.ended
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.usefixtures("cold_cache")
+def test_all_searches_of_one_call_share_the_limit() -> None:
+    """The step with the optimizer's state in memory, the one with its state on disk, and what they refuse."""
+    model, x = _Blocks(1), torch.randn(4, 17, 48)
+    optimizer = torch.optim.AdamW(model.parameters())
+    begun = process_time()
+    with pytest.raises(BudgetTooSmall) as found:
+        stowplan.fit(
+            model, (x,), budget=x.nbytes, time_limit=0.5, allow=("recompute", "offload"), optimizer=optimizer
+        )
+    assert found.value.ended == "the time limit of 0.5 s"
+    assert process_time() - begun < 8
+
+
+def test_a_search_that_was_run_to_its_end_says_so() -> None:
+    with pytest.raises(BudgetTooSmall) as found:
+        _planner(3, _TO_THE_END).plan(1)
+    assert found.value.ended == ""

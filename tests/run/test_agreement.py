@@ -20,7 +20,7 @@ from stowplan.run.measure.agreement import against_eager, compared
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import Subject, plan_step
 from tests.support.models import Normed, Rewriting, images
-from tests.support.side_by_side import AMPLE
+from tests.support.side_by_side import AMPLE, different, trained
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
@@ -225,3 +225,33 @@ def test_attention_masks_of_transformers_are_read_as_in_eager() -> None:
         fitted = fit(copy.deepcopy(model), (), call, budget=AMPLE, allow=["recompute"], moves=10)
         (plan,) = plans_of(fitted)
         assert plan.exactness is Exactness.BITWISE
+
+
+class Overwriting(nn.Module):
+    """Activations in place on results that are views: of a norm's, and of a product's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.InstanceNorm2d(4), nn.ReLU(inplace=True)
+        )
+        self.after = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.2, inplace=True), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.after(self.before(x)).square().mean()
+        return loss
+
+
+def test_views_that_autograd_makes_again_after_a_write_are_eagers() -> None:
+    model, x = Overwriting(), images(2, 3, 8, 8)
+    twin = copy.deepcopy(model)
+    fitted = fit(twin, (x,), budget=AMPLE, allow=["recompute"], moves=10)
+    assert plans_of(fitted)[0].exactness is Exactness.BITWISE
+    assert different(trained(model, model, (x,)), trained(fitted, twin, (x,))) == []
+
+
+def test_a_view_that_only_capture_makes_is_another_op() -> None:
+    plan = plan_of(Scores(lambda h, fake: h.relu_().t() if fake else h.relu_()), images(4, 4))
+    assert plan.exactness is Exactness.ROUNDING
+    plan = plan_of(Scores(lambda h, fake: h.relu_() if fake else h.relu_().t()), images(4, 4))
+    assert plan.exactness is Exactness.ROUNDING
