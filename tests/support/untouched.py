@@ -15,6 +15,7 @@ What `fit` states that it changes is listed in `_declared` and nowhere else:
 
 import functools
 import random
+import re
 import sys
 import threading
 import warnings
@@ -149,8 +150,8 @@ _SETTINGS: Mapping[str, Callable[[], object]] = {
 
 
 def _own_filters() -> list[object]:
-    """Without those of sympy, which PyTorch imports when it first needs it."""
-    return [each for each in warnings.filters if "sympy" not in repr(each)]
+    """Without those of sympy and scipy, which are imported when they are first needed."""
+    return [each for each in warnings.filters if not {"sympy", "scipy"} & set(re.findall(r"\w+", repr(each)))]
 
 
 def _global_hooks() -> Iterator[Mapping[int, object]]:

@@ -160,7 +160,8 @@ class Captured:
     `gradients` has the gradient of every tensor that has one. Two tensors may share it, such as a sum and its
     operand; the graph's `gradient_of` then names the one differentiated first. `forward` are the ops of the
     forward half as they were dispatched. The step is that of arguments for which `answers` hold. `paths` tell
-    which ops of backward run if gradients come in for some outputs only.
+    which ops of backward run if gradients come in for some outputs only. `slices` are the tensors from
+    outside that are a part of their storage, with its bytes.
     """
 
     graph: Graph
@@ -170,6 +171,7 @@ class Captured:
     forward: tuple[Event, ...] = ()
     answers: Answers = NO_ANSWERS
     paths: Paths = field(default_factory=Paths)
+    slices: Mapping[str, int] = field(default_factory=dict)
 
 
 def is_same_step(one: Captured, other: Captured) -> bool:
@@ -236,7 +238,9 @@ def _captured(step: Step) -> Captured:
     answers = answers_among(
         calls, whole.answers, program.inputs, program.constants, lambda name: whole.values[name].view
     )
-    return Captured(graph, program, eager, lowering.gradients, forward, answers, lowering.paths())
+    slices = {ids[e.view]: recording.slices.get(e.view.storage, 0) for e in recording.externals}
+    parts = {name: nbytes for name, nbytes in slices.items() if nbytes}
+    return Captured(graph, program, eager, lowering.gradients, forward, answers, lowering.paths(), parts)
 
 
 def _without_operand(call: Call, values: Mapping[str, Value]) -> Call:

@@ -6,7 +6,7 @@ The recorder runs the step once on stand-ins (forward, loss and backward) under 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -107,7 +107,8 @@ class Recording:
     `tangents` are the gradients of the differentiated ones. `constants` are other tensors of the user's code.
     `replaced` are parameters and buffers that forward bound to other memory. `literals` are constants written
     in code, as in `torch.tensor([1, 2])`. A step that `looks_at_values` of known integers has branched on
-    them; `answers` are what it read.
+    them; `answers` are what it read. `slices` are the storages, with their bytes, of which the externals are
+    a part.
     """
 
     events: tuple[Event, ...]
@@ -127,6 +128,7 @@ class Recording:
     literals: frozenset[StorageView]
     looks_at_values: bool
     answers: tuple[AnswerHere, ...] = ()
+    slices: Mapping[int, int] = field(default_factory=dict)
 
 
 def after_loss(output: object, loss: Loss | None) -> object:
@@ -299,6 +301,7 @@ class _Recorder:
         self._watch.assuming = knowing_given
         self._externals: dict[StorageView, ExternalTensor] = {}
         self._entered: dict[StorageView, Tensor] = {}  # their stand-ins
+        self._slices: dict[int, int] = {}
         self._wanted: list[Tensor] = []  # the leaves that gradients are for; at last in eager's order
         self._inputs = [self._stand_in(leaf) for leaf in flat]
         self._held: dict[int, _Held] = {}  # by identity of the stand-in
@@ -352,6 +355,7 @@ class _Recorder:
             literals=frozenset(self._view(constants[number]) for number in self._watch.literals),
             looks_at_values=self._watch.looks_at_values,
             answers=tuple(self._watch.answers),
+            slices=self._slices,
         )
 
     def _view(self, tensor: Tensor) -> StorageView:
@@ -366,6 +370,7 @@ class _Recorder:
         names = zip(argument_names(self._step), self._inputs, strict=True)
         given = [(name, leaf) for name, leaf in names if isinstance(leaf, Tensor)]
         self._enter(Kind.INPUT, given)
+        self._slices = self._watch.book.enter(self._entered.values())
         for name, leaf in given:
             self._watch.note_given(leaf, name)
         for name, held in (*parameters.items(), *buffers.items()):

@@ -7,10 +7,12 @@ captured step and belongs to the form, with its type: `True`, `1` and `1.0` are 
 A storage view is a storage with shape, strides and offset. Tensors with equal storage views are one value.
 
 Stand-ins have a shape, strides and a device but no data. A parameter with two names in a model has one
-stand-in, so tied weights stay tied. Tensors that share a storage have stand-ins that share one of its size,
-because a slice keeps the whole storage alive. Small integer arguments may keep their values: their stand-ins
-are copies. The stand-in of a tensor that an op made before the step is no leaf either: autograd hands its
-gradient on as it is, and copies that of a leaf into the leaf's strides.
+stand-in, so tied weights stay tied. Tensors that share a storage have stand-ins that share one. Small integer
+arguments may keep their values: their stand-ins are copies. The stand-in of a tensor that an op made before
+the step is no leaf either: autograd hands its gradient on as it is, and copies that of a leaf into the leaf's
+strides.
+
+A slice of a data set counts with its own elements: the rest of its storage is there without the step too.
 """
 
 import ast
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -233,6 +236,11 @@ class StorageView:
         """Bytes from its first element to its last."""
         return extent_of(self.shape, self.stride) * self.dtype.itemsize
 
+    def element_bytes(self) -> int:
+        """Bytes of its elements; one that an expanded dim repeats counts once."""
+        sizes = (size for size, step in zip(self.shape, self.stride, strict=True) if step or not size)
+        return prod(sizes) * self.dtype.itemsize
+
     def is_contiguous(self) -> bool:
         """Whether its elements lie in the order of its dims."""
         return self.stride == contiguous_stride(self.shape) or (
@@ -254,6 +262,40 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(1, size)
     return tuple(reversed(strides))
+
+
+def view_bytes(views: Iterable[StorageView], storage_bytes: int) -> int:
+    """What `views` read of a storage that was there before the step: their elements, shared ones once."""
+    distinct = sorted(set(views), key=lambda view: view.offset * view.dtype.itemsize)
+    covered = end = 0
+    for view in distinct:
+        first = view.offset * view.dtype.itemsize
+        last = first + view.extent_bytes()
+        covered, end = covered + max(0, last - max(first, end)), max(end, last)
+    return min(storage_bytes, covered, sum(view.element_bytes() for view in distinct))
+
+
+def bytes_read(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The same for the storages of living tensors, by identity."""
+    storages, views = dict[int, int](), dict[int, list[StorageView]]()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        number = storage_id(storage)
+        storages[number] = storage.nbytes()
+        views.setdefault(number, []).append(_view_of(tensor, 0))
+    return {number: view_bytes(views[number], nbytes) for number, nbytes in storages.items()}
+
+
+def _view_of(tensor: Tensor, storage: int) -> StorageView:
+    return StorageView(
+        storage,
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.device,
+        (tensor.is_conj(), tensor.is_neg()),
+    )
 
 
 @dataclass(slots=True)
@@ -286,15 +328,22 @@ class StorageBook:
                 f"a tensor of shape {tuple(tensor.shape)} has the layout {tensor.layout}",
                 advice="only dense tensors are supported: embeddings take sparse=False",
             )
-        return StorageView(
-            self._number_of(tensor.untyped_storage(), born),
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            tensor.device,
-            (tensor.is_conj(), tensor.is_neg()),
-        )
+        return _view_of(tensor, self._number_of(tensor.untyped_storage(), born))
+
+    def enter(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+        """Note all tensors that are there before the step: what they read of their storages counts.
+
+        Returns the bytes of the storages, by number, of which they read a part.
+        """
+        views, parts = dict[int, list[StorageView]](), dict[int, int]()
+        for view in map(self.view_of, tensors):
+            views.setdefault(view.storage, []).append(view)
+        for number, read in views.items():
+            life = self.lifetimes[number]
+            whole, life.nbytes = life.nbytes, view_bytes(read, life.nbytes)
+            if life.nbytes < whole:
+                parts[number] = whole
+        return parts
 
     def living_bytes(self) -> int:
         """Bytes of the storages that exist now."""

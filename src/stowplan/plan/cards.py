@@ -16,6 +16,7 @@ from stowplan.analyse.facts import costs_of, estimated_workspaces
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats.checked import bad_input_of
 from stowplan.ir import DType, Graph, Op
+from stowplan.ops.cublas import cublas_workspaces
 from stowplan.ops.cuda_workspace import cuda_workspace_of
 from stowplan.ops.table import site_of
 from stowplan.plan.options import PlanOptions
@@ -23,8 +24,6 @@ from stowplan.plan.plan import Basis, Pricing, Tier
 from stowplan.units import parse_bytes
 
 _TABLE = Path(__file__).with_name("cards.toml")
-_CUBLAS = 8_519_680  # bytes of a workspace where the card names none
-_CUBLAS_WORKSPACES = 2  # one for the thread of forward, one for that of backward
 _TF32_OPS = "aten.convolution"  # PyTorch lets cuDNN use tf32 by default, and cuBLAS not
 
 _Rate = Annotated[float, msgspec.Meta(gt=0)]
@@ -61,7 +60,6 @@ class Card:
     launch_seconds: float = 5e-6
     capability: float = 8.0
     attentions: tuple[str, ...] = ("flash", "efficient")
-    cublas_bytes: int = _CUBLAS
 
     @property
     def usable_bytes(self) -> int:
@@ -89,9 +87,8 @@ class Card:
         return Tier("host", self.memory_bytes, rate, rate, self.launch_seconds)
 
     def lasting_bytes(self, graph: Graph) -> tuple[int, ...]:
-        """Workspaces that libraries keep from their first use on, if the graph multiplies matrices."""
-        multiplies = any(op.type.startswith(_MATRIX_OPS) for op in graph.ops)
-        return (self.cublas_bytes,) * _CUBLAS_WORKSPACES if self.is_cuda and multiplies else ()
+        """Workspaces that libraries keep from their first use on."""
+        return cublas_workspaces(graph.ops, self.capability) if self.is_cuda else ()
 
     def flops_of(self, graph: Graph, op: Op) -> float:
         """The rate of the op's first floating-point operand."""
@@ -119,7 +116,6 @@ class PeakOnCard:
 
 
 _FLOATS = (DType.FLOAT64, DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16)
-_MATRIX_OPS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
@@ -135,7 +131,6 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
     launch: _Rate = 5e-6
     capability: float = 8.0
     attention: tuple[str, ...] = ("flash", "efficient")
-    cublas: str = str(_CUBLAS)
 
     def card(self, name: str) -> Card:
         if "float32" not in self.flops:
@@ -154,7 +149,6 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
             launch_seconds=self.launch,
             capability=self.capability,
             attentions=self.attention,
-            cublas_bytes=parse_bytes(self.cublas),
         )
         if card.usable_bytes <= 0:
             raise BadInput(f"the context takes all of the {self.memory}", where=name)

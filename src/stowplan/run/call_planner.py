@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stowplan.capture import Captured, Program, Ref, capture, is_same_step
+from stowplan.capture import Captured, Ref, capture, is_same_step
 from stowplan.capture.layouts import has_learned
 from stowplan.capture.recording import Loss, output_keys
 from stowplan.capture.stand_ins import Spec, flatten, look_of
@@ -26,6 +26,7 @@ from stowplan.ops.table import shape_of
 from stowplan.plan.options import Kernels, PlanOptions
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.progress import showing_progress
+from stowplan.run.beside import constants_by_device
 from stowplan.run.border.draws import Draws, SomebodyDrew
 from stowplan.run.border.guard import (
     Dependencies,
@@ -35,9 +36,15 @@ from stowplan.run.border.guard import (
     sharing_of,
 )
 from stowplan.run.measure.agreement import Relaid, compared
-from stowplan.run.planning.planner import USER_PLANS, PlanCache, PlannedStep, Subject, saved_step
+from stowplan.run.planning.planner import (
+    USER_PLANS,
+    PlanCache,
+    PlannedStep,
+    Subject,
+    replayed_bytes,
+    saved_step,
+)
 from stowplan.run.wrappers import refuse_shards, with_forward
-from stowplan.torch_private import storage_id
 from stowplan.watch import limited_to, tell_phase
 
 if TYPE_CHECKING:
@@ -68,6 +75,7 @@ class Planned:
     kind: KindOfCall
     step: PlannedStep
     dependencies: Dependencies
+    taken_bytes: int  # by the step, beside other things that are alive
 
     @property
     def fits_in_eager(self) -> bool:
@@ -157,10 +165,11 @@ class CallPlanner:
         leaves = flatten(args, kwargs)[0]
         dependencies = self.latest = observation.dependencies(captured.program, leaves, captured.answers)
         subject = Subject(captured, plain, args, kwargs, loss=self.loss)
-        beside = 0 if self.devices else _constant_bytes(captured.program)  # devices count them each
+        constants = sum(constants_by_device(captured).values())
+        beside = 0 if self.devices else constants  # devices count them each
         with (
             limited_to(self.options.seconds),
-            refused_beside(beside, "tensors that are attributes, globals or written out"),
+            refused_beside(beside, "tensors that are attributes, globals or written out, and workspaces"),
         ):
             plans = partial(self._planned_step, allowed_bytes=self.allowed_bytes - beside, given=given)
             if self.iteration is None:
@@ -179,7 +188,8 @@ class CallPlanner:
         level = logging.WARNING if is_slow else logging.INFO
         how = "carried a plan over for" if found.is_carried else "planned"
         _LOGGER.log(level, "%s %s: %r, in %.1f s%s", how, name, plan, seconds, slow if is_slow else "")
-        return Planned(call.kind, replace(found, plan=plan), dependencies)
+        taken = plan.projected_peak_bytes + replayed_bytes(plan) + constants
+        return Planned(call.kind, replace(found, plan=plan), dependencies, taken)
 
     def _observed(
         self, model: nn.Module, plain: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -333,12 +343,6 @@ def refused_beside(nbytes: int, what: str) -> Iterator[None]:
         yield
     except BudgetTooSmall as refusal:
         raise refusal.beside(nbytes, what) from None
-
-
-def _constant_bytes(program: Program) -> int:
-    """What tensors take that a plan does not count: plain attributes, globals, numbers in the code."""
-    storages = {storage_id(t.untyped_storage()): t.untyped_storage() for t in program.constants.values()}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 def kind_of_call(leaves: list[object], spec: Spec) -> KindOfCall:

@@ -6,6 +6,7 @@ buffers, submodules and state_dict, and differs in `forward` alone. `run/fitting
 The budget "auto" is the device's free bytes less a margin, plus the bytes of the step that exist already.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture.recording import Loss
+from stowplan.capture.stand_ins import bytes_read
 from stowplan.errors import BadUse
 from stowplan.plan.options import (
     DEFAULT_OPTIONS,
@@ -26,6 +28,7 @@ from stowplan.plan.options import (
     Socket,
 )
 from stowplan.plan.plan import Plan
+from stowplan.run.beside import BesideWatch, Share, described, found_in_fit
 from stowplan.run.call_planner import CallPlanner
 from stowplan.run.cost.machine import free_bytes
 from stowplan.run.fitting import Fitting, fitted_class_of, model_class
@@ -38,7 +41,7 @@ from stowplan.run.wrappers import (
     switch_checkpointing_off,
 )
 from stowplan.torch_private import pytree
-from stowplan.units import bytes_left, is_automatic, parse_bytes
+from stowplan.units import bytes_left, format_bytes, is_automatic, parse_bytes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
     from stowplan.run.iteration.iteration import Iteration
     from stowplan.run.planning.on_devices import DeviceBudgets
     from stowplan.run.shapes import Shapes
+
+_LOGGER = logging.getLogger("stowplan")
 
 MARGIN = 0.1
 """The share of free memory that is left alone: for fragmentation, and for whoever else comes."""
@@ -66,14 +71,8 @@ def automatic_budget(model: nn.Module, args: object) -> int | dict[str, int]:
 
 
 def _automatic_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
-    there = _bytes_of(tensor for tensor in tensors if tensor.device == device)
-    return int(free_bytes(device) * (1 - MARGIN)) + there
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Each storage once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
+    there = bytes_read(tensor for tensor in tensors if tensor.device == device)
+    return int(free_bytes(device) * (1 - MARGIN)) + sum(there.values())
 
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -281,18 +280,28 @@ def fit(
         )
     if is_automatic(budget):
         budget = automatic_budget(model, (args, dict(kwargs or {})))
-    beside = parse_bytes(reserve, "reserve")
+    reserved, own = parse_bytes(reserve, "reserve"), list[Share]()
     devices = None
     if isinstance(budget, Mapping):
         if whole_step:
             raise BadUse(_NOT_EACH)
-        devices = _each_device(budget, beside)
+        devices = _each_device(budget, reserved)
         budget = devices.sum_bytes
-    allowed_bytes = bytes_left(parse_bytes(budget, "budget"), beside)
+    whole = parse_bytes(budget, "budget")
     own_forward = _own_forward(model)
+    if optimizer is None and devices is None:
+        own = found_in_fit(model)
+    kept = sum(share.nbytes for share in own)
+    allowed_bytes = bytes_left(whole, reserved) - max(0, kept - reserved)
     planner = CallPlanner(allowed_bytes, options, loss, outputs == "all", iteration, devices)
     fitting = Fitting(
-        own_forward, planner, given=plan, reserve_bytes=beside, keep_plans=_at_least_one(keep_plans)
+        own_forward,
+        planner,
+        BesideWatch(type(model).__name__, whole, optimizer),
+        given=plan,
+        reserve_bytes=max(reserved, kept),
+        reserved_for="the reserve" if reserved >= kept else described(own),
+        keep_plans=_at_least_one(keep_plans),
     )
     fitted: Model = seen_as(fitted_class_of(model_class(model)), model)
     fitted.__dict__.pop("forward", None)
@@ -309,6 +318,13 @@ def fit(
                 "nothing wants a gradient: no parameter and no argument has requires_grad, so there is no"
                 " training step to plan"
             )
+    if kept > reserved:
+        costs = any(made.time_ratio > 1 for made in fitting.plans)
+        _LOGGER.log(
+            logging.WARNING if costs else logging.INFO,
+            "of the budget of %s, %s are kept free for %s, and the plan has the rest",
+            *(format_bytes(whole), format_bytes(kept), described(own)),
+        )
     return fitted
 
 

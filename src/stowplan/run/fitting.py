@@ -22,6 +22,7 @@ from stowplan.capture.stand_ins import TensorLook, flatten
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.plan.options import Kernels
 from stowplan.plan.plan import Plan
+from stowplan.run.beside import BesideWatch
 from stowplan.run.border.guard import (
     Dependencies,
     Guard,
@@ -51,6 +52,10 @@ _FITTED_CLASSES: dict[type, type] = {}
 _MOST_ANSWERS = 16  # different values that forward may read off arguments of one kind
 _MOST_SMALLER = 512  # kinds of calls that run as they are
 _MOST_REFUSED = 64  # kinds of calls of one module; the oldest makes room
+_OTHER_CASTS = (
+    "planning %s again: this call is %s, and the plan was made %s, so its ops differ. To plan once, call fit"
+    " in the same autocast as the model"
+)
 
 
 class _Fitted(nn.Module):
@@ -109,10 +114,12 @@ class Fitting:
 
     own_forward: Callable[..., Any] | None  # what stands for the class's, if it was set on the model itself
     planner: CallPlanner
+    beside: BesideWatch
     planned: list[Planned] = field(default_factory=list)
     bound: list[_Bound] = field(default_factory=list)  # the latest last
     given: Plan | None = None  # a saved plan, for the first kind of call
     reserve_bytes: int = 0  # of the budget, beside what is allowed
+    reserved_for: str = "the reserve"
     keep_plans: int = 128
     shapes: "DeclaredShapes | None" = None
     smaller: list[tuple[KindOfCall, Planned]] = field(default_factory=list)  # run as they are, and why
@@ -131,14 +138,16 @@ class Fitting:
         """
         planned = [] if self.planner.iteration else list(self.planned)
         lists: dict[str, Any] = {"bound": [], "refused": [], "smaller": []}
-        return replace(self, planner=self.planner.for_a_copy(), planned=planned, lock=Lock(), **lists)
+        planner, beside = self.planner.for_a_copy(), self.beside.for_a_copy()
+        return replace(self, planner=planner, beside=beside, planned=planned, lock=Lock(), **lists)
 
     def __reduce__(self) -> Any:
         """For a file or another process: how to plan. What was planned is planned there when it is called."""
         own = self.planner
         options = replace(own.options, progress=None)
         how = (own.allowed_bytes, options, own.loss, own.all_outputs, None, own.devices)
-        return _read_back, (self.own_forward, how, self.reserve_bytes, self.keep_plans)
+        beside = self.beside.name, self.beside.budget_bytes
+        return _read_back, (self.own_forward, how, beside, self.reserve_bytes, self.keep_plans)
 
     @property
     def allowed_bytes(self) -> int:
@@ -246,6 +255,9 @@ class Fitting:
                 return _Unplanned()
             if change is not None:
                 _LOGGER.warning("planning %s again: %s", model_class(model).__name__, change)
+            elif self.planned and all(kind.casts != planned.kind.casts for planned in self.planned):
+                now, then = _autocast_of(kind), _autocast_of(self.planned[-1].kind)
+                _LOGGER.warning(_OTHER_CASTS, model_class(model).__name__, now, then)
             self._tell_of_numbers(kind, model, args, kwargs)
             planned = self._planned_or_refused(kind, model, args, kwargs, change)
             self._make_room()
@@ -287,7 +299,7 @@ class Fitting:
         try:
             with (
                 _told_as_new(leaves, change, is_new=bool(self.planned)),
-                refused_beside(self.reserve_bytes, "the reserve"),
+                refused_beside(self.reserve_bytes, self.reserved_for),
             ):
                 call = ModelCall(kind, model, self._forward_of(model), args, kwargs)
                 return self.planner.plan(call, None if self.planned else self.given)
@@ -429,10 +441,18 @@ class Fitting:
             step = known.step
             step.bind(model, guard.tensors())
         else:
-            step = planned.step.bound_to(model, places=guard.tensors(), consumer=self.planner.iteration)
+            beside = partial(self.beside.forward_begins, planned.taken_bytes)
+            step = planned.step.bound_to(
+                model, places=guard.tensors(), consumer=self.planner.iteration, beside=beside
+            )
         others = [b for b in self.bound if b is not known and any(b.planned is p for p in self.planned)]
         self.bound = [*others, _Bound(planned, guard, step)]
         return step
+
+
+def _autocast_of(kind: KindOfCall) -> str:
+    casts = " and ".join(f'torch.autocast("{device}", {dtype})' for device, dtype in kind.casts)
+    return f"inside {casts}" if casts else "outside of autocast"
 
 
 def _numbers_apart(one: KindOfCall, other: KindOfCall) -> frozenset[int]:
@@ -461,9 +481,14 @@ def _read_by(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, ob
 
 
 def _read_back(
-    own_forward: Callable[..., Any] | None, how: tuple[Any, ...], reserve_bytes: int, keep_plans: int
+    own_forward: Callable[..., Any] | None,
+    how: tuple[Any, ...],
+    beside: tuple[str, int],
+    reserve_bytes: int,
+    keep_plans: int,
 ) -> Fitting:
-    return Fitting(own_forward, CallPlanner(*how), reserve_bytes=reserve_bytes, keep_plans=keep_plans)
+    planner, watch = CallPlanner(*how), BesideWatch(*beside)
+    return Fitting(own_forward, planner, watch, reserve_bytes=reserve_bytes, keep_plans=keep_plans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,6 +501,10 @@ class _AsItIs:
     watched_as: KindOfCall | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> object:
+        given = [leaf for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor)]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        there = chain(self.model.parameters(), self.model.buffers(), given)
+        self.fitting.beside.forward_begins(self.larger.step.plan.plain_peak_bytes, trained, there)
         if self.watched_as is None:
             return self.fitting.as_it_is(self.model, args, kwargs)
         return self.fitting.watched_as_it_is(self.watched_as, self.larger, self.model, args, kwargs)

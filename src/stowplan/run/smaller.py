@@ -124,7 +124,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch lea
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # the largest that L's shape is now
         self._living = LivingStorages()
         arguments = [leaf for leaf in given if isinstance(leaf, Tensor)]
-        self._living.add((*held, *arguments))
+        self._living.add_read((*held, *arguments))
         for tensor in held:
             self._note_shape(tuple(tensor.shape), tensor)
         looks = (look for look in larger.kind.looks if isinstance(look, TensorLook))

@@ -339,8 +339,7 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
 
     def enter(self, tensors: Iterable[Tensor]) -> None:
         """Count what is there before."""
-        for tensor in tensors:
-            self._book.view_of(tensor)
+        self._book.enter(tensors)
 
     def verdict(self) -> AgainstEager:
         """When eager has ended."""

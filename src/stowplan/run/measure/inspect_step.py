@@ -17,6 +17,7 @@ from stowplan.run.cost.probe import probe
 from stowplan.run.measure.check import eager_peak_bytes
 from stowplan.run.optimizers import OptimizerShare, optimizer_share, training_peak_bytes
 from stowplan.run.target import Target
+from stowplan.units import format_bytes
 
 
 class Category(StrEnum):
@@ -77,7 +78,7 @@ def inspection_of_step(
     profile: Profile | None = None,
 ) -> StepInspection:
     """The inspection of a captured step with these workspaces; without a `profile` they are estimated."""
-    document = Document("torch", captured.graph, profile=profile, notes=tuple(_notes(captured.graph)))
+    document = Document("torch", captured.graph, profile=profile, notes=tuple(_notes(captured)))
     return StepInspection(
         inspection=inspection_of(document),
         projected_peak_bytes=captured.eager.peak_bytes(workspace),
@@ -88,9 +89,12 @@ def inspection_of_step(
     )
 
 
-def _notes(graph: Graph) -> Iterator[Note]:
-    """Op types that region rules do not know: such ops are computed whole."""
-    seen: set[str] = set()
+def _notes(captured: Captured) -> Iterator[Note]:
+    """Slices of larger storages, and op types that region rules do not know: such ops are computed whole."""
+    graph, seen = captured.graph, set[str]()
+    for name, whole_bytes in captured.slices.items():
+        read, whole = format_bytes(graph.tensors[name].nbytes or 0), format_bytes(whole_bytes)
+        yield Note(NoteKind.ODD, name, f"a view of a storage of {whole}: the step counts the {read} it reads")
     for op in graph.ops:
         if op.phase is Phase.FORWARD and op.type not in seen and regions_of(site_of(graph, op)).barrier:
             seen.add(op.type)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, UntypedStorage
 
+from stowplan.capture.stand_ins import bytes_read
 from stowplan.torch_private import storage_id
 
 
@@ -19,12 +20,21 @@ class LivingStorages:
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Add the storages of these tensors."""
         for storage in (tensor.untyped_storage() for tensor in tensors):
-            if storage_id(storage) not in self._bytes:
-                self._enter(storage, storage_id(storage))
+            self._enter(storage, storage.nbytes())
 
-    def _enter(self, storage: UntypedStorage, address: int) -> None:
-        self._bytes[address] = storage.nbytes()
-        self.nbytes += self._bytes[address]
+    def add_read(self, tensors: Iterable[Tensor]) -> None:
+        """Add the storages of tensors that are there before a step, with the bytes that these read."""
+        standing = list(tensors)
+        read = bytes_read(standing)
+        for storage in (tensor.untyped_storage() for tensor in standing):
+            self._enter(storage, read[storage_id(storage)])
+
+    def _enter(self, storage: UntypedStorage, nbytes: int) -> None:
+        address = storage_id(storage)
+        if address in self._bytes:
+            return
+        self._bytes[address] = nbytes
+        self.nbytes += nbytes
         self._watched[address] = weakref.ref(storage, lambda _: self._forget(address))
 
     def _forget(self, address: int) -> None:

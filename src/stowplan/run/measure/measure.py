@@ -22,6 +22,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.profiler import ProfilerActivity, profile
 
 from stowplan.alone import alone
+from stowplan.capture.stand_ins import bytes_read
 from stowplan.errors import BadUse
 from stowplan.torch_private import allocations_seen, allocations_within, is_profiled, storage_id
 
@@ -56,8 +57,8 @@ def measure(
 ) -> Measurement[Result]:
     """Run `step` once and follow the memory of `device`.
 
-    `before` are the tensors that are there already: their bytes and their end count. Without it, they are
-    all that Python knows of. What `step` returns stays alive in the measurement.
+    `before` are the tensors that are there already: the bytes that they read, and their end, count. Without
+    it, they are all that Python knows of. What `step` returns stays alive in the measurement.
     """
     chosen = torch.device(device)
     if chosen.type != "cpu":
@@ -124,8 +125,7 @@ def _measure_accelerator(
 
 def _bytes_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
     there = (t for t in tensors if t.device.type == device.type and device.index in (None, t.device.index))
-    storages = {storage_id(storage): storage for storage in (t.untyped_storage() for t in there)}
-    return sum(storage.nbytes() for storage in storages.values())
+    return sum(bytes_read(there).values())
 
 
 class DeviceBytes(NamedTuple):
@@ -157,14 +157,16 @@ class _Standing:
         self.blocks: dict[int, int] = {}
         self.ends: list[_Change] = []
         self._watched: list[weakref.ref[UntypedStorage]] = []
-        for tensor in tensors:
-            self._enter(tensor.untyped_storage())
+        standing = list(tensors)
+        read = bytes_read(standing)
+        for storage in (tensor.untyped_storage() for tensor in standing):
+            self._enter(storage, read[storage_id(storage)])
         self.nbytes = sum(self.blocks.values())
 
-    def _enter(self, storage: UntypedStorage) -> None:
+    def _enter(self, storage: UntypedStorage, nbytes: int) -> None:
         address = storage.data_ptr()
-        if storage.nbytes() and address not in self.blocks:
-            self.blocks[address] = storage.nbytes()
+        if nbytes and address not in self.blocks:
+            self.blocks[address] = nbytes
             self._watched.append(weakref.ref(storage, lambda _: self._note_end(address)))
 
     def _note_end(self, address: int) -> None:

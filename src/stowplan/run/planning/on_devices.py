@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from stowplan.capture import Program
 from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.run.beside import constants_by_device
 from stowplan.run.planning.planner import PlannedStep
-from stowplan.torch_private import storage_id
 from stowplan.units import format_bytes, parse_bytes
 
 _ATTEMPTS = 6  # sums of bytes that are planned for
@@ -72,16 +71,6 @@ def _device_named(written: object) -> torch.device:
     raise BadUse(f"a budget for {str(device)!r}, which is not one device here: write '{device}:0'")
 
 
-def constants_by_device(program: Program) -> dict[str, int]:
-    """What tensors take that a plan does not count, each storage once."""
-    storages = {storage_id(t.untyped_storage()): t for t in program.constants.values()}
-    found: dict[str, int] = {}
-    for tensor in storages.values():
-        there = str(tensor.device)
-        found[there] = found.get(there, 0) + tensor.untyped_storage().nbytes()
-    return found
-
-
 def on_devices(
     budgets: DeviceBudgets, planned: Callable[[int], PlannedStep], *, is_given: bool = False
 ) -> PlannedStep:
@@ -99,7 +88,7 @@ def on_devices(
                 raise  # not even the sum is enough
             room, found = 0, planned(refusal.minimum_bytes)
         budgets.refuse_others(tensor.device for tensor in found.plan.graph.tensors.values())
-        beside, peaks = constants_by_device(found.captured.program), found.plan.peaks_by_device
+        beside, peaks = constants_by_device(found.captured), found.plan.peaks_by_device
         taken = {name: peaks.get(name, 0) + beside.get(name, 0) for name in budgets.allowed_bytes}
         over = [(nbytes - budgets.allowed_bytes[name], name, nbytes) for name, nbytes in taken.items()]
         if max(over)[0] <= 0:

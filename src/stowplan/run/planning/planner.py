@@ -41,7 +41,7 @@ from stowplan.run.cost.machine import device_of, platform_of, replace_file, user
 from stowplan.run.cost.probe import probe
 from stowplan.run.planning.recapture import Replacement, forward_ops, recapture
 from stowplan.run.step.function import Consumer, tier_for, waiting_of
-from stowplan.run.step.straight import StraightStep
+from stowplan.run.step.straight import ForwardBegins, StraightStep
 from stowplan.torch_private import OpOverload
 from stowplan.units import format_bytes
 from stowplan.watch import limited_to
@@ -97,10 +97,11 @@ class PlannedStep:
         loss: object = None,
         places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
         consumer: Consumer | None = None,
+        beside: ForwardBegins | None = None,
     ) -> StraightStep:
         """The step, ready to be called like the model; `places` has where some of its constants are found.
 
-        `consumer` takes the gradients that the plan consumes.
+        `consumer` takes the gradients that the plan consumes, and `beside` learns of each forward.
         """
         with collector_paused():
             return StraightStep(
@@ -111,6 +112,7 @@ class PlannedStep:
                 waiting=waiting_of(model),
                 places=places,
                 consumer=consumer,
+                beside=beside,
                 arena=self.arena,
                 holding=self._holding(),
             )

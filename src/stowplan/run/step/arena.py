@@ -40,6 +40,8 @@ _OUT = "%out"  # stands for the memory that a call is given
 _ROOM = 4  # this many times the operands' bytes must be free to probe a call
 _SLACK_BYTES = 4096  # of memory beyond what the op took with a result of its own
 _aten = torch.ops.aten
+# oneDNN's LSTM copies the state of its cells if it shares a storage with the hidden state, as in an arena.
+_COPYING_ITS_CELLS, _CELLS = ("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"), 6
 
 
 class WritingCall(NamedTuple):
@@ -121,6 +123,8 @@ def _barred(graph: Graph, program: Program, steps: Iterable[Step]) -> set[str]:
             seen.update(made)
         if not name.startswith(("aten::", "stowplan::")) or "as_strided" in name:
             seen.update((*made, *inputs_of(call)))
+        if name in _COPYING_ITS_CELLS:
+            seen.update(leaf.tensor for leaf in call.args[_CELLS : _CELLS + 1] if isinstance(leaf, Ref))
         owners = [graph.storage_of(output) for output in made]
         seen.update(owner for owner in made if owners.count(owner) > 1)
     return {graph.storage_of(name) for name in seen}

@@ -8,9 +8,9 @@ If an input dies with an op and the op can overwrite it, it does: the baseline t
 eager, whose in-place ops capture has functionalised.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from stowplan.plan.allocator.arena import ArenaLayout
     from stowplan.run.step.arena import ArenaCode
     from stowplan.run.step.holding import HoldingCode
+
+
+ForwardBegins: TypeAlias = Callable[[Sequence[Tensor], Iterable[Tensor]], None]
+"""Learns before each forward of the parameters that it trains, and of all tensors that it is given."""
 
 
 def baseline_steps(graph: Graph) -> tuple[Step, ...]:
@@ -192,15 +196,16 @@ class StraightStep:
         waiting: Waiting | None = None,
         places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
         consumer: Consumer | None = None,
+        beside: ForwardBegins | None = None,
         arena: "ArenaLayout | None" = None,
         holding: "HoldingCode | None" = None,
     ) -> None:
         """`tier` is the target of Store steps, by default the tier for the step's device.
 
-        `waiting` learns of each forward. `consumer` takes the gradients that the steps consume. With an
-        `arena`, tensors lie where it says; with `holding`, blocks are held around ops.
+        `waiting` and `beside` learn of each forward. `consumer` takes the gradients that the steps consume.
+        With an `arena`, tensors lie where it says; with `holding`, blocks are held around ops.
         """
-        self._waiting, self._consumer = waiting, consumer
+        self._waiting, self._consumer, self._beside = waiting, consumer, beside
         self._program, self._device = captured.program, device_of(captured.graph)
         steps = steps or baseline_steps(captured.graph)
         self._arena = _code_of(captured, arena, self._device) if arena else None
@@ -227,6 +232,7 @@ class StraightStep:
         leaves = zip(captured.program.outputs, captured.program.attached, strict=True)
         attached = {leaf for leaf, is_attached in leaves if is_attached}
         self._attached = tuple(Ref(name) in attached for name in source.outputs)
+        self._trained = [name for name in captured.program.gradients if name in captured.program.parameters]
 
     def bind(self, model: nn.Module, places: Mapping[int, tuple[Any, Any]] = MappingProxyType({})) -> None:
         """Run from now on with the parameters and buffers of this model, which is like the one captured."""
@@ -237,6 +243,8 @@ class StraightStep:
         found, find = self._binding.tensors(args, kwargs), self._binding.finder(args, kwargs)
         self._changes.before(find)
         run = self._new_run()
+        if self._beside:
+            self._beside([found[name] for name in self._trained], found.values())
         if self._holding:
             self._holding.begin()
         if self._arena and (held := self._arena.release(found.values())) and self._waiting:
