@@ -1,4 +1,4 @@
-"""Forward that moves PyTorch's generator other than by drawing is refused by name; draws are eager's."""
+"""Forward that seeds PyTorch's generator or sets its state: every call does, or `fit` refuses by name."""
 
 import threading
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import stowplan
 from stowplan.capture import capture
-from stowplan.errors import CaptureError
+from stowplan.errors import BudgetTooSmall, CaptureError
 
 
 class Net(nn.Module):
@@ -19,6 +19,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.lin, self.dice, self.own_forward = nn.Linear(4, 3), torch.Generator(), forward
+        self.state = torch.get_rng_state()
 
     def forward(self, x: Tensor) -> Any:
         return self.own_forward(self, self.lin(x)).square().mean()
@@ -71,33 +72,6 @@ def held(net: Any, h: Tensor) -> Any:
     return h * torch.randn(3, generator=net.dice)
 
 
-REFUSED: dict[Callable[..., Any], str] = {
-    seeded: "seeds PyTorch's generator or sets its state",
-    seeded_anew: "seeds PyTorch's generator or sets its state",
-    seeded_at_the_end: "seeds PyTorch's generator or sets its state",
-    forked: "seeds PyTorch's generator or sets its state",
-    forked_alone: "seeds PyTorch's generator or sets its state",
-    rewound: "seeds PyTorch's generator or sets its state",
-    by_its_seed: "reads the seed of PyTorch's generator",
-    made_in_forward: "draws from a generator of its own",
-    held: "draws from a generator of its own",
-}
-
-
-def fitted(net: nn.Module, x: Tensor) -> Any:
-    return stowplan.fit(net, (x,), budget="1MiB", moves=3, allow=("recompute",))
-
-
-@pytest.mark.parametrize("forward", REFUSED, ids=lambda forward: forward.__name__)
-def test_forward_that_moves_the_generator_is_refused_by_name(forward: Callable[..., Any]) -> None:
-    net = Net(forward)
-    before = net.dice.get_state()
-    with pytest.raises(CaptureError, match=REFUSED[forward]) as refusal:
-        fitted(net, torch.randn(5, 4))
-    assert refusal.value.where
-    assert torch.equal(before, net.dice.get_state())
-
-
 def nothing_drawn(_: Any, h: Tensor) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
@@ -106,25 +80,80 @@ def nothing_drawn(_: Any, h: Tensor) -> Any:
     return F.dropout(h, 0.5)
 
 
-def set_back_before_a_draw(_: Any, h: Tensor) -> Any:
-    h, state = F.dropout(h, 0.5), torch.get_rng_state()
-    torch.manual_seed(1)
-    torch.set_rng_state(state.clone())
+def taken_twice(_: Any, h: Tensor) -> Any:
+    """Two states after as many draws from one state, which are of other sizes."""
+    start = torch.get_rng_state()
+    h = F.dropout(h, 0.5)
+    after = torch.get_rng_state()
+    torch.set_rng_state(start)
+    h = h * torch.rand(3)
+    again = torch.get_rng_state()
+    torch.set_rng_state(after.clone())
+    h = h * torch.rand(3)
+    torch.set_rng_state(again)
+    return h * torch.rand(3)
+
+
+PLANNED = [seeded, seeded_at_the_end, forked, forked_alone, rewound, nothing_drawn, taken_twice]
+
+
+def known_state(net: Any, h: Tensor) -> Any:
+    torch.set_rng_state(net.state)
     return F.dropout(h, 0.5)
 
 
-@pytest.mark.parametrize("forward", [nothing_drawn, set_back_before_a_draw])
-def test_a_generator_that_is_put_back_before_anything_draws_is_planned(forward: Callable[..., Any]) -> None:
-    eager, x = Net(forward), torch.randn(5, 4)
-    planned = fitted(Net(forward), x)
-    found = []
-    for run in (eager, planned):
-        torch.manual_seed(3)
-        losses = [run(x) for _ in range(3)]
-        for loss in losses:
-            loss.backward()
-        found.append([*losses, run.lin.weight.grad, torch.get_rng_state()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+def steered(_: Any, h: Tensor) -> Any:
+    torch.manual_seed(1)
+    return h * 2 if torch.rand(()) < 0.5 else h
+
+
+REFUSED: dict[Callable[..., Any], str] = {
+    seeded_anew: "with a number that is another one at each call",
+    by_its_seed: "reads the seed of PyTorch's generator",
+    known_state: "to a state that it was given",
+    steered: "and branches on numbers that it draws",
+    made_in_forward: "draws from a generator of its own",
+    held: "draws from a generator of its own",
+}
+
+
+def fitted(net: nn.Module, x: Tensor, budget: int | str = "1MiB") -> Any:
+    return stowplan.fit(net, (x,), budget=budget, moves=3)
+
+
+@pytest.mark.parametrize("forward", REFUSED, ids=lambda forward: forward.__name__)
+def test_what_a_call_could_not_repeat_is_refused_by_name(forward: Callable[..., Any]) -> None:
+    net = Net(forward)
+    before = net.dice.get_state()
+    with pytest.raises(CaptureError, match=REFUSED[forward]) as refusal:
+        fitted(net, torch.randn(5, 4))
+    assert refusal.value.where
+    assert torch.equal(before, net.dice.get_state())
+
+
+def trained(run: Any, x: Tensor) -> list[Any]:
+    """Three steps from one seed: losses, gradients, and where the generator is then."""
+    found: list[Any] = []
+    torch.manual_seed(3)
+    for _ in range(3):
+        run.zero_grad()
+        loss = run(x)
+        loss.backward()
+        found += [loss, run.lin.weight.grad.clone(), torch.get_rng_state()]
+    return found
+
+
+@pytest.mark.parametrize("budget", ["1MiB", "least"])
+@pytest.mark.parametrize("forward", PLANNED, ids=lambda forward: forward.__name__)
+def test_the_generator_is_moved_by_every_call_as_in_eager(forward: Callable[..., Any], budget: str) -> None:
+    net, x = Net(forward), torch.randn(50, 4)
+    if budget == "least":
+        with pytest.raises(BudgetTooSmall) as refusal:
+            fitted(net, x, budget=1)
+        budget = str(refusal.value.minimum_bytes)
+    planned = fitted(net, x, budget=budget)
+    assert all(map(torch.equal, trained(Net(forward), x), trained(planned, x)))
+    assert len(stowplan.plans_of(planned)) == 1
 
 
 def test_another_thread_draws_and_seeds_as_if_nothing_were_captured() -> None:

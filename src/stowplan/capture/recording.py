@@ -22,7 +22,7 @@ from stowplan.capture.changes import (
     Result,
     SettersWatched,
 )
-from stowplan.capture.generators import generator_watched
+from stowplan.capture.generators import WatchedGenerator, generator_watched
 from stowplan.capture.origins import Origins, reads_values
 from stowplan.capture.program import leaves, written_arguments
 from stowplan.capture.stand_ins import (
@@ -429,8 +429,12 @@ class _Recorder:
         cuda = nullcontext() if self._step.cuda is None else self._step.cuda.anew()
         scripts = script_calls_handed_to(self._watch.run_script)
         following = self._origins.following()
+        others = "branches on numbers that it draws" if self._drawing else ""
+        if self._step.device.type != "cpu":
+            others = f"runs on {self._step.device}, which has a generator of its own"
+        generator = WatchedGenerator(self._origins, others)
         with (
-            generator_watched(self._origins) as generator,
+            generator_watched(generator),
             following,
             checkpoints_as_calls(),
             idle_conversions_skipped(),
@@ -442,7 +446,6 @@ class _Recorder:
         ):
             self._watch.drawing, self._watch.generator = self._drawing, generator
             returned = after_loss(self._step.model(*args, **kwargs), self._step.loss)
-        generator.refuse_moved()
         self._watch.assuming, self._watch.drawing, self._watch.generator = False, False, None
         returned = checked(returned, self._watch.checks)
         changes, tensors = self._changes(containers)

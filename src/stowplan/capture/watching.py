@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from stowplan.capture.answers import Check, IsBelow, Question, contents_of, count_of, shape_of
-from stowplan.capture.generators import WatchedGenerator
+from stowplan.capture.generators import WatchedGenerator, moves_generator
 from stowplan.capture.layouts import Shapes, as_made, call_like, run_on_zeros
 from stowplan.capture.origins import Origin, Origins
 from stowplan.capture.program import (
@@ -456,7 +456,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
                 self._made_at[made.storage] = event.origin.source
 
     def _note_draw(self, event: Event) -> None:
-        if not draws(event.target, event.args, event.kwargs):
+        if not draws(event.target, event.args, event.kwargs) or moves_generator(event.target):
             return
         if bound_arguments(event.target, event.args, event.kwargs).get("generator") is not None:
             raise CaptureError(

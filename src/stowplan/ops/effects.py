@@ -170,11 +170,17 @@ which waits for them."""
 
 ONCE = Effect.BUFFER_UPDATE | Effect.OUTSIDE  # no way to run it a second time; random draws can be replayed
 
+_GENERATOR = (
+    "stowplan.generator_state.default",
+    "stowplan.set_generator_state.default",
+    "stowplan.seed_generator.default",
+)
+
 effect_of: Table[Effect] = Table("effects", default=no_effect)
 
 
 @effect_of.entry("Dropout", "onnx.Dropout")
-@effect_of.entry(*aten.RANDOM, "stowplan.draw.default")
+@effect_of.entry(*aten.RANDOM, "stowplan.draw.default", *_GENERATOR)
 def draws_random_numbers(_: Site) -> Effect:
     """A second run would draw another mask."""
     return Effect.RANDOM

@@ -40,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 
 from stowplan.capture import Program
 from stowplan.capture.changes import AsBefore
+from stowplan.capture.generators import moves_generator
 from stowplan.capture.layouts import call_like, learn, row_major_sizes
 from stowplan.capture.program import (
     leaves,
@@ -330,7 +331,8 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         super().__init__()  # type: ignore[no-untyped-call]  # so is this
         self._shortcut, self.is_running = shortcut, False
         pairs = zip(captured, workspace_bytes[: len(captured)], strict=True)
-        self._captured = [(event, nbytes) for event, nbytes in pairs if event.target is not _DETACH]
+        unseen = (event.target is _DETACH or moves_generator(event.target) for event in captured)
+        self._captured = [pair for pair, is_unseen in zip(pairs, unseen, strict=True) if not is_unseen]
         self._allowed = allowed_bytes
         self._position = 0
         self._book = StorageBook(lambda: self._position)

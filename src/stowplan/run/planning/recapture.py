@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture import Call, Captured, Ref, capture
+from stowplan.capture.generators import moves_generator
 from stowplan.capture.program import copies_of_written, filled, outputs_by_name
 from stowplan.capture.stand_ins import contiguous_stride
 from stowplan.errors import CaptureError, NotTileable
@@ -95,6 +96,8 @@ def check_differentiable(
     own, has another backward half than its calls would have. A step that reads what it wrote into a buffer
     or an argument is refused as well: its calls are made in their pure form, which writes at the end alone.
     """
+    if any(moves_generator(call.target) for call in captured.program.calls.values()):
+        raise NotTileable("forward seeds PyTorch's generator or sets its state, and tiles draw one by one")
     if reader := _reader_of_updates(captured.graph):
         op, name = reader
         raise NotTileable(f"{op.id} reads {name}, which the step overwrites before it ends")
