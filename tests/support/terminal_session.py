@@ -55,7 +55,7 @@ def slow_step():
 def deep_step():
     return Deep(250), (torch.randn(16, 16),)
 """
-CAPTURE_SECONDS = 3.0
+CAPTURE_SECONDS = 2.6
 FILE = str(Path(__file__).parents[2] / "examples/data/unet_step.txt")
 
 # In this order: some read what others wrote.
