@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -486,3 +487,65 @@ def test_a_gradient_of_features_that_is_not_in_one_place_is_refused() -> None:
     features.retain_grad()
     with pytest.raises(BadUse, match="comes from outside"):
         (scores.sum() + features.sum()).backward()
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
+CLASSES = ("as in eager", "refused in backward", "refused with `optimizer=`")
+ROW = re.compile(rf"^\| (?P<what>[^|]+) \| (?P<kind>{'|'.join(CLASSES)}) \| `(?P<example>[^|]+)` \|$")
+ROWS = [found.groupdict() for line in PAGE.read_text().splitlines() if (found := ROW.match(line))]
+
+
+class Returning(nn.Module):
+    """The model of the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.a, self.b = nn.Linear(8, 3), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.norm(self.body(x)))
+        return {"a": self.a(x), "b": self.b(h), "h": h}
+
+
+def done(run: nn.Module, example: str) -> list[Tensor | None]:
+    """Forward, the page's own lines, and backward; gradients that results keep."""
+    names: dict[str, Any] = {"torch": torch, "checkpoint": checkpoint, "model": run, "x": X}
+    names |= {"weight": list(run.parameters())[-2], "out": run(X)}
+    results = dict(names["out"])
+    exec(example, names)  # noqa: S102 -- the page's own lines
+    losses = [each.square().sum() for each in names["out"].values() if each.requires_grad]
+    torch.stack(losses).sum().backward()
+    return [each.grad for each in results.values() if each.retains_grad]
+
+
+def test_the_page_has_all_classes() -> None:
+    assert {row["kind"] for row in ROWS} == set(CLASSES)
+    assert len(ROWS) >= 15
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row["what"] for row in ROWS])
+def test_an_example_of_the_page_is_dealt_with_as_its_row_says(row: dict[str, str]) -> None:
+    if row["kind"] == "as in eager":
+        of_both(Returning(), lambda run: done(run, row["example"]), X)
+    elif row["kind"] == "refused in backward":
+        run = fitted(Returning(), X)
+        with pytest.raises(BadUse):
+            done(run, row["example"])
+    else:
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        run = stowplan.fit(model, (X,), budget="1MiB", loss=loss_of, optimizer=optimizer, moves=10)
+        run(X).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run(X).backward()
+        with pytest.raises(BadUse, match="between backward and"):
+            edited(row["example"], model, optimizer)
+
+
+def edited(example: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    names = {"torch": torch, "model": model, "weight": list(model.parameters())[-2]}
+    exec(example, names)  # noqa: S102 -- the page's own lines
+    optimizer.step()
