@@ -516,7 +516,7 @@ def done(run: nn.Module, example: str) -> list[Tensor | None]:
     results = dict(names["out"])
     exec(example, names)  # noqa: S102 -- the page's own lines
     losses = [each.square().sum() for each in names["out"].values() if each.requires_grad]
-    torch.stack(losses).sum().backward()
+    torch.autograd.backward(torch.stack(losses).sum())
     return [each.grad for each in results.values() if each.retains_grad]
 
 

@@ -345,7 +345,7 @@ class Run:
             # Else what is made of these gradients would be differentiated as constant.
             raise BadUse(
                 "create_graph=True asks for gradients that can be differentiated again; a plan has no second"
-                " derivatives, so call the model that is not planned for this"
+                " derivatives, so call the model that you gave to fit for this"
             )
         if self.saved is None:
             raise BadUse(
