@@ -81,6 +81,10 @@ VERSIONS ?= 2.6 2.8 2.10 2.12 2.13 2.14 2.15
 compatibility: ## try every feature on VERSIONS of PyTorch, one environment after another, and write docs/compatibility.md
 	$(PYTHON) -m tools.compatibility $(VERSIONS)
 
+.PHONY: databases
+databases: ## run the samples of PyTorch's own databases through fit, and write docs/databases.md (SIZE=short: fewer)
+	SIZE=$(SIZE) ONLY="$(ONLY)" $(PYTHON) -m benchmarks.databases
+
 .PHONY: zoo
 zoo: ## plan tiny models of all installed packages, compare them with eager, and write docs/zoo.md
 	$(PYTHON) -m benchmarks.zoo

@@ -124,7 +124,7 @@ def test_the_same_answer_needs_no_other_plan() -> None:
 
 def test_a_guard_that_is_not_asked_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, eager = fitted(branch, ONE)
-    monkeypatch.setattr(Answers, "other_answer", lambda _self, _arguments: None)
+    monkeypatch.setattr(Answers, "other_answer", lambda _self, _arguments, _model: None)
     assert not agree(model, eager, OTHER)
 
 

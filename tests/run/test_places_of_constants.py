@@ -470,3 +470,25 @@ def test_a_call_that_has_no_place_around_the_plan_is_refused() -> None:
         fitted(NeverForward())
     with pytest.raises(BadUse, match="would run after loss="):
         stowplan.fit(Doubling(), (X,), budget="1GiB", loss=torch.sum)
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layer(x)
+        return made.square().mean()
+
+
+def test_a_lazy_module_is_refused_until_it_was_called_once() -> None:
+    model, eager = Lazy(), Lazy()
+    with pytest.raises(BadUse, match="call the model once before fit"):
+        fitted(model)
+    for each in (model, eager):
+        torch.manual_seed(0)
+        each(X)
+    planned = fitted(model)
+    for _ in range(3):
+        assert all(map(torch.equal, outcome(eager), outcome(planned)))

@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stowplan.capture.changes import Beside
 from stowplan.capture.layouts import run_on_zeros
@@ -104,30 +104,33 @@ class Answers:
     """Calls and answers in the order of forward. `inputs` are the names of the arguments, by position.
 
     `constants` are tensors of the user's code that a call needs; the guards hold them to their values.
+    `buffers` are those that a call needs, with the name that each has in the model.
     """
 
     steps: tuple[Call | Draw | Answer, ...] = ()
     inputs: tuple[str | None, ...] = ()
     constants: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, str] = field(default_factory=dict)
 
-    def other_answer(self, arguments: Sequence[object]) -> str | None:
+    def other_answer(self, arguments: Sequence[object], model: nn.Module) -> str | None:
         """What forward would find otherwise with these arguments; None if the program holds for them."""
         if not self.steps:
             return None
+        values: dict[str, Tensor] = dict(self.constants)
+        values.update((name, model.get_buffer(known)) for name, known in self.buffers.items())
+        named = zip(self.inputs, arguments, strict=True)
+        values.update((name, leaf) for name, leaf in named if name is not None and isinstance(leaf, Tensor))
         if not self.draws:
-            return self._other_answer(arguments)
+            return self._other_answer(values)
         with torch.random.fork_rng(()):
-            return self._other_answer(arguments)
+            return self._other_answer(values)
 
     @property
     def draws(self) -> bool:
         """Whether forward asks what it has drawn."""
         return any(isinstance(step, Draw) for step in self.steps)
 
-    def _other_answer(self, arguments: Sequence[object]) -> str | None:
-        values: dict[str, Tensor] = dict(self.constants)
-        named = zip(self.inputs, arguments, strict=True)
-        values.update((name, leaf) for name, leaf in named if name is not None and isinstance(leaf, Tensor))
+    def _other_answer(self, values: dict[str, Tensor]) -> str | None:
         with torch.no_grad():
             for step in self.steps:
                 if isinstance(step, Call):
@@ -152,10 +155,11 @@ def answers_among(
     answers: Sequence[tuple[int, Answer]],
     inputs: tuple[str | None, ...],
     constants: Mapping[str, Tensor],
+    buffers: Mapping[str, str],
     view_of: Callable[[str], StorageView],
 ) -> Answers:
-    """The answers that depend on arguments or draws, each given with the number of calls before it."""
-    changing = {name for name in inputs if name is not None}
+    """The answers that depend on arguments, buffers or draws; each is given with the calls before it."""
+    changing = {name for name in (*inputs, *buffers) if name is not None}
     random = {place for place, call in enumerate(calls) if draws(call.target, call.args, call.kwargs)}
     for place, call in enumerate(calls):
         if place in random or not changing.isdisjoint(inputs_of(call)):
@@ -188,7 +192,8 @@ def answers_among(
             steps.append((place, 1, Draw(call.target, args, kwargs, number)))
     steps.sort(key=lambda step: step[:2])
     known = {name: tensor for name, tensor in constants.items() if name in needed}
-    return Answers(tuple(step for _, _, step in steps), inputs, known)
+    asked_of = {name: path for name, path in buffers.items() if name in needed}
+    return Answers(tuple(step for _, _, step in steps), inputs, known, asked_of)
 
 
 def _made(call: Call, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ The recorder runs the step once on stand-ins (forward, loss and backward) under 
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -22,6 +22,7 @@ from stowplan.capture.changes import (
     Result,
     SettersWatched,
 )
+from stowplan.capture.foreseeing import MOST_FORESEEN
 from stowplan.capture.generators import WatchedGenerator, generator_watched
 from stowplan.capture.origins import Origins, reads_values
 from stowplan.capture.program import leaves, written_arguments
@@ -211,34 +212,46 @@ def record(step: Step) -> Recording:
 
     Where unknown values overwrite known ones, the step is recorded again without these. Where it asks what no
     argument determines, the step is recorded again with each of the two answers. Where neither does nothing
-    but raise, it is recorded again with the numbers that it draws.
+    but raise, it is recorded again with answers that small arguments and buffers determine, and then with the
+    numbers that it draws.
     """
-    unknown, assumed, drawing = set[str](), list[Check](), False
+    unknown, assumed, foreseeing, drawing = set[str](), list[Check](), False, False
     for _ in range(_MOST_ATTEMPTS):
+        how = {"foreseeing": foreseeing, "drawing": drawing}
         try:
-            return _Recorder(step, unknown, assumed, drawing=drawing).record()
+            return _Recorder(step, unknown, assumed, **how).record()
         except KnownOverwritten as found:
             if not found.made_at or found.made_at in unknown:
                 break
             unknown.add(found.made_at)
         except Undecided as question:
-            check = _check_for(step, unknown, assumed, question, drawing=drawing)
+            check = _check_for(step, unknown, assumed, question, **how)
             if check is not None:
                 assumed.append(check)
+            elif not foreseeing:
+                foreseeing, assumed = True, []
             elif drawing:
                 raise reads_values(question.origin) from question
-            drawing = drawing or check is None
+            else:
+                drawing = True
     return _Recorder(step, knowing=False).record()
 
 
 def _check_for(
-    step: Step, unknown: set[str], assumed: list[Check], question: Undecided, *, drawing: bool
+    step: Step,
+    unknown: set[str],
+    assumed: list[Check],
+    question: Undecided,
+    *,
+    foreseeing: bool,
+    drawing: bool,
 ) -> Check | None:
     """The answer to the next question that does not raise, if the other one does nothing else."""
     errors: dict[bool, Exception] = {}
     for answer in (True, False):
         try:
-            _Recorder(step, unknown, assumed, trying=answer, drawing=drawing).record()
+            how = {"foreseeing": foreseeing, "drawing": drawing}
+            _Recorder(step, unknown, assumed, trying=answer, **how).record()
         except WentOn:
             continue
         except Exception as error:
@@ -283,6 +296,7 @@ class _Recorder:
         *,
         knowing: bool = True,
         trying: bool | None = None,
+        foreseeing: bool = False,
         drawing: bool = False,
     ) -> None:
         self._step, self._drawing = step, drawing
@@ -307,6 +321,8 @@ class _Recorder:
         self._held: dict[int, _Held] = {}  # by identity of the stand-in
         self._setters = SettersWatched({}, self._is_made, self._origins)
         self._parameters: Mapping[str, Tensor] = {}
+        self._foreseeing = foreseeing
+        self._existing = list(zip(flat, self._inputs, strict=True)), held[1]
 
     def record(self) -> Recording:
         with ExitStack() as swapped:
@@ -378,7 +394,18 @@ class _Recorder:
         for place, (name, value) in enumerate(zip(argument_names(self._step), self._inputs, strict=True)):
             if isinstance(value, Tensor):
                 self._hold(place, name, value)
+        arguments, real = self._existing
+        self._foresee(arguments, self._watch.arguments)
+        self._foresee([(real[name], stand_in) for name, stand_in in buffers.items()], self._watch.buffers)
         return buffers
+
+    def _foresee(self, pairs: Iterable[tuple[object, object]], known: dict[StorageView, Tensor]) -> None:
+        """Small tensors that exist before the step, by their stand-ins."""
+        for tensor, stand_in in pairs:
+            if not isinstance(tensor, Tensor) or not isinstance(stand_in, Tensor) or tensor.is_meta:
+                continue
+            if tensor.numel() <= MOST_FORESEEN:
+                known[self._view(stand_in)] = tensor
 
     def _entry(self, leaf: Tensor) -> StorageView:
         """The storage view of a tensor before the step, which may have bound it to other memory."""
@@ -445,8 +472,10 @@ class _Recorder:
             setters,
         ):
             self._watch.drawing, self._watch.generator = self._drawing, generator
+            self._watch.foreseeing = self._foreseeing
             returned = after_loss(self._step.model(*args, **kwargs), self._step.loss)
         self._watch.assuming, self._watch.drawing, self._watch.generator = False, False, None
+        self._watch.foreseeing = False
         returned = checked(returned, self._watch.checks)
         changes, tensors = self._changes(containers)
         return Beside(returned, tensors, changes) if changes != Changes() else returned

@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from stowplan.capture.answers import Check, IsBelow, Question, contents_of, count_of, shape_of
+from stowplan.capture.foreseeing import value_at
 from stowplan.capture.generators import WatchedGenerator, moves_generator
 from stowplan.capture.layouts import Shapes, as_made, call_like, run_on_zeros
 from stowplan.capture.origins import Origin, Origins
@@ -55,6 +56,7 @@ _DEVICE = torch.ops.prim.device.default
 _KNOWN_ELEMENTS = 1 << 16
 _TOLD_EVERY = 64  # ops
 _CHOOSING = (aten.index.Tensor, aten.masked_select.default)
+_READS = (aten._local_scalar_dense.default, aten.is_nonzero.default)
 _ASSERTIONS = (aten._assert_async.default, aten._assert_async.msg)
 _ASSERTED = "Expected Tensor with single nonzero value, but got zero"
 _UNIFORM = (aten.rand.default, aten.rand.generator, aten.rand_like.default)  # in [0, 1)
@@ -240,6 +242,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self.reading = True  # while values that are read are noted
         self.checks: list[tuple[Tensor, Check]] = []  # those that were met, with what was asked
         self.assuming = False  # while answers may be assumed
+        self.foreseeing = False  # while answers may be computed ahead
         self._assumed, self._asked, self._trying, self._tried = assumed, 0, trying, False
         self._decided: dict[StorageView, bool] = {}
         self._uniform: set[StorageView] = set()
@@ -259,6 +262,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self.drawing = False  # while numbers that are drawn are known
         self._numbers: set[int] = set()  # their storages
         self._literal = False  # while unknown tensors are literals
+        self.arguments: dict[StorageView, Tensor] = {}  # small ones, to foresee answers with
+        self.buffers: dict[StorageView, Tensor] = {}
 
     def __torch_dispatch__(
         self,
@@ -285,6 +290,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
                 error = RuntimeError(args[1] if len(args) > 1 else _ASSERTED)
                 self.checks.append((args[0], Check(expected=True, error=error)))
                 return None
+            foreseen = self._foreseen_answer(func, args)
+            if foreseen is not None:
+                return foreseen
             assumed = self._assumed_answer(func, args)
             if assumed is not None:
                 return assumed
@@ -341,13 +349,34 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
     def _is_number(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, FakeTensor) and self.book.view_of(tensor).storage in self._numbers
 
+    def _foreseen_answer(self, func: OpOverload, args: tuple[object, ...]) -> object:
+        """The answer to a question about a tensor that follows from what exists before the step runs.
+
+        Of arguments, yes or no is answered; a number is likely to be another one at the next call.
+        """
+        tensor = args[0] if args else None
+        if func not in _READS or not isinstance(tensor, FakeTensor):
+            return None
+        if self.assuming and not self.foreseeing and tensor.dtype is not torch.bool:
+            raise Undecided(None, self._origins.here())
+        if not self.foreseeing:
+            return None
+        view = self.book.view_of(tensor)
+        known = self.buffers | (self.arguments if tensor.dtype is torch.bool else {})
+        value = value_at(self.events, view, known)
+        if value is None:
+            return None
+        answer = func(value)
+        self.looks_at_values = True
+        self.answers.append(AnswerHere(len(self.events), func, (view,), answer, self._origins.here()))
+        return answer
+
     def _assumed_answer(self, func: OpOverload, args: tuple[object, ...]) -> bool | None:
         """The answer to a question whose answer no argument determines, if the step may assume one."""
         tensor = args[0] if args else None
         if not self.assuming or not isinstance(tensor, FakeTensor):
             return None
-        reads = func in (aten._local_scalar_dense.default, aten.is_nonzero.default)
-        if not reads or tensor.dtype is not torch.bool:
+        if func not in _READS or tensor.dtype is not torch.bool:
             return None
         view = self.book.view_of(tensor)
         if view in self._decided:

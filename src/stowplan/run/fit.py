@@ -36,6 +36,7 @@ from stowplan.run.wrappers import (
     arguments_of_forward,
     leave_checkpointing_off,
     overrides_call,
+    refuse_unready,
     refuse_wrapped,
     seen_as,
     switch_checkpointing_off,
@@ -229,6 +230,7 @@ def fit(
     _refuse_misuse(model, args, kwargs)
     plan = _loaded(plan)
     _refuse_loss(loss, outputs)
+    refuse_unready(model)
     refuse_wrapped(model)
     _refuse_loss_within_call(model, loss)
     how: Any = {"moves": moves, "progress": progress, "seconds": time_limit, "gap": gap, "kernels": kernels}

@@ -12,6 +12,7 @@ from functools import update_wrapper
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from stowplan.errors import BadUse
 from stowplan.torch_private import tell_of_checkpoints
@@ -91,6 +92,16 @@ def seen_as(kind: type, model: nn.Module) -> Any:
 
 
 _PLAIN = (Tensor, nn.Parameter)
+
+
+def refuse_unready(model: nn.Module) -> None:
+    """A lazy module has no shapes before its first call, so there is nothing to plan."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise BadUse(
+                f"{name} has no shape yet: it is of a lazy module, which makes its parameters at its first call;"
+                " call the model once before fit"
+            )
 
 
 def refuse_wrapped(model: nn.Module) -> None:

@@ -474,7 +474,7 @@ class Guard:
         """What is not as it was when the step was captured; None if all is. `leaves` are of the arguments."""
         picture = self._dependencies.picture(self._model, leaves)
         change = first_change(self._dependencies.facts, picture.facts)
-        self.other_answer = None if change else self._dependencies.answers.other_answer(leaves)
+        self.other_answer = None if change else self._dependencies.answers.other_answer(leaves, self._model)
         change = change or self.other_answer
         self.is_set = change is None
         if change is None:
@@ -554,7 +554,7 @@ class Guard:
                 and all(state_of(owner[key]) == state for (owner, key), state in self._looked_at)
                 and self._are_tensors_alike()
                 and held_among(leaves, self._storages) == self._dependencies.facts[HELD_ARGUMENTS]
-                and self._dependencies.answers.other_answer(leaves) is None
+                and self._dependencies.answers.other_answer(leaves, self._model) is None
             )
         except (LookupError, AttributeError, ValueError):  # something that was there is gone
             return False
