@@ -99,7 +99,7 @@ def refuse_unready(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise BadUse(
-                f"{name} has no shape yet: it is of a lazy module, which makes its parameters at its first call;"
+                f"{name} has no shape yet: a lazy module makes its parameters at its first call;"
                 " call the model once before fit"
             )
 
