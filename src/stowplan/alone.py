@@ -83,9 +83,11 @@ def undone(undo: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        undo()
-        if change in _changes:
-            _changes.remove(change)
+        try:
+            undo()
+        finally:
+            if change in _changes:
+                _changes.remove(change)
 
 
 @contextmanager

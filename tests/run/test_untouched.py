@@ -3,6 +3,7 @@
 import random
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,3 +76,19 @@ def test_the_comparison_passes_what_stays_the_same() -> None:
     with untouched(net, (batch,), {}, torch.optim.Adam(net.parameters())):
         net(batch["x"])
     assert stowplan.fit(net, (batch["x"],), budget="1MiB", moves=3) is not net
+
+
+def test_a_refusal_leaves_nothing_that_disturbs_the_next_fit() -> None:
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.relu = nn.Linear(4, 3), torch.jit.script(nn.ReLU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.relu(self.lin(x)).square().mean()
+            return loss
+
+    x = torch.randn(5, 4)
+    with suppress(Exception):  # a scripted module cannot be planned
+        stowplan.fit(Scripted(), (x,), budget="1MiB", moves=3)
+    stowplan.fit(Net(), (x,), budget="1MiB", moves=3)

@@ -525,6 +525,7 @@ def with_tensors(model: nn.Module, other: Callable[[Tensor], Tensor]) -> Iterato
         cast(dict[str, Tensor | None], table)
         for module in model.modules()
         for table in (module._parameters, module._buffers)
+        if isinstance(table, dict)  # those of scripted modules cannot be written
     ]
     originals = [dict(table) for table in tables]
 
