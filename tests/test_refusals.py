@@ -84,7 +84,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     [
         ("branch", "reads the values of a tensor", 'torch.compile(model, backend="stowplan"'),
         ("index", "shape of a tensor depends on values", 'torch.compile(model, backend="stowplan"'),
-        ("array", "reads the values of a tensor", "torch.where"),
+        ("array", "reads the values of a tensor", "remove .numpy()"),
         ("unknown", "an op does not define the shape of its output", "register_fake"),
         ("blocked", "an op cannot be differentiated", "register_autograd"),
         ("wrong", "RuntimeError: a and b must have same reduction dim", "runs in eager"),

@@ -7,6 +7,7 @@ and keeps other modules from using private names. `docs/compatibility.md` has th
 import gc
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -86,12 +87,15 @@ __all__ = [
     "fake_tensor_logger",
     "idle_conversions_skipped",
     "inside_ddp",
+    "is_batched",
+    "is_compiled",
     "is_exporting",
     "is_profiled",
     "is_tracing",
     "is_view",
     "keeps_graph",
     "nodes_made",
+    "own_saved_tensors",
     "pytree",
     "running_backward",
     "running_node",
@@ -281,6 +285,32 @@ def will_accumulate(leaf: Tensor) -> bool:
         return torch._C._will_engine_execute_node(accumulates)
     except RuntimeError:  # the gradient of a leaf is returned
         return False
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` made this module around another, its `_orig_mod`."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # loaded by the first torch.compile
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def is_batched(gradient: Tensor) -> bool:
+    """Whether this is many gradients at a time, as autograd makes them with `is_grads_batched`."""
+    found: bool = torch._C._functorch.is_legacy_batchedtensor(gradient)
+    return found
+
+
+@contextmanager
+def own_saved_tensors() -> Iterator[None]:
+    """Within, autograd keeps what it saves itself, whatever hooks are around, as of a checkpoint."""
+    hooks = list[Any]()
+    while found := torch._C._autograd._top_saved_tensors_default_hooks(True):
+        hooks.append(found)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def inside_ddp() -> bool:

@@ -112,7 +112,7 @@ class WritesThroughAnotherDtype(Base):
     [
         (LooksAtValues, "reads the values", "torch.where"),
         (ShapeFromValues, "shape of a tensor depends on values", "mask"),
-        (TakesNumbers, "reads the values", "Python numbers"),
+        (TakesNumbers, "reads the values", "remove .item()"),
         (HidesAParameter, r"shape \(4,\) requires a gradient", "register it as a parameter"),
         (WritesAnAttribute, "writes into a tensor", "register_buffer"),
         (Detached, "no output depends on a parameter", "requires_grad"),

@@ -1,7 +1,9 @@
 """The origin of an op: the module that ran it and the line of the user's code; and errors in those terms."""
 
+import linecache
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -122,6 +124,18 @@ _VALUES = (
     "the step reads the values of a tensor",
     f"values do not exist before it runs: branch on shapes or Python numbers, use torch.where, {BY_PARTS}",
 )
+_READERS = {  # what reads values in the user's line, and what to do instead
+    r"\.item\(": "remove .item(): use the tensor itself in forward, or return it and read it after the step",
+    r"\.tolist\(": "remove .tolist(): use the tensor itself in forward, or return it and read it after the"
+    " step;"
+    " of numbers that are drawn, read truth values alone, as in (torch.rand(n) < p).tolist()",
+    r"\.numpy\(": "remove .numpy(): use the tensor itself in forward, or return it and read it after the"
+    " step",
+    r"\bfloat\(": "remove float(): use the tensor itself in forward, or return it and read it after the step",
+    r"\bint\(": "remove int(): compute the number outside forward and pass it in, or compute it of shapes",
+    r"\.uniform_\(": "of numbers that are drawn, forward may read truth values of a new tensor alone, as in"
+    " torch.rand(n) < p",
+}
 _SHAPES = (
     "the shape of a tensor depends on values",
     f"use torch.where or a mask instead of indexing by one, {BY_PARTS}",
@@ -129,6 +143,14 @@ _SHAPES = (
 _UNKNOWN = (
     "an op does not define the shape of its output",
     "give it a fake implementation with torch.library.register_fake",
+)
+_NESTED = (
+    "forward makes a nested tensor, whose shapes a plan does not know",
+    "pad instead: torch.nn.utils.rnn.pad_sequence",
+)
+_OWN_BACKWARD = (
+    "forward runs backward itself, and again after it, on a graph that is gone",
+    "return the loss, and call backward on what the fitted model returns",
 )
 _NO_BACKWARD = (
     "an op cannot be differentiated",
@@ -139,7 +161,15 @@ _NO_BACKWARD = (
 def reads_values(origin: Origin) -> CaptureError:
     """The refusal of a step that branches on values which no argument determines."""
     module = f" in {origin.scope}" if origin.scope else ""
-    return CaptureError(f"{_VALUES[0]}{module}", where=origin.source, advice=_VALUES[1])
+    return CaptureError(f"{_VALUES[0]}{module}", where=origin.source, advice=_advice_on_values(origin.source))
+
+
+def _advice_on_values(where: str) -> str:
+    """What to do instead of the call that reads values at "file:line", if the line shows it."""
+    file, _, line = where.rpartition(":")
+    text = linecache.getline(file, int(line)) if line.isdigit() else ""
+    found = next((reader for reader in _READERS if re.search(reader, text)), None)
+    return f"{_READERS[found]}; {BY_PARTS}" if found else _VALUES[1]
 
 
 _BY_TYPE: dict[type[Exception], tuple[str, str]] = {
@@ -147,7 +177,13 @@ _BY_TYPE: dict[type[Exception], tuple[str, str]] = {
     DynamicOutputShapeException: _SHAPES,
     UnsupportedOperatorException: _UNKNOWN,
 }
-_BY_WORDS = {".numpy() is not": _VALUES, "no fake impl": _UNKNOWN, "no autograd formula": _NO_BACKWARD}
+_BY_WORDS = {
+    ".numpy() is not": _VALUES,
+    "nested_tensor": _NESTED,
+    "no fake impl": _UNKNOWN,
+    "no autograd formula": _NO_BACKWARD,
+    "backward through the graph a second time": _OWN_BACKWARD,
+}
 _ANY = "check that the step runs in eager with these arguments"
 
 
@@ -163,11 +199,20 @@ def explained() -> Iterator[None]:
         raise CaptureError(error.what, where=_where(error), advice=error.advice) from error
     except Exception as error:
         words = _first_line(error)
-        found = _BY_TYPE.get(type(error)) or next((_BY_WORDS[w] for w in _BY_WORDS if w in words), None)
-        what = (
-            f"{found[0]} ({words.rstrip('.')})" if found else f"{type(error).__name__}: {words.rstrip('.')}"
-        )
-        raise CaptureError(what, where=_where(error), advice=found[1] if found else _ANY) from error
+        found = next((_BY_WORDS[w] for w in _BY_WORDS if w in words), None) or _BY_TYPE.get(type(error))
+        where = _where(error)
+        if found is None:
+            said, advice = f"{type(error).__name__}: {words.rstrip('.')}", _ANY
+        elif found is _VALUES:
+            said, advice = found[0], _advice_on_values(where)
+        else:
+            said = (
+                f"{found[0]} ({words.rstrip('.')})"
+                if found in (_SHAPES, _UNKNOWN, _NO_BACKWARD)
+                else found[0]
+            )
+            advice = found[1]
+        raise CaptureError(said, where=where, advice=advice) from error
 
 
 @contextmanager

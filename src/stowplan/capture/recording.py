@@ -191,10 +191,10 @@ def named_tensors(step: Step, what: Literal["parameters", "buffers"]) -> dict[st
 
 def argument_names(step: Step) -> list[str]:
     """A name per leaf of the arguments: the parameter of `forward` it belongs to, and the path inside it."""
-    return leaf_names(step.args, step.kwargs, _positional_names(step.model, len(step.args)))
+    return leaf_names(step.args, step.kwargs, positional_names(step.model, len(step.args)))
 
 
-def _positional_names(model: nn.Module, count: int) -> list[str]:
+def positional_names(model: nn.Module, count: int) -> list[str]:
     names: list[str] = []
     for parameter in inspect.signature(model.forward).parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -344,6 +344,7 @@ class _Recorder:
         outputs, output_spec = pytree.tree_flatten(returned)
         self._refuse_sharing(replaced, outputs)
         tangents = self._backward(outputs, self._differentiated(returned, outputs))
+        self._refuse_no_gradient(tangents)
         constants = self._watch.constants
         named = [(f"constants.{number}", tensor) for number, tensor in enumerate(constants.values())]
         self._enter(Kind.CONSTANT, named)
@@ -447,6 +448,15 @@ class _Recorder:
                     where=where,
                     advice="write into a copy of it, made with clone()",
                 )
+
+    def _refuse_no_gradient(self, tangents: Sequence[Tensor | None]) -> None:
+        """Refuse a backward that ends before it comes to a leaf: it leaves nothing that could be planned."""
+        came = any(self._stand_ins.gradient_of(leaf) is not None for leaf in self._wanted)
+        if not came and any(tangent is not None for tangent in tangents):
+            raise CaptureError(
+                "backward reaches no parameter and no input that requires a gradient",
+                advice="check that the loss depends on them, and through operands that are not empty",
+            )
 
     def _forward(self) -> object:
         args, kwargs = self._input_spec.unflatten(self._inputs)

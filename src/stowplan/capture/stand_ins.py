@@ -131,6 +131,23 @@ def look_of(leaf: object) -> object:
     return type(leaf), leaf
 
 
+def unlike_plain(tensor: Tensor) -> str:
+    """Why a plan cannot read a tensor, after its name, and what to do; empty for tensors it can read."""
+    if tensor.is_nested:
+        return "is a nested tensor, whose shapes a plan does not know: pad it,"
+        " torch.nested.to_padded_tensor(x, 0)"
+    if tensor.is_quantized:
+        return "is quantized, and its ops have no backward: give x.dequantize()"
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        return (
+            f"has the layout {layout}, and plans are of dense tensors: give x.to_dense(), or fit the parts"
+            " of the"
+            " model that read dense tensors alone"
+        )
+    return ""
+
+
 def refuse_opaque(leaves: list[object], names: list[str]) -> None:
     """Raise CaptureError for the first leaf that may hide tensors or change unnoticed."""
     for leaf, name in zip(leaves, names, strict=True):
@@ -437,7 +454,12 @@ class StandIns:
 
     def _make(self, tensor: Tensor) -> Tensor:
         if not _is_plain(tensor):
-            raise CaptureError(f"{type(tensor).__name__} is a tensor subclass, which cannot be captured")
+            shape = "x".join(map(str, tensor.shape)) if tensor.layout is torch.strided else "any shape"
+            why = (
+                unlike_plain(tensor)
+                or f"is a {type(tensor).__name__}, a tensor subclass, which cannot be captured"
+            )
+            raise CaptureError(f"a tensor of {shape} {why}")
         device = self._device if tensor.is_meta else tensor.device
         if storage_id(tensor.untyped_storage()) in self._known:
             return self._copy_of(tensor)
@@ -547,7 +569,7 @@ def is_small_integer(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter)
+    return type(tensor) in (Tensor, nn.Parameter) and not unlike_plain(tensor)
 
 
 def _first_byte(tensor: Tensor) -> int:

@@ -21,7 +21,7 @@ from stowplan.capture.answers import Check, IsBelow, Question, contents_of, coun
 from stowplan.capture.foreseeing import value_at
 from stowplan.capture.generators import WatchedGenerator, moves_generator
 from stowplan.capture.layouts import Shapes, as_made, call_like, run_on_zeros
-from stowplan.capture.origins import Origin, Origins
+from stowplan.capture.origins import BY_PARTS, Origin, Origins
 from stowplan.capture.program import (
     FILLING,
     bound_arguments,
@@ -55,6 +55,14 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _KNOWN_ELEMENTS = 1 << 16
 _TOLD_EVERY = 64  # ops
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+_OF_ONE_DTYPE = frozenset(
+    (
+        *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.mv.default),
+        *(aten.addmv.default, aten.dot.default, aten.convolution.default),
+    )
+)
+_DRAWN_ELEMENTS = 64  # of a list that is drawn, one for each layer
 _CHOOSING = (aten.index.Tensor, aten.masked_select.default)
 _READS = (aten._local_scalar_dense.default, aten.is_nonzero.default)
 _ASSERTIONS = (aten._assert_async.default, aten._assert_async.msg)
@@ -285,6 +293,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
     def _dispatched(self, func: OpOverload, args: tuple[object, ...], given: dict[str, object]) -> object:
         if self._tried and func.namespace == "aten":
             raise WentOn
+        if func.namespace in _COLLECTIVES:
+            raise CaptureError(
+                f"forward calls the collective {func.name().partition('::')[2].strip('_')}",
+                where=self._origins.here().source,
+                advice="a planned step exchanges nothing with other workers: call it outside forward, on what"
+                " the model"
+                f" returns, {BY_PARTS}",
+            )
+        if func in _OF_ONE_DTYPE:
+            self._refuse_dtypes(func, args)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._refuse_own_generator(func, args, given)
         if not returns_tensors(func) and not written_names(func):
             if func in _ASSERTIONS and self.assuming and isinstance(args[0], FakeTensor):
                 error = RuntimeError(args[1] if len(args) > 1 else _ASSERTED)
@@ -308,10 +328,34 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         drawn = self._drawn(func, (args, given), (placed, placed_by_name)) if self.drawing else None
         result = self._run(func, args, given) if drawn is None else drawn
         self._note(func, placed, placed_by_name, result)
-        if drawn is not None:
-            self._numbers.add(self.book.view_of(drawn).storage)
+        for made in _tensors_in(drawn):
+            self._numbers.add(self.book.view_of(made).storage)
         self._note_chosen(func, args, result)
         return result
+
+    def _refuse_dtypes(self, func: OpOverload, args: tuple[object, ...]) -> None:
+        """Kernels refuse operands of two dtypes, and shape functions do not look."""
+        dtypes = [value.dtype for value in args if isinstance(value, Tensor)]
+        if any(dtype is not dtypes[-1] for dtype in dtypes):
+            names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
+            name = func.name().partition("::")[2].partition(".")[0]
+            raise CaptureError(
+                f"{name} is given operands of {names}, and eager refuses that too",
+                where=self._origins.here().source,
+                advice=f"cast one of them, as in x.to({dtypes[-1]}), or use torch.autocast",
+            )
+
+    def _refuse_own_generator(
+        self, func: OpOverload, args: tuple[object, ...], given: Mapping[str, object]
+    ) -> None:
+        if any(isinstance(value, torch.Generator) for value in (*args, *given.values())):
+            raise CaptureError(
+                f"forward draws from a generator of its own ({func.name().partition('::')[2]})",
+                where=self._origins.here().source,
+                advice="a plan draws from PyTorch's default generator alone: leave generator= out, or draw"
+                " outside"
+                " forward and pass the tensor in",
+            )
 
     def _run(self, func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         line = self._origins.here().source if self._unknown else ""
@@ -326,8 +370,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         func: OpOverload,
         given: tuple[tuple[object, ...], Mapping[str, object]],
         placed: tuple[tuple[object, ...], Mapping[str, object]],
-    ) -> Tensor | None:
-        """A number that forward draws, or the result of an op on nothing but such numbers.
+    ) -> object | None:
+        """A few numbers that forward draws, or the result of an op on nothing but such numbers.
 
         Other draws are made on zeros: they leave the generator where eager leaves it.
         """
@@ -337,14 +381,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             if bound_arguments(func, *given).get("generator") is not None:
                 raise Undecided(None, self._origins.here())
             made = run_on_zeros(func, *placed)
-            is_number = isinstance(made, Tensor) and made.numel() == 1 and made.dim() < 2
+            is_number = isinstance(made, Tensor) and made.numel() <= _DRAWN_ELEMENTS and made.dim() < 2
             is_number = is_number and not written_names(func)
         else:
             operands = list(_tensors_in((given[0], tuple(given[1].values()))))
             is_number = bool(operands) and all(self._is_number(operand) for operand in operands)
             made = func(*given[0], **given[1]) if is_number else None
         is_number = is_number and self._origins.here().source not in self._unknown
-        return made if is_number and isinstance(made, Tensor) else None
+        return made if is_number and isinstance(made, Tensor | list | tuple) else None
 
     def _is_number(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, FakeTensor) and self.book.view_of(tensor).storage in self._numbers

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from stowplan.capture import Captured, Ref, capture, is_same_step
 from stowplan.capture.layouts import has_learned
 from stowplan.capture.recording import Loss, output_keys
-from stowplan.capture.stand_ins import Spec, flatten, look_of
+from stowplan.capture.stand_ins import Spec, flatten, look_of, unlike_plain
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.ir import Kind
 from stowplan.ir.graph import collector_paused
@@ -347,7 +347,13 @@ def refused_beside(nbytes: int, what: str) -> Iterator[None]:
 
 def kind_of_call(leaves: list[object], spec: Spec) -> KindOfCall:
     """Equal for calls that one captured step can serve, as far as the call itself tells."""
-    devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor)} | {"cpu"}
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    devices = {leaf.device.type for leaf in tensors} | {"cpu"}
     casts = tuple((d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d))
-    shared = sharing_of(leaf for leaf in leaves if isinstance(leaf, Tensor))
-    return KindOfCall(tuple(map(look_of, leaves)), str(spec), shared, casts)
+    try:
+        return KindOfCall(tuple(map(look_of, leaves)), str(spec), sharing_of(tensors), casts)
+    except RuntimeError as fault:  # there are tensors without strides or storages
+        unlike = next(filter(None, map(unlike_plain, tensors)), None)
+        if unlike is None:
+            raise
+        raise BadUse(f"an argument {unlike}") from fault

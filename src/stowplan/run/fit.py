@@ -29,6 +29,7 @@ from stowplan.plan.options import (
 )
 from stowplan.plan.plan import Plan
 from stowplan.run.beside import BesideWatch, Share, described, found_in_fit
+from stowplan.run.border.models import refuse_call, refuse_model
 from stowplan.run.call_planner import CallPlanner
 from stowplan.run.cost.machine import free_bytes
 from stowplan.run.fitting import Fitting, fitted_class_of, model_class
@@ -36,8 +37,6 @@ from stowplan.run.wrappers import (
     arguments_of_forward,
     leave_checkpointing_off,
     overrides_call,
-    refuse_unready,
-    refuse_wrapped,
     seen_as,
     switch_checkpointing_off,
 )
@@ -230,9 +229,9 @@ def fit(
     _refuse_misuse(model, args, kwargs)
     plan = _loaded(plan)
     _refuse_loss(loss, outputs)
-    refuse_unready(model)
-    refuse_wrapped(model)
+    refuse_model(model)
     _refuse_loss_within_call(model, loss)
+    refuse_call(model, args, kwargs or {})
     how: Any = {"moves": moves, "progress": progress, "seconds": time_limit, "gap": gap, "kernels": kernels}
     options = PlanOptions.of_call(allow, prefer, **how, arena=bool(arena), held_blocks=bool(held_blocks))
     if options.arena and mesh is not None:

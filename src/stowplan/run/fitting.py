@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from threading import local
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +42,13 @@ from stowplan.run.wrappers import (
     fitted_class,
     with_forward,
 )
-from stowplan.torch_private import another_derivative, checkpoints_as_calls, is_exporting, is_tracing
+from stowplan.torch_private import (
+    another_derivative,
+    checkpoints_as_calls,
+    is_exporting,
+    is_tracing,
+    own_saved_tensors,
+)
 
 if TYPE_CHECKING:
     from stowplan.run.shapes import DeclaredShapes, Shapes
@@ -49,6 +56,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("stowplan")
 
 _FITTED_CLASSES: dict[type, type] = {}
+_HERE = local()  # whether a fitted module is being planned
 _MOST_ANSWERS = 16  # different values that forward may read off arguments of one kind
 _MOST_SMALLER = 512  # kinds of calls that run as they are
 _MOST_REFUSED = 64  # kinds of calls of one module; the oldest makes room
@@ -159,6 +167,8 @@ class Fitting:
         iteration = self.planner.iteration
         if iteration:
             iteration.refuse_between()
+        if getattr(_HERE, "is_planning", False):
+            return self.as_it_is(model, args, kwargs)  # as a part of the model that is planned
         if not torch.is_grad_enabled() or is_exporting() or is_tracing():
             return self._eager(model, args, kwargs)
         if kind := another_derivative(_read_by(model, args, kwargs)):
@@ -298,6 +308,8 @@ class Fitting:
         leaves = flatten(args, kwargs)[0]
         try:
             with (
+                own_saved_tensors(),
+                _planning_here(),
                 _told_as_new(leaves, change, is_new=bool(self.planned)),
                 refused_beside(self.reserve_bytes, self.reserved_for),
             ):
@@ -512,6 +524,16 @@ class _AsItIs:
 
 class _Unplanned:
     """No plan applies to a call."""
+
+
+@contextmanager
+def _planning_here() -> Iterator[None]:
+    """Within, and in this thread, fitted modules inside the model run as they are."""
+    was, _HERE.is_planning = getattr(_HERE, "is_planning", False), True
+    try:
+        yield
+    finally:
+        _HERE.is_planning = was
 
 
 @contextmanager

@@ -35,6 +35,7 @@ Range: TypeAlias = "tuple[int, int] | ExportDim"
 Shapes: TypeAlias = Mapping[str, Mapping[int, Range]]
 Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]
 
+_EXAMPLE = 'shapes={"input_ids": {1: (16, 2048)}}'
 _AS_IT_IS = "runs as it is"
 _MOST_ROWS = 16  # of a table: each takes a capture
 
@@ -55,6 +56,8 @@ class DeclaredShapes:
         names = argument_names(Step(model, args, dict(kwargs), None, torch.device("cpu")))
         leaves = flatten(args, kwargs)[0]
         places: dict[tuple[str, int, int], list[tuple[int, int]]] = {}
+        if not isinstance(shapes, Mapping) or not all(isinstance(dims, Mapping) for dims in shapes.values()):
+            raise BadUse(f"shapes is {shapes!r}; write {_EXAMPLE}")
         for name, dims in shapes.items():
             if name not in names or not isinstance(leaves[names.index(name)], Tensor):
                 known = ", ".join(
@@ -67,7 +70,7 @@ class DeclaredShapes:
                 _refuse_place(name, leaves[place], dim, size)
                 places.setdefault(size, []).append((place, dim))
         if not places:
-            raise BadUse('shapes is empty; write shapes={"input_ids": {1: (16, 2048)}}')
+            raise BadUse(f"shapes is empty; write {_EXAMPLE}")
         return DeclaredShapes(tuple(args), dict(kwargs), {k: tuple(v) for k, v in places.items()})
 
     def call(self, sizes: Sequence[int]) -> Call:

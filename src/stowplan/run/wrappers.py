@@ -12,7 +12,6 @@ from functools import update_wrapper
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from stowplan.errors import BadUse
 from stowplan.torch_private import tell_of_checkpoints
@@ -92,27 +91,6 @@ def seen_as(kind: type, model: nn.Module) -> Any:
 
 
 _PLAIN = (Tensor, nn.Parameter)
-
-
-def refuse_unready(model: nn.Module) -> None:
-    """A lazy module has no shapes before its first call, so there is nothing to plan."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise BadUse(
-                f"{name} has no shape yet: a lazy module makes its parameters at its first call;"
-                " call the model once before fit"
-            )
-
-
-def refuse_wrapped(model: nn.Module) -> None:
-    """A model that is wrapped already is no step to plan: its wrapper belongs around the result."""
-    for path, module in model.named_modules():
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            wrapper = type(module).__name__
-            raise BadUse(
-                f"{path or 'the model'} is wrapped in {wrapper}, whose work cannot be done inside a planned"
-                f" step; fit the module within, then wrap what fit returns: {wrapper}(fit(...))"
-            )
 
 
 # What Hugging Face calls checkpointing: since transformers 5.23, and before. The older name then warns.

@@ -292,6 +292,8 @@ def refuse_hooks(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for kind in HOOKS:
             if path and (hooks := _counted_hooks(getattr(module, kind, {}))):
+                if (name := _hook_name(hooks)) in _PARAMETRIZATIONS:
+                    _refuse_old_norm(path, _PARAMETRIZATIONS[name])
                 what = kind.strip("_").removesuffix("s").replace("_", " ")
                 raise CaptureError(
                     f"{path} has a {what} ({_hook_name(hooks)})",
@@ -300,6 +302,19 @@ def refuse_hooks(model: nn.Module) -> None:
                         " it does into forward, or register it on the whole model or on a parameter"
                     ),
                 )
+
+
+_PARAMETRIZATIONS = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}
+
+
+def _refuse_old_norm(path: str, name: str) -> None:
+    raise CaptureError(
+        f"{path} has the hook of torch.nn.utils.{name}, and a planned step calls no inner module, so it would"
+        " not run",
+        advice=f"call torch.nn.utils.remove_{name}(module), then"
+        f" torch.nn.utils.parametrizations.{name}(module),"
+        f" which computes the same as a part of forward, {BY_PARTS}",
+    )
 
 
 def _hook_name(hooks: Sequence[Any]) -> str:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import prod
 from typing import Any
 
 import torch
@@ -113,20 +114,21 @@ class Update(Handle):
 
     def _seconds(self, trained: Trained, device: torch.device) -> float:
         look = trained.parameter.dtype, id(trained.group), min(trained.parameter.numel(), _MOST_TIMED)
+        shape = _timed_part(trained.parameter)
         if look not in self._book.seconds:
-            self._book.seconds[look] = self._timed(trained, look[2], device)
-        return self._book.seconds[look] * max(1.0, trained.parameter.numel() / _MOST_TIMED)
+            self._book.seconds[look] = self._timed(trained, shape, device)
+        return self._book.seconds[look] * max(1.0, trained.parameter.numel() / max(1, prod(shape)))
 
-    def _timed(self, trained: Trained, size: int, device: torch.device) -> float:
-        """Of a parameter of this many elements."""
+    def _timed(self, trained: Trained, shape: tuple[int, ...], device: torch.device) -> float:
+        """Of a parameter of this shape."""
         parameter = trained.parameter
-        scratch = nn.Parameter(torch.ones(size, dtype=parameter.dtype, device=device))
+        scratch = nn.Parameter(torch.ones(shape, dtype=parameter.dtype, device=device))
         scratch.grad = torch.ones_like(scratch)
         twin, group = without_hooks(self._optimizer), {**trained.group, "params": [scratch]}
         twin.state = defaultdict(dict)
         if known := self._optimizer.state.get(parameter):  # some make it before the first step
             twin.state[scratch] = pytree.tree_map_only(
-                Tensor, lambda t: _shortened(t, parameter, size), known
+                Tensor, lambda t: _shortened(t, parameter, shape), known
             )
         single = OneByOne(twin)
         with torch.no_grad():
@@ -134,12 +136,20 @@ class Update(Handle):
             return least_seconds(lambda: single.update(scratch, group), device, repeats=3, limit_seconds=0.1)
 
 
-def _shortened(tensor: Tensor, parameter: Tensor, size: int) -> Tensor:
-    """A tensor of the state as one element for each of the first `size` of the parameter."""
+def _timed_part(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of as many whole rows of a parameter as are timed."""
+    if parameter.ndim == 0 or parameter.numel() <= _MOST_TIMED:
+        return tuple(parameter.shape)
+    row = prod(parameter.shape[1:])
+    return max(1, _MOST_TIMED // row), *parameter.shape[1:]
+
+
+def _shortened(tensor: Tensor, parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of the state; one that has the parameter's shape in this shape, the first rows."""
+    is_alike = tensor.shape == parameter.shape
     if tensor.is_meta:  # it waits in a tier
-        tensor = torch.zeros(tensor.shape if tensor.shape != parameter.shape else size, dtype=tensor.dtype)
-        return tensor.to(parameter.device)
-    return tensor.flatten()[:size].clone() if tensor.shape == parameter.shape else tensor.clone()
+        return torch.zeros(shape if is_alike else tensor.shape, dtype=tensor.dtype).to(parameter.device)
+    return tensor[: shape[0]].clone() if is_alike and shape else tensor.clone()
 
 
 def _named(optimizer: Optimizer, group: Mapping[str, Any]) -> str:

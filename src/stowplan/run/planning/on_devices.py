@@ -45,8 +45,15 @@ class DeviceBudgets:
         return sum(self.allowed_bytes.values())
 
     def refuse_others(self, devices: Iterable[str]) -> None:
-        """BadUse if the step has tensors on an accelerator that has no budget."""
-        if unnamed := sorted(set(devices) - set(self.allowed_bytes) - {"cpu", "meta", ""}):
+        """BadUse if the step has tensors on an accelerator that has no budget, or on none that has one."""
+        devices = set(devices)
+        if devices.isdisjoint(self.allowed_bytes):
+            raise BadUse(
+                f"the budget is for {', '.join(self.allowed_bytes)}, and the step has no tensor there: its"
+                " tensors"
+                f" are on {', '.join(sorted(devices))}"
+            )
+        if unnamed := sorted(devices - set(self.allowed_bytes) - {"cpu", "meta", ""}):
             raise BadUse(
                 f"the step has tensors on {unnamed[0]}, and the budget is for"
                 f" {', '.join(self.allowed_bytes)}: name all of its devices"

@@ -37,6 +37,7 @@ from stowplan.torch_private import (
     below_autograd,
     has_hooks,
     hooks_of,
+    is_batched,
     is_view,
     keeps_graph,
     running_backward,
@@ -494,6 +495,12 @@ class StepOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[None, ...]:
+        if any(gradient is not None and is_batched(gradient) for gradient in incoming):
+            raise BadUse(
+                "backward is asked for several gradients at a time (is_grads_batched, or jacobian with"
+                " vectorize=True), and a plan has the ops of one: ask for one after the other, or call the"
+                " model that is not planned for this"
+            )
         ctx.run.keep(ctx.position, *incoming)
         return None, None, None, None
 
