@@ -241,7 +241,8 @@ SECTIONS: Mapping[str, Callable[[Sequence[Result]], Section]] = {
     "lengths": _plainly(
         "Batches of many shapes",
         "A small GPT on random lengths and batch sizes under one budget, against the same steps in eager, "
-        "by the processor time of the thread; and plans carried over to other sizes against plans searched for them.",
+        "by the processor time of the thread; and plans carried over to other sizes against plans searched"
+        " for them.",
     ),
     "latency": _plainly(
         "Waiting for a plan",

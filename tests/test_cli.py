@@ -290,9 +290,24 @@ def test_a_graph_without_sizes_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("words", [[], ["sail"], ["inspect"], ["inspect", "--colour", "x"], ["convert", "x"]])
 def test_bad_use_ends_with_two(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
+    assert main(words) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["plna", "x"], "no 'plna' (did you mean 'plan'?)"),
+        (["plan", "x", "--budgt", "1"], "unrecognized arguments: --budgt 1 (did you mean '--budget'?)"),
+        (["plan", "x", "--prefer", "tame"], "--prefer: no 'tame' (did you mean 'time'?)"),
+        (["plan", "x", "--gap", "wide"], "--gap is 'wide', which is no number"),
+        (["plan", "x", "--budget"], "--budget is given no value"),
+    ],
+)
+def test_a_misspelt_command_line_is_told_the_nearest(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert f"stowplan: {told}" in capsys.readouterr().err
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,7 +213,10 @@ def refuse_no_function(target: str, verb: str) -> None:
             " MODULE:FUNCTION, as in train:step; for files there are inspect, plan, explain, report,"
             " simulate and convert"
         )
-    raise BadUse(f"{target!r} is neither a file nor MODULE:FUNCTION, such as train:step: {FUNCTION_HELP}")
+    raise BadUse(
+        f"{target!r} is neither a file nor MODULE:FUNCTION, such as train:step; `stowplan {verb}"
+        " -h` says what to write"
+    )
 
 
 def planner_for(
@@ -244,7 +247,7 @@ def planner_for(
     options = replace(PlanOptions.of_call(allow, prefer, gap=gap, kernels=kernels), slowest=inf)
     _refuse_kernels_of_file(target, kernels)
     _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
-    _refuse_layouts_of_step(target, layouts)
+    _refuse_options_of_file(target, layouts, saved, training=training)
     if names_a_function(target):
         from stowplan.run.measure.agreement import compared
         from stowplan.run.planning.planner import step_planner
@@ -286,9 +289,18 @@ def _refuse_loop_of_file(
         raise BadUse("clip-norm and accumulate are of an iteration: give the optimizer too")
 
 
-def _refuse_layouts_of_step(target: str | Path, layouts: str) -> None:
-    if layouts != Layouts.RECORDED and names_a_function(target):
+def _refuse_options_of_file(
+    target: str | Path, layouts: str, saved: str | None = None, *, training: bool = False
+) -> None:
+    if not names_a_function(target):
+        return
+    if layouts != Layouts.RECORDED:
         raise BadUse(f"layouts are chosen for files; {target} runs as it is, in the layouts of its tensors")
+    if saved is not None or training:
+        name = "training" if training else "saved"
+        raise BadUse(
+            f"{name} is for files; {target} is a step of PyTorch, which has its own backward: drop it"
+        )
 
 
 def _refuse_kernels_of_file(target: str | Path, kernels: str) -> None:
@@ -324,8 +336,10 @@ def plan_for(
     is the plan that `fit` makes: its state may wait in a tier, and clipping may need two backwards.
     """
     _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
-    _refuse_layouts_of_step(target, layouts)
+    _refuse_options_of_file(target, layouts, saved, training=training)
     _refuse_kernels_of_file(target, kernels)
+    limits: Any = {"seconds": time_limit, "gap": gap}
+    options = PlanOptions.of_call(allow, prefer, **limits, kernels=kernels, arena=arena)
     if not names_a_function(target):
         if arena:
             raise BadUse("an arena is for a step that can run, MODULE:FUNCTION: leave it out for a file")
@@ -347,8 +361,6 @@ def plan_for(
         call = loaded.model, loaded.args, loaded.kwargs
         return plans_of(fit(*call, loss=loaded.loss, budget=allowed_bytes, **how))[0]
     subject = subject_of(loaded)
-    limits: Any = {"seconds": time_limit, "gap": gap}
-    options = PlanOptions.of_call(allow, prefer, **limits, kernels=kernels, arena=arena)
     return compared(_planned_step(subject, allowed_bytes, options).plan, subject)
 
 

@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_there_is_refused_by_fit() -> None:
         fitted(Two(), loss="nearest")
     with pytest.raises(CaptureError, match="leave loss out"):
         fitted(nn.Linear(8, 1), loss="loss")
-    with pytest.raises(BadUse, match="loss is a MSELoss"):
+    with pytest.raises(BadUse, match="loss is of type MSELoss"):
         fitted(Two(), loss=nn.MSELoss())
     with pytest.raises(BadUse, match="give one"):
         fitted(Two(), loss="near", outputs="all")

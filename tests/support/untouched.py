@@ -64,7 +64,8 @@ class Picture:
             self.same(tensor.grad_fn),
         )
         self.facts[f"hooks of {label}"] = _hooks_of(tensor)
-        if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
+        lazy = nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer
+        if isinstance(tensor, lazy) or tensor.is_nested:  # which have no shape
             return
         if contents:
             self.facts[f"look of {label}"] = tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout

@@ -116,10 +116,8 @@ def is_users(file: str) -> bool:
     return not file.startswith((*_LIBRARIES, "<"))
 
 
-BY_PARTS = (
-    'or run it in Python and plan the parts around it: torch.compile(model, backend="stowplan",'
-    ' options={"budget": ...})'
-)
+COMPILE = 'torch.compile(model, backend="stowplan", options={"budget": ...})'
+BY_PARTS = f"or run it in Python and plan the parts around it: {COMPILE}"
 _VALUES = (
     "the step reads the values of a tensor",
     f"values do not exist before it runs: branch on shapes or Python numbers, use torch.where, {BY_PARTS}",
@@ -144,12 +142,16 @@ _UNKNOWN = (
     "an op does not define the shape of its output",
     "give it a fake implementation with torch.library.register_fake",
 )
+_SPARSE = (
+    "forward makes a sparse tensor, and plans are of dense tensors",
+    "use its dense form, x.to_dense(); embeddings take sparse=False",
+)
 _NESTED = (
     "forward makes a nested tensor, whose shapes a plan does not know",
     "pad instead: torch.nn.utils.rnn.pad_sequence",
 )
-_OWN_BACKWARD = (
-    "forward runs backward itself, and again after it, on a graph that is gone",
+OWN_BACKWARD = (
+    "forward calls backward itself, which a planned step would not do again",
     "return the loss, and call backward on what the fitted model returns",
 )
 _NO_BACKWARD = (
@@ -180,9 +182,11 @@ _BY_TYPE: dict[type[Exception], tuple[str, str]] = {
 _BY_WORDS = {
     ".numpy() is not": _VALUES,
     "nested_tensor": _NESTED,
+    "SparseTensorImpl": _SPARSE,
+    "Sparse CSR tensors": _SPARSE,
     "no fake impl": _UNKNOWN,
     "no autograd formula": _NO_BACKWARD,
-    "backward through the graph a second time": _OWN_BACKWARD,
+    "backward through the graph a second time": OWN_BACKWARD,
 }
 _ANY = "check that the step runs in eager with these arguments"
 

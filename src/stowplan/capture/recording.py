@@ -24,7 +24,7 @@ from stowplan.capture.changes import (
 )
 from stowplan.capture.foreseeing import MOST_FORESEEN
 from stowplan.capture.generators import WatchedGenerator, generator_watched
-from stowplan.capture.origins import Origins, reads_values
+from stowplan.capture.origins import OWN_BACKWARD, Origins, reads_values
 from stowplan.capture.program import leaves, written_arguments
 from stowplan.capture.stand_ins import (
     Lifetime,
@@ -340,6 +340,7 @@ class _Recorder:
     def _recorded(self, buffers: Mapping[str, Tensor]) -> Recording:
         returned = self._forward()
         self._refuse_new_history()
+        self._refuse_own_backward()
         replaced, turn = self._replaced(buffers), len(self._watch.events)
         outputs, output_spec = pytree.tree_flatten(returned)
         self._refuse_sharing(replaced, outputs)
@@ -449,6 +450,11 @@ class _Recorder:
                     advice="write into a copy of it, made with clone()",
                 )
 
+    def _refuse_own_backward(self) -> None:
+        """Refuse a forward that accumulates gradients: a planned step would not add them again."""
+        if any(self._stand_ins.gradient_of(leaf) is not None for leaf in self._wanted):
+            raise CaptureError(OWN_BACKWARD[0], advice=OWN_BACKWARD[1])
+
     def _refuse_no_gradient(self, tangents: Sequence[Tensor | None]) -> None:
         """Refuse a backward that ends before it comes to a leaf: it leaves nothing that could be planned."""
         came = any(self._stand_ins.gradient_of(leaf) is not None for leaf in self._wanted)
@@ -522,7 +528,7 @@ class _Recorder:
 
         def name_of(path: Path) -> str:
             side, key, *inner = path
-            first = _positional_names(self._step.model, len(self._step.args))[key] if side == 0 else key
+            first = positional_names(self._step.model, len(self._step.args))[key] if side == 0 else key
             return ".".join(map(str, (first, *inner)))
 
         rewritten = tuple(containers.rewritten(result_of, name_of))

@@ -134,8 +134,10 @@ def look_of(leaf: object) -> object:
 def unlike_plain(tensor: Tensor) -> str:
     """Why a plan cannot read a tensor, after its name, and what to do; empty for tensors it can read."""
     if tensor.is_nested:
-        return "is a nested tensor, whose shapes a plan does not know: pad it,"
-        " torch.nested.to_padded_tensor(x, 0)"
+        return (
+            "is a nested tensor, whose shapes a plan does not know: pad it, as in"
+            " torch.nested.to_padded_tensor(x, 0)"
+        )
     if tensor.is_quantized:
         return "is quantized, and its ops have no backward: give x.dequantize()"
     if tensor.layout is not torch.strided:
@@ -457,7 +459,8 @@ class StandIns:
             shape = "x".join(map(str, tensor.shape)) if tensor.layout is torch.strided else "any shape"
             why = (
                 unlike_plain(tensor)
-                or f"is a {type(tensor).__name__}, a tensor subclass, which cannot be captured"
+                or f"is of {type(tensor).__name__}, a subclass of tensors, which cannot be captured: give"
+                " x.as_subclass(torch.Tensor), if its ops are those of tensors"
             )
             raise CaptureError(f"a tensor of {shape} {why}")
         device = self._device if tensor.is_meta else tensor.device

@@ -21,7 +21,7 @@ from stowplan.capture.answers import Check, IsBelow, Question, contents_of, coun
 from stowplan.capture.foreseeing import value_at
 from stowplan.capture.generators import WatchedGenerator, moves_generator
 from stowplan.capture.layouts import Shapes, as_made, call_like, run_on_zeros
-from stowplan.capture.origins import BY_PARTS, Origin, Origins
+from stowplan.capture.origins import COMPILE, Origin, Origins
 from stowplan.capture.program import (
     FILLING,
     bound_arguments,
@@ -187,6 +187,11 @@ def _tensors_in(value: object) -> Iterable[Tensor]:
     return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
+def _short(target: OpOverload) -> str:
+    """The name of an op without its namespace and overload."""
+    return schema_of(target).name.partition("::")[2]
+
+
 def _is_integer_of_size(tensor: Tensor) -> bool:
     inexact = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     return not inexact and tensor.numel() <= _KNOWN_ELEMENTS
@@ -295,11 +300,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             raise WentOn
         if func.namespace in _COLLECTIVES:
             raise CaptureError(
-                f"forward calls the collective {func.name().partition('::')[2].strip('_')}",
+                f"forward calls the collective {_short(func).strip('_')}",
                 where=self._origins.here().source,
                 advice="a planned step exchanges nothing with other workers: call it outside forward, on what"
-                " the model"
-                f" returns, {BY_PARTS}",
+                " the model returns, or in a function under @torch.compiler.disable, and plan the parts"
+                f" around it: {COMPILE}",
             )
         if func in _OF_ONE_DTYPE:
             self._refuse_dtypes(func, args)
@@ -338,9 +343,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         dtypes = [value.dtype for value in args if isinstance(value, Tensor)]
         if any(dtype is not dtypes[-1] for dtype in dtypes):
             names = " and ".join(str(dtype).removeprefix("torch.") for dtype in dict.fromkeys(dtypes))
-            name = func.name().partition("::")[2].partition(".")[0]
             raise CaptureError(
-                f"{name} is given operands of {names}, and eager refuses that too",
+                f"{_short(func)} is given operands of {names}, and eager refuses that too",
                 where=self._origins.here().source,
                 advice=f"cast one of them, as in x.to({dtypes[-1]}), or use torch.autocast",
             )
@@ -350,7 +354,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
     ) -> None:
         if any(isinstance(value, torch.Generator) for value in (*args, *given.values())):
             raise CaptureError(
-                f"forward draws from a generator of its own ({func.name().partition('::')[2]})",
+                f"forward draws from a generator of its own ({_short(func)})",
                 where=self._origins.here().source,
                 advice="a plan draws from PyTorch's default generator alone: leave generator= out, or draw"
                 " outside"

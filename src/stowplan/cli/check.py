@@ -46,6 +46,8 @@ def run(arguments: Namespace) -> int:
     refuse_unwritable(arguments.output)
     if not arguments.budget and not arguments.plan:
         raise BadUse("say --budget BYTES, or --plan PLAN to run a plan that was written before")
+    if arguments.steps < 1:
+        raise BadUse(f"--steps is {arguments.steps}; it is a number of steps to compare, at least 1")
     plan = api.load_plan(arguments.plan) if arguments.plan else None
     allowed = (
         parse_bytes(arguments.budget, "--budget") if arguments.budget else plan.allowed_bytes if plan else 0

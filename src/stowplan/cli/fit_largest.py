@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from stowplan import api
 from stowplan.errors import BadUse
+from stowplan.plan.options import known_techniques
 from stowplan.plan.progress import showing_progress
 from stowplan.units import format_bytes, format_seconds, parse_bytes
 
@@ -69,6 +70,12 @@ def run(arguments: Namespace) -> int:
     )
     from stowplan.run.largest import largest_of
 
+    if arguments.allow:
+        known_techniques(arguments.allow)
+    for option, least in (("first", 1), ("multiple", 1), ("most", arguments.first or 1)):
+        size = getattr(arguments, option)
+        if size is not None and size < least:
+            raise BadUse(f"--{option} is {size}; it is at least {least}")
     with showing_progress(f"trying sizes of {arguments.target}"):
         found = tuple(
             largest_of(

@@ -31,7 +31,21 @@ def run(arguments: Namespace) -> int:
     if arguments.device:
         return _inspect_on_card(arguments)
     if api.names_a_function(arguments.target):
+        if (
+            arguments.training
+            or arguments.saved
+            or arguments.pack
+            or arguments.layouts != api.Layouts.RECORDED
+        ):
+            raise BadUse(
+                f"--training, --saved, --layouts and --pack are for files, and {arguments.target} is a step"
+            )
         return _inspect_step(arguments)
+    if arguments.measure or arguments.optimizer or arguments.no_probe:
+        raise BadUse(
+            f"{arguments.target} is a file, whose step cannot run: --measure, --optimizer and --no-probe are"
+            " for MODULE:FUNCTION"
+        )
     with showing_progress(f"reading and analysing {arguments.target}"):
         inspection = api.inspect(
             arguments.target,

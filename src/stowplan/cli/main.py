@@ -6,14 +6,16 @@ command to report. A verb's module is imported only when it is called.
 
 import json
 import os
+import re
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from typing import NoReturn
 
 from stowplan import __version__
-from stowplan.errors import BadUse, BudgetTooSmall, StowplanError
+from stowplan.errors import BadUse, BudgetTooSmall, StowplanError, nearest
 from stowplan.plan.options import is_installed
 
 INTERNAL_ERROR = 3
@@ -45,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code is returned, not raised."""
     words = list(sys.argv[1:] if argv is None else argv)
     _open_closed_streams()
-    arguments = _parser(words).parse_args(words)
+    arguments = Namespace()
     _print_any_character()
     try:
+        arguments = _read(words)
         code: int = arguments.run(arguments)
         sys.stdout.flush()
     except StowplanError as error:
@@ -126,15 +129,41 @@ def _print_any_character() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _parser(words: Sequence[str]) -> ArgumentParser:
-    """All verbs by name and summary; only the one that is called brings its arguments."""
-    parser = ArgumentParser(
+class _Parser(ArgumentParser):
+    """A command line that is misspelt ends as every other refusal does: in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse, with the nearest of the choices that the message lists."""
+        found = re.fullmatch(r"(?:argument (.+?): )?invalid choice: '?(.*?)'? \(choose from (.*)\)", message)
+        if found is not None:
+            name, word, choices = found[1], found[2], found[3].replace("'", "")
+            where = "" if name in (None, "VERB") else f"{name}: "
+            message = f"{where}no {word!r}{nearest(word, choices.split(', '))}; there is {choices}"
+        elif found := re.fullmatch(r"argument (\S+): invalid (int|float) value: (.*)", message):
+            message = f"{found[1]} is {found[3]}, which is no {'whole ' * (found[2] == 'int')}number"
+        elif found := re.fullmatch(r"argument (\S+): expected one argument", message):
+            message = f"{found[1]} is given no value"
+        raise BadUse(f"{message}; `{self.prog} -h` explains all")
+
+
+def _read(words: Sequence[str]) -> Namespace:
+    parser, verb = _parsers(words)
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        near = nearest(unknown[0].partition("=")[0], re.findall(r"--[\w-]+", verb.format_usage()))
+        raise BadUse(f"unrecognized arguments: {' '.join(unknown)}{near}; `{verb.prog} -h` explains all")
+    return arguments
+
+
+def _parsers(words: Sequence[str]) -> tuple[ArgumentParser, ArgumentParser]:
+    """All verbs by name and summary; only the one that is called, the second, brings its arguments."""
+    parser = _Parser(
         prog="stowplan",
         description="Decide where, when and for how long every tensor of a training step lives.",
         epilog="Exit codes: 0 done, 1 the answer is no, 2 bad use or bad input, 3 internal error.",
     )
     parser.add_argument("--version", action="version", version=f"stowplan {__version__}")
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    verbs, called_parser = parser.add_subparsers(metavar="VERB", required=True), parser
     called = next((word for word in words if not word.startswith("-")), None)
     for name, summary in VERBS.items():
         verb = verbs.add_parser(name, help=summary, description=f"{summary[:1].upper()}{summary[1:]}.")
@@ -142,4 +171,5 @@ def _parser(words: Sequence[str]) -> ArgumentParser:
             module = import_module(f"stowplan.cli.{name.replace('-', '_')}")
             module.add_arguments(verb)
             verb.set_defaults(run=module.run)
-    return parser
+            called_parser = verb
+    return parser, called_parser

@@ -106,7 +106,9 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def refuse_unwritable(path: str | None) -> None:
-    """BadUse if the folder does not exist."""
+    """BadUse if the folder does not exist, or if the path is itself a folder."""
+    if path is not None and Path(path).is_dir():
+        raise BadUse(f"{path} cannot be written: it is a folder; add the name of a file")
     if path is not None and not Path(path).absolute().parent.is_dir():
         raise BadUse(f"{path} cannot be written: there is no folder {Path(path).absolute().parent}")
 

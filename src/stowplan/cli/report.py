@@ -73,4 +73,5 @@ def _peers(file: str) -> tuple[Peer, ...]:
     except BadInput as fault:
         raise fault.in_file(file) from fault
     except (OSError, UnicodeDecodeError) as fault:
-        raise BadInput(f"cannot be read: {fault}", file=file) from fault
+        why = (fault.strerror or fault) if isinstance(fault, OSError) else "it is no text"
+        raise BadInput(f"cannot be read: {why}", file=file) from fault

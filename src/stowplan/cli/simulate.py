@@ -20,7 +20,7 @@ from stowplan.plan.plan import Machine
 from stowplan.plan.progress import showing_progress
 from stowplan.plan.shards.choice import choose_mesh
 from stowplan.plan.shards.curves import step_between, strong_scaling, weak_scaling
-from stowplan.plan.shards.mesh import Mesh, parse_mesh
+from stowplan.plan.shards.mesh import Mesh, parse_mesh, refuse_too_many
 from stowplan.plan.shards.plan import shard_plan
 from stowplan.plan.shards.projection import Network, Projection, project
 from stowplan.plan.shards.relayout import choose_layouts
@@ -126,6 +126,8 @@ def run(arguments: Namespace) -> int:
 
 
 def _simulated(arguments: Namespace) -> Simulation:
+    if arguments.up_to is not None and arguments.up_to < 1:
+        raise BadUse(f"--up-to is {arguments.up_to}; it is a number of workers, at least 1")
     machine, network = read_machine(arguments.machine)
     shards = arguments.parameters == "shard"
     if shards and (arguments.layouts or not arguments.mesh):
@@ -195,6 +197,8 @@ def read_machine(path: str | None) -> tuple[Machine, Network]:
         found = msgspec.convert(given, _MachineFile)
     except OSError as fault:
         raise BadUse(f"cannot read the machine {path!r}: {fault.strerror}") from None
+    except UnicodeDecodeError:
+        raise BadUse(f"{path} is no machine, and no text; a machine may have {_KEYS}") from None
     except (ValueError, RecursionError, msgspec.ValidationError) as fault:
         raise BadUse(f"{path} is no machine: {fault}; it may have {_KEYS}") from None
     return Machine(**msgspec.structs.asdict(found.compute)), Network(**msgspec.structs.asdict(found.network))
@@ -225,9 +229,14 @@ def _grown(graphs: Graphs, most: int) -> Graphs:
 
 def _wanted(graph: Graph, arguments: Namespace, machine: Machine, network: Network) -> Projection:
     if arguments.mesh:
+        if arguments.budget and not arguments.layouts:
+            raise BadUse("--budget is for --workers or --layouts, which choose: drop it for one mesh")
         shards = arguments.parameters == "shard"
         return _project(graph, parse_mesh(arguments.mesh), machine, network, shards)
     allowed = parse_bytes(arguments.budget, "--budget") if arguments.budget else None
+    if arguments.workers < 1:
+        raise BadUse(f"--workers is {arguments.workers}; it is a number of workers, at least 1")
+    refuse_too_many(arguments.workers)
     return choose_mesh(graph, arguments.workers, _ends(graph), machine, network, allowed)
 
 

@@ -25,4 +25,6 @@ def bad_input_of(fault: msgspec.DecodeError | UnicodeEncodeError | RecursionErro
     if isinstance(fault, UnicodeEncodeError):
         return BadInput("holds text that is not Unicode", where="$")
     what, _, where = str(fault).partition(" - at `")
+    if "truncated" in what:
+        what = "ends in the middle: the file was not written to its end"
     return BadInput(what, where=where.rstrip("`") or "$")

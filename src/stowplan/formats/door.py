@@ -122,6 +122,8 @@ def _view(saved: str) -> SavedView:
 def _data_in(path: Path) -> bytes:
     """The bytes of a regular file of acceptable size."""
     try:
+        if path.is_dir():
+            raise BadInput(f"is a folder; {_TARGETS}")
         if not path.is_file():
             raise BadInput("is not a file" if path.exists() else f"does not exist; {_TARGETS}")
         if path.suffix == ".py":

@@ -357,7 +357,10 @@ def read(text: str) -> Document:
 def _document_in(data: bytes) -> Document:
     frame = msgspec.json.decode(data, type=_Frame)
     if (frame.format, frame.version) != (FORMAT, VERSION):
-        raise BadInput(f"{frame.format!r} version {frame.version}; read here is version {VERSION}", where="$")
+        raise BadInput(
+            f"is {frame.format!r} version {frame.version}, and this stowplan reads version {VERSION}",
+            where="$",
+        )
     record = msgspec.json.decode(frame.document, type=DocumentRecord)
     spelled = _ENCODER.encode(record)
     if _digest(spelled) != frame.digest:

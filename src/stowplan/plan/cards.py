@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 
 from stowplan.analyse.facts import costs_of, estimated_workspaces
-from stowplan.errors import BadInput, BadUse
+from stowplan.errors import BadInput, BadUse, nearest
 from stowplan.formats.checked import bad_input_of
 from stowplan.ir import DType, Graph, Op
 from stowplan.ops.cublas import cublas_workspaces
@@ -140,11 +140,11 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
         card = Card(
             id=name,
             name=self.name,
-            memory_bytes=parse_bytes(self.memory),
+            memory_bytes=parse_bytes(self.memory, "memory"),
             bytes_per_second=self.bandwidth,
             flops=self.flops,
             kind=self.kind,
-            context_bytes=parse_bytes(self.context),
+            context_bytes=parse_bytes(self.context, "context"),
             host_bytes_per_second=self.host_bandwidth,
             launch_seconds=self.launch,
             capability=self.capability,
@@ -162,7 +162,10 @@ def card_named(text: str) -> Card:
     known = cards()
     if text not in known:
         names = ", ".join(known)
-        raise BadUse(f"no card {text!r}; there is {names}, or FILE.toml with the figures of another one")
+        raise BadUse(
+            f"no card {text!r}{nearest(text, known)}; there is {names}, or FILE.toml with the"
+            " figures of another one"
+        )
     return known[text]
 
 
@@ -178,14 +181,18 @@ def _card_in(path: Path) -> Card:
         row = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as fault:
         raise BadUse(f"{path} cannot be read: {fault.strerror or fault}") from fault
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
-        raise BadInput(str(fault), where=str(path)) from fault
+    except UnicodeDecodeError as fault:
+        raise BadInput("is no text", file=str(path)) from fault
+    except tomllib.TOMLDecodeError as fault:
+        raise BadInput(str(fault), file=str(path)) from fault
     try:
         return msgspec.convert(row, _Row).card(path.stem)
     except msgspec.ValidationError as fault:
         raise bad_input_of(fault).in_file(str(path)) from fault
     except BadInput as fault:
         raise fault.in_file(str(path)) from fault
+    except BadUse as fault:  # of a size
+        raise BadInput(str(fault), file=str(path)) from fault
 
 
 def price_on_card(graph: Graph, card: Card, options: PlanOptions) -> Pricing:

@@ -355,7 +355,9 @@ def _loaded(plan: object) -> Plan | None:
 
         return plan_file.load(plan)
     if plan is not None and not isinstance(plan, Plan):
-        raise BadUse(f"plan is a {type(plan).__name__}; it is a stowplan.Plan, or the path of a saved one")
+        raise BadUse(
+            f"plan is of type {type(plan).__name__}; it is a stowplan.Plan, or the path of a saved one"
+        )
     return plan
 
 
@@ -380,16 +382,20 @@ def _own_forward(model: nn.Module) -> Callable[..., Any] | None:
 
 
 def _refuse_misuse(model: object, args: object, kwargs: object) -> None:
+    if isinstance(model, type):
+        raise BadUse(f"fit takes an object, and {model.__name__} is a class: give fit {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise BadUse(
-            f"fit takes a torch.nn.Module, not a {type(model).__name__}: put the step into its forward"
+            f"fit takes a torch.nn.Module, not {type(model).__name__}: put the step into its forward"
         )
     if not isinstance(args, tuple | list):
-        raise BadUse(f"args is a {type(args).__name__}; write fit(model, (x, y), budget=...) for model(x, y)")
+        raise BadUse(
+            f"args is of type {type(args).__name__}; write fit(model, (x, y), budget=...) for model(x, y)"
+        )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise BadUse(
-            f'kwargs is a {type(kwargs).__name__}; write fit(model, (x,), {{"mask": m}}, budget=...) for'
-            " model(x, mask=m)"
+            f'kwargs is of type {type(kwargs).__name__}; write fit(model, (x,), {{"mask": m}}, budget=...)'
+            " for model(x, mask=m)"
         )
 
 
@@ -400,9 +406,9 @@ def _refuse_loss(loss: object, outputs: str) -> None:
         raise BadUse(f"loss={loss!r} plans for gradients of one output, and outputs='all' for all: give one")
     if not isinstance(loss, NoneType | str | int | FunctionType | BuiltinFunctionType | MethodDescriptorType):
         raise BadUse(
-            f"loss is a {type(loss).__name__}; it is the name or index of an output, or a function of the"
-            " model's output. Write a lambda around it, or put a loss with parameters into a module with the"
-            " model"
+            f"loss is of type {type(loss).__name__}; it is the name or index of an output, or a function of"
+            " the model's output. Write a lambda around it, or put a loss with parameters into a module with"
+            " the model"
         )
 
 

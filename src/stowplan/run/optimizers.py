@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 from stowplan.analyse.facts import is_resident, storages_of
 from stowplan.capture import Captured
 from stowplan.capture.stand_ins import StandIns
-from stowplan.errors import BadUse
+from stowplan.errors import BadUse, nearest
 from stowplan.ir import Graph, Kind
 from stowplan.run.measure.storage_watch import StorageWatch
 from stowplan.torch_private import pytree
@@ -121,7 +121,10 @@ def optimizer_named(name: str, parameters: Iterable[Tensor], **options: object) 
     parameters = list(parameters)
     kind = OPTIMIZERS.get(name.lower())
     if kind is None:
-        raise BadUse(f"{name!r} is no optimizer of torch.optim; it has {', '.join(OPTIMIZERS)}")
+        raise BadUse(
+            f"{name!r} is no optimizer of torch.optim{nearest(name.lower(), OPTIMIZERS)}; it has"
+            f" {', '.join(OPTIMIZERS)}"
+        )
     if not parameters:
         raise BadUse(f"what {name!r} takes depends on the parameters; none were given")
     return kind(parameters, **options)

@@ -17,7 +17,7 @@ from stowplan.capture import capture
 from stowplan.capture.origins import line_of
 from stowplan.capture.recording import Loss
 from stowplan.capture.stand_ins import flatten
-from stowplan.errors import BadUse
+from stowplan.errors import BadUse, nearest
 from stowplan.run.optimizers import optimizer_named
 from stowplan.run.planning.planner import Subject
 from stowplan.torch_private import pytree
@@ -96,18 +96,20 @@ def function_named(text: str) -> Callable[..., object]:
         sys.path.pop(0)
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise BadUse(f"{text}: {module.__file__} has no function {function_name!r}{_nearest(module)}")
+        raise BadUse(
+            f"{text}: {module.__file__} has no function {function_name!r}{_there(module, function_name)}"
+        )
     found: Callable[..., object] = function
     return found
 
 
-def _nearest(module: ModuleType) -> str:
+def _there(module: ModuleType, wanted: str) -> str:
     """The names that the module has instead."""
     own = (
         value for value in vars(module).values() if isfunction(value) and value.__module__ == module.__name__
     )
     names = [function.__name__ for function in own if not function.__name__.startswith("_")]
-    return f"; it has {', '.join(names[:8])}" if names else ""
+    return f"{nearest(wanted, names)}; it has {', '.join(names[:8])}" if names else ""
 
 
 @contextmanager
@@ -126,7 +128,8 @@ def _told(text: str, alone: str) -> Iterator[None]:
         raise BadUse(f"{text}: {error.filename}:{error.lineno}: {error.msg}") from error
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-        raise BadUse(f"{text}: {line_of(error)}: {told}; try {alone.format(module, function)}") from error
+        where = f"{line_of(error)}: ".removeprefix(": ")
+        raise BadUse(f"{text}: {where}{told}; try {alone.format(module, function)}") from error
 
 
 def _checked(text: str, returned: object) -> Target:

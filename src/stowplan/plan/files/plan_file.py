@@ -80,7 +80,10 @@ class Seal:
     def _check(self, frame: _Frame) -> None:
         if (frame.format, frame.version) != (self.format, self.version):
             found = f"{frame.format!r} version {frame.version}"
-            raise BadInput(f"{found}, not {self.format!r} version {self.version}", where="$")
+            raise BadInput(
+                f"is {found}, and this stowplan reads {self.format!r} version {self.version}: write it anew",
+                where="$",
+            )
         if _digest(bytes(frame.content)) != frame.digest:
             raise BadInput(
                 "the content has another digest: the file was changed or damaged", where="$.digest"

@@ -10,6 +10,8 @@ from math import prod
 from stowplan.errors import BadUse
 from stowplan.ops.windows import Span
 
+_MOST_WORKERS = 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -20,7 +22,9 @@ class Axis:
     weights: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.size < 1 or (self.weights and len(self.weights) != self.size) or min(self.weights or [1]) < 1:
+        if self.size < 1:
+            raise BadUse(f"mesh axis {self.name!r} has {self.size} workers; it has at least 1")
+        if (self.weights and len(self.weights) != self.size) or min(self.weights or [1]) < 1:
             raise BadUse(f"mesh axis {self.name!r} of {self.size} workers cannot have weights {self.weights}")
 
     def span(self, size: int, place: int) -> Span:
@@ -101,14 +105,25 @@ def parse_mesh(text: str) -> Mesh:
         if not (found and name.isidentifier()):
             raise BadUse(f"{item!r} is no mesh axis; write NAME=SIZE, such as data=2 or space=2x2")
         axes += (_axis(name, size) for size in sizes.split("x"))
+    refuse_too_many(prod(axis.size for axis in axes))
     return Mesh(tuple(axes))
+
+
+def refuse_too_many(workers: int) -> None:
+    """BadUse for more workers than a projection has room for."""
+    if workers > _MOST_WORKERS:
+        raise BadUse(
+            f"{workers:,} workers are more than the {_MOST_WORKERS:,} that are projected; take fewer"
+        )
 
 
 def _axis(name: str, text: str) -> Axis:
     try:
         numbers = tuple(map(int, text.split(":")))
     except ValueError:
-        raise BadUse(f"mesh axis {name!r} has size {text!r}, which is no number") from None
+        raise BadUse(
+            f"mesh axis {name!r} has size {text!r}; write a number of workers, as in {name}=2"
+        ) from None
     return Axis(name, len(numbers), numbers) if len(numbers) > 1 else Axis(name, numbers[0])
 
 

@@ -31,7 +31,8 @@ def seeds_for(graph: Graph, mesh: Mesh) -> Mapping[str, tuple[int | None, ...]]:
     for number, axis in enumerate(mesh.axes):
         if axis.name != MODEL and all(cut[number] is None for cut in seeds.values()):
             shapes = ", ".join(f"{name} of {'x'.join(map(str, shape))}" for name, shape in inputs.items())
-            raise BadUse(f"mesh axis {axis.name!r} (number {number + 1}) finds no dim to cut in {shapes}")
+            among = f"in {shapes}" if inputs else "because the step has no inputs"
+            raise BadUse(f"mesh axis {axis.name!r} (number {number + 1}) finds no dim to cut {among}")
     return seeds
 
 

@@ -151,7 +151,10 @@ class UpdateBook:
 def refuse_unless_one_by_one(optimizer: object) -> None:
     """Raise BadUse for an optimizer whose step for each parameter by itself is not its step for all."""
     if not isinstance(optimizer, Optimizer):
-        raise BadUse(f"optimizer is a {type(optimizer).__name__}; it is a torch.optim.Optimizer")
+        raise BadUse(
+            f"optimizer is of type {type(optimizer).__name__}; give an object, as"
+            " torch.optim.AdamW(model.parameters())"
+        )
     name = type(optimizer).__name__
     kept = pytree.tree_leaves([v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")])
     if any(isinstance(leaf, Optimizer) for leaf in kept):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from stowplan import __version__
 from stowplan.analyse.facts import is_resident
 from stowplan.capture import Captured
-from stowplan.errors import BadUse, BudgetTooSmall, StowplanError
+from stowplan.errors import BadUse, BudgetTooSmall, StowplanError, nearest
 from stowplan.plan.allocator.projection import figures_of
 from stowplan.plan.allocator.requests import Lifetime, requests_of_lifetimes
 from stowplan.plan.allocator.settings import AllocatorSettings
@@ -121,6 +121,19 @@ def default_device() -> torch.device:
     return torch.device("cpu") if found is None else torch.device(found.type, 0)
 
 
+def device_named(device: torch.device | str) -> torch.device:
+    """A device of this machine; BadUse if there is no such one."""
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError) as fault:  # AssertionError: PyTorch was built without its kind
+        first = str(fault).splitlines()[0]
+        raise BadUse(
+            f"device {str(device)!r} cannot be used here: {first}; `stowplan doctor` lists devices"
+        ) from fault
+    return chosen
+
+
 def check_device(
     device: torch.device | str | None = None,
     *,
@@ -129,10 +142,12 @@ def check_device(
     size: int | None = None,
 ) -> DeviceFindings:
     """Check a device; after `time_limit` seconds nothing new begins."""
-    chosen = torch.device(device) if device is not None else default_device()
+    chosen = device_named(device) if device is not None else default_device()
     wanted = tuple(names)
     if unknown := set(wanted) - set(NETWORKS):
-        raise BadUse(f"no network {min(unknown)!r}; there is {', '.join(NETWORKS)}")
+        raise BadUse(
+            f"no network {min(unknown)!r}{nearest(min(unknown), NETWORKS)}; there is {', '.join(NETWORKS)}"
+        )
     started = perf_counter()
     is_over = partial(_is_over, started + time_limit)
     factor = size or (1 if chosen.type == "cpu" else 8)

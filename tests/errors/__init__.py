@@ -1,0 +1,1 @@
+"""Errors that users provoke: each with the sentence that it ends in, in `tests/golden/errors.txt`."""
