@@ -93,6 +93,12 @@ zoo: ## plan tiny models of all installed packages, compare them with eager, and
 mutants: ## plant faults in the judges of plans and the rules of regions, and count those that their tests see
 	$(PYTHON) -m benchmarks.mutate
 
+CASES ?= 200
+
+.PHONY: budgets
+budgets: ## train CASES random loops under budgets, and count their bytes below PyTorch; needs gcc
+	$(PYTHON) -m benchmarks.budgets $(CASES)
+
 MINUTES ?= 60
 FROM ?= 0
 
