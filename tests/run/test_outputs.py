@@ -195,7 +195,7 @@ def test_parameters_of_outputs_that_are_not_used_have_no_gradient(
                 results = run(X)
                 sum(results[name].square().sum() for name in used).backward()
             assert_same(gradients(model), gradients(own))
-    assert not caplog.records
+    assert "within rounding" not in caplog.text
 
 
 def test_heads_in_turn() -> None:
@@ -281,8 +281,7 @@ def test_several_gradients_of_one_forward(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     of_both(make(), use, X)
-    (said,) = caplog.records
-    assert "retain_graph=True keeps" in said.getMessage()
+    assert caplog.text.count("retain_graph=True keeps") == 1
 
 
 class Deep(nn.Module):
@@ -384,8 +383,7 @@ def test_zeros_that_stand_for_missing_gradients_are_said(caplog: pytest.LogCaptu
         for _ in range(2):
             found = [first_of(each) for each in (model, run)]
     torch.testing.assert_close(*found)
-    (said,) = caplog.records
-    assert "within rounding" in said.getMessage()
+    assert caplog.text.count("within rounding") == 1
 
 
 class Normed(nn.Module):
