@@ -44,10 +44,11 @@ from torch.profiler import profile
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpoint_module
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec
 
-from stowplan.alone import KEPT, Lock, is_only_thread, replaced
+from stowplan.alone import KEPT, Lock, is_only_thread, replaced, undone
 from stowplan.errors import TorchTooOld
 
 if TYPE_CHECKING:  # a PyTorch may be built without
@@ -82,6 +83,7 @@ __all__ = [
     "checkpoints_as_calls",
     "compiled_by_inductor",
     "cpp_compiler",
+    "default_device",
     "default_generator_is",
     "dispatched_without_data",
     "fake_tensor_logger",
@@ -94,6 +96,8 @@ __all__ = [
     "is_tracing",
     "is_view",
     "keeps_graph",
+    "mode_in_the_way",
+    "neighbours_set_aside",
     "nodes_made",
     "own_saved_tensors",
     "pytree",
@@ -713,6 +717,57 @@ _STATES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
 )
+
+
+@contextmanager
+def neighbours_set_aside() -> Iterator[None]:
+    """Within, gradients are recorded, and modes and hooks of the user's see no op and no saved tensor."""
+    modes, hooks = python_dispatch._get_current_dispatch_mode_stack(), _saved_hooks()
+    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+    def put_back() -> None:
+        _set_dispatch_modes(modes)
+        _set_saved_hooks(hooks)
+        torch.set_anomaly_enabled(*anomaly)
+
+    with undone(put_back), torch.inference_mode(False), torch.enable_grad():
+        _set_dispatch_modes([])
+        _set_saved_hooks([])
+        torch.set_anomaly_enabled(False)
+        yield
+
+
+def default_device() -> str:
+    """Where tensors are made of which nobody says where; empty if that is the CPU as ever."""
+    contexts = [mode for mode in _function_modes() if isinstance(mode, DeviceContext)]
+    return str(contexts[-1].device) if contexts else ""
+
+
+_UNPLANNED = {
+    "FakeTensorMode": "under it nothing is computed",
+    "_CloneArgBeforeMutateMode": "torch.autograd.graph.allow_mutation_on_saved_tensors does not know ops that"
+    " write into a given tensor",
+}
+
+
+def mode_in_the_way() -> str:
+    """A mode of the user's that a planned step cannot run under, and why; empty if there is none."""
+    kinds = [type(mode) for mode in _function_modes() if not isinstance(mode, DeviceContext)]
+    for kind in kinds:
+        if not kind.__module__.startswith("stowplan."):
+            return f"{kind.__qualname__}: a planned step calls none of the functions that this mode would see"
+    if _dispatch._len_torch_dispatch_stack():
+        for mode in python_dispatch._get_current_dispatch_mode_stack():
+            if why := _UNPLANNED.get(type(mode).__name__):
+                return f"{type(mode).__name__}: {why}"
+    return ""
+
+
+def _function_modes() -> list[Any]:
+    if not torch._C._len_torch_function_stack():
+        return []
+    found: list[Any] = _functions._get_current_function_mode_stack()
+    return found
 
 
 def _state() -> Callable[[], None]:

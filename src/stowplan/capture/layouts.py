@@ -111,7 +111,6 @@ def as_made(
 def learn_from_kernels(events: "Iterable[Event]") -> bool:
     """Run each suspect kernel once; whether a result has other strides than captured."""
     found = False
-    state = torch.get_rng_state()
     suspects = {call_like(e.target, e.args, e.kwargs): e for e in events if _may_differ(e)}
     for call, event in suspects.items():
         if call in _seen:
@@ -122,7 +121,6 @@ def learn_from_kernels(events: "Iterable[Event]") -> bool:
         if any(c is not None and t is not None and c.stride != t.stride() for c, t in looks):
             learn(event.target, event.args, event.kwargs, made)
             found = True
-    torch.set_rng_state(state)
     return found
 
 

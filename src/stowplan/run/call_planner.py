@@ -45,6 +45,7 @@ from stowplan.run.planning.planner import (
     saved_step,
 )
 from stowplan.run.wrappers import refuse_shards, with_forward
+from stowplan.torch_private import neighbours_set_aside
 from stowplan.watch import limited_to, tell_phase
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class CallPlanner:
         with (
             showing_progress(f"planning {type(call.model).__name__}", allowed_bytes=self.allowed_bytes),
             collecting_hooks_removed(plain),
+            neighbours_set_aside(),
         ):
             return self._capture_and_plan(call, plain, given)
 

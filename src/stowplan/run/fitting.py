@@ -47,6 +47,7 @@ from stowplan.torch_private import (
     checkpoints_as_calls,
     is_exporting,
     is_tracing,
+    mode_in_the_way,
     own_saved_tensors,
 )
 
@@ -204,6 +205,8 @@ class Fitting:
 
         A call that seems to fit as it is may be tried: it is planned after all if it turns out not to.
         """
+        if mode := mode_in_the_way():
+            raise BadUse(f"a mode is active, {mode}; leave it, or call the model that you gave to fit")
         look_up = partial(
             self._step_for,
             model,

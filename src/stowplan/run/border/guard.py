@@ -52,7 +52,7 @@ from stowplan.run.border.frozen import (
     state_of,
 )
 from stowplan.run.border.reach import MODULE_STATE, Reach, Reads, own_state
-from stowplan.torch_private import GLOBAL_HOOKS, HOOKS, storage_id, tensor_guards
+from stowplan.torch_private import GLOBAL_HOOKS, HOOKS, default_device, storage_id, tensor_guards
 
 HELD_ARGUMENTS = "arguments that lie in the memory of parameters or buffers"
 
@@ -72,6 +72,7 @@ _FLAT_WEIGHTS = (
 # What changes kernels or the types of what is made, and no argument tells.
 SWITCHES: Mapping[str, Callable[[], object]] = {
     "torch.get_default_dtype()": torch.get_default_dtype,
+    "torch.get_default_device()": default_device,
     "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
     "torch.backends.mkldnn.enabled": partial(getattr, torch.backends.mkldnn, "enabled"),
     "torch.backends.cuda.flash_sdp_enabled()": torch.backends.cuda.flash_sdp_enabled,

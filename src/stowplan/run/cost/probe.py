@@ -33,6 +33,7 @@ from stowplan.capture import Argument, Call, Captured, Handle, Ref
 from stowplan.capture.program import (
     ASKING_FOR_GRADIENTS,
     as_in_forward,
+    draws,
     filled,
     inputs_of,
     leaves,
@@ -62,7 +63,7 @@ from stowplan.run.cost.machine import (
     settle_heap,
 )
 from stowplan.run.measure.measure import out_of_sight, rise_while
-from stowplan.torch_private import pytree, storage_id
+from stowplan.torch_private import pytree, storage_id, without_functions
 from stowplan.watch import patience, tell_phase
 
 
@@ -291,7 +292,7 @@ def probed_cost(
 
     One that takes longer than `long_seconds` at first is run once.
     """
-    with undisturbed(device):
+    with undisturbed(device, drawing=may_draw(signature.call)):
         try:
             return _cost(signature, device, repeats, long_seconds)
         except (RuntimeError, ValueError, IndexError):
@@ -311,14 +312,24 @@ def _cost(signature: Signature, device: torch.device, repeats: int, long_seconds
     return Cost(min(seconds, last), rise_bytes)
 
 
+def may_draw(call: Call) -> bool:
+    """Whether an op may draw random numbers; ops that techniques add may run any others."""
+    return call.target.namespace != "aten" or draws(call.target, call.args, call.kwargs)
+
+
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Random ops draw from copies of the generators; no backward is recorded, nothing is cast on the way."""
+def undisturbed(device: torch.device, *, drawing: bool) -> Iterator[None]:
+    """Random ops draw from copies of the generators; no backward is recorded, nothing is cast on the way.
+
+    Generators of ops that do not draw are left alone, for other threads draw from them.
+    """
     accelerators = [] if device.type == "cpu" else [device]
+    kind = device.type if accelerators else "cuda"
     with (
-        torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"),
+        torch.random.fork_rng(accelerators, enabled=drawing, device_type=kind),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
+        without_functions(),  # which torch.set_default_device would change
     ):
         yield
 

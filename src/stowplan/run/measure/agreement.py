@@ -29,7 +29,7 @@ forward. A formula that asks for values would follow another way in eager; `capt
 these functions.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -43,6 +43,7 @@ from stowplan.capture.changes import AsBefore
 from stowplan.capture.generators import moves_generator
 from stowplan.capture.layouts import call_like, learn, row_major_sizes
 from stowplan.capture.program import (
+    draws,
     leaves,
     returns_tensors,
     returns_views,
@@ -133,7 +134,9 @@ def against_eager(plan: Plan, subject: Subject) -> AgainstEager:
                     stack.enter_context(with_tensors(root, copies.of))
                 stack.enter_context(AsBefore([*tensors, *captured.program.constants.values()]))
                 comparison.enter((*tensors, *map(copies.of, tensors)))
-                stack.enter_context(_leaving_no_trace({tensor.device for tensor in tensors}))
+                drawing = any(draws(e.target, e.args, e.kwargs) for e in captured.forward)
+                devices = {tensor.device for tensor in tensors} if drawing else set[torch.device]()
+                stack.enter_context(_leaving_no_trace(devices))
                 stack.enter_context(_keeping_nothing())
                 stack.enter_context(checkpoints_as_calls())
                 stack.enter_context(comparison)
@@ -202,11 +205,11 @@ def _storage_copy(tensor: Tensor) -> torch.UntypedStorage:
 
 
 @contextmanager
-def _leaving_no_trace(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Draws come from copies of the generators; casts that autocast remembers are forgotten."""
+def _leaving_no_trace(drawing: Collection[torch.device]) -> Iterator[None]:
+    """Draws come from copies of these devices' generators; casts that autocast remembers are forgotten."""
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(()))
-        for device in {device for device in devices if device.type != "cpu"}:
+        stack.enter_context(torch.random.fork_rng((), enabled=bool(drawing)))
+        for device in {device for device in drawing if device.type != "cpu"}:
             stack.enter_context(torch.random.fork_rng([device], device_type=device.type))
         torch.clear_autocast_cache()
         stack.callback(torch.clear_autocast_cache)

@@ -31,7 +31,7 @@ from stowplan.ops.table import site_of
 from stowplan.plan.allocator.arena import ArenaLayout, Copy, Placement
 from stowplan.plan.plan import Load, Step, Store
 from stowplan.run.cost.machine import free_bytes, prefer_large_pages
-from stowplan.run.cost.probe import call_on, call_signature, operands_of, undisturbed
+from stowplan.run.cost.probe import call_on, call_signature, may_draw, operands_of, undisturbed
 from stowplan.run.measure.measure import out_of_sight, rise_while
 from stowplan.run.step.literals import call_lines, expression, out_name, out_target
 from stowplan.torch_private import schema_of, storage_id
@@ -163,7 +163,7 @@ def _gives_the_same(
 ) -> bool:
     """Whether a call writes the same bits to given memory, and allocates no more than the op does."""
     signature, names = call_signature(graph, call), list(dict.fromkeys(inputs_of(call)))
-    with undisturbed(device):
+    with undisturbed(device, drawing=may_draw(call)):
         try:
             operands = operands_of(signature)
             expected = call_on(signature, operands)()
