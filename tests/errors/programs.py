@@ -304,7 +304,7 @@ LINES = (
             *(
                 "m.a(x).mean() * x.mean().numpy()",
                 "m.a(x).mean() * x[0].tolist()[0]",
-                "m.a(x).mean() if x.sum() > 0 else x.sum()",
+                "m.a(x).mean() if m.a(x).sum() > 0 else x.sum()",
             ),
             *(
                 "m.a(x)[x.sum(1) > 0].mean()",
