@@ -7,6 +7,7 @@ run steps in their own way. After each action a plain step follows, and everythi
 
 import copy
 import io
+import random as drawn
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from .batches import Caller, Fields, loss_of
+from .batches import Caller, Fields, loss_of, tensors_of
 from .comparing import ASKED, HOOKED
 from .networks import Network
 from .ops import Trait
@@ -55,6 +57,7 @@ class Action:
     needs: BackwardFootprint = BackwardFootprint.NOTHING
     rounds: bool = False  # eager itself adds up in another order than step after step
     weight: int = 3  # 1 for what is mostly refused, which ends a program
+    is_strange: bool = False  # drawn after all others, at the end of a program
 
     def suits(self, network: Network, *, has_tiles: bool) -> bool:
         if self.kinds and not network.owners(*self.kinds):
@@ -83,6 +86,12 @@ def drive(
 ) -> Callable[[Perform], Perform]:
     traits: dict[str, Any] = {"kinds": kinds, "needs": needs, "rounds": rounds, "weight": weight}
     return partial(_entered, comes_before_fit=False, **traits)
+
+
+def strange(
+    *kinds: str, needs: BackwardFootprint = BackwardFootprint.NOTHING, rounds: bool = False
+) -> Callable[[Perform], Perform]:
+    return partial(_entered, comes_before_fit=False, kinds=kinds, needs=needs, rounds=rounds, is_strange=True)
 
 
 # ---- attributes and modules ----
@@ -559,3 +568,121 @@ def save_whole(side: Side, random: Random) -> None:  # noqa: ARG001 -- actions a
     torch.save(side.model, file)
     file.seek(0)
     side.model = torch.load(file, weights_only=False)
+
+
+# ---- what other people's programs do ----
+
+
+def _differentiable(output: object) -> list[Tensor]:
+    return [tensor for tensor in tensors_of(output) if tensor.grad_fn is not None]
+
+
+@strange()
+def hook_on_an_output(side: Side, random: Random) -> None:
+    """A hook that halves the gradient of an output, and a gradient that is retained there."""
+    output = side.forward(side.batch(_seed(random)))
+    chosen = random.choice(_differentiable(output))
+    factor = random.choice((0.5, 0.5, 1.0))
+
+    def hook(gradient: Tensor) -> Tensor:
+        side.note(f"{HOOKED} an output", gradient)
+        return gradient * factor
+
+    chosen.retain_grad()
+    _register(chosen, hook)
+    torch.autograd.backward(loss_of(output, side.network.output))
+    side.note("retained", chosen.grad)
+
+
+@strange()
+def prehook_on_a_node(side: Side, random: Random) -> None:
+    output = side.forward(side.batch(_seed(random)))
+    node: Any = random.choice(_differentiable(output)).grad_fn
+    node.register_prehook(lambda gradients: side.note("prehook", gradients[0]))
+    torch.autograd.backward(loss_of(output, side.network.output))
+
+
+@strange()
+def gradient_of_an_output(side: Side, random: Random) -> None:
+    output = side.forward(side.batch(_seed(random)))
+    chosen = random.choice(_differentiable(output))
+    loss = loss_of(output, side.network.output)
+    side.note(f"{ASKED} of an output", torch.autograd.grad(loss, chosen, allow_unused=True)[0])
+
+
+@strange(needs=BackwardFootprint.BITS)
+def profiler_around(side: Side, random: Random) -> None:
+    """A profile of the user's, in which a new shape is planned too."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        side.step(_seed(random), rows=random.choice((None, 3)))
+    events: Any = profile.key_averages()
+    side.note("the profile has events", len(events) > 0)
+
+
+@strange()
+def checkpoint_around(side: Side, random: Random) -> None:
+    """The fitted model inside a checkpoint of the user's."""
+    batch = side.batch(_seed(random))
+    args, kwargs = side.arguments(batch)
+    output = checkpoint(partial(side.model, *args, **kwargs), use_reentrant=False)
+    torch.autograd.backward(loss_of(output, side.network.output))
+    side.note_inputs(batch)
+
+
+@strange()
+def beside_a_thread(side: Side, random: Random) -> None:
+    """A step, perhaps of a new shape, while another thread draws random numbers and allocates."""
+    stop = threading.Event()
+
+    def disturb() -> None:
+        while not stop.is_set():
+            drawn.random()
+            torch.empty(1000).fill_(1)
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        side.step(_seed(random), rows=random.choice((None, 3)))
+    finally:
+        stop.set()
+        thread.join()
+        drawn.seed(0)
+
+
+@strange("slots")
+def set_a_slot(side: Side, random: Random) -> None:
+    getattr(side.model, random.choice(side.network.owners("slots"))).by = random.choice((0.5, 2.0))
+
+
+@strange("bound")
+def set_of_a_bound_method(side: Side, random: Random) -> None:
+    """What the object of a bound method holds."""
+    method = getattr(side.model, random.choice(side.network.owners("bound")))
+    method.__self__.by = random.choice((0.5, 2.0))
+
+
+@strange("closed")
+def set_in_a_closure(side: Side, random: Random) -> None:
+    function = getattr(side.model, random.choice(side.network.owners("closed")))
+    function.__closure__[0].cell_contents = random.choice((0.5, 2.0))
+
+
+@strange("defaults")
+def set_in_a_default(side: Side, random: Random) -> None:
+    """A list that is the default of a parameter."""
+    function = getattr(side.model, random.choice(side.network.owners("defaults")))
+    function.__defaults__[0][0] = random.choice((0.5, 2.0))
+
+
+@strange("partial")
+def set_in_a_partial(side: Side, random: Random) -> None:
+    function = getattr(side.model, random.choice(side.network.owners("partial")))
+    function.keywords["by"] = random.choice((0.5, 2.0))
+
+
+@strange("asked_for")
+def set_behind_getattr(side: Side, random: Random) -> None:
+    """What `__getattr__` of a configuration answers."""
+    getattr(side.model, random.choice(side.network.owners("asked_for"))).kept["by"] = random.choice(
+        (0.5, 2.0)
+    )

@@ -91,6 +91,12 @@ class Caller:
             return (), {**batch._asdict(), "flag": flag}
         return (self._held(batch), flag), {}
 
+    def contents(self) -> Iterator[tuple[str, object]]:
+        """What the object of the last call holds now: forward may have written into it."""
+        yield from self._dict.items()
+        if self._record is not None:
+            yield from ((name, getattr(self._record, name)) for name in Fields._fields)
+
     def _held(self, batch: Fields) -> object:
         if self._signature == "dict":
             self._dict.update(batch._asdict())

@@ -104,16 +104,18 @@ def draw_case(seed: int) -> Case:
         prefer=random.choice(("exactness", "exactness", "time")),
         moves=random.choice((3, 3, 20)),
     )
-    if random.random() > (_TILES_WITH_PROGRAM if case.has_tiles else _WITH_PROGRAM):
-        return case
-    suited = [
-        a for a in ACTIONS.values() if a.suits(network, has_tiles=case.has_tiles) for _ in range(a.weight)
-    ]
-    early = [action for action in suited if action.comes_before_fit]
+    suited = [a for a in ACTIONS.values() if a.suits(network, has_tiles=case.has_tiles)]
     draw = partial(_turns, random)
-    return replace(
-        case, before=draw(early, random.choice((0, 0, 1, 2))), after=draw(suited, random.randint(2, 6))
-    )
+    if random.random() <= (_TILES_WITH_PROGRAM if case.has_tiles else _WITH_PROGRAM):
+        tidy = [action for action in suited if not action.is_strange for _ in range(action.weight)]
+        early = [action for action in tidy if action.comes_before_fit]
+        case = replace(
+            case, before=draw(early, random.choice((0, 0, 1, 2))), after=draw(tidy, random.randint(2, 6))
+        )
+    strange = [action for action in suited if action.is_strange]
+    own = [action for action in strange if action.kinds]  # of the network's own strange op
+    count = random.choice((0, 0, 0, 1, 2))
+    return replace(case, after=case.after + draw(strange, count) + draw(own, min(len(own), 1)))
 
 
 def _fewer(turns: tuple[Turn, ...]) -> Iterator[tuple[Turn, ...]]:

@@ -51,7 +51,7 @@ import random
 import torch
 import torch.nn.functional as F
 from torch import nn
-
+{helpers}
 
 class Net(nn.Module):
     def __init__(self):
@@ -60,6 +60,55 @@ class Net(nn.Module):
 {init}
     def forward({signature}):
 {forward}"""
+
+_HELPERS = """\
+from dataclasses import dataclass
+from functools import partial
+
+
+@dataclass(slots=True)
+class Slots:
+    by: float
+
+
+class Scale:
+    def __init__(self, by):
+        self.by = by
+
+    def apply(self, value):
+        return value * self.by
+
+
+class Asked:
+    def __init__(self, by):
+        self.kept = {"by": by}
+
+    def __getattr__(self, name):
+        if name == "kept":
+            raise AttributeError(name)
+        return self.kept[name]
+
+
+def closed_over(by):
+    return lambda value: value * by
+
+
+def scaled(value, by):
+    return value * by
+
+"""
+
+_OWN_CALL = """
+    def __call__(self, *args, **kwargs):
+        output = super().__call__(*args, **kwargs)
+        return output * 1.5 if isinstance(output, torch.Tensor) else output
+"""
+
+_FILLED: Mapping[str, str] = {
+    "dict": 'batch["x"] = batch["x"] * 1.5\nx = batch["x"]',
+    "record": "batch.x = batch.x * 1.5\nx = batch.x",
+}
+"""Lines that write into the argument that holds a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +152,8 @@ class Network:
     output: str
     signature: str
     reads_all: bool  # the loss depends on every value, not on the last alone
+    has_own_call: bool = False  # the class overrides `__call__`
+    fills_argument: bool = False  # forward writes into the argument that holds the batch
 
     def kinds(self) -> Iterator[tuple[int, Kind]]:
         """Each call's position and kind."""
@@ -132,16 +183,20 @@ class Network:
     def source(self) -> str:
         """The network as a Python module."""
         init = [call.lines(BY_NAME[call.kind].init, i, self.sizes) for i, call in enumerate(self.calls)]
-        return _TEMPLATE.format(
+        text = _TEMPLATE.format(
             C=self.sizes.channels,
+            helpers=_HELPERS if self.has(Trait.STRANGE) else "",
             init="".join(indent(f"{text}\n", " " * 8) for text in init if text),
             signature=SIGNATURES[self.signature],
             forward=indent("\n".join(self._forward()), " " * 8) + "\n",
         )
+        return text + _OWN_CALL * self.has_own_call
 
     def _forward(self) -> Iterator[str]:
         if self.signature in _UNPACK:
             yield _UNPACK[self.signature]
+        if self.fills_argument and self.signature in _FILLED:
+            yield _FILLED[self.signature]
         for position, call in enumerate(self.calls):
             yield call.lines(BY_NAME[call.kind].forward, position, self.sizes)
         last = len(self.calls) + len(INPUTS) - 1 if self.calls else 0
@@ -180,7 +235,7 @@ def draw_network(random: Random) -> Network:
         last, made = position + 1 if position else 0, position + len(INPUTS)
         a = last if random.random() < 0.75 else random.randrange(made)
         calls.append(Call(kind.name, a, random.randrange(made), kind.drawn_options(random)))
-    return Network(
+    network = Network(
         sizes,
         random.choice((torch.float32, torch.float64, torch.float64)),
         tuple(calls),
@@ -188,11 +243,25 @@ def draw_network(random: Random) -> Network:
         random.choice(("tensors", "tensors", "tensors", *SIGNATURES)),
         reads_all=random.random() < 0.6,
     )
+    return _made_strange(network, random) if random.random() < _STRANGE else network
+
+
+def _made_strange(network: Network, random: Random) -> Network:
+    """The network with something that other people's programs do; drawn last, so that all else stays."""
+    what = random.choice(("op", "op", "op", "op", "call", "argument"))
+    if what == "call":
+        return replace(network, has_own_call=True)
+    if what == "argument":
+        return replace(network, signature=random.choice(tuple(_FILLED)), fills_argument=True)
+    kind, last = random.choice(_STRANGE_KINDS), len(network.calls) + len(INPUTS) - 1
+    call = Call(kind.name, last, random.randrange(last + 1), kind.drawn_options(random))
+    return replace(network, calls=(*network.calls, call))
 
 
 def _pool(flavour: Trait) -> tuple[Kind, ...]:
     """The kinds to draw from, each as often as it weighs. What cannot be replayed is rare."""
-    chosen = [kind for kind in KINDS if kind.trait & flavour or not flavour]
+    tidy = (kind for kind in KINDS if not kind.trait & Trait.STRANGE)
+    chosen = [kind for kind in tidy if kind.trait & flavour or not flavour]
     if flavour is Trait.RANDOM:
         chosen += [BY_NAME[name] for name in ("gelu", "tanh", "sigmoid", "add", "mul", "scale")]
     return tuple(
@@ -200,6 +269,8 @@ def _pool(flavour: Trait) -> tuple[Kind, ...]:
     )
 
 
+_STRANGE = 0.25  # the share of networks that have something of other people's programs
+_STRANGE_KINDS = tuple(kind for kind in KINDS if kind.trait & Trait.STRANGE)
 _POOLS = {flavour: _pool(flavour) for flavour in (Trait.NONE, Trait.SPATIAL, Trait.RANDOM)}
 _FOLDER = tempfile.TemporaryDirectory(prefix="stowplan-hunt-")
 

@@ -22,6 +22,7 @@ class Trait(Flag):
     UPDATES = auto()  # writes a buffer
     UNREPLAYABLE = auto()  # changes Python state, or looks at values: `fit` has to refuse, or run it in eager
     SPATIAL = auto()  # the kind of op that tiles are made for
+    STRANGE = auto()  # what other people's programs do: comes last in a network, and is drawn last of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,83 @@ _MOMENTUM: Options = {"momentum": (0.1, 0.1, 0.1, 0.1, 0.5, 0.5, 0.5, None), "af
 def _activations() -> tuple[Kind, ...]:
     return tuple(
         Kind(name, f"{{y}} = {expression}", trait=Trait.SPATIAL) for name, expression in _ACTIVATIONS.items()
+    )
+
+
+_DRAWN = "torch.rand_like({a})"
+_BUFFER = "self.register_buffer('{m}', torch.rand({C}))"
+_NEXT = "self.{m}.data * 0.9 + {a}.detach().mean((0, 2, 3)) * 0.1"
+
+
+def _strange() -> tuple[Kind, ...]:
+    """State written in every form, generators moved, values read, Python's many places for a number."""
+    lines = {
+        # generators
+        "reseeded": (f"torch.manual_seed(3)\n{{y}} = {{a}} * {_DRAWN}", ""),
+        "rewound": (
+            f"state = torch.get_rng_state()\np = {_DRAWN}\ntorch.set_rng_state(state)\n"
+            f"{{y}} = {{a}} * p * {_DRAWN}",
+            "",
+        ),
+        "forked": (
+            f"with torch.random.fork_rng(devices=[]):\n    torch.manual_seed(5)\n    p = {_DRAWN}\n"
+            "{y} = {a} * p",
+            "",
+        ),
+        "own_generator": (
+            "{y} = {a} * torch.rand({a}.shape, dtype={a}.dtype, generator=self.{m})",
+            "self.{m} = torch.Generator().manual_seed(3)",
+        ),
+        "drawn_list": ("{y} = {a} * torch.rand(2).tolist()[0]", ""),
+        # storages and what tensors say of themselves
+        "data_assigned": (f"self.{{m}}.data = {_NEXT}\n{{y}} = {{a}} + self.{{m}}[:, None, None]", _BUFFER),
+        "data_written": (
+            f"self.{{m}}.data.copy_({_NEXT})\n{{y}} = {{a}} + self.{{m}}[:, None, None]",
+            _BUFFER,
+        ),
+        "data_swapped": (
+            "self.{m}.data, self.{m}_b.data = self.{m}_b.data, self.{m}.data\n"
+            "{y} = {a} * self.{m}[:, None, None]",
+            f"{_BUFFER}\nself.register_buffer('{{m}}_b', torch.rand({{C}}))",
+        ),
+        "storage_set": (f"self.{{m}}.set_({_NEXT})\n{{y}} = {{a}} + self.{{m}}[:, None, None]", _BUFFER),
+        "resized": ("self.{m}.resize_(2 * {C}).fill_(0.5)\n{y} = {a} + self.{m}.sum()", _BUFFER),
+        "momentum": (
+            "self.{m}.data = self.{m}.data * 0.9 + self.last.data * 0.1\n{y} = {a} * self.{m}",
+            "self.{m} = nn.Parameter(torch.ones({C}, 1, 1), requires_grad=False)",
+        ),
+        "trained_data": (
+            "self.{m}.data = self.{m}.data.clamp(-1, 1)\n{y} = {a} * self.{m}",
+            "self.{m} = nn.Parameter(torch.rand({C}, 1, 1) * 2)",
+        ),
+        "gradient_dropped": ("self.last.grad = None\n{y} = {a} * 1.1", ""),
+        "wants_gradient": ("x.requires_grad_()\n{y} = {a} + 0.1 * x", ""),
+        "frozen_inside": (
+            "self.{m}.requires_grad_(False)\n{y} = {a} * self.{m}",
+            "self.{m} = nn.Parameter(torch.rand({C}, 1, 1))",
+        ),
+        # values that exist before the step
+        "flag_in_buffer": (
+            "if not self.{m}:\n    self.{m}.fill_(True)\n{y} = {a} * 1.1",
+            "self.register_buffer('{m}', torch.tensor(False))",
+        ),
+        "pointer": (
+            "place = int(self.{m})\nself.{m}.fill_((place + 1) % 3)\n{y} = {a} + 0.1 * place",
+            "self.register_buffer('{m}', torch.zeros((), dtype=torch.long))",
+        ),
+        "product": ("{y} = {a} * F.relu({a}).prod(1, keepdim=True).tanh()", ""),
+        # where Python keeps a number
+        "slots": ("{y} = {a} * self.{m}.by", "self.{m} = Slots(1.5)"),
+        "bound": ("{y} = self.{m}({a})", "self.{m} = Scale(1.5).apply"),
+        "closed": ("{y} = self.{m}({a})", "self.{m} = closed_over(1.5)"),
+        "defaults": ("{y} = self.{m}({a})", "self.{m} = lambda value, by=[1.5]: value * by[0]"),
+        "partial": ("{y} = self.{m}({a})", "self.{m} = partial(scaled, by=1.5)"),
+        "asked_for": ("{y} = {a} * self.{m}.by", "self.{m} = Asked(1.5)"),
+    }
+    drawn = {"reseeded", "rewound", "forked", "own_generator", "drawn_list"}
+    return tuple(
+        Kind(name, forward, init, trait=Trait.STRANGE | (Trait.RANDOM if name in drawn else Trait.UPDATES))
+        for name, (forward, init) in lines.items()
     )
 
 
@@ -348,6 +426,7 @@ KINDS: tuple[Kind, ...] = (
         "self.{m} = []",
         trait=Trait.UNREPLAYABLE,
     ),
+    *_strange(),
 )
 
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -57,6 +57,8 @@ class Side:
         self.note_inputs(batch)
 
     def note_inputs(self, batch: Fields) -> None:
+        for name, value in self.caller.contents():
+            self.note(f"in the argument, {name}", value)
         for name, tensor in batch._asdict().items():
             self.note(f"input {name}", tensor)
             self.note(f"input gradient {name}", tensor.grad if tensor.is_leaf else None)
