@@ -70,7 +70,10 @@ def attention_by_hand(side: Side) -> None:
     _train(side, ByHand())
 
 
-@idiom("annotated transformer: the attention map is stored on the module")
+@idiom(
+    "annotated transformer: the attention map is stored on the module",
+    refused="changes the state of the program",
+)
 def attention_map_is_stored(side: Side) -> None:
     class Stored(Attention):
         attention: Tensor | None = None
@@ -222,7 +225,7 @@ def lstm(side: Side) -> None:
     _train(side, Net())
 
 
-@idiom("sequence tagging: a bidirectional GRU over packed sequences")
+@idiom("sequence tagging: a bidirectional GRU over packed sequences", refused="depends on values")
 def packed_sequences(side: Side) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

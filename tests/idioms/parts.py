@@ -41,7 +41,7 @@ def _train_pictures(side: Side, layer: nn.Module) -> None:
     train(side, side.fit(Conv(layer), *pictures()), (pictures() for _ in range(3)))
 
 
-@idiom("BatchNorm with cumulative statistics, momentum=None")
+@idiom("BatchNorm with cumulative statistics, momentum=None", refused="which it changes")
 def cumulative_batch_norm(side: Side) -> None:
     _train_pictures(side, nn.BatchNorm2d(8, momentum=None))
 
@@ -185,17 +185,17 @@ def symmetric(side: Side) -> None:
     _train(side, layer)
 
 
-@idiom("HiFi-GAN: weight_norm of torch.nn.utils, the old hook")
+@idiom("HiFi-GAN: weight_norm of torch.nn.utils, the old hook", refused="parametrizations.weight_norm")
 def old_weight_norm(side: Side) -> None:
     _train(side, nn.utils.weight_norm(nn.Linear(8, 8)))
 
 
-@idiom("SN-GAN: spectral_norm of torch.nn.utils, the old hook")
+@idiom("SN-GAN: spectral_norm of torch.nn.utils, the old hook", refused="parametrizations.spectral_norm")
 def old_spectral_norm(side: Side) -> None:
     _train(side, nn.utils.spectral_norm(nn.Linear(8, 8)))
 
 
-@idiom("pytorch.org, pruning tutorial: masks as hooks")
+@idiom("pytorch.org, pruning tutorial: masks as hooks", refused="forward pre hook")
 def pruned(side: Side) -> None:
     layer = nn.Linear(8, 8)
     cut: Any = prune.l1_unstructured
@@ -568,7 +568,7 @@ def momentum_by_data(side: Side) -> None:
     train(side, side.fit(Momentum(), batch()[0]), ((x,) for x, _ in batches()))
 
 
-@idiom("MoCo: a queue of keys and a pointer in buffers")
+@idiom("MoCo: a queue of keys and a pointer in buffers", refused="which it changes")
 def queue_of_keys(side: Side) -> None:
     class Queue(nn.Module):
         queue: Tensor
