@@ -500,7 +500,6 @@ ON_STEPS = (
         for words in (
             *(
                 "",
-                "--budget 1kB",
                 "--budget 1GiB --vary resolution",
                 "--budget 1GiB --first 0",
                 "--budget 1GiB --first 8 --multiple 0",

@@ -116,16 +116,12 @@ def test_compiled_modules() -> None:
     assert works(compiled._orig_mod, X)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
-def test_sparse_nested_and_other_tensors() -> None:
+def test_sparse_tensors_and_subclasses() -> None:
     model = own(lambda m, x: torch.mm(m.get_buffer("table"), m.a(x)).mean())
     model.register_buffer("table", torch.eye(8).to_sparse())
     assert "give x.to_dense()" in refused(model)
     model.register_buffer("table", torch.eye(8))
     assert works(model, X)
-    ragged = torch.nested.nested_tensor([X, X[:3]])
-    assert "torch.nested.to_padded_tensor(x, 0)" in refused(Net(), (ragged,))
-    assert works(Net(), torch.nested.to_padded_tensor(ragged, 0))
     assert "x.as_subclass(torch.Tensor)" in refused(Net(), (X.as_subclass(Subclass),))
     assert works(Net(), X.as_subclass(Subclass).as_subclass(Tensor))
 
