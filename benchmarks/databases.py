@@ -47,7 +47,7 @@ out. The run took {minutes:.0f} minutes of processor time.
 
 
 def entries(samples: Mapping[torch.dtype, int]) -> Iterator[Entry]:
-    """All entries, with so many samples of each op in each dtype."""
+    """All entries; `samples` has the most of each op, by dtype."""
     ops = (op_entries(dtype, most) for dtype, most in samples.items())
     return chain(*ops, module_entries(max(samples.values())), optimizer_entries())
 

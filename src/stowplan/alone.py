@@ -107,7 +107,7 @@ def uninterrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        handlers.let_go()
+        handlers.release()
 
 
 def _remover(owner: Any, name: str) -> Callable[[], None]:

@@ -38,7 +38,7 @@ class Handlers:
                 self._own[number] = handler
                 signal.signal(number, self._handle)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold them no longer, and call those that waited."""
         self.holding -= 1
         while self._waiting and not self.holding:

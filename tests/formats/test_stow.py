@@ -109,7 +109,11 @@ def test_another_tool_may_lay_the_file_out_anew(indent: int | None) -> None:
     ("text", "where", "what"),
     [
         (FILE.replace("64", "65"), "$.digest", "changed or damaged"),
-        (FILE.replace('"version":1', '"version":2'), "$", "'stow' version 2; read here is version 1"),
+        (
+            FILE.replace('"version":1', '"version":2'),
+            "$",
+            "is 'stow' version 2, and this stowplan reads version 1",
+        ),
         (FILE.replace('"version":1', '"version":1,"version":1'), "$", "key 'version' comes twice"),
         (FILE.replace('"nbytes":64', '"nbytes":8,"nbytes":64'), "$", "key 'nbytes' comes twice"),
         (FILE.replace('"rows":5', '"rows":4,"rows":5'), "$", "key 'rows' comes twice"),
@@ -138,7 +142,7 @@ def test_another_tool_may_lay_the_file_out_anew(indent: int | None) -> None:
             "inf, -inf, nan",
         ),
         (signed(ENDLESS), "$.profile", "not within 1e+12 s"),
-        ("", "$", "truncated"),
+        ("", "$", "ends in the middle"),
         ("[]", "$", "Expected `object`"),
     ],
 )

@@ -177,7 +177,7 @@ def judged(kind: Kind, data: bytes, action: str | None, folder: Path) -> Verdict
             with _limited(MOST_SECONDS_AFTER):
                 kind.actions[action](value, data, folder)
     except BadInput as fault:
-        if kind.is_quiet and doing == "read" and not (fault.where and fault.what):
+        if data and kind.is_quiet and doing == "read" and not (fault.where and fault.what):
             return Verdict("unplaced", doing, str(fault))
         return Verdict("refused", doing)
     except StowplanError:

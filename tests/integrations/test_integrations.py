@@ -143,9 +143,10 @@ def test_accelerate_with_its_optimizer_in_the_plan() -> None:
 def test_huggingface_trainer_with_its_optimizer_in_the_plan() -> None:
     from examples.huggingface_trainer import train
 
-    settings: Any = {"gradient_accumulation_steps": 2, "max_steps": 2, "max_grad_norm": 0.1}
+    settings: Any = {"gradient_accumulation_steps": 2, "max_steps": 2, "max_grad_norm": 0.1, "save_steps": 1}
     (plain, eager), (fitted, model) = train(None, **settings), train("64MiB", optimizer=True, **settings)
     assert fitted == plain
+    assert len(stowplan.plans_of(model)) == 1  # a checkpoint plans nothing again
     assert all(map(torch.equal, eager.parameters(), model.parameters()))
     saves(plan_of(model))
 

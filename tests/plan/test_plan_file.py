@@ -48,7 +48,7 @@ def test_a_plan_of_another_version_says_so() -> None:
     text = plan_file.write(_plan(1))
     later = re.sub(r'"version":\d+', '"version":99', text, count=1)
     assert later != text
-    with pytest.raises(BadInput, match="version 99, not"):
+    with pytest.raises(BadInput, match="version 99, and this"):
         plan_file.read(later)
 
 

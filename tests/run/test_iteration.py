@@ -674,6 +674,16 @@ def test_two_modules_do_not_update_one_parameter_twice() -> None:
         torch.autograd.backward(second)
 
 
+def test_another_model_may_be_fitted_and_trained_between_backward_and_the_step() -> None:
+    model, optimizer, fitted = fitted_pair(lambda p: SGD(p, lr=0.1), iterations=1)
+    x = tower_batch()
+    torch.autograd.backward(fitted(x))
+    other = fit(Tower(), (x,), budget=ROOMY, moves=2)
+    torch.autograd.backward(other(x))
+    optimizer.step()
+    assert model.get_parameter("layers.0.weight").grad is None
+
+
 def test_an_optimizer_whose_scheduler_is_there_already_is_taken() -> None:
     model = Tower()
     optimizer = AdamW(model.parameters())

@@ -138,7 +138,12 @@ IN_TILES = 600_000
 def tiled(model: nn.Module | None = None, plan: Plan | None = None, side: int = 96) -> nn.Module:
     torch.manual_seed(0)
     return stowplan.fit(
-        model or Wide(), (torch.randn(1, 1, side, side),), budget=IN_TILES, plan=plan, moves=50
+        model or Wide(),
+        (torch.randn(1, 1, side, side),),
+        budget=IN_TILES,
+        plan=plan,
+        moves=50,
+        allow=("recompute", "tile"),
     )
 
 

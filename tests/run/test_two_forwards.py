@@ -74,10 +74,16 @@ def test_a_second_forward_is_told_of_once(caplog: pytest.LogCaptureFixture) -> N
         fitted(x)
         fitted(x).backward()
         fitted.zero_grad()
-        assert not caplog.records
+        assert not _told(caplog)
         for _ in range(2):
             (fitted(x) + fitted(x)).backward()
             fitted.zero_grad()
-    (record,) = caplog.records
-    assert "a forward of Normed began while an earlier one waits" in record.getMessage()
-    assert "kB" in record.getMessage() or "KiB" in record.getMessage()
+    (told,) = _told(caplog)
+    assert "a forward of Normed began while an earlier one waits" in told
+    assert "kB" in told or "KiB" in told
+
+
+def _told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Without what is said of models of other tests that are still alive."""
+    messages = (record.getMessage() for record in caplog.records)
+    return [message for message in messages if not message.startswith("this loop can take")]

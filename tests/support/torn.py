@@ -168,6 +168,8 @@ class TornLoop:
         ending = {"interrupt": _interrupted, "op": _failing, "transfer": self._refusing_transfers}[kind]
         if kind not in self.places:
             self.resume()
+            self.iterate()  # what only the first iterations look at is done
+            self.resume()
             with ending(_Countdown()) as counted:
                 self.iterate()
             self.places[kind] = counted.asked

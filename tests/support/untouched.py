@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.sparse  # noqa: F401  its import adds a filter of warnings, as it would without us
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
@@ -35,7 +36,13 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 _WHOLE_BYTES = 1 << 16  # larger tensors are compared by a sample
 _SAMPLES = 1 << 10
 _MOST_PARTS = 4096  # of one container, all within it counted
-_CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook")
+_CHECKPOINTING = (
+    "gradient_checkpointing",
+    "_gradient_checkpointing_func",
+    "_require_grads_hook",
+    "_require_grads_hooks",
+    "_forward_hooks",  # of the embedding, which made its output require a gradient
+)
 _CLOSED = ("torch", "stowplan", "threading", "_thread", "logging")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 

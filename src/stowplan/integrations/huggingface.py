@@ -4,7 +4,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from stowplan.errors import BadUse
 from stowplan.run.fit import fit
@@ -24,6 +24,9 @@ def fit_trainer(trainer: Trainer, budget: int | str, *, optimizer: bool = False,
     was_training = model.training
     if optimizer:
         settings = _iteration_of(trainer) | settings
+    if isinstance(model, PreTrainedModel):  # as the first checkpoint writes it, else a change
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
     args, kwargs = _first_call(trainer)
     with trainer.accelerator.autocast():
         fitted = fit(model.train(), args, kwargs, budget=budget, **settings)

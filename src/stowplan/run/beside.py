@@ -35,7 +35,8 @@ from torch.optim import Optimizer
 from stowplan.capture import Captured
 from stowplan.capture.stand_ins import bytes_read
 from stowplan.errors import StowplanError
-from stowplan.torch_private import pytree, storage_id, version_of
+from stowplan.run.instances import instances_of, with_subclasses
+from stowplan.torch_private import gradient_of, pytree, storage_id, version_of
 from stowplan.units import format_bytes
 
 _LOGGER = logging.getLogger("stowplan")
@@ -91,7 +92,7 @@ class BesideWatch:
     _shares: list[Share] = field(default_factory=list)
     _optimizers: "WeakKeyDictionary[Optimizer, int]" = field(default_factory=WeakKeyDictionary)
     _updates: int = -1  # that were seen; the first forward counts as one
-    _version: int | None = None  # of the first trained parameter
+    _seen_version: int | None = None  # of the first trained parameter
     _states: int = 0  # parameters that known optimizers have state of
     _looked_at: float = 0.0
     _look_seconds: float = 0.0
@@ -122,8 +123,8 @@ class BesideWatch:
     def _may_be_more(self, trained: Sequence[Tensor]) -> bool:
         """Whether it is time to look through all objects: cheap signs say that something may have come."""
         version = version_of(trained[0]) if trained else None
-        is_updated = self._updates < 0 or version != self._version
-        self._version = version
+        is_updated = self._updates < 0 or version != self._seen_version
+        self._seen_version = version
         if is_updated and self._updates < _UPDATES_SEEN:
             self._updates += 1
             return True
@@ -166,9 +167,12 @@ class BesideWatch:
 
 def described(shares: Sequence[Share]) -> str:
     """The shares with their bytes, the largest first."""
-    ordered = sorted(shares, key=lambda share: -share.nbytes)
-    texts = [f"{share.what} ({format_bytes(share.nbytes)})" for share in ordered[:_MOST_NAMED]]
-    if rest := sum(share.nbytes for share in ordered[_MOST_NAMED:]):
+    by_name = Counter[str]()
+    for share in shares:
+        by_name[share.what] += share.nbytes
+    ordered = by_name.most_common()
+    texts = [f"{what} ({format_bytes(nbytes)})" for what, nbytes in ordered[:_MOST_NAMED]]
+    if rest := sum(nbytes for _, nbytes in ordered[_MOST_NAMED:]):
         texts.append(f"others ({format_bytes(rest)})")
     return ", ".join(texts)
 
@@ -189,20 +193,18 @@ class _Scan:
         """`there` are the tensors of the step, which the plan counts, as it does `counted`."""
         self._trained, self._counted = trained, counted
         self._devices = {parameter.device for parameter in trained}
-        known = [*there, *trained, *(p.grad for p in trained if p.grad is not None)]
+        known = [*there, *trained, *(found for p in trained if (found := gradient_of(p)) is not None)]
         self._seen = {number for tensor in known if (number := _storage_of(tensor)) is not None}
 
     def shares(self, optimizers: "WeakKeyDictionary[Optimizer, int]") -> list[Share]:
         """What was found; `optimizers` has those of the step, with the bytes of the state to come."""
+        kinds = [Tensor, nn.Parameter, *with_subclasses(nn.Module), *with_subclasses(Optimizer)]
         modules, tensors, found = list[nn.Module](), list[Tensor](), list[Optimizer]()
-        kinds: dict[type, list[object]] = {Tensor: tensors, nn.Parameter: tensors}  # type: ignore[dict-item]
-        for thing in gc.get_objects():
-            kind = type(thing)
-            if kind not in kinds:
-                is_module, is_optimizer = issubclass(kind, nn.Module), issubclass(kind, Optimizer)
-                kinds[kind] = modules if is_module else found if is_optimizer else _NOTHING  # type: ignore[assignment]
-            if (group := kinds[kind]) is not _NOTHING:
-                group.append(thing)
+        for thing in instances_of(kinds):
+            group: list[Any] = tensors
+            if not isinstance(thing, Tensor):
+                group = modules if isinstance(thing, nn.Module) else found
+            group.append(thing)
         shares = [*self._of_optimizers(found, optimizers), *self._of_modules(modules), *self._copies(tensors)]
         return [share for share in shares if share.nbytes]
 
@@ -234,9 +236,9 @@ class _Scan:
         for root in modules:
             if id(root) not in inner and "_parameters" in vars(root):
                 held = [*root.parameters(), *root.buffers()]
-                gradients = [p.grad for p in held if p.is_leaf and p.grad is not None]
-                yield Share(f"parameters of {type(root).__name__}", self._new_bytes(held))
-                yield Share(f"gradients of {type(root).__name__}", self._new_bytes(gradients))
+                gradients = [found for p in held if p.is_leaf and (found := gradient_of(p)) is not None]
+                yield Share(f"other parameters of {type(root).__name__}", self._new_bytes(held))
+                yield Share(f"other gradients of {type(root).__name__}", self._new_bytes(gradients))
 
     def _copies(self, tensors: Iterable[Tensor]) -> Iterator[Share]:
         """Whole copies of the trained parameters, by shape; single tensors of such a shape may be data."""
@@ -260,9 +262,6 @@ class _Scan:
         return total
 
 
-_NOTHING: list[object] = []
-
-
 def _state_to_come(optimizer: Optimizer) -> int:
     from stowplan.run.optimizers import optimizer_share  # most optimizers have their state
 
@@ -273,7 +272,7 @@ def _state_to_come(optimizer: Optimizer) -> int:
 
 
 def _gradient_bytes(parameter: Tensor) -> int:
-    gradient = parameter.grad
+    gradient = gradient_of(parameter)
     return 0 if gradient is None else gradient.nbytes
 
 

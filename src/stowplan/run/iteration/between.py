@@ -9,14 +9,12 @@ kernels do not ask for the class.
 import copy
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from stowplan.torch_private import version_of
+from stowplan.torch_private import TensorBase, version_of
 
-_OF_TENSOR: Any = torch._C.TensorBase
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -76,7 +74,7 @@ class Between:
 
 def _bits_of(parameter: Tensor) -> tuple[Tensor, ...]:
     """Sums of the bits in rows and in columns: as good as a copy to see a change, and small."""
-    data: Tensor = _OF_TENSOR.data.__get__(parameter)
+    data: Tensor = TensorBase.data.__get__(parameter)
     data = torch.view_as_real(data) if data.is_complex() else data
     bits = data.view(_INTEGERS[data.element_size()])
     rows = bits.reshape(1, -1) if bits.dim() < 2 else bits.flatten(1)
@@ -89,7 +87,7 @@ def _watched_class(kind: type, between: "weakref.ref[Between]") -> type:
     """A class like `kind` that tells of `.grad` and `.data`."""
 
     def told(name: str) -> property:
-        attribute = getattr(_OF_TENSOR, name)
+        attribute = getattr(TensorBase, name)
 
         def tell(parameter: Tensor, *, is_set: bool) -> None:
             found = between()

@@ -22,7 +22,7 @@ comparison begins again, and every kernel runs. The strides of these results are
 row-major for products, and for row-major operands of some other ops (`row_major_sizes`). Another op on
 made-up numbers runs once for each look of its operands, and its strides are compared.
 
-Views that autograd makes again after a write are left out where eager makes them without an op
+Views that autograd replays after a write are left out where eager makes them without an op
 (`_Comparison._replays_next`). `detach` is left out of both: autograd runs it for what it keeps, and it
 changes no number. Backward is not compared here: its ops follow from autograd's formulas for those of
 forward. A formula that asks for values would follow another way in eager; `capture/value_derivatives.py` has
@@ -422,8 +422,8 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
     def _replays_next(self) -> int:
         """How many of the next captured ops make views again that are there.
 
-        Where a view was written to, autograd makes it again from its base, by an op if tensors are without
-        data and without one in eager. Nobody can tell it from the view that was there.
+        Where a view was written to, autograd replays it from its base, by an op if tensors are without data
+        and without one in eager. Nobody can tell it from the view that was there.
         """
         count = 0
         for event, _ in self._captured[self._position :]:

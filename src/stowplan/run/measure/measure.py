@@ -5,7 +5,6 @@ address, which may be an older block's. So frees are matched here by address, an
 before are asked to tell of their own end.
 """
 
-import gc
 import os
 import time
 import weakref
@@ -24,7 +23,14 @@ from torch.profiler import ProfilerActivity, profile
 from stowplan.alone import alone
 from stowplan.capture.stand_ins import bytes_read
 from stowplan.errors import BadUse
-from stowplan.torch_private import allocations_seen, allocations_within, is_profiled, storage_id
+from stowplan.run.instances import instances_of
+from stowplan.torch_private import (
+    allocations_seen,
+    allocations_within,
+    gradient_of,
+    is_profiled,
+    storage_id,
+)
 
 Result = TypeVar("Result")
 
@@ -174,15 +180,11 @@ class _Standing:
 
 
 def _living_tensors() -> Iterator[Tensor]:
-    for thing in gc.get_objects():
-        if (
-            type(thing) in (Tensor, nn.Parameter)
-            and thing.device.type == "cpu"
-            and thing.layout is torch.strided
-        ):
+    for thing in instances_of([Tensor, nn.Parameter]):
+        if thing.device.type == "cpu" and thing.layout is torch.strided:
             yield thing
-            if thing.is_leaf and thing.grad is not None:  # which Python may not have seen yet
-                yield thing.grad
+            if thing.is_leaf and (gradient := gradient_of(thing)) is not None:  # not seen in Python yet
+                yield gradient
 
 
 def _seconds(changes: Sequence[_Change]) -> Iterator[float]:
