@@ -607,7 +607,12 @@ def gradient_of_an_output(side: Side, random: Random) -> None:
     output = side.forward(side.batch(_seed(random)))
     chosen = random.choice(_differentiable(output))
     loss = loss_of(output, side.network.output)
-    side.note(f"{ASKED} of an output", torch.autograd.grad(loss, chosen, allow_unused=True)[0])
+    if loss is chosen or side.network.output in ("pair", "complex", "tensor"):
+        side.note(f"{ASKED} of an output", torch.autograd.grad(loss, chosen, allow_unused=True)[0])
+        return
+    chosen.retain_grad()  # the loss is made inside: docs/limits.md says that `grad` does not see it
+    torch.autograd.backward(loss)
+    side.note(f"{ASKED} of an output", chosen.grad)
 
 
 @strange(needs=BackwardFootprint.BITS)

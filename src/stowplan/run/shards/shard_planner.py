@@ -233,7 +233,10 @@ class ShardPlanner:
         """The attempt that the workers will run, after each has reserved room for the optimizer's state."""
         iteration = self._request.iteration
         if iteration is not None and attempt.variant is not None:
-            takes = partial(iteration.takes, attempt.variant, attempt.planned.captured, self._model)
+            # No worker uses room that another may not have: all do the same.
+            takes = partial(
+                iteration.takes, attempt.variant, attempt.planned.captured, self._model, room_bytes=0
+            )
             agreed(attempt.sharded.workers, takes, self._request.budget_bytes, self._device)
         return attempt
 
