@@ -490,7 +490,7 @@ def test_a_gradient_of_features_that_is_not_in_one_place_is_refused() -> None:
 def test_grad_does_not_find_what_is_inside_of_a_plan() -> None:
     run, x = fitted(Features(), images(2, 3, 8, 8)), images(2, 3, 8, 8)
     features, scores = run(x)
-    with pytest.raises(RuntimeError, match="not to have been used in the graph"):
+    with pytest.raises(RuntimeError, match="to not have been used in the graph"):
         torch.autograd.grad(scores.sum(), features)
 
 
