@@ -285,7 +285,6 @@ LINES = (
         "fit(with_buffer(X.to_sparse()))",
         "fit(with_buffer(torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)))",
     ),
-    *("fit(parent_of(norm('weight_norm')))", "fit(parent_of(norm('spectral_norm')))"),
     "m = Net(block()); m.b.register_forward_hook(lambda *_: None); fit(m)",
     "m = Net(block()); m.b.register_forward_pre_hook(lambda *_: None); fit(m)",
     "m = Net(block()); m.b.register_full_backward_hook(lambda *_: None); fit(m)",
@@ -324,7 +323,6 @@ LINES = (
             ),
             *(
                 "[m.a(x).mean().backward(), m.a(x).mean()][1]",
-                "setattr(m, 'h', m.a(x)) or m.h.mean()",
                 "m.__dict__.update(n=m.__dict__.get('n', 0) + 1) or m.a(x).mean()",
             ),
             *(

@@ -1,20 +1,27 @@
 """The ways out that refusals name, tried on the very programs: each trains as the program does in eager."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import stowplan
 from stowplan.errors import BadUse, CaptureError, StowplanError
-from tests.errors.programs import Forward, Net, Subclass, X, block, norm, one_process, parent_of
+from tests.errors.programs import Forward, Net, Subclass, X, block, one_process, parent_of
 
 pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A group of one process, which the next tests are not in."""
+    one_process()
+    yield
+    torch.distributed.destroy_process_group()
 
 
 def trained(model: nn.Module, run: Callable[..., Any], *args: Any) -> list[Tensor]:
@@ -83,19 +90,6 @@ def test_drawn_numbers() -> None:
     assert "as in torch.rand(n) < p" in refused(written)
 
 
-@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
-def test_norms_with_hooks(name: str) -> None:
-    torch.manual_seed(0)
-    model = parent_of(norm(name))
-    said = refused(model)
-    assert f"remove_{name}(module)" in said
-    assert f"torch.nn.utils.parametrizations.{name}(module)" in said
-    layer: Any = model.b
-    getattr(nn.utils, f"remove_{name}")(layer)
-    getattr(parametrizations, name)(layer)
-    assert works(model, X)
-
-
 def test_operands_of_two_dtypes() -> None:
     said = refused(Net(), (X.double(),))
     assert "as in x.to(torch.float32)" in said
@@ -126,10 +120,9 @@ def test_sparse_tensors_and_subclasses() -> None:
     assert works(Net(), X.as_subclass(Subclass).as_subclass(Tensor))
 
 
+@pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_a_collective_in_forward() -> None:
-    one_process()
-
     def gathered(h: Tensor) -> Tensor:
         others = [torch.ones_like(h)]
         torch.distributed.all_gather(others, h)

@@ -579,7 +579,7 @@ def writes_into_an_argument(side: Side) -> None:
         side.see("kept", kept)
 
 
-@idiom("metrics kept on the module: the last loss", refused="changes the state of the program")
+@idiom("metrics kept on the module: the last loss")
 def last_loss_is_stored(side: Side) -> None:
     class Net(WithLoss):
         last_loss: Tensor | None = None

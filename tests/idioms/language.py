@@ -70,10 +70,7 @@ def attention_by_hand(side: Side) -> None:
     _train(side, ByHand())
 
 
-@idiom(
-    "annotated transformer: the attention map is stored on the module",
-    refused="changes the state of the program",
-)
+@idiom("annotated transformer: the attention map is stored on the module")
 def attention_map_is_stored(side: Side) -> None:
     class Stored(Attention):
         attention: Tensor | None = None

@@ -185,17 +185,17 @@ def symmetric(side: Side) -> None:
     _train(side, layer)
 
 
-@idiom("HiFi-GAN: weight_norm of torch.nn.utils, the old hook", refused="parametrizations.weight_norm")
+@idiom("HiFi-GAN: weight_norm of torch.nn.utils, the old hook")
 def old_weight_norm(side: Side) -> None:
     _train(side, nn.utils.weight_norm(nn.Linear(8, 8)))
 
 
-@idiom("SN-GAN: spectral_norm of torch.nn.utils, the old hook", refused="parametrizations.spectral_norm")
+@idiom("SN-GAN: spectral_norm of torch.nn.utils, the old hook")
 def old_spectral_norm(side: Side) -> None:
     _train(side, nn.utils.spectral_norm(nn.Linear(8, 8)))
 
 
-@idiom("pytorch.org, pruning tutorial: masks as hooks", refused="forward pre hook")
+@idiom("pytorch.org, pruning tutorial: masks as hooks")
 def pruned(side: Side) -> None:
     layer = nn.Linear(8, 8)
     cut: Any = prune.l1_unstructured

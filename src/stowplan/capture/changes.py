@@ -9,6 +9,7 @@ arguments come in. What forward did to these is known when it has returned:
 | binds an argument to new memory | binds it to the result |
 | sets `requires_grad`; sets `.grad` to None | does so |
 | changes a container or object among the arguments: `batch["x"] = x` | does so, with its own results |
+| stores tensors that it makes in attributes of modules: `self.maps = maps` | does so, with its own results |
 | changes a shape or strides, or makes two tensors share memory | refused |
 
 `Beside` carries tensors that only such changes need as further results of the step.
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stowplan.capture.origins import Origins
@@ -66,6 +67,24 @@ class Rewritten:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """An attribute of the module at this path, and what forward leaves there."""
+
+    path: str
+    name: str
+    value: object  # of At, Result, New, or constants
+
+    @property
+    def label(self) -> str:
+        """What the user calls it."""
+        return f"{self.path}.{self.name}".lstrip(".")
+
+    def numbers(self) -> Iterator[int]:
+        """The numbers of the results in it."""
+        return _numbers(self.value)
+
+
+@dataclass(frozen=True, slots=True)
 class Changes:
     """What each call of a step does beside its ops."""
 
@@ -73,6 +92,7 @@ class Changes:
     cleared: tuple[Place, ...] = ()  # whose `.grad` becomes None
     bound: tuple[tuple[Place, int], ...] = ()  # to the memory of the result with this number
     rewritten: tuple[Rewritten, ...] = ()
+    stored: tuple[Stored, ...] = ()
 
     def told(self) -> str:
         """The first of them, as what forward does."""
@@ -80,7 +100,13 @@ class Changes:
             return f"sets requires_grad of {self.flags[0][0]!r}"
         if self.cleared:
             return f"drops the gradient of {self.cleared[0]!r}"
+        if self.stored:
+            return f"stores tensors in {self.stored[0].label!r}"
         return "binds an argument to other memory" if self.bound else "changes a container of its arguments"
+
+    def stays(self) -> tuple[int, ...]:
+        """The numbers of the results that modules hold until the next call stores others."""
+        return tuple(dict.fromkeys(number for each in self.stored for number in each.numbers()))
 
     def before(self, find: Callable[[Place], Tensor]) -> None:
         """What has to be done before the step runs, so that gradients come where eager has them."""
@@ -96,6 +122,7 @@ class Changes:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         results: Sequence[Tensor],
+        module_at: Callable[[str], nn.Module],
     ) -> None:
         """The rest, with the tensors beside what the step returns."""
         for place, number in self.bound:
@@ -110,6 +137,8 @@ class Changes:
         ]
         for container, items in ready:
             _rewrite(container, items)
+        for each in self.stored:
+            vars(module_at(each.path))[each.name] = _made(each.value, whole, results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +171,14 @@ def at(whole: object, path: Path) -> Any:
     for key in path:
         found = found[key] if isinstance(found, (Mapping, Sequence)) else getattr(found, key)
     return found
+
+
+def _numbers(value: object) -> Iterator[int]:
+    if isinstance(value, Result):
+        yield value.number
+    elif isinstance(value, New):
+        for inner in value.values:
+            yield from _numbers(inner)
 
 
 def _made(value: object, whole: object, results: Sequence[Tensor]) -> object:
@@ -200,11 +237,12 @@ class Containers:
                     advice="change it outside forward, or use a dict or a list there",
                 )
             held = tuple(
-                (key, self._told(value, result_of, f"{name}[{key!r}]")) for key, value in now.items()
+                (key, self.told(value, result_of, f"the argument at {name}[{key!r}]"))
+                for key, value in now.items()
             )
             yield Rewritten(path, held)
 
-    def _told(self, value: object, result_of: Callable[[Tensor, str], Result], name: str) -> object:
+    def told(self, value: object, result_of: Callable[[Tensor, str], Result], name: str) -> object:
         if id(value) in self._paths:
             return At(self._paths[id(value)])
         if isinstance(value, Tensor):
@@ -214,10 +252,45 @@ class Containers:
         leaves, spec = flattened(value)
         if len(leaves) == 1 and leaves[0] is value:
             raise CaptureError(
-                f"forward puts a {type(value).__name__} into the argument at {name}",
+                f"forward puts a {type(value).__name__} into {name}",
                 advice="put tensors and plain values there, or do it outside forward",
             )
-        return New(spec, tuple(self._told(leaf, result_of, name) for leaf in leaves))
+        return New(spec, tuple(self.told(leaf, result_of, name) for leaf in leaves))
+
+
+class Attributes:
+    """What modules hold as plain attributes before forward, and the tensors that forward stores there."""
+
+    def __init__(self, modules: Mapping[nn.Module, str]) -> None:
+        self._before = [(path, vars(module), dict(vars(module))) for module, path in modules.items()]
+
+    def stored(self, told: Callable[[object, str], object]) -> Iterator[Stored]:
+        """Attributes that hold tensors now, and nothing that is neither a tensor nor a plain value."""
+        for path, name, value in self._with_tensors():
+            if all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in flattened(value)[0]):
+                label = Stored(path, name, None).label
+                yield Stored(path, name, told(value, label))
+
+    def put_back(self) -> None:
+        """Remove stand-ins: what stood there before stands there again."""
+        found = [(path, name) for path, name, _ in self._with_tensors()]
+        for path, own, before in self._before:
+            for name in [name for where, name in found if where == path]:
+                if name in before:
+                    own[name] = before[name]
+                else:
+                    del own[name]
+
+    def _with_tensors(self) -> Iterator[tuple[str, str, object]]:
+        for path, own, before in self._before:
+            for name, value in own.items():
+                if name in _TABLES or (name in before and before[name] is value) or is_constant(value):
+                    continue
+                if any(isinstance(leaf, Tensor) for leaf in flattened(value)[0]):
+                    yield path, name, value
+
+
+_TABLES = ("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs")  # an RNN's too
 
 
 def _is_same(one: object, other: object) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stowplan.capture.answers import Check, checked, unchecked
 from stowplan.capture.changes import (
+    Attributes,
     Beside,
     Changes,
     Containers,
@@ -21,6 +22,7 @@ from stowplan.capture.changes import (
     Place,
     Result,
     SettersWatched,
+    changes_of,
 )
 from stowplan.capture.foreseeing import MOST_FORESEEN
 from stowplan.capture.generators import WatchedGenerator, generator_watched
@@ -152,12 +154,20 @@ def output_named(output: object, name: str | int) -> Tensor:
 
 
 def output_keys(spec: pytree.TreeSpec) -> list[str | int | None]:
-    """The name or index under which each leaf of a model's result is returned; None for the only one."""
+    """The name or index under which each leaf of a model's result is returned; None for the only one.
+
+    A tensor that forward stores in a module is named by module and attribute.
+    """
     returned = unchecked(pytree.tree_unflatten(range(spec.num_leaves), spec))
     keys: list[str | int | None] = [None] * spec.num_leaves
     for key, value in _entries(returned).items():
         for leaf in pytree.tree_leaves(value):
             keys[leaf] = key
+    if (changes := changes_of(spec)) is not None:
+        beside = pytree.tree_unflatten(range(spec.num_leaves), spec).tensors
+        for each in changes.stored:
+            for number in each.numbers():
+                keys[beside[number]] = each.label
     return keys
 
 
@@ -321,6 +331,7 @@ class _Recorder:
         self._held: dict[int, _Held] = {}  # by identity of the stand-in
         self._setters = SettersWatched({}, self._is_made, self._origins)
         self._parameters: Mapping[str, Tensor] = {}
+        self._attributes = Attributes({})
         self._foreseeing = foreseeing
         self._existing = list(zip(flat, self._inputs, strict=True)), held[1]
 
@@ -330,6 +341,8 @@ class _Recorder:
                 swapped.enter_context(torch.random.fork_rng(()))
             for module in self._step.modules().values():
                 swapped.enter_context(self._stand_ins.inside(module))
+            self._attributes = Attributes(module_paths(self._step))
+            swapped.callback(self._attributes.put_back)
             return self._recorded(buffers=self._enter_externals())
 
     def _stand_in(self, leaf: object) -> object:
@@ -520,7 +533,7 @@ class _Recorder:
         def result_of(tensor: Tensor, name: str) -> Result:
             if id(tensor) in self._held:
                 raise CaptureError(
-                    f"forward puts {self._held[id(tensor)].name} itself into the argument at {name}",
+                    f"forward puts {self._held[id(tensor)].name} itself into {name}",
                     advice="put a clone() of it there",
                 )
             tensors.append(tensor)
@@ -533,7 +546,8 @@ class _Recorder:
 
         rewritten = tuple(containers.rewritten(result_of, name_of))
         cleared = tuple(self._held[number].place for number in self._setters.cleared)
-        return Changes(tuple(flags), cleared, tuple(bound), rewritten), tuple(tensors)
+        stored = tuple(self._attributes.stored(lambda value, name: containers.told(value, result_of, name)))
+        return Changes(tuple(flags), cleared, tuple(bound), rewritten, stored), tuple(tensors)
 
     def _line_of(self, held: "_Held") -> str:
         """Where forward changed a tensor other than by writing into it."""

@@ -32,9 +32,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stowplan.analyse.facts import is_resident
 from stowplan.capture import Captured
+from stowplan.capture.changes import changes_of
 from stowplan.capture.stand_ins import bytes_read
 from stowplan.errors import StowplanError
+from stowplan.ir import Tensor as GraphTensor
 from stowplan.run.instances import instances_of, with_subclasses
 from stowplan.torch_private import gradient_of, pytree, storage_id, version_of
 from stowplan.units import format_bytes
@@ -48,10 +51,15 @@ _MOST_NAMED = 4
 
 
 def constants_by_device(captured: Captured) -> dict[str, int]:
-    """Bytes by device that no plan counts: constants, each storage once, and workspaces of libraries."""
+    """Bytes by device that no plan counts: constants, each storage once, and workspaces of libraries.
+
+    What modules hold of the results of a step is there until the next one has made others.
+    """
     constants, found = captured.program.constants.values(), Counter[str]()
     for device in dict.fromkeys(str(each.device) for each in constants):
         found[device] += sum(bytes_read(each for each in constants if str(each.device) == device).values())
+    for tensor in _stored(captured):
+        found[tensor.device] += tensor.nbytes or 0
     for device in dict.fromkeys(op.device for op in captured.graph.ops):
         if device.startswith("cuda") and torch.version.hip is None:
             from stowplan.ops.cublas import cublas_workspaces  # most steps are on the CPU
@@ -60,6 +68,22 @@ def constants_by_device(captured: Captured) -> dict[str, int]:
             ops = [op for op in captured.graph.ops if op.device == device]
             found[device] += sum(cublas_workspaces(ops, major + minor / 10))
     return dict(found)
+
+
+def _stored(captured: Captured) -> Iterator[GraphTensor]:
+    """The tensors of the step, each storage once, that modules hold until the next step."""
+    tensors, program = captured.graph.tensors, captured.program
+    changes = changes_of(program.output_spec)
+    if changes is None:
+        return
+    beside = pytree.tree_unflatten(program.outputs, program.output_spec).tensors
+    roots = dict[str, GraphTensor]()
+    for number in changes.stays():
+        found = tensors[beside[number].tensor]
+        while found.alias_of is not None:
+            found = tensors[found.alias_of]
+        roots[found.id] = found
+    yield from (found for found in roots.values() if not is_resident(found))
 
 
 class Share(NamedTuple):

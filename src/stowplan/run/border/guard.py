@@ -65,6 +65,8 @@ _COLLECTING_HOOKS, _COLLECTING_NOTED = (
     "_output_capturing_hooks_installed",
 )
 
+_WEIGHT_HOOKS = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm", "torch.nn.utils.prune")
+
 _FLAT_WEIGHTS = (
     "_flat_weights",
     "_flat_weight_refs",
@@ -161,11 +163,12 @@ class Observation:
         self._reach.follow(dict.fromkeys(type(module) for module in self._model.modules()))
         self._reach.picture(before)
         draws = Draws(unclear)
-        shallow = [(vars(module), dict(vars(module))) for module in self._model.modules()]
+        own = {id(module): dict(vars(module)) for module in self._model.modules()}
+        shallow = [(vars(module), own[id(module)]) for module in self._model.modules()]
         held = [*shallow, *before.contents]
         with undone(partial(restore, held)):
             try:
-                with self._reads.recording(), _RefusingTensorHooks(), draws.watched():
+                with self._reads.recording(own), _RefusingTensorHooks(), draws.watched():
                     yield
                 change = first_change(before.facts, self._now(everything))
             finally:
@@ -279,7 +282,16 @@ def collecting_hooks_removed(model: nn.Module) -> Iterator[None]:
 
 def _counted_hooks(hooks: Mapping[int, Any]) -> list[Any]:
     """The hooks whose work capture does not see whole."""
-    return [hook for hook in hooks.values() if getattr(hook, "__module__", None) != _COLLECTING_HOOKS]
+    return [hook for hook in hooks.values() if not _collects(hook) and not _computes_a_weight(hook)]
+
+
+def _collects(hook: object) -> bool:
+    return getattr(hook, "__module__", None) == _COLLECTING_HOOKS
+
+
+def _computes_a_weight(hook: object) -> bool:
+    """Whether it is one of PyTorch's own that make a weight before forward, by ops and nothing else."""
+    return any(kind.__module__ in _WEIGHT_HOOKS for kind in type(hook).__mro__)
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -293,8 +305,6 @@ def refuse_hooks(model: nn.Module) -> None:
     for path, module in model.named_modules():
         for kind in HOOKS:
             if path and (hooks := _counted_hooks(getattr(module, kind, {}))):
-                if (name := _hook_name(hooks)) in _PARAMETRIZATIONS:
-                    _refuse_old_norm(path, _PARAMETRIZATIONS[name])
                 what = kind.strip("_").removesuffix("s").replace("_", " ")
                 raise CaptureError(
                     f"{path} has a {what} ({_hook_name(hooks)})",
@@ -303,19 +313,6 @@ def refuse_hooks(model: nn.Module) -> None:
                         " it does into forward, or register it on the whole model or on a parameter"
                     ),
                 )
-
-
-_PARAMETRIZATIONS = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}
-
-
-def _refuse_old_norm(path: str, name: str) -> None:
-    raise CaptureError(
-        f"{path} has the hook of torch.nn.utils.{name}, and a planned step calls no inner module, so it would"
-        " not run",
-        advice=f"call torch.nn.utils.remove_{name}(module), then"
-        f" torch.nn.utils.parametrizations.{name}(module),"
-        f" which computes the same as a part of forward, {BY_PARTS}",
-    )
 
 
 def _hook_name(hooks: Sequence[Any]) -> str:
@@ -389,8 +386,11 @@ def _add_module(
     label = path or "the model"
     if path:
         found.facts[f"class of {label}"] = Same(type(module))
-        hooks = (hook for kind in HOOKS for hook in _counted_hooks(getattr(module, kind)))
-        found.facts[f"hooks of {label}"] = tuple(map(Same, hooks))
+        hooks = [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+        found.facts[f"hooks of {label}"] = tuple(Same(each) for each in hooks if not _collects(each))
+        for number, hook in enumerate(filter(_computes_a_weight, hooks)):
+            for name in vars(hook):
+                found.add(f"{name} of hook {number} of {label}", vars(hook), name)
     found.facts[f"modules of {label}"] = tuple(
         (name, None if child is None else paths[child]) for name, child in module._modules.items()
     )

@@ -50,8 +50,10 @@ class Reads:
         return {module: tuple(names) for module, names in self._names.items() if module not in inside}
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, before: Mapping[int, Mapping[str, object]]) -> Iterator[None]:
         """Within, every attribute that this thread reads of any module is noted.
+
+        `before` has what modules held, by identity: what this thread itself has set since is no dependency.
 
         Python has no other way to see a read than the class's own `__getattribute__`; it is set on
         `nn.Module`, which has none, and removed again. Code of the user's that
@@ -59,12 +61,16 @@ class Reads:
         """
         thread, names, plain = get_ident(), self._names, object.__getattribute__
 
+        def is_new(module: nn.Module, name: str) -> bool:
+            held, now = before.get(id(module)), vars(module)
+            return held is not None and name in now and (name not in held or held[name] is not now[name])
+
         def noting(module: nn.Module, name: str) -> object:
             if get_ident() == thread:
                 if name == "__dict__":
                     if not is_library(sys._getframe(1).f_globals.get("__name__")):
                         names.setdefault(module, {}).update(dict.fromkeys((name, *own_state(module))))
-                elif name not in MODULE_STATE and name[:2] != "__":
+                elif name not in MODULE_STATE and name[:2] != "__" and not is_new(module, name):
                     names.setdefault(module, {})[name] = None
             return plain(module, name)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from stowplan.capture import Captured, Program, Ref
+from stowplan.capture.changes import changes_of
 from stowplan.capture.layouts import swayed_ops
 from stowplan.capture.paths import Sources
 from stowplan.capture.recording import output_keys
@@ -122,9 +123,15 @@ def _unplanned(program: Program, output: str) -> str:
     keys = output_keys(program.output_spec)
     key = keys[program.outputs.index(Ref(output))]
     pairs = zip(keys, program.tangents, strict=True)
-    planned = ", ".join(repr(known) for known, tangent in pairs if tangent is not None)
+    planned = ", ".join(_named(known) for known, tangent in pairs if tangent is not None)
+    changes = changes_of(program.output_spec)
+    is_stored = changes is not None and any(key == each.label for each in changes.stored)
     return (
-        f"a gradient came in for output {key!r}, but the step is planned for a gradient of output {planned}"
-        f' alone; use fit(..., outputs="all") for gradients of all outputs, or fit(..., loss={key!r}) if that'
-        " is the loss"
+        f"a gradient came in for {_named(key)}, but the step is planned for a gradient of {planned}"
+        ' alone; use fit(..., outputs="all") for gradients of all outputs'
+        + ("" if is_stored else f", or fit(..., loss={key!r}) if that is the loss")
     )
+
+
+def _named(key: str | int | None) -> str:
+    return "the output" if key is None else f"output {key!r}"

@@ -140,6 +140,11 @@ class Binding:
 
         return find
 
+    def module_at(self, path: str) -> nn.Module:
+        """The module of the model, or of a loss that is one, with this path."""
+        root, rest = _root(path, self._model, self._loss)
+        return root.get_submodule(rest)
+
     def _refuse_unwritable(self, found: Mapping[str, Tensor]) -> None:
         """The step writes updates in place; a forward in inference mode leaves tensors that forbid that."""
         for name in self._program.updates:
@@ -174,12 +179,17 @@ class Binding:
 
 def _home(name: str, model: nn.Module, loss: object) -> tuple[Mapping[str, Any], str]:
     """The table of the module that holds the tensor of this name, and its name there."""
-    root = model
-    if isinstance(loss, nn.Module) and name.startswith("loss.") and not hasattr(model, "loss"):
-        root, name = loss, name.removeprefix("loss.")
+    root, name = _root(name, model, loss)
     path, _, attribute = name.rpartition(".")
     module = root.get_submodule(path)
     return module._parameters if attribute in module._parameters else module._buffers, attribute
+
+
+def _root(name: str, model: nn.Module, loss: object) -> tuple[nn.Module, str]:
+    """The module that holds what has this name, and the name in it."""
+    if isinstance(loss, nn.Module) and f"{name}.".startswith("loss.") and not hasattr(model, "loss"):
+        return loss, name.removeprefix("loss").removeprefix(".")
+    return model, name
 
 
 class StraightStep:
@@ -261,7 +271,7 @@ class StraightStep:
         outputs = dict(zip(self._halves.source.outputs, made, strict=True))
         returned = pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
         if isinstance(returned, Beside):
-            self._changes.after(find, args, kwargs, returned.tensors)
+            self._changes.after(find, args, kwargs, returned.tensors, self._binding.module_at)
             returned = returned.returned
         return returned.passed() if isinstance(returned, Checked) else returned
 
