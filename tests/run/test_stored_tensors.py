@@ -53,7 +53,8 @@ class Recurrent(Maps):
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x) if self.state is None else self.a(x) + self.b(self.state)
         self.state = self.kept(torch.tanh(h))
-        return self.state.square().mean() + h.mean()
+        loss: Tensor = self.state.square().mean() + h.mean()
+        return loss
 
     def kept(self, h: Tensor) -> Tensor:
         return h.detach()
@@ -80,7 +81,8 @@ def trained(
     for number in range(3):
         optimizer.zero_grad()
         loss = model(X + number)
-        loss_of(model, loss).backward()
+        total: Any = loss_of(model, loss)
+        total.backward()
         optimizer.step()
         seen += [loss.detach().clone(), *(p.detach().clone() for p in model.parameters()), *stored(model)]
     return seen
