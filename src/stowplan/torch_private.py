@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # a PyTorch may be built without
 Result = TypeVar("Result")
 
 __all__ = [
+    "FORWARD_HOOKS",
     "GLOBAL_HOOKS",
     "HOOKS",
     "PACKED_SEQUENCES",
@@ -154,7 +155,8 @@ check_version(str(torch.__version__))
 fake_tensor_logger = logging.getLogger("torch._subclasses.fake_tensor")
 """Where PyTorch logs what failed on tensors without data."""
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 """The attributes of a module that hold its hooks."""
 
 GLOBAL_HOOKS: tuple[Mapping[int, object], ...] = tuple(getattr(torch_modules, f"_global{n}") for n in HOOKS)

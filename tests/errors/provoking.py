@@ -73,7 +73,7 @@ def by_program(lines: Sequence[str], names: Mapping[str, object], folder: Path) 
     for line in lines:
         program.write_text(line)
         linecache.checkcache(str(program))
-        found = dict(names)
+        found = {"__name__": "program", **names}
         try:
             exec(compile(line, str(program), "exec"), found)  # noqa: S102  # a catalogue of lines of Python
             said = f"{INTERNAL}: nothing was raised"

@@ -172,6 +172,7 @@ def test_an_example_is_dealt_with_as_its_row_says(row: dict[str, str]) -> None:
             torch.manual_seed(2)
             given = x.clone()
             names = {
+                "__name__": "program",
                 "torch": torch,
                 "nn": nn,
                 "model": model,

@@ -1,12 +1,14 @@
-"""Tensors that forward stores in attributes of modules: after each call they are those of eager."""
+"""Tensors that forward and its hooks store: after each call they are those of eager."""
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.ao import quantization
 from torch.nn.utils import prune
 
 import stowplan
@@ -145,4 +147,142 @@ def test_hooks_that_make_weights_are_a_part_of_forward(hook: Callable[[Any], obj
         hook(model.a)
         run = fitted(model) if is_planned else model
         sides.append([*trained(run), *trained(run.eval()), *model.state_dict().values()])
+    assert equal(*sides)
+
+
+class Recorder:
+    """Keeps what a layer returns, as a function, a method and an object do."""
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+        self.seen: list[Tensor] = []
+
+    def __call__(self, _layer: nn.Module, _args: object, out: Tensor) -> None:
+        self.seen.append(out.detach())
+
+    def keep(self, _layer: nn.Module, _args: object, out: Tensor) -> None:
+        self.last = out
+
+
+def into_a_dict(layer: nn.Module) -> Callable[[], list[Tensor]]:
+    features: dict[str, Any] = {}
+
+    def hook(name: str, _layer: nn.Module, args: Any, out: Tensor) -> None:
+        features[name] = out, [args[0], out.mean()]
+
+    layer.register_forward_hook(partial(hook, "a"))
+    return lambda: pytree.tree_leaves(features)
+
+
+def into_a_list_that_grows(layer: nn.Module) -> Callable[[], list[Tensor]]:
+    recorder = Recorder()
+    layer.register_forward_hook(recorder)
+    return lambda: list(recorder.seen)
+
+
+def into_a_new_list(layer: nn.Module) -> Callable[[], list[Tensor]]:
+    recorder = Recorder()
+    layer.register_forward_hook(recorder)
+
+    def taken() -> list[Tensor]:
+        seen, recorder.seen = recorder.seen, []
+        return seen
+
+    return taken
+
+
+def into_an_object(layer: nn.Module) -> Callable[[], list[Tensor]]:
+    recorder = Recorder()
+    layer.register_forward_hook(recorder.keep)
+    return lambda: [] if recorder.last is None else [recorder.last]
+
+
+def into_a_variable(layer: nn.Module) -> Callable[[], list[Tensor]]:
+    last = torch.zeros(0)
+
+    def hook(_layer: nn.Module, _args: object, out: Tensor) -> None:
+        nonlocal last
+        last = out
+
+    layer.register_forward_hook(hook)
+    return lambda: [last]
+
+
+def into_the_layer(layer: Any) -> Callable[[], list[Tensor]]:
+    layer.register_forward_hook(lambda own, _, out: setattr(own, "features", out.detach()))
+    return lambda: [layer.features] if hasattr(layer, "features") else []
+
+
+def changing(layer: nn.Module) -> Callable[[], list[Tensor]]:
+    layer.register_forward_hook(lambda _, __, out: out * 2)
+    layer.register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+    return list
+
+
+HOOKS = [
+    (into_a_dict, 2),
+    (into_a_list_that_grows, 3),
+    (into_a_new_list, 1),
+    (into_an_object, 2),
+    (into_a_variable, 2),
+    (into_the_layer, 1),
+    (changing, 1),
+]
+
+
+@pytest.mark.parametrize(("hooked", "plans"), HOOKS, ids=[hooked.__name__ for hooked, _ in HOOKS])
+def test_hooks_store_and_change_what_they_do_in_eager(
+    hooked: Callable[[nn.Module], Callable[[], list[Tensor]]], plans: int
+) -> None:
+    """A call that finds what the first one has stored may have a plan of its own."""
+    sides = list[list[Tensor]]()
+    for is_planned in (False, True):
+        model = Auxiliary()
+        see = hooked(model.a)
+        before = see()
+        run: Any = fitted(model) if is_planned else model
+        assert equal(before, see())  # fit itself stores nothing
+        seen = list[Tensor]()
+        for number in range(3):
+            run(X + number).backward()
+            seen += [tensor.detach().clone() for tensor in see()]
+        sides.append([*seen, *(p.grad for p in run.parameters() if p.grad is not None)])
+    assert equal(*sides)
+    assert len(stowplan.plans_of(run)) == plans
+
+
+def test_a_hook_that_counts_or_keeps_a_weight_is_refused_by_its_name() -> None:
+    counts, kept = [0], dict[str, Tensor]()
+    for said, hook in {
+        r"changes .*: forward hook of a\.counts": lambda *_: counts.__setitem__(0, counts[0] + 1),
+        r"puts a\.weight itself into 'w' of forward hook of a\.kept": lambda own, *_: kept.update(
+            w=own.weight
+        ),
+    }.items():
+        model = Auxiliary()
+        model.a.register_forward_hook(hook)
+        with pytest.raises(CaptureError, match=said):
+            fitted(model)
+    assert (counts, kept) == ([0], {})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_observers_of_quantisation_observe() -> None:
+    """Those that observe each channel give their buffers sizes in the first call, which cannot be planned."""
+    sides = list[list[Tensor]]()
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(quantization.QuantStub(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).train()
+        tools: Any = quantization
+        net.qconfig = tools.get_default_qat_qconfig("fbgemm")
+        tools.prepare_qat(net, inplace=True)
+        how: dict[str, Any] = {"budget": "1MiB", "moves": 10, "loss": torch.sum}
+        if is_planned:
+            with pytest.raises(CaptureError, match="has no elements yet; call the model once before fit"):
+                stowplan.fit(net, (X,), **how)
+        net(X)
+        run: Any = stowplan.fit(net, (X,), **how) if is_planned else (lambda x, net=net: net(x).sum())
+        for number in range(3):
+            run(X + number).backward()
+        sides.append([*net.state_dict().values(), *(p.grad for p in net.parameters() if p.grad is not None)])
     assert equal(*sides)

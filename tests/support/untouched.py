@@ -194,7 +194,7 @@ def _contents_of(tensor: Tensor) -> bytes:
             return b""
         flat = flat.view(-1)[:: max(1, tensor.numel() // _SAMPLES)]
     flat = flat.cpu().reshape(-1).resolve_conj().resolve_neg().contiguous()
-    return flat.view(torch.uint8).numpy().tobytes()
+    return flat.view(torch.uint8).clone().numpy().tobytes()  # NumPy's view would fix the size of a storage
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ where eager overwrites one that nothing else holds. Those allocations are remove
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -162,7 +163,8 @@ class Captured:
     operand; the graph's `gradient_of` then names the one differentiated first. `forward` are the ops of the
     forward half as they were dispatched. The step is that of arguments for which `answers` hold. `paths` tell
     which ops of backward run if gradients come in for some outputs only. `slices` are the tensors from
-    outside that are a part of their storage, with its bytes.
+    outside that are a part of their storage, with its bytes; `containers` those in which forward may leave
+    tensors, by label.
     """
 
     graph: Graph
@@ -173,6 +175,7 @@ class Captured:
     answers: Answers = NO_ANSWERS
     paths: Paths = field(default_factory=Paths)
     slices: Mapping[str, int] = field(default_factory=dict)
+    containers: Mapping[str, Any] = field(default_factory=dict)
 
 
 def is_same_step(one: Captured, other: Captured) -> bool:
@@ -197,6 +200,7 @@ def capture(
     differentiated: tuple[int, ...] | None = None,
     know_values: bool = False,
     cuda: "CudaCalls | None" = None,
+    containers: Mapping[str, Any] = MappingProxyType({}),
 ) -> Captured:
     """The training step of `model(*args, **kwargs)`: forward, loss and backward.
 
@@ -206,6 +210,7 @@ def capture(
     device are captured as if on `device`. A step that branches on data raises CaptureError. With
     `know_values` it may branch on small integer arguments; the caller then has to ask `answers` before each
     call. With `cuda`, forward calls the kernels of a CUDA device on tensors of the CPU: a graph to plan on.
+    In `containers`, by label, it may leave tensors that it makes.
     """
     step = Step(
         model,
@@ -217,6 +222,7 @@ def capture(
         differentiated,
         know_values,
         cuda,
+        containers,
     )
     return alone(partial(_captured, step))
 
@@ -241,9 +247,22 @@ def _captured(step: Step) -> Captured:
         calls, whole.answers, program.inputs, program.constants, buffers, lambda name: whole.values[name].view
     )
     _refuse_counters(answers, program)
+    _refuse_unsized(graph, program)
     slices = {ids[e.view]: recording.slices.get(e.view.storage, 0) for e in recording.externals}
     parts = {name: nbytes for name, nbytes in slices.items() if nbytes}
-    return Captured(graph, program, eager, lowering.gradients, forward, answers, lowering.paths(), parts)
+    return Captured(
+        graph, program, eager, lowering.gradients, forward, answers, lowering.paths(), parts, step.containers
+    )
+
+
+def _refuse_unsized(graph: Graph, program: Program) -> None:
+    """Kernels of quantisation give an empty buffer its size when they first write into it."""
+    for name in program.updates:
+        if name in program.buffers and graph.tensors[name].nbytes == 0:
+            raise CaptureError(
+                f"forward writes into the buffer {program.buffers[name][0]!r}, which has no elements yet",
+                advice="call the model once before fit, so that its buffers have their sizes",
+            )
 
 
 def _refuse_counters(answers: Answers, program: Program) -> None:

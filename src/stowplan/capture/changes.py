@@ -9,7 +9,7 @@ arguments come in. What forward did to these is known when it has returned:
 | binds an argument to new memory | binds it to the result |
 | sets `requires_grad`; sets `.grad` to None | does so |
 | changes a container or object among the arguments: `batch["x"] = x` | does so, with its own results |
-| stores tensors that it makes in attributes of modules: `self.maps = maps` | does so, with its own results |
+| stores tensors that it makes: `self.maps = maps`, `LOG["h"] = h`, `kept.append(h)` | does so, with its own |
 | changes a shape or strides, or makes two tensors share memory | refused |
 
 `Beside` carries tensors that only such changes need as further results of the step.
@@ -17,7 +17,8 @@ arguments come in. What forward did to these is known when it has returned:
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -31,6 +32,9 @@ from stowplan.torch_private import FakeTensor, pytree
 
 Place: TypeAlias = int | str
 """A tensor of the user's: a leaf of the arguments by position, a parameter or buffer by name."""
+
+CELL = "cell_contents"
+"""The key of what a variable of a closure holds."""
 
 Path: TypeAlias = tuple[Any, ...]
 """Keys, indices and attributes that lead from `(args, kwargs)` to something in it."""
@@ -68,16 +72,19 @@ class Rewritten:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An attribute of the module at this path, and what forward leaves there."""
+    """What forward leaves under a key of a container: of the module at the path `label`, or of another."""
 
-    path: str
-    name: str
+    label: str
+    key: Any  # None appends to a list
     value: object  # of At, Result, New, or constants
+    in_module: bool
 
     @property
-    def label(self) -> str:
+    def name(self) -> str:
         """What the user calls it."""
-        return f"{self.path}.{self.name}".lstrip(".")
+        if self.in_module:
+            return f"{self.label}.{self.key}".lstrip(".")
+        return self.label if self.key in (None, CELL) else f"{self.key!r} of {self.label}"
 
     def numbers(self) -> Iterator[int]:
         """The numbers of the results in it."""
@@ -101,11 +108,11 @@ class Changes:
         if self.cleared:
             return f"drops the gradient of {self.cleared[0]!r}"
         if self.stored:
-            return f"stores tensors in {self.stored[0].label!r}"
+            return f"stores tensors in {self.stored[0].name!r}"
         return "binds an argument to other memory" if self.bound else "changes a container of its arguments"
 
     def stays(self) -> tuple[int, ...]:
-        """The numbers of the results that modules hold until the next call stores others."""
+        """The numbers of the results that are held until the next call stores others."""
         return tuple(dict.fromkeys(number for each in self.stored for number in each.numbers()))
 
     def before(self, find: Callable[[Place], Tensor]) -> None:
@@ -122,7 +129,7 @@ class Changes:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         results: Sequence[Tensor],
-        module_at: Callable[[str], nn.Module],
+        holder_of: Callable[[Stored], Any],
     ) -> None:
         """The rest, with the tensors beside what the step returns."""
         for place, number in self.bound:
@@ -138,7 +145,11 @@ class Changes:
         for container, items in ready:
             _rewrite(container, items)
         for each in self.stored:
-            vars(module_at(each.path))[each.name] = _made(each.value, whole, results)
+            holder, value = holder_of(each), _made(each.value, whole, results)
+            if each.key is None:
+                holder.append(value)
+            else:
+                holder[each.key] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,36 +269,48 @@ class Containers:
         return New(spec, tuple(self.told(leaf, result_of, name) for leaf in leaves))
 
 
-class Attributes:
-    """What modules hold as plain attributes before forward, and the tensors that forward stores there."""
+class Stores:
+    """Where forward may leave tensors beside its result, and what stood there before.
 
-    def __init__(self, modules: Mapping[nn.Module, str]) -> None:
-        self._before = [(path, vars(module), dict(vars(module))) for module, path in modules.items()]
+    These are the attributes of modules, and the `containers` that its code comes to, by label.
+    """
+
+    def __init__(
+        self, modules: Mapping[nn.Module, str], containers: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        own = [(path, vars(module), True) for module, path in modules.items()]
+        others = [(label, container, False) for label, container in containers.items()]
+        self._before = [
+            (label, holder, _contents(holder), in_module) for label, holder, in_module in (*own, *others)
+        ]
 
     def stored(self, told: Callable[[object, str], object]) -> Iterator[Stored]:
-        """Attributes that hold tensors now, and nothing that is neither a tensor nor a plain value."""
-        for path, name, value in self._with_tensors():
-            if all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in flattened(value)[0]):
-                label = Stored(path, name, None).label
-                yield Stored(path, name, told(value, label))
+        """Places that hold tensors now, and nothing that is neither a tensor nor a plain value."""
+        for label, holder, before, in_module in self._before:
+            for key, value in _with_tensors(holder, before):
+                where = Stored(label, None if isinstance(holder, (list, deque)) else key, None, in_module)
+                if all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in flattened(value)[0]):
+                    yield replace(where, value=told(value, where.name))
 
     def put_back(self) -> None:
         """Remove stand-ins: what stood there before stands there again."""
-        found = [(path, name) for path, name, _ in self._with_tensors()]
-        for path, own, before in self._before:
-            for name in [name for where, name in found if where == path]:
-                if name in before:
-                    own[name] = before[name]
+        for _, holder, before, _ in self._before:
+            found = [key for key, _ in _with_tensors(holder, before)]
+            for key in reversed(found):  # of a list, from its end
+                if key in before:
+                    holder[key] = before[key]
                 else:
-                    del own[name]
+                    del holder[key]
 
-    def _with_tensors(self) -> Iterator[tuple[str, str, object]]:
-        for path, own, before in self._before:
-            for name, value in own.items():
-                if name in _TABLES or (name in before and before[name] is value) or is_constant(value):
-                    continue
-                if any(isinstance(leaf, Tensor) for leaf in flattened(value)[0]):
-                    yield path, name, value
+
+def _with_tensors(holder: Any, before: Mapping[Any, object]) -> list[tuple[Any, object]]:
+    """The items of a container that are others than before, and have tensors."""
+    return [
+        (key, value)
+        for key, value in _contents(holder).items()
+        if key not in _TABLES and not (key in before and before[key] is value) and not is_constant(value)
+        if any(isinstance(leaf, Tensor) for leaf in flattened(value)[0])
+    ]
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs")  # an RNN's too

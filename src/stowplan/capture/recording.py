@@ -7,14 +7,13 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from stowplan.capture.answers import Check, checked, unchecked
 from stowplan.capture.changes import (
-    Attributes,
     Beside,
     Changes,
     Containers,
@@ -22,6 +21,7 @@ from stowplan.capture.changes import (
     Place,
     Result,
     SettersWatched,
+    Stores,
     changes_of,
 )
 from stowplan.capture.foreseeing import MOST_FORESEEN
@@ -74,7 +74,8 @@ class Step:
     Gradients come in for the outputs at the positions `differentiated`, as the leaves of the result are
     counted. Without them, they come in for the output that `loss` names, with `all_outputs` for every output
     that can have one, or else for the only scalar. With `know_values`, small integer arguments are captured
-    with their values. With `cuda`, forward calls the kernels of a CUDA device.
+    with their values. With `cuda`, forward calls the kernels of a CUDA device. `containers` are those in
+    which it may leave tensors, by label.
     """
 
     model: nn.Module
@@ -86,6 +87,7 @@ class Step:
     differentiated: tuple[int, ...] | None = None
     know_values: bool = False
     cuda: "CudaCalls | None" = None
+    containers: Mapping[str, Any] = field(default_factory=dict)
 
     def modules(self) -> dict[str, nn.Module]:
         """The modules that hold parameters, by the prefix of their names."""
@@ -167,7 +169,7 @@ def output_keys(spec: pytree.TreeSpec) -> list[str | int | None]:
         beside = pytree.tree_unflatten(range(spec.num_leaves), spec).tensors
         for each in changes.stored:
             for number in each.numbers():
-                keys[beside[number]] = each.label
+                keys[beside[number]] = each.name
     return keys
 
 
@@ -331,7 +333,7 @@ class _Recorder:
         self._held: dict[int, _Held] = {}  # by identity of the stand-in
         self._setters = SettersWatched({}, self._is_made, self._origins)
         self._parameters: Mapping[str, Tensor] = {}
-        self._attributes = Attributes({})
+        self._stores = Stores({})
         self._foreseeing = foreseeing
         self._existing = list(zip(flat, self._inputs, strict=True)), held[1]
 
@@ -341,8 +343,8 @@ class _Recorder:
                 swapped.enter_context(torch.random.fork_rng(()))
             for module in self._step.modules().values():
                 swapped.enter_context(self._stand_ins.inside(module))
-            self._attributes = Attributes(module_paths(self._step))
-            swapped.callback(self._attributes.put_back)
+            self._stores = Stores(module_paths(self._step), self._step.containers)
+            swapped.callback(self._stores.put_back)
             return self._recorded(buffers=self._enter_externals())
 
     def _stand_in(self, leaf: object) -> object:
@@ -546,7 +548,7 @@ class _Recorder:
 
         rewritten = tuple(containers.rewritten(result_of, name_of))
         cleared = tuple(self._held[number].place for number in self._setters.cleared)
-        stored = tuple(self._attributes.stored(lambda value, name: containers.told(value, result_of, name)))
+        stored = tuple(self._stores.stored(lambda value, name: containers.told(value, result_of, name)))
         return Changes(tuple(flags), cleared, tuple(bound), rewritten, stored), tuple(tensors)
 
     def _line_of(self, held: "_Held") -> str:

@@ -222,7 +222,7 @@ class CallPlanner:
         observation = observed()
         try:
             with observation.watching(unclear):
-                first = how(know_values=True)
+                first = how(know_values=True, containers=observation.containers)
             return observation, first
         except CaptureError as refusal:
             writes = observation.writes
@@ -231,7 +231,7 @@ class CallPlanner:
             observation = observed()
             with writes.kept():
                 with observation.watching(unclear):
-                    second = how(know_values=True)
+                    second = how(know_values=True, containers=observation.containers)
                 if not is_same_step(first, second):
                     raise refusal from None
         writes.repeat({id(vars(plain)): vars(model)})

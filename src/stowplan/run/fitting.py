@@ -454,11 +454,11 @@ class Fitting:
         known = next((bound for bound in self.bound if bound.planned is planned), None)
         if known is not None:  # equal in all that the plan depends on, and perhaps made of other objects
             step = known.step
-            step.bind(model, guard.tensors())
+            step.bind(model, guard.places())
         else:
             beside = partial(self.beside.forward_begins, planned.taken_bytes)
             step = planned.step.bound_to(
-                model, places=guard.tensors(), consumer=self.planner.iteration, beside=beside
+                model, places=guard.places(), consumer=self.planner.iteration, beside=beside
             )
         others = [b for b in self.bound if b is not known and any(b.planned is p for p in self.planned)]
         self.bound = [*others, _Bound(planned, guard, step)]

@@ -81,6 +81,21 @@ class Owner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """Where a step finds what is no argument, parameter or buffer.
+
+    `tensors` that it reads are given by their identity at capture, `containers` that it leaves tensors in by
+    their label then.
+    """
+
+    tensors: Mapping[int, tuple[Owner, Any]] = field(default_factory=dict)
+    containers: Mapping[str, Any] = field(default_factory=dict)
+
+
+NOWHERE = Places()
+
+
+@dataclass(frozen=True, slots=True)
 class Same:
     """Stands for one object: equal to nothing but itself."""
 
@@ -97,7 +112,7 @@ class Attributes(MutableMapping[str, Any]):
     """Attributes that are in no `__dict__`, as a mapping: slots, a closure's cell, defaults of a function."""
 
     def __init__(self, of: object, *names: str) -> None:
-        self.of, self._names = of, names
+        self.of, self.names = of, names
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -112,7 +127,7 @@ class Attributes(MutableMapping[str, Any]):
         object.__delattr__(self.of, name)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._names if name in self)
+        return (name for name in self.names if name in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -163,6 +178,7 @@ class Picture:
     tensors: dict[str, tuple[Owner, object]] = field(default_factory=dict)
     states: list[tuple[object, Frozen]] = field(default_factory=list)
     contents: list[tuple[Any, Any]] = field(default_factory=list)  # mutable containers, and copies of them
+    containers: dict[str, Any] = field(default_factory=dict)  # the same by label, where items have keys
     absent: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)  # names that are the class's
     functions: list[FunctionType] = field(default_factory=list)
     kinds: dict[type, None] = field(default_factory=dict)
@@ -261,11 +277,11 @@ class Picture:
             listed = value if isinstance(value, tuple) else sorted(value, key=repr)
             return self._items(None, label, enumerate(listed))
         if isinstance(value, (list, deque)):
-            self._keep(value, list(value))
+            self._keep(value, list(value), label)
             return self._items(value, label, enumerate(value))
         if isinstance(value, dict):
             items = _items_of(value)
-            self._keep(value, items)
+            self._keep(value, items, label)
             if _looks_up_itself(value):
                 self.states.append((value, state_of(value)))
                 return self._items(None, label, items.items())
@@ -274,20 +290,20 @@ class Picture:
 
     def _attributes(self, value: object, label: str) -> tuple[Frozen, ...] | None:
         """What an object holds in its `__dict__` and slots; None where Python cannot list them."""
-        attributes = _attributes(value)
+        attributes, is_listed = _attributes(value), isinstance(value, (list, deque, dict))
         slots = () if is_closed(value) else _slots_of(value)
         if attributes is None and not slots:
             return None
         self._add_class(type(value))
         found: tuple[Frozen, ...] = ()
         if attributes is not None:
-            self._keep(attributes, dict(attributes))
+            self._keep(attributes, dict(attributes), f"attributes of {label}" if is_listed else label)
             found = self._items(attributes, label, attributes.items())
-        return (*found, *self._held_by(Attributes(value, *slots), label)) if slots else found
+        return (*found, *self._held_by(Attributes(value, *slots), f"slots of {label}")) if slots else found
 
     def _held_by(self, owner: "Attributes | _InContext", label: str) -> tuple[Frozen, ...]:
         held = dict(owner)
-        self._keep(owner, held)
+        self._keep(owner, held, label)
         return self._items(owner, label, held.items())
 
     def _function(self, function: FunctionType, label: str) -> Frozen:
@@ -300,13 +316,14 @@ class Picture:
             if name != "__class__":
                 owner = Attributes(cell, "cell_contents")
                 self.contents.append((owner, dict(owner)))
+                self.containers[f"variable {name!r} of {label}"] = owner
                 for key, value in owner.items():
                     found.append((name, self._part(owner, key, value, f"{label}.{name}")))
         if function.__defaults__ or function.__kwdefaults__:
             defaults = Attributes(function, "__defaults__", "__kwdefaults__")
             found.extend(self._items(defaults, label, defaults.items()))
         if vars(function):
-            self._keep(vars(function), dict(vars(function)))
+            self._keep(vars(function), dict(vars(function)), label)
             found.extend(self._items(vars(function), label, vars(function).items()))
         return tuple(found)
 
@@ -322,8 +339,9 @@ class Picture:
                 if not name.startswith("__") and is_data(value):
                     self.add(f"{base.__module__}.{base.__qualname__}.{name}", self.names_in(base), name)
 
-    def _keep(self, container: Any, copied: Any) -> None:
+    def _keep(self, container: Any, copied: Any, label: str) -> None:
         self.sized.append(container)
+        self.containers[label] = container
         self.contents.append((container, copied))
 
     def _items(self, owner: Owner | None, label: str, items: Iterable[tuple[Any, Any]]) -> tuple[Frozen, ...]:
@@ -389,7 +407,7 @@ def state_of(value: object) -> str:
         case np.random.RandomState():
             state = value.get_state(legacy=False)
         case Tensor():
-            return state_of(value.detach().numpy())
+            return state_of(value.detach().clone().numpy())  # NumPy's view would fix the size of a storage
         case np.ndarray():
             state = value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
         case set():
@@ -406,6 +424,19 @@ def state_of(value: object) -> str:
         case _:
             raise AssertionError(value)
     return sha256(repr(state).encode()).hexdigest()
+
+
+def identity_of(container: Any) -> Hashable:
+    """The same for two containers if what is put into one is in the other."""
+    return (id(container.of), *container.names) if isinstance(container, Attributes) else id(container)
+
+
+def module_of(function: Any) -> str | None:
+    """The name of the module that a function, what is made of one, or the class of an object is from."""
+    while isinstance(function, partial):
+        function = function.func
+    named: str | None = getattr(function, "__module__", None)
+    return named
 
 
 def restore(contents: Iterable[tuple[Any, Any]]) -> None:

@@ -7,7 +7,8 @@
 | globals, closures, defaults and class data that the code of forward comes to | guarded |
 | shapes, dtypes, strides, devices, `requires_grad`, tied tensors; switches of torch | guarded |
 | answers that forward reads off small integer arguments, as in `if mask.all()` | guarded |
-| hooks on inner modules | refused |
+| forward hooks on inner modules, which are a part of forward | guarded |
+| other hooks on inner modules | refused |
 | attributes, lists and globals that forward writes | refused |
 | random numbers of Python and NumPy | refused |
 | a tensor that is found nowhere it could be read anew | refused |
@@ -34,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from stowplan.alone import undone
 from stowplan.capture import Program
 from stowplan.capture.answers import NO_ANSWERS, Answers
+from stowplan.capture.changes import changes_of
 from stowplan.capture.origins import BY_PARTS
 from stowplan.capture.program import inputs_of
 from stowplan.capture.stand_ins import look_of
@@ -42,17 +44,27 @@ from stowplan.run.border.draws import Draws
 from stowplan.run.border.frozen import (
     Attributes,
     Frozen,
-    Owner,
     Picture,
+    Places,
     Same,
     first_change,
     held_by,
+    identity_of,
+    is_library,
     is_plain,
+    module_of,
     restore,
     state_of,
 )
 from stowplan.run.border.reach import MODULE_STATE, Reach, Reads, own_state
-from stowplan.torch_private import GLOBAL_HOOKS, HOOKS, default_device, storage_id, tensor_guards
+from stowplan.torch_private import (
+    FORWARD_HOOKS,
+    GLOBAL_HOOKS,
+    HOOKS,
+    default_device,
+    storage_id,
+    tensor_guards,
+)
 
 HELD_ARGUMENTS = "arguments that lie in the memory of parameters or buffers"
 
@@ -65,6 +77,7 @@ _COLLECTING_HOOKS, _COLLECTING_NOTED = (
     "_output_capturing_hooks_installed",
 )
 
+_OBSERVING_HOOKS = "torch.ao.quantization.quantize"  # they call a module with what another one returns
 _WEIGHT_HOOKS = ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm", "torch.nn.utils.prune")
 
 _FLAT_WEIGHTS = (
@@ -94,6 +107,7 @@ class Dependencies:
     of the model; `variables` the globals and closures that its code names. `places` has the label of every
     tensor of the program that is a plain attribute or a global, by the tensor's identity; `looked_at` are
     labels of those whose values decided what the step does. `answers` are what it read off arguments.
+    `containers` are those that it leaves tensors in: the label at capture, and in later pictures.
     """
 
     facts: Mapping[str, Frozen]
@@ -103,6 +117,7 @@ class Dependencies:
     places: Mapping[int, str] = field(default_factory=dict)
     looked_at: tuple[str, ...] = ()
     answers: Answers = NO_ANSWERS
+    containers: Mapping[str, str] = field(default_factory=dict)
 
     def picture(self, model: nn.Module, leaves: Sequence[object]) -> Picture:
         """The same facts as they are now, of this model and of arguments with these leaves."""
@@ -147,6 +162,7 @@ class Observation:
         self._roots = model, loss, leaves
         self._reach = Reach.of(*self._roots)  # of all that forward may come to
         self.writes: Writes | None = None
+        self.containers: Mapping[str, Any] = {}  # in which forward may leave tensors, by label
 
     @contextmanager
     def watching(self, unclear: Draws | None = None) -> Iterator[None]:
@@ -162,6 +178,7 @@ class Observation:
         before = _picture(self._model, everything, {}, {})
         self._reach.follow(dict.fromkeys(type(module) for module in self._model.modules()))
         self._reach.picture(before)
+        self.containers = before.containers
         draws = Draws(unclear)
         own = {id(module): dict(vars(module)) for module in self._model.modules()}
         shallow = [(vars(module), own[id(module)]) for module in self._model.modules()]
@@ -223,7 +240,26 @@ class Observation:
         looked_at = tuple(places[number] for number in whole if number in places and program.looks_at_values)
         _add_values(picture, looked_at)
         picture.facts[HELD_ARGUMENTS] = held_among(leaves, storages_of(self._model))
-        return Dependencies(picture.facts, reads, others, reach.variables, places, looked_at, answers)
+        containers = self._containers_of(program, picture)
+        return Dependencies(
+            picture.facts, reads, others, reach.variables, places, looked_at, answers, containers
+        )
+
+    def _containers_of(self, program: Program, picture: Picture) -> dict[str, str]:
+        """The label in a picture of each container that the program leaves tensors in."""
+        changes = changes_of(program.output_spec)
+        now = {identity_of(held): label for label, held in picture.containers.items()}
+        found = dict[str, str]()
+        for stored in (each for each in (changes.stored if changes else ()) if not each.in_module):
+            identity = identity_of(self.containers[stored.label])
+            if identity not in now:
+                raise CaptureError(
+                    f"forward stores tensors in {stored.name!r}, which is found nowhere it could be looked up"
+                    " at the next call",
+                    advice="store them in an attribute of a module, or return them",
+                )
+            found[stored.label] = now[identity]
+        return found
 
 
 def _plain_writes(contents: Iterable[tuple[Any, Any]]) -> Writes | None:
@@ -280,9 +316,16 @@ def collecting_hooks_removed(model: nn.Module) -> Iterator[None]:
                 vars(module).pop(_COLLECTING_NOTED, None)
 
 
-def _counted_hooks(hooks: Mapping[int, Any]) -> list[Any]:
-    """The hooks whose work capture does not see whole."""
-    return [hook for hook in hooks.values() if not _collects(hook) and not _computes_a_weight(hook)]
+def _unseen(kind: str, hooks: Mapping[int, Any]) -> list[Any]:
+    """The hooks whose work capture does not see whole: those of backward, and those of libraries."""
+    if kind not in FORWARD_HOOKS:
+        return list(hooks.values())
+    return [
+        hook
+        for hook in hooks.values()
+        if is_library(module_of(hook))
+        and not (_collects(hook) or _computes_a_weight(hook) or module_of(hook) == _OBSERVING_HOOKS)
+    ]
 
 
 def _collects(hook: object) -> bool:
@@ -304,7 +347,7 @@ def refuse_hooks(model: nn.Module) -> None:
             )
     for path, module in model.named_modules():
         for kind in HOOKS:
-            if path and (hooks := _counted_hooks(getattr(module, kind, {}))):
+            if path and (hooks := _unseen(kind, getattr(module, kind, {}))):
                 what = kind.strip("_").removesuffix("s").replace("_", " ")
                 raise CaptureError(
                     f"{path} has a {what} ({_hook_name(hooks)})",
@@ -497,9 +540,13 @@ class Guard:
             self._set(picture)
         return change
 
-    def tensors(self) -> Mapping[int, tuple[Owner, object]]:
-        """Where plain attributes and globals that the program reads stand now, by identity at capture."""
-        return {number: self._places[label] for number, label in self._dependencies.places.items()}
+    def places(self) -> Places:
+        """Where what the program reads and changes beside modules and arguments stands now."""
+        known = self._dependencies
+        return Places(
+            {number: self._tensors_at[label] for number, label in known.places.items()},
+            {label: self._containers[now] for label, now in known.containers.items()},
+        )
 
     def _set(self, picture: Picture) -> None:
         places = list(zip(picture.owners, picture.keys, picture.values, strict=True))
@@ -511,7 +558,8 @@ class Guard:
         )
         self._sized, self._sizes = picture.sized, list(map(len, picture.sized))
         self._absent = [owner for owner, _ in picture.absent], [name for _, name in picture.absent]
-        self._states, self._places = picture.states, picture.tensors
+        self._states, self._tensors_at = picture.states, picture.tensors
+        self._containers = picture.containers
         self._looked_at = [
             (picture.tensors[label], picture.facts[f"values of {label}"])
             for label in self._dependencies.looked_at

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from stowplan.alone import replaced
-from stowplan.run.border.frozen import Picture, is_closed, is_data, is_library
+from stowplan.run.border.frozen import Picture, is_closed, is_data, is_library, module_of
+from stowplan.torch_private import FORWARD_HOOKS
 
 MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
 _PLACED_BY_FIT = ("_fitting", "forward")
@@ -108,11 +109,22 @@ class Reach:
         for module in model.modules():
             own = vars(module).get("forward")
             found._value(getattr(own, "__func__", own))
+        for path, module in model.named_modules():
+            for table in FORWARD_HOOKS if path else ():
+                for number, hook in enumerate(getattr(module, table).values()):
+                    what = table.strip("_").removesuffix("s").replace("_", " ")
+                    found._hook(hook, f"{what} {number} of {path}" if number else f"{what} of {path}")
         found._value(loss)
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, (FunctionType, MethodType, type)) and not is_library(leaf.__module__):
                 found.variables[f"argument {number}"] = {"": leaf}, ""
         return found
+
+    def _hook(self, hook: object, label: str) -> None:
+        """A function, method or object that is called as a part of forward."""
+        if not is_library(module_of(hook)):
+            self.variables[label] = {"": hook}, ""
+            self._value(hook)
 
     def picture(self, found: Picture) -> None:
         """Add the variables to a picture, and what the functions and objects come to that it came across."""

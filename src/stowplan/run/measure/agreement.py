@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from stowplan.capture import Program
-from stowplan.capture.changes import AsBefore, Attributes
+from stowplan.capture.changes import AsBefore, Stores
 from stowplan.capture.generators import moves_generator
 from stowplan.capture.layouts import call_like, learn, row_major_sizes
 from stowplan.capture.program import (
@@ -133,7 +133,7 @@ def against_eager(plan: Plan, subject: Subject) -> AgainstEager:
                 for root in roots:
                     stack.enter_context(with_tensors(root, copies.of))
                     paths = {module: path for path, module in root.named_modules()}
-                    stack.callback(Attributes(paths).put_back)
+                    stack.callback(Stores(paths, captured.containers).put_back)
                 stack.enter_context(AsBefore([*tensors, *captured.program.constants.values()]))
                 comparison.enter((*tensors, *map(copies.of, tensors)))
                 drawing = any(draws(e.target, e.args, e.kwargs) for e in captured.forward)

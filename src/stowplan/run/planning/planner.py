@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -37,6 +36,7 @@ from stowplan.plan.plan import Plan, Pricing, RecomputeOp, Step, price_by_profil
 from stowplan.plan.planner import Planner, refuse_hopeless
 from stowplan.plan.problem import slices_last
 from stowplan.plan.select import Baseline, Candidate, GraphCandidate, Group, Refusals, Selector
+from stowplan.run.border.frozen import NOWHERE, Places
 from stowplan.run.cost.machine import device_of, platform_of, replace_file, user_folder
 from stowplan.run.cost.probe import probe
 from stowplan.run.planning.recapture import Replacement, forward_ops, recapture
@@ -95,11 +95,11 @@ class PlannedStep:
         model: nn.Module,
         *,
         loss: object = None,
-        places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
+        places: Places = NOWHERE,
         consumer: Consumer | None = None,
         beside: ForwardBegins | None = None,
     ) -> StraightStep:
-        """The step, ready to be called like the model; `places` has where some of its constants are found.
+        """The step, ready to be called like the model; `places` has where what is in no module is found.
 
         `consumer` takes the gradients that the plan consumes, and `beside` learns of each forward.
         """

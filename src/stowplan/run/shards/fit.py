@@ -136,7 +136,7 @@ class FittingOnMesh:
         guard = Guard(self.dependencies, model)
         if (change := guard.change(())) is not None:
             self._refuse(change)
-        return guard, self.planned.bound_to(model, places=guard.tensors(), consumer=self.iteration)
+        return guard, self.planned.bound_to(model, places=guard.places(), consumer=self.iteration)
 
     def _refuse(self, change: str) -> NoReturn:
         raise BadUse(

@@ -125,7 +125,7 @@ def _unplanned(program: Program, output: str) -> str:
     pairs = zip(keys, program.tangents, strict=True)
     planned = ", ".join(_named(known) for known, tangent in pairs if tangent is not None)
     changes = changes_of(program.output_spec)
-    is_stored = changes is not None and any(key == each.label for each in changes.stored)
+    is_stored = changes is not None and any(key == each.name for each in changes.stored)
     return (
         f"a gradient came in for {_named(key)}, but the step is planned for a gradient of {planned}"
         ' alone; use fit(..., outputs="all") for gradients of all outputs'

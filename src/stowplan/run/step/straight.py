@@ -9,7 +9,6 @@ eager, whose in-place ops capture has functionalised.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,13 +17,14 @@ from torch import Tensor, nn
 from stowplan.analyse.facts import Storages, is_resident, storages_of
 from stowplan.capture import Captured, Program, Ref
 from stowplan.capture.answers import Checked
-from stowplan.capture.changes import Beside, Changes, Place, changes_of
+from stowplan.capture.changes import Beside, Changes, Place, Stored, changes_of
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Op
 from stowplan.ops.effects import aliasing_of
 from stowplan.ops.table import site_of
 from stowplan.plan.plan import Compute, Free, Step
+from stowplan.run.border.frozen import NOWHERE, Places
 from stowplan.run.cost.machine import device_of
 from stowplan.run.step.function import (
     Consumer,
@@ -105,13 +105,14 @@ class Binding:
         captured: Captured,
         model: nn.Module,
         loss: object = None,
-        places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
+        places: Places = NOWHERE,
     ) -> None:
-        """`places` has where constants are found that are attributes or globals, by identity."""
         self._graph, self._program = captured.graph, captured.program
         self._model, self._loss = model, loss
         constants = self._program.constants
-        self._found = {name: places[id(held)] for name, held in constants.items() if id(held) in places}
+        known = places.tensors
+        self._found = {name: known[id(held)] for name, held in constants.items() if id(held) in known}
+        self._containers = places.containers
         self._constants = {name: held for name, held in constants.items() if name not in self._found}
         self._homes: dict[str, tuple[Mapping[str, Any], str]] = {}
         for tensor, names in (*self._program.parameters.items(), *self._program.buffers.items()):
@@ -140,10 +141,12 @@ class Binding:
 
         return find
 
-    def module_at(self, path: str) -> nn.Module:
-        """The module of the model, or of a loss that is one, with this path."""
-        root, rest = _root(path, self._model, self._loss)
-        return root.get_submodule(rest)
+    def holder_of(self, stored: Stored) -> Any:
+        """Where forward leaves these tensors: the attributes of a module, or another container."""
+        if not stored.in_module:
+            return self._containers[stored.label]
+        root, path = _root(stored.label, self._model, self._loss)
+        return vars(root.get_submodule(path))
 
     def _refuse_unwritable(self, found: Mapping[str, Tensor]) -> None:
         """The step writes updates in place; a forward in inference mode leaves tensors that forbid that."""
@@ -204,7 +207,7 @@ class StraightStep:
         steps: Sequence[Step] | None = None,
         tier: LiveTier | None = None,
         waiting: Waiting | None = None,
-        places: Mapping[int, tuple[Any, Any]] = MappingProxyType({}),
+        places: Places = NOWHERE,
         consumer: Consumer | None = None,
         beside: ForwardBegins | None = None,
         arena: "ArenaLayout | None" = None,
@@ -244,7 +247,7 @@ class StraightStep:
         self._attached = tuple(Ref(name) in attached for name in source.outputs)
         self._trained = [name for name in captured.program.gradients if name in captured.program.parameters]
 
-    def bind(self, model: nn.Module, places: Mapping[int, tuple[Any, Any]] = MappingProxyType({})) -> None:
+    def bind(self, model: nn.Module, places: Places = NOWHERE) -> None:
         """Run from now on with the parameters and buffers of this model, which is like the one captured."""
         self._binding = Binding(self._captured, model, self._loss, places)
 
@@ -271,7 +274,7 @@ class StraightStep:
         outputs = dict(zip(self._halves.source.outputs, made, strict=True))
         returned = pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
         if isinstance(returned, Beside):
-            self._changes.after(find, args, kwargs, returned.tensors, self._binding.module_at)
+            self._changes.after(find, args, kwargs, returned.tensors, self._binding.holder_of)
             returned = returned.returned
         return returned.passed() if isinstance(returned, Checked) else returned
 
