@@ -253,7 +253,7 @@ def test_hooks_store_and_change_what_they_do_in_eager(
 
 def test_a_hook_that_counts_or_keeps_a_weight_is_refused_by_its_name() -> None:
     counts, kept = [0], dict[str, Tensor]()
-    for said, hook in {
+    hooks: dict[str, Callable[..., None]] = {
         r"changes .*: forward hook of a\.counts": lambda *_: counts.__setitem__(0, counts[0] + 1),
         r"puts a\.weight itself into 'w' of forward hook of a\.kept": lambda own, *_: kept.update(
             w=own.weight
