@@ -255,10 +255,9 @@ def test_a_hook_that_counts_or_keeps_a_weight_is_refused_by_its_name() -> None:
     counts, kept = [0], dict[str, Tensor]()
     hooks: dict[str, Callable[..., None]] = {
         r"changes .*: forward hook of a\.counts": lambda *_: counts.__setitem__(0, counts[0] + 1),
-        r"puts a\.weight itself into 'w' of forward hook of a\.kept": lambda own, *_: kept.update(
-            w=own.weight
-        ),
-    }.items():
+        r"puts a\.weight itself into 'w' of forward hook of a\.kept": lambda m, *_: kept.update(w=m.weight),
+    }
+    for said, hook in hooks.items():
         model = Auxiliary()
         model.a.register_forward_hook(hook)
         with pytest.raises(CaptureError, match=said):
