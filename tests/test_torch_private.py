@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -330,6 +331,26 @@ def test_hooks_of_tensors_are_seen() -> None:
     hooked.register_hook(lambda gradient: gradient)
     followed.register_post_accumulate_grad_hook(lambda _: None)
     assert [private.has_hooks(tensor) for tensor in (plain, hooked, followed)] == [False, True, True]
+
+
+def test_a_hook_is_behind_its_handle_until_it_is_removed() -> None:
+    leaf: Any = torch.ones(1, requires_grad=True)
+    made = leaf.exp()
+    handle = made.grad_fn.register_prehook(print)
+    assert private.hooks_behind(handle) == [print]
+    handle.remove()
+    assert private.hooks_behind(handle) == []
+
+
+def test_nodes_of_a_function_have_a_class_of_their_own() -> None:
+    class Own(Function):
+        @staticmethod
+        def forward(ctx: Any, given: Tensor) -> Tensor:  # noqa: ARG004
+            return given.clone()
+
+    call: Any = Own.apply
+    made = call(torch.ones(1, requires_grad=True))
+    assert type(made.grad_fn) is private.node_class(Own)
 
 
 def test_hooks_of_modules_are_found_in_their_tables() -> None:

@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     in_kernel_invocation_manager,
 )
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
 from torch.autograd.graph import Node
 from torch.nn.modules import module as torch_modules
 from torch.profiler import profile
@@ -47,6 +47,7 @@ from torch.utils import checkpoint as checkpoint_module
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec
+from torch.utils.hooks import RemovableHandle
 
 from stowplan.alone import KEPT, Lock, is_only_thread, replaced, undone
 from stowplan.errors import TorchTooOld
@@ -99,6 +100,7 @@ __all__ = [
     "keeps_graph",
     "mode_in_the_way",
     "neighbours_set_aside",
+    "node_class",
     "nodes_made",
     "own_saved_tensors",
     "pytree",
@@ -171,6 +173,18 @@ def has_hooks(tensor: Tensor) -> bool:
 def hooks_of(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """The hooks that wait for the gradient of a tensor that is no leaf, in order."""
     return list((tensor._backward_hooks or {}).values())
+
+
+def hooks_behind(handle: RemovableHandle) -> list[Callable[..., object]]:
+    """The hook that a handle removes, if it has not done so."""
+    table = handle.hooks_dict_ref()
+    return [] if table is None or handle.id not in table else [table[handle.id]]
+
+
+def node_class(function: type[Function]) -> type:
+    """The class of the nodes that a function of autograd makes."""
+    made: type = vars(function)["_backward_cls"]
+    return made
 
 
 def dispatched_without_data(

@@ -11,7 +11,7 @@ import random as drawn
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Flag, auto
 from functools import partial
 from random import Random
@@ -216,6 +216,15 @@ def unfreeze_all(side: Side, random: Random) -> None:  # noqa: ARG001 -- actions
 
 _register: Callable[[Tensor, Callable[[Tensor], Tensor]], Any] = Tensor.register_hook
 _register_final: Callable[[Tensor, Callable[[Tensor], None]], Any] = Tensor.register_post_accumulate_grad_hook
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a hook has taken."""
+
+    several: list[Tensor] = field(default_factory=list)
+    named: dict[str, Tensor] = field(default_factory=dict)
+    last: Tensor | None = None
 
 
 def _any_module(side: Side, random: Random) -> nn.Module:
@@ -613,6 +622,28 @@ def gradient_of_an_output(side: Side, random: Random) -> None:
     chosen.retain_grad()  # the loss is made inside: docs/limits.md says that `grad` does not see it
     torch.autograd.backward(loss)
     side.note(f"{ASKED} of an output", chosen.grad)
+
+
+@strange(needs=BackwardFootprint.BITS)
+def hook_that_stores(side: Side, random: Random) -> None:
+    """What an inner module returns, taken by a hook into a list, a dict or an attribute for two steps."""
+    kept, layer, place = Kept(), _any_module(side, random), random.choice(("list", "dict", "attribute"))
+
+    def hook(_module: nn.Module, _args: object, output: Any) -> None:
+        for tensor in list(tensors_of(output))[:1]:
+            if place == "list":
+                kept.several.append(tensor.detach())
+            elif place == "dict":
+                kept.named["h"] = tensor
+            else:
+                kept.last = tensor.detach()
+
+    with _removed(layer.register_forward_hook(hook)):
+        for _ in range(2):
+            side.step(_seed(random))
+            for number, tensor in enumerate((*kept.several, *kept.named.values(), kept.last)):
+                side.note(f"stored {number}", tensor)
+            kept.several.clear()
 
 
 @strange(needs=BackwardFootprint.BITS)

@@ -515,14 +515,15 @@ class Returning(nn.Module):
 
 
 def done(run: nn.Module, example: str) -> list[Tensor | None]:
-    """Forward, the page's own lines, and backward; gradients that results keep."""
-    names: dict[str, Any] = {"torch": torch, "checkpoint": checkpoint, "model": run, "x": X}
+    """Forward, the page's own lines, and backward; gradients that were seen and that results keep."""
+    seen: list[Tensor | None] = []
+    names: dict[str, Any] = {"torch": torch, "checkpoint": checkpoint, "model": run, "x": X, "seen": seen}
     names |= {"weight": list(run.parameters())[-2], "out": run(X)}
     results = dict(names["out"])
     exec(example, names)  # noqa: S102 -- the page's own lines
     losses = [each.square().sum() for each in names["out"].values() if each.requires_grad]
     torch.autograd.backward(torch.stack(losses).sum())
-    return [each.grad for each in results.values() if each.retains_grad]
+    return [*seen, *(each.grad for each in results.values() if each.retains_grad)]
 
 
 def test_the_page_has_all_classes() -> None:

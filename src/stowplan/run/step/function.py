@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from stowplan.capture import Program
 from stowplan.capture.program import as_in_forward
@@ -36,16 +37,20 @@ from stowplan.run.step.source import Source, called
 from stowplan.torch_private import (
     below_autograd,
     has_hooks,
+    hooks_behind,
     hooks_of,
     is_batched,
     is_view,
     keeps_graph,
+    node_class,
     running_backward,
     saved_tensors_are_packed,
     storage_id,
     version_of,
 )
 from stowplan.units import format_bytes
+
+Prehook: TypeAlias = Callable[[tuple[Tensor, ...]], object]
 
 
 class Away(Protocol):
@@ -272,6 +277,7 @@ class Run:
     saved: list[Tensor] | None = None  # from the forward half until no other backward can come
     is_packed: bool = False  # autograd has the tensors among them, for hooks that take what it saves
     _inner: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict)  # outputs that others depend on
+    _prehooks: dict[int, list[RemovableHandle]] = field(default_factory=dict)  # of nodes of outputs
     _beside: list[Tensor] = field(default_factory=list)  # what is saved and not packed
     _task: int = -1  # the call of backward that gradients come in from
     _gradients: Gradients = field(default_factory=list)  # those that came in, by output
@@ -371,9 +377,10 @@ class Run:
         source = self.halves.source
         for position, output in self._inner.items():
             tensor = output()
-            if tensor is None or getattr(tensor.grad_fn, "run", None) is not self:
-                continue  # nobody holds it, or it was changed in place since
-            if not (tensor.retains_grad or hooks_of(tensor)):
+            if tensor is not None and getattr(tensor.grad_fn, "run", None) is not self:
+                continue  # it was changed in place since
+            prehooks = [hook for handle in self._prehooks.get(position, ()) for hook in hooks_behind(handle)]
+            if not prehooks and not (tensor is not None and (tensor.retains_grad or hooks_of(tensor))):
                 continue
             name = called(self.program, source.outputs[position])
             if gradients[position] is not None or not source.inner[position]:
@@ -383,12 +390,16 @@ class Run:
                     " plan computes it in tiles. Fit a module that also computes what is made of the output,"
                     " without tiles (allow=('recompute',))"
                 )
-            yield position, partial(_show, tensor, name)
+            yield position, partial(_show, tensor, prehooks, name)
 
     def look_at(self, position: int, output: Tensor) -> None:
         """Remember an output that others are made of: somebody may ask for its gradient."""
         if position in self.halves.source.inner:
             self._inner[position] = weakref.ref(output)
+
+    def note_prehook(self, position: int, handle: RemovableHandle) -> None:
+        """Remember a prehook of an output's node, which autograd may not come to."""
+        self._prehooks.setdefault(position, []).append(handle)
 
     def _for_one_of_several(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """What a backward half may use up; the rest is shared with those that follow."""
@@ -523,6 +534,15 @@ class StepPiece(torch.autograd.Function):
         return None, None, None, *ctx.run.leave(ctx.part)
 
 
+def _register_prehook(node: Any, hook: Prehook) -> RemovableHandle:
+    handle: RemovableHandle = _plain_register_prehook(node, hook)
+    node.run.note_prehook(node.position, handle)
+    return handle
+
+
+_OutputNode: Any = node_class(StepOutput)
+_plain_register_prehook = _OutputNode.register_prehook
+_OutputNode.register_prehook = _register_prehook
 _call_output: Callable[..., Tensor] = StepOutput.apply
 _call_piece: Callable[..., Tensor] = StepPiece.apply
 
@@ -551,18 +571,20 @@ def ends_of_chain(outputs: Sequence[Tensor]) -> tuple[Node, Node, Run]:
     return first, last, first.run
 
 
-def _show(output: Tensor, name: str, gradient: Tensor | None) -> None:
+def _show(output: Tensor | None, prehooks: Sequence[Prehook], name: str, gradient: Tensor | None) -> None:
     """Call the hooks of an output with a gradient from inside the step; they may keep it, not change it."""
     if gradient is None:
         return
-    for hook in hooks_of(output):
+    on_tensor = [] if output is None else hooks_of(output)
+    on_node = [lambda gradient, hook=hook: hook((gradient,)) for hook in prehooks]
+    for hook in (*on_tensor, *on_node):
         if hook(gradient.clone()) is not None:
             raise BadUse(
                 f"a hook on output {name!r} returns another gradient, and other outputs of the step depend"
                 " on that output: the plan has no place for it. Let the hook return None, or call the model"
                 " that you gave to fit"
             )
-    if output.retains_grad:
+    if output is not None and output.retains_grad:
         output.grad = gradient.clone() if output.grad is None else output.grad + gradient
 
 
