@@ -110,6 +110,15 @@ def uninterrupted() -> Iterator[None]:
         handlers.release()
 
 
+def interruptible() -> None:
+    """A moment within `uninterrupted` at which handlers that wait may raise.
+
+    PyTorch's C++ lets what an op raises through. It also asks tensors of Python for their device and sizes,
+    and there what a handler raises may end the process.
+    """
+    _handlers.let_through()
+
+
 def _remover(owner: Any, name: str) -> Callable[[], None]:
     def remove() -> None:
         if name in vars(owner):

@@ -1,8 +1,8 @@
 """Interrupts: a handler of the user's may raise between any two lines of ours, as that of Ctrl-C does.
 
 Python calls the handlers of signals in the main thread, wherever it is. While handlers are taken over, they
-wait where something is put back, and what they raise is carried as a BaseException, so that no `except
-Exception` on its way takes it for an error of the model or of a kernel.
+wait where something is put back and inside of PyTorch's C++, and what they raise is carried as a
+BaseException, so that no `except Exception` on its way takes it for an error of the model or of a kernel.
 """
 
 import signal
@@ -43,6 +43,15 @@ class Handlers:
         self.holding -= 1
         while self._waiting and not self.holding:
             self._handle(*self._waiting.pop(0))
+
+    def let_through(self) -> None:
+        """Call those that waited, though they are held."""
+        holding, self.holding = self.holding, 0
+        try:
+            while self._waiting:
+                self._handle(*self._waiting.pop(0))
+        finally:
+            self.holding = holding
 
     def give_back(self) -> None:
         """Put them back, unless there are others now, and call those that waited."""

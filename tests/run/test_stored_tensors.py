@@ -1,6 +1,7 @@
 """Tensors that forward and its hooks store: after each call they are those of eager."""
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -191,6 +192,23 @@ def into_a_new_list(layer: nn.Module) -> Callable[[], list[Tensor]]:
     return taken
 
 
+def into_a_list_cleared_before(layer: nn.Module) -> Callable[[], list[Tensor]]:
+    kept: deque[Tensor] = deque(maxlen=2)
+
+    def clear(*_: object) -> None:
+        kept.clear()
+
+    layer.register_forward_pre_hook(clear)
+    layer.register_forward_hook(lambda _, __, out: kept.extend((out.detach(), out.exp())))
+    return lambda: list(kept)
+
+
+def into_the_last_two(layer: nn.Module) -> Callable[[], list[Tensor]]:
+    kept = deque([torch.zeros(4, 8), torch.ones(4, 8)], maxlen=2)
+    layer.register_forward_hook(lambda _, __, out: kept.append(out.detach()))
+    return lambda: list(kept)
+
+
 def into_an_object(layer: nn.Module) -> Callable[[], list[Tensor]]:
     recorder = Recorder()
     layer.register_forward_hook(recorder.keep)
@@ -223,6 +241,8 @@ HOOKS = [
     (into_a_dict, 2),
     (into_a_list_that_grows, 3),
     (into_a_new_list, 1),
+    (into_a_list_cleared_before, 2),
+    (into_the_last_two, 1),
     (into_an_object, 2),
     (into_a_variable, 2),
     (into_the_layer, 1),

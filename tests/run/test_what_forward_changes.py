@@ -55,6 +55,14 @@ def momentum(net: Any, x: Tensor) -> Any:
     return (net.q(x) - net.k(x.flip(0))).square().mean()
 
 
+def momentum_if_nobody_trains_it(net: Any, x: Tensor) -> Any:
+    """A buffer's `.grad` decides, as in EMA updates that also serve learned codebooks."""
+    h = net.q(x)
+    if net.c.grad is None:
+        net.c.data.lerp_(h.detach().mean(0), 0.1)
+    return (h * net.c).square().mean()
+
+
 def momentum_after_use(net: Any, x: Tensor) -> Any:
     loss: Tensor = (net.q(x) * net.k.bias - net.k(x)).square().mean()
     for p, k in zip(net.q.parameters(), net.k.parameters(), strict=True):
@@ -166,6 +174,7 @@ def op_without_result(net: Any, x: Tensor) -> Any:
 PLANNED: list[Forward] = [
     momentum,
     momentum_after_use,
+    momentum_if_nobody_trains_it,
     buffer_by_data,
     buffer_by_set,
     buffer_rebound_after_use,

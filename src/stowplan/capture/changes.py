@@ -16,8 +16,10 @@ arguments come in. What forward did to these is known when it has returned:
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from operator import is_
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from stowplan.alone import uninterrupted
 from stowplan.capture.origins import Origins
 from stowplan.capture.stand_ins import Spec, contents_by_name, flattened, is_constant
 from stowplan.errors import CaptureError
@@ -71,12 +74,26 @@ class Rewritten:
 
 
 @dataclass(frozen=True, slots=True)
+class Before:
+    """What stood at this index of a list before the step."""
+
+    index: int
+
+
+class InList(Enum):
+    """What forward does to a list: it appends an item, or leaves other items there."""
+
+    END = "end"
+    WHOLE = "whole"
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """What forward leaves under a key of a container: of the module at the path `label`, or of another."""
 
     label: str
-    key: Any  # None appends to a list
-    value: object  # of At, Result, New, or constants
+    key: Any
+    value: object  # of At, Result, New, or constants; of Before too, if it is a whole list
     in_module: bool
 
     @property
@@ -84,11 +101,24 @@ class Stored:
         """What the user calls it."""
         if self.in_module:
             return f"{self.label}.{self.key}".lstrip(".")
-        return self.label if self.key in (None, CELL) else f"{self.key!r} of {self.label}"
+        return self.label if self.key in (*InList, CELL) else f"{self.key!r} of {self.label}"
 
     def numbers(self) -> Iterator[int]:
         """The numbers of the results in it."""
         return _numbers(self.value)
+
+    def put_into(self, holder: Any, made: Callable[[object], object]) -> None:
+        """Do what forward did to the container."""
+        match self.key, self.value:
+            case InList.END, value:
+                holder.append(made(value))
+            case InList.WHOLE, tuple() as values:
+                before = list(holder)
+                now = [before[value.index] if isinstance(value, Before) else made(value) for value in values]
+                holder.clear()
+                holder.extend(now)
+            case key, value:
+                holder[key] = made(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +175,7 @@ class Changes:
         for container, items in ready:
             _rewrite(container, items)
         for each in self.stored:
-            holder, value = holder_of(each), _made(each.value, whole, results)
-            if each.key is None:
-                holder.append(value)
-            else:
-                holder[each.key] = value
+            each.put_into(holder_of(each), lambda value: _made(value, whole, results))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +213,8 @@ def at(whole: object, path: Path) -> Any:
 def _numbers(value: object) -> Iterator[int]:
     if isinstance(value, Result):
         yield value.number
-    elif isinstance(value, New):
-        for inner in value.values:
+    elif isinstance(value, (New, tuple)):
+        for inner in value.values if isinstance(value, New) else value:
             yield from _numbers(inner)
 
 
@@ -287,16 +313,28 @@ class Stores:
     def stored(self, told: Callable[[object, str], object]) -> Iterator[Stored]:
         """Places that hold tensors now, and nothing that is neither a tensor nor a plain value."""
         for label, holder, before, in_module in self._before:
-            for key, value in _with_tensors(holder, before):
-                where = Stored(label, None if isinstance(holder, (list, deque)) else key, None, in_module)
-                if all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in flattened(value)[0]):
-                    yield replace(where, value=told(value, where.name))
+            found = _with_tensors(holder, before)
+            if not all(_is_made_of_tensors(value) for _, value in found):
+                continue
+            if found and isinstance(holder, (list, deque)) and not _has_grown(holder, before):
+                name, old = Stored(label, InList.WHOLE, None, in_module).name, list(map(id, before.values()))
+                values = tuple(Before(old.index(id(v))) if id(v) in old else told(v, name) for v in holder)
+                yield Stored(label, InList.WHOLE, values, in_module)
+                continue
+            for key, value in found:
+                where = InList.END if isinstance(holder, (list, deque)) else key
+                name = Stored(label, where, None, in_module).name
+                yield Stored(label, where, told(value, name), in_module)
 
     def put_back(self) -> None:
         """Remove stand-ins: what stood there before stands there again."""
         for _, holder, before, _ in self._before:
             found = [key for key, _ in _with_tensors(holder, before)]
-            for key in reversed(found):  # of a list, from its end
+            if found and isinstance(holder, (list, deque)):
+                holder.clear()
+                holder.extend(before.values())
+                continue
+            for key in found:
                 if key in before:
                     holder[key] = before[key]
                 else:
@@ -311,6 +349,15 @@ def _with_tensors(holder: Any, before: Mapping[Any, object]) -> list[tuple[Any, 
         if key not in _TABLES and not (key in before and before[key] is value) and not is_constant(value)
         if any(isinstance(leaf, Tensor) for leaf in flattened(value)[0])
     ]
+
+
+def _is_made_of_tensors(value: object) -> bool:
+    return all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in flattened(value)[0])
+
+
+def _has_grown(holder: Any, before: Mapping[Any, object]) -> bool:
+    """Whether a list has other items at its end alone."""
+    return len(holder) > len(before) and all(map(is_, holder, before.values()))
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs")  # an RNN's too
@@ -350,11 +397,19 @@ class SettersWatched(TorchFunctionMode):
     """Notes which tensors forward binds to other memory and whose gradients it drops, and at which line.
 
     `held` are the stand-ins by identity, with their names. A tensor that is neither one of these nor made by
-    the step is the user's own, in an attribute or a global: it must not be touched.
+    the step is the user's own, in an attribute or a global: it must not be touched. Those `without_gradient`
+    have none and will have none: forward may ask for it.
     """
 
-    def __init__(self, held: Mapping[int, str], is_made: Callable[[Tensor], bool], origins: Origins) -> None:
+    def __init__(
+        self,
+        held: Mapping[int, str],
+        is_made: Callable[[Tensor], bool],
+        origins: Origins,
+        without_gradient: Collection[int] = (),
+    ) -> None:
         super().__init__()
+        self._without_gradient = without_gradient
         self.lines: dict[int, str] = {}
         self.cleared: dict[int, None] = {}
         self._held, self._is_made, self._origins = held, is_made, origins
@@ -368,12 +423,13 @@ class SettersWatched(TorchFunctionMode):
             name = self._held.get(id(tensor))
             if name is not None or not (isinstance(tensor, FakeTensor) or self._is_made(tensor)):
                 self._look(func, tensor, name, (*args, *given.values()))
-        return func(*args, **given)
+        with uninterrupted():  # see `interruptible`
+            return func(*args, **given)
 
     def _look(self, func: Any, tensor: Tensor, name: str | None, args: tuple[Any, ...]) -> None:
         what, value = _WATCHED[func], args[1] if len(args) > 1 else True
         if func == _GRAD_GET:
-            if name is not None:
+            if name is not None and id(tensor) not in self._without_gradient:
                 raise CaptureError(
                     f"forward reads the gradient of {name}",
                     where=self._origins.here().source,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from stowplan.alone import uninterrupted
 from stowplan.capture.answers import Check, checked, unchecked
 from stowplan.capture.changes import (
     Beside,
@@ -54,6 +55,7 @@ from stowplan.errors import CaptureError, NotFinite
 from stowplan.ir import Kind
 from stowplan.torch_private import (
     checkpoints_as_calls,
+    gradient_of,
     idle_conversions_skipped,
     pytree,
     script_calls_handed_to,
@@ -483,7 +485,9 @@ class _Recorder:
         args, kwargs = self._input_spec.unflatten(self._inputs)
         containers, outside = Containers(args, kwargs), ReadsOutsideOps(self._watch)
         names = {number: held.name for number, held in self._held.items()}
-        setters = self._setters = SettersWatched(names, self._is_made, self._origins)
+        real, buffers = self._existing[1], named_tensors(self._step, "buffers")
+        idle = {id(b) for n, b in buffers.items() if not b.requires_grad and gradient_of(real[n]) is None}
+        setters = self._setters = SettersWatched(names, self._is_made, self._origins, idle)
         cuda = nullcontext() if self._step.cuda is None else self._step.cuda.anew()
         scripts = script_calls_handed_to(self._watch.run_script)
         following = self._origins.following()
@@ -657,6 +661,7 @@ class _Recorder:
             stack.enter_context(followed(self._watch, roots))
             stack.enter_context(self._watch)
             stack.enter_context(self._noting_the_line())
+            stack.enter_context(uninterrupted())
             torch.autograd.backward(roots, tuple(tangent for tangent in tangents if tangent is not None))
         place = {leaf: position for position, leaf in enumerate(self._watch.accumulated)}
         self._wanted.sort(key=lambda leaf: place.get(id(leaf), len(place)))

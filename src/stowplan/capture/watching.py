@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
+from stowplan.alone import interruptible
 from stowplan.capture.answers import Check, IsBelow, Question, contents_of, count_of, shape_of
 from stowplan.capture.foreseeing import value_at
 from stowplan.capture.generators import WatchedGenerator, moves_generator
@@ -296,6 +297,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             return self._dispatched(func, args, dict(kwargs or {}))
 
     def _dispatched(self, func: OpOverload, args: tuple[object, ...], given: dict[str, object]) -> object:
+        interruptible()
         if self._tried and func.namespace == "aten":
             raise WentOn
         if func.namespace in _COLLECTIVES:

@@ -31,7 +31,15 @@ from functools import cache, partial
 from hashlib import sha256
 from itertools import chain, count
 from operator import is_, length_hint
-from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType, MethodWrapperType, ModuleType
+from types import (
+    BuiltinMethodType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -377,7 +385,7 @@ def slots_of(kind: type) -> tuple[str, ...]:
         for name in (named,) if isinstance(named, str) else named:
             private = name.startswith("__") and not name.endswith("__")
             found[f"_{base.__name__.lstrip('_')}{name}" if private else name] = None
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+    return tuple(name for name in found if isinstance(getattr(kind, name, None), MemberDescriptorType))
 
 
 def _looks_up_itself(value: dict[Any, Any]) -> bool:
