@@ -1,10 +1,10 @@
 """Annealing: random changes of one schedule under given budgets, and the archive of all schedules met.
 
-The archive keeps those that no other beats in both peak and ticks. A move changes the state of a value for the
-backward half, or of one gap, perhaps with the value's twins in other blocks. While the peak is over the budget,
-most moves aim at the values that are in memory there.
+The archive keeps those that no other beats in both peak and ticks. A move changes the state of a value for
+the backward half, or of one gap, perhaps with the value's twins in other blocks. While the peak is over the
+budget, most moves aim at the values that are in memory there.
 
-`plan/native` does the same in C, about eighty times as fast and to the bit. This is its reference, and the
+`plan/native` does the same in C, some sixty times as fast and to the bit. This is its reference, and the
 search where no library was built. Whoever changes one changes both: `tests/plan/native` compares them.
 """
 
@@ -25,9 +25,7 @@ _ALONE = 0.1  # share of moves that decide about one gap only; the others about 
 _TWINS = 0.05  # share of moves that take the twins along
 _USUAL = (State.KEEP, State.HOLD, State.EACH)  # what makes sense for all that follows
 
-Twins: TypeAlias = Sequence[
-    tuple[int, ...]
-]  # groups of gaps at the same place in other blocks; each gap in one
+Twins: TypeAlias = Sequence[tuple[int, ...]]  # groups of gaps at the same place of other blocks
 Pause: TypeAlias = Callable[[], None]  # called now and then; it raises to end the work
 
 
@@ -158,6 +156,6 @@ class Annealer:
 
 
 def whole_value(gaps: Gaps, gap: int, state: State) -> list[tuple[int, State]]:
-    """One answer for all gaps of a value: kept before this gap; after it kept, or recomputed for each reader."""
+    """One answer for all gaps of a value: kept before this one; after it kept, or made for each reader."""
     after = State.EACH if state is State.EACH else State.KEEP
     return [(g, State.KEEP if g < gap else state if g == gap else after) for g in gaps.of(gaps.value_of[gap])]

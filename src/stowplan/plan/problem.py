@@ -119,8 +119,8 @@ _STEP_TICKS = 44  # a step takes 2**43 to 2**44 ticks
 def ticks_of(problem: Problem) -> tuple[Numbers, float]:
     """The seconds of each op as a whole number of ticks, and the seconds of a tick.
 
-    Whole numbers have the same sum in any order, on any machine and in any version of Python, so a search that
-    counts in ticks finds the same schedules everywhere. A tick is a power of two: its multiples are exact.
+    Whole numbers have the same sum in any order, on any machine and in any version of Python, so a search
+    that counts in ticks finds the same schedules everywhere. A tick is a power of two, so seconds are exact.
     """
     _, exponent = frexp(fsum(problem.seconds))
     tick_seconds = ldexp(1.0, max(exponent - _STEP_TICKS, -1000))

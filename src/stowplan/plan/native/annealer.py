@@ -1,7 +1,7 @@
 """NativeAnnealer: the annealer of `plan/annealing.py` in C.
 
-The library checks every number of a problem before it walks it, and refuses what it could not walk safely; such
-problems, and all where no library was built, are searched in Python.
+The library checks every number of a problem before it walks it, and refuses what it could not walk safely.
+Such problems, and all where no library was built, are searched in Python.
 """
 
 import ctypes
@@ -24,10 +24,7 @@ from stowplan.plan.problem import Problem, ticks_of
 
 _LOGGER = logging.getLogger("stowplan")
 _DONE, _NO_MEMORY, _BAD_PROBLEM = range(3)
-_SLOWER = (
-    "planning is slower than it could be: %s; python -m stowplan.plan.native.build builds its library, if there"
-    " is a C compiler"
-)
+ADVICE = "python -m stowplan.plan.native.build builds it if there is a C compiler"
 
 
 def annealer_of(problem: Problem, twins: Twins) -> "Annealer | NativeAnnealer":
@@ -39,7 +36,7 @@ def annealer_of(problem: Problem, twins: Twins) -> "Annealer | NativeAnnealer":
         return Annealer(problem, twins)
     try:
         return NativeAnnealer(problem, twins, library)
-    except (OverflowError, _Refused):
+    except (OverflowError, Refused):
         return Annealer(problem, twins)
 
 
@@ -52,11 +49,11 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
 def _loaded() -> tuple[ctypes.CDLL | None, str]:
     path = library_path()
     if not path.exists():
-        return None, "its library was not built"
+        return None, "it was not built"
     try:
         library = ctypes.CDLL(str(path))
     except OSError as fault:
-        return None, f"its library cannot be loaded ({fault})"
+        return None, f"it cannot be loaded ({fault})"
     for name, result, arguments in _FUNCTIONS:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -65,7 +62,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
 
 @cache
 def _say_once(why_not: str) -> None:
-    _LOGGER.warning(_SLOWER, why_not)
+    _LOGGER.warning("planning is slower without its library in C: %s; %s", why_not, ADVICE)
 
 
 class _Table(ctypes.Structure):
@@ -107,7 +104,7 @@ _FUNCTIONS: tuple[tuple[str, Any, list[Any]], ...] = (
 )
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """The library does not walk this problem."""
 
 
@@ -141,7 +138,7 @@ class NativeLedger:
         described = self._described(problem, twins)
         code = library.stow_open(byref(described), byref(self._core))
         if code == _BAD_PROBLEM:
-            raise _Refused
+            raise Refused
         self._check(code)
         finalize(self, library.stow_close, self._core)
 
@@ -153,7 +150,7 @@ class NativeLedger:
         ticks, _ = ticks_of(problem)
         sizes = (self._ops, len(problem.nbytes), self._gap_count, len(twins), problem.turn)
         if max(sizes) >= 2**31 or not 0 <= problem.standing_bytes < 2**63:  # ctypes would cut them
-            raise _Refused
+            raise Refused
         return _Problem(
             *sizes,
             problem.standing_bytes,

@@ -1,8 +1,8 @@
 """Building the library: `python -m stowplan.plan.native.build`, and the hook of the wheel (`hatch_build.py`).
 
-One command of any C compiler makes it. Its name holds a digest of its source, so a library that was built from
-another source is never loaded. Nothing but the standard library is imported: the hook runs before stowplan is
-installed.
+One command of any C compiler makes it. Its name holds a digest of its source, so a library that was built
+from another source is never loaded. Nothing but the standard library is imported: the hook runs before
+stowplan is installed.
 """
 
 import os
