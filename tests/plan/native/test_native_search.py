@@ -99,7 +99,7 @@ def test_frontiers_are_the_same(searches: Searches, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(frontier, "_ANCHORS", 3)
     points = 0
     for seed in range(_GRAPHS):
-        reference, native = searches(_problem(seed), 400)
+        reference, native = searches(_problem(seed), 200)
         assert native == reference, f"graph {seed}"
         points += len(native.points)
     assert points > 6 * _GRAPHS
