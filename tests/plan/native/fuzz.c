@@ -1,6 +1,6 @@
 /* Looks for faults of the core by chance: `fuzz FROM SECONDS FEWEST`, seeds from FROM on, at least FEWEST of them.
 
-   A seed draws a problem, sometimes a damaged one, and calls everything in any order; in some seeds allocations
+   A seed draws a problem, mostly a damaged one, and calls everything in any order; in some seeds allocations
    fail. Sanitizers see what is read or written out of bounds. The ledger is compared with one that loads the
    same schedule at once, and the archive with its own rules. Prints each seed, and ends at the first fault. */
 #include <stdint.h>
@@ -72,7 +72,7 @@ static Table table_of(Rows rows) {
 
 /* A step: op i makes value i; forward ops read earlier values, backward ones any. */
 static Problem problem_of(void) {
-    int32_t ops = 2 + (int32_t)draw(30), turn = 1 + (int32_t)draw((uint32_t)ops), values = ops + (int32_t)draw(3);
+    int32_t ops = 2 + (int32_t)draw(draw(2) ? 12 : 60), turn = 1 + (int32_t)draw((uint32_t)ops), values = ops + (int32_t)draw(3);
     size_t count = (size_t)values;
     int64_t *nbytes = keep(count, 8), *temporary = keep((size_t)ops, 8), *ticks = keep((size_t)ops, 8);
     int32_t *producer = keep(count, 4);
@@ -127,7 +127,7 @@ static void damage(Problem *problem) {
     Table *tables[] = {&problem->reads, &problem->writes, &problem->targets, &problem->victims, &problem->twins};
     Table *table = tables[draw(5)];
     int32_t rows[] = {problem->ops, problem->ops, problem->ops, (int32_t)problem->targets.count, problem->groups};
-    switch (draw(9)) {
+    switch (draw(12)) {
         case 0: problem->turn = number; break;
         case 1: ((int64_t *)problem->nbytes)[draw((uint32_t)problem->values)] = number * (INT64_C(1) << draw(31)); break;
         case 2: ((int64_t *)problem->ticks)[draw((uint32_t)problem->ops)] = number * (INT64_C(1) << draw(31)); break;
@@ -136,11 +136,17 @@ static void damage(Problem *problem) {
         case 5: ((uint8_t *)problem->droppable)[draw((uint32_t)problem->values)] ^= 1; break;
         case 6: problem->standing_bytes = number * (INT64_C(1) << draw(31)); break;
         case 7: if (table->count) ((int32_t *)table->items)[draw((uint32_t)table->count)] = number; break;
-        case 8: {
+        case 8: if (problem->gaps) ((int32_t *)problem->group_of)[draw((uint32_t)problem->gaps)] = number; break;
+        case 9: {
             size_t which = 0;
             while (tables[which] != table) which++;
             ((int32_t *)table->starts)[draw((uint32_t)rows[which] + 1)] = number;
+            break;
         }
+        default: /* an op reads a value that may be made later */
+            table = &problem->reads;
+            if (table->count)
+                ((int32_t *)table->items)[draw((uint32_t)table->count)] = (int32_t)draw((uint32_t)problem->values);
     }
 }
 
@@ -217,7 +223,7 @@ static void call_all(const Problem *problem, Core *core) {
 static void run(uint64_t seed) {
     drawn = seed * UINT64_C(0x9e3779b97f4a7c15) + 1;
     Problem problem = problem_of();
-    int is_damaged = draw(3) == 0;
+    int is_damaged = draw(3) != 0;
     if (is_damaged) damage(&problem);
     if (draw(3) == 0) allocations_left = draw(200);
     Core *core;
@@ -232,6 +238,7 @@ static void run(uint64_t seed) {
 
 int main(int count, char **words) {
     if (count != 4) return 2;
+    setvbuf(stdout, NULL, _IOLBF, BUFSIZ); /* the seed is known however the process ends */
     uint64_t seed = strtoull(words[1], NULL, 10), fewest = seed + strtoull(words[3], NULL, 10);
     time_t end = time(NULL) + atol(words[2]);
     for (; seed < fewest || time(NULL) < end; seed++) {

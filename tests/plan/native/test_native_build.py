@@ -134,6 +134,6 @@ def test_no_call_leaves_its_bounds(tmp_path: Path) -> None:
     if "cannot find -lasan" in made.stderr or "cannot find -lubsan" in made.stderr:
         pytest.skip("gcc has no sanitizers here")
     assert made.returncode == 0, made.stderr
-    seeds = ("0", "600", "0") if LONG else ("0", "0", "300")
+    seeds = ("0", "600", "0") if LONG else ("0", "0", "1500")
     done = subprocess.run([str(fuzzer), *seeds], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"seed {done.stdout.split()[-1:]}: {done.stderr[-3000:]}"
