@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stowplan.plan.ledger import Gaps, Ledger, Policy, State
+from stowplan.plan.ledger import Gaps, Ledger, Policy, State, states_of
 from stowplan.plan.problem import Problem
 
 _AT_PEAK = 0.7  # share of moves aimed at the peak while over the budget
@@ -50,7 +50,7 @@ class Annealer:
 
     def load(self, policy: Policy) -> None:
         """Go on from another schedule."""
-        self._ledger.load([State(state) for state in policy])
+        self._ledger.load(states_of(policy))
 
     def peak_bytes(self) -> int:
         """The present peak. If nothing beats the present schedule, it goes into the archive."""

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from stowplan.ir import Attribute, Graph
 from stowplan.plan.frontier import Point, relaxed_bound_of
-from stowplan.plan.ledger import Gaps, Ledger, Policy, State, gaps_of
+from stowplan.plan.ledger import Gaps, Ledger, Policy, State, gaps_of, states_of
 from stowplan.plan.plan import Basis, Machine, Pricing, RecomputeOp, Step, price_by_roofline
 from stowplan.plan.problem import Problem
 from stowplan.plan.select import problem_in_order
@@ -193,7 +193,7 @@ def carried_point(problem: Problem, policies: Sequence[Policy], allowed_bytes: i
 
 
 def _peak_of(ledger: Ledger, policy: Policy) -> int:
-    ledger.load([State(state) for state in policy])
+    ledger.load(states_of(policy))
     return int(ledger.curve_bytes().max(initial=0))
 
 

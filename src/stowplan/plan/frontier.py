@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stowplan.plan.annealing import whole_value
-from stowplan.plan.ledger import Ledger, State, gaps_of, steps_of
+from stowplan.plan.ledger import Ledger, State, gaps_of, states_of, steps_of
 from stowplan.plan.native.annealer import annealer_of
 from stowplan.plan.plan import Step
 from stowplan.plan.problem import Problem, ticks_of
@@ -297,7 +297,7 @@ class _Search:
         self._advance(0.0)  # with what was met last
         return Frontier(
             tuple(
-                Point(peak, seconds, tuple(map(State, self._annealer.policy_at(place))))
+                Point(peak, seconds, states_of(self._annealer.policy_at(place)))
                 for place, (peak, seconds) in enumerate(self._offers())
             )
         )

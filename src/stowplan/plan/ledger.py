@@ -48,6 +48,14 @@ class State(IntEnum):
     AHEAD = 3
 
 
+_STATES = tuple(State)
+
+
+def states_of(policy: Policy) -> tuple[State, ...]:
+    """The state of each gap."""
+    return tuple(map(_STATES.__getitem__, policy))  # several times as fast as State(number)
+
+
 @dataclass(frozen=True, slots=True)
 class Gaps:
     """The gaps of all droppable values, numbered: those of value v begin at `first[v]`.
