@@ -45,7 +45,7 @@ def is_switched_off() -> bool:
 
 def compiler() -> tuple[str, ...] | None:
     """The command that compiles C: `$CC`, or the first that is installed."""
-    if named := shlex.split(os.environ.get("CC", "")):
+    if named := shlex.split(os.environ.get("CC", ""), posix=os.name == "posix"):
         return tuple(named)
     found = next(filter(None, map(which, ("cc", "gcc", "clang"))), None)
     return (found,) if found else None
