@@ -52,6 +52,10 @@ class Annealer:
         """Go on from another schedule."""
         self._ledger.load(states_of(policy))
 
+    def seed(self, seed: int) -> None:
+        """Begin another sequence of random numbers."""
+        self._random = Random(seed)
+
     def peak_bytes(self) -> int:
         """The present peak. If nothing beats the present schedule, it goes into the archive."""
         return self._look()[0]

@@ -21,8 +21,9 @@ baseline's peak and the floor, through the ranges where the start did not meet i
 one budget is a few changes away from a good one for the next. The range just above the floor comes last, at a
 higher temperature. If the current peak is over the current budget, a move changes a value that is in memory
 at the peak; otherwise any value. In networks of repeated blocks the same change may be applied to a value's
-twins in other blocks. At the end, at points along the archive, every value that can be kept within the
-point's peak is kept.
+twins in other blocks. At points along the archive, every value that can be kept within the point's peak is
+then kept. A second run, from the baseline and with other random numbers, adds to the archive: near the floor
+one run alone may miss a few per cent.
 
 `focus_on` is the start for one budget alone. If its best is near enough to the bound, nobody needs the rest.
 For one of many graphs the search then starts again from the baseline: the budget falls slowly to the floor,
@@ -177,7 +178,8 @@ _TIGHTENED = 4  # how often such a start is asked for less
 _SETTLED = 0.001  # of the baseline's seconds: a budget this near to its bound needs no further search
 _SWEEPS = 6
 _HEATS = (-1.5, -1.0, -0.5)  # cooling of the last sweeps: so hot that a higher peak may come before a lower
-_OF_A_START, _OF_A_SWEEP = 0.3 / _ANCHORS, 0.6 / (_SWEEPS + len(_HEATS))  # shares of the time, roughly
+_RUNS = 2
+_OF_A_START, _OF_A_SWEEP = 0.3 / _ANCHORS, 0.6 / _RUNS / (_SWEEPS + len(_HEATS))  # of the time, roughly
 _DESCENTS, _OF_A_DESCENT = (1.0, 0.5), 2000  # their cooling, and moves on each half of the way
 _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
 _HOT, _COLD = 0.1, 0.007  # temperatures, in times of an average droppable value's op
@@ -226,13 +228,16 @@ def _search_all(search: "_Search", total: int) -> None:
         anchors = [(number + 1) / (_ANCHORS + 1) for number in range(_ANCHORS)]
         settled = [search.start_at(share, moves=total // 4 // _ANCHORS) for share in anchors]
         stretches = _unsettled([0.0, *anchors, 1.0], [True, *settled, False])
-        for number in range(_SWEEPS):
-            search.sweep(
-                stretches, total * 3 // 4 // _SWEEPS, cooling=number / (_SWEEPS - 1), down=number % 2 == 1
-            )
-        for cooling in _HEATS:
-            search.sweep([(anchors[-1], 1.0)], total // 5, cooling, down=True)
-        search.quench(attempts=max(1, total // 8))
+        for run in range(_RUNS):
+            if run:
+                search.restart(run)
+            for number in range(_SWEEPS):
+                search.sweep(
+                    stretches, total * 3 // 4 // _SWEEPS, cooling=number / (_SWEEPS - 1), down=number % 2 == 1
+                )
+            for cooling in _HEATS:
+                search.sweep([(anchors[-1], 1.0)], total // 5, cooling, down=True)
+            search.quench(attempts=max(1, total // 8))
 
 
 def focus_on(
@@ -338,6 +343,11 @@ class _Search:
                 return True
             self._anneal([budget] * (moves // _CHUNKS), cooling=0.5)
         return self._is_settled(budget, crossing.seconds)
+
+    def restart(self, seed: int) -> None:
+        """Go back to the baseline, with other random numbers; the archive stays."""
+        self._annealer.load(bytes(len(self._gaps.value_of)))
+        self._annealer.seed(seed)
 
     def descend(self, budget: int, moves: int, cooling: float) -> None:
         """From the baseline, lower the budget slowly to the floor; then anneal at this budget, cold."""

@@ -210,8 +210,12 @@ class NativeAnnealer(NativeLedger):
 
     def __init__(self, problem: Problem, twins: Twins, library: ctypes.CDLL) -> None:
         super().__init__(problem, twins, library)
-        seed = np.array(Random(0).getstate()[1], np.uint32)
-        self._check(library.stow_seed(self._core, seed.ctypes.data))
+        self.seed(0)
+
+    def seed(self, seed: int) -> None:
+        """Begin another sequence of random numbers: that of `random.Random`."""
+        state = np.array(Random(seed).getstate()[1], np.uint32)
+        self._check(self._library.stow_seed(self._core, state.ctypes.data))
 
     def peak_bytes(self) -> int:
         """The present peak. If nothing beats the present schedule, it goes into the archive."""
