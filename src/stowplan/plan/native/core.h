@@ -1,11 +1,12 @@
-/* The inner loop of the search: the ledger of a schedule, random changes of it, and the archive of what they met.
+/* The inner loop of the search: the ledger of a schedule, random changes of it, and the archive of what they
+   met.
 
    It is `plan/ledger.py` and `plan/annealing.py` again, which stay the reference: same decisions, same random
    numbers, same results to the bit. The names are theirs, and their docstrings say what each part means.
 
    Arrays of a `Problem` belong to the caller and outlive the Core. Everything else belongs to the Core. If an
-   allocation fails, the call returns NO_MEMORY, and the Core can only be closed. A problem that the loops could not
-   walk safely is refused with BAD_PROBLEM before anything is made of it. */
+   allocation fails, the call returns NO_MEMORY, and the Core can only be closed. A problem that the loops
+   could not walk safely is refused with BAD_PROBLEM. */
 #ifndef STOWPLAN_CORE_H
 #define STOWPLAN_CORE_H
 
@@ -83,12 +84,12 @@ typedef struct {
     int32_t *remade;
     List *ahead, *via;
     Chain *chains;
-    int32_t *span_counts, *spans;     /* of value v: pairs from spans[2 * use_starts[v]] on, at most one for a use */
-    int32_t *gap_starts, *gap_ends;   /* what a gap adds to the spans */
+    int32_t *span_counts, *spans;   /* of value v: pairs from spans[2 * use_starts[v]] on */
+    int32_t *gap_starts, *gap_ends; /* what a gap adds to the spans */
     int64_t *through, *local;
 
-    List log;          /* what was changed since the last commit; each entry ends with its kind */
-    Chain *replaced;   /* the chains of these entries */
+    List log;        /* what was changed since the last commit; each entry ends with its kind */
+    Chain *replaced; /* the chains of these entries */
     size_t replaced_count, replaced_room;
 
     /* Room for work that is done with before a function returns. */
@@ -107,6 +108,13 @@ typedef struct {
     Point *points; /* the archive: ascending peaks, descending ticks */
     size_t point_count, point_room;
 } Core;
+
+/* At the head of a call: if an allocation fails inside, the call ends here. */
+#define CATCH_FAILURE(core)       \
+    if (setjmp((core)->failure)) { \
+        (core)->is_broken = 1;    \
+        return NO_MEMORY;         \
+    }
 
 /* ledger.c */
 int32_t gap_at(const Core *core, int32_t value, int32_t op);

@@ -278,7 +278,8 @@ static const Chain *replace_chain(Core *core, int32_t op) {
     if (core->replaced_count == core->replaced_room) {
         size_t room = 2 * core->replaced_room + 64;
         core->replaced = room_for(core, core->replaced, room, sizeof *core->replaced);
-        memset(core->replaced + core->replaced_room, 0, (room - core->replaced_room) * sizeof *core->replaced);
+        size_t added = room - core->replaced_room;
+        memset(core->replaced + core->replaced_room, 0, added * sizeof *core->replaced);
         core->replaced_room = room;
     }
     int32_t words[] = {op, A_CHAIN};
@@ -368,7 +369,8 @@ static void add_through(Core *core, const int32_t *spans, int32_t count, int64_t
 
 static void enter_spans(Core *core, int32_t value, const int32_t *spans, int32_t count) {
     const int32_t *uses = core->uses + core->use_starts[value];
-    int32_t *before = core->spans + 2 * (ptrdiff_t)core->use_starts[value], gaps_end = core->first[value + 1];
+    int32_t *before = core->spans + 2 * (ptrdiff_t)core->use_starts[value];
+    int32_t gaps_end = core->first[value + 1];
     add_through(core, before, core->span_counts[value], -core->problem.nbytes[value]);
     add_through(core, spans, count, core->problem.nbytes[value]);
     if (count) memcpy(before, spans, 2 * (size_t)count * sizeof *spans);
@@ -386,10 +388,12 @@ static void enter_spans(Core *core, int32_t value, const int32_t *spans, int32_t
 }
 
 /* Mark the ops at which one of these spans begins or ends that is not among the others. */
-static void mark_ends(Core *core, const int32_t *spans, int32_t count, const int32_t *others, int32_t other_count) {
+static void mark_ends(
+    Core *core, const int32_t *spans, int32_t count, const int32_t *others, int32_t other_count
+) {
     for (int32_t i = 0; i < count; i++) {
         int32_t j = 0;
-        while (j < other_count && (spans[2 * i] != others[2 * j] || spans[2 * i + 1] != others[2 * j + 1])) j++;
+        while (j < other_count && memcmp(spans + 2 * i, others + 2 * j, 2 * sizeof *spans)) j++;
         if (j < other_count) continue;
         mark_changed(core, spans[2 * i]);
         mark_changed(core, spans[2 * i + 1]);
@@ -430,7 +434,7 @@ static void see(Core *core, int32_t value) {
     core->is_dying[value] = 0;
 }
 
-/* Book when the values of the ops `at` and before begin and end: at op i of the chain `levels[i]` changes. */
+/* Book when the values of an op and its chain begin and end: `levels[i]` is the change at number i. */
 static void book_values(Core *core, int32_t op, int32_t length) {
     const Problem *problem = &core->problem;
     const Chain *chain = &core->chains[op];
@@ -581,7 +585,7 @@ void load(Core *core, const uint8_t *states) {
     }
     core->is_dirty.now++, core->is_changed.now++;
     core->dirty.count = core->changed.count = 0;
-    for (int32_t op = 0; op < core->problem.ops; op++) { /* in order: later ops depend on what earlier ones hold */
+    for (int32_t op = 0; op < core->problem.ops; op++) { /* later ops depend on what earlier ones hold */
         rechain(core, op);
         while (core->queue.count) dequeue(core);
     }
@@ -619,7 +623,8 @@ static int is_count(int32_t number) { return 0 <= number && number <= MOST; }
 /* Whether all numbers are in range. The uses of values are checked when they are listed. */
 static int is_safe(const Problem *problem) {
     int32_t ops = problem->ops, values = problem->values;
-    if (!is_count(ops) || !is_count(values) || !is_count(problem->gaps) || !is_count(problem->groups)) return 0;
+    if (!is_count(ops) || !is_count(values)) return 0;
+    if (!is_count(problem->gaps) || !is_count(problem->groups)) return 0;
     if (problem->turn < 0 || problem->turn > ops) return 0;
     if (!is_table(&problem->reads, ops, values) || !is_table(&problem->writes, ops, values)) return 0;
     if (!is_table(&problem->targets, ops, values)) return 0;
@@ -628,9 +633,9 @@ static int is_safe(const Problem *problem) {
     for (int32_t gap = 0; gap < problem->gaps; gap++)
         if (problem->group_of[gap] < 0 || problem->group_of[gap] >= problem->groups) return 0;
     for (int32_t value = 0; value < values; value++) {
-        if (problem->producer[value] < NEVER || problem->producer[value] >= ops) return 0;
-        if (problem->droppable[value] && (problem->producer[value] < 0 || problem->producer[value] >= problem->turn))
-            return 0;
+        int32_t maker = problem->producer[value];
+        if (maker < NEVER || maker >= ops) return 0;
+        if (problem->droppable[value] && (maker < 0 || maker >= problem->turn)) return 0;
     }
     return is_bounded(problem->nbytes, values, MOST_BYTES / 8) &&
            is_bounded(problem->temporary_bytes, ops, MOST_BYTES / 8) &&
@@ -638,7 +643,7 @@ static int is_safe(const Problem *problem) {
            is_bounded(problem->ticks, ops, MOST_TICKS / (ops ? ops : 1));
 }
 
-/* List the uses of values and number their gaps; whether every value is made before it is read, once by an op. */
+/* List the uses of values and number their gaps; whether each is made before it is read. */
 static int list_uses(Core *core) {
     const Problem *problem = &core->problem;
     int32_t values = problem->values;
@@ -657,7 +662,8 @@ static int list_uses(Core *core) {
     core->value_of = zeros(core, (size_t)problem->gaps, sizeof *core->value_of);
     for (int32_t value = 0; value < values; value++) {
         core->uses[core->use_starts[value]] = problem->producer[value];
-        for (int32_t gap = core->first[value]; gap < core->first[value + 1]; gap++) core->value_of[gap] = value;
+        for (int32_t gap = core->first[value]; gap < core->first[value + 1]; gap++)
+            core->value_of[gap] = value;
     }
     for (int32_t op = 0; op < problem->ops; op++) {
         for (int32_t i = problem->reads.starts[op]; i < problem->reads.starts[op + 1]; i++) {
@@ -675,7 +681,8 @@ static Marks no_marks(Core *core, int32_t count) {
 }
 
 static void make_ledger(Core *core) {
-    size_t ops = (size_t)core->problem.ops, values = (size_t)core->problem.values, gaps = (size_t)core->problem.gaps;
+    size_t ops = (size_t)core->problem.ops, values = (size_t)core->problem.values;
+    size_t gaps = (size_t)core->problem.gaps;
     int32_t most_uses = 1;
     for (size_t value = 0; value < values; value++)
         if (use_count(core, (int32_t)value) > most_uses) most_uses = use_count(core, (int32_t)value);
@@ -683,7 +690,8 @@ static void make_ledger(Core *core) {
     core->remade = zeros(core, gaps, sizeof *core->remade);
     core->gap_starts = zeros(core, gaps, sizeof *core->gap_starts);
     core->gap_ends = zeros(core, gaps, sizeof *core->gap_ends);
-    for (size_t gap = 0; gap < gaps; gap++) core->remade[gap] = core->gap_starts[gap] = core->gap_ends[gap] = NEVER;
+    for (size_t gap = 0; gap < gaps; gap++)
+        core->remade[gap] = core->gap_starts[gap] = core->gap_ends[gap] = NEVER;
     core->ahead = zeros(core, ops, sizeof *core->ahead);
     core->via = zeros(core, values, sizeof *core->via);
     core->chains = zeros(core, ops, sizeof *core->chains);
@@ -753,14 +761,10 @@ API int stow_open(const Problem *problem, Core **opened) {
 
 /* ---- what Python calls ---- */
 
-static int is_state(uint8_t state) { return state < STATES; }
-
 API int stow_set_state(Core *core, int32_t gap, int32_t state) {
-    if (core->is_broken || gap < 0 || gap >= core->problem.gaps || state < 0 || state >= STATES) return BAD_CALL;
-    if (setjmp(core->failure)) {
-        core->is_broken = 1;
-        return NO_MEMORY;
-    }
+    if (core->is_broken || gap < 0 || gap >= core->problem.gaps) return BAD_CALL;
+    if (state < 0 || state >= STATES) return BAD_CALL;
+    CATCH_FAILURE(core)
     set_state(core, gap, (uint8_t)state);
     return DONE;
 }
@@ -773,10 +777,7 @@ API int stow_commit(Core *core) {
 
 API int stow_roll_back(Core *core) {
     if (core->is_broken) return BAD_CALL;
-    if (setjmp(core->failure)) {
-        core->is_broken = 1;
-        return NO_MEMORY;
-    }
+    CATCH_FAILURE(core)
     roll_back(core);
     return DONE;
 }
@@ -784,16 +785,13 @@ API int stow_roll_back(Core *core) {
 API int stow_load(Core *core, const uint8_t *states) {
     if (core->is_broken) return BAD_CALL;
     for (int32_t gap = 0; gap < core->problem.gaps; gap++)
-        if (!is_state(states[gap])) return BAD_CALL;
-    if (setjmp(core->failure)) {
-        core->is_broken = 1;
-        return NO_MEMORY;
-    }
+        if (states[gap] >= STATES) return BAD_CALL;
+    CATCH_FAILURE(core)
     load(core, states);
     return DONE;
 }
 
-/* The schedule as it is: the memory while each op or its chain runs, the state of each gap, and the extra ticks. */
+/* The schedule: the memory while each op or its chain runs, the state of each gap, the extra ticks. */
 API int stow_read(const Core *core, int64_t *curve, uint8_t *states, int64_t *extra_ticks) {
     if (core->is_broken) return BAD_CALL;
     for (int32_t op = 0; op < core->problem.ops; op++)

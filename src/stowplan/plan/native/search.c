@@ -22,7 +22,8 @@ static uint32_t twisted(uint32_t high, uint32_t low) {
 static uint32_t random_bits(Core *core) {
     uint32_t *state = core->random;
     if (core->random_place >= 624) {
-        for (int i = 0; i < 624; i++) state[i] = state[(i + 397) % 624] ^ twisted(state[i], state[(i + 1) % 624]);
+        for (int i = 0; i < 624; i++)
+            state[i] = state[(i + 397) % 624] ^ twisted(state[i], state[(i + 1) % 624]);
         core->random_place = 0;
     }
     uint32_t bits = state[core->random_place++];
@@ -196,7 +197,8 @@ static void keep_what_fits(Core *core, int64_t budget, int32_t *value) {
     for (; *value < core->problem.values && core->changes < CHANGES_AT_ONCE; ++*value) {
         int64_t before = core->extra_ticks;
         if (!is_dropped(core, *value)) continue;
-        for (int32_t gap = core->first[*value]; gap < core->first[*value + 1]; gap++) change_to(core, gap, KEEP);
+        for (int32_t gap = core->first[*value]; gap < core->first[*value + 1]; gap++)
+            change_to(core, gap, KEEP);
         if (look(core, &op) <= budget && core->extra_ticks < before) commit(core);
         else roll_back(core);
     }
@@ -206,10 +208,7 @@ static void keep_what_fits(Core *core, int64_t budget, int32_t *value) {
 
 API int stow_look(Core *core, int64_t *peak, int32_t *op) {
     if (core->is_broken) return BAD_CALL;
-    if (setjmp(core->failure)) {
-        core->is_broken = 1;
-        return NO_MEMORY;
-    }
+    CATCH_FAILURE(core)
     *peak = look(core, op);
     return DONE;
 }
@@ -219,22 +218,16 @@ API int stow_anneal(
     Core *core, const double *budgets, int64_t count, int64_t *place, double temperature, double penalty
 ) {
     if (core->is_broken || core->problem.gaps == 0 || *place < 0) return BAD_CALL;
-    if (setjmp(core->failure)) {
-        core->is_broken = 1;
-        return NO_MEMORY;
-    }
+    CATCH_FAILURE(core)
     core->changes = 0;
     anneal(core, budgets, count, place, temperature, penalty);
     return DONE;
 }
 
-/* Keep the values from `*value` on that can be kept within the budget; it returns early, with the next value there. */
+/* Keep the values from `*value` on that can be kept within a budget; it returns early, like stow_anneal. */
 API int stow_keep_what_fits(Core *core, int64_t budget, int32_t *value) {
     if (core->is_broken || *value < 0) return BAD_CALL;
-    if (setjmp(core->failure)) {
-        core->is_broken = 1;
-        return NO_MEMORY;
-    }
+    CATCH_FAILURE(core)
     core->changes = 0;
     keep_what_fits(core, budget, value);
     return DONE;
