@@ -122,8 +122,9 @@ def ticks_of(problem: Problem) -> tuple[Numbers, float]:
     Whole numbers have the same sum in any order, on any machine and in any version of Python, so a search
     that counts in ticks finds the same schedules everywhere. A tick is a power of two, so seconds are exact.
     """
-    _, exponent = frexp(fsum(problem.seconds))
-    tick_seconds = ldexp(1.0, max(exponent - _STEP_TICKS, -1000))
+    _, largest = frexp(max(problem.seconds, default=0.0))  # the sum itself could overflow
+    _, exponent = frexp(fsum(ldexp(seconds, -largest) for seconds in problem.seconds))
+    tick_seconds = ldexp(1.0, max(largest + exponent - _STEP_TICKS, -1074))
     return tuple(round(seconds / tick_seconds) for seconds in problem.seconds), tick_seconds
 
 
