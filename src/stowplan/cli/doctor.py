@@ -101,11 +101,22 @@ def _usable(torch_version: str | None, disk: dict[str, object] | str) -> dict[st
     trains: bool | str = missing if torch_version is None else _trains_with(torch_version)
     return {
         "inspect, plan, report, convert on files": True,
+        "planning in C": _planning_in_c(),
         "fit": trains,
         "torch.compile(backend='stowplan')": trains,
         "offload to disk": (disk if isinstance(disk, str) else True) if trains is True else trains,
         **{f"integration with {name}": _integration(name, trains) for name in _PARTNERS[:-1]},
     }
+
+
+def _planning_in_c() -> bool | str:
+    from stowplan.plan.native.annealer import ADVICE, loaded
+    from stowplan.plan.native.build import is_switched_off
+
+    library, why_not = loaded()
+    if library is not None:
+        return True
+    return why_not if is_switched_off() else f"{why_not}, so plans are searched in Python; {ADVICE}"
 
 
 def _trains_with(torch_version: str) -> bool | str:

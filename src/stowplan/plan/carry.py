@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from stowplan.ir import Attribute, Graph
 from stowplan.plan.frontier import Point, relaxed_bound_of
-from stowplan.plan.ledger import Gaps, Ledger, State, gaps_of
+from stowplan.plan.ledger import Gaps, Ledger, Policy, State, gaps_of, states_of
 from stowplan.plan.plan import Basis, Machine, Pricing, RecomputeOp, Step, price_by_roofline
 from stowplan.plan.problem import Problem
 from stowplan.plan.select import problem_in_order
@@ -40,7 +40,6 @@ GAP = 0.03  # seconds above the lower bound, beyond those of the searched graph,
 _MOST_POLICIES = 48  # of one frontier
 _MOST_DROPS = 400  # while a policy is repaired
 
-Policy = bytes  # a State for each gap
 Outline = tuple[object, ...]
 
 
@@ -194,7 +193,7 @@ def carried_point(problem: Problem, policies: Sequence[Policy], allowed_bytes: i
 
 
 def _peak_of(ledger: Ledger, policy: Policy) -> int:
-    ledger.load([State(state) for state in policy])
+    ledger.load(states_of(policy))
     return int(ledger.curve_bytes().max(initial=0))
 
 

@@ -21,8 +21,9 @@ baseline's peak and the floor, through the ranges where the start did not meet i
 one budget is a few changes away from a good one for the next. The range just above the floor comes last, at a
 higher temperature. If the current peak is over the current budget, a move changes a value that is in memory
 at the peak; otherwise any value. In networks of repeated blocks the same change may be applied to a value's
-twins in other blocks. At the end, at points along the archive, every value that can be kept within the
-point's peak is kept.
+twins in other blocks. At points along the archive, every value that can be kept within the point's peak is
+then kept. A second run, from the baseline and with other random numbers, adds to the archive: near the floor
+one run alone may miss a few per cent.
 
 `focus_on` is the start for one budget alone. If its best is near enough to the bound, nobody needs the rest.
 For one of many graphs the search then starts again from the baseline: the budget falls slowly to the floor,
@@ -35,16 +36,17 @@ from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import exp, inf
-from random import Random
+from math import inf
 from re import sub
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stowplan.plan.ledger import Gaps, Ledger, State, steps_of
+from stowplan.plan.annealing import whole_value
+from stowplan.plan.ledger import Ledger, State, gaps_of, states_of, steps_of
+from stowplan.plan.native.annealer import annealer_of
 from stowplan.plan.plan import Step
-from stowplan.plan.problem import Problem
+from stowplan.plan.problem import Problem, ticks_of
 from stowplan.watch import Searching, patience, tell
 
 if TYPE_CHECKING:
@@ -176,16 +178,13 @@ _TIGHTENED = 4  # how often such a start is asked for less
 _SETTLED = 0.001  # of the baseline's seconds: a budget this near to its bound needs no further search
 _SWEEPS = 6
 _HEATS = (-1.5, -1.0, -0.5)  # cooling of the last sweeps: so hot that a higher peak may come before a lower
-_OF_A_START, _OF_A_SWEEP = 0.3 / _ANCHORS, 0.6 / (_SWEEPS + len(_HEATS))  # shares of the time, roughly
+_RUNS = 2
+_OF_A_START, _OF_A_SWEEP = 0.3 / _ANCHORS, 0.6 / _RUNS / (_SWEEPS + len(_HEATS))  # of the time, roughly
 _DESCENTS, _OF_A_DESCENT = (1.0, 0.5), 2000  # their cooling, and moves on each half of the way
 _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
-_HOT, _COLD = 0.1, 0.007  # temperatures, in seconds of an average droppable value's op
-_PENALTY = 4.0  # price of exceeding the budget by the baseline's whole peak, in seconds of the baseline
-_AT_PEAK = 0.7  # share of moves aimed at the peak while over the budget
-_ALONE = 0.1  # share of moves that decide about one gap only; the others about all that follow as well
-_USUAL = (State.KEEP, State.HOLD, State.EACH)  # what makes sense for all that follows
+_HOT, _COLD = 0.1, 0.007  # temperatures, in times of an average droppable value's op
+_PENALTY = 4.0  # price of exceeding the budget by the baseline's whole peak, in times of the baseline
 _CHUNKS = 8  # how often a start is looked at, whether it is good enough
-_TWINS = 0.05  # share of moves that take the twins along
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,13 +228,16 @@ def _search_all(search: "_Search", total: int) -> None:
         anchors = [(number + 1) / (_ANCHORS + 1) for number in range(_ANCHORS)]
         settled = [search.start_at(share, moves=total // 4 // _ANCHORS) for share in anchors]
         stretches = _unsettled([0.0, *anchors, 1.0], [True, *settled, False])
-        for number in range(_SWEEPS):
-            search.sweep(
-                stretches, total * 3 // 4 // _SWEEPS, cooling=number / (_SWEEPS - 1), down=number % 2 == 1
-            )
-        for cooling in _HEATS:
-            search.sweep([(anchors[-1], 1.0)], total // 5, cooling, down=True)
-        search.quench(attempts=max(1, total // 8))
+        for run in range(_RUNS):
+            if run:
+                search.restart(run)
+            for number in range(_SWEEPS):
+                search.sweep(
+                    stretches, total * 3 // 4 // _SWEEPS, cooling=number / (_SWEEPS - 1), down=number % 2 == 1
+                )
+            for cooling in _HEATS:
+                search.sweep([(anchors[-1], 1.0)], total // 5, cooling, down=True)
+            search.quench(attempts=max(1, total // 8))
 
 
 def focus_on(
@@ -277,47 +279,46 @@ class _Over(Exception):
 
 
 class _Search:
-    """One annealing run and the archive of what it met."""
+    """One annealing run and the archive of what it met. It counts in ticks, and says seconds."""
 
     def __init__(self, problem: Problem) -> None:
-        self._ledger = Ledger(problem)
-        self._random, self._patience = Random(0), patience()
-        self._gaps = self._ledger.gaps
-        self._twins = twins_of(problem, self._ledger.gaps)
+        self._problem, self._patience = problem, patience()
+        self._annealer = annealer_of(problem, twins_of(problem))
+        self._gaps = self._annealer.gaps
+        self._ticks, self._tick_seconds = ticks_of(problem)
         self._floor_bytes = floor_of(problem)
-        costly = {problem.producer[v]: problem.seconds[problem.producer[v]] for v in self._gaps.value_of}
-        self._warmth = float(np.mean([c for c in costly.values() if c > 0] or [0.0]))
-        self._peaks: list[int] = []
-        self._points: list[tuple[float, bytes]] = []
+        makers = {problem.producer[value] for value in self._gaps.value_of}
+        costly = [self._ticks[op] for op in makers if self._ticks[op]]
+        self._warmth = sum(costly) / max(1, len(costly))
         self._bounds: list[tuple[float, float]] = []  # budgets, and what no schedule within them can avoid
         self._share = 0.0
-        self._plain_bytes, _ = self._look()
-        self._plain_seconds = sum(problem.seconds)
-        backward = self._ledger.curve_bytes()[problem.turn :]
+        self._plain_bytes, self._plain_ticks = self._annealer.peak_bytes(), sum(self._ticks)
+        backward = self._annealer.curve_bytes()[problem.turn :]
         self._cut = problem.turn + (int(backward.argmax()) if len(backward) else 0)
-        self._penalty = _PENALTY * (self._plain_seconds or 1.0) / max(1, self._plain_bytes)
+        self._penalty = _PENALTY * (self._plain_ticks or 1) / max(1, self._plain_bytes)
 
     def frontier(self) -> Frontier:
         """The frontier of all schedules in the archive."""
         self._advance(0.0)  # with what was met last
         return Frontier(
             tuple(
-                Point(peak, seconds, tuple(map(State, states)))
-                for peak, (seconds, states) in zip(self._peaks, self._points, strict=True)
+                Point(peak, seconds, states_of(self._annealer.policy_at(place)))
+                for place, (peak, seconds) in enumerate(self._offers())
             )
         )
 
     def _advance(self, share: float) -> None:
         """Report the points so far to the watcher, before a part that takes `share` of the search."""
-        tell(lambda: Searching(self._share, self._plain_seconds, self._offers(), tuple(self._bounds)))
+        plain_seconds = self._plain_ticks * self._tick_seconds
+        tell(lambda: Searching(self._share, plain_seconds, self._offers(), tuple(self._bounds)))
         self._share += share
 
-    def _offers(self) -> list[tuple[float, float]]:
-        return [(peak, seconds) for peak, (seconds, _) in zip(self._peaks, self._points, strict=True)]
+    def _offers(self) -> list[tuple[int, float]]:
+        return [(peak, ticks * self._tick_seconds) for peak, ticks in self._annealer.offers()]
 
     def has_room(self) -> bool:
         """Whether the peak is above the floor, and so can be lowered at all."""
-        return self._floor_bytes < self._plain_bytes and any(self._ledger.problem.droppable)
+        return self._floor_bytes < self._plain_bytes and any(self._problem.droppable)
 
     def is_large(self) -> bool:
         """Whether optima in whole numbers would take too long."""
@@ -332,7 +333,7 @@ class _Search:
 
         Returns whether the result met the bound.
         """
-        crossing = crossing_at(self._ledger.problem, self._cut, int(budget), whole=not self.is_large())
+        crossing = crossing_at(self._problem, self._cut, int(budget), whole=not self.is_large())
         self._bounds.append((budget, crossing.seconds))
         self._advance(_OF_A_START)
         self._cross_with(crossing.kept)
@@ -343,15 +344,20 @@ class _Search:
             self._anneal([budget] * (moves // _CHUNKS), cooling=0.5)
         return self._is_settled(budget, crossing.seconds)
 
+    def restart(self, seed: int) -> None:
+        """Go back to the baseline, with other random numbers; the archive stays."""
+        self._annealer.load(bytes(len(self._gaps.value_of)))
+        self._annealer.seed(seed)
+
     def descend(self, budget: int, moves: int, cooling: float) -> None:
         """From the baseline, lower the budget slowly to the floor; then anneal at this budget, cold."""
         self._advance(_OF_A_START)
-        self._ledger.load([State.KEEP] * len(self._gaps.value_of))
+        self._annealer.load(bytes(len(self._gaps.value_of)))
         self._anneal([self._budget_at(move / moves) for move in range(moves)], cooling)
         self._anneal([float(budget)] * moves, cooling=1.0)
-        if place := bisect_right(self._peaks, budget):
-            self._ledger.load([State(state) for state in self._points[place - 1][1]])
-            self._keep_what_fits(budget)
+        if (place := self._annealer.place_within(budget)) is not None:
+            self._annealer.load(self._annealer.policy_at(place))
+            self._annealer.keep_what_fits(budget, self._refuse_if_over)
 
     def bound_within(self, allowed_bytes: int) -> float:
         """Extra seconds that no schedule within a budget can avoid, as far as it is known."""
@@ -363,25 +369,26 @@ class _Search:
         for value in set(self._gaps.value_of):
             crossed = self._gaps.at(value, self._cut + 1)
             if value not in kept and crossed + 1 < self._gaps.first[value + 1]:
-                for gap, state in self._whole_value(crossed, self._dropped(value, kept)):
+                for gap, state in whole_value(self._gaps, crossed, self._dropped(value, kept)):
                     states[gap] = state
-        self._ledger.load(states)
+        self._annealer.load(bytes(states))
 
     def _tighten(self, budget: float) -> None:
         """Ask for less at the cut, by what the whole schedule is over the budget, until it no longer is."""
         asked = budget
         for _ in range(_TIGHTENED):
-            peak, _ = self._look()
+            peak = self._annealer.peak_bytes()
             if peak <= budget:
                 return
             asked -= peak - budget
             whole = not self.is_large()
-            self._cross_with(crossing_at(self._ledger.problem, self._cut, int(asked), whole=whole).kept)
+            self._cross_with(crossing_at(self._problem, self._cut, int(asked), whole=whole).kept)
 
     def _is_settled(self, budget: float, bound_seconds: float) -> bool:
-        self._look()
-        place = bisect_right(self._peaks, budget)
-        return place > 0 and self._points[place - 1][0] <= bound_seconds + _SETTLED * self._plain_seconds
+        self._annealer.peak_bytes()
+        place = self._annealer.place_within(budget)
+        near = bound_seconds / self._tick_seconds + _SETTLED * self._plain_ticks
+        return place is not None and self._annealer.offers()[place][1] <= near
 
     def sweep(self, stretches: list[tuple[float, float]], moves: int, cooling: float, down: bool) -> None:
         """One pass of the budget over the stretches, towards the floor or back; `moves` for all there is."""
@@ -396,120 +403,31 @@ class _Search:
 
     def quench(self, attempts: int) -> None:
         """From points all along the archive, keep every value that can be kept within the point's peak."""
-        dropped = max(1, sum(1 for _, states in self._points for state in states if state))
-        every = -(-dropped // attempts)
-        for peak, (_, states) in list(zip(self._peaks, self._points, strict=True))[::every]:
+        points = [(peak, self._annealer.policy_at(n)) for n, (peak, _) in enumerate(self._annealer.offers())]
+        dropped = sum(len(policy) - policy.count(State.KEEP) for _, policy in points)
+        for peak, policy in points[:: -(-max(1, dropped) // attempts)]:
             self._refuse_if_over()
-            self._ledger.load([State(state) for state in states])
-            self._keep_what_fits(peak)
-
-    def _keep_what_fits(self, budget: int) -> None:
-        for value in sorted({self._gaps.value_of[g] for g, state in enumerate(self._ledger.states) if state}):
-            before = self._ledger.extra_seconds
-            for gap in self._gaps.of(value):
-                self._set(gap, State.KEEP)
-            peak, _ = self._look()
-            if peak <= budget and self._ledger.extra_seconds < before:
-                self._ledger.commit()
-            else:
-                self._ledger.roll_back()
+            self._annealer.load(policy)
+            self._annealer.keep_what_fits(peak, self._refuse_if_over)
 
     def _budget_at(self, share: float) -> float:
         return self._plain_bytes + share * (self._floor_bytes - self._plain_bytes)
 
     def _dropped(self, value: int, kept: frozenset[int]) -> State:
         """Values that are made cheaply from what is kept are made for each reader, others once."""
-        problem = self._ledger.problem
+        problem = self._problem
         maker = problem.producer[value]
         at_hand = all(read in kept or not problem.droppable[read] for read in problem.reads[maker])
-        cheap = problem.seconds[maker] < _CHEAP * self._warmth
+        cheap = self._ticks[maker] < _CHEAP * self._warmth
         return State.EACH if cheap and at_hand else State.HOLD
 
     def _anneal(self, budgets: list[float], cooling: float) -> None:
-        """A move per budget, or one for its twins as well; a worse one may stay while it is warm."""
         temperature = self._warmth * _HOT * (_COLD / _HOT) ** cooling
-        peak, peak_op = self._look()
-        place = 0
-        while place < len(budgets):
-            self._refuse_if_over()
-            budget = budgets[place]
-            before = self._price(peak, budget)
-            place += self._change(peak_op if peak > budget else None)
-            new_peak, new_op = self._look()
-            worse = self._price(new_peak, budget) - before
-            if worse <= 0 or (temperature > 0 and self._random.random() < exp(-worse / temperature)):
-                peak, peak_op = new_peak, new_op
-                self._ledger.commit()
-            else:
-                self._ledger.roll_back()
+        self._annealer.anneal(budgets, temperature, self._penalty, self._refuse_if_over)
 
     def _refuse_if_over(self) -> None:
         if over := self._patience.over:
             raise _Over(over)
-
-    def _price(self, peak: int, budget: float) -> float:
-        return self._ledger.extra_seconds + self._penalty * max(0.0, peak - budget)
-
-    def _change(self, peak_op: int | None) -> int:
-        """Decide otherwise about a value for the backward half, or about one gap; perhaps with its twins.
-
-        Returns for how many.
-        """
-        picked = self._pick(peak_op)
-        alone = self._random.random() < _ALONE
-        if not alone:
-            picked = self._crossing(self._gaps.value_of[picked])
-        choices = [
-            state for state in (State if alone else _USUAL) if state is not self._ledger.states[picked]
-        ]
-        state = self._random.choice(choices)
-        alike = self._twins[picked] if self._random.random() < _TWINS else (picked,)
-        for twin in alike:
-            for gap, wanted in ((twin, state),) if alone else self._whole_value(twin, state):
-                self._set(gap, wanted)
-        return len(alike)
-
-    def _crossing(self, value: int) -> int:
-        """The gap in which the value goes from the forward to the backward half."""
-        return self._gaps.at(value, self._ledger.problem.turn)
-
-    def _whole_value(self, gap: int, state: State) -> list[tuple[int, State]]:
-        """One answer for all gaps: kept before this one; after it kept, or recomputed for each reader."""
-        after = State.EACH if state is State.EACH else State.KEEP
-        gaps = self._gaps.of(self._gaps.value_of[gap])
-        return [(g, State.KEEP if g < gap else state if g == gap else after) for g in gaps]
-
-    def _set(self, gap: int, state: State) -> None:
-        if self._ledger.states[gap] is not state:
-            self._ledger.set_state(gap, state)
-
-    def _pick(self, peak_op: int | None) -> int:
-        if peak_op is not None and self._random.random() < _AT_PEAK:
-            occupied = self._ledger.occupied_across(peak_op)
-            if len(occupied):
-                return int(occupied[self._random.randrange(len(occupied))])
-        return self._random.randrange(len(self._gaps.value_of))
-
-    def _look(self) -> tuple[int, int]:
-        """The present peak and its op; a schedule that nothing beats goes into the archive."""
-        curve = self._ledger.curve_bytes()
-        if not len(curve):
-            return 0, 0
-        peak_op = int(curve.argmax())
-        peak, seconds = int(curve[peak_op]), self._ledger.extra_seconds
-        place = bisect_right(self._peaks, peak)
-        if place == 0 or self._points[place - 1][0] > seconds:
-            self._file(place, peak, seconds)
-        return peak, peak_op
-
-    def _file(self, place: int, peak: int, seconds: float) -> None:
-        end = place
-        while end < len(self._peaks) and self._points[end][0] >= seconds:
-            end += 1
-        if place and self._peaks[place - 1] == peak:
-            place -= 1
-        self._peaks[place:end] = [peak]
-        self._points[place:end] = [(seconds, bytes(self._ledger.states))]
 
 
 def floor_of(problem: Problem, without: Container[int] = ()) -> int:
@@ -544,12 +462,13 @@ def _own_bytes(problem: Problem, op: int, last: list[int]) -> int:
     return own + problem.temporary_bytes[op] - spared
 
 
-def twins_of(problem: Problem, gaps: Gaps) -> dict[int, tuple[int, ...]]:
-    """By gap, the gaps at the same place in other blocks, itself included."""
+def twins_of(problem: Problem) -> list[tuple[int, ...]]:
+    """Groups of gaps at the same place in other blocks; each gap is in one."""
+    gaps = gaps_of(problem)
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for gap, value in enumerate(gaps.value_of):
         op = problem.producer[value]
         scope = sub(r"\d+", "#", problem.graph.ops[op].scope)
         place = (gap - gaps.first[value], len(gaps.uses[value]), problem.writes[op].index(value))
         groups[(problem.graph.ops[op].type, scope, problem.nbytes[value], *place)].append(gap)
-    return {gap: tuple(group) for group in groups.values() for gap in group}
+    return [tuple(group) for group in groups.values()]

@@ -32,10 +32,11 @@ from stowplan.analyse.facts import is_resident, storages_of
 from stowplan.ir import Graph, Op, Role
 from stowplan.ops.table import site_of
 from stowplan.plan.plan import Compute, Free, RecomputeOp, Step
-from stowplan.plan.problem import Numbers, Problem, overwritable
+from stowplan.plan.problem import Numbers, Problem, overwritable, ticks_of
 
 _NEVER = -1
 Span = tuple[int, int]
+Policy = bytes  # a State for each gap
 
 
 class State(IntEnum):
@@ -45,6 +46,14 @@ class State(IntEnum):
     HOLD = 1
     EACH = 2
     AHEAD = 3
+
+
+_STATES = tuple(State)
+
+
+def states_of(policy: Policy) -> tuple[State, ...]:
+    """The state of each gap."""
+    return tuple(map(_STATES.__getitem__, policy))  # several times as fast as State(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +108,7 @@ class _Chain:
     ops: Numbers = ()
     demanded: frozenset[int] = frozenset()
     involved: frozenset[int] = frozenset()
-    seconds: float = 0.0
+    ticks: int = 0
 
 
 class _State(NamedTuple):
@@ -133,7 +142,8 @@ class Ledger:
         self.problem, self.gaps = problem, gaps_of(problem)
         ops, values, gaps = len(problem.reads), len(problem.nbytes), len(self.gaps.value_of)
         self.states = [State.KEEP] * gaps
-        self.extra_seconds = 0.0
+        self._ticks, self._tick_seconds = ticks_of(problem)
+        self.extra_ticks = 0
         self._remade = [_NEVER] * gaps  # the op before which a HOLD value is recomputed
         self._ahead: list[set[int]] = [set() for _ in range(ops)]  # AHEAD values to be made before the op
         self._chains = [_Chain(op) for op in range(ops)]
@@ -151,6 +161,11 @@ class Ledger:
         for op in range(ops):
             self._local[op] = self._local_peak(op)
         self.commit()
+
+    @property
+    def extra_seconds(self) -> float:
+        """The seconds of all ops that are recomputed."""
+        return self.extra_ticks * self._tick_seconds
 
     def curve_bytes(self) -> NDArray[np.int64]:
         """The highest memory while each op or its chain runs."""
@@ -266,7 +281,7 @@ class Ledger:
             self._via[value].discard(chain.op)
         for value in chain.involved - before.involved:
             self._via[value].add(chain.op)
-        self.extra_seconds += chain.seconds - before.seconds
+        self.extra_ticks += chain.ticks - before.ticks
         self._chains[chain.op] = chain
 
     def _move_remake(self, gap: int, op: int, demanded: bool) -> bool:
@@ -295,8 +310,8 @@ class Ledger:
                 elif value not in demanded:
                     demanded.add(value)
                     missing.append(value)
-        seconds = sum(problem.seconds[again] for again in chain)
-        return _Chain(op, tuple(sorted(chain)), frozenset(demanded), frozenset(demanded | ready), seconds)
+        ticks = sum(self._ticks[again] for again in chain)
+        return _Chain(op, tuple(sorted(chain)), frozenset(demanded), frozenset(demanded | ready), ticks)
 
     def _spans_of(self, value: int) -> tuple[Span, ...]:
         """From which op to which op the value is in memory without a break."""

@@ -7,6 +7,7 @@ be dropped. `slices_last` is an order of the same ops that needs less memory and
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import frexp, fsum, ldexp
 
 from stowplan.analyse.facts import Storages, is_resident, storages_of
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
@@ -110,6 +111,21 @@ def problem_of(
         turn=turn,
         standing_bytes=values.standing_bytes,
     )
+
+
+_STEP_TICKS = 44  # a step takes 2**43 to 2**44 ticks
+
+
+def ticks_of(problem: Problem) -> tuple[Numbers, float]:
+    """The seconds of each op as a whole number of ticks, and the seconds of a tick.
+
+    Whole numbers have the same sum in any order, on any machine and in any version of Python, so a search
+    that counts in ticks finds the same schedules everywhere. A tick is a power of two, so seconds are exact.
+    """
+    _, largest = frexp(max(problem.seconds, default=0.0))  # the sum itself could overflow
+    _, exponent = frexp(fsum(ldexp(seconds, -largest) for seconds in problem.seconds))
+    tick_seconds = ldexp(1.0, max(largest + exponent - _STEP_TICKS, -1074))
+    return tuple(round(seconds / tick_seconds) for seconds in problem.seconds), tick_seconds
 
 
 def overwritable(graph: Graph, site: Site, made: Container[str]) -> list[tuple[str, tuple[str, ...]]]:
