@@ -85,6 +85,7 @@ __all__ = [
     "cpp_compiler",
     "default_device",
     "default_generator_is",
+    "dispatch_modes",
     "dispatched_without_data",
     "fake_tensor_logger",
     "idle_conversions_skipped",
@@ -751,6 +752,12 @@ def default_device() -> str:
     """Where tensors are made of which nobody says where; empty if that is the CPU as ever."""
     contexts = [mode for mode in _function_modes() if isinstance(mode, DeviceContext)]
     return str(contexts[-1].device) if contexts else ""
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The modes that see the ops of this thread, the innermost last."""
+    found: list[TorchDispatchMode] = python_dispatch._get_current_dispatch_mode_stack()
+    return found
 
 
 _UNPLANNED = {
