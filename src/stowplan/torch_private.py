@@ -15,7 +15,7 @@ from functools import cache, partial
 from shutil import which
 from subprocess import run
 from threading import get_ident, local
-from types import FunctionType, MappingProxyType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -62,6 +62,7 @@ Result = TypeVar("Result")
 __all__ = [
     "GLOBAL_HOOKS",
     "HOOKS",
+    "MODULE_CALL",
     "PACKED_SEQUENCES",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -160,6 +161,10 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 GLOBAL_HOOKS: tuple[Mapping[int, object], ...] = tuple(getattr(torch_modules, f"_global{n}") for n in HOOKS)
 """The hooks of all modules, in the same order."""
+
+
+MODULE_CALL: CodeType = nn.Module._call_impl.__code__
+"""The code of a frame in which a module is called."""
 
 
 def has_hooks(tensor: Tensor) -> bool:

@@ -56,12 +56,13 @@ def describe(observer: "Observer") -> None:
         return
     period, ends = record.period, loop.ends
     record.loop = observer.loop_text()
-    record.first = (len(ends) - 2 * period) // period + 1
+    record.first = len(ends) - 2 * period + 1
     begin, middle, end = ends[-2 * period - 1], ends[-period - 1], ends[-1]
     for parameter in observer.parameters():
         observer.memory.note(parameter, PARAMETERS)
-    blocks.classify(lambda call: not loop.is_used(call))
-    blocks.relabel(observer.call_phases[call] for call in observer.call_lines if not loop.is_used(call))
+    idle = _idle_calls(observer, middle)
+    blocks.classify(idle.__contains__)
+    blocks.relabel(observer.call_phases[call] for call in idle)
     record.peaks = [peak_of(blocks.spans(*window))[0] for window in ((begin, middle), (middle, end))]
     _, at = peak_of(blocks.spans(middle, end))
     record.peak = _short(alive_at(blocks, at))
@@ -73,7 +74,7 @@ def describe(observer: "Observer") -> None:
     findings = [
         *_late_gradients(observer, spans, middle),
         *_step_temporaries(observer, spans),
-        *_idle_graphs(observer, spans),
+        *_idle_graphs(observer, spans, idle),
     ]
     record.findings += [finding for finding in findings if finding.nbytes >= _WORTH * peak_bytes]
 
@@ -179,28 +180,51 @@ def _step_temporaries(observer: "Observer", spans: list[Span]) -> Iterator[Findi
         return
     own = [span for span in spans if _is_of_step(span.block)]
     without, _ = peak_of(span for span in spans if not _is_of_step(span.block))
-    largest = max((span.nbytes for span in own), default=0)
-    nbytes = peak.nbytes - without
-    if nbytes > 0 and any("_foreach_" in span.block.op for span in own):
-        yield Finding(
-            "the optimizer's temporaries are the peak: it updates all parameters at once",
-            _step_line(observer),
-            "give the optimizer foreach=False, or fused=True",
-            nbytes,
-            min(peak.nbytes, max(without, without + largest)),
+    if without >= peak.nbytes:
+        return
+    if any("_foreach_" in span.block.op for span in own):
+        largest = max(span.nbytes for span in own)
+        what = "the optimizer's temporaries are the peak: it updates all parameters at once"
+        advice, without = (
+            "give the optimizer foreach=False, or fused=True where it has that",
+            without + largest,
         )
+    else:
+        what = "the optimizer's temporaries are the peak, which no plan of forward and backward lowers"
+        advice = "give the optimizer fused=True, where it has that"
+    yield Finding(what, _step_line(observer), advice, peak.nbytes - without, min(without, peak.nbytes))
 
 
 def _is_of_step(block: Block) -> bool:
     return block.origin.phase == STEP and block.kind in (TEMPORARIES, KERNELS)
 
 
-def _idle_graphs(observer: "Observer", spans: list[Span]) -> Iterator[Finding]:
+def _idle_calls(observer: "Observer", middle: int) -> set[int]:
+    """Calls with gradients whose result nobody differentiates, decided by all calls of the same line.
+
+    Those after `middle` may be differentiated later, so a line needs an earlier one.
+    """
+    lines: dict[tuple[str, str, int], list[int]] = {}
+    for call, (_, module, file, line, _) in observer.call_lines.items():
+        lines.setdefault((module, file, line), []).append(call)
+    phases = observer.memory.blocks.phases
+    begun = {call for call, at in observer.call_phases.items() if at < len(phases)}
+    early = {call for call in begun if phases[observer.call_phases[call]][0] <= middle}
+    return {
+        call
+        for calls in lines.values()
+        if not any(map(observer.loop.is_used, calls)) and calls[0] in early
+        for call in calls
+        if call in begun
+    }
+
+
+def _idle_graphs(observer: "Observer", spans: list[Span], idle: Collection[int]) -> Iterator[Finding]:
     """Calls with gradients whose result nobody differentiates."""
     lines: dict[str, set[int]] = {}
-    for call, origin in observer.call_lines.items():
-        if not observer.loop.is_used(call):
-            lines.setdefault(f"{origin.file}:{origin.line}", set()).add(call)
+    for call in idle:
+        origin = observer.call_lines[call]
+        lines.setdefault(f"{origin.file}:{origin.line}", set()).add(call)
     for where, calls in lines.items():
         own = [span for span in spans if span.block.origin.call in calls]
         nbytes, _ = peak_of(own)

@@ -38,12 +38,15 @@ class Loop:
         self.ends: list[int] = []  # the clock at the end of each
         self.stepped: set[str] = set()
         self._tokens: list[Token] = []
+        self._calls: set[int] = set()
         self._used: set[int] = set()
         self._by_hand = False
 
     def add(self, token: Token) -> bool:
         """Take a token; whether a segment has ended."""
         was = len(self.segments)
+        if token.call >= 0:
+            self._calls.add(token.call)
         if token.text.startswith("S"):
             self.stepped.add(token.text)
             self._end([*self._tokens, token], token.clock)
@@ -65,8 +68,8 @@ class Loop:
         self._used.update(calls)
 
     def waiting(self) -> set[int]:
-        """The calls of this segment that no backward has reached."""
-        return {token.call for token in self._tokens if token.call >= 0} - self._used
+        """The calls that no backward has reached."""
+        return self._calls - self._used
 
     def is_used(self, call: int) -> bool:
         """Whether a backward has reached a call."""
@@ -113,6 +116,12 @@ class Loop:
         self.raw.append(kept)
         self.segments.append(tuple(_shortened(kept)))
         self.ends.append(clock)
+
+
+def in_order(segments: Sequence[Segment], period: int) -> list[Segment]:
+    """The last iteration, beginning with the segment that came first in the script."""
+    last, begun = list(segments[-period:]), -len(segments) % period
+    return [*last[begun:], *last[:begun]]
 
 
 def folded(tokens: Sequence[str]) -> Iterator[tuple[Sequence[str], int]]:

@@ -19,6 +19,7 @@ from torch import Tensor, UntypedStorage, nn
 from stowplan.observe.blocks import BEFORE, Block, Blocks, Origin
 from stowplan.observe.record import GRADIENTS
 from stowplan.torch_private import (
+    MODULE_CALL,
     OpOverload,
     TorchDispatchMode,
     allocations_within,
@@ -42,6 +43,8 @@ _LIBRARIES = tuple(
     }
 )
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_OWN = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_USERS, _LIBRARY = "the user's", "a library's"
 _RESIZING = {"aten::resize_", "aten::set_", "aten::resize_as_"}
 
 
@@ -83,7 +86,7 @@ class Memory:
         self._alive: dict[int, Block] = {}
         self._refs: dict[int, Any] = {}
         self._extra: dict[object, int] = {}
-        self._files: dict[str, bool] = {}
+        self._files: dict[str, str] = {}
         self.mode = _Mode(self)
         self.is_on = False  # whether ops are seen
         self.device = "cpu"  # the type of the device whose memory is followed
@@ -210,17 +213,25 @@ class Memory:
         except (NotImplementedError, RuntimeError):
             return None
 
-    def line(self, frame: Any) -> tuple[str, int]:
-        """The innermost line of the user's code."""
+    def line(self, frame: Any, calls: int = 0) -> tuple[str, int]:
+        """The innermost line of the user's code.
+
+        Within that many `calls` of modules it is a line inside the outermost one: of another package, if
+        the model is that package's. A model without any, of PyTorch's own layers, has the line that calls it.
+        """
+        passed, library = 0, ("", 0)
         while frame is not None:
-            file = frame.f_code.co_filename
-            is_users = self._files.get(file)
-            if is_users is None:
-                is_users = self._files[file] = is_users_file(file)
-            if is_users:
-                return file, frame.f_lineno
+            code = frame.f_code
+            kind = self._files.get(code.co_filename)
+            if kind is None:
+                kind = self._files[code.co_filename] = _kind_of(code.co_filename)
+            passed += code is MODULE_CALL
+            if kind == _USERS:
+                return library if library[0] and passed >= calls > 0 else (code.co_filename, frame.f_lineno)
+            if kind == _LIBRARY and passed < calls and not library[0]:
+                library = code.co_filename, frame.f_lineno
             frame = frame.f_back
-        return "", 0
+        return library
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
@@ -232,6 +243,13 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         if not self._memory.is_on:
             return func(*args, **(kwargs or {}))
         return self._memory.run(func, args, kwargs or {})
+
+
+def _kind_of(file: str) -> str:
+    if is_users_file(file):
+        return _USERS
+    is_other = not file.startswith(("<", *_OWN)) and any(part in file for part in _INSTALLED)
+    return _LIBRARY if is_other else ""
 
 
 def is_users_file(file: str) -> bool:

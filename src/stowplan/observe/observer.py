@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from stowplan.observe import describe
 from stowplan.observe.blocks import (
     BACKWARD,
+    BEFORE,
     BETWEEN,
     EVALUATING,
     FORWARD,
@@ -33,7 +34,7 @@ from stowplan.observe.blocks import (
 )
 from stowplan.observe.child import after_import
 from stowplan.observe.launch import Settings
-from stowplan.observe.loop import Loop, Token, described
+from stowplan.observe.loop import Loop, Token, described, in_order
 from stowplan.observe.memory import Memory, caller
 from stowplan.observe.record import BUFFERS, GRADIENTS, INPUTS, PARAMETERS, STATE, Record
 from stowplan.run.instances import instances_of, with_subclasses
@@ -108,7 +109,7 @@ class Observer:
         after_import("stowplan.run.fit", lambda: self.end("the script plans with stowplan itself"))
         if self.settings.iterations is not None:
             register_optimizer_step_post_hook(self._count)
-        atexit.register(self._exit)
+        atexit.register(self.exit)
         os.register_at_fork(after_in_child=self._forked)
         if self.settings.limit_bytes is not None:
             self._start()
@@ -172,13 +173,19 @@ class Observer:
             put_back()
         self._hooks, self._put_back = [], []
 
+    def remove_last_hooks(self) -> None:
+        """Remove the hooks that stay until no optimizer is stepping."""
+        for hook in self._last_hooks:
+            hook.remove()
+        self._last_hooks = []
+
     def _describe(self) -> None:
         try:
             describe.describe(self)
         except Exception as error:
             self.record.notes.append(f"what was seen could not be described: {error!r}")
 
-    def _exit(self) -> None:
+    def exit(self) -> None:
         """The script ends: write what there is, also if memory ended after the observed iterations."""
         if os.getpid() != self._process:
             return
@@ -214,9 +221,7 @@ class Observer:
         if torch.compiler.is_compiling():
             return
         if self._is_over:  # hooks of steps cannot be removed in a step, and most end there
-            for hook in self._last_hooks:
-                hook.remove()
-            self._last_hooks = []
+            self.remove_last_hooks()
         if self._is_ours():
             self._survive(lambda: self._entered(module, args))
         if self._is_over and self.settings.iterations is not None and not self.optimizer_names:
@@ -286,12 +291,13 @@ class Observer:
         """torch.autograd.backward or grad, with a word before and after."""
 
         def stand_in(own: Callable[..., Any]) -> Callable[..., Any]:
-            def differentiate(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            def differentiate(*args: Any, **kwargs: Any) -> Any:
                 if torch.compiler.is_compiling() or not self._is_ours():
-                    return own(tensors, *args, **kwargs)
+                    return own(*args, **kwargs)
+                tensors = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
                 self._survive(lambda: self._backward_begins(tensors, token))
                 try:
-                    return own(tensors, *args, **kwargs)
+                    return own(*args, **kwargs)
                 finally:
                     self._survive(self._backward_ends)
 
@@ -332,7 +338,7 @@ class Observer:
                 self.loop.use({call})
                 wanted.discard(call)
             if len(seen) > _MOST_NODES:
-                self.loop.use(wanted)
+                self.loop.use(wanted)  # they may be
                 return
             if wanted:
                 todo += [inner for inner, _ in node.next_functions if inner is not None]
@@ -394,11 +400,13 @@ class Observer:
             self.end(f"no period was found before {_MOST_BLOCKS:,} tensors were allocated")
 
     def _all_optimizers(self) -> list[Optimizer]:
-        """All that train something, also those that have not stepped yet."""
+        """All that train something, also those that have not stepped yet; a wrapper of another is none."""
+        stepped = list(self.optimizers)
         if len(self.loop.segments) < 3:
-            return []
+            return stepped
+        trained = {id(parameter) for optimizer in stepped for parameter in _parameters_of(optimizer)}
         found = instances_of(with_subclasses(Optimizer))
-        return [each for each in found if any(group["params"] for group in each.param_groups)]
+        return [*stepped, *(each for each in found if {*map(id, _parameters_of(each))} - trained)]
 
     def _count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         """End the script after the iterations that were asked for, once observing has ended."""
@@ -444,7 +452,7 @@ class Observer:
             if (module := known()) is not None:
                 found |= {id(p): p for p in module.parameters()}
         for optimizer in list(self.optimizers):
-            found |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
+            found |= {id(p): p for p in _parameters_of(optimizer)}
         return list(found.values())
 
     def _note_gradients(self) -> None:
@@ -457,7 +465,9 @@ class Observer:
     def _note_inputs(self, arguments: Any) -> None:
         for tensor in pytree.tree_leaves(arguments):
             if isinstance(tensor, Tensor) and tensor.grad_fn is None:
-                self.memory.note(tensor, INPUTS)
+                block = self.memory.note(tensor)
+                if block is not None and not block.kind and block.origin.phase in (BEFORE.phase, BETWEEN):
+                    block.kind = INPUTS
 
     def _tell_phase(self) -> None:
         if self.memory.is_on:
@@ -476,7 +486,7 @@ class Observer:
     def origin(self) -> Origin:
         """Where something is allocated or freed now."""
         module = self.names.get(id(self._stack[-1]), "") if self._stack else ""
-        file, line = self.memory.line(caller(0))
+        file, line = self.memory.line(caller(0), len(self._stack))
         return Origin(self.phase(), module, file, line, self._call)
 
     def node_origin(self, number: int) -> Origin | None:
@@ -500,7 +510,11 @@ class Observer:
     def loop_text(self) -> str:
         """One iteration in words."""
         period = self.record.period
-        return described(self.loop.raw[-period:], self.optimizer_names) if period else ""
+        return described(in_order(self.loop.raw, period), self.optimizer_names) if period else ""
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _without_own(trace: Any) -> Any:

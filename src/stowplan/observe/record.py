@@ -73,7 +73,8 @@ class Record:
     """One observed process.
 
     `told` says how far observing came, in a sentence, if there is no iteration. `loop` describes one
-    iteration; `first` is the number of the first of the two observed iterations, 1 being the script's first.
+    iteration of `period` segments, each of which ends with an optimizer's step. `first` is the number of the
+    first segment of the two observed iterations, 1 being the script's first.
     `growth` lists what was allocated in the first of them and is alive after the second.
     """
 

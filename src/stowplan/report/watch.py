@@ -81,8 +81,13 @@ def _summary(record: Record) -> list[tuple[str, str]]:
         rows += [("out of memory", f"{failure.error}: {failure.message}"), ("", place)]
     if record.loop:
         rows.append(("loop", record.loop))
-        observed = f"iterations {record.first} and {record.first + 1}, then the hooks were removed"
-        rows.append(("observed", observed))
+        last = record.first + 2 * record.period - 1
+        observed = (
+            f"iterations {record.first} and {last}"
+            if record.period == 1
+            else f"steps {record.first} to {last}, two iterations of {record.period}"
+        )
+        rows.append(("observed", f"{observed}; then the hooks were removed"))
     elif record.told:
         rows.append(("loop", record.told))
         rows += [("", segment) for segment in record.segments[-_SEGMENTS:]]
