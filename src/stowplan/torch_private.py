@@ -47,6 +47,7 @@ from torch.utils import checkpoint as checkpoint_module
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec
+from torch.utils.hooks import RemovableHandle
 
 from stowplan.alone import KEPT, Lock, is_only_thread, replaced, undone
 from stowplan.errors import TorchTooOld
@@ -103,6 +104,7 @@ __all__ = [
     "nodes_made",
     "own_saved_tensors",
     "pytree",
+    "remove_hook_of_all",
     "running_backward",
     "running_node",
     "saved_tensors_are_packed",
@@ -165,6 +167,12 @@ GLOBAL_HOOKS: tuple[Mapping[int, object], ...] = tuple(getattr(torch_modules, f"
 
 MODULE_CALL: CodeType = nn.Module._call_impl.__code__
 """The code of a frame in which a module is called."""
+
+
+def remove_hook_of_all(handle: RemovableHandle) -> None:
+    """Remove a hook of all modules, and what PyTorch keeps of one `with_kwargs`: torch.compile asks for it."""
+    handle.remove()
+    torch_modules._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
 def has_hooks(tensor: Tensor) -> bool:

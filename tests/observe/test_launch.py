@@ -22,7 +22,8 @@ class Inside:
     pass
 
 print(json.dumps({
-    "argv": sys.argv, "path": sys.path, "name": __name__, "file": __main__.__file__, "spec": __spec__ and __spec__.origin,
+    "argv": sys.argv, "path": sys.path, "name": __name__, "file": __main__.__file__,
+    "spec": __spec__ and __spec__.origin,
     "source": inspect.getsource(Inside), "pickled": type(pickle.loads(pickle.dumps(Inside()))).__name__,
     "environment": {n: v for n, v in os.environ.items() if n.startswith(("PYTHON", "STOWPLAN"))},
     "flags": str(sys.flags), "standard input": sys.stdin.read(),

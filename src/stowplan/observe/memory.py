@@ -88,19 +88,20 @@ class Memory:
         self._extra: dict[object, int] = {}
         self._files: dict[str, str] = {}
         self.mode = _Mode(self)
-        self.is_on = False  # whether ops are seen
+        self.is_on = self.is_entered = False  # whether ops are seen, and whether the mode is around
         self.device = "cpu"  # the type of the device whose memory is followed
 
     def start(self, device: str) -> None:
         """See each op of this thread from now on, and the tensors on this type of device."""
-        self.device, self.is_on = device, True
+        self.device, self.is_on, self.is_entered = device, True, True
         self.mode.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
-        """See no more ops. If another mode was entered since, ours stays below it and passes ops on."""
-        if self.is_on and dispatch_modes()[-1:] == [self.mode]:
-            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        """See no more ops. Below a mode that was entered since, ours passes ops on until the next call."""
         self.is_on = False
+        if self.is_entered and dispatch_modes()[-1:] == [self.mode]:
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.is_entered = False
 
     def forget(self) -> None:
         """Follow no storage any more."""

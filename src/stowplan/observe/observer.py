@@ -38,7 +38,7 @@ from stowplan.observe.loop import Loop, Token, described, in_order
 from stowplan.observe.memory import Memory, caller
 from stowplan.observe.record import BUFFERS, GRADIENTS, INPUTS, PARAMETERS, STATE, Record
 from stowplan.run.instances import instances_of, with_subclasses
-from stowplan.torch_private import FakeTensor, dispatch_modes, gradient_of, pytree
+from stowplan.torch_private import FakeTensor, dispatch_modes, gradient_of, pytree, remove_hook_of_all
 
 _MARK = "stowplan.observe"
 _MOST_NODES = 50_000  # of a graph that are looked at for the calls it is of
@@ -163,18 +163,23 @@ class Observer:
         self.memory.blocks.keeps = False
         self.memory.blocks.all, self.memory.blocks.workspaces = [], []
         self._nodes.clear()
+        self._stack.clear()
         if self.settings.limit_bytes is None:
             self.memory.forget()
 
     def _remove(self) -> None:
         for hook in self._hooks:
-            hook.remove()
+            remove_hook_of_all(hook)
         for put_back in self._put_back:
             put_back()
         self._hooks, self._put_back = [], []
 
     def remove_last_hooks(self) -> None:
-        """Remove the hooks that stay until no optimizer is stepping."""
+        """Remove the hooks that stay until no optimizer steps and no other mode is around ours."""
+        if self.settings.limit_bytes is None:
+            self.memory.stop()
+            if self.memory.is_entered and get_ident() == self._thread:
+                return
         for hook in self._last_hooks:
             hook.remove()
         self._last_hooks = []
@@ -230,6 +235,8 @@ class Observer:
     def _entered(self, module: nn.Module, args: Any) -> None:
         if not self._stack:
             self._begin_call(module)
+            if self._is_over:
+                return
             if self.memory.is_on and self._backward_depth == 0 and self._is_training_call:
                 self._note_inputs(args)
         self._stack.append(module)
@@ -375,11 +382,9 @@ class Observer:
         """The script compiles: ops below compiled code are not to be seen one by one."""
 
         def compile_(*args: Any, **kwargs: Any) -> Any:
-            self._survive(
-                lambda: self.end(
-                    "the script calls torch.compile, and a compiled step is not measured yet: run it without"
-                )
-            )
+            told = "the script calls torch.compile, and a compiled step is not measured yet: run it without"
+            self._survive(lambda: self.end(told))
+            self.remove_last_hooks()
             return own(*args, **kwargs)
 
         return compile_
@@ -389,8 +394,9 @@ class Observer:
     def _take(self, token: Token) -> None:
         if not self.loop.add(token):
             return
-        known = [self.token_of(optimizer) for optimizer in self._all_optimizers()]
-        period = self.loop.period(known)
+        period = self.loop.period(())
+        if period:  # it may be another once all optimizers are asked for, for which all objects are read
+            period = self.loop.period([self.token_of(optimizer) for optimizer in self._all_optimizers()])
         if period:
             self.record.period = period
             self.end()
@@ -402,8 +408,6 @@ class Observer:
     def _all_optimizers(self) -> list[Optimizer]:
         """All that train something, also those that have not stepped yet; a wrapper of another is none."""
         stepped = list(self.optimizers)
-        if len(self.loop.segments) < 3:
-            return stepped
         trained = {id(parameter) for optimizer in stepped for parameter in _parameters_of(optimizer)}
         found = instances_of(with_subclasses(Optimizer))
         return [*stepped, *(each for each in found if {*map(id, _parameters_of(each))} - trained)]
