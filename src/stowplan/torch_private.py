@@ -170,7 +170,7 @@ MODULE_CALL: CodeType = nn.Module._call_impl.__code__
 
 
 def remove_hook_of_all(handle: RemovableHandle) -> None:
-    """Remove a hook of all modules, and what PyTorch keeps of one `with_kwargs`: torch.compile asks for it."""
+    """Remove a hook of all modules, and what PyTorch keeps of one `with_kwargs`: torch.compile sees it."""
     handle.remove()
     torch_modules._global_forward_hooks_with_kwargs.pop(handle.id, None)
 

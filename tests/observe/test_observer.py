@@ -207,7 +207,8 @@ def test_kinds_at_the_peak_are_counted_by_hand(tmp_path: Path) -> None:
     assert kinds["inputs"] == 4 * n * m
     assert kinds["activations"] == 2 * 4 * n * m + 4  # results of ReLU and the last layer, and the loss
     assert record.peak is not None
-    assert {place.module for place in record.peak.places} >= {"Sequential.1", "Sequential.2"}
+    modules = {place.module: place.count for place in record.peak.places}
+    assert modules["Sequential.*"] == 2
     assert all(place.file == __file__ for place in record.peak.places if place.kind == "activations")
 
 
@@ -296,7 +297,7 @@ class TestFindings:
         assert record.growth_bytes == (4 * 4 * BATCH * WIDTH if flaw == "kept" else 0)
         tidy = seen(tmp_path, self.loop())
         if finding.peak_without_bytes is not None and flaw != "in_place":
-            assert finding.peak_without_bytes == pytest.approx(tidy.peaks[-1], rel=0.03)
+            assert finding.peak_without_bytes == pytest.approx(tidy.peaks[-1], rel=0.05)
         assert finding.nbytes > 0
 
 

@@ -29,6 +29,7 @@ from stowplan.observe.record import (
     LASTING,
     OTHER,
     PARAMETERS,
+    STATE,
     TEMPORARIES,
     Alive,
     Failure,
@@ -36,7 +37,7 @@ from stowplan.observe.record import (
     Share,
 )
 from stowplan.run.instances import instances_of
-from stowplan.torch_private import gradient_of
+from stowplan.torch_private import gradient_of, pytree
 
 if TYPE_CHECKING:
     from stowplan.observe.observer import Observer
@@ -241,12 +242,9 @@ def _idle_graphs(observer: "Observer", spans: list[Span], idle: Collection[int])
 
 def describe_failure(observer: "Observer", error: BaseException | None, op: str) -> None:
     """What is alive as memory ends."""
-    blocks = observer.memory.blocks
     if observer.memory.is_on:
         origin, phase = observer.origin(), observer.phase()
-        alive = [
-            replace(block, kind=blocks.kind_of(block, lambda _: False)) for block in observer.memory.alive()
-        ]
+        alive = _alive_now(observer)
     else:
         alive, origin, phase = list(_found_now(observer)), _line_of(error), ""
         observer.record.notes.append(
@@ -260,13 +258,30 @@ def describe_failure(observer: "Observer", error: BaseException | None, op: str)
     )
 
 
+def _alive_now(observer: "Observer") -> list[Block]:
+    """The blocks that are alive, with the kinds that they have as far as can be known."""
+    blocks = observer.memory.blocks
+    return [replace(block, kind=blocks.kind_of(block, lambda _: False)) for block in observer.memory.alive()]
+
+
+def describe_so_far(observer: "Observer") -> None:
+    """What is alive in the middle of an iteration."""
+    origin = observer.origin()
+    shown = _short(described(_alive_now(observer), observer.phase()))
+    where = f"{origin.file}:{origin.line}" if origin.file else ""
+    observer.record.so_far = replace(shown, module=origin.module, where=where)
+
+
 def _found_now(observer: "Observer") -> Iterator[Block]:
     """The tensors that Python's objects hold, each storage once."""
     observer.memory.forget()
     own = {id(parameter) for parameter in observer.parameters()}
+    states = (list(optimizer.state.values()) for optimizer in list(observer.optimizers))
+    state = {id(leaf) for leaf in pytree.tree_leaves(list(states)) if isinstance(leaf, Tensor)}
     gradients = {id(g) for p in observer.parameters() if p.is_leaf and (g := gradient_of(p)) is not None}
     for tensor in instances_of([Tensor, nn.Parameter, nn.Buffer]):
         kind = PARAMETERS if id(tensor) in own else GRADIENTS if id(tensor) in gradients else ""
+        kind = kind or (STATE if id(tensor) in state else "")
         kind = kind or (ACTIVATIONS if tensor.grad_fn is not None else OTHER)
         if observer.memory.block_of(tensor) is None:
             block = observer.memory.note(tensor, kind)

@@ -45,6 +45,7 @@ _LIBRARIES = tuple(
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _OWN = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _USERS, _LIBRARY = "the user's", "a library's"
+_MUCH, _MORE = 2**26, 1.25  # bytes from which on growth is told, and by how much each time
 _RESIZING = {"aten::resize_", "aten::set_", "aten::resize_as_"}
 
 
@@ -61,6 +62,10 @@ class Follower(Protocol):
 
     def note_nodes(self, since: int, until: int, origin: Origin) -> None:
         """These autograd nodes were made there."""
+        ...
+
+    def grows(self) -> None:
+        """More is alive than ever."""
         ...
 
     def fails(self, error: BaseException, op: str) -> None:
@@ -87,6 +92,7 @@ class Memory:
         self._refs: dict[int, Any] = {}
         self._extra: dict[object, int] = {}
         self._files: dict[str, str] = {}
+        self._told_bytes = _MUCH
         self.mode = _Mode(self)
         self.is_on = self.is_entered = False  # whether ops are seen, and whether the mode is around
         self.device = "cpu"  # the type of the device whose memory is followed
@@ -163,6 +169,9 @@ class Memory:
                 self.note(tensor, origin=origin, op=_name(op))
         if extra:
             self.blocks.within(extra, origin, _name(op))
+        if self.blocks.alive_bytes > self._told_bytes:
+            self._told_bytes = int(self.blocks.alive_bytes * _MORE)
+            self._follower.grows()
         self._follower.note_nodes(before - 1, nodes_made(), origin)
         if _name(op) in _RESIZING:
             self._resized(args[0])

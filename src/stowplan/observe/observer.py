@@ -43,6 +43,11 @@ from stowplan.torch_private import FakeTensor, dispatch_modes, gradient_of, pytr
 _MARK = "stowplan.observe"
 _MOST_NODES = 50_000  # of a graph that are looked at for the calls it is of
 _MOST_BLOCKS = 2_000_000
+_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_BEFORE_MODE = tuple(
+    os.path.join("torch", name) for name in ("_compile.py", os.path.join("_dynamo", "eval_frame.py"))
+)
+_AFTER_MODE = os.path.join("torch", "_ops.py")
 _OUT = ("can't allocate memory", "out of memory", "not enough memory")
 
 Result = TypeVar("Result")
@@ -157,7 +162,7 @@ class Observer:
         self._remove()
         if self.settings.limit_bytes is None:
             self.memory.stop()
-        self.record.told = told
+        self.record.told, self.record.so_far = told, None
         self._describe()
         self.record.write(self.settings.folder)
         self.memory.blocks.keeps = False
@@ -199,8 +204,8 @@ class Observer:
             if is_out_of_memory(error) and self.record.failure is None:
                 describe.describe_failure(self, error, "")
             if not self._is_over:
-                told = "" if self.loop.segments else "no training step was seen"
-                self.end(told or "no period was found")
+                told = "no period was found" if self.loop.segments else "no training step was seen"
+                self.end("memory ended before an iteration came twice" if self.record.failure else told)
             self.record.resident_bytes = _most_resident()
             self.record.write(self.settings.folder)
         except (Exception, MemoryError) as fault:
@@ -268,6 +273,8 @@ class Observer:
         root = name if not others else f"{name} #{others + 1}"
         for path, part in module.named_modules():
             self.names.setdefault(id(part), f"{root}.{path}".rstrip("."))
+        if self.memory.is_on:
+            self._note_module(module)
 
     def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:  # noqa: ARG002
         if torch.compiler.is_compiling() or not self._is_ours():
@@ -508,7 +515,14 @@ class Observer:
     def fails(self, error: BaseException, op: str) -> None:
         """Write what is alive, if memory has ended."""
         if is_out_of_memory(error) and self.record.failure is None:
+            self.record.so_far = None
             self._survive(lambda: describe.describe_failure(self, error, op))
+            self._survive(lambda: self.record.write(self.settings.folder))
+
+    def grows(self) -> None:
+        """Write what is alive, while it grows, for a process may be killed without another word."""
+        if not self._is_over:
+            self._survive(lambda: describe.describe_so_far(self))
             self._survive(lambda: self.record.write(self.settings.folder))
 
     def loop_text(self) -> str:
@@ -523,8 +537,17 @@ def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _without_own(trace: Any) -> Any:
     """A traceback without the frames of this package."""
-    folder = os.path.dirname(os.path.abspath(__file__))
-    kept = [step for step in _steps(trace) if not step.tb_frame.f_code.co_filename.startswith(folder)]
+    steps = list(_steps(trace))
+    files = [step.tb_frame.f_code.co_filename for step in steps]
+    hidden = {number for number, file in enumerate(files) if file.startswith(_OWN)}
+    for number in tuple(hidden):  # and of PyTorch's own around a dispatch mode
+        before, after = number - 1, number + 1
+        while before >= 0 and files[before].endswith(_BEFORE_MODE):
+            hidden.add(before)
+            before -= 1
+        if after < len(files) and files[after].endswith(_AFTER_MODE):
+            hidden.add(after)
+    kept = [step for number, step in enumerate(steps) if number not in hidden]
     for step, following in zip(kept, [*kept[1:], None], strict=False):
         step.tb_next = following
     return kept[0] if kept else trace

@@ -75,6 +75,7 @@ class Record:
     `told` says how far observing came, in a sentence, if there is no iteration. `loop` describes one
     iteration of `period` segments, each of which ends with an optimizer's step. `first` is the number of the
     first segment of the two observed iterations, 1 being the script's first.
+    `so_far` is what is alive while the first iterations run, and None after them.
     `growth` lists what was allocated in the first of them and is alive after the second.
     """
 
@@ -95,6 +96,7 @@ class Record:
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failure: Failure | None = None
+    so_far: Alive | None = None
     resident_bytes: int = 0
 
     def write(self, folder: str) -> None:

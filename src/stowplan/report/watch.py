@@ -50,6 +50,12 @@ def show_record(record: Record, console: Console) -> None:
         alive = record.failure.alive
         _section(console, f"alive then: {format_bytes(alive.nbytes)}", _bars(alive.kinds, console))
         _section(console, "most of it", _places(alive.places))
+    if record.so_far is not None:
+        alive = record.so_far
+        place = ", ".join(part for part in (alive.phase, alive.module, _where(alive.where)) if part)
+        heading = f"alive when last written: {format_bytes(alive.nbytes)}, {place}"
+        _section(console, heading, _bars(alive.kinds, console))
+        _section(console, "most of it", _places(alive.places))
     if record.peak is not None:
         heading = f"the peak of an iteration: {format_bytes(record.peak.nbytes)} in {record.peak.phase}"
         _section(console, heading, _bars(record.peak.kinds, console))
@@ -88,6 +94,8 @@ def _summary(record: Record) -> list[tuple[str, str]]:
             else f"steps {record.first} to {last}, two iterations of {record.period}"
         )
         rows.append(("observed", f"{observed}; then the hooks were removed"))
+    elif record.so_far is not None:
+        rows.append(("loop", "the script was killed before an iteration came twice"))
     elif record.told:
         rows.append(("loop", record.told))
         rows += [("", segment) for segment in record.segments[-_SEGMENTS:]]
