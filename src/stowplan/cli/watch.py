@@ -16,7 +16,9 @@ _FEWEST = 3
 
 def add_arguments(parser: ArgumentParser) -> None:
     """What the verb takes before the script."""
-    parser.usage = "stowplan watch [OPTIONS] SCRIPT|-m MODULE|-c CODE|- [ARGS ...]"
+    parser.usage = (
+        "stowplan watch [--iterations N] [--limit BYTES] [--json FILE] SCRIPT|-m MODULE|-c CODE|- [ARGS ...]"
+    )
     parser.epilog = "The script's own output and exit code stay as they are; the page goes to standard error."
     parser.add_argument(
         "--iterations", type=int, metavar="N", help="end the script after N iterations, at least 3"

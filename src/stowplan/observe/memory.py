@@ -45,7 +45,7 @@ _LIBRARIES = tuple(
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _OWN = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _USERS, _LIBRARY = "the user's", "a library's"
-_MUCH, _MORE = 2**26, 1.25  # bytes from which on growth is told, and by how much each time
+_MUCH, _MORE = 2**26, 1.25  # bytes from which on growth is written, and by how much each time
 _RESIZING = {"aten::resize_", "aten::set_", "aten::resize_as_"}
 
 
