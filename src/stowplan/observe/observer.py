@@ -477,7 +477,11 @@ class Observer:
         for tensor in pytree.tree_leaves(arguments):
             if isinstance(tensor, Tensor) and tensor.grad_fn is None:
                 block = self.memory.note(tensor)
-                if block is not None and not block.kind and block.origin.phase in (BEFORE.phase, BETWEEN):
+                if (
+                    block is not None
+                    and not block.kind
+                    and block.origin.phase in (BEFORE.phase, BETWEEN, LOSS)
+                ):
                     block.kind = INPUTS
 
     def _tell_phase(self) -> None:
