@@ -212,6 +212,23 @@ def test_kinds_at_the_peak_are_counted_by_hand(tmp_path: Path) -> None:
     assert all(place.file == __file__ for place in record.peak.places if place.kind == "activations")
 
 
+def test_a_loss_that_is_a_module_is_no_evaluation(tmp_path: Path) -> None:
+    def loop() -> None:
+        model, criterion = nn.Linear(64, 1000), nn.CrossEntropyLoss()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(4):
+            loss = criterion(model(torch.randn(256, 64)), torch.zeros(256, dtype=torch.long))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    record = seen(tmp_path, loop)
+    assert kind_bytes(record)["activations"] >= 4 * 256 * 1000
+    assert "evaluation" not in {*kind_bytes(record), *(phase.what for phase in record.phases)}
+    assert record.peak is not None
+    assert "CrossEntropyLoss" in {place.module for place in record.peak.places}
+
+
 def test_an_allocation_in_backward_has_the_line_of_its_forward(tmp_path: Path) -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:

@@ -88,7 +88,7 @@ class Observer:
         self.steps = 0  # of optimizers
         self._thread, self._process = get_ident(), os.getpid()
         self._stack: list[nn.Module] = []
-        self._call, self._calls = -1, 0
+        self._call, self._calls, self._call_phase = -1, 0, BETWEEN
         self._is_training_call = self._is_after_forward = False
         self._backward_depth = self._step_depth = self._depth_before = 0
         self._nodes: dict[int, Origin] = {}
@@ -251,6 +251,12 @@ class Observer:
         self._is_training_call = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         if id(module) not in self.names:
             self._name(module)
+        if self._is_training_call:
+            self._call_phase = FORWARD
+        elif torch.is_grad_enabled() and next(module.parameters(), None) is None:  # a loss
+            self._call_phase = LOSS if self._is_after_forward else BETWEEN
+        else:
+            self._call_phase = EVALUATING
         if self._backward_depth:
             return
         if self._is_training_call:
@@ -493,7 +499,7 @@ class Observer:
         if self._backward_depth:
             return BACKWARD
         if self._stack:
-            return FORWARD if self._is_training_call else EVALUATING
+            return self._call_phase
         if self._step_depth:
             return STEP
         return LOSS if self._is_after_forward else BETWEEN

@@ -100,7 +100,8 @@ def _summary(record: Record) -> list[tuple[str, str]]:
         rows.append(("loop", record.told))
         rows += [("", segment) for segment in record.segments[-_SEGMENTS:]]
     if record.evaluations:
-        rows.append(("", f"{record.evaluations:,} calls without gradients meanwhile"))
+        calls = "call" if record.evaluations == 1 else "calls"
+        rows.append(("", f"{record.evaluations:,} {calls} without gradients meanwhile"))
     rows += [("note", note) for note in record.notes]
     if record.resident_bytes:
         rows.append(("process", f"{format_bytes(record.resident_bytes)} at most, with Python and libraries"))
