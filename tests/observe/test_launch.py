@@ -56,9 +56,14 @@ def both(
 
 
 @pytest.mark.parametrize(
-    "words", [["tell.py", "--lr", "3", "--", "-m"], ["-m", "package.tell", "x"], ["-", "a"], ["folder"]]
+    ("words", "path"),
+    [
+        (["tell.py", "--lr", "3", "--", "-m"], "elsewhere"),
+        (["-m", "package.tell", "x"], None),
+        (["-", "a"], "elsewhere"),
+        (["folder"], None),
+    ],
 )
-@pytest.mark.parametrize("path", [None, "elsewhere"])
 def test_a_script_sees_what_it_would_see(tmp_path: Path, words: list[str], path: str | None) -> None:
     for name in ("tell.py", "package/tell.py", "folder/__main__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
