@@ -386,3 +386,31 @@ def test_compiled_programs_are_left_alone(tmp_path: Path) -> None:
     torch.compiler.reset()
     assert all(map(torch.equal, alone, watched))
     assert "torch.compile" in observer.record.told
+
+
+def test_a_profiler_of_the_scripts_own_is_left_alone(tmp_path: Path) -> None:
+    def loop() -> nn.Module:
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters())
+        with torch.profiler.profile(profile_memory=True):
+            for x in batches(5):
+                model(x).mean().backward()
+                optimizer.step()
+        return model
+
+    alone = bits(loop)
+    with observed(tmp_path) as observer:
+        watched = bits(loop)
+    assert all(map(torch.equal, alone, watched))
+    assert observer.record.notes == ["what kernels take for a while is not counted here"]
+
+
+def test_fit_meets_no_hook_of_the_observer(tmp_path: Path) -> None:
+    """As the script imports it; the test's process has it already."""
+    with observed(tmp_path) as observer:
+        assert "stowplan itself" in observer.record.told or "stowplan.run.fit" not in sys.modules
+        import stowplan
+
+        model = stowplan.fit(nn.Linear(4, 4), (torch.zeros(2, 4),), budget="1MiB", outputs="all")
+        model(torch.zeros(2, 4)).sum().backward()
+    assert "stowplan itself" in observer.record.told

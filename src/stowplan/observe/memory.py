@@ -87,6 +87,7 @@ class Memory:
     def __init__(self, follower: Follower, limit_bytes: int | None = None) -> None:
         self.blocks = Blocks()
         self.is_partial = False  # whether kernels were not counted
+        self.counts_kernels = True
         self._follower, self._limit_bytes = follower, limit_bytes
         self._alive: dict[int, Block] = {}
         self._refs: dict[int, Any] = {}
@@ -185,7 +186,7 @@ class Memory:
         known = self._extra.get(key)
         if known is not None:
             return op(*args, **kwargs), known
-        if self.device != "cpu" or is_profiled():
+        if self.device != "cpu" or not self.counts_kernels or is_profiled():
             self.is_partial = True
             return op(*args, **kwargs), 0
         counted = allocations_within(lambda: op(*args, **kwargs))

@@ -111,7 +111,8 @@ class Observer:
         self._replace(torch.autograd, "grad", self._around("g"))
         self._replace(torch, "compile", self._compiling)
         self._hide_own_frames()
-        after_import("stowplan.run.fit", lambda: self.end("the script plans with stowplan itself"))
+        self._replace(torch.autograd.profiler.profile, "__init__", self._profiling)
+        after_import("stowplan.run.fit", self._planning)
         if self.settings.iterations is not None:
             register_optimizer_step_post_hook(self._count)
         atexit.register(self.exit)
@@ -401,6 +402,20 @@ class Observer:
             return own(*args, **kwargs)
 
         return compile_
+
+    def _profiling(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """The script profiles itself: PyTorch's other profiler may not run beside that."""
+
+        def initialise(*args: Any, **kwargs: Any) -> Any:
+            self.memory.counts_kernels = False
+            return own(*args, **kwargs)
+
+        return initialise
+
+    def _planning(self) -> None:
+        """The script plans: `fit` refuses hooks for all modules."""
+        self._survive(lambda: self.end("the script plans with stowplan itself"))
+        self.remove_last_hooks()
 
     # The loop
 
