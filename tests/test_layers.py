@@ -30,6 +30,7 @@ LAYERS = (
     ("formats", "capture", "analyse"),
     ("plan",),
     ("run",),
+    ("observe",),
     ("report",),
     ("api",),
     ("integrations",),
@@ -38,7 +39,7 @@ LAYERS = (
 )
 _DEFINED = re.compile(r'library\.(?:custom_op|define)\(\s*"(stowplan::\w+)"')
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
-TORCH_PARTS = ("torch_private", "demo", "capture", "run", "integrations")
+TORCH_PARTS = ("torch_private", "demo", "capture", "run", "observe", "integrations")
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:

@@ -6,6 +6,7 @@ These tests run on every version of docs/compatibility.md, so they need no more 
 import ast
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -525,3 +526,35 @@ def test_no_function_mode_is_asked_within() -> None:
         assert not mode.asked
         torch.rand(2)
     assert mode.asked
+
+
+def test_a_removed_hook_of_all_modules_leaves_nothing() -> None:
+    from torch.nn.modules import module as modules
+
+    handle = modules.register_module_forward_hook(lambda *_: None, with_kwargs=True, always_call=True)
+    tables = modules._global_forward_hooks, modules._global_forward_hooks_with_kwargs
+    assert all(tables)
+    private.remove_hook_of_all(handle)
+    assert not any(tables)
+
+
+def test_modes_are_listed_from_the_outside_in() -> None:
+    class Mode(private.TorchDispatchMode):  # type: ignore[no-untyped-call]
+        pass
+
+    assert private.dispatch_modes() == []
+    with Mode() as outer, Mode() as inner:  # type: ignore[no-untyped-call]
+        assert private.dispatch_modes() == [outer, inner]
+    assert private.dispatch_modes() == []
+
+
+def test_a_call_of_a_module_has_its_frame() -> None:
+    class Looks(nn.Module):
+        def forward(self) -> int:
+            frame, calls = sys._getframe(), 0
+            while frame.f_back is not None:
+                frame = frame.f_back
+                calls += frame.f_code is private.MODULE_CALL
+            return calls
+
+    assert Looks()() == 1

@@ -15,7 +15,7 @@ from functools import cache, partial
 from shutil import which
 from subprocess import run
 from threading import get_ident, local
-from types import FunctionType, MappingProxyType
+from types import CodeType, FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -64,6 +64,7 @@ __all__ = [
     "FORWARD_HOOKS",
     "GLOBAL_HOOKS",
     "HOOKS",
+    "MODULE_CALL",
     "PACKED_SEQUENCES",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -87,6 +88,7 @@ __all__ = [
     "cpp_compiler",
     "default_device",
     "default_generator_is",
+    "dispatch_modes",
     "dispatched_without_data",
     "fake_tensor_logger",
     "idle_conversions_skipped",
@@ -104,6 +106,7 @@ __all__ = [
     "nodes_made",
     "own_saved_tensors",
     "pytree",
+    "remove_hook_of_all",
     "running_backward",
     "running_node",
     "saved_tensors_are_packed",
@@ -163,6 +166,16 @@ HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 GLOBAL_HOOKS: tuple[Mapping[int, object], ...] = tuple(getattr(torch_modules, f"_global{n}") for n in HOOKS)
 """The hooks of all modules, in the same order."""
+
+
+MODULE_CALL: CodeType = nn.Module._call_impl.__code__
+"""The code of a frame in which a module is called."""
+
+
+def remove_hook_of_all(handle: RemovableHandle) -> None:
+    """Remove a hook of all modules, and what PyTorch keeps of one `with_kwargs`: torch.compile sees it."""
+    handle.remove()
+    torch_modules._global_forward_hooks_with_kwargs.pop(handle.id, None)
 
 
 def has_hooks(tensor: Tensor) -> bool:
@@ -767,6 +780,12 @@ def default_device() -> str:
     """Where tensors are made of which nobody says where; empty if that is the CPU as ever."""
     contexts = [mode for mode in _function_modes() if isinstance(mode, DeviceContext)]
     return str(contexts[-1].device) if contexts else ""
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The modes that see the ops of this thread, the innermost last."""
+    found: list[TorchDispatchMode] = python_dispatch._get_current_dispatch_mode_stack()
+    return found
 
 
 _UNPLANNED = {

@@ -36,7 +36,10 @@ VERBS = {
     "doctor": "say what is installed, what this machine has, and what is usable here",
     "gpu-check": "measure on this device, in two minutes, what stowplan promises, as two files to send",
     "convert": "write what is in a file in another format",
+    "watch": "run a training script as it is, and say where the memory of an iteration goes",
 }
+IN_FRONT = ("watch",)
+"""Verbs that stand in front of a command, whose words are not theirs."""
 
 
 if not is_installed("mesh"):
@@ -147,12 +150,24 @@ class _Parser(ArgumentParser):
 
 
 def _read(words: Sequence[str]) -> Namespace:
+    command: Sequence[str] = ()
+    if words and words[0] in IN_FRONT:
+        words, command = _before_command(words, import_module(f"stowplan.cli.{words[0]}").WITH_VALUE)
     parser, verb = _parsers(words)
-    arguments, unknown = parser.parse_known_args(words)
+    arguments, unknown = parser.parse_known_args(words, Namespace(command=list(command)))
     if unknown:
         near = nearest(unknown[0].partition("=")[0], re.findall(r"--[\w-]+", verb.format_usage()))
         raise BadUse(f"unrecognized arguments: {' '.join(unknown)}{near}; `{verb.prog} -h` explains all")
     return arguments
+
+
+def _before_command(words: Sequence[str], with_value: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The words of the verb, and those of the command, which a script, -m, -c, - or -- begins."""
+    at = 1
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "-m", "-c", "--"):
+        at += 2 if words[at] in with_value else 1
+    command = words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:]
+    return words[:at], command
 
 
 def _parsers(words: Sequence[str]) -> tuple[ArgumentParser, ArgumentParser]:

@@ -31,9 +31,9 @@ class _Console(Console):
         raise
 
 
-def console_for_output() -> Console:
+def console_for_output(*, to_errors: bool = False) -> Console:
     """A console as wide as the terminal or COLUMNS, at most WIDTH; a pipe gets WIDTH. NO_COLOR is heeded."""
-    console = _Console(highlight=False, markup=False, emoji=False, force_jupyter=False)
+    console = _Console(highlight=False, markup=False, emoji=False, force_jupyter=False, stderr=to_errors)
     is_known = console.is_terminal or "COLUMNS" in os.environ
     console.width = min(WIDTH, console.width) if is_known else WIDTH
     return console

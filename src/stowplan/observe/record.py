@@ -1,0 +1,119 @@
+"""What an observed process writes down, as one JSON file, and the first process shows."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+PARAMETERS, BUFFERS, GRADIENTS = "parameters", "buffers", "gradients"
+STATE, INPUTS, ACTIVATIONS = "optimizer state", "inputs", "activations"
+TEMPORARIES, EVALUATION, OTHER = "temporaries", "evaluation", "other tensors"
+KERNELS = "inside kernels"
+LASTING = (PARAMETERS, BUFFERS, GRADIENTS, STATE)
+"""Kinds that belong to training itself, whatever a plan does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Bytes of one kind, or the most in one phase."""
+
+    what: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Bytes of one kind that one line and module allocated; `op` allocated the largest of them."""
+
+    kind: str
+    file: str
+    line: int
+    module: str
+    op: str
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """All that is alive at one moment, and the phase of the loop."""
+
+    nbytes: int
+    phase: str
+    kinds: list[Share]
+    places: list[Place]
+    module: str = ""
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What can be had without a plan: why, its line, its bytes, and the peak without it if that is known."""
+
+    what: str
+    where: str
+    advice: str
+    nbytes: int
+    peak_without_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How the script ran out of memory, and what was alive then."""
+
+    error: str
+    message: str
+    op: str
+    alive: Alive
+
+
+@dataclass(slots=True)
+class Record:
+    """One observed process.
+
+    `told` says how far observing came, in a sentence, if there is no iteration. `loop` describes one
+    iteration of `period` segments, each of which ends with an optimizer's step. `first` is the number of the
+    first segment of the two observed iterations, 1 being the script's first.
+    `so_far` is what is alive while the first iterations run, and None after them.
+    `growth` lists what was allocated in the first of them and is alive after the second.
+    """
+
+    script: str = ""
+    rank: str = ""
+    torch: str = ""
+    told: str = ""
+    loop: str = ""
+    period: int = 0
+    segments: list[str] = field(default_factory=list)
+    first: int = 0
+    evaluations: int = 0
+    peaks: list[int] = field(default_factory=list)
+    peak: Alive | None = None
+    phases: list[Share] = field(default_factory=list)
+    growth_bytes: int = 0
+    growth: list[Place] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failure: Failure | None = None
+    so_far: Alive | None = None
+    resident_bytes: int = 0
+
+    def write(self, folder: str) -> None:
+        """Write it whole, or leave the last one."""
+        path = Path(folder, f"record-{self.rank or '0'}-{os.getpid()}.json")
+        beside = path.with_suffix(".new")
+        beside.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        beside.replace(path)
+
+
+def records_in(folder: str) -> Iterator[Record]:
+    """The records of a folder, by rank."""
+    import msgspec  # the observed process does without
+
+    def order(path: Path) -> tuple[int, str]:
+        rank = path.name.split("-")[1]
+        return (int(rank) if rank.isdecimal() else 0, path.name)
+
+    for path in sorted(Path(folder).glob("record-*.json"), key=order):
+        yield msgspec.json.decode(path.read_bytes(), type=Record)
