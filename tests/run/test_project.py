@@ -88,6 +88,30 @@ def test_a_card_without_a_kernel_for_the_call_splits_attention_into_ops() -> Non
     assert kinds(mixed(torch.float64), CudaCalls(("flash", "efficient")))["bmm"] > 0
 
 
+class SharedHeads(nn.Module):
+    """Attention whose eight heads share four keys and values."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, enable_gqa=True).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_share_keys_in_the_kernels_that_can(dtype: torch.dtype) -> None:
+    args = tuple(torch.empty(2, heads, 16, 32, dtype=dtype, requires_grad=True) for heads in (8, 4, 4))
+    found = kinds(Target(SharedHeads(), args), CudaCalls(("flash", "efficient")))
+    is_fused = dtype is torch.bfloat16 or torch.__version__ >= (2, 14)
+    kernel = "flash" if dtype is torch.bfloat16 else "efficient"
+    assert found[f"_scaled_dot_product_{kernel}_attention"] == is_fused
+    assert (found["bmm"] == 0) == is_fused
+
+
+@pytest.mark.parametrize("pooling", [nn.MaxPool2d(2), nn.AdaptiveMaxPool2d(2), nn.FractionalMaxPool2d(2, 2)])
+def test_functions_that_choose_between_two_are_called_on_a_card(pooling: nn.Module) -> None:
+    """By `return_indices`, in PyTorch's own functions for pooling."""
+    target = Target(nn.Sequential(nn.Conv2d(3, 8, 3), pooling), (torch.empty(2, 3, 10, 10),))
+    assert kinds(target, CudaCalls(("flash",)))["convolution"] == 1
+
+
 def test_the_capture_without_a_card_is_untouched() -> None:
     """Entering and leaving the calls of a card leaves PyTorch as it was."""
     target = Target(Rows(p=0.5), (torch.empty(8, 64),))

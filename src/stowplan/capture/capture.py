@@ -33,7 +33,7 @@ from stowplan.ir.graph import collector_paused
 from stowplan.watch import tell_phase
 
 if TYPE_CHECKING:
-    from stowplan.capture.cuda_calls import CudaCalls
+    from stowplan.capture.cuda_calls import CudaCalls, OwnBatchNorms
 
 aten = torch.ops.aten
 
@@ -196,7 +196,7 @@ def capture(
     all_outputs: bool = False,
     differentiated: tuple[int, ...] | None = None,
     know_values: bool = False,
-    cuda: "CudaCalls | None" = None,
+    cuda: "CudaCalls | OwnBatchNorms | None" = None,
 ) -> Captured:
     """The training step of `model(*args, **kwargs)`: forward, loss and backward.
 
@@ -205,7 +205,8 @@ def capture(
     outputs unless `all_outputs` is set, or else for every output that has a gradient. Tensors on the meta
     device are captured as if on `device`. A step that branches on data raises CaptureError. With
     `know_values` it may branch on small integer arguments; the caller then has to ask `answers` before each
-    call. With `cuda`, forward calls the kernels of a CUDA device on tensors of the CPU: a graph to plan on.
+    call. With `cuda`, forward calls other kernels: those of a CUDA device on tensors of the CPU give a
+    graph to plan on.
     """
     step = Step(
         model,
