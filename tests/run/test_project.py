@@ -105,6 +105,21 @@ def test_heads_share_keys_in_the_kernels_that_can(dtype: torch.dtype) -> None:
     assert (found["bmm"] == 0) == is_fused
 
 
+class DropsScores(nn.Module):
+    """Attention with dropout, whose generator's state is kept for backward."""
+
+    def forward(self, query: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, query, query, dropout_p=0.1).sum()
+
+
+def test_the_state_of_dropout_in_attention_is_on_the_host_and_takes_nothing_of_the_card() -> None:
+    query = torch.empty(2, 4, 16, 32, requires_grad=True)
+    graph = project_step(Target(DropsScores(), (query,)), card_named("a100-80gb")).graph
+    found = [tensor for name, tensor in graph.tensors.items() if name.endswith((".2", ".3"))]
+    states = [tensor for tensor in found if tensor.dtype is DType.INT64]
+    assert [(tensor.device, tensor.nbytes) for tensor in states] == [("cpu", 0)] * 2
+
+
 @pytest.mark.parametrize("pooling", [nn.MaxPool2d(2), nn.AdaptiveMaxPool2d(2), nn.FractionalMaxPool2d(2, 2)])
 def test_functions_that_choose_between_two_are_called_on_a_card(pooling: nn.Module) -> None:
     """By `return_indices`, in PyTorch's own functions for pooling."""

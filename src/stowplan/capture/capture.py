@@ -26,6 +26,7 @@ from stowplan.capture.paths import Paths
 from stowplan.capture.program import FILLING, Argument, Call, Program, fill_value
 from stowplan.capture.recording import Loss, Recording, Step, record
 from stowplan.capture.stand_ins import StorageView
+from stowplan.capture.states_on_host import with_states_on_host
 from stowplan.capture.watching import Event
 from stowplan.errors import CaptureError
 from stowplan.ir import Graph, Kind
@@ -244,7 +245,9 @@ def _captured(step: Step) -> Captured:
     _refuse_counters(answers, program)
     slices = {ids[e.view]: recording.slices.get(e.view.storage, 0) for e in recording.externals}
     parts = {name: nbytes for name, nbytes in slices.items() if nbytes}
-    return Captured(graph, program, eager, lowering.gradients, forward, answers, lowering.paths(), parts)
+    paths = lowering.paths()
+    captured = Captured(graph, program, eager, lowering.gradients, forward, answers, paths, parts)
+    return with_states_on_host(captured)
 
 
 def _refuse_counters(answers: Answers, program: Program) -> None:

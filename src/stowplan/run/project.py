@@ -19,6 +19,7 @@ from stowplan.capture import Captured, capture
 from stowplan.capture.cuda_calls import Chosen, CudaCalls
 from stowplan.capture.recording import Loss
 from stowplan.capture.stand_ins import with_tensors
+from stowplan.capture.states_on_host import with_states_on_host
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.ir import DType, Graph, Op, Tensor
 from stowplan.ops.effects import UPDATE
@@ -321,7 +322,7 @@ def project_step(target: Target, card: Card) -> ProjectedStep:
             steps.append(Difference(_WHY[cause], used.counts[cause], partly.eager.peak_bytes()))
         there = _with_wide_statistics(there)
         steps.append(Difference("statistics of norms in float32", 0, there.eager.peak_bytes()))
-    there = replace(there, graph=_moved(there.graph, card.device))
+    there = with_states_on_host(replace(there, graph=_moved(there.graph, card.device)))
     within = there.eager.peak_bytes(workspace_on(there.graph, card))
     steps.append(Difference("workspace of the card's kernels, estimated", 0, within))
     peak = within + sum(lasting)
