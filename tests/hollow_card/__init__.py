@@ -48,7 +48,9 @@ class Card:
     def settings(self) -> dict[str, str]:
         """As environment variables, which the libraries read."""
         sizes = {"MEMORY": self.memory, "CONTEXT": self.context, "UNTOUCHED": self.untouched}
-        found = {f"HOLLOW_{name}": str(parse_bytes(size, name.lower())) for name, size in sizes.items() if size}
+        found = {
+            f"HOLLOW_{name}": str(parse_bytes(size, name.lower())) for name, size in sizes.items() if size
+        }
         if self.multiprocessors:
             found["HOLLOW_MULTIPROCESSORS"] = str(self.multiprocessors)
         found |= {"HOLLOW_CAPABILITY": self.capability, "HOLLOW_CARDS": str(self.cards)}

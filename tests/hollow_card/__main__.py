@@ -43,7 +43,9 @@ def main(arguments: list[str]) -> int:
     try:
         python = environment()
         command = "from tests.hollow_card import built, installed_torch; print(built(installed_torch()))"
-        told = subprocess.run([python, "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+        told = subprocess.run(
+            [python, "-c", command], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        )
         tests = arguments or [str(Path(__file__).parent)]
         words = [python, "-m", "pytest", "-p", "no:cacheprovider", *tests]
         return run(words, Card(), Path(told.stdout.strip()))
