@@ -23,8 +23,7 @@ from stowplan.capture.states_on_host import with_states_on_host
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.ir import DType, Graph, Op, Tensor
 from stowplan.ops.effects import UPDATE
-from stowplan.plan.allocator.projection import HeapProjection, plan_for_device
-from stowplan.plan.allocator.projection import project as through_allocator
+from stowplan.plan.allocator.projection import HeapProjection, plan_for_device, project_unplanned
 from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.cards import Card, Difference, PeakOnCard, card_named, price_on_card, workspace_on
 from stowplan.plan.judge import verify
@@ -33,6 +32,7 @@ from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.select import Selector, planner_of
 from stowplan.run.cost.machine import Cost
+from stowplan.run.measure.eager_requests import requests_of_eager
 from stowplan.run.measure.inspect_step import StepInspection, inspection_of_step
 from stowplan.run.optimizers import optimizer_share, twin_of
 from stowplan.run.target import Target
@@ -210,11 +210,11 @@ class ProjectedStep:
             return planner.compare(plan), heap
 
     def without_a_plan(self, settings: AllocatorSettings | None = None) -> HeapProjection | None:
-        """What the step takes from a CUDA device if every value is kept."""
+        """What eager takes from a CUDA device: its storages from op to op, through the allocator."""
         if not self.card.is_cuda:
             return None
-        keeps_all = self.planner(PlanOptions(())).plan(2**62)
-        return through_allocator(keeps_all, settings or AllocatorSettings(), lasting=self.lasting_bytes)
+        requests = requests_of_eager(self.captured, workspace_on(self.graph, self.card))
+        return project_unplanned(requests, settings or AllocatorSettings(), self.lasting_bytes)
 
     def _marked(self, plain_seconds: float, plan: Plan) -> Plan:
         against = AgainstEager(Verdict.UNCHECKED, _NOT_RUN)

@@ -102,6 +102,18 @@ def project(
     return HeapProjection(settings, _run(requests, settings, held), held, unrepaired, floor)
 
 
+def project_unplanned(
+    requests: Requests, settings: AllocatorSettings, lasting: tuple[int, ...] = ()
+) -> HeapProjection:
+    """What requests take as they are, iteration by iteration: nothing is held to bring them closer."""
+    fresh = 1 + max((block for block, _ in (*requests.before, *requests.iteration)), default=0)
+    kept = (Request(fresh + number, nbytes) for number, nbytes in enumerate(lasting))
+    requests = replace(requests, before=(*requests.before, *kept))
+    iterations = _run(requests, settings, ())
+    floor = pools_at_most(requests, settings)
+    return HeapProjection(settings, iterations, (), iterations[-1].reserved_peak_bytes, floor)
+
+
 def figures_of(requests: Requests, settings: AllocatorSettings) -> HeapFigures:
     """What requests take from a device in one iteration, as they are."""
     allocator, addresses = begun(requests, settings, ())
