@@ -47,7 +47,8 @@ def on_card(make: Callable[[], Made]) -> Made:
     """A net with its arguments on the card: the same each time."""
     torch.manual_seed(0)
     model, args = make()
-    return model.cuda(), tuple({id(arg): arg.cuda() for arg in args}[id(arg)] for arg in args)
+    there = {arg: arg.cuda() for arg in args}  # an argument that is given twice stays one tensor
+    return model.cuda(), tuple(there[arg] for arg in args)
 
 
 def trained(model: nn.Module, args: tuple[Tensor, ...], optimizer: Optimizer | None = None) -> Run:

@@ -268,7 +268,7 @@ def test_an_iteration_is_projected_with_its_state_on_the_card_or_on_the_host() -
     whole = stowplan.project(model, (rows,), device="t4", optimizer=optimizer)
     assert whole.plan.projected_seconds > step.plan.projected_seconds
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    assert whole.step.peak_bytes > step.step.peak_bytes + 2 * parameters
+    assert whole.step.peak_bytes >= step.step.peak_bytes + 2 * parameters  # steps are counted on the host
     assert not optimizer.state_dict()["state"]
     away = step.step.iterations(optimizer, offloads=True)[1]
     plan, _ = away.plan(None, PlanOptions(("recompute",)))

@@ -48,6 +48,13 @@ inline int multiprocessors() {
     return count;
 }
 
+// As the programming guide lists them by capability.
+inline int threads_of_multiprocessor() {
+    const int found = capability();
+    if (found == 75) return 1024;
+    return found == 86 || found == 87 || found == 89 || found == 120 ? 1536 : 2048;
+}
+
 // Bytes of shared memory that a block may ask for, by capability, as the programming guide lists them.
 inline int shared_memory_of_block() {
     const int found = capability();

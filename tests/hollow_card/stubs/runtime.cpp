@@ -276,7 +276,7 @@ PUBLIC Error cudaDriverGetVersion(int *version) {
     return SUCCESS;
 }
 
-static const int THREADS_OF_MULTIPROCESSOR = 2048, BLOCKS_OF_MULTIPROCESSOR = 32;
+static const int BLOCKS_OF_MULTIPROCESSOR = 32;
 
 // By the numbers of cudaDeviceAttr. What is not listed is 0: not there.
 PUBLIC Error cudaDeviceGetAttribute(int *value, int attribute, int) {
@@ -302,7 +302,7 @@ PUBLIC Error cudaDeviceGetAttribute(int *value, int attribute, int) {
         {36, 1593000},       // memory clock, kHz
         {37, 5120},          // bus width
         {38, 40 << 20},      // level-2 cache
-        {39, THREADS_OF_MULTIPROCESSOR},
+        {39, threads_of_multiprocessor()},
         {40, 3},             // copy engines
         {41, 1},             // unified addresses
         {75, capability() / 10},
@@ -379,7 +379,7 @@ PUBLIC Error cudaGetDeviceProperties(Properties *found, int card) {
     found->copy_engines = 3;
     found->bus_width = 5120;
     found->level2 = 40 << 20;
-    found->threads_of_multiprocessor = THREADS_OF_MULTIPROCESSOR;
+    found->threads_of_multiprocessor = threads_of_multiprocessor();
     found->priorities = found->global_level1 = found->local_level1 = 1;
     found->shared_of_multiprocessor = shared_memory_of_block() + 1024;
     found->managed = found->concurrent_managed = found->cooperative = found->host_register = found->pools = 1;
@@ -631,7 +631,7 @@ PUBLIC Error cudaFuncGetAttributes(KernelAttributes *found, const void *) {
 PUBLIC Error cudaFuncSetAttribute(const void *, int, int) { return SUCCESS; }
 PUBLIC Error cudaKernelSetAttributeForDevice(void *, int, int, int) { return SUCCESS; }
 PUBLIC Error cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *count, const void *, int threads, size_t) {
-    int fitting = threads > 0 ? THREADS_OF_MULTIPROCESSOR / threads : 1;
+    int fitting = threads > 0 ? threads_of_multiprocessor() / threads : 1;
     *count = fitting < BLOCKS_OF_MULTIPROCESSOR ? fitting : BLOCKS_OF_MULTIPROCESSOR;
     return SUCCESS;
 }
