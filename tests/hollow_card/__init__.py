@@ -31,10 +31,10 @@ _REAL = Path("/dev/nvidiactl")  # there if a driver of the vendor's runs
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A card to run on. `context` is what CUDA itself takes of its memory; 0 multiprocessors: by capability.
+    """A card to run on. CUDA itself takes `context` of its memory; 0 multiprocessors: by capability.
 
-    With `untouched`, copies and fills of at least so many bytes are left out: the card may then be larger than
-    this machine's memory, and values are garbage. Without `values`, ops compute nothing at all.
+    With `untouched`, copies and fills of at least so many bytes are left out: the card may then be larger
+    than this machine's memory, and values are garbage. Without `values`, ops compute nothing at all.
     """
 
     capability: str = "8.0"

@@ -176,10 +176,11 @@ def _version_script(versions: list[str], functions: list[str]) -> str:
 
 
 def _build_values(torch: Path, into: Path, runtime: Path) -> None:
-    headers = [flag for folder in ("include", "include/torch/csrc/api/include")
-               for flag in ("-isystem", torch / folder)]  # fmt: skip
-    _run("g++", "-std=c++20", "-O1", *_FLAGS[1:], "-shared", *headers, STUBS / "values.cpp", "-o", into / VALUES,
-         f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-Wl,-rpath,$ORIGIN",
+    folders = (torch / "include", torch / "include/torch/csrc/api/include")
+    headers = [word for folder in folders for word in ("-isystem", folder)]
+    found = f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-Wl,-rpath,$ORIGIN"
+    flags = "-std=c++20", "-O1", *_FLAGS[1:], "-shared"
+    _run("g++", *flags, *headers, STUBS / "values.cpp", "-o", into / VALUES, *found,
          "-lc10", "-ltorch_cpu", runtime)  # fmt: skip
 
 

@@ -34,7 +34,7 @@ def kept_by_cublas() -> int:
     torch._C._cuda_clearCublasWorkspaces()
     gone = before - _requested_bytes()
     ones = torch.ones(8, 8, device="cuda", requires_grad=True)
-    (ones @ ones).sum().backward()
+    (ones @ ones).sum().backward()  # type: ignore[no-untyped-call]
     del ones
     return _requested_bytes() - before + gone
 
@@ -71,4 +71,6 @@ def trained(model: nn.Module, args: tuple[Tensor, ...], optimizer: Optimizer | N
     stats = torch.cuda.memory_stats()
     if optimizer is not None:
         values = [p.detach().cpu() for p in model.parameters()]
-    return Run(tuple(losses), tuple(values), stats["requested_bytes.all.peak"], stats["reserved_bytes.all.peak"])
+    return Run(
+        tuple(losses), tuple(values), stats["requested_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    )

@@ -42,7 +42,8 @@ class Transformer(nn.Module):
         rows = self.words(words) + self.places(torch.arange(words.shape[1], device=words.device))
         for layer in self.layers:
             rows = layer(rows)
-        return F.cross_entropy(self.head(self.last(rows)).flatten(0, 1), wanted.flatten())
+        loss: Tensor = F.cross_entropy(self.head(self.last(rows)).flatten(0, 1), wanted.flatten())
+        return loss
 
 
 class Grouped(nn.Module):
@@ -60,7 +61,9 @@ class Grouped(nn.Module):
         batch, length, width = rows.shape
         normed, features = self.norm(rows), width // self.heads
         query = self.query(normed).view(batch, length, self.heads, features).transpose(1, 2)
-        key, value = self.shared(normed).view(batch, length, 2, self.heads // 2, features).permute(2, 0, 3, 1, 4)
+        key, value = (
+            self.shared(normed).view(batch, length, 2, self.heads // 2, features).permute(2, 0, 3, 1, 4)
+        )
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         rows = rows + seen.transpose(1, 2).reshape(batch, length, width)
         return rows + self.down(F.silu(self.gate(rows)) * self.up(rows))
@@ -115,5 +118,6 @@ def norms() -> Made:
 
 
 NETS: dict[str, Callable[[], Made]] = {
-    made.__name__: made for made in (transformer, narrow_transformer, grouped, perceptron, convolutions, norms)
+    made.__name__: made
+    for made in (transformer, narrow_transformer, grouped, perceptron, convolutions, norms)
 }

@@ -150,7 +150,7 @@ _BEFORE_AMPERE = (torch.float32, torch.float16)
 
 def _accepts_shared_heads(name: str, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
     """Whether a kernel takes keys and values that several heads share."""
-    if name == "efficient" and torch.__version__ >= (2, 14):
+    if name == "efficient" and torch.__version__ >= "2.14":
         return key.shape[1] == value.shape[1] and (enable_gqa or key.shape[1] == 1)
     return name == "flash"
 

@@ -1,8 +1,8 @@
 """Workspace of kernels on a CUDA device in addition to operands and results, as PyTorch allocates it.
 
 Only ops with large workspace have a rule. What cuDNN takes for a convolution depends on the algorithm that it
-chooses on the card: it has no rule here, and counts as nothing. The rules are PyTorch's own host code, written
-again; tests hold them to what that asks for.
+chooses on the card: it has no rule here, and counts as nothing. The rules do what PyTorch's host code does,
+and `tests/hollow_card` holds them to what that asks for.
 """
 
 from collections.abc import Callable

@@ -213,8 +213,9 @@ class ProjectedStep:
         """What eager takes from a CUDA device: its storages from op to op, through the allocator."""
         if not self.card.is_cuda:
             return None
-        requests = requests_of_eager(self.captured, workspace_on(self.graph, self.card))
-        return project_unplanned(requests, settings or AllocatorSettings(), self.lasting_bytes)
+        workspaces = workspace_on(self.graph, self.card)
+        requests = requests_of_eager(self.captured, workspaces, self.lasting_bytes)
+        return project_unplanned(requests, settings or AllocatorSettings())
 
     def _marked(self, plain_seconds: float, plan: Plan) -> Plan:
         against = AgainstEager(Verdict.UNCHECKED, _NOT_RUN)

@@ -22,8 +22,8 @@ def _give_values(folder: Path) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch tells of each kernel that is registered a second time
-        torch.ops.load_library(folder / "libhollow_values.so")
-        torch.cuda.init()
+        torch.ops.load_library(folder / "libhollow_values.so")  # type: ignore[no-untyped-call]
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.ops.hollow_card.give_values()
 
 
