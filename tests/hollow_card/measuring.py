@@ -71,6 +71,5 @@ def trained(model: nn.Module, args: tuple[Tensor, ...], optimizer: Optimizer | N
     stats = torch.cuda.memory_stats()
     if optimizer is not None:
         values = [p.detach().cpu() for p in model.parameters()]
-    return Run(
-        tuple(losses), tuple(values), stats["requested_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-    )
+    peaks = (stats[f"{name}_bytes.all.peak"] for name in ("requested", "reserved"))
+    return Run(tuple(losses), tuple(values), *peaks)

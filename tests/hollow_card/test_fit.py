@@ -1,4 +1,4 @@
-"""`fit` on PyTorch's CUDA build: each technique against eager, in values and in bytes of PyTorch's own count."""
+"""`fit` on PyTorch's CUDA build: each technique against eager, in values and in PyTorch's own bytes."""
 
 from typing import Any
 

@@ -75,9 +75,9 @@ class Sum(nn.Module):
         return rows.sum(0)
 
 
-def workspace(model: nn.Module, args: tuple[Tensor, ...], op_type: str, **options: bool) -> int:
+def workspace(model: nn.Module, args: tuple[Tensor, ...], op_type: str) -> int:
     """Of the only op of a type in a step, by its rule."""
-    graph = capture(model, args, all_outputs=True, **options).graph
+    graph = capture(model, args, all_outputs=True).graph
     (op,) = (op for op in graph.ops if op.type.startswith(op_type))
     return cuda_workspace_of(site_of(graph, op))(CHIP)
 
@@ -106,10 +106,9 @@ class Attention(nn.Module):
     ("heads", "rows", "columns"), [(4, 64, 64), (4, 200, 64), (2, 64, 200), (1, 300, 100)]
 )
 def test_the_workspace_of_attention(
-    dtype: torch.dtype, features: int, heads: int, rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, features: int, heads: int, rows: int, columns: int
 ) -> None:
-    """Of the backward of the memory-efficient kernel, which other kernels are put before."""
-    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", torch.backends.cuda.flash_sdp_enabled)
+    """Of the backward of the memory-efficient kernel, where no other is allowed."""
     shapes = (4, rows), (heads, columns), (heads, columns)
     given = [
         torch.empty(2, length, count, features, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_()
