@@ -28,7 +28,7 @@ class Run:
 
 
 def kept_by_cublas() -> int:
-    """Bytes of the workspaces of forward's thread and of backward's, which each keeps from its first product on."""
+    """Bytes of the workspaces of forward's and of backward's thread, kept from the first product on."""
     gc.collect()
     before = _requested_bytes()
     torch._C._cuda_clearCublasWorkspaces()

@@ -66,7 +66,8 @@ class Grouped(nn.Module):
         )
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         rows = rows + seen.transpose(1, 2).reshape(batch, length, width)
-        return rows + self.down(F.silu(self.gate(rows)) * self.up(rows))
+        made: Tensor = self.down(F.silu(self.gate(rows)) * self.up(rows))
+        return rows + made
 
 
 class Loss(nn.Module):

@@ -37,8 +37,9 @@ def test_attention_has_right_values(dtype: torch.dtype, causal: bool, heads: int
     given = [torch.randn(2, count, 24, 16, dtype=dtype) for count in (4, heads, heads)]
     results = list[list[Tensor]]()
     for device in ("cpu", "cuda"):
-        own = [tensor.to(device).requires_grad_() for tensor in given]
-        made = F.scaled_dot_product_attention(*own, is_causal=causal, enable_gqa=heads < 4)
+        own = [tensor.detach().to(device).requires_grad_() for tensor in given]
+        query, key, value = own
+        made = F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=heads < 4)
         made.square().sum().backward()  # type: ignore[no-untyped-call]
         results.append([made, *(tensor.grad for tensor in own if tensor.grad is not None)])
     tolerance = 1e-4 if dtype is torch.float32 else 5e-2

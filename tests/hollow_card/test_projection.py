@@ -65,7 +65,8 @@ def rise_of(call: Callable[[], object]) -> int:
     made = call()
     tensors = made if isinstance(made, tuple) else (made,)
     kept = sum(t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor))
-    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) - before - kept
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    return int(peak - before - kept)
 
 
 class Sum(nn.Module):
