@@ -2,7 +2,6 @@
 
 import gc
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,12 +14,12 @@ def pytest_ignore_collect() -> bool | None:
 
 
 @pytest.fixture(autouse=True)
-def as_new(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty allocator with the two workspaces of cuBLAS, and plans that are not kept for the user."""
+def as_new(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty allocator without workspaces of cuBLAS, and plans that are not kept for the user."""
     import torch
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     torch.manual_seed(0)
-    yield
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
