@@ -199,7 +199,8 @@ def step_to_shard(
     model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
 ) -> Captured:
     """The whole step, captured; BadUse if it is none, or hides from autograd what it does."""
-    captured = capture(model, args, kwargs, cuda=OwnBatchNorms())
+    on_cuda = any(parameter.is_cuda for parameter in model.parameters())
+    captured = capture(model, args, kwargs, cuda=OwnBatchNorms() if on_cuda else None)
     if changes := changes_of(captured.program.output_spec):
         raise BadUse(f"not sharded: forward {changes.told()}, which the workers would not do alike")
     for name in captured.program.updates:
