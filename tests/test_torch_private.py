@@ -456,11 +456,13 @@ def test_a_function_without_its_cover_lets_a_mode_see_what_it_calls() -> None:
 
 
 def test_a_function_that_chooses_between_two_is_uncovered_with_both() -> None:
+    pool: Any = nn.functional.max_pool1d
+
     class Uncovering(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-            if func is nn.functional.max_pool1d:
+            if func is pool:
                 with self:
-                    return private.uncovered(func)(*args, **(kwargs or {}))
+                    return private.uncovered(pool)(*args, **(kwargs or {}))
             return func(*args, **(kwargs or {}))
 
     numbers = torch.arange(4.0).view(1, 4)
