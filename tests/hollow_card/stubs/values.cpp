@@ -73,7 +73,7 @@ std::optional<Tensor> optional_in(const IValue &value) {
 
 void write(const IValue &result, const Tensor &value) {
     Tensor target = tensor_in(result);
-    if (!target.defined() || !value.defined() || target.numel() == 0) return;
+    if (!target.defined() || !value.defined() || !target.numel() || !value.numel()) return;
     if (target.sizes() == value.sizes()) {
         target.copy_(value);
     } else if (target.numel() == value.numel()) {
