@@ -42,6 +42,10 @@ test-fast: ## the tests that need neither a quiet machine, several processes nor
 test-device: ## the tests on the stand-in accelerator, with 2,000 iterations of offloading and torch.compile
 	STAND_IN=long $(PYTHON) -m pytest tests/device
 
+.PHONY: hollow-card
+hollow-card: ## the tests on PyTorch's CUDA build without a card; makes its environment once, 555 MB; needs g++
+	$(PYTHON) -m tests.hollow_card $(TESTS)
+
 .PHONY: terminals
 terminals: ## every command and a slow fit in terminals, wide and narrow, in pipes, logs and notebooks
 	TERMINALS=whole $(PYTHON) -m pytest tests/test_terminals.py

@@ -477,6 +477,24 @@ def test_a_function_without_its_cover_lets_a_mode_see_what_it_calls() -> None:
     assert private.uncovered(dropout)(torch.ones(2), p=0.0).sum() == 2
 
 
+def test_a_function_that_chooses_between_two_is_uncovered_with_both() -> None:
+    pool: Any = nn.functional.max_pool1d
+
+    class Uncovering(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+            if func is pool:
+                with self:
+                    return private.uncovered(pool)(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    numbers = torch.arange(4.0).view(1, 4)
+    with Uncovering():
+        found = nn.functional.max_pool1d(numbers, 2)
+        _, places = nn.functional.max_pool1d(numbers, 2, return_indices=True)
+    assert found.tolist() == [[1.0, 3.0]]
+    assert places.tolist() == [[1, 3]]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not private.cpp_compiler(), reason="inductor needs a C++ compiler, and there is none")
 def test_inductor_compiles_a_function_of_a_list_and_keeps_strides() -> None:

@@ -15,7 +15,7 @@ from functools import cache, partial
 from shutil import which
 from subprocess import run
 from threading import get_ident, local
-from types import CodeType, FunctionType, MappingProxyType
+from types import CellType, CodeType, FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -39,6 +39,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import Function, forward_ad
 from torch.autograd.graph import Node
+from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 from torch.profiler import profile
 from torch.utils import _python_dispatch as python_dispatch
@@ -414,14 +415,22 @@ _COVERS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 def uncovered(function: FunctionType) -> Callable[..., Any]:
     """A function of `torch.nn.functional` without its first question: whether a TorchFunctionMode takes it.
 
-    The mode then sees the functions that this one calls.
+    The mode then sees the functions that this one calls. A function that only chooses between two others, as
+    `max_pool2d` does by `return_indices`, keeps them in its closure: they ask the question.
     """
     names = function.__globals__ | dict.fromkeys(_COVERS, lambda *_: False)
+    closure = tuple(map(_uncovered_cell, function.__closure__ or ()))
     open_one = FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+        function.__code__, names, function.__name__, function.__defaults__, closure or None
     )
     open_one.__kwdefaults__ = function.__kwdefaults__
     return open_one
+
+
+def _uncovered_cell(cell: CellType) -> CellType:
+    function = cell.cell_contents
+    is_chosen = isinstance(function, FunctionType) and function.__module__ == functional.__name__
+    return CellType(uncovered(function)) if is_chosen else cell
 
 
 class _Checkpoints:

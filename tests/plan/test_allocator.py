@@ -245,7 +245,7 @@ def test_expandable_segments_grow_in_place() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("max_split_size_mb:20", "more than 20"),
+        ("max_split_size_mb:19", "at least 20"),
         ("max_split_size_mb:lots", "lots"),
         ("garbage_collection_threshold:1.5", "garbage_collection_threshold"),
         ("roundup_power2_divisions:3", "powers of two"),

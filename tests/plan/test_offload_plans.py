@@ -98,6 +98,17 @@ def test_real_views_of_complex_tensors_stay(real_first: bool) -> None:
     assert not found & {"o", "v"}
 
 
+@pytest.mark.parametrize(("device", "leaves"), [("cuda:0", False), ("cpu", True)])
+def test_what_an_accelerators_step_has_on_the_host_stays_there(device: str, leaves: bool) -> None:
+    """Attention keeps the state of its generator on the host. On a CPU, the tier is the disk."""
+    tensors = {name: replace(_numbers(name), device=device) for name in "xabc"}
+    tensors["o"] = replace(_numbers("o"), device="cpu")
+    ops = [_made("o", "x"), _made("a", "x"), _made("b", "a"), _made("c", "b", "o")]
+    graph = Graph(tensors, tuple(replace(op, device=device) for op in ops), frozenset("c"))
+    found = {name for each in idle_intervals_of(graph, baseline_steps(graph)) for name in each.tensors}
+    assert ("o" in found) == leaves
+
+
 def _numbers(name: str) -> Tensor:
     return Tensor(name, Kind.INPUT if name == "x" else Kind.ACTIVATION, nbytes=64)
 

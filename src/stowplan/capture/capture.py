@@ -27,6 +27,7 @@ from stowplan.capture.paths import Paths
 from stowplan.capture.program import FILLING, Argument, Call, Program, fill_value
 from stowplan.capture.recording import Loss, Recording, Step, record
 from stowplan.capture.stand_ins import StorageView
+from stowplan.capture.states_on_host import with_states_on_host
 from stowplan.capture.watching import Event
 from stowplan.errors import CaptureError
 from stowplan.ir import Graph, Kind
@@ -34,7 +35,7 @@ from stowplan.ir.graph import collector_paused
 from stowplan.watch import tell_phase
 
 if TYPE_CHECKING:
-    from stowplan.capture.cuda_calls import CudaCalls
+    from stowplan.capture.cuda_calls import CudaCalls, OwnBatchNorms
 
 aten = torch.ops.aten
 
@@ -199,7 +200,7 @@ def capture(
     all_outputs: bool = False,
     differentiated: tuple[int, ...] | None = None,
     know_values: bool = False,
-    cuda: "CudaCalls | None" = None,
+    cuda: "CudaCalls | OwnBatchNorms | None" = None,
     containers: Mapping[str, Any] = MappingProxyType({}),
 ) -> Captured:
     """The training step of `model(*args, **kwargs)`: forward, loss and backward.
@@ -209,8 +210,8 @@ def capture(
     outputs unless `all_outputs` is set, or else for every output that has a gradient. Tensors on the meta
     device are captured as if on `device`. A step that branches on data raises CaptureError. With
     `know_values` it may branch on small integer arguments; the caller then has to ask `answers` before each
-    call. With `cuda`, forward calls the kernels of a CUDA device on tensors of the CPU: a graph to plan on.
-    In `containers`, by label, it may leave tensors that it makes.
+    call. With `cuda`, forward calls other kernels: those of a CUDA device on tensors of the CPU give a
+    graph to plan on. In `containers`, by label, it may leave tensors that it makes.
     """
     step = Step(
         model,
@@ -250,9 +251,10 @@ def _captured(step: Step) -> Captured:
     _refuse_unsized(graph, program)
     slices = {ids[e.view]: recording.slices.get(e.view.storage, 0) for e in recording.externals}
     parts = {name: nbytes for name, nbytes in slices.items() if nbytes}
-    return Captured(
+    captured = Captured(
         graph, program, eager, lowering.gradients, forward, answers, lowering.paths(), parts, step.containers
     )
+    return with_states_on_host(captured)
 
 
 def _refuse_unsized(graph: Graph, program: Program) -> None:

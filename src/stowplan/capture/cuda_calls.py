@@ -111,7 +111,9 @@ class CudaCalls(TorchFunctionMode):
         shared = query.ndim == 4 and key.shape[1] != query.shape[1]
         with_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         for name in self._attentions:
-            if not self._accepts(name, query, key, value, attn_mask, shared=shared):
+            if shared and not _accepts_shared_heads(name, key, value, enable_gqa=enable_gqa):
+                continue
+            if not self._accepts(name, query, key, value, attn_mask):
                 continue
             if name == "flash":
                 return _flash(query, key, value, dropout_p, is_causal, scale)
@@ -125,9 +127,7 @@ class CudaCalls(TorchFunctionMode):
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
 
-    def _accepts(
-        self, name: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, shared: bool
-    ) -> bool:
+    def _accepts(self, name: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         if any(t.ndim != 4 or t.stride(-1) != 1 or 0 in t.shape for t in (query, key, value)):
             return False
         features, half = query.shape[-1], query.dtype in _HALF
@@ -138,14 +138,21 @@ class CudaCalls(TorchFunctionMode):
             aligned = all(
                 t.shape[-1] % 8 == 0 and t.shape[-1] <= _MOST_CUDNN_FEATURES for t in (query, value)
             )
-            return half and aligned and mask is None and not shared
+            return half and aligned and mask is None
         if query.dtype not in ((torch.float32, *_HALF) if self._has_tensor_cores else _BEFORE_AMPERE):
             return False
         alignment = 8 if half else 4 if self._has_tensor_cores else 1
-        return not shared and all(t.shape[-1] % alignment == 0 for t in (query, value))
+        return all(t.shape[-1] % alignment == 0 for t in (query, value))
 
 
 _BEFORE_AMPERE = (torch.float32, torch.float16)
+
+
+def _accepts_shared_heads(name: str, key: Tensor, value: Tensor, *, enable_gqa: bool) -> bool:
+    """Whether a kernel takes keys and values that several heads share."""
+    if name == "efficient" and torch.__version__ >= "2.14":
+        return key.shape[1] == value.shape[1] and (enable_gqa or key.shape[1] == 1)
+    return name == "flash"
 
 
 def _first(results: Any) -> Tensor:
@@ -218,15 +225,17 @@ def _instance_norm(
     momentum: float,
     eps: float,
     cudnn_enabled: bool,
+    *,
+    norm: Callable[..., Tensor | None] | None = None,
 ) -> Tensor | None:
-    """A batch norm of one sample that has all channels of all samples."""
+    """A batch norm of one sample that has all channels of all samples; cuDNN's without another `norm`."""
     samples, channels = image.shape[:2]
     weights, biases, means, variances = (
         None if t is None else t.repeat(samples) for t in (weight, bias, mean, variance)
     )
     one = image.contiguous().view(1, samples * channels, *image.shape[2:])
     how = use_input_stats, momentum, eps, cudnn_enabled
-    made = _batch_norm(one, weights, biases, means, variances, *how)
+    made = (norm or _batch_norm)(one, weights, biases, means, variances, *how)
     if made is None:
         return None
     if use_input_stats:
@@ -276,3 +285,40 @@ class _FusedRMSNorm(torch.autograd.Function):
                 gradients[0], image, ctx.shape, factors, weight, wanted
             )
         return for_image, None, for_weight, None
+
+
+class OwnBatchNorms(TorchFunctionMode):
+    """Within, batch and instance norm run in PyTorch's own kernels on a CUDA device, and not in cuDNN's.
+
+    cuDNN's write into the running statistics, and have no form for a part of a batch.
+    """
+
+    def anew(self) -> "OwnBatchNorms":
+        """The same: it counts nothing."""
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (F.batch_norm, F.instance_norm):
+            with self:
+                return uncovered(func)(*args, **(kwargs or {}))
+        if func is torch.batch_norm and args[0].is_cuda:
+            return _own_batch_norm(*args)
+        if func is torch.instance_norm and args[0].is_cuda:
+            return _instance_norm(*args, norm=_own_batch_norm)
+        return func(*args, **(kwargs or {}))
+
+
+def _own_batch_norm(
+    image: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    _cudnn_enabled: bool,
+) -> Tensor:
+    return _first(torch.native_batch_norm(image, weight, bias, mean, variance, training, momentum, eps))

@@ -62,7 +62,7 @@ from stowplan.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from stowplan.capture.cuda_calls import CudaCalls
+    from stowplan.capture.cuda_calls import CudaCalls, OwnBatchNorms
 
 
 Loss: TypeAlias = Callable[..., object] | str | int
@@ -76,8 +76,8 @@ class Step:
     Gradients come in for the outputs at the positions `differentiated`, as the leaves of the result are
     counted. Without them, they come in for the output that `loss` names, with `all_outputs` for every output
     that can have one, or else for the only scalar. With `know_values`, small integer arguments are captured
-    with their values. With `cuda`, forward calls the kernels of a CUDA device. `containers` are those in
-    which it may leave tensors, by label.
+    with their values. With `cuda`, forward calls other kernels, as those of a CUDA device. `containers` are
+    those in which it may leave tensors, by label.
     """
 
     model: nn.Module
@@ -88,7 +88,7 @@ class Step:
     all_outputs: bool = False
     differentiated: tuple[int, ...] | None = None
     know_values: bool = False
-    cuda: "CudaCalls | None" = None
+    cuda: "CudaCalls | OwnBatchNorms | None" = None
     containers: Mapping[str, Any] = field(default_factory=dict)
 
     def modules(self) -> dict[str, nn.Module]:

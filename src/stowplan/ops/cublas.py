@@ -25,8 +25,13 @@ def cublas_workspaces(
     ops: Iterable[Op], capability: float, environment: Mapping[str, str] = os.environ
 ) -> tuple[int, ...]:
     """Bytes of the workspaces on the device of these ops; none if they multiply no matrices."""
-    multiplies = any(op.type.startswith(_PRODUCTS) for op in ops)
+    multiplies = any(map(is_product, ops))
     return (workspace_bytes(capability, environment),) * _THREADS if multiplies else ()
+
+
+def is_product(op: Op) -> bool:
+    """Whether cuBLAS computes the op."""
+    return op.type.startswith(_PRODUCTS)
 
 
 def workspace_bytes(capability: float, environment: Mapping[str, str] = os.environ) -> int:

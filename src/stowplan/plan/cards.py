@@ -17,7 +17,7 @@ from stowplan.errors import BadInput, BadUse, nearest
 from stowplan.formats.checked import bad_input_of
 from stowplan.ir import DType, Graph, Op
 from stowplan.ops.cublas import cublas_workspaces
-from stowplan.ops.cuda_workspace import cuda_workspace_of
+from stowplan.ops.cuda_workspace import Chip, cuda_workspace_of
 from stowplan.ops.table import site_of
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Basis, Pricing, Tier
@@ -60,6 +60,12 @@ class Card:
     launch_seconds: float = 5e-6
     capability: float = 8.0
     attentions: tuple[str, ...] = ("flash", "efficient")
+    multiprocessors: int = 108
+
+    @property
+    def chip(self) -> Chip:
+        """What the workspace of kernels depends on."""
+        return Chip(self.capability, self.multiprocessors)
 
     @property
     def usable_bytes(self) -> int:
@@ -131,6 +137,7 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
     launch: _Rate = 5e-6
     capability: float = 8.0
     attention: tuple[str, ...] = ("flash", "efficient")
+    multiprocessors: Annotated[int, msgspec.Meta(gt=0)] = 108
 
     def card(self, name: str) -> Card:
         if "float32" not in self.flops:
@@ -149,6 +156,7 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
             launch_seconds=self.launch,
             capability=self.capability,
             attentions=self.attention,
+            multiprocessors=self.multiprocessors,
         )
         if card.usable_bytes <= 0:
             raise BadInput(f"the context takes all of the {self.memory}", where=name)
@@ -213,4 +221,4 @@ def workspace_on(graph: Graph, card: Card) -> dict[str, int]:
         return estimated_workspaces(graph)
     if not card.is_cuda:
         return {}
-    return {op.id: size for op in graph.ops if (size := cuda_workspace_of(site_of(graph, op)))}
+    return {op.id: size for op in graph.ops if (size := cuda_workspace_of(site_of(graph, op))(card.chip))}

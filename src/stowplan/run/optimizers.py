@@ -61,8 +61,10 @@ def optimizer_share(
     By name it needs the `parameters`; those on the meta device are taken to live on `device`.
     """
     stand_ins = StandIns(torch.device(device))
-    watch = StorageWatch(stand_ins.fakes)
-    given = parameters if isinstance(optimizer, str) else _parameters_of(optimizer)
+    given = list(parameters if isinstance(optimizer, str) else _parameters_of(optimizer))
+    first = next(iter(given), None)
+    there = torch.device(device) if first is None or first.is_meta else first.device
+    watch = StorageWatch(stand_ins.fakes, there)
     trained = [stand_ins.of(parameter) for parameter in given]
     fixed = watch.enter(_with_gradients(trained, stand_ins))
     with explained(optimizer), stand_ins.fakes, watch:  # which lets tensors be on a device that is not here

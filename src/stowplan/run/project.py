@@ -19,11 +19,11 @@ from stowplan.capture import Captured, capture
 from stowplan.capture.cuda_calls import Chosen, CudaCalls
 from stowplan.capture.recording import Loss
 from stowplan.capture.stand_ins import with_tensors
+from stowplan.capture.states_on_host import with_states_on_host
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.ir import DType, Graph, Op, Tensor
 from stowplan.ops.effects import UPDATE
-from stowplan.plan.allocator.projection import HeapProjection, plan_for_device
-from stowplan.plan.allocator.projection import project as through_allocator
+from stowplan.plan.allocator.projection import HeapProjection, plan_for_device, project_unplanned
 from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.cards import Card, Difference, PeakOnCard, card_named, price_on_card, workspace_on
 from stowplan.plan.judge import verify
@@ -32,6 +32,7 @@ from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.select import Selector, planner_of
 from stowplan.run.cost.machine import Cost
+from stowplan.run.measure.eager_requests import requests_of_eager
 from stowplan.run.measure.inspect_step import StepInspection, inspection_of_step
 from stowplan.run.optimizers import optimizer_share, twin_of
 from stowplan.run.target import Target
@@ -209,11 +210,12 @@ class ProjectedStep:
             return planner.compare(plan), heap
 
     def without_a_plan(self, settings: AllocatorSettings | None = None) -> HeapProjection | None:
-        """What the step takes from a CUDA device if every value is kept."""
+        """What eager takes from a CUDA device: its storages from op to op, through the allocator."""
         if not self.card.is_cuda:
             return None
-        keeps_all = self.planner(PlanOptions(())).plan(2**62)
-        return through_allocator(keeps_all, settings or AllocatorSettings(), lasting=self.lasting_bytes)
+        workspaces = workspace_on(self.graph, self.card)
+        requests = requests_of_eager(self.captured, workspaces, self.lasting_bytes)
+        return project_unplanned(requests, settings or AllocatorSettings())
 
     def _marked(self, plain_seconds: float, plan: Plan) -> Plan:
         against = AgainstEager(Verdict.UNCHECKED, _NOT_RUN)
@@ -321,7 +323,7 @@ def project_step(target: Target, card: Card) -> ProjectedStep:
             steps.append(Difference(_WHY[cause], used.counts[cause], partly.eager.peak_bytes()))
         there = _with_wide_statistics(there)
         steps.append(Difference("statistics of norms in float32", 0, there.eager.peak_bytes()))
-    there = replace(there, graph=_moved(there.graph, card.device))
+    there = with_states_on_host(replace(there, graph=_moved(there.graph, card.device)))
     within = there.eager.peak_bytes(workspace_on(there.graph, card))
     steps.append(Difference("workspace of the card's kernels, estimated", 0, within))
     peak = within + sum(lasting)

@@ -102,6 +102,13 @@ def project(
     return HeapProjection(settings, _run(requests, settings, held), held, unrepaired, floor)
 
 
+def project_unplanned(requests: Requests, settings: AllocatorSettings) -> HeapProjection:
+    """What requests take as they are, iteration by iteration: nothing is held to bring them closer."""
+    iterations = _run(requests, settings, ())
+    floor = pools_at_most(requests, settings)
+    return HeapProjection(settings, iterations, (), iterations[-1].reserved_peak_bytes, floor)
+
+
 def figures_of(requests: Requests, settings: AllocatorSettings) -> HeapFigures:
     """What requests take from a device in one iteration, as they are."""
     allocator, addresses = begun(requests, settings, ())
@@ -139,7 +146,8 @@ def _unlimited(settings: AllocatorSettings) -> AllocatorSettings:
 
 def _run(requests: Requests, settings: AllocatorSettings, held: Sequence[int]) -> tuple[HeapFigures, ...]:
     allocator, addresses = begun(requests, settings, held)
-    return tuple(_issue(allocator, requests.iteration, addresses) for _ in range(ITERATIONS))
+    first = _issue(allocator, requests.first_iteration, addresses)
+    return first, *(_issue(allocator, requests.iteration, addresses) for _ in range(ITERATIONS - 1))
 
 
 def begun(

@@ -28,12 +28,28 @@ class Request(NamedTuple):
 class Requests:
     """What is allocated before the first iteration, and what each iteration does.
 
-    `runs` has the place of each run's first request. In a run, requests to free come last.
+    `runs` has the place of each run's first request. In a run, requests to free come last. `once` are blocks
+    that the first iteration makes and that stay, by the place of the request before which each is made.
     """
 
     before: tuple[Request, ...]
     iteration: tuple[Request, ...]
     runs: tuple[int, ...] = ()
+    once: tuple[tuple[int, Request], ...] = ()
+
+    def end_of(self, run: int) -> int:
+        """The place after what a run allocates."""
+        end = self.runs[run + 1] if run + 1 < len(self.runs) else len(self.iteration)
+        places = range(self.runs[run], end)
+        return next((place for place in places if not self.iteration[place].nbytes), end)
+
+    @property
+    def first_iteration(self) -> tuple[Request, ...]:
+        """With the blocks that it makes once."""
+        made = list(self.iteration)
+        for place, request in sorted(self.once, reverse=True):
+            made.insert(place, request)
+        return tuple(made)
 
 
 class Lifetime(NamedTuple):
@@ -54,12 +70,13 @@ def requests_of_lifetimes(lifetimes: Iterable[Lifetime], workspace_bytes: Sequen
         elif life.nbytes:
             begun.setdefault(life.first, []).append(Request(block, life.nbytes))
             ended.setdefault(life.last, []).append(Request(block, 0))
-    iteration = list[Request]()
+    iteration, runs = list[Request](), list[int]()
     for event, workspace in enumerate(workspace_bytes):
+        runs.append(len(iteration))
         iteration += begun.get(event, ())
         iteration += (Request(0, workspace), Request(0, 0)) if workspace else ()
         iteration += ended.get(event, ())
-    return Requests(tuple(before), tuple(iteration))
+    return Requests(tuple(before), tuple(iteration), tuple(runs))
 
 
 def pools_at_most(requests: Requests, settings: AllocatorSettings) -> int:

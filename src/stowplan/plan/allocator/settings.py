@@ -35,8 +35,8 @@ class AllocatorSettings:
     fraction: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_split_bytes is not None and self.max_split_bytes <= LARGE_SEGMENT:
-            raise BadUse(f"max_split_size_mb must be more than {LARGE_SEGMENT // MIB}")
+        if self.max_split_bytes is not None and self.max_split_bytes < LARGE_SEGMENT:
+            raise BadUse(f"max_split_size_mb must be at least {LARGE_SEGMENT // MIB}")
         if self.max_non_split_rounding_bytes < LARGE_SEGMENT:
             raise BadUse(f"max_non_split_rounding_mb must be at least {LARGE_SEGMENT // MIB}")
         if len(self.roundup_power2_divisions) not in (0, 1, _LAST_INTERVAL - _FIRST_INTERVAL + 1):

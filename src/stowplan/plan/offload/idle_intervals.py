@@ -57,6 +57,7 @@ class _Walk(Places):
             if tensor.dtype is not None and tensor.dtype.is_complex
         }
         self._gradients = gradients
+        self._on_accelerator = any(op.device not in ("", "cpu") for op in graph.ops)
         self._received = {op.outputs[0].tensor for op in graph.ops if op.type in UNDER_WAY}
         self._under_way: set[int] = set()  # places that messages arrive in
         self._nbytes: dict[int, int] = {}  # of each place
@@ -90,10 +91,13 @@ class _Walk(Places):
     def _may_leave(self, place: Place) -> bool:
         """Whether a storage may be offloaded. What the step is given stays, and so do results of the forward
         half, buffers that messages arrive in, and complex tensors with their real views, whose conjugation
-        PyTorch may keep as a flag instead of in the data."""
+        PyTorch may keep as a flag instead of in the data. What an accelerator's step has on the host is
+        there already: attention keeps the state of its generator so."""
         tensor = self._graph.tensors[place.tensor]
         storage = self._storages.number_of[place.tensor]
         if place.number in self._given or place.number in self._under_way or storage in self._complex:
+            return False
+        if self._on_accelerator and tensor.device == "cpu":
             return False
         if storage in self._held:
             return self._gradients and tensor.kind is Kind.GRADIENT

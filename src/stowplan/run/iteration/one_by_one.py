@@ -116,8 +116,9 @@ class UpdateBook:
 
     def _watched(self, parameters: list[Tensor], groups: list[Mapping[str, Any]]) -> UpdateBytes:
         device = parameters[0].device
-        stand_ins = StandIns(self._device if device.type == "meta" else device)
-        watch = StorageWatch(stand_ins.fakes)
+        device = self._device if device.type == "meta" else device
+        stand_ins = StandIns(device)
+        watch = StorageWatch(stand_ins.fakes, device)
         trained = [stand_ins.of(parameter) for parameter in parameters]
         for parameter in trained:
             with stand_ins.fakes:

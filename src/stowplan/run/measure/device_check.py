@@ -18,17 +18,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from stowplan import __version__
-from stowplan.analyse.facts import is_resident
 from stowplan.capture import Captured
 from stowplan.errors import BadUse, BudgetTooSmall, StowplanError, nearest
 from stowplan.plan.allocator.projection import figures_of
-from stowplan.plan.allocator.requests import Lifetime, requests_of_lifetimes
 from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.progress import showing_progress
 from stowplan.plan.record import Record
 from stowplan.run.cost.machine import least_seconds, platform_of
 from stowplan.run.measure.check import check, eager_peak_bytes
+from stowplan.run.measure.eager_requests import requests_of_eager
 from stowplan.run.measure.measure import device_bytes
 from stowplan.run.measure.sample_networks import NETWORKS, mean_of_squares
 from stowplan.run.planning.planner import PlannedStep, Subject, plan_step, price_captured
@@ -261,12 +260,7 @@ def _projected(captured: Captured, device: torch.device) -> Bytes:
     requested = captured.eager.peak_bytes(workspace_bytes)
     if not _counts_reserved(device):
         return Bytes(requested)
-    standing = {tensor.id for tensor in captured.graph.tensors.values() if is_resident(tensor)}
-    lifetimes = (
-        Lifetime(span.nbytes, span.first, span.last, span.tensor in standing) for span in captured.eager.spans
-    )
-    requests = requests_of_lifetimes(lifetimes, captured.eager.workspace_of_events(workspace_bytes))
-    heap = figures_of(requests, AllocatorSettings())
+    heap = figures_of(requests_of_eager(captured, workspace_bytes), AllocatorSettings())
     return Bytes(requested, heap.allocated_peak_bytes, heap.reserved_peak_bytes)
 
 

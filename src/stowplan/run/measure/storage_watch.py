@@ -15,11 +15,14 @@ _ANY_NUMBER = 1000.0  # what a stand-in answers if its value is asked for: an op
 
 
 class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
-    """Within, ops run without data, and each storage that comes and goes is noted."""
+    """Within, ops run without data, and each storage that comes and goes is noted.
 
-    def __init__(self, fakes: FakeTensorMode) -> None:
+    On an accelerator, what is on the host takes nothing: an optimizer counts its steps there.
+    """
+
+    def __init__(self, fakes: FakeTensorMode, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # so is this
-        self._fakes = fakes
+        self._fakes, self._on_accelerator = fakes, device.type != "cpu"
         self._events = 0
         self.launches = 0  # kernels that were run
         self.traffic_bytes = 0  # that they read and wrote
@@ -28,8 +31,12 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
     def enter(self, tensors: Iterable[Tensor]) -> int:
         """Note tensors that are there before; returns the bytes of all that is there by now."""
         for tensor in tensors:
-            self._book.view_of(tensor)
+            if self._counts(tensor):
+                self._book.view_of(tensor)
         return self.living_bytes()
+
+    def _counts(self, tensor: Tensor) -> bool:
+        return not (self._on_accelerator and tensor.device.type == "cpu")
 
     def living_bytes(self) -> int:
         """Bytes of the storages that are there now."""
@@ -56,7 +63,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         with self._fakes:
             result = func(*args, **(kwargs or {}))
         for made in pytree.tree_leaves(result):
-            if isinstance(made, Tensor):
+            if isinstance(made, Tensor) and self._counts(made):
                 self._book.view_of(made, born=self._events)
         self._events += 1
         self._count_traffic(func, (args, kwargs), result)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from stowplan.capture import Captured, Ref, capture
 from stowplan.capture.changes import changes_of
+from stowplan.capture.cuda_calls import OwnBatchNorms
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse, NotTileable
 from stowplan.ir import Graph, Kind
@@ -92,7 +93,10 @@ class ShardedStep:
 
     @property
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments like those that this worker is called with, without contents."""
+        """Arguments like those that this worker is called with, without contents.
+
+        A capture asks tensors for their device: those of a CPU need no memory, others take theirs.
+        """
         tensors, program = self._local.graph.tensors, self.captured.program
         leaves: list[object] = [None if name is None else _like(tensors[name]) for name in program.inputs]
         like: tuple[tuple[Any, ...], dict[str, Any]] = program.input_spec.unflatten(leaves)
@@ -195,7 +199,8 @@ def step_to_shard(
     model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object] | None = None
 ) -> Captured:
     """The whole step, captured; BadUse if it is none, or hides from autograd what it does."""
-    captured = capture(model, args, kwargs)
+    on_cuda = any(parameter.is_cuda for parameter in model.parameters())
+    captured = capture(model, args, kwargs, cuda=OwnBatchNorms() if on_cuda else None)
     if changes := changes_of(captured.program.output_spec):
         raise BadUse(f"not sharded: forward {changes.told()}, which the workers would not do alike")
     for name in captured.program.updates:
@@ -240,4 +245,5 @@ def _local(captured: Captured, plan: ShardPlan, rank: int) -> Captured:
 
 
 def _like(tensor: Described) -> Tensor:
-    return torch.empty(shape_of(tensor), dtype=getattr(torch, str(tensor.dtype)), device="meta")
+    device = "meta" if tensor.device in ("", "cpu") else tensor.device
+    return torch.empty(shape_of(tensor), dtype=getattr(torch, str(tensor.dtype)), device=device)
