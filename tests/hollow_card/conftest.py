@@ -20,6 +20,7 @@ def as_new(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     torch.manual_seed(0)
+    torch.empty(1, device="cuda")  # PyTorch counts from the first allocation on
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
