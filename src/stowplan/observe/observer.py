@@ -112,7 +112,8 @@ class Observer:
         self._replace(torch, "compile", self._compiling)
         self._hide_own_frames()
         self._replace(torch.autograd.profiler.profile, "__init__", self._profiling)
-        after_import("stowplan.run.fit", self._planning)
+        if "stowplan.run.fit" not in sys.modules:  # it imports torch, and so comes later in a script
+            after_import("stowplan.run.fit", self.plans)
         if self.settings.iterations is not None:
             register_optimizer_step_post_hook(self._count)
         atexit.register(self.exit)
@@ -412,7 +413,7 @@ class Observer:
 
         return initialise
 
-    def _planning(self) -> None:
+    def plans(self) -> None:
         """The script plans: `fit` refuses hooks for all modules."""
         self._survive(lambda: self.end("the script plans with stowplan itself"))
         self.remove_last_hooks()
