@@ -203,6 +203,12 @@ def into_a_list_cleared_before(layer: nn.Module) -> Callable[[], list[Tensor]]:
     return lambda: list(kept)
 
 
+def into_a_list_with_names(layer: nn.Module) -> Callable[[], list[Tensor]]:
+    rows: list[Any] = []
+    layer.register_forward_hook(lambda _, __, out: rows.extend(("out", out.detach(), ("mean", out.mean()))))
+    return lambda: [torch.tensor(len(rows)), *(r for r in pytree.tree_leaves(rows) if isinstance(r, Tensor))]
+
+
 def into_the_last_two(layer: nn.Module) -> Callable[[], list[Tensor]]:
     kept = deque([torch.zeros(4, 8), torch.ones(4, 8)], maxlen=2)
     layer.register_forward_hook(lambda _, __, out: kept.append(out.detach()))
@@ -242,6 +248,7 @@ HOOKS = [
     (into_a_list_that_grows, 3),
     (into_a_new_list, 1),
     (into_a_list_cleared_before, 2),
+    (into_a_list_with_names, 3),
     (into_the_last_two, 1),
     (into_an_object, 2),
     (into_a_variable, 2),

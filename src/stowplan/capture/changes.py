@@ -18,8 +18,6 @@ arguments come in. What forward did to these is known when it has returned:
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from operator import is_
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -36,8 +34,8 @@ from stowplan.torch_private import FakeTensor, pytree
 Place: TypeAlias = int | str
 """A tensor of the user's: a leaf of the arguments by position, a parameter or buffer by name."""
 
-CELL = "cell_contents"
-"""The key of what a variable of a closure holds."""
+CELL, WHOLE = "cell_contents", None
+"""The key of what a variable of a closure holds, and that of all that is in a list."""
 
 Path: TypeAlias = tuple[Any, ...]
 """Keys, indices and attributes that lead from `(args, kwargs)` to something in it."""
@@ -80,20 +78,13 @@ class Before:
     index: int
 
 
-class InList(Enum):
-    """What forward does to a list: it appends an item, or leaves other items there."""
-
-    END = "end"
-    WHOLE = "whole"
-
-
 @dataclass(frozen=True, slots=True)
 class Stored:
     """What forward leaves under a key of a container: of the module at the path `label`, or of another."""
 
     label: str
     key: Any
-    value: object  # of At, Result, New, or constants; of Before too, if it is a whole list
+    value: object  # of At, Result, New, or constants; with Before, a tuple of these for a whole list
     in_module: bool
 
     @property
@@ -101,7 +92,7 @@ class Stored:
         """What the user calls it."""
         if self.in_module:
             return f"{self.label}.{self.key}".lstrip(".")
-        return self.label if self.key in (*InList, CELL) else f"{self.key!r} of {self.label}"
+        return self.label if self.key in (WHOLE, CELL) else f"{self.key!r} of {self.label}"
 
     def numbers(self) -> Iterator[int]:
         """The numbers of the results in it."""
@@ -109,16 +100,13 @@ class Stored:
 
     def put_into(self, holder: Any, made: Callable[[object], object]) -> None:
         """Do what forward did to the container."""
-        match self.key, self.value:
-            case InList.END, value:
-                holder.append(made(value))
-            case InList.WHOLE, tuple() as values:
-                before = list(holder)
-                now = [before[value.index] if isinstance(value, Before) else made(value) for value in values]
-                holder.clear()
-                holder.extend(now)
-            case key, value:
-                holder[key] = made(value)
+        if self.key is not WHOLE:
+            holder[self.key] = made(self.value)
+            return
+        before, values = list(holder), self.value if isinstance(self.value, tuple) else ()
+        now = [before[value.index] if isinstance(value, Before) else made(value) for value in values]
+        holder.clear()
+        holder.extend(now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,15 +304,16 @@ class Stores:
             found = _with_tensors(holder, before)
             if not all(_is_made_of_tensors(value) for _, value in found):
                 continue
-            if found and isinstance(holder, (list, deque)) and not _has_grown(holder, before):
-                name, old = Stored(label, InList.WHOLE, None, in_module).name, list(map(id, before.values()))
-                values = tuple(Before(old.index(id(v))) if id(v) in old else told(v, name) for v in holder)
-                yield Stored(label, InList.WHOLE, values, in_module)
+            if found and isinstance(
+                holder, (list, deque)
+            ):  # as long at each call as it is now: it is guarded
+                old = list(map(id, before.values()))
+                values = (Before(old.index(id(v))) if id(v) in old else told(v, label) for v in holder)
+                yield Stored(label, WHOLE, tuple(values), in_module)
                 continue
             for key, value in found:
-                where = InList.END if isinstance(holder, (list, deque)) else key
-                name = Stored(label, where, None, in_module).name
-                yield Stored(label, where, told(value, name), in_module)
+                name = Stored(label, key, None, in_module).name
+                yield Stored(label, key, told(value, name), in_module)
 
     def put_back(self) -> None:
         """Remove stand-ins: what stood there before stands there again."""
@@ -353,11 +342,6 @@ def _with_tensors(holder: Any, before: Mapping[Any, object]) -> list[tuple[Any, 
 
 def _is_made_of_tensors(value: object) -> bool:
     return all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in flattened(value)[0])
-
-
-def _has_grown(holder: Any, before: Mapping[Any, object]) -> bool:
-    """Whether a list has other items at its end alone."""
-    return len(holder) > len(before) and all(map(is_, holder, before.values()))
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs")  # an RNN's too
