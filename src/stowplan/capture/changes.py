@@ -34,8 +34,8 @@ from stowplan.torch_private import FakeTensor, pytree
 Place: TypeAlias = int | str
 """A tensor of the user's: a leaf of the arguments by position, a parameter or buffer by name."""
 
-CELL, WHOLE = "cell_contents", None
-"""The key of what a variable of a closure holds, and that of all that is in a list."""
+CELL = "cell_contents"
+"""The key of what a variable of a closure, or a list as a whole, holds."""
 
 Path: TypeAlias = tuple[Any, ...]
 """Keys, indices and attributes that lead from `(args, kwargs)` to something in it."""
@@ -80,11 +80,14 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What forward leaves under a key of a container: of the module at the path `label`, or of another."""
+    """What forward leaves under a key of a container: of the module at the path `label`, or of another.
+
+    Of a list it is all that is in it then, as a tuple: a list is as long before each call, for it is guarded.
+    """
 
     label: str
     key: Any
-    value: object  # of At, Result, New, or constants; with Before, a tuple of these for a whole list
+    value: object  # of At, Result, New, or constants; in a list of Before too
     in_module: bool
 
     @property
@@ -92,7 +95,7 @@ class Stored:
         """What the user calls it."""
         if self.in_module:
             return f"{self.label}.{self.key}".lstrip(".")
-        return self.label if self.key in (WHOLE, CELL) else f"{self.key!r} of {self.label}"
+        return self.label if self.key == CELL else f"{self.key!r} of {self.label}"
 
     def numbers(self) -> Iterator[int]:
         """The numbers of the results in it."""
@@ -100,11 +103,11 @@ class Stored:
 
     def put_into(self, holder: Any, made: Callable[[object], object]) -> None:
         """Do what forward did to the container."""
-        if self.key is not WHOLE:
+        if not isinstance(self.value, tuple):
             holder[self.key] = made(self.value)
             return
-        before, values = list(holder), self.value if isinstance(self.value, tuple) else ()
-        now = [before[value.index] if isinstance(value, Before) else made(value) for value in values]
+        before = list(holder)
+        now = [before[value.index] if isinstance(value, Before) else made(value) for value in self.value]
         holder.clear()
         holder.extend(now)
 
@@ -304,12 +307,10 @@ class Stores:
             found = _with_tensors(holder, before)
             if not all(_is_made_of_tensors(value) for _, value in found):
                 continue
-            if found and isinstance(
-                holder, (list, deque)
-            ):  # as long at each call as it is now: it is guarded
+            if found and isinstance(holder, (list, deque)):
                 old = list(map(id, before.values()))
                 values = (Before(old.index(id(v))) if id(v) in old else told(v, label) for v in holder)
-                yield Stored(label, WHOLE, tuple(values), in_module)
+                yield Stored(label, CELL, tuple(values), in_module)
                 continue
             for key, value in found:
                 name = Stored(label, key, None, in_module).name
