@@ -233,7 +233,7 @@ def test_too_small_a_budget_is_refused_before_anything_runs() -> None:
 def test_what_is_reserved_is_left_free() -> None:
     model, x = Chain(), images(4096, 16)
     smallest = smallest_budget(model, x)
-    fit(model, (x,), budget=smallest + 1024**2, reserve="1MiB", moves=2000)
+    fit(model, (x,), budget=smallest + 1024**2, reserve="1MiB", allow=["recompute"], moves=2000)
     with pytest.raises(BudgetTooSmall):
         fit(model, (x,), budget=smallest, reserve="1MiB", allow=["recompute"], moves=2000)
 
