@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -109,12 +110,12 @@ def test_plans_come_from_the_cache_that_fit_reads(target: str, monkeypatch: pyte
         return found
 
     monkeypatch.setattr(planner, "plan_step", noted)
-    sizes = [
-        list(largest_of(target, 500_000, multiple=64, most=256, allow=("recompute",), moves=5))
-        for _ in range(2)
-    ]
-    assert sizes[0] == sizes[1]
-    assert len(made) == 1
+    how: dict[str, Any] = {"multiple": 64, "most": 256, "allow": ("recompute",), "moves": 5}
+    sizes = list(largest_of(target, 500_000, **how))
+    assert made
+    made.clear()
+    assert list(largest_of(target, 500_000, **how)) == sizes
+    assert not made
 
 
 @pytest.mark.slow
