@@ -24,6 +24,7 @@ from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.plan.options import Kernels
 from stowplan.plan.plan import Plan
 from stowplan.run.beside import BesideWatch
+from stowplan.run.border.frozen import restore
 from stowplan.run.border.guard import (
     Dependencies,
     Guard,
@@ -411,10 +412,11 @@ class Fitting:
 
         given, held = flatten(args, kwargs)[0], [*model.parameters(), *model.buffers()]
         written = written_tensors(larger.step.captured.program, [model], given)
+        contents = larger.dependencies.contents(model, given)
         try:
             result = watched(lambda: self.as_it_is(model, args, kwargs), larger, held, given, written)
         except Unlike:
-            pass  # what forward made ends here, with the exception's frames
+            restore(contents)  # what forward made ends here, with the exception's frames
         else:
             self.smaller = [(kind, larger), *self.smaller][:_MOST_SMALLER]
             return result

@@ -126,6 +126,11 @@ class Dependencies:
         _add_values(found, self.looked_at)
         return found
 
+    def contents(self, model: nn.Module, leaves: Sequence[object]) -> list[tuple[Any, Any]]:
+        """The containers that forward may change, with what they hold now, for `restore`."""
+        own = [(vars(module), dict(vars(module))) for module in model.modules()]
+        return [*own, *self.picture(model, leaves).contents]
+
 
 @dataclass(frozen=True, slots=True)
 class Writes:
