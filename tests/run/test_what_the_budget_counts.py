@@ -123,7 +123,7 @@ def test_gradients_that_stay_are_told_before_the_second_forward(
     fitted(X)
     (word,) = words()
     assert "gradients of earlier backwards" in word
-    assert f"({step_bytes() + PARAMETERS} bytes)" in word
+    assert f"({plans_of(fitted)[0].projected_peak_bytes + PARAMETERS} bytes)" in word
 
 
 @pytest.mark.parametrize("kind", ["module", "dict"])

@@ -75,7 +75,7 @@ COMMANDS = {
     "simulate": "simulate train:step --mesh data=2",
     "gpu-check": "gpu-check --device cpu --time-limit 60 --networks gpt",
     "demo": "demo gpt --no-open",
-    "long-search": f"plan {FILE} --saved retain --budget 6GiB --gap 0 --time-limit 6",
+    "long-search": "plan train:deep_step --budget 600KiB --allow recompute --gap 0 --time-limit 8",
     "long-capture": "inspect train:deep_step --no-probe",
 }
 FIT = "fit"
