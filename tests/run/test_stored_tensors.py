@@ -1,6 +1,7 @@
 """Tensors that forward and its hooks store: after each call they are those of eager."""
 
 import copy
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -123,6 +124,22 @@ def test_what_is_carried_on_with_its_history_is_refused() -> None:
     planned(X).backward()
     with pytest.raises(CaptureError, match="requires a gradient but is no parameter or input"):
         planned(X)
+
+
+class Opaque(Maps):
+    """Stores a tensor beside an object that no call could make again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = {"h": self.a(x).detach(), "lock": threading.Lock()}
+        loss: Tensor = self.b(x).square().mean()
+        return loss
+
+
+def test_a_tensor_beside_what_no_call_could_make_is_refused() -> None:
+    with pytest.raises(
+        CaptureError, match="forward puts a lock into last; put tensors and plain values there"
+    ):
+        fitted(Opaque())
 
 
 def test_what_stays_counts() -> None:

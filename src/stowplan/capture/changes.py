@@ -302,11 +302,9 @@ class Stores:
         ]
 
     def stored(self, told: Callable[[object, str], object]) -> Iterator[Stored]:
-        """Places that hold tensors now, and nothing that is neither a tensor nor a plain value."""
+        """Places that hold tensors now; raises CaptureError if they also hold what a call could not make."""
         for label, holder, before, in_module in self._before:
             found = _with_tensors(holder, before)
-            if not all(_is_made_of_tensors(value) for _, value in found):
-                continue
             if found and isinstance(holder, (list, deque)):
                 old = list(map(id, before.values()))
                 values = (Before(old.index(id(v))) if id(v) in old else told(v, label) for v in holder)
@@ -339,10 +337,6 @@ def _with_tensors(holder: Any, before: Mapping[Any, object]) -> list[tuple[Any, 
         if key not in _TABLES and not (key in before and before[key] is value) and not is_constant(value)
         if any(isinstance(leaf, Tensor) for leaf in flattened(value)[0])
     ]
-
-
-def _is_made_of_tensors(value: object) -> bool:
-    return all(isinstance(leaf, Tensor) or is_constant(leaf) for leaf in flattened(value)[0])
 
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs")  # an RNN's too

@@ -132,8 +132,8 @@ def against_eager(plan: Plan, subject: Subject) -> AgainstEager:
             with ExitStack() as stack:
                 for root in roots:
                     stack.enter_context(with_tensors(root, copies.of))
-                    paths = {module: path for path, module in root.named_modules()}
-                    stack.callback(Stores(paths, captured.containers).put_back)
+                paths = {module: path for root in roots for path, module in root.named_modules()}
+                stack.callback(Stores(paths, captured.containers).put_back)
                 stack.enter_context(AsBefore([*tensors, *captured.program.constants.values()]))
                 comparison.enter((*tensors, *map(copies.of, tensors)))
                 drawing = any(draws(e.target, e.args, e.kwargs) for e in captured.forward)
