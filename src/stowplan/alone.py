@@ -111,10 +111,9 @@ def uninterrupted() -> Iterator[None]:
 
 
 def interruptible() -> None:
-    """A moment within `uninterrupted` at which handlers that wait may raise.
+    """Call the handlers that wait in `uninterrupted`: an op may raise, and PyTorch's C++ hands the error on.
 
-    PyTorch's C++ lets what an op raises through. It also asks tensors of Python for their device and sizes,
-    and there what a handler raises may end the process.
+    Elsewhere it may not: where C++ asks a tensor of Python for its device, an error can end the process.
     """
     _handlers.let_through()
 

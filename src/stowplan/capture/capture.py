@@ -258,7 +258,7 @@ def _captured(step: Step) -> Captured:
 
 
 def _refuse_unsized(graph: Graph, program: Program) -> None:
-    """Kernels of quantisation give an empty buffer its size when they first write into it."""
+    """Refuse to write into empty buffers: kernels of quantisation give them their size in the first call."""
     for name in program.updates:
         if name in program.buffers and graph.tensors[name].nbytes == 0:
             raise CaptureError(

@@ -53,7 +53,7 @@ _MOST_NAMED = 4
 def constants_by_device(captured: Captured) -> dict[str, int]:
     """Bytes by device that no plan counts: constants, each storage once, and workspaces of libraries.
 
-    What modules hold of the results of a step is there until the next one has made others.
+    Results that forward stores, in modules or lists, stay in memory until the next step has made new ones.
     """
     constants, found = captured.program.constants.values(), Counter[str]()
     for device in dict.fromkeys(str(each.device) for each in constants):
@@ -71,7 +71,7 @@ def constants_by_device(captured: Captured) -> dict[str, int]:
 
 
 def _stored(captured: Captured) -> Iterator[GraphTensor]:
-    """The tensors of the step, each storage once, that modules hold until the next step."""
+    """The tensors of the step that forward stores, each storage once."""
     tensors, program = captured.graph.tensors, captured.program
     changes = changes_of(program.output_spec)
     if changes is None:

@@ -54,7 +54,8 @@ class Reads:
     def recording(self, before: Mapping[int, Mapping[str, object]]) -> Iterator[None]:
         """Within, every attribute that this thread reads of any module is noted.
 
-        `before` has what modules held, by identity: what this thread itself has set since is no dependency.
+        `before` has the attributes of each module by its identity. One that forward sets and then reads is no
+        dependency.
 
         Python has no other way to see a read than the class's own `__getattribute__`; it is set on
         `nn.Module`, which has none, and removed again. Code of the user's that

@@ -99,7 +99,7 @@ class PlannedStep:
         consumer: Consumer | None = None,
         beside: ForwardBegins | None = None,
     ) -> StraightStep:
-        """The step, ready to be called like the model; `places` has where what is in no module is found.
+        """The step, ready to be called like the model; `places` finds tensors outside of the modules.
 
         `consumer` takes the gradients that the plan consumes, and `beside` learns of each forward.
         """
