@@ -169,6 +169,12 @@ def test_a_loop_keeps_its_numbers_and_is_found(name: str, tmp_path: Path) -> Non
         assert record.peak.nbytes == record.peaks[-1] == sum(share.nbytes for share in record.peak.kinds)
 
 
+def test_an_optimizer_of_another_model_is_not_waited_for(tmp_path: Path) -> None:
+    other = torch.optim.SGD(Net().parameters())
+    assert seen(tmp_path, usual).loop == LOOPS["usual"][1]
+    assert other.param_groups
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     before = torch.autograd.backward, torch.autograd.grad, torch.compile, sys.excepthook
     with observed(tmp_path):

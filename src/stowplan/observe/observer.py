@@ -435,11 +435,13 @@ class Observer:
             self.end(f"no period was found before {_MOST_BLOCKS:,} tensors were allocated")
 
     def _all_optimizers(self) -> list[Optimizer]:
-        """All that train something, also those that have not stepped yet; a wrapper of another is none."""
+        """Those that step, or train a called module and have not stepped yet; a wrapper is none."""
         stepped = list(self.optimizers)
         trained = {id(parameter) for optimizer in stepped for parameter in _parameters_of(optimizer)}
+        called = (module for known in self.roots if (module := known()) is not None)
+        awaited = {id(parameter) for module in called for parameter in module.parameters()} - trained
         found = instances_of(with_subclasses(Optimizer))
-        return [*stepped, *(each for each in found if {*map(id, _parameters_of(each))} - trained)]
+        return [*stepped, *(each for each in found if not awaited.isdisjoint(map(id, _parameters_of(each))))]
 
     def _count(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         """End the script after the iterations that were asked for, once observing has ended."""
