@@ -242,6 +242,37 @@ def test_the_shape_functions_that_are_trusted_agree_with_kernels(op: Any) -> Non
             assert is_view_of(found, without[0]) == is_view_of(real, args[0])
 
 
+def norms_of_narrow_numbers() -> Iterator[tuple[Any, ...]]:
+    """Norms as autocast calls them: an input of bfloat16, and weights and statistics of float32."""
+    ops, weight, pair = torch.ops.aten, torch.rand(4), torch.rand(2, 2)
+    for layout in LAYOUTS[:2]:
+        x = layout(torch.rand(2, 4, 3, 3)).to(torch.bfloat16)
+        for own, running, training in product((weight, None), (weight, None), (True, False)):
+            if running is not None or training:
+                given = (x, own, own, running, running, training, 0.1, 1e-5)
+                yield ops.native_batch_norm.default, *given
+                yield ops._native_batch_norm_legit_functional.default, *given
+        yield ops.native_group_norm.default, x, weight, weight, 2, 4, 9, 2, 1e-5
+        yield ops.native_group_norm_backward.default, x, x, pair, pair, weight, 2, 4, 9, 2, [True] * 3
+        yield ops.native_layer_norm.default, x, [3], weight[:3], weight[:3], 1e-5
+    yield ops.native_layer_norm.default, torch.rand(5, 4).to(torch.bfloat16), [4], weight, weight, 1e-5
+
+
+def test_the_dtypes_of_norms_are_those_of_kernels() -> None:
+    fakes, seen = FakeTensorMode(), 0
+    for op, *args in norms_of_narrow_numbers():
+        try:
+            expected = op(*args)
+        except (RuntimeError, TypeError):  # no kernel for these
+            continue
+        without = tuple(fakes.from_tensor(a) if isinstance(a, Tensor) else a for a in args)
+        found = layouts.made_without_data(fakes, op, without, {}, {})
+        assert [t.dtype for t in found] == [t.dtype for t in expected], (op, args)  # type: ignore[attr-defined]
+        assert not isinstance(found, FakeTensor)
+        seen += 1
+    assert seen >= 15
+
+
 X, WEIGHT = torch.rand(4, 8, 6, 6), torch.rand(8)
 MASKED = {
     torch.ops.aten.native_batch_norm_backward.default: (X, X, *[WEIGHT] * 5, True, 1e-5),

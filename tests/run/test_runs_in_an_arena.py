@@ -101,6 +101,29 @@ def test_a_plan_that_recomputes_runs_in_an_arena() -> None:
     assert not different(trained(model, model, args), trained(fitted, twin, args))
 
 
+class UnderAutocast(nn.Module):
+    """A norm of narrow numbers by wide weights."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 8, 3), norm, nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.last(nn.functional.silu(self.norm(self.first(x))))
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.LayerNorm(14)])
+def test_statistics_under_autocast_are_not_narrowed(norm: nn.Module) -> None:
+    torch.manual_seed(0)
+    model, args = UnderAutocast(norm), (images(2, 3, 16, 16),)
+    twin = copy.deepcopy(model)
+    fitted = in_arena(twin, args, share=3.0)
+    assert plans_of(fitted)[0].exactness == "bitwise"
+    assert not different(trained(model, model, args), trained(fitted, twin, args))
+
+
 def test_calls_of_other_shapes_have_arenas_of_their_size() -> None:
     model, larger = Mixed(), (images(64, 48),)
     twin = copy.deepcopy(model)

@@ -398,7 +398,8 @@ def made_without_data(
         device = _only_device(args, kwargs) if target in SHAPED_BY_KERNELS else None
         if device is not None:
             return shaped_by_kernel(fakes, target, args, kwargs, device)
-        return dispatched_without_data(fakes, target, args, kwargs)
+        result = dispatched_without_data(fakes, target, args, kwargs)
+        return result if target not in _NARROWED else _widened(fakes, target, args, kwargs, result)
     with fakes:
         if shape := _SHAPES.get(target):
             return shape(**bound_arguments(target, args, kwargs))
@@ -410,6 +411,33 @@ def made_without_data(
         for item in cast(Sequence[object], args[1]):
             chosen += positions.get(id(item), (item,))
         return target(args[0], chosen)
+
+
+def _widened(
+    fakes: FakeTensorMode,
+    target: OpOverload,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    made: object,
+) -> object:
+    """The results of a norm on the CPU whose input is narrower than its weights, as under autocast.
+
+    The statistics, and what goes to the weights, have the weights' dtype, and a gradient that of its input.
+    PyTorch's shape functions say otherwise.
+    """
+    assert isinstance(made, tuple)
+    given = bound_arguments(target, args, kwargs)
+    x = cast(Tensor, given.get("input", given.get("self")))
+    beside = (given.get(name) for name in ("weight", "bias", "running_mean", "running_var"))
+    wide = {tensor.dtype for tensor in beside if isinstance(tensor, Tensor)} - {x.dtype}
+    if x.device.type != "cpu" or len(wide) != 1:
+        return made
+    dtypes = x.dtype, *[*wide] * (len(made) - 1)
+    with fakes:
+        return tuple(
+            None if each is None else torch.empty_strided(each.shape, each.stride(), dtype=dtype)
+            for each, dtype in zip(made, dtypes, strict=True)
+        )
 
 
 def _only_device(args: tuple[object, ...], kwargs: Mapping[str, object]) -> torch.device | None:
@@ -619,6 +647,18 @@ def _batch_norm_backward(**given: Any) -> tuple[Tensor | None, ...]:
     of_input, *others = aten.native_batch_norm_backward.default(**given)
     return of_input if given["output_mask"][0] else None, *others
 
+
+# Their shape functions give wrong dtypes if the input is narrower than the weights.
+_NARROWED = frozenset(
+    (
+        aten.native_batch_norm.default,
+        aten._native_batch_norm_legit.default,
+        aten._native_batch_norm_legit_functional.default,
+        aten.native_group_norm.default,
+        aten.native_group_norm_backward.default,
+        aten.native_layer_norm.default,
+    )
+)
 
 _SHAPES: dict[OpOverload, Callable[..., object]] = {
     aten._ctc_loss.default: _ctc_loss,

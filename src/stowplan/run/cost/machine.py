@@ -28,7 +28,7 @@ from stowplan.alone import uninterrupted
 from stowplan.ir import Graph
 from stowplan.plan.plan import Machine
 
-VERSION = 6  # of the file of prices, and of what they are measured on: older ones are measured anew
+VERSION = 7
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Rate: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e30)]

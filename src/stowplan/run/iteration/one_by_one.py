@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from stowplan.capture.stand_ins import StandIns
 from stowplan.errors import BadUse
+from stowplan.run.cost.machine import Cost
 from stowplan.run.iteration.state_elsewhere import movable
 from stowplan.run.measure.storage_watch import StorageWatch
 from stowplan.run.optimizers import choose_implementation, explained, tensors_in, twin_of, without_hooks
@@ -99,7 +100,7 @@ class UpdateBook:
     def __init__(self, optimizer: Optimizer, device: torch.device | None = None) -> None:
         self._optimizer, self._device = optimizer, device or torch.device("cpu")
         self._known: dict[object, UpdateBytes] = {}
-        self.seconds: dict[object, float] = {}  # filled by whoever takes the time
+        self.costs: dict[object, Cost] = {}  # filled by whoever takes the time
 
     def of(self, parameter: Tensor, group: Mapping[str, Any]) -> UpdateBytes:
         """The optimizer takes two steps for a stand-in of the parameter."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from stowplan.plan.problem import can_recompute, outdated_tensors
 from stowplan.run.cost.machine import Cost, least_seconds
 from stowplan.run.cost.probe import PROBES, Signature
 from stowplan.run.iteration.one_by_one import OneByOne, UpdateBook, UpdateBytes
-from stowplan.run.optimizers import without_hooks
+from stowplan.run.measure.measure import rise_while
+from stowplan.run.optimizers import tensors_in, without_hooks
 from stowplan.run.step.literals import grouped
 from stowplan.torch_private import pytree
 
@@ -90,11 +91,15 @@ class Update(Handle):
             self.added_seconds = sum(tier.store_seconds(n) + tier.load_seconds(n) for n in moved)
 
     def cost(self, device: torch.device) -> Cost:
-        """The temporaries follow from stand-ins; the seconds are those of a part, as often as it fits."""
+        """The temporaries follow from stand-ins; the rest is that of a part, as often as it fits."""
         if self._when is When.LATER:
             return Cost(0.0, 0)
-        seconds = sum(self._seconds(each, device) for each in self._trained)
-        return Cost(seconds + self.added_seconds, self._temporary_bytes(self._taken()))
+        timed = [self._timed(each, device) for each in self._trained]
+        unseen = max(cost.rise_bytes for cost in timed)
+        return Cost(
+            sum(cost.seconds for cost in timed) + self.added_seconds,
+            self._temporary_bytes(self._taken()) + unseen,
+        )
 
     def projected_cost(self, seconds_of: Callable[[UpdateBytes], float]) -> Cost:
         """On a device that is not here: `seconds_of` gives the seconds of what an update takes."""
@@ -112,14 +117,16 @@ class Update(Handle):
     def _temporary_bytes(self, taken: Iterable[UpdateBytes]) -> int:
         return max(each.temporary_bytes + (sum(each.movable_bytes) if self._tier else 0) for each in taken)
 
-    def _seconds(self, trained: Trained, device: torch.device) -> float:
-        look = trained.parameter.dtype, id(trained.group), min(trained.parameter.numel(), _MOST_TIMED)
-        shape = _timed_part(trained.parameter)
-        if look not in self._book.seconds:
-            self._book.seconds[look] = self._timed(trained, shape, device)
-        return self._book.seconds[look] * max(1.0, trained.parameter.numel() / max(1, prod(shape)))
+    def _timed(self, trained: Trained, device: torch.device) -> Cost:
+        """The seconds, and the bytes that kernels take beside the temporaries that stand-ins show."""
+        parameter, shape = trained.parameter, _timed_part(trained.parameter)
+        look = parameter.dtype, id(trained.group), min(parameter.numel(), _MOST_TIMED)
+        if look not in self._book.costs:
+            self._book.costs[look] = self._cost_of_part(trained, shape, device)
+        part, parts = self._book.costs[look], max(1.0, parameter.numel() / max(1, prod(shape)))
+        return Cost(part.seconds * parts, ceil(part.rise_bytes * parts))
 
-    def _timed(self, trained: Trained, shape: tuple[int, ...], device: torch.device) -> float:
+    def _cost_of_part(self, trained: Trained, shape: tuple[int, ...], device: torch.device) -> Cost:
         """Of a parameter of this shape."""
         parameter = trained.parameter
         scratch = nn.Parameter(torch.ones(shape, dtype=parameter.dtype, device=device))
@@ -133,7 +140,13 @@ class Update(Handle):
         single = OneByOne(twin)
         with torch.no_grad():
             single.update(scratch, group)
-            return least_seconds(lambda: single.update(scratch, group), device, repeats=3, limit_seconds=0.1)
+            owned = [scratch, scratch.grad, *tensors_in(twin.state.values())]
+            _, rise = rise_while(lambda: single.update(scratch, group), device=device, before=owned)
+            seconds = least_seconds(
+                lambda: single.update(scratch, group), device, repeats=3, limit_seconds=0.1
+            )
+        shown = UpdateBook(twin, device).of(scratch, group).temporary_bytes
+        return Cost(seconds, max(0, rise - shown))
 
 
 def _timed_part(parameter: Tensor) -> tuple[int, ...]:
