@@ -163,8 +163,6 @@ class _Loop:
         args = tuple(arg.to(dtype) if arg.is_floating_point() else arg for arg in args)
         self.data = [torch.cat([arg] * 8) if case.sliced and arg.dim() else arg for arg in args]
         self.rows = [arg.shape[0] if arg.dim() else 0 for arg in args]
-        data, read = (sum(tensor.nbytes for tensor in each) for each in (self.data, args))
-        self.aside = data - read  # of the data set, which no step needs
         del args
 
     def batch(self, number: int) -> tuple[Tensor, ...]:
@@ -177,6 +175,11 @@ class _Loop:
             whole[start * rows : (start + 1) * rows - less] if rows else whole
             for whole, rows in zip(self.data, self.rows, strict=True)
         )
+
+    def aside(self, number: int) -> int:
+        """Bytes of the data set that the step with this batch does not need."""
+        data, read = (sum(tensor.nbytes for tensor in each) for each in (self.data, self.batch(number)))
+        return data - read
 
     def cast(self, where: str) -> AbstractContextManager[object]:
         """Autocast, if it is on there."""
@@ -253,7 +256,7 @@ def ran(case: Case) -> Outcome:
                 return outcome
             loss.backward()
             if plans == len(plans_of(fitted)):  # else probes of ops ran, which are no part of a step
-                most = max(most, live.most() - before - loop.aside)
+                most = max(most, live.most() - before - loop.aside(number))
             del loss
         outcome.over.append(most - outcome.budget)
         outcome.told.append(any("more than the budget" in word for word in words.said))
