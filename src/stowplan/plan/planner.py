@@ -28,8 +28,8 @@ from stowplan.plan.plan import (
     Step,
     Store,
     Tier,
-    price_by_roofline,
 )
+from stowplan.plan.prices import price_by_roofline
 from stowplan.plan.problem import Problem, Values, problem_of, slices_last
 from stowplan.units import format_bytes
 from stowplan.watch import limited_to
