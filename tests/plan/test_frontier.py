@@ -12,7 +12,7 @@ from stowplan.errors import BudgetTooSmall
 from stowplan.formats import chainer
 from stowplan.plan import frontier
 from stowplan.plan.frontier import bound_of
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.native.build import SWITCH
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner

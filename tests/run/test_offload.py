@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stowplan.capture import capture
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Machine, Store, Tier
 from stowplan.plan.planner import Planner

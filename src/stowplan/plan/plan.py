@@ -302,7 +302,7 @@ class Plan:
     @property
     def peaks_by_device(self) -> dict[str, int]:
         """The most that tensors and workspace request at once on each device of the step."""
-        from stowplan.plan.judge import peaks_by_device  # which knows steps of plans
+        from stowplan.plan.judge.simulate import peaks_by_device  # which knows steps of plans
 
         return peaks_by_device(self.graph, self.steps, self.pricing)
 

@@ -13,7 +13,7 @@ from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph, Kind
 from stowplan.ir.text import Labels
 from stowplan.plan.frontier import Frontier, Point, baseline_of, bound_of, focus_on, frontier_of
-from stowplan.plan.judge import alive_at, simulate
+from stowplan.plan.judge.simulate import alive_at, simulate
 from stowplan.plan.ledger import State, gaps_of
 from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions, Socket
 from stowplan.plan.plan import (

@@ -30,7 +30,7 @@ from stowplan.ops.table import registered_types, site_of
 from stowplan.plan.files import plan_file
 from stowplan.plan.files.sameness import first_difference, other_ops
 from stowplan.plan.frontier import Point
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import DEFAULT_OPTIONS, Kernels, PlanOptions, Prefer, Socket
 from stowplan.plan.plan import Plan, Pricing, RecomputeOp, Step
 from stowplan.plan.planner import Planner, refuse_hopeless
