@@ -11,18 +11,14 @@ Each device's generator of random numbers is such a storage too: every op that d
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 from stowplan.ir import Graph, Kind, Op, Phase, Role
 from stowplan.ops.effects import UPDATES, Effect, effect_of
 from stowplan.ops.table import site_of
 
-
-class Content(NamedTuple):
-    """What a block of memory holds: a storage of the graph, after this many writes."""
-
-    storage: str
-    version: int
+Content: TypeAlias = tuple[str, int]
+"""What a block of memory holds: a storage of the graph, and how often it was written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +52,20 @@ def meaning_of(graph: Graph) -> GraphMeaning:
     for op in graph.ops:
         added = tuple(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
         needed = (*op.reads(), *added, *_owners_viewed(graph, op))
-        operands = tuple((name, Content(root := storage_of(name), versions[root])) for name in needed)
+        operands = tuple((name, (root := storage_of(name), versions[root])) for name in needed)
         makes, changes = dict[str, Content](), dict[str, Content]()
         for use in op.outputs:
             name, root = use.tensor, storage_of(use.tensor)
             if use.role is Role.DATA and name == root:
                 versions[root] += 1
-                makes[name] = Content(root, versions[root])
+                makes[name] = (root, versions[root])
             elif use.role is Role.ACCUMULATE or op.phase is Phase.UPDATE:
                 versions[root] += 1
-                changes[name] = Content(root, versions[root])
+                changes[name] = (root, versions[root])
         for name in _parameters_updated(graph, op):
             root = storage_of(name)
             versions[root] += 1
-            changes[name] = Content(root, versions[root])
+            changes[name] = (root, versions[root])
         draw = None
         if effect_of(site_of(graph, op)) & Effect.RANDOM:
             draw = draws[op.device]

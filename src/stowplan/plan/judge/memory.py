@@ -22,7 +22,8 @@ class Memory:
     """Mutable on purpose: it takes one step after the other."""
 
     def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+        self._graph, self._ops = graph, {op.id: op for op in graph.ops}
+        self._reads = {op.id: tuple(op.reads()) for op in graph.ops}
         self._block_of: dict[str, int] = {}
         self._names: list[int] = []  # by block: how many tensors are in it
         self._nbytes: list[int] = []  # by block
@@ -50,13 +51,13 @@ class Memory:
         names = (by_block[block] for block in sorted(by_block, key=lambda b: (-self._nbytes[b], b)))
         return tuple(name for name in names if self._graph.tensors[name].kind is not Kind.CONSTANT)
 
-    def take(self, number: int, step: Step, ops: Mapping[str, Op]) -> int:
+    def take(self, number: int, step: Step) -> int:
         """Carry out one step; returns the bytes alive meanwhile. IllegalPlan if it cannot be done."""
         match step:
             case Compute(op, overwrites):
-                return self.run(number, ops[op], tuple(ops[op].writes()), dict(overwrites))
+                return self.run(number, self._ops[op], tuple(self._ops[op].writes()), dict(overwrites))
             case RecomputeOp(op, outputs, overwrites):
-                return self.run(number, ops[op], outputs, dict(overwrites))
+                return self.run(number, self._ops[op], outputs, dict(overwrites))
             case Free(tensors):
                 self.free(number, tensors)
             case Store(tensors):
@@ -67,7 +68,7 @@ class Memory:
 
     def run(self, number: int, op: Op, wanted: Sequence[str], overwrites: Mapping[str, str]) -> int:
         """Run `op` for the wanted outputs; returns the bytes alive meanwhile."""
-        for name in op.reads():
+        for name in self._reads[op.id]:
             if name not in self._block_of:
                 raise IllegalPlan(f"step {number}: {op.id} reads {name!r}, which is not in memory then")
         aside = 0
@@ -132,7 +133,7 @@ class Memory:
     def _block_viewed(self, number: int, op: Op, view: str) -> int:
         """The block that `view` looks at: that of an operand in the same storage, or of its owner."""
         root = self._graph.storage_of(view)
-        viewed = next((name for name in op.reads() if self._graph.storage_of(name) == root), root)
+        viewed = next((name for name in self._reads[op.id] if self._graph.storage_of(name) == root), root)
         if viewed not in self._block_of:
             what = f"makes {view!r}, a view of {viewed!r}, which is not in memory then"
             raise IllegalPlan(f"step {number}: {op.id} {what}")

@@ -34,34 +34,49 @@ class Simulation:
 
 def simulate(graph: Graph, steps: Sequence[Step], pricing: Pricing) -> Simulation:
     """Walk the steps, binding and freeing; raises IllegalPlan at a step that cannot run."""
-    seconds, workspace, tier = pricing.seconds, pricing.workspace_bytes, pricing.tier
-    memory, engines = Memory(graph), Engines(tier)
-    beside = transfer_bytes(graph, steps, tier)
-    ops = {op.id: op for op in graph.ops}
-    curve: list[int] = []
-    first, again = list[float](), list[float]()
+    memory, tally = Memory(graph), Tally(graph, steps, pricing)
     for number, step in enumerate(steps):
-        level = memory.take(number, step, ops) + beside
+        tally.add(number, step, memory.take(number, step), memory)
+    return tally.simulation()
+
+
+class Tally:
+    """The curve and the seconds of steps. Mutable on purpose: it receives one step after the other."""
+
+    def __init__(self, graph: Graph, steps: Sequence[Step], pricing: Pricing) -> None:
+        self._pricing, self._engines = pricing, Engines(pricing.tier)
+        self._beside_bytes = transfer_bytes(graph, steps, pricing.tier)
+        moves = any(isinstance(step, Store | Load) for step in steps)
+        self._waits_for = {op.id: _touched(op) for op in graph.ops} if moves else {}
+        self._curve: list[int] = []
+        self._first, self._again = list[float](), list[float]()
+
+    def add(self, number: int, step: Step, level: int, memory: Memory) -> None:
+        """A step, with the bytes alive while it is taken and the memory after it."""
+        level += self._beside_bytes
         match step:
             case Compute(op) | RecomputeOp(op):
-                engines.run(number, seconds[op], _touched(ops[op]))
-                if isinstance(step, RecomputeOp):
-                    again.append(seconds[op])
-                else:
-                    first.append(seconds[op])
-                level += workspace.get(op, 0)
+                seconds = self._pricing.seconds[op]
+                self._engines.run(number, seconds, self._waits_for.get(op, ()))
+                (self._again if isinstance(step, RecomputeOp) else self._first).append(seconds)
+                level += self._pricing.workspace_bytes.get(op, 0)
             case Free(tensors):
-                engines.wait(number, tensors)
+                self._engines.wait(number, tensors)
             case Store(tensors):
-                engines.store(number, tensors, memory.size_of(tensors[0]))
+                self._engines.store(number, tensors, memory.size_of(tensors[0]))
             case Load(tensors):
-                engines.load(number, tensors, memory.size_of(tensors[0]))
-        curve.append(level)
-    engines.finish(len(steps))
-    # by `sum`, as the planner adds the baseline's: since Python 3.12 its bits are not those of a loop
-    extra_seconds = sum(again, 0.0)
-    total = sum(first, 0.0) + extra_seconds + engines.stall_seconds
-    return Simulation(tuple(curve), total, extra_seconds, tuple(engines.transfers), tuple(engines.stalls))
+                self._engines.load(number, tensors, memory.size_of(tensors[0]))
+        self._curve.append(level)
+
+    def simulation(self) -> Simulation:
+        """The figures of all steps together."""
+        engines = self._engines
+        engines.finish(len(self._curve))
+        # by `sum`, as the planner adds the baseline's: since Python 3.12 its bits are not those of a loop
+        extra_seconds = sum(self._again, 0.0)
+        total = sum(self._first, 0.0) + extra_seconds + engines.stall_seconds
+        moved, stalls = tuple(engines.transfers), tuple(engines.stalls)
+        return Simulation(tuple(self._curve), total, extra_seconds, moved, stalls)
 
 
 def peaks_by_device(graph: Graph, steps: Sequence[Step], pricing: Pricing) -> dict[str, int]:
@@ -112,7 +127,6 @@ def _touched(op: Op) -> tuple[str, ...]:
 def alive_at(graph: Graph, steps: Sequence[Step], number: int) -> tuple[str, ...]:
     """The tensors that own a storage while step `number` runs, largest first; without constants."""
     memory = Memory(graph)
-    ops = {op.id: op for op in graph.ops}
     for position, step in enumerate(steps[: number + 1]):
-        memory.take(position, step, ops)
+        memory.take(position, step)
     return memory.largest_first()

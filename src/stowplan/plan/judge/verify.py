@@ -10,12 +10,13 @@ from collections import Counter
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase
+from stowplan.ir.graph import collector_paused
 from stowplan.ops.effects import ONCE, UNDER_WAY, aliasing_of, effect_of, only_updates_statistics
 from stowplan.ops.table import site_of
 from stowplan.plan.judge.meaning import Content, Meaning, meaning_of
 from stowplan.plan.judge.memory import Memory
-from stowplan.plan.judge.simulate import simulate
-from stowplan.plan.plan import Compute, Free, Load, Plan, RecomputeOp, Step, Store
+from stowplan.plan.judge.simulate import Simulation, Tally
+from stowplan.plan.plan import Compute, Free, Load, Plan, Pricing, RecomputeOp, Step, Store
 from stowplan.units import format_bytes
 
 Overwrites = tuple[tuple[str, str], ...]
@@ -23,39 +24,40 @@ Overwrites = tuple[tuple[str, str], ...]
 
 def verify(plan: Plan) -> Plan:
     """`plan` itself if it is legal and stays within its budget; otherwise IllegalPlan names the step."""
-    check_steps(plan.graph, plan.steps)
-    pricing = plan.pricing
-    simulation = simulate(plan.graph, plan.steps, pricing)
+    simulation = check_steps(plan.graph, plan.steps, plan.pricing)
     if simulation.curve_bytes != plan.projected_curve_bytes:
         raise IllegalPlan("the projected curve is not the one its steps have")
     if simulation.peak_bytes > plan.allowed_bytes:
         peak, allowed = format_bytes(simulation.peak_bytes), format_bytes(plan.allowed_bytes)
         raise IllegalPlan(f"its steps need {peak}, {allowed} are allowed")
     stored_bytes = sum(transfer.nbytes for transfer in simulation.transfers if transfer.is_store)
-    if pricing.tier and stored_bytes > pricing.tier.capacity_bytes:
-        stored, capacity = format_bytes(stored_bytes), format_bytes(pricing.tier.capacity_bytes)
-        raise IllegalPlan(f"its steps store {stored}, {pricing.tier.name} has room for {capacity}")
+    tier = plan.pricing.tier
+    if tier and stored_bytes > tier.capacity_bytes:
+        stored, capacity = format_bytes(stored_bytes), format_bytes(tier.capacity_bytes)
+        raise IllegalPlan(f"its steps store {stored}, {tier.name} has room for {capacity}")
     return plan
 
 
-def check_steps(graph: Graph, steps: tuple[Step, ...]) -> None:
-    """IllegalPlan names the first step after which the steps cannot compute the graph."""
-    walk = _Walk(graph)
-    for number, step in enumerate(steps):
-        walk.take(number, step)
-    walk.end()
+def check_steps(graph: Graph, steps: tuple[Step, ...], pricing: Pricing) -> Simulation:
+    """The simulation of steps that compute the graph; IllegalPlan names the first step that cannot."""
+    with collector_paused():
+        walk, tally = _Walk(graph), Tally(graph, steps, pricing)
+        for number, step in enumerate(steps):
+            tally.add(number, step, walk.take(number, step), walk.memory)
+        walk.end()
+        return tally.simulation()
 
 
 class _Walk:
     """Mutable on purpose: the contents of all blocks, step by step."""
 
     def __init__(self, graph: Graph) -> None:
-        self._graph, self._memory, meaning = graph, Memory(graph), meaning_of(graph)
+        self._graph, self.memory, meaning = graph, Memory(graph), meaning_of(graph)
         self._meaning, self._last = meaning.ops, meaning.last
         self._content: dict[int, Content] = {}
         for name in graph.tensors:
-            if (block := self._memory.block_of(name)) is not None:
-                self._content[block] = Content(graph.storage_of(name), 0)
+            if (block := self.memory.block_of(name)) is not None:
+                self._content[block] = (graph.storage_of(name), 0)
         self._from_outside = frozenset(self._content)
         updates = (op for op in graph.ops if op.phase is Phase.UPDATE)
         self._booked = frozenset(name for op in updates for name in op.reads())
@@ -68,19 +70,20 @@ class _Walk:
         self._arriving: set[int] = set()  # blocks that messages arrive in
         self._lost: list[str] = []  # said last: mostly an op that waits for them misses the block first
 
-    def take(self, number: int, step: Step) -> None:
-        """Look whether the step may be taken, and take it."""
+    def take(self, number: int, step: Step) -> int:
+        """Look whether the step may be taken, and take it; returns the bytes alive meanwhile."""
         match step:
             case Compute(name, overwrites):
-                self._first_run(number, self._meaning_of(number, name), overwrites)
+                return self._first_run(number, self._meaning_of(number, name), overwrites)
             case RecomputeOp(name, outputs, overwrites):
-                self._again(number, self._meaning_of(number, name), outputs, overwrites)
+                return self._again(number, self._meaning_of(number, name), outputs, overwrites)
             case Free(tensors):
                 self._free(number, tensors)
             case Store(tensors):
                 self._store(number, tensors)
             case Load(tensors):
                 self._load(number, tensors)
+        return self.memory.level
 
     def end(self) -> None:
         """Look whether all was done, and whether what the graph holds is there."""
@@ -91,7 +94,7 @@ class _Walk:
             raise IllegalPlan(self._lost[0])
         for name in sorted(self._graph.held):
             root = self._graph.storage_of(name)
-            if self._content_of(name) != Content(root, self._last[root]):
+            if self._content_of(name) != (root, self._last[root]):
                 raise IllegalPlan(f"{name!r} is gone at the end, though the graph holds it")
 
     def _meaning_of(self, number: int, name: str) -> Meaning:
@@ -100,10 +103,10 @@ class _Walk:
         return self._meaning[name]
 
     def _content_of(self, name: str) -> Content | None:
-        block = self._memory.block_of(name)
+        block = self.memory.block_of(name)
         return None if block is None else self._content[block]
 
-    def _first_run(self, number: int, meaning: Meaning, overwrites: Overwrites) -> None:
+    def _first_run(self, number: int, meaning: Meaning, overwrites: Overwrites) -> int:
         op = meaning.op
         if op.id in self._done:
             raise IllegalPlan(f"step {number} runs {op.id!r} a second time as if it were the first")
@@ -114,12 +117,13 @@ class _Walk:
         for name, content in meaning.operands:
             if self._content_of(name) != content:
                 raise IllegalPlan(_missing(number, op, name))
-        self._run(number, meaning, tuple(op.writes()), overwrites)
+        level = self._run(number, meaning, tuple(op.writes()), overwrites)
         self._done.add(op.id)
-        for content in (*meaning.makes.values(), *meaning.changes.values()):
-            self._newest[content.storage] = content.version
+        for storage, version in (*meaning.makes.values(), *meaning.changes.values()):
+            self._newest[storage] = version
+        return level
 
-    def _again(self, number: int, meaning: Meaning, outputs: tuple[str, ...], overwrites: Overwrites) -> None:
+    def _again(self, number: int, meaning: Meaning, outputs: tuple[str, ...], overwrites: Overwrites) -> int:
         op = meaning.op
         if op.id not in self._done:
             raise IllegalPlan(f"step {number} repeats {op.id!r}, which has not run yet")
@@ -128,7 +132,7 @@ class _Walk:
             raise IllegalPlan(once)
         for name, content in meaning.operands:
             if self._content_of(name) != content:
-                if self._graph.tensors[content.storage].kind is not Kind.BUFFER:
+                if self._graph.tensors[content[0]].kind is not Kind.BUFFER:
                     raise IllegalPlan(_missing(number, op, name))
                 if not only_updates_statistics(site_of(self._graph, op)):
                     raise IllegalPlan(once)
@@ -136,7 +140,7 @@ class _Walk:
             raise IllegalPlan(f"step {number} makes the new contents of a buffer a second time ({op.id!r})")
         if not set(outputs) <= set(op.writes()):
             raise IllegalPlan(f"step {number} wants outputs of {op.id!r} that it does not have")
-        self._run(number, meaning, outputs, overwrites)
+        return self._run(number, meaning, outputs, overwrites)
 
     def _may_repeat(self, op: Op) -> bool:
         """A forward op, or one that only makes views, without an effect that happens once."""
@@ -144,20 +148,21 @@ class _Walk:
         in_time = op.phase is Phase.FORWARD or (only_looks and op.phase is Phase.BACKWARD)
         return in_time and not effect_of(site_of(self._graph, op)) & ONCE
 
-    def _run(self, number: int, meaning: Meaning, outputs: tuple[str, ...], overwrites: Overwrites) -> None:
-        """Run an op whose operands are there."""
-        op, memory = meaning.op, self._memory
+    def _run(self, number: int, meaning: Meaning, outputs: tuple[str, ...], overwrites: Overwrites) -> int:
+        """Run an op whose operands are there; returns the bytes alive meanwhile."""
+        op, memory = meaning.op, self.memory
         if overwrites:
             self._check_overwrites(number, meaning, outputs, overwrites)
         if self._arriving:  # who reads it waits for the messages
             self._arriving.difference_update(map(memory.block_of, op.reads()))
-        memory.run(number, op, outputs, dict(overwrites))
+        level = memory.run(number, op, outputs, dict(overwrites))
         for name, content in (*meaning.makes.items(), *meaning.changes.items()):
             block = memory.block_of(name)
             if block is not None and (name in outputs or name in meaning.changes):
                 self._content[block] = content
         if op.type in UNDER_WAY and (block := memory.block_of(op.outputs[0].tensor)) is not None:
             self._arriving.add(block)
+        return level
 
     def _check_overwrites(
         self, number: int, meaning: Meaning, outputs: tuple[str, ...], overwrites: Overwrites
@@ -172,7 +177,7 @@ class _Walk:
         }
         taken: set[str | int | None] = set()
         for output, victim in overwrites:
-            block = self._memory.block_of(victim)
+            block = self.memory.block_of(victim)
             may = output in outputs and output in meaning.makes and victim in victims_of[output]
             if not may or {output, block} & taken or not self._may_be_replaced(op, victim, output):
                 raise IllegalPlan(f"step {number}: {op.id!r} may not write {output!r} over {victim!r}")
@@ -181,43 +186,46 @@ class _Walk:
     def _may_be_replaced(self, op: Op, victim: str, output: str) -> bool:
         """Whether the victim fills a block of the step's own, is like the output, and no operand beside it
         is in there."""
-        block, reads = self._memory.block_of(victim), set(op.reads())
+        block, reads = self.memory.block_of(victim), set(op.reads())
         if victim not in reads or block is None or block in self._from_outside:
             return False
         old, new = self._graph.tensors[victim], self._graph.tensors[output]
-        alike = (old.shape, old.dtype, old.layout) == (new.shape, new.dtype, new.layout)
-        fills = self._memory.size_of(victim) == (old.nbytes or 0) == (new.nbytes or 0)
-        return alike and fills and all(self._memory.block_of(name) != block for name in reads - {victim})
+        one, other = ((t.shape, t.dtype, t.layout, t.device) for t in (old, new))
+        fills = self.memory.size_of(victim) == (old.nbytes or 0) == (new.nbytes or 0)
+        return (
+            one == other and fills and all(self.memory.block_of(name) != block for name in reads - {victim})
+        )
 
     def _free(self, number: int, tensors: tuple[str, ...]) -> None:
         for name in tensors:
-            block = self._memory.block_of(name)
+            block = self.memory.block_of(name)
             if name in self._graph.held and self._graph.storage_of(name) in self._results:
                 raise IllegalPlan(f"step {number} frees {name!r}, which the caller has by then")
-            if block in self._arriving and self._memory.names_in(block) == 1:
+            if block in self._arriving and self.memory.names_in(block) == 1:
                 self._lost.append(f"step {number} frees {name!r}, of which messages are still under way")
-            self._memory.free(number, (name,))
+            self.memory.free(number, (name,))
 
     def _store(self, number: int, tensors: tuple[str, ...]) -> None:
         if not tensors:
             raise IllegalPlan(f"step {number} stores nothing")
         for name in tensors:
-            root, content = self._graph.storage_of(name), self._content_of(name)
-            if content is None or content.storage != root or content.version == 0:
+            root, block = self._graph.storage_of(name), self.memory.block_of(name)
+            content = None if block is None else self._content[block]
+            if content is None or content[0] != root or block in self._from_outside:
                 raise IllegalPlan(f"step {number} stores {name!r}, which does not hold a value made before")
             if root in self._results:
                 raise IllegalPlan(f"step {number} stores {name!r}, which the caller has by then")
-            if self._memory.block_of(name) in self._arriving:
+            if block in self._arriving:
                 raise IllegalPlan(f"step {number} stores {name!r}, of which messages are still under way")
             self._tier[tensors] = content
-        self._memory.look_at_stored(number, tensors)
+        self.memory.look_at_stored(number, tensors)
 
     def _load(self, number: int, tensors: tuple[str, ...]) -> None:
         content = self._tier.get(tensors)
-        if content is None or content.version != self._newest[content.storage]:
+        if content is None or content[1] != self._newest[content[0]]:
             names = ", ".join(tensors)
             raise IllegalPlan(f"step {number} loads {names}, of which the tier does not have the value")
-        block = self._memory.load(number, tensors)
+        block = self.memory.load(number, tensors)
         self._content[block] = content
 
 
