@@ -103,8 +103,13 @@ CASES ?= 200
 budgets: ## train CASES random loops under budgets, and count their bytes below PyTorch; needs gcc
 	$(PYTHON) -m benchmarks.budgets $(CASES)
 
-MINUTES ?= 60
 FROM ?= 0
+
+.PHONY: hunt-plans
+hunt-plans: ## CASES small random steps: search, judges and values agree on right and on damaged schedules
+	$(PYTHON) -m tests.hunt.plans --cases $(CASES) --from $(FROM)
+
+MINUTES ?= 60
 
 .PHONY: hunt
 hunt: ## look for faults by chance for MINUTES: random training loops against eager, then damaged files

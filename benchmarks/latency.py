@@ -104,7 +104,8 @@ def deep() -> Figures:
     """A Llama of 100 layers, 18,443 ops, priced by a roofline: search at 0.7 of its peak."""
     from stowplan.capture import capture
     from stowplan.plan.options import PlanOptions
-    from stowplan.plan.plan import Machine, price_by_roofline
+    from stowplan.plan.plan import Machine
+    from stowplan.plan.prices import price_by_roofline
     from stowplan.plan.select import planner_of
 
     example = NETS["llama"].build("real", device="meta", batch=8, layers=100)
@@ -247,7 +248,8 @@ def _in_tiles(name: str, share: float) -> Figures:
 def _costliest(net: str) -> Mapping[str, float]:
     """Seconds of the ops that take longest, by op, probed without a cache."""
     from stowplan.capture import capture
-    from stowplan.plan.plan import Machine, price_by_roofline
+    from stowplan.plan.plan import Machine
+    from stowplan.plan.prices import price_by_roofline
     from stowplan.run.cost.machine import device_of
     from stowplan.run.cost.probe import call_signature, costs_of_calls
 

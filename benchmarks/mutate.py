@@ -37,7 +37,7 @@ class Subject:
 SUBJECTS = (
     Subject(
         "judge",
-        ("plan/judge.py",),
+        ("plan/judge/*.py",),
         ("tests/plan/test_verify.py", "tests/plan/test_simulate.py", "tests/plan/test_ledger.py"),
     ),
     Subject(

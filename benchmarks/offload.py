@@ -27,7 +27,8 @@ from torch import Tensor
 from benchmarks.results import Study, ratio_of
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall, TierDamaged
-from stowplan.plan.judge import simulate, verify
+from stowplan.plan.judge.simulate import simulate
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner

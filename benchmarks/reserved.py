@@ -22,8 +22,9 @@ from stowplan.plan.allocator.arena import lay_out
 from stowplan.plan.allocator.projection import project
 from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.explain.timeline import packed_bytes_of, timeline_of_plan
-from stowplan.plan.plan import Machine, price_by_roofline
+from stowplan.plan.plan import Machine
 from stowplan.plan.planner import Planner
+from stowplan.plan.prices import price_by_roofline
 from stowplan.run.step.arena import placements_of
 from tests.support.nets import NETS
 

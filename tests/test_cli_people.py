@@ -12,8 +12,9 @@ from stowplan.formats.door import read_document
 from stowplan.ir import Kind
 from stowplan.plan.files import plan_file
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Exactness, Keep, Offload, Plan, Recompute, price_by_macs
+from stowplan.plan.plan import Exactness, Keep, Offload, Plan, Recompute
 from stowplan.plan.planner import Planner
+from stowplan.plan.prices import price_by_macs
 from stowplan.plan.select import Tradeoff, planner_of
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.plan.shards.projection import Projection

@@ -23,8 +23,9 @@ from stowplan.capture import capture
 from stowplan.formats import chainer
 from stowplan.plan.explain.peers import Peer
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Machine, Tier, price_by_macs, price_by_roofline
+from stowplan.plan.plan import Machine, Tier
 from stowplan.plan.planner import Planner
+from stowplan.plan.prices import price_by_macs, price_by_roofline
 from stowplan.report.files import opened, write_report
 from stowplan.report.page import Subject, subject_of
 from tests.support.nets import NETS, Example

@@ -24,8 +24,9 @@ from stowplan.plan.options import (
     Prefer,
     is_installed,
 )
-from stowplan.plan.plan import Plan, price_by_macs, price_by_profile
+from stowplan.plan.plan import Plan
 from stowplan.plan.planner import refuse_hopeless
+from stowplan.plan.prices import price_by_macs, price_by_profile
 from stowplan.plan.record import Record
 from stowplan.plan.select import Selector, planner_of
 from stowplan.plan.tile_map import DOCUMENT_TILES, TileMap

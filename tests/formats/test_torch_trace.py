@@ -14,8 +14,8 @@ from stowplan.errors import BadInput, BudgetTooSmall
 from stowplan.formats.door import read_document, read_text
 from stowplan.formats.torch_trace import read
 from stowplan.ir import Kind, Phase
-from stowplan.plan.plan import price_by_profile
 from stowplan.plan.planner import Planner
+from stowplan.plan.prices import price_by_profile
 
 SAMPLE = (Path(__file__).parent / "samples" / "torch_trace.json").read_text(encoding="utf-8")
 

@@ -39,7 +39,8 @@ from stowplan.ir import Document, Graph
 from stowplan.plan.explain.peers import read_peers
 from stowplan.plan.files import plan_file, record_file
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Machine, price_by_macs, price_by_profile
+from stowplan.plan.plan import Machine
+from stowplan.plan.prices import price_by_macs, price_by_profile
 from stowplan.plan.record import Difference, Record
 from stowplan.plan.select import planner_of
 from stowplan.run.cost.machine import Cost, Platform, ProbeCache

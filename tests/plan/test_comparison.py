@@ -11,8 +11,9 @@ from stowplan.plan.explain.comparison import Side, comparison_of
 from stowplan.plan.explain.reasons import decisions_of, reasons_of
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Keep, Plan, Recompute, price_by_macs
+from stowplan.plan.plan import Keep, Plan, Recompute
 from stowplan.plan.planner import Planner
+from stowplan.plan.prices import price_by_macs
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from stowplan.errors import BadUse
 from stowplan.plan.explain.explain import explain
-from stowplan.plan.judge import alive_at
+from stowplan.plan.judge.simulate import alive_at
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Keep, Plan, Recompute, RecomputeOp
 from stowplan.plan.planner import Planner

@@ -12,11 +12,11 @@ from stowplan.errors import BudgetTooSmall
 from stowplan.formats import chainer
 from stowplan.plan import frontier
 from stowplan.plan.frontier import bound_of
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.native.build import SWITCH
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import price_by_macs
 from stowplan.plan.planner import Planner
+from stowplan.plan.prices import price_by_macs
 from stowplan.units import parse_bytes
 from tests.support.exact_schedules import least_extra_seconds
 from tests.support.steps import random_step, uneven_prices
@@ -101,7 +101,7 @@ from stowplan.formats import chainer
 from stowplan.plan.files import plan_file
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
-from stowplan.plan.plan import price_by_macs
+from stowplan.plan.prices import price_by_macs
 graph = chainer.read(Path(sys.argv[1]).read_text(), chainer.SavedView.RETAIN).graph
 planner = Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=500))
 print(plan_file.write(planner.plan(3 * 2**30)))

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from stowplan.plan.judge import simulate
+from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.ledger import Ledger, State, steps_of
 from stowplan.plan.plan import Basis, Pricing
 from stowplan.plan.problem import Problem, problem_of

@@ -9,7 +9,8 @@ from stowplan.errors import BadUse, IllegalPlan
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Role, Tensor, Use
 from stowplan.plan.explain.explain import explain
 from stowplan.plan.files import plan_file
-from stowplan.plan.judge import bytes_beside, simulate, verify
+from stowplan.plan.judge.simulate import bytes_beside, simulate
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.offload.idle_intervals import idle_intervals_of
 from stowplan.plan.offload.insert_transfers import insert_transfers
 from stowplan.plan.offload.transfer_schedule import Caps, TransferSchedule

@@ -13,8 +13,9 @@ from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use
 from stowplan.plan.explain.timeline import baseline_timeline_of, timeline_of_plan
 from stowplan.plan.explain.transfers import clock_of
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Basis, Free, Plan, Pricing, RecomputeOp, price_by_macs
+from stowplan.plan.plan import Basis, Free, Plan, Pricing, RecomputeOp
 from stowplan.plan.planner import Planner
+from stowplan.plan.prices import price_by_macs
 from tests.support.plans import moved
 from tests.support.steps import random_step, uneven_prices
 

@@ -21,7 +21,7 @@ from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
 from stowplan.plan import frontier
 from stowplan.plan.files import plan_file
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.native.build import SWITCH
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Candidate, Selector, planner_of

@@ -6,7 +6,8 @@ import pytest
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
-from stowplan.plan.judge import Stall, alive_at, simulate
+from stowplan.plan.judge.engines import Stall
+from stowplan.plan.judge.simulate import alive_at, simulate
 from stowplan.plan.plan import Basis, Compute, Free, Load, Pricing, RecomputeOp, Step, Store, Tier
 
 TENSORS = (

@@ -19,9 +19,10 @@ from stowplan.ir import Graph
 from stowplan.ops.table import shape_of
 from stowplan.plan.explain.explain import explain_tiled
 from stowplan.plan.files import plan_file
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions, Prefer
-from stowplan.plan.plan import Exactness, Plan, Tile, price_by_macs
+from stowplan.plan.plan import Exactness, Plan, Tile
+from stowplan.plan.prices import price_by_macs
 from stowplan.plan.select import Candidate, Selector, planner_of
 from stowplan.plan.tiles.borders import crops_early
 from stowplan.plan.tiles.candidates import stages_of

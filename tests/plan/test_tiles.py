@@ -12,8 +12,8 @@ from stowplan.errors import BadUse
 from stowplan.formats.door import read_document
 from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.ir import Graph, Phase
-from stowplan.plan.plan import price_by_macs
 from stowplan.plan.planner import baseline_peak_of
+from stowplan.plan.prices import price_by_macs
 from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.collapse import collapse
 from stowplan.plan.tiles.costs import costs_of_sweep

@@ -8,7 +8,8 @@ import pytest
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
 from stowplan.ops.effects import UPDATE
-from stowplan.plan.judge import peaks_by_device, simulate, verify
+from stowplan.plan.judge.simulate import peaks_by_device, simulate
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Basis, Compute, Free, Load, Plan, Pricing, RecomputeOp, Step, Store, Tier
 from stowplan.plan.planner import Planner

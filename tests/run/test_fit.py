@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stowplan.capture import Captured, capture
 from stowplan.errors import BudgetTooSmall, IllegalPlan
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Compute, Plan, RecomputeOp, Step
 from stowplan.plan.planner import Planner

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
 from stowplan.api import check, planner_for
 from stowplan.errors import BadUse, BudgetTooSmall, IllegalPlan
 from stowplan.ops.effects import UPDATE
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Compute, Plan
 from stowplan.run.fit import fit, plans_of

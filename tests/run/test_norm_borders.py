@@ -12,7 +12,8 @@ from stowplan.capture import Captured, capture
 from stowplan.errors import NotTileable
 from stowplan.ir import Phase
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import RecomputeOp, price_by_macs
+from stowplan.plan.plan import RecomputeOp
+from stowplan.plan.prices import price_by_macs
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms, stretches_between_norms
 from stowplan.plan.tiles.collapse import SWEEP, collapse, extra_macs_of
 from stowplan.plan.tiles.costs import costs_of_sweep

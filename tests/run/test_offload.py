@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from stowplan.capture import capture
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Machine, Store, Tier, price_by_roofline
+from stowplan.plan.plan import Machine, Store, Tier
 from stowplan.plan.planner import Planner
+from stowplan.plan.prices import price_by_roofline
 from stowplan.run.cost.machine import ProbeCache
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure

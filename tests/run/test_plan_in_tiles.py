@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from stowplan.capture import capture
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.files import plan_file
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions, Prefer
 from stowplan.plan.plan import Exactness, Tile
 from stowplan.run.fit import fit, plans_of

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from stowplan.analyse.facts import estimated_workspaces
 from stowplan.capture import Call, Captured, Ref, capture
-from stowplan.plan.plan import Basis, price_by_profile
+from stowplan.plan.plan import Basis
+from stowplan.plan.prices import price_by_profile
 from stowplan.run.cost.machine import Cost, ProbeCache, measure_machine
 from stowplan.run.cost.probe import (
     CLOCK,

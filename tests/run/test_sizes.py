@@ -14,7 +14,8 @@ from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
 from stowplan.plan.carry import PlannedSize, carried_point, carried_pricing, outline_of
 from stowplan.plan.frontier import frontier_of
-from stowplan.plan.plan import Basis, Exactness, Machine, Pricing, RecomputeOp, price_by_roofline
+from stowplan.plan.plan import Basis, Exactness, Machine, Pricing, RecomputeOp
+from stowplan.plan.prices import price_by_roofline
 from stowplan.plan.problem import slices_last
 from stowplan.plan.select import problem_in_order
 from stowplan.run.fit import fit, plans_of

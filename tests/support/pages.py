@@ -9,8 +9,9 @@ from tempfile import TemporaryDirectory
 from stowplan.formats import chainer
 from stowplan.plan.explain.peers import Peer
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Plan, price_by_macs
+from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
+from stowplan.plan.prices import price_by_macs
 from stowplan.plan.select import Candidate, Selector
 from stowplan.plan.select import planner_of as tile_planner_of
 from stowplan.report.files import opened

@@ -5,7 +5,8 @@ from dataclasses import replace
 from stowplan.analyse.timeline import Doing
 from stowplan.ir import Kind, Phase
 from stowplan.plan.explain.timeline import timeline_of_plan
-from stowplan.plan.judge import simulate, verify
+from stowplan.plan.judge.simulate import simulate
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import Compute, Free, Keep, Load, Offload, Plan, RecomputeOp, Step, Store, Tier
 
 SLOW = 0.02  # of the baseline's peak: the bytes that the tier takes in a hundredth of the step's time

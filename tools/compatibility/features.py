@@ -26,8 +26,9 @@ import stowplan
 from stowplan.capture import capture
 from stowplan.cli.main import main as command
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Decision, Exactness, Machine, Offload, Recompute, Tier, Tile, price_by_roofline
+from stowplan.plan.plan import Decision, Exactness, Machine, Offload, Recompute, Tier, Tile
 from stowplan.plan.planner import Planner
+from stowplan.plan.prices import price_by_roofline
 from stowplan.run.measure.measure import measure
 
 _MOVES, _STEPS = 20, 2

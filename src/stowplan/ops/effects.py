@@ -155,6 +155,7 @@ FUSED = "stowplan.fused.default"  # a group of ops as one op, which a compiled k
 RELAID = "relaid"  # the attribute of ops that run in another memory layout than the user's model has
 SECOND_FORWARD = "what a second forward begins with"  # a tensor of steps whose forward and backward run twice
 UPDATE = "stowplan.update.default"  # of parameters, by an optimizer: they hold other values from then on
+UPDATES = ("update", UPDATE)  # the same in any format: they change the parameters that they read
 
 # Ops that make whole parameters of shards: one begins the messages, the other waits for them. If workers have
 # plans of their own, a token keeps messages in order, and an op that gathers parts of parameters does both.
@@ -204,7 +205,7 @@ def updates_a_buffer(_: Site) -> Effect:
     return Effect.BUFFER_UPDATE
 
 
-@effect_of.entry("update", UPDATE)
+@effect_of.entry(*UPDATES)
 def updates_parameters(_: Site) -> Effect:
     """Changes a parameter in place: a second run would take the step twice."""
     return Effect.BUFFER_UPDATE

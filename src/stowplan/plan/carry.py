@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 from stowplan.ir import Attribute, Graph
 from stowplan.plan.frontier import Point, relaxed_bound_of
 from stowplan.plan.ledger import Gaps, Ledger, Policy, State, gaps_of, states_of
-from stowplan.plan.plan import Basis, Machine, Pricing, RecomputeOp, Step, price_by_roofline
+from stowplan.plan.plan import Basis, Machine, Pricing, RecomputeOp, Step
+from stowplan.plan.prices import price_by_roofline
 from stowplan.plan.problem import Problem
 from stowplan.plan.select import problem_in_order
 

@@ -13,7 +13,7 @@ from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph, Kind
 from stowplan.ir.text import Labels
 from stowplan.plan.frontier import Frontier, Point, baseline_of, bound_of, focus_on, frontier_of
-from stowplan.plan.judge import alive_at, simulate
+from stowplan.plan.judge.simulate import alive_at, simulate
 from stowplan.plan.ledger import State, gaps_of
 from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions, Socket
 from stowplan.plan.plan import (
@@ -28,8 +28,8 @@ from stowplan.plan.plan import (
     Step,
     Store,
     Tier,
-    price_by_roofline,
 )
+from stowplan.plan.prices import price_by_roofline
 from stowplan.plan.problem import Problem, Values, problem_of, slices_last
 from stowplan.units import format_bytes
 from stowplan.watch import limited_to

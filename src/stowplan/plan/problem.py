@@ -88,9 +88,10 @@ def problem_of(
     """Number the values and ops of `graph`; `workspace_bytes` has the workspace of kernels, by op id."""
     values = Values(graph)
     turn = next((i for i, op in enumerate(graph.ops) if op.phase is Phase.BACKWARD), len(graph.ops))
-    outdated = outdated_tensors(graph)
-    again = [can_recompute(graph, op, outdated) for op in graph.ops]
+    outdated, summed = outdated_tensors(graph), _summed_in(graph, graph.ops[:turn])
+    again = [can_recompute(graph, op, outdated) and summed.isdisjoint(op.reads()) for op in graph.ops]
     booked = {values.number_of(name) for op in graph.ops if op.phase is Phase.UPDATE for name in op.reads()}
+    sums = {values.number_of(name) for name in summed}
     producer = tuple(values.maker.get(owner, -1) for owner in values.owners)
     held = {values.number_of(name) for name in graph.held}
     return Problem(
@@ -100,7 +101,7 @@ def problem_of(
         producer=producer,
         held=tuple(value in held for value in range(len(producer))),
         droppable=tuple(
-            0 <= op < turn < len(graph.ops) and again[op] and value not in held and value not in booked
+            0 <= op < turn < len(graph.ops) and again[op] and value not in held | booked | sums
             for value, op in enumerate(producer)
         ),
         reads=tuple(values.read_by(op) for op in graph.ops),
@@ -144,15 +145,27 @@ def overwritable(graph: Graph, site: Site, made: Container[str]) -> list[tuple[s
 
 def made_aside(graph: Graph, op: Op) -> tuple[str, ...]:
     """The outputs that `op` makes in a place of their own before it adds them into what is there."""
-    added = tuple(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
+    added = _added(op)
     return () if added and aliasing_of(site_of(graph, op)).adds_in_place else added
+
+
+def _added(op: Op) -> tuple[str, ...]:
+    return tuple(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
+
+
+def _summed_in(graph: Graph, ops: Iterable[Op]) -> frozenset[str]:
+    """The tensors in storages that one of the ops adds into: they are not the same before and after."""
+    roots = {graph.storage_of(name) for op in ops for name in _added(op)}
+    return (
+        frozenset(name for name in graph.tensors if graph.storage_of(name) in roots) if roots else frozenset()
+    )
 
 
 def _same_block(graph: Graph, victim: Tensor, target: Tensor, made: Container[str]) -> bool:
     owner = graph.tensors[graph.storage_of(victim.id)]
     whole = owner.nbytes == victim.nbytes == target.nbytes
-    alike = (victim.shape, victim.dtype, victim.layout) == (target.shape, target.dtype, target.layout)
-    return whole and alike and owner.id in made
+    one, other = ((t.shape, t.dtype, t.layout, t.device) for t in (victim, target))
+    return whole and one == other and owner.id in made
 
 
 def updated_buffers(graph: Graph) -> frozenset[str]:

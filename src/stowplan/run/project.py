@@ -26,7 +26,7 @@ from stowplan.ops.effects import UPDATE
 from stowplan.plan.allocator.projection import HeapProjection, plan_for_device, project_unplanned
 from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.cards import Card, Difference, PeakOnCard, card_named, price_on_card, workspace_on
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import DEFAULT_OPTIONS, TECHNIQUES, PlanOptions, Prefer, known_techniques
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
 from stowplan.plan.planner import refuse_hopeless

@@ -15,7 +15,7 @@ from stowplan.plan.frontier import Frontier, crossing_at, frontier_of, twins_of
 from stowplan.plan.ledger import Ledger, State
 from stowplan.plan.native.annealer import NativeAnnealer, NativeLedger, Refused, annealer_of, loaded
 from stowplan.plan.native.build import compiler
-from stowplan.plan.plan import price_by_macs
+from stowplan.plan.prices import price_by_macs
 from stowplan.plan.problem import Problem, problem_of, ticks_of
 from stowplan.plan.select import problem_in_order
 from stowplan.watch import Patience, ended_by

@@ -8,7 +8,7 @@ import pytest
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use, validate
 from stowplan.ops.effects import BEGIN_GATHER, END_GATHER
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import Basis, Compute, Plan, Pricing
 from stowplan.plan.planner import Planner
 from stowplan.plan.problem import problem_of

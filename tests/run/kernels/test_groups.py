@@ -13,7 +13,7 @@ from stowplan.capture import Captured, capture
 from stowplan.errors import InvalidGraph
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ops.effects import FUSED
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.kernels import rewrite
 from stowplan.plan.kernels.formation import Group, groups_of
 from stowplan.plan.kernels.fusible import FUSIBLE, POINTWISE, is_view

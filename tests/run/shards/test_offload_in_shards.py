@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from stowplan import fit, plans_of, shards_of
 from stowplan.errors import BadUse, BudgetTooSmall, IllegalPlan, TierFull
 from stowplan.ops.effects import UNDER_WAY
-from stowplan.plan.judge import simulate, verify
+from stowplan.plan.judge.simulate import simulate
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.offload import idle_intervals
 from stowplan.plan.offload.idle_intervals import idle_intervals_of
 from stowplan.plan.plan import Compute, Plan, RecomputeOp, Store

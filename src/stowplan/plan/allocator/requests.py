@@ -13,7 +13,7 @@ from stowplan.analyse.facts import is_resident
 from stowplan.plan.allocator.arena import ArenaLayout, Placement
 from stowplan.plan.allocator.settings import LARGE_BLOCK, SEGMENT_STEP, SMALL_REQUEST, AllocatorSettings
 from stowplan.plan.explain.timeline import timeline_of_plan
-from stowplan.plan.judge import transfer_bytes
+from stowplan.plan.judge.simulate import transfer_bytes
 from stowplan.plan.plan import Plan
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from stowplan.analyse.timeline import Doing, Run, Stay, Timeline, curve_onto, packed_arena, timeline_of
 from stowplan.ir import Graph, Kind, Op, Role
 from stowplan.plan.explain.transfers import with_transfers
-from stowplan.plan.judge import transfer_bytes
+from stowplan.plan.judge.simulate import transfer_bytes
 from stowplan.plan.places import Place, Places
 from stowplan.plan.plan import Compute, Free, Load, Plan, RecomputeOp, Store, transfer_id
 from stowplan.plan.problem import made_aside

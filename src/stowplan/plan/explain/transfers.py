@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from stowplan.ir import Graph, Op, Phase, Use
-from stowplan.plan.judge import Stall, simulate
+from stowplan.plan.judge.engines import Stall
+from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.plan import Compute, Free, Load, Plan, RecomputeOp, Store, transfer_id
 
 STORE, LOAD = "stowplan.store", "stowplan.load"

@@ -18,7 +18,7 @@ from stowplan.errors import BadInput, BadUse, IllegalPlan
 from stowplan.formats import stow
 from stowplan.formats.checked import bad_input_of
 from stowplan.ir import Document
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import (
     AgainstEager,
     ArenaUse,

@@ -18,7 +18,7 @@ import numpy as np
 
 from stowplan.errors import BadUse
 from stowplan.plan.frontier import Frontier, Point
-from stowplan.plan.judge import bytes_beside, simulate
+from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.ledger import steps_of
 from stowplan.plan.offload.idle_intervals import idle_intervals_of
 from stowplan.plan.offload.insert_transfers import Move, insert_transfers
@@ -26,7 +26,7 @@ from stowplan.plan.offload.transfer_schedule import Caps, Outcome, TransferSched
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Pricing, Step, Tier
 from stowplan.plan.planner import FRONTIER_EXTENSIONS
-from stowplan.plan.problem import Problem
+from stowplan.plan.problem import Problem, updated_buffers
 
 _LEVELS = 24  # peaks that are aimed at, one below the other
 _LOOKED_AT = 4  # candidates of each kind that are tried before one is taken
@@ -136,7 +136,12 @@ def _descended(
     graph, steps = problem.graph, steps_of(problem, start.states)
     baseline = simulate(graph, steps, pricing)
     intervals = idle_intervals_of(graph, steps, gradients=gradients)
-    transfers = TransferSchedule(steps, intervals, baseline, pricing.seconds, tier, bytes_beside(graph, tier))
+    copied = sum(
+        graph.tensors[name].nbytes or 0 for name in updated_buffers(graph)
+    )  # put back after a failure
+    transfers = TransferSchedule(
+        steps, intervals, baseline, pricing.seconds, tier, tier.staging_bytes + copied
+    )
     base = baseline.seconds - start.extra_seconds
     for outcome in descend(transfers, problem.standing_bytes, tier.capacity_bytes):
         yield MovedPoint(outcome.peak_bytes, outcome.seconds - base, start.states, outcome.moves)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stowplan.plan.judge import Simulation
+from stowplan.plan.judge.simulate import Simulation
 from stowplan.plan.offload.idle_intervals import IdleInterval
 from stowplan.plan.offload.insert_transfers import Move
 from stowplan.plan.plan import Compute, RecomputeOp, Step, Tier

@@ -11,7 +11,8 @@ from math import inf
 from stowplan.errors import BadUse, BudgetTooSmall, TooManyWorkers
 from stowplan.ir import Graph, Kind
 from stowplan.ops.table import shape_of
-from stowplan.plan.plan import Machine, price_by_roofline
+from stowplan.plan.plan import Machine
+from stowplan.plan.prices import price_by_roofline
 from stowplan.plan.shards.mesh import Axis, Mesh
 from stowplan.plan.shards.plan import ShardPlan, glance_plan
 from stowplan.plan.shards.projection import Network, Projection, project, slowest_seconds

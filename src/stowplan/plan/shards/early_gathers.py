@@ -20,7 +20,8 @@ from dataclasses import replace
 
 from stowplan.ir import Op, Phase
 from stowplan.ops.effects import BEGIN_GATHER, BEGIN_IN_ORDER, END_GATHER
-from stowplan.plan.judge import simulate, verify
+from stowplan.plan.judge.simulate import simulate
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import Compute, Plan, RecomputeOp, Step
 
 MOST_AHEAD = 4

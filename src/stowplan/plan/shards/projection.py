@@ -18,7 +18,8 @@ from stowplan.errors import TooManyWorkers
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Op
 from stowplan.ops.table import shape_of
-from stowplan.plan.plan import Machine, price_by_roofline
+from stowplan.plan.plan import Machine
+from stowplan.plan.prices import price_by_roofline
 from stowplan.plan.shards.buckets import buckets_of
 from stowplan.plan.shards.mesh import Mesh
 from stowplan.plan.shards.parameter_shards import DividedParameters

@@ -14,7 +14,8 @@ from stowplan.plan.explain.peers import Peer
 from stowplan.plan.explain.timeline import baseline_curve_of, timeline_of_plan
 from stowplan.plan.explain.transfers import Clock, clock_of
 from stowplan.plan.frontier import Frontier
-from stowplan.plan.plan import Plan, price_by_profile
+from stowplan.plan.plan import Plan
+from stowplan.plan.prices import price_by_profile
 from stowplan.plan.record import Record
 
 Thing: TypeAlias = Document | Graph | Plan | Record

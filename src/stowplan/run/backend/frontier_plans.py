@@ -6,7 +6,8 @@ from itertools import accumulate, pairwise
 
 from stowplan.ir import Kind, Phase
 from stowplan.plan.frontier import Point
-from stowplan.plan.judge import simulate, verify
+from stowplan.plan.judge.simulate import simulate
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.plan import Compute, Free, Plan, Pricing
 from stowplan.plan.planner import Planner
 from stowplan.run.planning.planner import replayed_bytes

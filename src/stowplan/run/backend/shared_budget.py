@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stowplan.errors import BudgetTooSmall
 from stowplan.ir.text import Labels
-from stowplan.plan.judge import alive_at
+from stowplan.plan.judge.simulate import alive_at
 from stowplan.plan.plan import Plan
 from stowplan.run.backend.budgeted_graph import BudgetedGraph
 from stowplan.run.backend.frontier_plans import FrontierPlans, PlannedPoint

@@ -47,7 +47,8 @@ from stowplan.ir import Tensor as GraphTensor
 from stowplan.ops.effects import UPDATE
 from stowplan.ops.table import shape_of
 from stowplan.plan.options import Progress
-from stowplan.plan.plan import Machine, price_by_roofline
+from stowplan.plan.plan import Machine
+from stowplan.plan.prices import price_by_roofline
 from stowplan.run.cost.machine import (
     USER_CACHE,
     Cost,

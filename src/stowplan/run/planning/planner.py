@@ -30,10 +30,11 @@ from stowplan.ops.table import registered_types, site_of
 from stowplan.plan.files import plan_file
 from stowplan.plan.files.sameness import first_difference, other_ops
 from stowplan.plan.frontier import Point
-from stowplan.plan.judge import verify
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import DEFAULT_OPTIONS, Kernels, PlanOptions, Prefer, Socket
-from stowplan.plan.plan import Plan, Pricing, RecomputeOp, Step, price_by_profile
+from stowplan.plan.plan import Plan, Pricing, RecomputeOp, Step
 from stowplan.plan.planner import Planner, refuse_hopeless
+from stowplan.plan.prices import price_by_profile
 from stowplan.plan.problem import slices_last
 from stowplan.plan.select import Baseline, Candidate, GraphCandidate, Group, Refusals, Selector
 from stowplan.run.border.frozen import NOWHERE, Places

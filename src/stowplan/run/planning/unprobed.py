@@ -10,8 +10,9 @@ import torch
 
 from stowplan.capture.stand_ins import contiguous_stride
 from stowplan.plan.options import Kernels, PlanOptions, Prefer
-from stowplan.plan.plan import Machine, price_by_roofline
+from stowplan.plan.plan import Machine
 from stowplan.plan.planner import Planner
+from stowplan.plan.prices import price_by_roofline
 from stowplan.plan.select import problem_in_order
 from stowplan.run.cost.probe import Operand, Signature, probe_memory
 from stowplan.run.planning.planner import PlannedStep, Subject, plan_within, takes_longer

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from stowplan.capture import Call, Captured, Ref, capture
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.plan.judge import simulate
+from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Machine, Plan
 from stowplan.plan.shards.early_gathers import with_early_gathers

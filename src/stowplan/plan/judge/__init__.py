@@ -1,0 +1,9 @@
+"""The judges of plans: whether a list of steps computes its graph, and the memory and seconds that it takes.
+
+They share nothing with the search, so that each can show the other wrong. Their rules are their own, written
+from the text of decision 0033, and they import the IR, the op tables, errors, units and the types of a plan
+alone; a test holds them to it.
+
+`simulate` is the only judge of peaks. `verify` asks whether a plan is legal and within its budget, and runs
+before every execution.
+"""
