@@ -93,6 +93,10 @@ databases: ## run the samples of PyTorch's own databases through fit, and write 
 zoo: ## plan tiny models of all installed packages, compare them with eager, and write docs/zoo.md
 	$(PYTHON) -m benchmarks.zoo
 
+.PHONY: repositories
+repositories: ## train public repositories' own models by plans, compare them with eager, and write docs/repositories.md; FOLDER has the snapshots
+	REPOSITORIES="$(FOLDER)" $(PYTHON) -m benchmarks.repositories $(ONLY)
+
 .PHONY: mutants
 mutants: ## plant faults in the judges of plans and the rules of regions, and count those that their tests see
 	$(PYTHON) -m benchmarks.mutate

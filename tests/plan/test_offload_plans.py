@@ -1,7 +1,9 @@
 """Moving tensors away: the clock by hand, two accounts that must agree, and what may not be done."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -9,15 +11,19 @@ from stowplan.errors import BadUse, IllegalPlan
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Role, Tensor, Use
 from stowplan.plan.explain.explain import explain
 from stowplan.plan.files import plan_file
+from stowplan.plan.frontier import Point
 from stowplan.plan.judge.simulate import bytes_beside, simulate
 from stowplan.plan.judge.verify import verify
+from stowplan.plan.offload import plugin
 from stowplan.plan.offload.idle_intervals import idle_intervals_of
 from stowplan.plan.offload.insert_transfers import insert_transfers
 from stowplan.plan.offload.transfer_schedule import Caps, TransferSchedule
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Basis, Compute, Free, Load, Offload, Plan, Pricing, Step, Store, Tier
 from stowplan.plan.planner import Planner
+from stowplan.plan.problem import Problem
 from stowplan.run.step.straight import baseline_steps
+from stowplan.watch import Patience, ended_by
 
 MB = 10**6
 TIER = Tier("disk", 10**9, store_bytes_per_second=MB, load_bytes_per_second=MB)
@@ -171,6 +177,30 @@ def test_moving_and_recomputing_is_never_worse_than_either() -> None:
         alone = Planner.of(graph, pricing, options=PlanOptions(allow=(allow,), moves=2000))
         for allowed in range(alone.minimum_bytes, alone.plain_peak_bytes, MB):
             assert both.plan(allowed).projected_seconds <= alone.plan(allowed).projected_seconds + 1e-9
+
+
+def test_a_search_that_is_over_descends_once_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, over, begun = chain(12), Patience(), list[Point]()
+    pricing, options = priced(graph, 0.7), PlanOptions(allow=("recompute", "offload"))
+    alone = Planner.of(graph, pricing, PlanOptions(allow=("recompute",)))
+    descended = plugin._descended
+
+    def counted(problem: Problem, start: Point, *rest: Any) -> Iterator[Point]:
+        begun.append(start)
+        return descended(problem, start, *rest)
+
+    monkeypatch.setattr(plugin, "_descended", counted)
+    whole = plugin.with_offload(alone.problem, alone.frontier, pricing, options)
+    assert (len(begun) > 1, whole.ended) == (True, "")
+    begun.clear()
+    over.end("Ctrl-C")
+    with ended_by(over):
+        ended = plugin.with_offload(alone.problem, alone.frontier, pricing, options)
+    assert (len(begun), ended.ended) == (1, "Ctrl-C")
+    for point in alone.frontier.points:
+        found = ended.at(point.peak_bytes)
+        assert found is not None
+        assert found.extra_seconds <= point.extra_seconds
 
 
 @pytest.mark.slow

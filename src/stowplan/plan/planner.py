@@ -104,7 +104,7 @@ class Planner:
         plain = baseline_peak_of(graph, pricing) if plain_peak_bytes is None else plain_peak_bytes
         frontier = frontier_of(problem, options.moves)
         for extend in FRONTIER_EXTENSIONS.offered(options.allow):
-            frontier = replace(extend(problem, frontier, pricing, options), ended=frontier.ended)
+            frontier = extend(problem, frontier, pricing, options)
         return Planner(problem, pricing, frontier, plain)
 
     @property

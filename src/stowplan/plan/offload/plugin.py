@@ -27,6 +27,7 @@ from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Pricing, Step, Tier
 from stowplan.plan.planner import FRONTIER_EXTENSIONS
 from stowplan.plan.problem import Problem, updated_buffers
+from stowplan.watch import patience
 
 _LEVELS = 24  # peaks that are aimed at, one below the other
 _LOOKED_AT = 4  # candidates of each kind that are tried before one is taken
@@ -124,10 +125,14 @@ def with_offload(problem: Problem, frontier: Frontier, pricing: Pricing, options
     if pricing.tier is None:
         raise BadUse("offload is allowed, but the prices have no tier to offload to")
     tier, gradients = pricing.tier, "offload-gradients" in options.allow
-    points = list(frontier.points)
-    for start in _evenly_spaced(frontier.points, _STARTS):
+    points, ended = list(frontier.points), frontier.ended
+    for number, start in enumerate(_evenly_spaced(frontier.points, _STARTS)):
+        over = patience().over
+        if number and over:  # the first descent is a part of every answer: some budgets need the tier
+            ended = ended or over
+            break
         points += _descended(problem, start, pricing, tier, gradients)
-    return Frontier(tuple(_undominated(points)))
+    return Frontier(tuple(_undominated(points)), ended)
 
 
 def _descended(
