@@ -27,8 +27,10 @@ def target_of(name: str) -> OpOverload:
     return found
 
 
-def sample(target: OpOverload, seed: int) -> tuple[Call, dict[str, Tensor]]:
-    """A call of `target` on random tensors in (0, 1), by its schema."""
+def sample(
+    target: OpOverload, seed: int, dtype: torch.dtype = torch.float32
+) -> tuple[Call, dict[str, Tensor]]:
+    """A call of `target` on random tensors in (0, 1), by its schema, and a number that two bytes round."""
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     args: list[Argument] = []
@@ -39,13 +41,13 @@ def sample(target: OpOverload, seed: int) -> tuple[Call, dict[str, Tensor]]:
             break
         if kind == "Tensor":
             shape = () if argument.name == "value" else SHAPE
-            tensors[argument.name] = torch.rand(shape, generator=generator)
+            tensors[argument.name] = torch.rand(shape, generator=generator).to(dtype)
             if boolean or argument.name in ("condition", "mask"):
                 tensors[argument.name] = tensors[argument.name] > 0.5
             args.append(Ref(argument.name))
         else:
-            literals = {"bool": False, "int": 1, "number": 0.5, "float": 0.5}
-            args.append(torch.float32 if argument.name == "input_dtype" else literals[kind])
+            literals = {"bool": False, "int": 1, "number": 0.3, "float": 0.3}
+            args.append(dtype if argument.name == "input_dtype" else literals[kind])
     args += OPTIONAL.get(str(target), ())
     return Call(target, tuple(args), {}, ("out",), single=True), tensors
 
@@ -69,12 +71,13 @@ def run(call: Call, tensors: dict[str, Tensor], overwrites: dict[str, str]) -> T
     return out
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("name", "victim"), list(victims()))
-def test_writing_over_an_input_gives_the_same_bits(name: str, victim: str) -> None:
+def test_writing_over_an_input_gives_the_same_bits(name: str, victim: str, dtype: torch.dtype) -> None:
     target = target_of(name)
-    call, tensors = sample(target, seed=1)
+    call, tensors = sample(target, 1, dtype)
     expected = run(call, tensors, {})
-    _, fresh = sample(target, seed=1)
+    _, fresh = sample(target, 1, dtype)
     place = fresh[victim].data_ptr()
     found = run(call, fresh, {"out": victim})
     assert torch.equal(expected, found)
@@ -104,6 +107,34 @@ def test_products_of_complex_numbers_have_the_bits_of_eager() -> None:
         assert x.grad is not None
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+class _Scaled(nn.Module):
+    """An op that PyTorch rounds otherwise in place, in place or as the last reader of its operand."""
+
+    def __init__(self, op: OpOverload) -> None:
+        super().__init__()
+        self.weight, self.op = nn.Parameter(torch.rand(8, 8).bfloat16()), op
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.op(self.weight * x, 0.2)
+        return scaled.float().square().sum()
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.mul.Scalar, torch.ops.aten.mul_.Scalar], ids=str)
+@pytest.mark.usefixtures("one_thread")
+def test_products_of_sixteen_bits_with_a_number_have_the_bits_of_eager(op: OpOverload) -> None:
+    torch.manual_seed(0)
+    model, x = _Scaled(op), torch.rand(8, 8).bfloat16()
+    seen = list[Tensor]()
+    for step in (model, stowplan.fit(model, (x,), budget="1GiB")):
+        model.weight.grad = None
+        loss = step(x)
+        loss.backward()
+        assert model.weight.grad is not None
+        seen += loss, model.weight.grad
+    assert torch.equal(seen[0], seen[2])
+    assert torch.equal(seen[1], seen[3])
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

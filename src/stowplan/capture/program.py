@@ -163,6 +163,10 @@ def functional_variant(target: OpOverload) -> OpOverload | None:
     """`relu` for `relu_`, `bernoulli.p` for `bernoulli_.float`; None where PyTorch has no such op."""
     if target in IRREGULAR:
         return IRREGULAR[target]
+    if (
+        target is aten.mul_.Scalar
+    ):  # rounds the number to a tensor's 16 bits first, which `mul.Scalar` does not
+        return None
     namespace, _, name = schema_of(target).name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     if not name.endswith("_") or not isinstance(packet, OpOverloadPacket):

@@ -131,6 +131,7 @@ def literal(value: Argument, names: Mapping[str, str]) -> str:
 aten = torch.ops.aten
 _SWEEPS_IN_PLACE = ("stowplan.sweep_.default", "stowplan.sweep_backward_.default")
 _IRREGULAR = {pure: writing for writing, pure in IRREGULAR.items()}
+_IRREGULAR[aten.mul.Scalar] = aten.mul_.Tensor  # mul_.Scalar rounds the number to 16 bits
 
 
 def call_lines(call: Call, overwrites: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
