@@ -7,7 +7,7 @@ import pytest
 from tests.hunt.plans import case
 
 CASES = 500
-PARTS = 10
+PARTS = 20
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -16,5 +16,5 @@ def test_search_judges_and_values_say_the_same(part: int) -> None:
     for seed in range(part, CASES, PARTS):
         found += case(seed)
     assert found["schedules"] == CASES // PARTS
-    assert found["damaged and accepted"] > 10, "damage that does no harm is let through"
-    assert found["damaged and refused"] > 50
+    assert found["damaged and accepted"] > 5, "damage that does no harm is let through"
+    assert found["damaged and refused"] > 30
