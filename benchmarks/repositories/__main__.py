@@ -18,7 +18,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.repositories", description=__doc__)
     parser.add_argument("names", nargs="*", help="entries (all)")
     parser.add_argument("--folder", type=Path, default=os.environ.get("REPOSITORIES"), help="the snapshots")
-    parser.add_argument("--seconds", type=int, default=300, help="of one entry (300)")
+    parser.add_argument("--seconds", type=int, default=120, help="of processor time for an entry (120)")
     parser.add_argument("--missing", action="store_true", help="only ways without results")
     parser.add_argument("--here", action="store_true", help="in this process, with all that it prints")
     parser.add_argument("--way", action="append", default=[], help="only this way, such as plain (all)")

@@ -8,6 +8,7 @@ of the first iteration are compared, within rounding: updates amplify it.
 import json
 import os
 import random
+import resource
 import select
 import signal
 import time
@@ -424,18 +425,19 @@ def run_here(name: str, folder: Path, report: Callable[[Result], object], ways: 
 
 
 def run_apart(entry: Entry, folder: Path, seconds: int, ways: Sequence[Way]) -> list[Result]:
-    """Ways of an entry in a fork of this process; those that have not ended in time are out of time."""
+    """Ways of an entry in a fork with a limit of processor time, and of ten times that of waiting."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1), os.dup2(quiet, 2)
         run_here(entry.name, folder, lambda result: os.write(writer, line_of(result).encode()), ways)
         os._exit(0)
     os.close(writer)
     found, ended = [], Outcome.CRASHED
-    until = time.monotonic() + seconds
+    until = time.monotonic() + 10 * seconds
     with os.fdopen(reader) as lines:
         while ready := select.select([lines], [], [], max(0.0, until - time.monotonic()))[0]:
             if not (line := ready[0].readline()):
@@ -443,11 +445,14 @@ def run_apart(entry: Entry, folder: Path, seconds: int, ways: Sequence[Way]) -> 
             found.append(Result(**json.loads(line)))
         else:
             os.kill(child, signal.SIGKILL)
-            ended = Outcome.TIME
     _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGXCPU):
+        ended = Outcome.TIME
     if found and found[0].outcome in (Outcome.EAGER, Outcome.ABSENT):
         return found
-    words = f"more than {seconds} s" if ended is Outcome.TIME else f"ended with status {status}"
+    words = (
+        f"more than {seconds} s of processor time" if ended is Outcome.TIME else f"ended with status {status}"
+    )
     missing = [way for way in ways if way not in {result.way for result in found}]
     return found + [Result(entry.name, way, ended, words) for way in missing[:1]]
 

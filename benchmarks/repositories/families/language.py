@@ -169,6 +169,7 @@ def litgpt(_: Path) -> Training:
 def whisper(_: Path) -> Training:
     model = source("whisper.model")
     net = model.Whisper(model.ModelDimensions(20, 16, 48, 4, 2, 96, 24, 48, 4, 2))
+    torch.nn.init.normal_(net.decoder.positional_embedding, std=0.01)  # which whisper loads, not initialises
     return one(
         net,
         batches(numbers(2, 20, 32), words(96, 2, 20), words(96, 2, 20)),
@@ -253,7 +254,7 @@ def retro(_: Path) -> Training:
         dec_depth=2,
         dec_cross_attn_layers=(2,),
         heads=2,
-        dim_head=16,
+        dim_head=32,
         dec_attn_dropout=0.1,
         dec_ff_dropout=0.1,
         use_deepnet=True,

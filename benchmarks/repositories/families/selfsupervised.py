@@ -20,6 +20,13 @@ _OLD_TIMM = "timm 0.4.12 of the registry"
 _ONE = "of its collectives, which one worker has no use for, `concat_all_gather` is the identity"
 
 
+def _on_one_cpu() -> None:
+    """Let code for several cards run on one worker: its collectives and `cuda()` do nothing."""
+    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.distributed.get_rank = lambda *_: 0
+    torch.distributed.all_reduce = lambda *_, **__: None
+
+
 class _Encoder(nn.Module):
     """A small convolutional encoder of ours whose head is `fc`; theirs is torchvision's."""
 
@@ -42,6 +49,10 @@ class _Encoder(nn.Module):
     note=_OLD_TIMM,
 )
 def mae(_: Path) -> Training:
+    vit = source("timm.models.vision_transformer")
+    block = vit.Block
+    kept = ("qkv_bias", "norm_layer")  # timm 0.3.2 took `qk_scale` too
+    vit.Block = lambda *args, **more: block(*args, **{name: more[name] for name in kept})
     net = source("models_mae").MaskedAutoencoderViT(
         img_size=32,
         patch_size=8,
@@ -92,6 +103,16 @@ def vit(_: Path) -> Training:
     absent=_TORCHVISION,
 )
 def byol(_: Path) -> Training:
+    transforms = source("torchvision.transforms")
+    for name in (
+        "ColorJitter",
+        "RandomGrayscale",
+        "RandomHorizontalFlip",
+        "GaussianBlur",
+        "RandomResizedCrop",
+        "Normalize",
+    ):
+        setattr(transforms, name, lambda *_, **__: nn.Identity())  # of augmentations that are not used
     net = source("byol_pytorch.byol_pytorch").BYOL(
         _Encoder(),
         image_size=16,
@@ -162,7 +183,7 @@ def moco(_: Path) -> Training:
     code.concat_all_gather = lambda tensor: tensor
     code.MoCo._batch_shuffle_ddp = lambda _, x: (x, None)
     code.MoCo._batch_unshuffle_ddp = lambda _, x, __: x
-    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    _on_one_cpu()
     net = code.MoCo(_Encoder, dim=16, K=16, m=0.99, T=0.07)
     return one(
         net,
@@ -182,8 +203,7 @@ def moco(_: Path) -> Training:
 def moco_v3(_: Path) -> Training:
     code, vits = source("moco.builder"), source("vits")
     code.concat_all_gather = lambda tensor: tensor
-    torch.distributed.get_rank = lambda *_: 0
-    Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    _on_one_cpu()
 
     def encoder(num_classes: int) -> Any:
         return vits.VisionTransformerMoCo(
@@ -234,7 +254,7 @@ def swav(checkout: Path) -> Training:
     )
     options = SimpleNamespace(epsilon=0.05, world_size=1, sinkhorn_iterations=3)
     code = definitions(checkout / "main_swav.py", args=options)
-    torch.distributed.all_reduce = lambda *_, **__: None
+    _on_one_cpu()
 
     def loss(net: Any, *inputs: Tensor) -> Any:
         _, output = net(list(inputs))
@@ -265,7 +285,7 @@ def barlow(checkout: Path) -> Training:
     models = SimpleNamespace(models=SimpleNamespace(resnet50=lambda **_: _Wide()))
     code = definitions(checkout / "main.py")
     code.torchvision = models
-    torch.distributed.all_reduce = lambda *_, **__: None
+    _on_one_cpu()
     net = code.BarlowTwins(SimpleNamespace(projector="32-32", batch_size=8, lambd=0.0051))
     return one(
         net,
