@@ -334,6 +334,32 @@ def test_hooks_of_tensors_are_seen() -> None:
     assert [private.has_hooks(tensor) for tensor in (plain, hooked, followed)] == [False, True, True]
 
 
+class _Nothing(torch.autograd.Function):
+    """Has no gradient for a tensor whose hooks shall not be asked."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.tensor = tensor
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        private.ask_no_hooks(ctx.tensor)
+
+
+def test_a_hook_is_not_asked_where_there_is_no_gradient_and_stays() -> None:
+    leaf: Any = torch.ones(1, requires_grad=True)
+    seen: list[Tensor] = []
+    leaf.register_hook(seen.append)
+    nothing: Any = _Nothing.apply
+    for _ in range(2):
+        nothing(leaf).backward()
+        assert seen == []
+        assert private.hooks_of(leaf) == [seen.append]
+    leaf.exp().backward()
+    assert len(seen) == 1
+
+
 def test_a_hook_is_behind_its_handle_until_it_is_removed() -> None:
     leaf: Any = torch.ones(1, requires_grad=True)
     made = leaf.exp()

@@ -189,6 +189,31 @@ def hooks_of(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return list((tensor._backward_hooks or {}).values())
 
 
+class _NotAsked:
+    """In the place of a hook that autograd is about to call with None, where eager would not call it.
+
+    Its first call puts the hook back. If backward fails before, that is the one of a later backward.
+    """
+
+    def __init__(self, hooks: dict[int, Any], key: int) -> None:
+        self._hooks, self._key, self._hook, self._task = hooks, key, hooks[key], running_backward()
+        hooks[key] = self
+
+    def __call__(self, gradient: Tensor | None) -> Any:
+        if self._hooks.get(self._key) is self:
+            self._hooks[self._key] = self._hook
+        if gradient is None and self._task == running_backward():
+            return None
+        return self._hook(gradient)
+
+
+def ask_no_hooks(tensor: Tensor) -> None:
+    """Let no hook of a tensor see that the backward that is running has no gradient for it."""
+    hooks: dict[int, Any] = tensor._backward_hooks or {}
+    for key in list(hooks):
+        _NotAsked(hooks, key)
+
+
 def hooks_behind(handle: RemovableHandle) -> list[Callable[..., object]]:
     """The hook that a handle removes, if it has not done so."""
     table = handle.hooks_dict_ref()

@@ -210,6 +210,37 @@ def test_heads_in_turn() -> None:
     of_both(Heads(), one, X)
 
 
+def test_hooks_of_parameters_are_not_called_for_heads_that_rest() -> None:
+    turns = "abdcbafa"  # after f, which fails, the hooks are there as before
+
+    def one(model: nn.Module) -> list[Tensor | None]:
+        seen: list[Tensor | None] = []
+        handles = [
+            cast("Any", p).register_hook(lambda gradient: seen.append(gradient.clone()))
+            for p in model.parameters()
+        ]
+        for name in turns:
+            results = model(X)
+            broken = name == "f"
+            if broken:
+                cast("Any", results["a"]).register_hook(_raise)
+            loss = results["a" if broken else name].square().mean()
+            try:
+                loss.backward()
+            except ArithmeticError:
+                assert broken
+        for handle in handles:
+            handle.remove()
+        assert all(each is not None for each in seen)
+        return [*seen, torch.tensor(len(seen))]
+
+    of_both(Heads(), one, X)
+
+
+def _raise(_: Tensor) -> Tensor:
+    raise ArithmeticError
+
+
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_heads_in_turn_with_updates_in_backward(kind: str) -> None:
     found = []

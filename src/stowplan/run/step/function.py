@@ -35,6 +35,7 @@ from stowplan.plan.plan import Tier
 from stowplan.run.step.incoming import IncomingGradients, copied, zeros
 from stowplan.run.step.source import Source, called
 from stowplan.torch_private import (
+    ask_no_hooks,
     below_autograd,
     has_hooks,
     hooks_behind,
@@ -276,6 +277,7 @@ class Run:
     repeat: Repeat | None = None
     saved: list[Tensor] | None = None  # from the forward half until no other backward can come
     is_packed: bool = False  # autograd has the tensors among them, for hooks that take what it saves
+    of_several: dict[str, "weakref.ref[Tensor]"] = field(default_factory=dict)  # what may have no gradient
     _inner: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict)  # outputs that others depend on
     _prehooks: dict[int, list[RemovableHandle]] = field(default_factory=dict)  # of nodes of outputs
     _beside: list[Tensor] = field(default_factory=list)  # what is saved and not packed
@@ -437,6 +439,10 @@ class Run:
         piece = self.primals[part.piece]
         if self.is_first(part):
             self._begin()
+        for name in part.primals if self.of_several else ():
+            tensor = None if self._reaches[name] else self.of_several[name]()
+            if tensor is not None:
+                ask_no_hooks(tensor)
         if not any(self._reaches.values()):
             return (None,) * len(part.primals)
         if part.primals[0] == piece[0]:
@@ -551,6 +557,8 @@ def run_step(run: Run, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
     """The outputs, attached to the chain, whose end is made first. `found` are all tensors by id."""
     made = list(run.forward(found))
     token: Tensor | None = None
+    if sum(run.attached) > 1:
+        run.of_several = {name: weakref.ref(found[name]) for names in run.primals for name in names}
     for part in reversed(run.parts(found)):
         token = _call_piece(run, part, token, *(found[name] for name in part.primals))
     for position, is_attached in enumerate(run.attached):
