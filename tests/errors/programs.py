@@ -254,8 +254,8 @@ LINES = (
         "fit(args=(X.as_subclass(Subclass),))",
     ),
     *(
-        "fit(args=(X.to_sparse(),))",
-        "fit(args=(X.to_sparse_csr(),))",
+        "fit(args=(X.to_sparse().requires_grad_(),))",
+        "fit(args=(X.to_sparse_bsr((2, 2)),))",
         "fit(args=(torch.nested.nested_tensor([X, X]),))",
     ),
     *(
@@ -282,7 +282,7 @@ LINES = (
         "fit(parent_of(nn.Linear(16, 16, device='meta')))",
     ),
     *(
-        "fit(with_buffer(X.to_sparse()))",
+        "fit(with_buffer(X.to_sparse().requires_grad_()))",
         "fit(with_buffer(torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)))",
     ),
     "seen = []; m = Net(block()); m.b.register_forward_hook(lambda *_: seen.append(1)); fit(m)",
@@ -356,7 +356,7 @@ LINES = (
     ),
     "f = fit(); f(X.double())",
     "f = fit(); f(X[:, :15])",
-    "f = fit(); f(X.to_sparse())",
+    "f = fit(); f(X.to_sparse().requires_grad_())",
     "f = fit(budget='3000B', args=(X[:2],)); f(torch.randn(4000, 16))",
     # torch.compile
     *(

@@ -112,9 +112,14 @@ def test_compiled_modules() -> None:
 
 def test_sparse_tensors_and_subclasses() -> None:
     model = own(lambda m, x: torch.mm(m.get_buffer("table"), m.a(x)).mean())
-    model.register_buffer("table", torch.eye(8).to_sparse())
+    model.register_buffer("table", torch.eye(8).to_sparse().requires_grad_())
     assert "give x.to_dense()" in refused(model)
     model.register_buffer("table", torch.eye(8))
+    assert works(model, X)
+    model = own(lambda m, x: torch.mm(getattr(m, "table"), m.a(x)).mean())  # noqa: B009 -- of Any
+    vars(model)["table"] = torch.eye(8).to_sparse()
+    assert "register it with register_buffer" in refused(model)
+    model.register_buffer("table", vars(model).pop("table"))
     assert works(model, X)
     assert "x.as_subclass(torch.Tensor)" in refused(Net(), (X.as_subclass(Subclass),))
     assert works(Net(), X.as_subclass(Subclass).as_subclass(Tensor))

@@ -301,7 +301,7 @@ def graph_attention(side: Side) -> None:
     train(side, side.fit(Graph(), x, adjacency, y), ((x, adjacency, y) for x, y in batches()))
 
 
-@idiom("pygcn: a sparse adjacency as an argument", refused="sparse")
+@idiom("pygcn: a sparse adjacency as an argument")
 def sparse_adjacency(side: Side) -> None:
     class Graph(nn.Module):
         def __init__(self) -> None:

@@ -33,7 +33,7 @@ FORWARD = """
 def forward(self, x, y, seen=None):
     h = self.net(x) + SHIFT
     {line}
-    h = h + self.mean
+    h = h + torch.mm(self.adjacency, self.mean[:, None])[:, 0]
     scale = SCALE * self.beta * sum(self.config.sizes) * getattr(self, "extra", 1.0)
     scale *= self.places()
     return scale * F.cross_entropy(h.float(), y, weight=self.weights)
@@ -80,7 +80,8 @@ class Program(nn.Module):
         self.found, self.context = Found(), ContextVar("context", default=1.0)
         self.numbers = iter([1.0] * 100)
         self.twin = nn.Linear(16, 3).requires_grad_(False)
-        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("mean", torch.ones(3))
+        self.register_buffer("adjacency", torch.eye(3).to_sparse())
         exec(FORWARD.format(line=line), scope)  # noqa: S102 -- the page's own lines
 
     def places(self) -> float:
@@ -139,7 +140,8 @@ def repeated(model: Any, x: Tensor, y: Tensor) -> Iterator[object]:
     for step in range(3):
         given, seen = (given, seen) if step < 2 else (x.clone(), {})
         yield outcome(model, given, y, seen)
-        yield [(copied(tensor), tensor.stride()) for tensor in (*model.parameters(), *model.buffers())]
+        dense = (held for held in (*model.parameters(), *model.buffers()) if not held.is_sparse)
+        yield [(copied(tensor), tensor.stride()) for tensor in dense]
         yield copied([given, seen])
 
 

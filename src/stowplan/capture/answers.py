@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from stowplan.capture.changes import Beside
 from stowplan.capture.layouts import run_on_zeros
 from stowplan.capture.program import Call, copies_of_written, draws, filled, inputs_of, outputs_by_name
+from stowplan.capture.sparse import buffer_named
 from stowplan.capture.stand_ins import StorageView
 from stowplan.torch_private import OpOverload, pytree
 
@@ -117,7 +118,7 @@ class Answers:
         if not self.steps:
             return None
         values: dict[str, Tensor] = dict(self.constants)
-        values.update((name, model.get_buffer(known)) for name, known in self.buffers.items())
+        values.update((name, buffer_named(model, known)) for name, known in self.buffers.items())
         named = zip(self.inputs, arguments, strict=True)
         values.update((name, leaf) for name, leaf in named if name is not None and isinstance(leaf, Tensor))
         if not self.draws:

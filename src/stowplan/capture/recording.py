@@ -29,6 +29,7 @@ from stowplan.capture.foreseeing import MOST_FORESEEN
 from stowplan.capture.generators import WatchedGenerator, generator_watched
 from stowplan.capture.origins import OWN_BACKWARD, Origins, reads_values
 from stowplan.capture.program import leaves, written_arguments
+from stowplan.capture.sparse import opened_by_name
 from stowplan.capture.stand_ins import (
     Lifetime,
     Spec,
@@ -195,12 +196,13 @@ def module_paths(step: Step) -> dict[nn.Module, str]:
 
 
 def named_tensors(step: Step, what: Literal["parameters", "buffers"]) -> dict[str, Tensor]:
-    """Parameters or buffers under every name they have."""
-    return {
+    """Parameters or buffers under every name they have; of sparse ones the parts."""
+    named = {
         f"{prefix}{name}": tensor
         for prefix, root in step.modules().items()
         for name, tensor in getattr(root, f"named_{what}")(remove_duplicate=False)
     }
+    return opened_by_name(named)
 
 
 def argument_names(step: Step) -> list[str]:

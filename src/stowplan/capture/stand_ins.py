@@ -32,6 +32,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from stowplan.alone import undone
+from stowplan.capture.sparse import (
+    contents_of_sparse,
+    is_sparse,
+    look_of_sparse,
+    opened,
+    parts_of,
+    sparse_with,
+)
 from stowplan.errors import CaptureError
 from stowplan.ir import DType
 from stowplan.ir import Tensor as GraphTensor
@@ -117,6 +125,8 @@ class TensorLook(NamedTuple):
 def look_of(leaf: object) -> object:
     """Equal for leaves that one captured step serves."""
     if isinstance(leaf, Tensor):
+        if is_sparse(leaf):
+            return look_of_sparse(leaf)
         shape, stride = tuple(leaf.shape), leaf.stride()
         wants = leaf.requires_grad, leaf.is_leaf
         return TensorLook(type(leaf), shape, stride, leaf.dtype, leaf.device, *wants)
@@ -140,6 +150,13 @@ def unlike_plain(tensor: Tensor) -> str:
         )
     if tensor.is_quantized:
         return "is quantized, and its ops have no backward: give x.dequantize()"
+    if is_sparse(tensor):
+        return (
+            "is a sparse tensor that requires a gradient, and plans have gradients for dense tensors alone:"
+            " give x.to_dense(), or x.detach()"
+            if tensor.requires_grad
+            else ""
+        )
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         return (
@@ -184,6 +201,8 @@ def is_constant(value: object) -> bool:
 
 def contents_by_name(leaf: object) -> dict[Any, object] | None:
     """The contents of an object by name; None for a leaf."""
+    if isinstance(leaf, Tensor) and is_sparse(leaf):
+        return contents_of_sparse(leaf)
     if isinstance(leaf, (Tensor, nn.Module, np.ndarray, *_PLAIN)):
         return None
     if isinstance(leaf, MutableMapping):
@@ -204,6 +223,8 @@ def _hides(kind: type) -> bool:
 
 def _rebuilt(kind: type, contents: dict[Any, object]) -> object:
     """An object of this kind with these contents. No code of a plain class runs, as a copy would."""
+    if issubclass(kind, Tensor):
+        return sparse_with(contents)
     if issubclass(kind, MutableMapping):
         made_of: Callable[..., object] = kind
         return made_of(contents)
@@ -214,10 +235,21 @@ def _rebuilt(kind: type, contents: dict[Any, object]) -> object:
     return made
 
 
-def _paths(value: object, positional: list[str]) -> Iterator[list[str]]:
+def unopened(
+    args: tuple[object, ...], kwargs: Mapping[str, object], positional: list[str]
+) -> Iterator[tuple[str, object]]:
+    """The leaves of the arguments with their names, objects and sparse tensors as they are."""
+    return ((".".join(path), leaf) for path, leaf in _outer_paths((args, dict(kwargs)), positional))
+
+
+def _outer_paths(value: object, positional: list[str]) -> Iterator[tuple[list[str], object]]:
     for path, leaf in pytree.tree_flatten_with_path(value)[0]:
         side, key, *inner = (str(key).strip("[].'") for key in path)
-        outer = [positional[int(key)] if side == "0" else key, *inner]
+        yield [positional[int(key)] if side == "0" else key, *inner], leaf
+
+
+def _paths(value: object, positional: list[str]) -> Iterator[list[str]]:
+    for outer, leaf in _outer_paths(value, positional):
         contents = contents_by_name(leaf)
         if contents is None:
             yield outer
@@ -297,7 +329,7 @@ def view_bytes(views: Iterable[StorageView], storage_bytes: int) -> int:
 def bytes_read(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The same for the storages of living tensors, by identity."""
     storages, views = dict[int, int](), dict[int, list[StorageView]]()
-    for tensor in tensors:
+    for tensor in opened(tensors):
         storage = tensor.untyped_storage()
         number = storage_id(storage)
         storages[number] = storage.nbytes()
@@ -345,7 +377,8 @@ class StorageBook:
         if tensor.layout is not torch.strided:
             raise CaptureError(
                 f"a tensor of shape {tuple(tensor.shape)} has the layout {tensor.layout}",
-                advice="only dense tensors are supported: embeddings take sparse=False",
+                advice="forward may read sparse tensors, and neither make nor return them: give x.to_dense();"
+                " embeddings take sparse=False",
             )
         return _view_of(tensor, self._number_of(tensor.untyped_storage(), born))
 
@@ -431,7 +464,7 @@ class StandIns:
         self.results: dict[Tensor, _Gradient] = {}  # of the stand-ins that are no leaves
         values = {id(tensor) for tensor in known if is_small_integer(tensor)}
         unknown: set[int] = set()
-        for tensor in filter(_is_plain, tensors):
+        for tensor in filter(_is_plain, opened(tensors)):
             storage = storage_id(tensor.untyped_storage())
             if id(tensor) in values and storage not in unknown:
                 self._known.add(storage)
@@ -463,6 +496,9 @@ class StandIns:
                 " x.as_subclass(torch.Tensor), if its ops are those of tensors"
             )
             raise CaptureError(f"a tensor of {shape} {why}")
+        if is_sparse(tensor):
+            held = {name: self.of(part) for name, part in parts_of(tensor).items()}
+            return sparse_with({**contents_of_sparse(tensor), **held})
         device = self._device if tensor.is_meta else tensor.device
         if storage_id(tensor.untyped_storage()) in self._known:
             return self._copy_of(tensor)

@@ -35,6 +35,7 @@ from stowplan.capture.program import (
     written_arguments,
     written_names,
 )
+from stowplan.capture.sparse import READ_SPARSE, has_sparse, reading_of
 from stowplan.capture.stand_ins import StorageBook, StorageView, is_small_integer
 from stowplan.capture.value_derivatives import differentiated_as_eager
 from stowplan.errors import CaptureError
@@ -308,6 +309,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
                 " the model returns, or in a function under @torch.compiler.disable, and plan the parts"
                 f" around it: {COMPILE}",
             )
+        if has_sparse(leaves((args, tuple(given.values())))):
+            reading = reading_of(func, args, given)
+            if not reading.args:
+                return reading.result
+            func, args, given = READ_SPARSE, reading.args, {}
         if func in _OF_ONE_DTYPE:
             self._refuse_dtypes(func, args)
         if torch.Tag.nondeterministic_seeded in func.tags:

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from stowplan.analyse.facts import is_resident
 from stowplan.capture import Captured
 from stowplan.capture.changes import changes_of
+from stowplan.capture.sparse import opened
 from stowplan.capture.stand_ins import bytes_read
 from stowplan.errors import StowplanError
 from stowplan.ir import Tensor as GraphTensor
@@ -99,7 +100,7 @@ def found_in_fit(model: nn.Module) -> list[Share]:
     trained = [p for p in model.parameters() if p.requires_grad and _is_plain(p)]
     gradients = sum(map(_gradient_bytes, trained))
     shares = [Share("gradients in .grad", gradients)] if gradients else []
-    found = _Scan(trained, [*model.parameters(), *model.buffers()]).shares(WeakKeyDictionary())
+    found = _Scan(trained, [*opened((*model.parameters(), *model.buffers()))]).shares(WeakKeyDictionary())
     return [*shares, *(share for share in found if share.is_own)]
 
 
@@ -259,7 +260,7 @@ class _Scan:
         inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
         for root in modules:
             if id(root) not in inner and "_parameters" in vars(root):
-                held = [*root.parameters(), *root.buffers()]
+                held = [*opened((*root.parameters(), *root.buffers()))]
                 gradients = [found for p in held if p.is_leaf and (found := gradient_of(p)) is not None]
                 yield Share(f"other parameters of {type(root).__name__}", self._new_bytes(held))
                 yield Share(f"other gradients of {type(root).__name__}", self._new_bytes(gradients))

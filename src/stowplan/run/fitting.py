@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stowplan.alone import Lock, alone
 from stowplan.capture.recording import Step, after_loss, argument_names
+from stowplan.capture.sparse import opened
 from stowplan.capture.stand_ins import TensorLook, flatten
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.plan.options import Kernels
@@ -390,7 +391,7 @@ class Fitting:
         whether it fits; the guess decides only which calls are tried.
         """
         held = (t.nbytes for t in model.parameters() if t.requires_grad)
-        fixed = sum(t.nbytes for t in chain(model.parameters(), model.buffers())) + sum(held)
+        fixed = sum(t.nbytes for t in opened(chain(model.parameters(), model.buffers()))) + sum(held)
         plan = larger.step.plan
         return share * (plan.plain_peak_bytes - fixed) <= plan.allowed_bytes - fixed
 
@@ -410,7 +411,7 @@ class Fitting:
         """The same, watched; by a plan after all if it turns out to be another program."""
         from stowplan.run.smaller import Unlike, watched
 
-        given, held = flatten(args, kwargs)[0], [*model.parameters(), *model.buffers()]
+        given, held = flatten(args, kwargs)[0], [*opened((*model.parameters(), *model.buffers()))]
         written = written_tensors(larger.step.captured.program, [model], given)
         contents = larger.dependencies.contents(model, given)
         try:
@@ -520,7 +521,7 @@ class _AsItIs:
     def __call__(self, *args: object, **kwargs: object) -> object:
         given = [leaf for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor)]
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        there = chain(self.model.parameters(), self.model.buffers(), given)
+        there = opened(chain(self.model.parameters(), self.model.buffers(), given))
         self.fitting.beside.forward_begins(self.larger.step.plan.plain_peak_bytes, trained, there)
         if self.watched_as is None:
             return self.fitting.as_it_is(self.model, args, kwargs)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from stowplan.capture import capture
 from stowplan.capture.origins import line_of
 from stowplan.capture.recording import Loss
+from stowplan.capture.sparse import opened
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse, nearest
 from stowplan.run.optimizers import optimizer_named
@@ -41,7 +42,7 @@ class Target:
         """The tensors that exist before a step of this call, by `model` or a copy of it."""
         leaves = flatten(self.args, self.kwargs)[0]
         given = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-        return [*model.parameters(), *model.buffers(), *given]
+        return [*opened((*model.parameters(), *model.buffers())), *given]
 
 
 def subject_of(target: Target) -> Subject:

@@ -38,6 +38,7 @@ from stowplan.capture.answers import NO_ANSWERS, Answers
 from stowplan.capture.changes import changes_of
 from stowplan.capture.origins import BY_PARTS
 from stowplan.capture.program import inputs_of
+from stowplan.capture.sparse import is_sparse, opened
 from stowplan.capture.stand_ins import look_of
 from stowplan.errors import CaptureError
 from stowplan.run.border.draws import Draws
@@ -406,7 +407,7 @@ def sharing_of(tensors: Iterable[Tensor]) -> tuple[Place, ...]:
     """
     first: dict[int, tuple[int, int]] = {}
     places = []
-    for number, tensor in enumerate(tensors):
+    for number, tensor in enumerate(opened(tensors)):
         storage, begin = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.element_size()
         owner, owner_begin = first.setdefault(storage_id(storage), (number, begin))
         places.append((owner, storage.nbytes(), begin - owner_begin))
@@ -416,7 +417,7 @@ def sharing_of(tensors: Iterable[Tensor]) -> tuple[Place, ...]:
 def storages_of(model: nn.Module) -> dict[int, int]:
     """The storages of parameters and buffers, numbered in their order."""
     numbers: dict[int, int] = {}
-    for tensor in chain(model.parameters(), model.buffers()):
+    for tensor in opened(chain(model.parameters(), model.buffers())):
         numbers.setdefault(storage_id(tensor.untyped_storage()), len(numbers))
     return numbers
 
@@ -594,14 +595,14 @@ class Guard:
         self._attributes = list(picture.tensors.values())
         self._unique = self._tensors()
         self._look = TensorLooks(self._unique)
+        self._sparse = [(held, look_of(held)) for held in self._held if held is not None and is_sparse(held)]
         self._storages = storages_of(self._model)
 
     def _tensors(self) -> list[Tensor]:
         """Parameters, buffers and tensors that are plain attributes, each once."""
         others = (owner[key] for owner, key in self._attributes)
-        return list(
-            {id(tensor): tensor for tensor in chain(self._held, others) if tensor is not None}.values()
-        )
+        dense = (t for t in chain(self._held, others) if t is not None and not is_sparse(t))
+        return list({id(tensor): tensor for tensor in dense}.values())
 
     def is_untouched(self, leaves: Sequence[object]) -> bool:
         """Whether all that the step depends on is in its place, the same objects as at the last full look."""
@@ -630,4 +631,5 @@ class Guard:
 
     def _are_tensors_alike(self) -> bool:
         same = all(map(is_, map(getitem, *self._held_in), self._held))
+        same = same and all(look_of(tensor) == look for tensor, look in self._sparse)
         return same and self._look.holds(self._tensors() if self._attributes else self._unique)

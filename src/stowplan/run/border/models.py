@@ -2,16 +2,15 @@
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torch import Tensor, jit, nn
 from torch.nn.parameter import is_lazy
 
 from stowplan.capture.recording import positional_names
-from stowplan.capture.stand_ins import leaf_names, unlike_plain
+from stowplan.capture.stand_ins import unlike_plain, unopened
 from stowplan.errors import BadUse
 from stowplan.run.wrappers import overrides_call
-from stowplan.torch_private import is_compiled, pytree
+from stowplan.torch_private import is_compiled
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -84,8 +83,6 @@ def refuse_call(model: nn.Module, args: Iterable[object], kwargs: Mapping[str, o
         ) from None
     except ValueError:  # a signature that Python cannot tell
         return
-    names = leaf_names(given, kwargs, positional_names(model, len(given)))
-    leaves: list[Any] = pytree.tree_leaves((given, dict(kwargs)))
-    for name, leaf in zip(names, leaves, strict=False):
+    for name, leaf in unopened(given, kwargs, positional_names(model, len(given))):
         if isinstance(leaf, Tensor) and (why := unlike_plain(leaf)):
             raise BadUse(f"argument {name!r} {why}")

@@ -22,6 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from stowplan.capture.program import (
     leaves,
     written_arguments,
 )
+from stowplan.capture.sparse import READ_SPARSE, fill_pointers
 from stowplan.capture.stand_ins import contiguous_stride, extent_of, stride_of, torch_dtype
 from stowplan.capture.value_derivatives import EAGER_DERIVATIVE, MASKED_TOTAL
 from stowplan.errors import NotTileable
@@ -202,6 +204,8 @@ def operands_of(signature: Signature) -> list[Tensor]:
                 tensor.fill_(True)
     if signature.call.target is EAGER_DERIVATIVE:  # one zero among the factors takes the most
         found[1].fill_(1).view(-1)[:1] = 0
+    if signature.call.target is READ_SPARSE:
+        fill_pointers(cast(str, signature.call.args[0]), found)
     return found
 
 
@@ -215,7 +219,7 @@ def _first(values: Tensor, count: int) -> Tensor:
 
 def _changed(call: Call) -> set[str]:
     """The operands whose contents the op changes, or that have other contents than those of other ops."""
-    if call.target in (*_SELECTING, EAGER_DERIVATIVE):
+    if call.target in (*_SELECTING, EAGER_DERIVATIVE, READ_SPARSE):
         return set(inputs_of(call))
     written = written_arguments(call.target, call.args, call.kwargs)
     return {leaf.tensor for leaf in leaves(tuple(written.values())) if isinstance(leaf, Ref)}

@@ -51,6 +51,16 @@ from stowplan.capture.program import (
     written_names,
 )
 from stowplan.capture.recording import after_loss
+from stowplan.capture.sparse import (
+    READ_SPARSE,
+    contents_of_sparse,
+    has_sparse,
+    is_sparse,
+    opened,
+    opened_by_name,
+    reading_of,
+    sparse_with,
+)
 from stowplan.capture.stand_ins import StorageBook, StorageView, contiguous_stride, flatten, with_tensors
 from stowplan.capture.watching import TAKING_VALUES, Event
 from stowplan.plan.plan import AgainstEager, Plan, Verdict
@@ -160,7 +170,7 @@ def against_eager(plan: Plan, subject: Subject) -> AgainstEager:
 
 def _held_by(roots: Iterable[nn.Module]) -> Iterator[Tensor]:
     for root in roots:
-        yield from (*root.parameters(), *root.buffers())
+        yield from opened((*root.parameters(), *root.buffers()))
 
 
 def written_tensors(
@@ -171,7 +181,8 @@ def written_tensors(
     names = {name for updated in program.updates for name in known.get(updated, ())}
     for prefix, root in zip(("", "loss."), roots, strict=False):
         held = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
-        yield from (tensor for name, tensor in held if f"{prefix}{name}" in names)
+        parts = opened_by_name(dict(held)).items()
+        yield from (tensor for name, tensor in parts if f"{prefix}{name}" in names)
     for name, leaf in zip(program.inputs, given, strict=True):
         if name in program.updates and isinstance(leaf, Tensor):
             yield leaf
@@ -185,7 +196,13 @@ class _Copies:
         self._made: dict[int, Tensor] = {}
 
     def of(self, leaf: Any) -> Any:
-        """A tensor in a copied storage as one in the copy; anything else as it is."""
+        """A tensor in a copied storage as one in the copy; anything else as it is, but sparse tensors.
+
+        These are put together again, so that ops on them are known by their parts.
+        """
+        if isinstance(leaf, Tensor) and is_sparse(leaf):
+            contents = contents_of_sparse(leaf)
+            return sparse_with({name: self.of(held) for name, held in contents.items()})
         if not isinstance(leaf, Tensor) or storage_id(leaf.untyped_storage()) not in self._copies:
             return leaf
         return self._made.setdefault(id(leaf), self._copy_of(leaf))
@@ -370,6 +387,11 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
     def _run(
         self, func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
+        if isinstance(func, OpOverload) and has_sparse(leaves((args, tuple(kwargs.values())))):
+            reading = reading_of(func, args, kwargs)
+            if not reading.args:
+                return reading.result
+            func, args, kwargs = READ_SPARSE, reading.args, {}
         if isinstance(func, OpOverload) and changes_nothing(func):
             if func is not _DETACH and func.namespace == "aten":
                 self.refuse_made_up((args, tuple(kwargs.values())))

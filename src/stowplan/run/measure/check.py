@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stowplan.capture.recording import Loss, after_loss, output_named
+from stowplan.capture.sparse import opened_by_name
 from stowplan.errors import BadUse
 from stowplan.plan.plan import Exactness, Plan
 from stowplan.plan.record import Difference, Record
@@ -64,7 +65,7 @@ class _Side:
             yield name, parameter.detach()
             if parameter.grad is not None:
                 yield f"{name}.grad", parameter.grad
-        yield from self.model.named_buffers()
+        yield from opened_by_name(dict(self.model.named_buffers())).items()
         yield from self.state()
 
     def state(self) -> Iterator[tuple[str, Tensor]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stowplan.capture import Captured, Ref, capture
 from stowplan.capture.changes import changes_of
 from stowplan.capture.cuda_calls import OwnBatchNorms
+from stowplan.capture.sparse import buffer_named
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse, NotTileable
 from stowplan.ir import Graph, Kind
@@ -141,7 +142,7 @@ class ShardedStep:
     def changed_in(self, model: nn.Module) -> list[Tensor]:
         """The buffers of a model that its step changes."""
         program = self.captured.program
-        return [model.get_buffer(program.buffers[name][0]) for name in program.updates]
+        return [buffer_named(model, program.buffers[name][0]) for name in program.updates]
 
     @property
     def overlapped(self) -> dict[Collective, tuple[str, str | None]]:

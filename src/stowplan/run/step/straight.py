@@ -9,6 +9,7 @@ eager, whose in-place ops capture has functionalised.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,6 +19,7 @@ from stowplan.analyse.facts import Storages, is_resident, storages_of
 from stowplan.capture import Captured, Program, Ref
 from stowplan.capture.answers import Checked
 from stowplan.capture.changes import Beside, Changes, Place, Stored, changes_of
+from stowplan.capture.sparse import PartsIn
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Op
@@ -184,7 +186,9 @@ def _home(name: str, model: nn.Module, loss: object) -> tuple[Mapping[str, Any],
     """The table of the module that holds the tensor of this name, and its name there."""
     root, name = _root(name, model, loss)
     path, _, attribute = name.rpartition(".")
-    module = root.get_submodule(path)
+    module: Any = attrgetter(path)(root) if path else root
+    if isinstance(module, Tensor):  # a part of a sparse buffer
+        return PartsIn(*_home(path, root, None)), attribute
     return module._parameters if attribute in module._parameters else module._buffers, attribute
 
 

@@ -8,6 +8,7 @@ from itertools import chain
 from math import inf
 
 from stowplan.capture import Captured
+from stowplan.capture.sparse import opened_by_name
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor
 from stowplan.plan.options import PlanOptions
@@ -308,6 +309,6 @@ def _has_foreign_parameters(subject: Subject) -> bool:
     """Whether a loss brings tensors of its own, which the model as captured once more does not have."""
     program, model = subject.captured.program, subject.model
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    known |= opened_by_name(dict(model.named_buffers(remove_duplicate=False))).keys()
     named = (*program.parameters.values(), *program.buffers.values())
     return any(names[0] not in known for names in named)
