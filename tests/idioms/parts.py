@@ -568,7 +568,7 @@ def momentum_by_data(side: Side) -> None:
     train(side, side.fit(Momentum(), batch()[0]), ((x,) for x, _ in batches()))
 
 
-@idiom("MoCo: a queue of keys and a pointer in buffers", refused="which it changes")
+@idiom("MoCo: a queue of keys and a pointer in buffers")
 def queue_of_keys(side: Side) -> None:
     class Queue(nn.Module):
         queue: Tensor

@@ -11,9 +11,9 @@ ends. A step that asks whether all numbers are finite, and goes another way if n
 numbers; other numbers raise NotFinite.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -79,12 +79,17 @@ pytree.register_pytree_node(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A question about tensors and the answer that forward was given; `where` is the user's line."""
+    """A question about tensors and the answer that forward was given; `where` is the user's line.
+
+    `counts` names the buffer that the answer is a number of, if the step changes this buffer: a pointer or a
+    counter, which is likely to be another number at the next call.
+    """
 
     ask: Callable[..., object]
     tensors: tuple[str, ...]
     value: object
     where: str
+    counts: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +118,13 @@ class Answers:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     buffers: Mapping[str, str] = field(default_factory=dict)
 
-    def other_answer(self, arguments: Sequence[object], model: nn.Module) -> str | None:
-        """What forward would find otherwise with these arguments; None if the program holds for them."""
+    def other_answer(
+        self, arguments: Sequence[object], model: nn.Module, *, counting: bool = True
+    ) -> str | None:
+        """What forward would find otherwise with these arguments; None if the program holds for them.
+
+        Unless `counting`, numbers of counters are not asked for.
+        """
         if not self.steps:
             return None
         values: dict[str, Tensor] = dict(self.constants)
@@ -122,16 +132,21 @@ class Answers:
         named = zip(self.inputs, arguments, strict=True)
         values.update((name, leaf) for name, leaf in named if name is not None and isinstance(leaf, Tensor))
         if not self.draws:
-            return self._other_answer(values)
+            return self._other_answer(values, counting)
         with torch.random.fork_rng(()):
-            return self._other_answer(values)
+            return self._other_answer(values, counting)
+
+    @property
+    def counters(self) -> tuple[Answer, ...]:
+        """The answers that are numbers of buffers which the step changes."""
+        return tuple(step for step in self.steps if isinstance(step, Answer) and step.counts)
 
     @property
     def draws(self) -> bool:
         """Whether forward asks what it has drawn."""
         return any(isinstance(step, Draw) for step in self.steps)
 
-    def _other_answer(self, values: dict[str, Tensor]) -> str | None:
+    def _other_answer(self, values: dict[str, Tensor], counting: bool) -> str | None:
         with torch.no_grad():
             for step in self.steps:
                 if isinstance(step, Call):
@@ -141,6 +156,8 @@ class Answers:
                     drawn = run_on_zeros(step.target, step.args, step.kwargs)
                     if step.number is not None and isinstance(drawn, Tensor):
                         values[step.number] = drawn
+                    continue
+                if step.counts and not counting:
                     continue
                 now = step.ask(*(values[name] for name in step.tensors))
                 if now != step.value:
@@ -158,8 +175,12 @@ def answers_among(
     constants: Mapping[str, Tensor],
     buffers: Mapping[str, str],
     view_of: Callable[[str], StorageView],
+    changed: Iterable[str] = (),
 ) -> Answers:
-    """The answers that depend on arguments, buffers or draws; each is given with the calls before it."""
+    """The answers that depend on arguments, buffers or draws; each is given with the calls before it.
+
+    `changed` are the tensors that the step changes.
+    """
     changing = {name for name in (*inputs, *buffers) if name is not None}
     random = {place for place, call in enumerate(calls) if draws(call.target, call.args, call.kwargs)}
     for place, call in enumerate(calls):
@@ -192,6 +213,14 @@ def answers_among(
             kwargs = {name: filled(value, operands) for name, value in call.kwargs.items()}
             steps.append((place, 1, Draw(call.target, args, kwargs, number)))
     steps.sort(key=lambda step: step[:2])
+    counters = {name: path for name, path in buffers.items() if name in changed}
+    for index, (place, kind, step) in enumerate(steps):
+        if isinstance(step, Call):
+            origins = [counters[name] for name in inputs_of(step) if name in counters]
+            counters.update((made, origins[0]) for made in step.outputs if made is not None and origins)
+        elif isinstance(step, Answer) and not isinstance(step.value, (bool, tuple)):
+            origin = next((counters[name] for name in step.tensors if name in counters), "")
+            steps[index] = place, kind, replace(step, counts=origin)
     known = {name: tensor for name, tensor in constants.items() if name in needed}
     asked_of = {name: path for name, path in buffers.items() if name in needed}
     return Answers(tuple(step for _, _, step in steps), inputs, known, asked_of)

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from stowplan.alone import alone
-from stowplan.capture.answers import NO_ANSWERS, Answer, Answers, answers_among
+from stowplan.capture.answers import NO_ANSWERS, Answers, answers_among
 from stowplan.capture.functional import FunctionalStep, Lowering, Value, pruned, with_updates
 from stowplan.capture.functionalise import functionalise
 from stowplan.capture.layouts import learn_from_kernels, with_swayed_ops_marked
-from stowplan.capture.origins import BY_PARTS, explained
+from stowplan.capture.origins import explained
 from stowplan.capture.paths import Paths
 from stowplan.capture.program import FILLING, Argument, Call, Program, fill_value
 from stowplan.capture.recording import Loss, Recording, Step, record
@@ -245,9 +245,14 @@ def _captured(step: Step) -> Captured:
     calls = [_without_operand(call.call, whole.values) for call in whole.calls]
     buffers = {name: paths[0] for name, paths in program.buffers.items() if not paths[0].startswith("loss.")}
     answers = answers_among(
-        calls, whole.answers, program.inputs, program.constants, buffers, lambda name: whole.values[name].view
+        calls,
+        whole.answers,
+        program.inputs,
+        program.constants,
+        buffers,
+        lambda name: whole.values[name].view,
+        program.updates,
     )
-    _refuse_counters(answers, program)
     _refuse_unsized(graph, program)
     slices = {ids[e.view]: recording.slices.get(e.view.storage, 0) for e in recording.externals}
     parts = {name: nbytes for name, nbytes in slices.items() if nbytes}
@@ -265,20 +270,6 @@ def _refuse_unsized(graph: Graph, program: Program) -> None:
                 f"forward writes into the buffer {program.buffers[name][0]!r}, which has no elements yet",
                 advice="call the model once before fit, so that its buffers have their sizes",
             )
-
-
-def _refuse_counters(answers: Answers, program: Program) -> None:
-    """Forward may ask a buffer whether something was done; a number that it advances is another each call."""
-    for step in answers.steps:
-        if isinstance(step, Answer) and not isinstance(step.value, (bool, tuple)):
-            for name in answers.buffers.keys() & program.updates.keys():
-                raise CaptureError(
-                    f"forward reads {step.value!r} of the buffer {answers.buffers[name]!r}, which it changes:"
-                    " each call would need a plan of its own",
-                    where=step.where,
-                    advice="keep it a tensor, as in queue.index_copy_(0, (pointer + arange) % size, keys), or"
-                    f" count in Python outside forward and pass the number in, {BY_PARTS}",
-                )
 
 
 def _without_operand(call: Call, values: Mapping[str, Value]) -> Call:

@@ -89,6 +89,14 @@ class Planned:
         return known and self.can_be_followed and plan.plain_peak_bytes <= plan.allowed_bytes
 
     @property
+    def fits_while_it_counts(self) -> bool:
+        """Whether the model may run as it is where nothing is otherwise but the numbers of counters."""
+        plan = self.step.plan
+        known = plan.against_eager is not None and plan.against_eager.verdict is Verdict.SAME
+        counts = bool(self.dependencies.answers.counters)
+        return counts and known and plan.plain_peak_bytes <= plan.allowed_bytes
+
+    @property
     def can_be_followed(self) -> bool:
         """Whether an eager run can be compared with the captured ops, at this size or a smaller one."""
         compared = self.step.plan.against_eager

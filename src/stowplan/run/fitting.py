@@ -52,6 +52,7 @@ from stowplan.torch_private import (
     mode_in_the_way,
     own_saved_tensors,
 )
+from stowplan.units import format_bytes
 
 if TYPE_CHECKING:
     from stowplan.run.shapes import DeclaredShapes, Shapes
@@ -246,7 +247,7 @@ class Fitting:
             larger = self._smaller_than(kind, model, leaves)
             if larger is not None:
                 return _AsItIs(self, model, larger)
-            change, answers = None, 0
+            change, answers, counted = None, 0, list[Planned]()
             for planned in reversed(self.planned):
                 if planned.kind == kind:
                     guard = Guard(planned.dependencies, model)
@@ -254,7 +255,9 @@ class Fitting:
                     if found is None:
                         return self._bind(planned, guard, model)
                     change = change or found
-                    answers += guard.other_answer is not None and not planned.dependencies.answers.draws
+                    counted += [planned] if guard.counts else []
+                    is_answer = guard.other_answer is not None and not guard.counts
+                    answers += is_answer and not planned.dependencies.answers.draws
             if answers >= _MOST_ANSWERS:
                 raise CaptureError(
                     f"{change}, and it has read {answers} other values there: each needs a plan of its own",
@@ -262,6 +265,11 @@ class Fitting:
                     ' and pass it as a number, or use torch.compile(model, backend="stowplan")',
                 )
             self._refuse_again(kind, model, leaves)
+            alike = (
+                [] if self._must_plan else [planned for planned in counted if planned.fits_while_it_counts]
+            )
+            if may_run_as_it_is and alike:
+                return _AsItIs(self, model, alike[0], watched_as=kind, alike=tuple(alike[1:]))
             if may_run_as_it_is:
                 larger = self._larger(kind, model, leaves, may_be_tried=may_be_tried)
             if larger is not None:
@@ -275,6 +283,7 @@ class Fitting:
                 _LOGGER.warning(_OTHER_CASTS, model_class(model).__name__, now, then)
             self._tell_of_numbers(kind, model, args, kwargs)
             planned = self._planned_or_refused(kind, model, args, kwargs, change)
+            self._tell_of_counters(planned, model)
             self._make_room()
             self.planned.append(planned)
             guard = Guard(planned.dependencies, model)
@@ -298,6 +307,27 @@ class Fitting:
                 f"{name!r} is a Python {kind_of_number} that changes from call to call, and each value of it"
                 f" is planned anew, which takes far longer than a step: pass torch.tensor({name}) to"
                 f" {model_class(model).__name__}, which one plan reads at each call"
+            )
+
+    def _tell_of_counters(self, planned: Planned, model: nn.Module) -> None:
+        """Say once what becomes of calls with another number in a buffer that the step itself changes."""
+        plan, name = planned.step.plan, model_class(model).__name__
+        taken, allowed = format_bytes(plan.plain_peak_bytes), format_bytes(plan.allowed_bytes)
+        for answer in planned.dependencies.answers.counters:
+            if planned.fits_while_it_counts and not self._must_plan:
+                then = (
+                    f"calls with other numbers there run {name} as it is, watched op by op: that takes"
+                    f" {taken} of the {allowed} allowed"
+                )
+            else:
+                then = (
+                    "each number needs a plan of its own, which takes far longer than a step; keep it a"
+                    " tensor, as in queue.index_copy_(0, (pointer + arange) % size, keys), or count in"
+                    " Python outside forward and pass the number in as a tensor"
+                )
+            where = f", at {answer.where}" if answer.where else ""
+            self.planner.say_once(
+                f"forward reads a number of the buffer {answer.counts!r}, which it changes{where}: {then}"
             )
 
     def _planned_or_refused(
@@ -403,23 +433,25 @@ class Fitting:
     def watched_as_it_is(
         self,
         kind: KindOfCall,
-        larger: Planned,
+        steps: Sequence[Planned],
         model: nn.Module,
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> object:
-        """The same, watched; by a plan after all if it turns out to be another program."""
+        """The same, watched beside these steps; by a plan after all if it is the program of none."""
         from stowplan.run.smaller import Unlike, watched
 
         given, held = flatten(args, kwargs)[0], [*opened((*model.parameters(), *model.buffers()))]
-        written = written_tensors(larger.step.captured.program, [model], given)
-        contents = larger.dependencies.contents(model, given)
-        try:
-            result = watched(lambda: self.as_it_is(model, args, kwargs), larger, held, given, written)
-        except Unlike:
-            restore(contents)  # what forward made ends here, with the exception's frames
-        else:
-            self.smaller = [(kind, larger), *self.smaller][:_MOST_SMALLER]
+        for larger in steps:
+            written = written_tensors(larger.step.captured.program, [model], given)
+            contents = larger.dependencies.contents(model, given)
+            try:
+                result = watched(lambda: self.as_it_is(model, args, kwargs), larger, held, given, written)
+            except Unlike:
+                restore(contents)  # what forward made ends here, with the exception's frames
+                continue
+            if larger.kind != kind:  # a step that counts is watched at each call
+                self.smaller = [(kind, larger), *self.smaller][:_MOST_SMALLER]
             return result
         step = self.step_for(model, args, kwargs, may_run_as_it_is=False)
         assert step is not None, "a gradient was wanted when the step was looked for"
@@ -517,6 +549,7 @@ class _AsItIs:
     model: nn.Module
     larger: Planned
     watched_as: KindOfCall | None = None
+    alike: tuple[Planned, ...] = ()  # of which one may have shown it, if the larger has not
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         given = [leaf for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor)]
@@ -525,7 +558,8 @@ class _AsItIs:
         self.fitting.beside.forward_begins(self.larger.step.plan.plain_peak_bytes, trained, there)
         if self.watched_as is None:
             return self.fitting.as_it_is(self.model, args, kwargs)
-        return self.fitting.watched_as_it_is(self.watched_as, self.larger, self.model, args, kwargs)
+        steps = self.larger, *self.alike
+        return self.fitting.watched_as_it_is(self.watched_as, steps, self.model, args, kwargs)
 
 
 class _Unplanned:

@@ -534,12 +534,15 @@ class Guard:
         self._dependencies, self._model = dependencies, model
         self.is_set = False
         self.other_answer: str | None = None  # what forward would read otherwise, if that is the change
+        self.counts = False  # whether nothing changed but the numbers of counters
 
     def change(self, leaves: Sequence[object]) -> str | None:
         """What is not as it was when the step was captured; None if all is. `leaves` are of the arguments."""
         picture = self._dependencies.picture(self._model, leaves)
         change = first_change(self._dependencies.facts, picture.facts)
-        self.other_answer = None if change else self._dependencies.answers.other_answer(leaves, self._model)
+        answers = self._dependencies.answers
+        self.other_answer = None if change else answers.other_answer(leaves, self._model)
+        self.counts = not change and answers.other_answer(leaves, self._model, counting=False) is None
         change = change or self.other_answer
         self.is_set = change is None
         if change is None:
