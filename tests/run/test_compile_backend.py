@@ -431,3 +431,47 @@ def test_a_graph_that_reads_values_is_not_sent_back_to_compile() -> None:
         CapturedGraph.of(graph, (x,), options=PlanOptions(), as_vector=None)
     assert "torch.compile(" not in str(refusal.value)
     assert str(refusal.value).startswith("/home/user/train.py:12: ")
+
+
+class Queue(nn.Module):
+    """MoCo's queue: Dynamo breaks the graph at the pointer, and the second graph writes into the queue."""
+
+    queue: Tensor
+    ptr: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q = nn.Linear(4, 5)
+        self.register_buffer("queue", torch.randn(5, 16))
+        self.register_buffer("ptr", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = nn.functional.normalize(self.q(x), dim=1)
+        k = q.detach().flip(0)
+        negatives = q @ self.queue.clone().detach()
+        logits = torch.cat([(q * k).sum(1, keepdim=True), negatives], 1) / 0.07
+        place = int(self.ptr)
+        self.queue[:, place : place + 4] = k.T
+        self.ptr[0] = (place + 4) % 16
+        return nn.functional.cross_entropy(logits, torch.zeros(4, dtype=torch.long))
+
+
+@pytest.mark.filterwarnings("ignore:Graph break")
+def test_a_copy_of_a_buffer_that_a_later_graph_writes_into() -> None:
+    model = Queue()
+    run, twin, _ = compiled(model)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        x = torch.randn(4, 4)
+        losses: list[Any] = [model(x), run(x)]
+        for each, loss in zip((model, twin), losses, strict=True):
+            each.zero_grad()
+            loss.backward()
+        assert torch.equal(*losses)
+        assert all(
+            torch.equal(one.grad, other.grad)
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True)
+            if one.grad is not None and other.grad is not None
+        )
+        assert all(map(torch.equal, model.buffers(), twin.buffers()))

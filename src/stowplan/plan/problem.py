@@ -174,6 +174,10 @@ def outdated_tensors(graph: Graph) -> frozenset[str]:
     return frozenset(outdated)
 
 
+SETS_APART = "sets_apart"
+"""The attribute of ops that copy a tensor of the caller's, who may change it before backward."""
+
+
 def can_recompute(graph: Graph, op: Op, outdated: frozenset[str]) -> bool:
     """Whether a second run makes the same: a forward op or a view, no effect that happens once, nothing read
     that was changed meanwhile."""
@@ -181,7 +185,7 @@ def can_recompute(graph: Graph, op: Op, outdated: frozenset[str]) -> bool:
     only_views = all(tensor.alias_of is not None for tensor in site.outputs)
     if op.phase is not Phase.FORWARD and not (op.phase is Phase.BACKWARD and only_views):
         return False
-    if effect_of(site) & ONCE:
+    if effect_of(site) & ONCE or op.attributes.get(SETS_APART):
         return False
     return outdated.isdisjoint(op.reads()) or only_updates_statistics(site)
 

@@ -2,23 +2,27 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from stowplan.capture import Captured, Ref, capture
 from stowplan.capture.origins import BY_PARTS, Origin, is_users, told
 from stowplan.errors import CaptureError
+from stowplan.ir import Op
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
+from stowplan.plan.problem import SETS_APART
 from stowplan.run.backend.budgeted_graph import BudgetedGraph
 from stowplan.run.planning.planner import Subject, with_kernels
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import with_forward
 from stowplan.torch_private import storage_id
 
+aten = torch.ops.aten
 _OUTSIDE = (
     "put it into a function under @torch.compiler.disable: Dynamo then leaves it to Python, and the graphs"
     " around it are planned"
@@ -63,6 +67,7 @@ class CapturedGraph:
             advice = f"{own}, or {_OUTSIDE}" if own else _OUTSIDE
             raise CaptureError(refusal.what, where=refusal.where, advice=advice) from refusal
         _refuse_hidden_writes(captured, inputs)
+        captured = _with_copies_set_apart(captured)
         captured = with_kernels(Subject(captured, led, inputs, {}), options)
         budgeted = BudgetedGraph(captured, options, is_followed=_is_followed(captured))
         return CapturedGraph(graph, captured, budgeted, as_vector)
@@ -116,6 +121,30 @@ def _is_followed(captured: Captured) -> bool:
     """Whether something is likely to follow before its backward. A loss is differentiated at once."""
     tangents = (captured.graph.tensors[name] for name in captured.program.tangents if name is not None)
     return any(tangent.shape for tangent in tangents)
+
+
+_COPIES = frozenset(
+    (
+        *(aten.clone.default, aten._to_copy.default, aten.embedding.default, aten.gather.default),
+        *(aten.index.Tensor, aten.index_select.default),
+    )
+)
+
+
+def _with_copies_set_apart(captured: Captured) -> Captured:
+    """A later graph may write into a buffer that this one copies, as into a queue: the copy is made once."""
+    graph, program = captured.graph, captured.program
+    callers = {name for name in program.inputs if name is not None and name not in program.gradients}
+
+    def sets_apart(op: Op) -> bool:
+        first = next(iter(op.reads()), None)
+        return program.calls[op.id].target in _COPIES and graph.storage_of(str(first)) in callers
+
+    ops = (
+        replace(op, attributes={**op.attributes, SETS_APART: True}) if sets_apart(op) else op
+        for op in graph.ops
+    )
+    return replace(captured, graph=replace(graph, ops=tuple(ops)))
 
 
 def _refuse_hidden_writes(captured: Captured, inputs: Sequence[object]) -> None:
