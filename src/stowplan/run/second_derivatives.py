@@ -26,7 +26,7 @@ from stowplan.capture.stand_ins import flatten, with_tensors
 from stowplan.errors import BadUse
 from stowplan.run.cost.machine import rng_state, set_rng_state
 from stowplan.run.measure.agreement import Copies, written_tensors
-from stowplan.torch_private import pytree
+from stowplan.torch_private import pytree, version_of
 from stowplan.units import format_bytes
 
 _NONE = (
@@ -42,10 +42,18 @@ def second_bytes(captured: Captured) -> int:
     return there + 3 * sum(span.nbytes for span in spans if span.first)
 
 
+def drawing_devices(captured: Captured) -> tuple[torch.device, ...]:
+    """The devices of a step that draws random numbers; none if it draws none."""
+    if not any(draws(event.target, event.args, event.kwargs) for event in captured.forward):
+        return ()
+    return tuple({torch.device(tensor.device) for tensor in captured.graph.tensors.values()})
+
+
 @dataclass(frozen=True, slots=True)
 class Differentiable:
     """A planned step that may be run as it is. `run` calls the model, `is_same` says whether it is unchanged.
 
+    `drawing` are the devices that it draws on, by `drawing_devices`.
     `seen` is called when second derivatives were asked for.
     """
 
@@ -53,6 +61,7 @@ class Differentiable:
     model_of: Callable[[], nn.Module | None]  # a weak reference: the model holds its steps
     casts: tuple[tuple[str, torch.dtype], ...]
     allowed_bytes: int
+    drawing: tuple[torch.device, ...]
     run: Callable[[tuple[object, ...], Mapping[str, object]], object]
     is_same: Callable[[Sequence[object]], bool]
     seen: Callable[[], None]
@@ -66,10 +75,7 @@ class Differentiable:
 
     def call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> "Call":
         """A call of the step, which is about to begin."""
-        events = self.captured.forward
-        drawing = any(draws(event.target, event.args, event.kwargs) for event in events)
-        devices = {torch.device(t.device) for t in self.captured.graph.tensors.values()} if drawing else ()
-        return Call(self, args, kwargs, [(device, rng_state(device)) for device in devices])
+        return Call(self, args, kwargs, [(device, rng_state(device)) for device in self.drawing])
 
 
 class Call:
@@ -84,16 +90,13 @@ class Call:
     ) -> None:
         self._step, self._args, self._kwargs, self._states = step, args, kwargs, states
         self._outputs: dict[str, weakref.ref[Tensor]] = {}
-        self._versions: list[int] = []
+        self._versions: list[tuple[Tensor, int | None]] = []
 
-    def ends(self, outputs: Mapping[str, Tensor]) -> None:
-        """Forward has made these."""
+    def ends(self, outputs: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+        """Forward has made these outputs of the tensors that were `found`."""
         self._outputs = {name: weakref.ref(output) for name, output in outputs.items()}
-        self._versions = [tensor._version for tensor in self._tensors()]
-
-    def _tensors(self) -> list[Tensor]:
-        leaves = flatten(self._args, self._kwargs)[0]
-        return [*self._step.model.parameters(), *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+        updates = self._step.captured.program.updates
+        self._versions = [(held, version_of(held)) for name, held in found.items() if name not in updates]
 
     def gradients(
         self, found: Mapping[str, Tensor], incoming: Mapping[str, Tensor]
@@ -106,7 +109,7 @@ class Call:
                 f" {format_bytes(step.allowed_bytes)} allowed: give fit that much, or {_ELSE}"
             )
         leaves = flatten(self._args, self._kwargs)[0]
-        untouched = self._versions == [tensor._version for tensor in self._tensors()]
+        untouched = all(version_of(tensor) == version for tensor, version in self._versions)
         if not untouched or not step.is_same(leaves):
             raise BadUse(f"{_NONE}, and the model or its arguments were changed since forward: {_ELSE}")
         step.seen()

@@ -283,7 +283,7 @@ class StraightStep:
         made = self._made(run, found)
         outputs = dict(zip(self._halves.source.outputs, made, strict=True))
         if call:
-            call.ends({name: output for name, output in outputs.items() if output.requires_grad})
+            call.ends({name: output for name, output in outputs.items() if output.requires_grad}, found)
             differentiated = {name: found[name] for names in self._primals for name in names}
             run.as_it_is = partial(call.gradients, differentiated)
         returned = pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
