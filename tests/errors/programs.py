@@ -349,7 +349,7 @@ LINES = (
     # calls and backward
     "f = fit(block(), outputs='all'); torch.autograd.grad(f(X), f[0].bias, X[None], is_grads_batched=1)",
     "f = fit(block(), outputs='all'); torch.autograd.functional.jacobian(f, X, vectorize=True)",
-    "f = fit(); torch.autograd.grad(f(X), list(f.parameters()), create_graph=True)",
+    "f = fit(arena=True); torch.autograd.grad(f(X), list(f.parameters()), create_graph=True)",
     *(
         f"f = fit(); torch.func.{name}"
         for name in ("vmap(f)(X)", "grad(f)(X)", "jacrev(f)(X)", "jvp(f, (X,), (X,))")

@@ -383,6 +383,10 @@ def test_a_graph_that_was_not_kept_is_refused_with_the_ways_out() -> None:
     torch.autograd.backward(output.sum())
     with pytest.raises(BadUse, match="retain_graph=True"):
         torch.autograd.backward(output.sum())
+
+
+def test_second_derivatives_of_an_arena_are_refused() -> None:
+    run = fitted(classifier(), X, arena=True)
     with pytest.raises(BadUse, match="no second derivatives"):
         torch.autograd.grad(run(X).sum(), list(run.parameters()), create_graph=True)
 

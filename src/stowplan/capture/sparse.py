@@ -59,7 +59,7 @@ def is_sparse(tensor: Tensor) -> bool:
 def contents_of_sparse(tensor: Tensor) -> dict[str, object]:
     """Its form and its parts, by name; the parts of a stand-in are stand-ins."""
     form = getattr(tensor, _FORM, None)
-    if isinstance(form, _Form):
+    if isinstance(form, _Making):
         return dict(form.contents())
     if tensor.requires_grad:
         raise CaptureError(
@@ -75,7 +75,7 @@ def sparse_with(contents: Mapping[str, Any]) -> Tensor:
     """The sparse tensor of this form with these parts; without data if one of them is."""
     layout: torch.layout = contents["layout"]
     parts = tuple(contents[name.strip("_")] for name in _PARTS[layout])
-    form = _Form(str(layout), contents["size"], contents["coalesced"], parts)
+    form = _Making(str(layout), contents["size"], contents["coalesced"], parts)
     fake = next((part for part in parts if isinstance(part, FakeTensor)), None)
     if fake is None:
         made = form.together(parts)
@@ -144,7 +144,7 @@ class PartsIn(Mapping[str, Tensor]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _Making:
     """How parts make a sparse tensor: put together, then changed by ops that give it no new contents."""
 
     layout: str
@@ -227,9 +227,9 @@ def reading_of(target: OpOverload, args: tuple[object, ...], kwargs: Mapping[str
     return Reading((how, parts))
 
 
-def _form_of(tensor: Tensor) -> _Form:
+def _form_of(tensor: Tensor) -> _Making:
     form = getattr(tensor, _FORM, None)
-    if not isinstance(form, _Form):
+    if not isinstance(form, _Making):
         size = "x".join(map(str, tensor.shape))
         raise CaptureError(
             f"forward reads a sparse tensor of {size} that is neither an argument nor a buffer",
@@ -291,7 +291,7 @@ def _parsed(how: str) -> tuple[OpOverload, tuple[Any, ...], Mapping[str, Any]]:
 def _given(value: tuple[Any, ...], tensors: list[Tensor]) -> object:
     match value:
         case "sparse", layout, size, is_coalesced, then, begin, end:
-            return _Form(layout, size, is_coalesced, (), then).together(tensors[begin:end])
+            return _Making(layout, size, is_coalesced, (), then).together(tensors[begin:end])
         case "tensor", number:
             return tensors[number]
         case "list", *items:

@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain
 from threading import local
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ from stowplan.torch_private import (
 from stowplan.units import format_bytes
 
 if TYPE_CHECKING:
+    from stowplan.run.second_derivatives import Differentiable
     from stowplan.run.shapes import DeclaredShapes, Shapes
 
 _LOGGER = logging.getLogger("stowplan")
@@ -136,6 +138,7 @@ class Fitting:
     shapes: "DeclaredShapes | None" = None
     smaller: list[tuple[KindOfCall, Planned]] = field(default_factory=list)  # run as they are, and why
     refused: list[_Refused] = field(default_factory=list)
+    twice: list[Planned] = field(default_factory=list)  # of which second derivatives were asked for
     lock: Lock = field(default_factory=Lock)
 
     @property
@@ -149,7 +152,7 @@ class Fitting:
         An optimizer is not that of the copy, so plans that update with it are not either.
         """
         planned = [] if self.planner.iteration else list(self.planned)
-        lists: dict[str, Any] = {"bound": [], "refused": [], "smaller": []}
+        lists: dict[str, Any] = {"bound": [], "refused": [], "smaller": [], "twice": []}
         planner, beside = self.planner.for_a_copy(), self.beside.for_a_copy()
         return replace(self, planner=planner, beside=beside, planned=planned, lock=Lock(), **lists)
 
@@ -240,6 +243,8 @@ class Fitting:
             for place in range(len(self.bound) - 1, -1, -1):
                 bound = self.bound[place]
                 if bound.planned.kind == kind and bound.guard.is_untouched(leaves):
+                    if may_run_as_it_is and any(bound.planned is each for each in self.twice):
+                        return _AsItIs(self, model, bound.planned)
                     self.bound.append(self.bound.pop(place))  # the one unused for longest comes first
                     return bound.step
             if not _wants_gradient(model, leaves):
@@ -370,6 +375,7 @@ class Fitting:
             self.planned = [planned for planned in self.planned if planned is not gone]
             self.bound = [bound for bound in self.bound if bound.planned is not gone]
             self.smaller = [(kind, larger) for kind, larger in self.smaller if larger is not gone]
+            self.twice = [planned for planned in self.twice if planned is not gone]
 
     @property
     def _must_plan(self) -> bool:
@@ -493,11 +499,46 @@ class Fitting:
         else:
             beside = partial(self.beside.forward_begins, planned.taken_bytes)
             step = planned.step.bound_to(
-                model, places=guard.places(), consumer=self.planner.iteration, beside=beside
+                model,
+                places=guard.places(),
+                consumer=self.planner.iteration,
+                beside=beside,
+                again=None if self._must_plan else self._differentiable(planned, model),
             )
         others = [b for b in self.bound if b is not known and any(b.planned is p for p in self.planned)]
         self.bound = [*others, _Bound(planned, guard, step)]
         return step
+
+    def _differentiable(self, planned: Planned, model: nn.Module) -> "Differentiable":
+        """How this step is run if second derivatives are asked for."""
+        from stowplan.run.second_derivatives import Differentiable, drawing_devices
+
+        of = ref(model)
+
+        def living() -> nn.Module:
+            found = of()
+            assert found is not None, "its gradients are asked for"
+            return found
+
+        def seen() -> None:
+            self.twice = [*(each for each in self.twice if each is not planned), planned]
+            name = model_class(living()).__name__
+            self.planner.say_once(
+                f"create_graph=True asks for second derivatives of {name}, and a plan has none: calls like"
+                " this one run the model as it is from now on, which fits the budget. Where this first loss"
+                " also uses the results themselves, its gradients are eager's within rounding"
+            )
+
+        return Differentiable(
+            planned.step.captured,
+            of,
+            planned.kind.casts,
+            self.allowed_bytes,
+            drawing_devices(planned.step.captured),
+            lambda args, kwargs: self.as_it_is(living(), args, kwargs),
+            lambda leaves: self._is_program_of(planned, living(), list(leaves)),
+            seen,
+        )
 
 
 def _autocast_of(kind: KindOfCall) -> str:

@@ -10,7 +10,7 @@ values, what it computes then. So forward runs once more, in eager, on the user'
 At the first difference the run ends. So nothing runs but captured ops, and all that these write to is known:
 
 3. parameters, buffers and arguments in storages that the captured step writes to are replaced by copies
-   (`_Copies`), and draws come from copies of the generators (`_leaving_no_trace`);
+   (`Copies`), and draws come from copies of the generators (`_leaving_no_trace`);
 4. gradients are enabled, as in training, but autograd keeps nothing (`_keeping_nothing`), so that activations
    end as they do in inference;
 5. before an op that would take memory above the budget the run ends, without a verdict (`_Comparison._room`).
@@ -134,7 +134,7 @@ def against_eager(plan: Plan, subject: Subject) -> AgainstEager:
         return AgainstEager(Verdict.UNCHECKED, "the model or its arguments are on the meta device")
     allowed_bytes = plan.allowed_bytes - torch.get_rng_state().nbytes  # to return to
     for shortcut in (None,) if captured.answers.draws else (_Shortcut(), None):
-        copies = _Copies(written_tensors(captured.program, roots, given))
+        copies = Copies(written_tensors(captured.program, roots, given))
         args, kwargs = spec.unflatten([copies.of(leaf) for leaf in given])
         workspace = captured.eager.workspace_of_events(plan.pricing.workspace_bytes)
         comparison = _Comparison(captured.forward, workspace, allowed_bytes, shortcut)
@@ -188,7 +188,7 @@ def written_tensors(
             yield leaf
 
 
-class _Copies:
+class Copies:
     """Storages are copied whole, so that tensors that share one still do."""
 
     def __init__(self, written: Iterable[Tensor]) -> None:

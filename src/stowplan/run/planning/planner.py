@@ -50,6 +50,7 @@ from stowplan.watch import limited_to
 if TYPE_CHECKING:
     from stowplan.plan.allocator.arena import ArenaLayout
     from stowplan.plan.allocator.held_blocks import HeldBlocks
+    from stowplan.run.second_derivatives import Differentiable
     from stowplan.run.step.holding import HoldingCode
 
 
@@ -99,10 +100,12 @@ class PlannedStep:
         places: Places = NOWHERE,
         consumer: Consumer | None = None,
         beside: ForwardBegins | None = None,
+        again: "Differentiable | None" = None,
     ) -> StraightStep:
         """The step, ready to be called like the model; `places` finds tensors outside of the modules.
 
-        `consumer` takes the gradients that the plan consumes, and `beside` learns of each forward.
+        `consumer` takes the gradients that the plan consumes, and `beside` learns of each forward. `again`
+        runs the step as it is, for second derivatives.
         """
         with collector_paused():
             return StraightStep(
@@ -116,6 +119,7 @@ class PlannedStep:
                 beside=beside,
                 arena=self.arena,
                 holding=self._holding(),
+                again=again,
             )
 
     def _holding(self) -> "HoldingCode | None":

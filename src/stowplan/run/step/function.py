@@ -275,6 +275,7 @@ class Run:
     consumer: Consumer | None = None
     waiting: "Waiting | None" = None
     repeat: Repeat | None = None
+    as_it_is: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | None]] | None = None  # differentiable
     saved: list[Tensor] | None = None  # from the forward half until no other backward can come
     is_packed: bool = False  # autograd has the tensors among them, for hooks that take what it saves
     of_several: dict[str, "weakref.ref[Tensor]"] = field(default_factory=dict)  # what may have no gradient
@@ -291,6 +292,7 @@ class Run:
     _handed: Gradients = field(default_factory=list)
     _made: dict[str, Tensor | None] = field(default_factory=dict)  # gradients of the last piece, by id
     _leaving: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
+    _again: Mapping[str, Tensor | None] | None = None  # gradients of a backward that is differentiated itself
 
     def forward(self, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The outputs, none of which is a tensor that came in."""
@@ -345,17 +347,15 @@ class Run:
 
     def _begin(self) -> None:
         """All gradients have come in that this backward brings."""
-        gradients, self._gradients = self._gradients, [None] * len(self.attached)
+        gradients, self._gradients, self._again = self._gradients, [None] * len(self.attached), None
         came = self.incoming.came(gradients)
         self._reaches = self.incoming.reaches(came)
         if not came:
             return
         if torch.is_grad_enabled():
             # Else what is made of these gradients would be differentiated as constant.
-            raise BadUse(
-                "create_graph=True asks for gradients that can be differentiated again; a plan has no second"
-                " derivatives, so call the model that you gave to fit for this"
-            )
+            self._again = self._differentiated_again(gradients)
+            return
         if self.saved is None:
             raise BadUse(
                 "backward ran a second time through one call of a fitted module, and the first freed what it"
@@ -373,6 +373,16 @@ class Run:
         self._backward = self.halves.backward(self._given, saved, tangents, self._handed, looks)
         if not is_retained:
             self.saved, self._given = None, []
+
+    def _differentiated_again(self, gradients: Gradients) -> Mapping[str, Tensor | None]:
+        """The gradients with a graph of their own, of a run without a plan."""
+        if self.as_it_is is None or dict(self._looks(gradients)):
+            raise BadUse(
+                "create_graph=True asks for gradients that can be differentiated again; a plan has no second"
+                " derivatives, so call the model that you gave to fit for this"
+            )
+        pairs = zip(self.halves.source.outputs, gradients, strict=True)
+        return self.as_it_is({name: gradient for name, gradient in pairs if gradient is not None})
 
     def _looks(self, gradients: Gradients) -> Iterator[tuple[int, Callable[[Tensor | None], None]]]:
         """Who looks at the gradients of outputs that other outputs are made of."""
@@ -445,6 +455,8 @@ class Run:
                 ask_no_hooks(tensor)
         if not any(self._reaches.values()):
             return (None,) * len(part.primals)
+        if self._again is not None:
+            return tuple(self._again.get(name) for name in part.primals)
         if part.primals[0] == piece[0]:
             self._resume(part.piece)
         gradients = tuple(

@@ -9,6 +9,7 @@ eager, whose in-place ops capture has functionalised.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -44,6 +45,7 @@ from stowplan.torch_private import pytree
 
 if TYPE_CHECKING:
     from stowplan.plan.allocator.arena import ArenaLayout
+    from stowplan.run.second_derivatives import Differentiable
     from stowplan.run.step.arena import ArenaCode
     from stowplan.run.step.holding import HoldingCode
 
@@ -216,12 +218,15 @@ class StraightStep:
         beside: ForwardBegins | None = None,
         arena: "ArenaLayout | None" = None,
         holding: "HoldingCode | None" = None,
+        again: "Differentiable | None" = None,
     ) -> None:
         """`tier` is the target of Store steps, by default the tier for the step's device.
 
         `waiting` and `beside` learn of each forward. `consumer` takes the gradients that the steps consume.
-        With an `arena`, tensors lie where it says; with `holding`, blocks are held around ops.
+        With an `arena`, tensors lie where it says; with `holding`, blocks are held around ops. `again` runs
+        the step as it is, for a backward that is to be differentiated itself.
         """
+        self._again = again
         self._waiting, self._consumer, self._beside = waiting, consumer, beside
         self._program, self._device = captured.program, device_of(captured.graph)
         steps = steps or baseline_steps(captured.graph)
@@ -260,6 +265,7 @@ class StraightStep:
         found, find = self._binding.tensors(args, kwargs), self._binding.finder(args, kwargs)
         self._changes.before(find)
         run = self._new_run()
+        call = self._again.call(args, kwargs) if self._again else None
         if self._beside:
             self._beside([found[name] for name in self._trained], found.values())
         if self._holding:
@@ -276,6 +282,10 @@ class StraightStep:
             self._waiting.add(run)
         made = self._made(run, found)
         outputs = dict(zip(self._halves.source.outputs, made, strict=True))
+        if call:
+            call.ends({name: output for name, output in outputs.items() if output.requires_grad}, found)
+            differentiated = {name: found[name] for names in self._primals for name in names}
+            run.as_it_is = partial(call.gradients, differentiated)
         returned = pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
         if isinstance(returned, Beside):
             self._changes.after(find, args, kwargs, returned.tensors, self._binding.holder_of)
