@@ -86,7 +86,7 @@ compatibility: ## try every feature on VERSIONS of PyTorch, one environment afte
 	$(PYTHON) -m tools.compatibility $(VERSIONS)
 
 .PHONY: databases
-databases: ## run the samples of PyTorch's own databases through fit, and write docs/databases.md (SIZE=short: fewer)
+databases: ## run samples of PyTorch's own databases, and write docs/databases.md (SIZE=short: fewer, long: all)
 	SIZE=$(SIZE) ONLY="$(ONLY)" $(PYTHON) -m benchmarks.databases
 
 .PHONY: zoo

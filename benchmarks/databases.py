@@ -1,55 +1,140 @@
-"""Every entry of PyTorch's databases through `fit`, and docs/databases.md, which the run writes.
+"""Every entry of PyTorch's databases through `fit` and `torch.compile`: the run writes docs/databases.md.
 
 An entry is equal, refused with a cause, or a fault. `make databases SIZE=short` tries one sample of each op
-in float32 and of each module. ONLY="prod max" runs those whose name holds one of these words, and writes no
-page.
+in float32 and of each module, SIZE=long all samples. ONLY="prod max" runs those whose name holds one of these
+words, and writes no page. The page is written anew when a dtype is done. Each part of a database runs in a
+process of its own; if it ends without an answer, the entry that it was at is a fault, and another process
+goes on behind it.
 """
 
+import gc
 import logging
 import os
 import re
 import sys
-import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 from tests.support.databases import (
+    MODULES,
+    OP_DATABASES,
+    OPTIMIZERS,
     Entry,
     Outcome,
     Result,
+    Way,
     module_entries,
     op_entries,
     optimizer_entries,
-    result_of,
+    results_of,
 )
+from tests.support.machine import same_everywhere
 
 PAGE = Path(__file__).parents[1] / "docs" / "databases.md"
-_SAMPLES = {torch.float32: 4, torch.float64: 2, torch.bfloat16: 2}
-_SHORT = {torch.float32: 1}
+_DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.float16, torch.float64)
+_SIZES: dict[str, dict[torch.dtype, int | None]] = {
+    "short": {torch.float32: 1},
+    "": dict.fromkeys(_DTYPES, 1),
+    "long": dict.fromkeys(_DTYPES, None),
+}
+_OF_A_PART = 30  # ops or modules; what a process gathers is gone with it
+_LIMIT_SECONDS = 300.0  # for one entry: then it counts as crashed
 
 _HEAD = """# Which of PyTorch's own samples were tried?
 
-Written by `make databases` on PyTorch {torch}. PyTorch tests itself with databases of ops (`op_db`), modules
-(`module_db`) and optimizers (`optim_db`). Each sample here is a training step: its tensors are parameters, a
-scalar of the result is differentiated, and two iterations with different values run in eager and by a plan at
-a roomy budget. *Equal* means that losses, gradients, parameters and buffers have the same bits. Of each op,
-{counts} are tried. Samples that eager cannot differentiate, or for which eager differs from itself, are left
-out. The run took {minutes:.0f} minutes of processor time.
+Written by `make databases` on PyTorch {torch}. PyTorch tests itself with databases of ops (`op_db`),
+higher-order ops (`hop_db`), ops that users register (`custom_op_db`), modules (`module_db`) and optimizers
+(`optim_db`). Each sample here is a training step: its tensors are parameters, a scalar of the result is
+differentiated, and two iterations with different values run in eager and in three ways: `fit` with a roomy
+budget, `fit` with the smallest budget that its refusal of one byte names, and the backend of `torch.compile`.
+*Equal* means that losses, gradients, parameters and buffers have eager's bits. *Late* is a refusal after
+planning, or of the budget that a refusal named. *Crashed* is a process that ended. Of each op, {counts} are
+tried. Samples that eager cannot differentiate, or for which eager differs from itself, are left out. The run
+took {minutes:.0f} minutes of a processor.
 
-| database | samples | equal | refused | different | untyped error |
-|---|---|---|---|---|---|
+{planned}
+
+| database | way | samples | equal | refused | different | untyped error | late | crashed |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
-def entries(samples: Mapping[torch.dtype, int]) -> Iterator[Entry]:
-    """All entries; `samples` has the most of each op, by dtype."""
-    ops = (op_entries(dtype, most) for dtype, most in samples.items())
-    return chain(*ops, module_entries(max(samples.values())), optimizer_entries())
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some neighbours in one database."""
+
+    database: str
+    where: slice
+    dtype: torch.dtype = torch.float32
+    most: int | None = 1
+
+    def entries(self) -> Iterator[Entry]:
+        if self.database in OP_DATABASES:
+            return op_entries(self.database, self.dtype, self.most, self.where)
+        if self.database == "module_db":
+            return module_entries(self.most, self.where)
+        return optimizer_entries(self.where)
+
+
+def parts(dtype: torch.dtype, most: int | None) -> Iterator[Part]:
+    """The ops in one dtype, and all else with the first one."""
+    if dtype is _DTYPES[0]:
+        yield from (Part("optim_db", where) for where in _cut(len(OPTIMIZERS)))
+        yield from (Part("module_db", where, most=most) for where in _cut(len(MODULES)))
+    for database, ops in OP_DATABASES.items():
+        yield from (Part(database, where, dtype, most) for where in _cut(len(ops)))
+
+
+def _cut(count: int) -> Iterator[slice]:
+    return (slice(start, start + _OF_A_PART) for start in range(0, count, _OF_A_PART))
+
+
+def answers(part: Part, words: Sequence[str]) -> Iterator[tuple[str, str, dict[Way, Result]]]:
+    """The database, name and results of each entry of a part, from processes that may crash."""
+    context, done = get_context("fork"), 0
+    while True:
+        ours, theirs = context.Pipe(duplex=False)
+        worker = context.Process(target=_work, args=(theirs, part, words, done))
+        worker.start()
+        theirs.close()
+        at = None
+        try:
+            while ours.poll(_LIMIT_SECONDS):
+                told = ours.recv()
+                if told is None:
+                    return
+                if isinstance(told, dict):
+                    assert at is not None
+                    yield *at, told
+                    done += 1
+                at = None if isinstance(told, dict) else told
+            cause = f"no answer in {_LIMIT_SECONDS:.0f} s"
+        except EOFError:
+            worker.join()
+            cause = f"exit code {worker.exitcode}"
+        finally:
+            worker.kill()
+            worker.join()
+        if at is None:
+            raise RuntimeError(f"{part}: {cause} between entries")
+        yield *at, dict.fromkeys(Way, Result(Outcome.CRASHED, cause))
+        done += 1
+
+
+def _work(told: Connection, part: Part, words: Sequence[str], done: int) -> None:
+    chosen = (e for e in part.entries() if not words or any(word in e.name for word in words))
+    for entry in islice(chosen, done, None):
+        told.send((entry.database, entry.name))
+        told.send(results_of(entry))
+    told.send(None)
 
 
 def _cause(text: str) -> str:
@@ -58,28 +143,48 @@ def _cause(text: str) -> str:
     return re.sub(r"\(\d[\d, ]*,?\)", "(...)", plain)[:150].replace("|", "/")
 
 
-def page(results: list[tuple[Entry, Result]], samples: Mapping[torch.dtype, int], seconds: float) -> str:
+Answers = list[tuple[str, str, dict[Way, Result]]]
+
+
+def _share(results: Answers, database: str) -> str:
+    """How many of a database are equal in each way."""
+    of = [found for name, _, found in results if name.partition(",")[0] == database]
+    equal = (sum(found[way].outcome is Outcome.EQUAL for found in of) for way in Way)
+    shares = (f"{100 * count / max(1, len(of)):.1f} % ({way})" for way, count in zip(Way, equal, strict=True))
+    return f"Of `{database}`, {', '.join(shares)} are planned and equal."
+
+
+def page(results: Answers, samples: dict[torch.dtype, int | None]) -> str:
     """The page with its tables."""
-    ran = [(entry, result) for entry, result in results if result.outcome is not Outcome.NOT_EAGER]
-    counts = Counter((entry.database, result.outcome) for entry, result in ran)
-    kinds = (Outcome.EQUAL, Outcome.REFUSED, Outcome.DIFFERENT, Outcome.UNTYPED)
+    ran = [answer for answer in results if answer[2][Way.ROOMY].outcome is not Outcome.NOT_EAGER]
+    counts = Counter((database, way, r.outcome) for database, _, found in ran for way, r in found.items())
+    kinds = [kind for kind in Outcome if kind is not Outcome.NOT_EAGER]
     rows = []
-    for database in dict.fromkeys(entry.database for entry, _ in ran):
-        numbers = [counts[database, kind] for kind in kinds]
-        rows.append(f"| {database} | {' | '.join(map(str, (sum(numbers), *numbers)))} |")
-    causes: dict[tuple[Outcome, str], list[str]] = {}
-    for entry, result in ran:
-        if result.outcome is not Outcome.EQUAL:
-            causes.setdefault((result.outcome, _cause(result.cause)), []).append(entry.name)
+    for database in dict.fromkeys(database for database, _, _ in ran):
+        for way in Way:
+            numbers = [counts[database, way, kind] for kind in kinds]
+            rows.append(f"| {database} | {way} | {' | '.join(map(str, (sum(numbers), *numbers)))} |")
+    causes: dict[tuple[Outcome, str], list[tuple[Way, str]]] = {}
+    for _, name, found in ran:
+        for way, result in found.items():
+            if result.outcome is not Outcome.EQUAL:
+                causes.setdefault((result.outcome, _cause(result.cause)), []).append((way, name))
     listed = sorted(causes.items(), key=lambda item: (not item[0][0].is_fault, -len(item[1])))
-    table = ["", "## Causes", "", "| outcome | cause | samples | of |", "|---|---|---|---|"]
-    for (outcome, cause), names in listed:
-        of = list(dict.fromkeys(re.sub(r" \d+$| \d+, \w+$", "", name) for name in names))
+    columns = f"| outcome | cause | {' | '.join(Way)} | of |"
+    table = ["", "## Causes", "", columns, "|---|---|---|---|---|---|"]
+    for (outcome, cause), cases in listed:
+        of = list(dict.fromkeys(re.sub(r" \d+$| \d+, \w+$", "", name) for _, name in cases))
         few = ", ".join(of[:4]) + (f" and {len(of) - 4} more" if len(of) > 4 else "")
-        table.append(f"| {outcome} | {cause} | {len(names)} | {few} |")
-    bare = {str(dtype).removeprefix("torch."): most for dtype, most in samples.items()}
-    of_each = " and ".join(f"at most {most} in {dtype}" for dtype, most in bare.items())
-    head = _HEAD.format(torch=torch.__version__, counts=of_each, minutes=seconds / 60)
+        ways = Counter(way for way, _ in cases)
+        table.append(f"| {outcome} | {cause} | {' | '.join(str(ways[way]) for way in Way)} | {few} |")
+    tried = (
+        f"{'all' if most is None else f'at most {most}'} in {str(dtype).removeprefix('torch.')}"
+        for dtype, most in samples.items()
+    )
+    planned = "\n".join(_share(ran, database) for database in ("op_db", "module_db"))
+    head = _HEAD.format(
+        torch=torch.__version__, counts=", ".join(tried), minutes=_seconds() / 60, planned=planned
+    )
     return head + "\n".join((*rows, *table)) + "\n"
 
 
@@ -88,21 +193,36 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    words, begun = os.environ.get("ONLY", "").split(), time.process_time()
-    results = []
-    samples = _SHORT if os.environ.get("SIZE") == "short" else _SAMPLES
-    for entry in entries(samples):
-        if words and not any(word in entry.name for word in words):
-            continue
-        result = result_of(entry)
-        results.append((entry, result))
-        if result.outcome not in (Outcome.EQUAL, Outcome.NOT_EAGER):
-            print(f"{entry.database}: {entry.name}: {result.outcome}: {result.cause[:300]}", flush=True)
-    print(Counter(str(result.outcome) for _, result in results))
-    if not words:
-        PAGE.write_text(page(results, samples, time.process_time() - begun), encoding="utf-8")
-    if any(result.outcome.is_fault for _, result in results):
+    words = os.environ.get("ONLY", "").split()
+    samples = _SIZES[os.environ.get("SIZE", "")]
+    results: Answers = []
+    with same_everywhere():
+        results_of(next(optimizer_entries()))  # what is imported at first use, no process need import again
+        gc.freeze()  # the databases are many objects, among which fit would look for other models
+        for number, (dtype, most) in enumerate(samples.items()):
+            for part in parts(dtype, most):
+                for answer in answers(part, words):
+                    results.append(answer)
+                    _tell(*answer)
+            if not words:
+                done = dict(list(samples.items())[: number + 1])
+                PAGE.write_text(page(results, done), encoding="utf-8")
+    outcomes = Counter(str(r.outcome) for _, _, found in results for r in found.values())
+    print(*outcomes.items(), f"{_seconds():.0f} s")
+    if any(r.outcome.is_fault for _, _, found in results for r in found.values()):
         sys.exit(1)
+
+
+def _seconds() -> float:
+    """Of a processor, in all processes so far."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _tell(database: str, name: str, found: dict[Way, Result]) -> None:
+    for way, result in found.items():
+        if result.outcome not in (Outcome.EQUAL, Outcome.NOT_EAGER):
+            print(f"{database}: {name}: {way}: {result.outcome}: {result.cause[:300]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,19 +14,21 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 
+from tests.support.machine import same_everywhere
+
 from .cases import Case, draw_case
 from .children import Child
 from .counting import Tally, as_line
 from .lockstep import Result, judge
-from .machine import same_everywhere
 from .plants import PLANTS
 from .shrinking import shrunk
+from .undone import UNDONE
 
 
 def main() -> int:
     """The exit code is 1 if anything was found."""
     arguments = _parser().parse_args()
-    plant = PLANTS[arguments.plant]() if arguments.plant else nullcontext()
+    plant = (PLANTS | UNDONE)[arguments.plant]() if arguments.plant else nullcontext()
     logging.getLogger("stowplan").setLevel(logging.ERROR)  # that a loop's changes ask for plans is no news
     with same_everywhere(), plant:
         if arguments.seed is not None:
@@ -50,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", type=int, help="run so many cases (100 if no time is given)")
     parser.add_argument("--from", dest="first", type=int, default=0, metavar="SEED", help="the first seed")
     parser.add_argument("--out", type=Path, help="write a line of JSON for each case")
-    parser.add_argument("--plant", choices=sorted(PLANTS), help="plant a fault, to see that it is found")
+    parser.add_argument(
+        "--plant", choices=sorted(PLANTS | UNDONE), help="plant a fault, to see that it is found"
+    )
     return parser
 
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .batches import Caller, Fields, loss_of, tensors_of
 from .comparing import ASKED, HOOKED
-from .networks import Network
+from .networks import HEADS, Network
 from .ops import Trait
 from .sides import Side
 
@@ -54,6 +54,7 @@ class Action:
     perform: Perform
     comes_before_fit: bool
     kinds: tuple[str, ...] = ()
+    output: str = ""  # the one that a network must have
     needs: BackwardFootprint = BackwardFootprint.NOTHING
     rounds: bool = False  # eager itself adds up in another order than step after step
     weight: int = 3  # 1 for what is mostly refused, which ends a program
@@ -61,6 +62,8 @@ class Action:
 
     def suits(self, network: Network, *, has_tiles: bool) -> bool:
         if self.kinds and not network.owners(*self.kinds):
+            return False
+        if self.output and network.output != self.output:
             return False
         if BackwardFootprint.BITS in self.needs and has_tiles:
             return False
@@ -89,9 +92,13 @@ def drive(
 
 
 def strange(
-    *kinds: str, needs: BackwardFootprint = BackwardFootprint.NOTHING, rounds: bool = False
+    *kinds: str,
+    needs: BackwardFootprint = BackwardFootprint.NOTHING,
+    rounds: bool = False,
+    output: str = "",
 ) -> Callable[[Perform], Perform]:
-    return partial(_entered, comes_before_fit=False, kinds=kinds, needs=needs, rounds=rounds, is_strange=True)
+    traits: dict[str, Any] = {"kinds": kinds, "needs": needs, "rounds": rounds, "output": output}
+    return partial(_entered, comes_before_fit=False, **traits, is_strange=True)
 
 
 # ---- attributes and modules ----
@@ -685,6 +692,18 @@ def beside_a_thread(side: Side, random: Random) -> None:
         stop.set()
         thread.join()
         drawn.seed(0)
+
+
+@strange(output=HEADS, needs=BackwardFootprint.BITS)
+def heads_in_turn(side: Side, random: Random) -> None:
+    """One head is trained, then the other; parameters of the one that rests have no gradient."""
+    optimizer = torch.optim.AdamW(side.model.parameters(), lr=0.01)
+    for _ in range(2):
+        head = random.randrange(2)
+        optimizer.zero_grad()
+        torch.autograd.backward(list(tensors_of(side.forward(side.batch(_seed(random)))))[head])
+        side.note_state()
+        optimizer.step()
 
 
 @strange("slots")

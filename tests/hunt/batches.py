@@ -123,7 +123,7 @@ def tensors_of(output: object) -> Iterator[Tensor]:
 def loss_of(output: object, kind: str) -> Tensor:
     """The scalar that a loop differentiates."""
     parts = list(tensors_of(output))
-    if kind == "pair":
+    if kind in ("pair", "heads"):
         return parts[0] + 2 * parts[1]
     if kind == "complex":
         return parts[0].abs().square().sum()

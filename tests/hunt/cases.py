@@ -113,7 +113,7 @@ def draw_case(seed: int) -> Case:
             case, before=draw(early, random.choice((0, 0, 1, 2))), after=draw(tidy, random.randint(2, 6))
         )
     strange = [action for action in suited if action.is_strange]
-    own = [action for action in strange if action.kinds]  # of the network's own strange op
+    own = [action for action in strange if action.kinds or action.output]  # of what the network alone has
     count = random.choice((0, 0, 0, 1, 2))
     return replace(case, after=case.after + draw(strange, count) + draw(own, min(len(own), 1)))
 

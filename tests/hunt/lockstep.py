@@ -19,12 +19,12 @@ from stowplan.errors import BudgetTooSmall, StowplanError
 from stowplan.plan.plan import Exactness, RecomputeOp, Store
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
+from tests.support.machine import forget_plans
 
 from .actions import ACTIONS, Halt, Interrupt
 from .batches import loss_of, tensors_of
 from .cases import Case, Turn
 from .comparing import differences
-from .machine import forget_plans
 from .sides import Side, bytes_of, seed_generators
 
 _EXAMPLE = 11  # the seed of the batch that `fit` is given

@@ -30,6 +30,13 @@ OUTPUTS: Mapping[str, str] = {
     "tensor": "return {y}",
     "complex": "return torch.fft.rfft2({y})",
 }
+HEADS = "heads"
+_HEADS = "return ({y} * self.left).mean(), ({y} * self.right).square().mean()"
+_OF_HEADS = """\
+        self.left = nn.Parameter(torch.rand({C}, 1, 1))
+        self.right = nn.Parameter(torch.rand({C}, 1, 1))
+"""
+"""Two heads with parameters of their own; a network that has them has no other output."""
 
 SIGNATURES: Mapping[str, str] = {
     "tensors": "self, x, z, idx, flag=1",
@@ -186,7 +193,8 @@ class Network:
         text = _TEMPLATE.format(
             C=self.sizes.channels,
             helpers=_HELPERS if self.has(Trait.STRANGE) else "",
-            init="".join(indent(f"{text}\n", " " * 8) for text in init if text),
+            init="".join(indent(f"{text}\n", " " * 8) for text in init if text)
+            + _OF_HEADS.format(C=self.sizes.channels) * (self.output == HEADS),
             signature=SIGNATURES[self.signature],
             forward=indent("\n".join(self._forward()), " " * 8) + "\n",
         )
@@ -205,7 +213,8 @@ class Network:
             means = [f"{value_name(v)}.mean()" for v in range(len(INPUTS), last)]
             yield f"out = out + 0.01 * ({' + '.join([*means, 'z.mean()'])})"
         middle = value_name((last + 1) // 2)
-        yield OUTPUTS[self.output].format(y="out", C=self.sizes.channels, H=self.sizes.height, middle=middle)
+        form = _HEADS if self.output == HEADS else OUTPUTS[self.output]
+        yield form.format(y="out", C=self.sizes.channels, H=self.sizes.height, middle=middle)
 
     def build(self, seed: int) -> nn.Module:
         """A new module with parameters drawn from a seed."""
@@ -243,7 +252,8 @@ def draw_network(random: Random) -> Network:
         random.choice(("tensors", "tensors", "tensors", *SIGNATURES)),
         reads_all=random.random() < 0.6,
     )
-    return _made_strange(network, random) if random.random() < _STRANGE else network
+    network = _made_strange(network, random) if random.random() < _STRANGE else network
+    return replace(network, output=HEADS) if random.random() < _WITH_HEADS else network
 
 
 def _made_strange(network: Network, random: Random) -> Network:
@@ -269,6 +279,7 @@ def _pool(flavour: Trait) -> tuple[Kind, ...]:
     )
 
 
+_WITH_HEADS = 0.06  # drawn last of all: all other networks stay as they were
 _STRANGE = 0.25  # the share of networks that have something of other people's programs
 _STRANGE_KINDS = tuple(kind for kind in KINDS if kind.trait & Trait.STRANGE)
 _POOLS = {flavour: _pool(flavour) for flavour in (Trait.NONE, Trait.SPATIAL, Trait.RANDOM)}

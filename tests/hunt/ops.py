@@ -125,7 +125,10 @@ def _strange() -> tuple[Kind, ...]:
             "place = int(self.{m})\nself.{m}.fill_((place + 1) % 3)\n{y} = {a} + 0.1 * place",
             "self.register_buffer('{m}', torch.zeros((), dtype=torch.long))",
         ),
-        "product": ("{y} = {a} * F.relu({a}).prod(1, keepdim=True).tanh()", ""),
+        "product": (  # with zeros and without: eager asks which
+            "{y} = {a} * (F.relu({a}).prod(1, keepdim=True) + {a}.sigmoid().prod(2, keepdim=True)).tanh()",
+            "",
+        ),
         # where Python keeps a number
         "slots": ("{y} = {a} * self.{m}.by", "self.{m} = Slots(1.5)"),
         "bound": ("{y} = self.{m}({a})", "self.{m} = Scale(1.5).apply"),

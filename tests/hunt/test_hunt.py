@@ -7,16 +7,18 @@ from random import Random
 import pytest
 import torch
 
+from tests.support.machine import same_everywhere
+
 from .batches import Feed
 from .cases import draw_case
 from .children import Child
 from .counting import Tally
 from .lockstep import Verdict, judge
-from .machine import same_everywhere
 from .networks import Call, Network, Sizes
 from .ops import KINDS, Kind
 from .plants import PLANTS
 from .shrinking import shrunk
+from .undone import UNDONE
 
 pytestmark = pytest.mark.torch
 
@@ -47,6 +49,17 @@ PLANTED = {
     "budget-exceeded": (19, Verdict.OVER),
     "stale-attribute": (46, Verdict.WRONG),
     "untyped-error": (37, Verdict.UNTYPED),
+}
+
+
+# By class of fault, a case that shows it if its repair is undone; `python -m tests.hunt.undone` hunts.
+SHOWN = {
+    "arguments": 96,
+    "derivatives": 344,
+    "heads": 136,
+    "own-calls": 176,
+    "places": 128,
+    "storages": 1238,
 }
 
 
@@ -102,3 +115,12 @@ def test_a_planted_fault_is_found_and_shrinks(plant: str) -> None:
         smaller, found = shrunk(case, result, limit_seconds=5)
     assert found.likeness == result.likeness
     assert len(smaller.network.calls) <= len(case.network.calls)
+
+
+@pytest.mark.parametrize("undone", SHOWN)
+@pytest.mark.slow
+def test_a_repair_that_is_undone_is_found(undone: str) -> None:
+    case = draw_case(SHOWN[undone])
+    assert not judge(case).is_finding
+    with UNDONE[undone]():
+        assert judge(case).is_finding

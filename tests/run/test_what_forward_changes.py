@@ -474,3 +474,23 @@ def test_with_an_optimizer_in_the_plan_forward_may_write_too() -> None:
                 [*map(copied, losses), *(tensor.detach().clone() for tensor in net.state_dict().values())]
             )
         assert equal(*found), forward.__name__
+
+
+class _Twins(nn.Module):
+    """Lets its first argument have a gradient, in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        before = x * x * self.weight
+        x.requires_grad_()
+        return (before + 0.1 * x).sum() + z.mean()
+
+
+def test_an_argument_that_gets_a_gradient_beside_a_twin_is_refused() -> None:
+    x = torch.rand(3, 4)
+    with pytest.raises(CaptureError, match="x and z are two tensors at the same memory"):
+        stowplan.fit(_Twins(), (x, x[:]), budget="1MiB")
+    assert not x.requires_grad

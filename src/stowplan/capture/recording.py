@@ -536,6 +536,9 @@ class _Recorder:
                     raise CaptureError(f"forward detaches {held.name} in place", where=self._line_of(held))
                 flags.append((held.place, held.tensor.requires_grad))
                 if held.tensor.requires_grad:
+                    for other in self._held.values():
+                        if other.view == held.view:
+                            self._refuse_twin(held.name, held.tensor, other.name, other.tensor)
                     self._wanted.append(held.tensor)
 
         def result_of(tensor: Tensor, name: str) -> Result:
