@@ -38,6 +38,7 @@ CONTENTS = {
         "limits",
         "compatibility",
         "zoo",
+        "repositories",
         "reference",
         "public-names",
     ),

@@ -64,7 +64,7 @@ def _parts(entries: Mapping[str, Entry], results: Sequence[Result]) -> Iterator[
     ran = {name: entry for name, entry in entries.items() if name in found}
     published = [name for name, entry in ran.items() if not entry.change]
     yield _OPENING.format(
-        torch=torch.__version__, tight=0.7, tighter=0.6, summary=_summary(ran, published, found)
+        torch=torch.__version__, tight=0.7, tighter=0.6, summary=_summary(ran, published, found, len(entries))
     )
     yield f"| repository | commit | part | {' | '.join(Way)} | planned peak | eager's | note |\n"
     yield "|---" * (len(Way) + 6) + "|\n"
@@ -81,11 +81,11 @@ def _parts(entries: Mapping[str, Entry], results: Sequence[Result]) -> Iterator[
 
 
 def _summary(
-    ran: Mapping[str, Entry], published: Sequence[str], found: Mapping[str, Mapping[str, Result]]
+    ran: Mapping[str, Entry], published: Sequence[str], found: Mapping[str, Mapping[str, Result]], known: int
 ) -> str:
     """How many repositories ran in each way, and what became of them."""
     of = {name: entry.repository for name, entry in ran.items()}
-    lines = [f"{len(set(of.values()))} repositories ran, in {len(ran)} entries."]
+    lines = [f"{len(set(of.values()))} repositories ran, in {len(ran)} of the {known} entries."]
     equal = {of[name] for name in published if _outcome(found[name], Way.PLAIN) == Outcome.EQUAL}
     changed = {of[name] for name in ran if _outcome(found[name], Way.PLAIN) == Outcome.EQUAL} - equal
     lines.append(
