@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from types import FunctionType, MethodType
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +31,6 @@ from stowplan.capture.stand_ins import torch_dtype
 from stowplan.run import wrappers
 from stowplan.run.border import frozen
 from stowplan.run.border.frozen import Picture, Same
-from stowplan.run.measure import measure
 from stowplan.run.step import function
 from stowplan.run.step.function import Run
 from stowplan.run.step.incoming import IncomingGradients
@@ -188,6 +188,7 @@ def _marks() -> Iterator[None]:
 @contextmanager
 def _profiles() -> Iterator[None]:
     """Probes use the one profiler of the process, although the user's is running."""
+    measure = import_module("stowplan.run.measure.measure")  # its package has a function of this name
     with (
         patch.object(measure, "is_profiled", lambda: False),
         patch.object(measure, "allocations_within", lambda _: None),
