@@ -190,28 +190,45 @@ def hooks_of(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
 
 
 class _NotAsked:
-    """In the place of a hook that autograd is about to call with None, where eager would not call it.
+    """In the place of a hook that autograd is about to call without a gradient, and eager would not call.
 
     Its first call puts the hook back. If backward fails before, that is the one of a later backward.
     """
 
-    def __init__(self, hooks: dict[int, Any], key: int) -> None:
+    def __init__(self, hooks: dict[int, Any], key: int, came: Callable[[Any], bool]) -> None:
         self._hooks, self._key, self._hook, self._task = hooks, key, hooks[key], running_backward()
+        self._came = came
         hooks[key] = self
 
-    def __call__(self, gradient: Tensor | None) -> Any:
+    def __call__(self, given: Any) -> Any:
         if self._hooks.get(self._key) is self:
             self._hooks[self._key] = self._hook
-        if gradient is None and self._task == running_backward():
+        if self._task == running_backward() and not self._came(given):
             return None
-        return self._hook(gradient)
+        return self._hook(given)
 
 
 def ask_no_hooks(tensor: Tensor) -> None:
-    """Let no hook of a tensor see that the backward that is running has no gradient for it."""
+    """Let no hook of a tensor see that the backward that is running has no gradient for it.
+
+    Another part of the graph may have one. The last hook for the gradient notes that for those of the leaf.
+    """
     hooks: dict[int, Any] = tensor._backward_hooks or {}
     for key in list(hooks):
-        _NotAsked(hooks, key)
+        _NotAsked(hooks, key, lambda gradient: gradient is not None)
+    final: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}
+    if not final:
+        return
+    came: list[bool] = []
+
+    def note(gradient: Tensor | None) -> None:
+        handle.remove()
+        came.append(gradient is not None)
+
+    register: Callable[..., RemovableHandle] = tensor.register_hook
+    handle = register(note)
+    for key in list(final):
+        _NotAsked(final, key, lambda _: all(came))
 
 
 def hooks_behind(handle: RemovableHandle) -> list[Callable[..., object]]:

@@ -131,7 +131,7 @@ def clamped_weights(side: Side) -> None:
             p.data.clamp_(-0.1, 0.1)
 
 
-@idiom("WGAN-GP: a penalty on the gradient of the critic's input", refused="create_graph")
+@idiom("WGAN-GP: a penalty on the gradient of the critic's input")
 def gradient_penalty(side: Side) -> None:
     judge = side.fit(Critic(), torch.randn(6, 8), outputs="all")
     x = torch.randn(6, 8, requires_grad=True)

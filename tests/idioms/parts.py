@@ -41,7 +41,7 @@ def _train_pictures(side: Side, layer: nn.Module) -> None:
     train(side, side.fit(Conv(layer), *pictures()), (pictures() for _ in range(3)))
 
 
-@idiom("BatchNorm with cumulative statistics, momentum=None", refused="which it changes")
+@idiom("BatchNorm with cumulative statistics, momentum=None")
 def cumulative_batch_norm(side: Side) -> None:
     _train_pictures(side, nn.BatchNorm2d(8, momentum=None))
 

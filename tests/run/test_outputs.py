@@ -219,6 +219,9 @@ def test_hooks_of_parameters_are_not_called_for_heads_that_rest() -> None:
             cast("Any", p).register_hook(lambda gradient: seen.append(gradient.clone()))
             for p in model.parameters()
         ]
+        for p in model.parameters():
+            register = cast("Any", p).register_post_accumulate_grad_hook
+            handles.append(register(lambda p: seen.append(None if p.grad is None else p.grad.clone())))
         for name in turns:
             results = model(X)
             broken = name == "f"

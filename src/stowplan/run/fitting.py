@@ -511,7 +511,7 @@ class Fitting:
 
     def _differentiable(self, planned: Planned, model: nn.Module) -> "Differentiable":
         """How this step is run if second derivatives are asked for."""
-        from stowplan.run.second_derivatives import Differentiable, drawing_devices
+        from stowplan.run.second_derivatives import Differentiable, drawing_devices, second_bytes
 
         of = ref(model)
 
@@ -534,6 +534,7 @@ class Fitting:
             of,
             planned.kind.casts,
             self.allowed_bytes,
+            second_bytes(planned.step.captured),
             drawing_devices(planned.step.captured),
             lambda args, kwargs: self.as_it_is(living(), args, kwargs),
             lambda leaves: self._is_program_of(planned, living(), list(leaves)),

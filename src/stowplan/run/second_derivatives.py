@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,8 @@ def second_bytes(captured: Captured) -> int:
     """What a step takes at most that is differentiated twice."""
     spans = captured.eager.spans
     there = sum(span.nbytes for span in spans if not span.first)
-    return there + 3 * sum(span.nbytes for span in spans if span.first)
+    states = 2 * sum(rng_state(device).nbytes for device in drawing_devices(captured))
+    return there + states + 3 * sum(span.nbytes for span in spans if span.first)
 
 
 def drawing_devices(captured: Captured) -> tuple[torch.device, ...]:
@@ -53,14 +55,15 @@ def drawing_devices(captured: Captured) -> tuple[torch.device, ...]:
 class Differentiable:
     """A planned step that may be run as it is. `run` calls the model, `is_same` says whether it is unchanged.
 
-    `drawing` are the devices that it draws on, by `drawing_devices`.
-    `seen` is called when second derivatives were asked for.
+    `drawing` are the devices that it draws on, by `drawing_devices`, and `needed_bytes` those of
+    `second_bytes`. `seen` is called when second derivatives were asked for.
     """
 
     captured: Captured
     model_of: Callable[[], nn.Module | None]  # a weak reference: the model holds its steps
     casts: tuple[tuple[str, torch.dtype], ...]
     allowed_bytes: int
+    needed_bytes: int
     drawing: tuple[torch.device, ...]
     run: Callable[[tuple[object, ...], Mapping[str, object]], object]
     is_same: Callable[[Sequence[object]], bool]
@@ -72,6 +75,17 @@ class Differentiable:
         model = self.model_of()
         assert model is not None, "its gradients are asked for"
         return model
+
+    def has_room(self) -> bool:
+        """Whether the budget has room; without it, a call keeps nothing for a second run."""
+        return self.needed_bytes <= self.allowed_bytes
+
+    def refused(self, _incoming: Mapping[str, Tensor]) -> NoReturn:
+        """What takes the place of `Call.gradients` without room."""
+        raise BadUse(
+            f"{_NONE}, and without a plan this takes up to {format_bytes(self.needed_bytes)}, more than the"
+            f" {format_bytes(self.allowed_bytes)} allowed: give fit that much, or {_ELSE}"
+        )
 
     def call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> "Call":
         """A call of the step, which is about to begin."""
@@ -102,12 +116,7 @@ class Call:
         self, found: Mapping[str, Tensor], incoming: Mapping[str, Tensor]
     ) -> dict[str, Tensor | None]:
         """Of the tensors in `found`, with a graph, for these gradients of outputs."""
-        step, needed = self._step, second_bytes(self._step.captured)
-        if needed > step.allowed_bytes:
-            raise BadUse(
-                f"{_NONE}, and without a plan this takes up to {format_bytes(needed)}, more than the"
-                f" {format_bytes(step.allowed_bytes)} allowed: give fit that much, or {_ELSE}"
-            )
+        step = self._step
         leaves = flatten(self._args, self._kwargs)[0]
         untouched = all(version_of(tensor) == version for tensor, version in self._versions)
         if not untouched or not step.is_same(leaves):

@@ -372,7 +372,7 @@ class Run:
         tangents = self.incoming.suited(gradients)
         self._backward = self.halves.backward(self._given, saved, tangents, self._handed, looks)
         if not is_retained:
-            self.saved, self._given = None, []
+            self.saved, self._given, self.as_it_is = None, [], None
 
     def _differentiated_again(self, gradients: Gradients) -> Mapping[str, Tensor | None]:
         """The gradients with a graph of their own, of a run without a plan."""

@@ -265,7 +265,7 @@ class StraightStep:
         found, find = self._binding.tensors(args, kwargs), self._binding.finder(args, kwargs)
         self._changes.before(find)
         run = self._new_run()
-        call = self._again.call(args, kwargs) if self._again else None
+        call = self._again.call(args, kwargs) if self._again and self._again.has_room() else None
         if self._beside:
             self._beside([found[name] for name in self._trained], found.values())
         if self._holding:
@@ -286,6 +286,8 @@ class StraightStep:
             call.ends({name: output for name, output in outputs.items() if output.requires_grad}, found)
             differentiated = {name: found[name] for names in self._primals for name in names}
             run.as_it_is = partial(call.gradients, differentiated)
+        elif self._again:
+            run.as_it_is = self._again.refused
         returned = pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
         if isinstance(returned, Beside):
             self._changes.after(find, args, kwargs, returned.tensors, self._binding.holder_of)
