@@ -198,7 +198,9 @@ def can_recompute(graph: Graph, op: Op, outdated: frozenset[str]) -> bool:
     only_views = all(tensor.alias_of is not None for tensor in site.outputs)
     if op.phase is not Phase.FORWARD and not (op.phase is Phase.BACKWARD and only_views):
         return False
-    if effect_of(site) & ONCE or op.attributes.get(SETS_APART):
+    if op.attributes.get(SETS_APART):
+        return False
+    if effect_of(site) & ONCE:
         return False
     return outdated.isdisjoint(op.reads()) or only_updates_statistics(site)
 
