@@ -24,7 +24,7 @@ import stowplan
 from stowplan.errors import CaptureError
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
-ROUNDS = 200 if os.environ.get("THREADS") == "long" else 3
+PARTS, ROUNDS = (20, 10) if os.environ.get("THREADS") == "long" else (1, 3)  # rounds of each part
 
 
 class Perceptron(nn.Module):
@@ -175,9 +175,10 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_threads_that_fit_and_train_at_once_train_as_alone() -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_threads_that_fit_and_train_at_once_train_as_alone(part: int) -> None:
     with beside(draw, allocate):
-        for number in range(ROUNDS):
+        for number in range(part * ROUNDS, (part + 1) * ROUNDS):
             trainings = [Training(kind, seed=4 * number + kind) for kind in range(len(KINDS))]
             for found, training in zip(in_threads([t.planned for t in trainings]), trainings, strict=True):
                 assert_same(found, training.eager())
