@@ -338,9 +338,14 @@ class Found:
 FOUND: dict[object, Any] = {}
 
 
+SEEN = set(range(2000))
+SEEN -= SEEN - {3, 1025}  # a copy, which is smaller, lists them in another order
+assert list(SEEN) != list(SEEN.copy())
+
+
 class LookingUp(Step):
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        if type(x) not in FOUND:
+        if type(x) not in FOUND and len(SEEN) == 2:
             FOUND[type(x)] = Found("tensor")
         return F.cross_entropy(self.net(x), y)
 

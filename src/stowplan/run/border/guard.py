@@ -275,6 +275,8 @@ def _plain_writes(contents: Iterable[tuple[Any, Any]]) -> Writes | None:
     """
     places: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
     for container, held in contents:
+        if isinstance(container, set) and container == held:
+            continue  # a copy may list it in another order
         were, now = held_by(held), held_by(container)
         changed = [(key, value) for key, value in now.items() if key not in were or were[key] is not value]
         if len(container) < len(held) + sum(key not in were for key, _ in changed):
