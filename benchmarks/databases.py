@@ -30,7 +30,7 @@ from tests.support.databases import (
     Entry,
     Outcome,
     Result,
-    Way,
+    Setup,
     module_entries,
     op_entries,
     optimizer_entries,
@@ -97,7 +97,7 @@ def _cut(count: int) -> Iterator[slice]:
     return (slice(start, start + _OF_A_PART) for start in range(0, count, _OF_A_PART))
 
 
-def answers(part: Part, words: Sequence[str]) -> Iterator[tuple[str, str, dict[Way, Result]]]:
+def answers(part: Part, words: Sequence[str]) -> Iterator[tuple[str, str, dict[Setup, Result]]]:
     """The database, name and results of each entry of a part, from processes that may crash."""
     context, done = get_context("fork"), 0
     while True:
@@ -125,7 +125,7 @@ def answers(part: Part, words: Sequence[str]) -> Iterator[tuple[str, str, dict[W
             worker.join()
         if at is None:
             raise RuntimeError(f"{part}: {cause} between entries")
-        yield *at, dict.fromkeys(Way, Result(Outcome.CRASHED, cause))
+        yield *at, dict.fromkeys(Setup, Result(Outcome.CRASHED, cause))
         done += 1
 
 
@@ -143,40 +143,42 @@ def _cause(text: str) -> str:
     return re.sub(r"\(\d[\d, ]*,?\)", "(...)", plain)[:150].replace("|", "/")
 
 
-Answers = list[tuple[str, str, dict[Way, Result]]]
+Answers = list[tuple[str, str, dict[Setup, Result]]]
 
 
 def _share(results: Answers, database: str) -> str:
     """How many of a database are equal in each way."""
     of = [found for name, _, found in results if name.partition(",")[0] == database]
-    equal = (sum(found[way].outcome is Outcome.EQUAL for found in of) for way in Way)
-    shares = (f"{100 * count / max(1, len(of)):.1f} % ({way})" for way, count in zip(Way, equal, strict=True))
+    equal = (sum(found[way].outcome is Outcome.EQUAL for found in of) for way in Setup)
+    shares = (
+        f"{100 * count / max(1, len(of)):.1f} % ({way})" for way, count in zip(Setup, equal, strict=True)
+    )
     return f"Of `{database}`, {', '.join(shares)} are planned and equal."
 
 
 def page(results: Answers, samples: dict[torch.dtype, int | None]) -> str:
     """The page with its tables."""
-    ran = [answer for answer in results if answer[2][Way.ROOMY].outcome is not Outcome.NOT_EAGER]
+    ran = [answer for answer in results if answer[2][Setup.ROOMY].outcome is not Outcome.NOT_EAGER]
     counts = Counter((database, way, r.outcome) for database, _, found in ran for way, r in found.items())
     kinds = [kind for kind in Outcome if kind is not Outcome.NOT_EAGER]
     rows = []
     for database in dict.fromkeys(database for database, _, _ in ran):
-        for way in Way:
+        for way in Setup:
             numbers = [counts[database, way, kind] for kind in kinds]
             rows.append(f"| {database} | {way} | {' | '.join(map(str, (sum(numbers), *numbers)))} |")
-    causes: dict[tuple[Outcome, str], list[tuple[Way, str]]] = {}
+    causes: dict[tuple[Outcome, str], list[tuple[Setup, str]]] = {}
     for _, name, found in ran:
         for way, result in found.items():
             if result.outcome is not Outcome.EQUAL:
                 causes.setdefault((result.outcome, _cause(result.cause)), []).append((way, name))
     listed = sorted(causes.items(), key=lambda item: (not item[0][0].is_fault, -len(item[1])))
-    columns = f"| outcome | cause | {' | '.join(Way)} | of |"
+    columns = f"| outcome | cause | {' | '.join(Setup)} | of |"
     table = ["", "## Causes", "", columns, "|---|---|---|---|---|---|"]
     for (outcome, cause), cases in listed:
         of = list(dict.fromkeys(re.sub(r" \d+$| \d+, \w+$", "", name) for _, name in cases))
         few = ", ".join(of[:4]) + (f" and {len(of) - 4} more" if len(of) > 4 else "")
         ways = Counter(way for way, _ in cases)
-        table.append(f"| {outcome} | {cause} | {' | '.join(str(ways[way]) for way in Way)} | {few} |")
+        table.append(f"| {outcome} | {cause} | {' | '.join(str(ways[way]) for way in Setup)} | {few} |")
     tried = (
         f"{'all' if most is None else f'at most {most}'} in {str(dtype).removeprefix('torch.')}"
         for dtype, most in samples.items()
@@ -219,7 +221,7 @@ def _seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def _tell(database: str, name: str, found: dict[Way, Result]) -> None:
+def _tell(database: str, name: str, found: dict[Setup, Result]) -> None:
     for way, result in found.items():
         if result.outcome not in (Outcome.EQUAL, Outcome.NOT_EAGER):
             print(f"{database}: {name}: {way}: {result.outcome}: {result.cause[:300]}", flush=True)

@@ -30,7 +30,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     from benchmarks.repositories import families
     from benchmarks.repositories.page import write_page
-    from benchmarks.repositories.run import FAULTS, Way, line_of, read, run_apart, run_here
+    from benchmarks.repositories.run import FAULTS, Setup, line_of, read, run_apart, run_here
 
     entries = families.load()
     if given.manifest:
@@ -41,7 +41,7 @@ def main() -> None:
         parser.error("name the folder of the snapshots: --folder or REPOSITORIES")
     if unknown := set(given.names) - set(entries):
         parser.error(f"no entry is called {', '.join(sorted(unknown))}; there are {', '.join(entries)}")
-    ways = [Way(way) for way in given.way] or [*Way]
+    ways = [Setup(way) for way in given.way] or [*Setup]
     if given.here:
         for name in given.names:
             run_here(name, given.folder, lambda result: sys.stdout.write(line_of(result)), ways)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.repositories.run import FAULTS, Outcome, Result, Way
+from benchmarks.repositories.run import FAULTS, Outcome, Result, Setup
 from benchmarks.repositories.training import Entry
 from stowplan.units import format_bytes
 
@@ -66,8 +66,8 @@ def _parts(entries: Mapping[str, Entry], results: Sequence[Result]) -> Iterator[
     yield _OPENING.format(
         torch=torch.__version__, tight=0.7, tighter=0.6, summary=_summary(ran, published, found, len(entries))
     )
-    yield f"| repository | commit | part | {' | '.join(Way)} | planned peak | eager's | note |\n"
-    yield "|---" * (len(Way) + 6) + "|\n"
+    yield f"| repository | commit | part | {' | '.join(Setup)} | planned peak | eager's | note |\n"
+    yield "|---" * (len(Setup) + 6) + "|\n"
     for name, entry in sorted(ran.items(), key=lambda item: (item[1].repository.lower(), item[0])):
         yield _row(entry, found[name])
     refusals = [result for name in ran for result in found[name].values() if result.words]
@@ -75,7 +75,7 @@ def _parts(entries: Mapping[str, Entry], results: Sequence[Result]) -> Iterator[
         yield "\n## What the refusals and faults say\n\n"
         yield "| entry | way | outcome | words |\n|---|---|---|---|\n"
         for result in refusals:
-            words = re.sub(r"\S*/[\w.-]+\+([\w.-]+)/", r"\1/", result.words).replace("|", "\\|")
+            words = re.sub(r"\S*/(?:pip/|[\w.-]+\+([\w.-]+/))", r"\1", result.words).replace("|", "\\|")
             yield f"| {result.name} | {result.way} | {result.outcome} | {words} |\n"
     yield _CLOSING.format(packages=PACKAGES)
 
@@ -86,13 +86,13 @@ def _summary(
     """How many repositories ran in each way, and what became of them."""
     of = {name: entry.repository for name, entry in ran.items()}
     lines = [f"{len(set(of.values()))} repositories ran, in {len(ran)} of the {known} entries."]
-    equal = {of[name] for name in published if _outcome(found[name], Way.PLAIN) == Outcome.EQUAL}
-    changed = {of[name] for name in ran if _outcome(found[name], Way.PLAIN) == Outcome.EQUAL} - equal
+    equal = {of[name] for name in published if _outcome(found[name], Setup.PLAIN) == Outcome.EQUAL}
+    changed = {of[name] for name in ran if _outcome(found[name], Setup.PLAIN) == Outcome.EQUAL} - equal
     lines.append(
         f"{len(equal)} of the repositories train with equal bits under plain `fit` as they are published,"
         f" {len(changed)} more after the change that their row names."
     )
-    for way in Way:
+    for way in Setup:
         counts = Counter(each[way].outcome for each in found.values() if way in each)
         told = ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())
         lines.append(f"{way}: {told or 'not run'}.")
@@ -101,13 +101,13 @@ def _summary(
     return "\n".join(lines)
 
 
-def _outcome(results: Mapping[str, Result], way: Way) -> str:
+def _outcome(results: Mapping[str, Result], way: Setup) -> str:
     return results[way].outcome if way in results else ""
 
 
 def _row(entry: Entry, results: Mapping[str, Result]) -> str:
-    ways = " | ".join(_outcome(results, way) for way in Way)
-    plain = results.get(Way.PLAIN)
+    ways = " | ".join(_outcome(results, way) for way in Setup)
+    plain = results.get(Setup.PLAIN)
     sizes = (
         [format_bytes(size) if size else "" for size in (plain.planned_bytes, plain.eager_bytes)]
         if plain

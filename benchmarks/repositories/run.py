@@ -46,7 +46,7 @@ _SHOWN = 700  # letters of an error
 _ROUNDING = 1e-3  # of the largest number of a tensor
 
 
-class Way(StrEnum):
+class Setup(StrEnum):
     """The ways in which a network is trained by plans."""
 
     PLAIN = "plain"
@@ -272,7 +272,7 @@ def _compiled(options: dict[str, Any]) -> Fitting:
     return fitting
 
 
-class Trial:
+class Attempt:
     """All ways of one entry, against one run in eager."""
 
     def __init__(self, name: str, make: Callable[[], Training]) -> None:
@@ -296,22 +296,22 @@ class Trial:
 
     def plain(self) -> Result:
         """At a roomy budget and at a tight one."""
-        first = self._way(Way.PLAIN, self.sized)
+        first = self._way(Setup.PLAIN, self.sized)
         if first.outcome != Outcome.EQUAL:
             return first
-        return self._way(Way.PLAIN, _fitted(self._share(_TIGHT), allow=("recompute",)))
+        return self._way(Setup.PLAIN, _fitted(self._share(_TIGHT), allow=("recompute",)))
 
     def optimizer(self) -> Result:
         """The whole iteration: the tight budget, and room for two tensors of state for each parameter."""
         self._size()
         tight = self._share(_TIGHT)
         budgets = lambda name: tight(name) + 2 * self.standing.get(name, 0)  # noqa: E731
-        return self._way(Way.OPTIMIZER, _fitted(budgets, optimizer=True, allow=("recompute",)))
+        return self._way(Setup.OPTIMIZER, _fitted(budgets, optimizer=True, allow=("recompute",)))
 
     def tiles(self) -> Result:
         """With everything allowed, in less."""
         self._size()
-        return self._way(Way.TILES, _fitted(self._share(_TIGHTER), allow=("recompute", "tile", "offload")))
+        return self._way(Setup.TILES, _fitted(self._share(_TIGHTER), allow=("recompute", "tile", "offload")))
 
     def backend(self) -> Result:
         """One budget for all graphs; the smallest if that is larger."""
@@ -320,7 +320,7 @@ class Trial:
         for further in (*_TRIES, 0.0):
             options: dict[str, Any] = {"budget": budget, "moves": _MOVES}
             try:
-                result = self._way(Way.BACKEND, _compiled(options), too_small=bool(further))
+                result = self._way(Setup.BACKEND, _compiled(options), too_small=bool(further))
             except BudgetTooSmall as refusal:
                 budget = int(refusal.minimum_bytes * further)
             else:
@@ -345,9 +345,9 @@ class Trial:
 
         return budget
 
-    def _way(self, way: Way, fitting: Fitting, *, too_small: bool = False) -> Result:
+    def _way(self, way: Setup, fitting: Fitting, *, too_small: bool = False) -> Result:
         begun = time.process_time()
-        gradients = way is not Way.OPTIMIZER
+        gradients = way is not Setup.OPTIMIZER
         result = Result(self.name, way, Outcome.EQUAL, eager_bytes=next(iter(self.eager.values()), 0))
         try:
             found = _trained(self.make, fitting, gradients=gradients)
@@ -401,7 +401,7 @@ def words_of(error: BaseException) -> str:
     return f"{'' if isinstance(error, StowplanError) else type(error).__name__ + ': '}{text}"[:_SHOWN]
 
 
-def run_here(name: str, folder: Path, report: Callable[[Result], object], ways: Sequence[Way]) -> None:
+def run_here(name: str, folder: Path, report: Callable[[Result], object], ways: Sequence[Setup]) -> None:
     """All ways of an entry in this process; each is reported when it ends."""
     torch.set_num_threads(1)
     entry = ENTRIES[name]
@@ -409,22 +409,24 @@ def run_here(name: str, folder: Path, report: Callable[[Result], object], ways: 
     commit = commit_of(checkout)
     if commit != entry.commit:
         words = f"{checkout} is not there" if not commit else f"{checkout} is at {commit}, not {entry.commit}"
-        report(Result(name, Way.PLAIN, Outcome.ABSENT, words))
+        report(Result(name, Setup.PLAIN, Outcome.ABSENT, words))
         return
     prepare(folder, checkout, entry.folders, entry.absent)
     try:
-        trial = Trial(name, partial(entry.make, checkout))
+        attempt = Attempt(name, partial(entry.make, checkout))
     except Exception as error:
         if os.environ.get("TRACE"):
             raise
-        report(Result(name, Way.PLAIN, Outcome.EAGER, words_of(error)))
+        report(Result(name, Setup.PLAIN, Outcome.EAGER, words_of(error)))
         return
-    for way, run in zip(Way, (trial.plain, trial.optimizer, trial.backend, trial.tiles), strict=True):
+    for way, run in zip(
+        Setup, (attempt.plain, attempt.optimizer, attempt.backend, attempt.tiles), strict=True
+    ):
         if way in ways:
             report(run())
 
 
-def run_apart(entry: Entry, folder: Path, seconds: int, ways: Sequence[Way]) -> list[Result]:
+def run_apart(entry: Entry, folder: Path, seconds: int, ways: Sequence[Setup]) -> list[Result]:
     """Ways of an entry in a fork with a limit of processor time, and of ten times that of waiting."""
     reader, writer = os.pipe()
     child = os.fork()

@@ -33,7 +33,7 @@ OPTIMIZERS: Sequence[Any] = optim_db
 OP_DATABASES: Mapping[str, Sequence[Any]] = {"op_db": op_db, "hop_db": hop_db, "custom_op_db": custom_op_db}
 
 
-class Way(StrEnum):
+class Setup(StrEnum):
     """How a step is planned."""
 
     ROOMY = "roomy"  # fit, with a budget that asks for nothing
@@ -230,7 +230,7 @@ def total_of(made: Any, total: Tensor) -> Tensor:
     return total
 
 
-def results_of(entry: Entry, ways: Iterable[Way] = tuple(Way)) -> dict[Way, Result]:
+def results_of(entry: Entry, ways: Iterable[Setup] = tuple(Setup)) -> dict[Setup, Result]:
     """Run an entry in eager, and in each of these ways."""
     try:
         _seed(0)
@@ -275,14 +275,14 @@ class _Loop:
                     parameter.mul_(0.75)
         self.taken += 1
 
-    def plan(self, way: Way) -> Callable[[], Iterable[stowplan.Plan]]:
+    def plan(self, way: Setup) -> Callable[[], Iterable[stowplan.Plan]]:
         """Have the step planned; the plans are there when it has run."""
-        if way is Way.COMPILED:
+        if way is Setup.COMPILED:
             torch._dynamo.reset()
             options: dict[str, Any] = {"budget": ROOMY, "moves": 3}
             self.step = torch.compile(self.model, backend="stowplan", options=options)
             return lambda: plans_for(options)
-        budget: str | int = ROOMY if way is Way.ROOMY else 1
+        budget: str | int = ROOMY if way is Setup.ROOMY else 1
         for _ in range(4):
             try:
                 self.step = stowplan.fit(
@@ -306,12 +306,12 @@ class _Late(Exception):
     """A refusal at the budget that a refusal named."""
 
 
-def _judged(way: Way, loop: _Loop, eager: Sequence[Tensor | None]) -> Result:
+def _judged(way: Setup, loop: _Loop, eager: Sequence[Tensor | None]) -> Result:
     try:
         plans = loop.plan(way)
         planned = loop.run()
     except StowplanError as refusal:
-        at_first = loop.step is loop.model or (way is Way.COMPILED and not loop.taken)
+        at_first = loop.step is loop.model or (way is Setup.COMPILED and not loop.taken)
         return Result(Outcome.REFUSED if at_first else Outcome.LATE, _told(refusal))
     except _Late as late:
         return Result(Outcome.LATE, str(late))
