@@ -1,5 +1,6 @@
 """Loops of every kind in this process: their numbers stay, their parts are named, nothing is left behind."""
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -195,6 +196,12 @@ def kind_bytes(record: Record) -> dict[str, int]:
 
 
 def test_kinds_at_the_peak_are_counted_by_hand(tmp_path: Path) -> None:
+    """In a process of its own, which holds nothing of other tests."""
+    run = f"from pathlib import Path; from {__name__} import by_kinds; by_kinds(Path({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", run], cwd=Path(__file__).parents[2], check=True)
+
+
+def by_kinds(folder: Path) -> None:
     """A linear layer, a ReLU and a square: what lives as backward begins can be written down."""
     n, m, model = 512, 256, nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
     trained = sum(parameter.nbytes for parameter in model.parameters())
@@ -207,7 +214,7 @@ def test_kinds_at_the_peak_are_counted_by_hand(tmp_path: Path) -> None:
             y.square().mean().backward()
             optimizer.step()
 
-    record = seen(tmp_path, loop)
+    record = seen(folder, loop)
     kinds = kind_bytes(record)
     assert kinds["parameters"] == trained
     assert kinds["optimizer state"] == 2 * trained + 4 * 4  # and a count of steps for each
