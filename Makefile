@@ -57,11 +57,9 @@ coverage: ## the test suite under branch coverage, with the processes it starts;
 	$(PYTHON) -m coverage combine
 	$(PYTHON) -m coverage report --skip-covered
 
-SIZE ?= long
-
 .PHONY: bench
 bench: ## all studies and their page, build/bench/index.html: hours, or five minutes with SIZE=short; ONLY="tiles peers" runs a part
-	$(PYTHON) -m benchmarks.suite $(SIZE) $(if $(ONLY),--only $(ONLY))
+	$(PYTHON) -m benchmarks.suite $(or $(SIZE),long) $(if $(ONLY),--only $(ONLY))
 
 .PHONY: pictures
 pictures: ## screenshots of reports on three screens, into build/pictures
@@ -86,8 +84,8 @@ compatibility: ## try every feature on VERSIONS of PyTorch, one environment afte
 	$(PYTHON) -m tools.compatibility $(VERSIONS)
 
 .PHONY: databases
-databases: ## run samples of PyTorch's own databases, and write docs/databases.md (SIZE=short: fewer, long: all)
-	SIZE=$(SIZE) ONLY="$(ONLY)" $(PYTHON) -m benchmarks.databases
+databases: ## run samples of PyTorch's own databases, and write docs/databases.md (SIZE=short: fewer, long: all); RESULTS=FILE goes on with a run
+	SIZE=$(SIZE) ONLY="$(ONLY)" RESULTS="$(RESULTS)" $(PYTHON) -m benchmarks.databases
 
 .PHONY: zoo
 zoo: ## plan tiny models of all installed packages, compare them with eager, and write docs/zoo.md

@@ -1,25 +1,31 @@
 """Every entry of PyTorch's databases through `fit` and `torch.compile`: the run writes docs/databases.md.
 
-An entry is equal, refused with a cause, or a fault. `make databases SIZE=short` tries one sample of each op
-in float32 and of each module, SIZE=long all samples. ONLY="prod max" runs those whose name holds one of these
-words, and writes no page. The page is written anew when a dtype is done. Each part of a database runs in a
+An entry is equal, refused with a cause, or a fault. `make databases` tries one sample of each op in five
+dtypes and of each module, SIZE=short in float32 alone, SIZE=long all samples. ONLY="prod max" runs those
+whose name holds one of these words. The page is written anew when a dtype is done. RESULTS names a file of
+lines that every answer is added to: what has an answer there is left out unless ONLY names it, so a run may
+be made in several parts, and entries may be repeated after a repair. Each part of a database runs in a
 process of its own; if it ends without an answer, the entry that it was at is a fault, and another process
 goes on behind it.
 """
 
 import gc
+import json
 import logging
 import os
 import re
+import resource
 import sys
+import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -46,7 +52,8 @@ _SIZES: dict[str, dict[torch.dtype, int | None]] = {
     "long": dict.fromkeys(_DTYPES, None),
 }
 _OF_A_PART = 30  # ops or modules; what a process gathers is gone with it
-_LIMIT_SECONDS = 300.0  # for one entry: then it counts as crashed
+_LIMIT_SECONDS = 300  # of a processor, for one entry: then it counts as crashed
+_UNTIL_IT_HANGS = 1800.0  # by the clock: a busy machine gives a process a part of a processor
 
 _HEAD = """# Which of PyTorch's own samples were tried?
 
@@ -97,26 +104,64 @@ def _cut(count: int) -> Iterator[slice]:
     return (slice(start, start + _OF_A_PART) for start in range(0, count, _OF_A_PART))
 
 
-def answers(part: Part, words: Sequence[str]) -> Iterator[tuple[str, str, dict[Setup, Result]]]:
-    """The database, name and results of each entry of a part, from processes that may crash."""
+class Answer(NamedTuple):
+    """What became of an entry, and the processor's seconds that it took."""
+
+    database: str
+    name: str
+    found: dict[Setup, Result]
+    seconds: float = 0.0
+
+    @property
+    def entry(self) -> tuple[str, str]:
+        return self.database, self.name
+
+    def line(self) -> str:
+        found = {way: (result.outcome, result.cause) for way, result in self.found.items()}
+        return json.dumps([self.database, self.name, found, round(self.seconds, 2)]) + "\n"
+
+    @classmethod
+    def of_line(cls, line: str) -> "Answer":
+        database, name, told, seconds = json.loads(line)
+        found = {Setup(way): Result(Outcome(outcome), cause) for way, (outcome, cause) in told.items()}
+        return cls(database, name, found, seconds)
+
+
+Answers = Sequence[Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which entries run: those whose name holds one of the words; without words, those not known yet."""
+
+    words: Sequence[str]
+    known: Collection[tuple[str, str]]
+
+    def takes(self, entry: Entry) -> bool:
+        if self.words:
+            return any(word in entry.name for word in self.words)
+        return (entry.database, entry.name) not in self.known
+
+
+def answers(part: Part, choice: Choice) -> Iterator[Answer]:
+    """The answers of the entries of a part, from processes that may crash."""
     context, done = get_context("fork"), 0
     while True:
         ours, theirs = context.Pipe(duplex=False)
-        worker = context.Process(target=_work, args=(theirs, part, words, done))
+        worker = context.Process(target=_work, args=(theirs, part, choice, done))
         worker.start()
         theirs.close()
         at = None
         try:
-            while ours.poll(_LIMIT_SECONDS):
+            while ours.poll(_UNTIL_IT_HANGS):
                 told = ours.recv()
                 if told is None:
                     return
-                if isinstance(told, dict):
-                    assert at is not None
-                    yield *at, told
+                if isinstance(told, Answer):
+                    yield told
                     done += 1
-                at = None if isinstance(told, dict) else told
-            cause = f"no answer in {_LIMIT_SECONDS:.0f} s"
+                at = None if isinstance(told, Answer) else told
+            cause = f"no answer in {_UNTIL_IT_HANGS:.0f} s"
         except EOFError:
             worker.join()
             cause = f"exit code {worker.exitcode}"
@@ -125,15 +170,18 @@ def answers(part: Part, words: Sequence[str]) -> Iterator[tuple[str, str, dict[S
             worker.join()
         if at is None:
             raise RuntimeError(f"{part}: {cause} between entries")
-        yield *at, dict.fromkeys(Setup, Result(Outcome.CRASHED, cause))
+        yield Answer(at[0], at[1], dict.fromkeys(Setup, Result(Outcome.CRASHED, cause)))
         done += 1
 
 
-def _work(told: Connection, part: Part, words: Sequence[str], done: int) -> None:
-    chosen = (e for e in part.entries() if not words or any(word in e.name for word in words))
-    for entry in islice(chosen, done, None):
+def _work(told: Connection, part: Part, choice: Choice, done: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    for entry in islice(filter(choice.takes, part.entries()), done, None):
         told.send((entry.database, entry.name))
-        told.send(results_of(entry))
+        began = time.process_time()
+        resource.setrlimit(resource.RLIMIT_CPU, (int(began) + _LIMIT_SECONDS, hard))
+        found = results_of(entry)
+        told.send(Answer(entry.database, entry.name, found, time.process_time() - began))
     told.send(None)
 
 
@@ -143,12 +191,9 @@ def _cause(text: str) -> str:
     return re.sub(r"\(\d[\d, ]*,?\)", "(...)", plain)[:150].replace("|", "/")
 
 
-Answers = list[tuple[str, str, dict[Setup, Result]]]
-
-
 def _share(results: Answers, database: str) -> str:
     """How many of a database are equal in each way."""
-    of = [found for name, _, found in results if name.partition(",")[0] == database]
+    of = [answer.found for answer in results if answer.database.partition(",")[0] == database]
     equal = (sum(found[way].outcome is Outcome.EQUAL for found in of) for way in Setup)
     shares = (
         f"{100 * count / max(1, len(of)):.1f} % ({way})" for way, count in zip(Setup, equal, strict=True)
@@ -158,19 +203,19 @@ def _share(results: Answers, database: str) -> str:
 
 def page(results: Answers, samples: dict[torch.dtype, int | None]) -> str:
     """The page with its tables."""
-    ran = [answer for answer in results if answer[2][Setup.ROOMY].outcome is not Outcome.NOT_EAGER]
-    counts = Counter((database, way, r.outcome) for database, _, found in ran for way, r in found.items())
+    ran = [answer for answer in results if answer.found[Setup.ROOMY].outcome is not Outcome.NOT_EAGER]
+    counts = Counter((answer.database, way, r.outcome) for answer in ran for way, r in answer.found.items())
     kinds = [kind for kind in Outcome if kind is not Outcome.NOT_EAGER]
     rows = []
-    for database in dict.fromkeys(database for database, _, _ in ran):
+    for database in dict.fromkeys(answer.database for answer in ran):
         for way in Setup:
             numbers = [counts[database, way, kind] for kind in kinds]
             rows.append(f"| {database} | {way} | {' | '.join(map(str, (sum(numbers), *numbers)))} |")
     causes: dict[tuple[Outcome, str], list[tuple[Setup, str]]] = {}
-    for _, name, found in ran:
-        for way, result in found.items():
+    for answer in ran:
+        for way, result in answer.found.items():
             if result.outcome is not Outcome.EQUAL:
-                causes.setdefault((result.outcome, _cause(result.cause)), []).append((way, name))
+                causes.setdefault((result.outcome, _cause(result.cause)), []).append((way, answer.name))
     listed = sorted(causes.items(), key=lambda item: (not item[0][0].is_fault, -len(item[1])))
     columns = f"| outcome | cause | {' | '.join(Setup)} | of |"
     table = ["", "## Causes", "", columns, "|---|---|---|---|---|---|"]
@@ -185,7 +230,10 @@ def page(results: Answers, samples: dict[torch.dtype, int | None]) -> str:
     )
     planned = "\n".join(_share(ran, database) for database in ("op_db", "module_db"))
     head = _HEAD.format(
-        torch=torch.__version__, counts=", ".join(tried), minutes=_seconds() / 60, planned=planned
+        torch=torch.__version__,
+        counts=", ".join(tried),
+        minutes=sum(answer.seconds for answer in results) / 60,
+        planned=planned,
     )
     return head + "\n".join((*rows, *table)) + "\n"
 
@@ -197,34 +245,40 @@ def main() -> None:
     torch.set_num_threads(1)
     words = os.environ.get("ONLY", "").split()
     samples = _SIZES[os.environ.get("SIZE", "")]
-    results: Answers = []
+    kept = Path(named) if (named := os.environ.get("RESULTS")) else None
+    known = {answer.entry: answer for answer in _read(kept)}
     with same_everywhere():
         results_of(next(optimizer_entries()))  # what is imported at first use, no process need import again
         gc.freeze()  # the databases are many objects, among which fit would look for other models
         for number, (dtype, most) in enumerate(samples.items()):
             for part in parts(dtype, most):
-                for answer in answers(part, words):
-                    results.append(answer)
-                    _tell(*answer)
-            if not words:
+                for answer in answers(part, Choice(words, frozenset(known))):
+                    known[answer.entry] = answer
+                    _tell(answer)
+                    if kept is not None:
+                        with kept.open("a", encoding="utf-8") as lines:
+                            lines.write(answer.line())
+            if kept is not None or not words:
                 done = dict(list(samples.items())[: number + 1])
-                PAGE.write_text(page(results, done), encoding="utf-8")
-    outcomes = Counter(str(r.outcome) for _, _, found in results for r in found.values())
-    print(*outcomes.items(), f"{_seconds():.0f} s")
-    if any(r.outcome.is_fault for _, _, found in results for r in found.values()):
+                PAGE.write_text(page(list(known.values()), done), encoding="utf-8")
+    outcomes = Counter(str(r.outcome) for answer in known.values() for r in answer.found.values())
+    print(*outcomes.items())
+    if any(r.outcome.is_fault for answer in known.values() for r in answer.found.values()):
         sys.exit(1)
 
 
-def _seconds() -> float:
-    """Of a processor, in all processes so far."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+def _read(kept: Path | None) -> list[Answer]:
+    if kept is None or not kept.exists():
+        return []
+    return [Answer.of_line(line) for line in kept.read_text(encoding="utf-8").splitlines()]
 
 
-def _tell(database: str, name: str, found: dict[Setup, Result]) -> None:
-    for way, result in found.items():
+def _tell(answer: Answer) -> None:
+    for way, result in answer.found.items():
         if result.outcome not in (Outcome.EQUAL, Outcome.NOT_EAGER):
-            print(f"{database}: {name}: {way}: {result.outcome}: {result.cause[:300]}", flush=True)
+            print(
+                f"{answer.database}: {answer.name}: {way}: {result.outcome}: {result.cause[:300]}", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import stowplan
 from benchmarks.results import Study, spread_of
+from stowplan import Search
 from tests.support.nets import NETS
 
 _NETS = ("gpt", "resnet50")
@@ -37,7 +38,7 @@ def main() -> None:
 
 
 def _share_of_a_step(name: str, model: nn.Module, args: tuple[object, ...]) -> None:
-    fitted = stowplan.fit(model, args, budget="64GiB", moves=3, allow=("recompute",))
+    fitted = stowplan.fit(model, args, budget="64GiB", search=Search(moves=3), allow=("recompute",))
     ask = _asking(fitted, args)
 
     def step() -> None:
@@ -57,7 +58,9 @@ def _thousand_modules() -> None:
     blocks = [(nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(4)) for _ in range(200)]
     model = nn.Sequential(*(nn.Sequential(*block) for block in blocks))
     args = (torch.randn(2, 4),)
-    ask = _asking(stowplan.fit(model, args, budget="1GiB", moves=3, allow=("recompute",)), args)
+    ask = _asking(
+        stowplan.fit(model, args, budget="1GiB", search=Search(moves=3), allow=("recompute",)), args
+    )
     times = [_timed(ask) for _ in range(_MANY)]
     count = len(list(model.modules()))
     _STUDY.tell(f"{count} modules", "stowplan", "guard", median(times), "s", spread_of(times))

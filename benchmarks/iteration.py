@@ -20,7 +20,7 @@ many by an op or a transfer to disk that fails. It counts what is left, and what
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -36,6 +36,7 @@ from torch.optim import AdamW, Optimizer
 
 import stowplan
 from benchmarks.results import Study, ratio_of
+from stowplan import Iteration, Search
 from stowplan.run.measure.measure import measure
 from tests.support.iterations import OPTIMIZERS, Loop, differing
 from tests.support.nets import NETS
@@ -108,13 +109,23 @@ def _hooks(example: Example) -> Method:
     return Method(run, model, tuple(own.values()))
 
 
-def _stowplan(example: Example, fit_options: Mapping[str, Any], *, budget: int = 1, **options: Any) -> Method:
+def _stowplan(
+    example: Example,
+    loop: Mapping[str, Any],
+    *,
+    allow: Sequence[str] | None = None,
+    budget: int = 1,
+    **options: Any,
+) -> Method:
     """In this budget, or in the smallest if that is larger."""
     model, args = example
     optimizer = AdamW(model.parameters(), **options)
 
     def fitted_in(budget: int) -> nn.Module:
-        return stowplan.fit(model, args, budget=budget, optimizer=optimizer, moves=5, **fit_options)
+        iteration = Iteration(optimizer, **loop)
+        return stowplan.fit(
+            model, args, budget=budget, allow=allow, optimizer=iteration, search=Search(moves=5)
+        )
 
     try:
         fitted = fitted_in(budget)
@@ -137,9 +148,9 @@ _METHODS: Mapping[str, Callable[[Example], Method]] = {
         example, {"clip_norm": 1.0, "keep_gradients": True}
     ),
     "stowplan, clipped": lambda example: _stowplan(example, {"clip_norm": 1.0}),
-    "stowplan, state on disk": lambda example: _stowplan(example, {"allow": _OFFLOAD}),
+    "stowplan, state on disk": lambda example: _stowplan(example, {}, allow=_OFFLOAD),
     "stowplan, clipped, state on disk": lambda example: _stowplan(
-        example, {"allow": _OFFLOAD, "clip_norm": 1.0}, budget=_ONE_BACKWARD
+        example, {"clip_norm": 1.0}, allow=_OFFLOAD, budget=_ONE_BACKWARD
     ),
 }
 

@@ -28,6 +28,7 @@ from torch import nn
 
 import stowplan
 from benchmarks.results import ROOT, Study
+from stowplan import Execution
 from tests.support.nets import NETS, Example
 
 _GPT2_PEAK = 1_601_733_640  # bytes, of GPT-2 small in eager
@@ -104,8 +105,8 @@ def deep() -> Figures:
     """A Llama of 100 layers, 18,443 ops, priced by a roofline: search at 0.7 of its peak."""
     from stowplan.capture import capture
     from stowplan.plan.options import PlanOptions
-    from stowplan.plan.plan import Machine
     from stowplan.plan.prices import price_by_roofline
+    from stowplan.plan.pricing import Machine
     from stowplan.plan.select import planner_of
 
     example = NETS["llama"].build("real", device="meta", batch=8, layers=100)
@@ -123,7 +124,10 @@ def kernels() -> Figures:
     """GPT-2 small with compiled kernels: what they take beyond a plan with eager's, children included."""
     example = _built("hf_gpt2")
     fit = partial(stowplan.fit, *example, budget=_GPT2_PEAK * 8 // 10)
-    eager, compiled = (_seconds(partial(fit, kernels=each), _whole_time) for each in ("eager", "compiled"))
+    eager, compiled = (
+        _seconds(partial(fit, execution=Execution(kernels=each)), _whole_time)
+        for each in ("eager", "compiled")
+    )
     return {"seconds": compiled - eager}
 
 
@@ -248,8 +252,8 @@ def _in_tiles(name: str, share: float) -> Figures:
 def _costliest(net: str) -> Mapping[str, float]:
     """Seconds of the ops that take longest, by op, probed without a cache."""
     from stowplan.capture import capture
-    from stowplan.plan.plan import Machine
     from stowplan.plan.prices import price_by_roofline
+    from stowplan.plan.pricing import Machine
     from stowplan.run.cost.machine import device_of
     from stowplan.run.cost.probe import call_signature, costs_of_calls
 

@@ -26,8 +26,8 @@ from stowplan.capture import capture
 from stowplan.ir import Graph
 from stowplan.plan.carry import PlannedSize, carried_point, outline_of
 from stowplan.plan.frontier import frontier_of
-from stowplan.plan.plan import Machine
 from stowplan.plan.prices import price_by_roofline
+from stowplan.plan.pricing import Machine
 from stowplan.plan.problem import Problem, slices_last
 from stowplan.plan.select import problem_in_order
 from tests.support.nets import NETS

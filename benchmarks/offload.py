@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.results import Study, ratio_of
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall, TierDamaged
 from stowplan.plan.judge.simulate import simulate
-from stowplan.plan.judge.verify import verify
-from stowplan.plan.options import PlanOptions, Prefer
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.run.measure.measure import measure
@@ -92,7 +92,7 @@ def time_lines(name: str, shares: Sequence[float], tier: DiskTier) -> Iterator[s
     planner = Planner.of(captured.graph, pricing, options=PlanOptions(allow=("offload",)))
     plain = StraightStep(captured, example.model, steps=baseline_steps(captured.graph))
     for share in shares:
-        plan = verify(planner.plan(_between(planner.minimum_bytes, planner.plain_peak_bytes, share)))
+        plan = planner.plan(_between(planner.minimum_bytes, planner.plain_peak_bytes, share))
         moved = StraightStep(captured, example.model, steps=plan.steps, tier=tier)
         yield _time_line(name, example, plan, plain, moved)
 
@@ -132,7 +132,9 @@ def joint_lines(name: str, shares: Sequence[float]) -> Iterator[str]:
     model, args = NETS[name].build("tiny", **SMALL_SIZES[name])
     subject = Subject(capture(model, args), model, args, {})
     planners = {
-        words: step_planner(subject, options=PlanOptions(allow=words, prefer=Prefer.TIME, moves=_MOVES))
+        words: step_planner(
+            subject, options=PlanOptions(allow=words, search=Search(prefer="time", moves=_MOVES))
+        )
         for words in (*((word,) for word in ALONE), ALONE)
     }
     offers = planners[ALONE].plain.tradeoffs()

@@ -38,10 +38,12 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.page import write_section
 from benchmarks.results import Study, spread_of
+from stowplan import Execution
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
 from stowplan.ops.effects import FUSED
-from stowplan.plan.options import Kernels, PlanOptions
+from stowplan.plan.judge.verify import verify
+from stowplan.plan.options import KernelChoice, PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.run.cost.machine import user_folder
 from stowplan.run.kernels.kernel import Kernel
@@ -135,7 +137,7 @@ class _Peers:
 
     backends: tuple[str, ...] = ("aot_eager_decomp_partition", "inductor")
     ratios: tuple[float, ...] = RATIOS
-    kernels: tuple[str, ...] = ("eager",)
+    kernels: tuple[KernelChoice, ...] = ("eager",)
     clock: Callable[[], float] = perf_counter
     limit_seconds: float | None = None  # after which no round begins, once three are done
     errors: bool = False  # whether gradients are compared with float64
@@ -193,17 +195,18 @@ def _goals(example: Example, eager_bytes: int) -> dict[str, int]:
     return {name: always + activation_bytes // part for name, part in shares.items()}
 
 
-def _answers(example: Example, wishes: dict[str, int], kernels: str) -> list[Method]:
+def _answers(example: Example, wishes: dict[str, int], kernels: KernelChoice) -> list[Method]:
     """A method for each plan that the wishes lead to; several may lead to one."""
     model, args = example
     captured = capture(model, args)
-    options = PlanOptions(allow=("recompute",), kernels=kernels)
+    options = PlanOptions(allow=("recompute",), execution=Execution(kernels=kernels))
     planner = step_planner(Subject(captured, model, args, {}), options)
     answers: list[Method] = []
     before: Plan | None = None
     for wish, allowed_bytes in sorted(wishes.items(), key=lambda pair: pair[1]):
         try:
-            plan, candidate = planner.answer(allowed_bytes)
+            draft, candidate = planner.answer(allowed_bytes)
+            plan = verify(draft)
         except BudgetTooSmall as refusal:
             print(f"  no plan for {wish}: {refusal}")
             continue
@@ -211,7 +214,7 @@ def _answers(example: Example, wishes: dict[str, int], kernels: str) -> list[Met
             answers.append(_planned(plan, candidate, example, kernels))
             before = plan
         answers[-1].answers.append(wish)
-    if kernels != Kernels.EAGER and planner.compiled is not None:
+    if kernels != "eager" and planner.compiled is not None:
         print("\n".join(_profile(planner.compiled, planner.baseline.seconds)), flush=True)
     return answers
 
@@ -238,7 +241,7 @@ def _profile(candidate: StepCandidate, eager_seconds: float) -> Iterator[str]:
 
 def _planned(plan: Plan, candidate: StepCandidate, example: Example, kernels: str) -> Method:
     step = PlannedStep(plan, candidate.captured).bound_to(example.model)
-    told = "stowplan" if kernels == Kernels.EAGER else f"stowplan, {len(plan.kernels)} kernels compiled,"
+    told = "stowplan" if kernels == "eager" else f"stowplan, {len(plan.kernels)} kernels compiled,"
     return Method(
         f"{told} at {plan.projected_peak_bytes / 2**20:.2f} MiB",
         _calling(step, example.args),

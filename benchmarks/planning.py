@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.results import Study
 from stowplan.capture import capture
-from stowplan.plan.plan import Machine
 from stowplan.plan.planner import Planner
 from stowplan.plan.prices import price_by_roofline
+from stowplan.plan.pricing import Machine
 from tests.support.nets import NETS
 
 DEPTHS = {"gpt": (6, 12, 19, 38), "llama": (12, 25, 50, 100)}

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, cos, floor, log10, pi, sin
 
-from stowplan.report.picture.letters import width_of
-from stowplan.report.picture.shapes import SIZE, Area, Drawing, Line, Shape, Text
+from stowplan.report.picture.shapes import Area, Drawing, Polyline, Shape, Text, width_of
 
 WIDTH, HEIGHT = 720, 320
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 18, 40, 44
@@ -112,11 +111,11 @@ def _round_step(step: float) -> float:
 def _axes(across: _Scale, upwards: _Scale) -> Iterator[Shape]:
     for mark in upwards.marks():
         y = upwards.at(mark)
-        yield Line(((_LEFT, y), (WIDTH - _RIGHT, y)), _GRID)
+        yield Polyline(((_LEFT, y), (WIDTH - _RIGHT, y)), _GRID)
         yield Text(_LEFT - 6, y + 4, upwards.axis.told(mark), "end", _FAINT)
     for mark in across.marks():
         x = across.at(mark)
-        yield Line(((x, _TOP), (x, HEIGHT - _BOTTOM)), _GRID)
+        yield Polyline(((x, _TOP), (x, HEIGHT - _BOTTOM)), _GRID)
         yield Text(x, HEIGHT - _BOTTOM + 16, across.axis.told(mark), "middle", _FAINT)
     yield Text((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 8, across.axis.title, "middle", _FAINT)
     yield Text(8, _TOP - 8, upwards.axis.title, "start", _FAINT)
@@ -126,10 +125,10 @@ def _drawn(series: Sequence[Series], across: _Scale, upwards: _Scale) -> Iterato
     for each in series:
         places = [(across.at(point.x), upwards.at(point.y)) for point in each.points]
         if each.joined:
-            yield Line(tuple(sorted(places)), each.colour, 1.2)
+            yield Polyline(tuple(sorted(places)), each.colour, 1.2)
         for point, (x, y) in zip(each.points, places, strict=True):
             if point.spread:
-                yield Line(tuple((x, upwards.at(end)) for end in point.spread), each.colour, 1.2)
+                yield Polyline(tuple((x, upwards.at(end)) for end in point.spread), each.colour, 1.2)
             yield _dot(x, y, each.colour)
 
 
@@ -138,7 +137,7 @@ def _legend(series: Sequence[Series]) -> Iterator[Shape]:
     for each in series:
         yield _dot(x + 5, 14, each.colour)
         yield Text(x + 14, 18, each.name, "start", _INK)
-        x += 34 + width_of(each.name, SIZE)
+        x += 34 + width_of(each.name)
 
 
 def _dot(x: float, y: float, colour: str) -> Area:

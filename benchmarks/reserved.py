@@ -6,7 +6,7 @@ Each network is captured without memory and planned for 70 % of the baseline's p
 Ratios are to the requested peak: reserved as it is, with held segments, with held blocks (and how many in an
 iteration, and the seconds of both searches), with expandable segments; the floor
 that no placement of blocks passes, because the small and the large pool share nothing; the step in an arena
-as `fit(..., arena=True)` runs it, requested and reserved with held segments; and the bytes of one arena for
+as `Execution(arena=True)` runs it, requested and reserved with held segments; and the bytes of one arena for
 everything, if every op wrote to given memory and needed no other. The kernels that write to given memory are
 those of the CPU, and are not probed here. The last column is the growth after the first iteration.
 """
@@ -22,9 +22,9 @@ from stowplan.plan.allocator.arena import lay_out
 from stowplan.plan.allocator.projection import project
 from stowplan.plan.allocator.settings import AllocatorSettings
 from stowplan.plan.explain.timeline import packed_bytes_of, timeline_of_plan
-from stowplan.plan.plan import Machine
 from stowplan.plan.planner import Planner
 from stowplan.plan.prices import price_by_roofline
+from stowplan.plan.pricing import Machine
 from stowplan.run.step.arena import placements_of
 from tests.support.nets import NETS
 

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.results import Study, ratio_of
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Selector
 from stowplan.run.cost.machine import free_bytes
@@ -72,7 +74,9 @@ def main() -> None:
         example = NETS[case.net].build("real", device="cpu", dtype=torch.float32, seed=0, **case.settings)
         started = perf_counter()
         subject = Subject(capture(*example), *example, {})
-        planner = step_planner(subject, options=PlanOptions(prefer=options.prefer, moves=options.moves))
+        planner = step_planner(
+            subject, options=PlanOptions(search=Search(prefer=options.prefer, moves=options.moves))
+        )
         tried_seconds = round(perf_counter() - started, 1)
         for allowed in allowances(case, example, planner, options.shares):
             about: Findings = {"case": name, "threads": options.threads, "tried_seconds": tried_seconds}
@@ -123,7 +127,8 @@ def _found(
     }
     started = perf_counter()
     try:
-        plan, way = planner.answer(allowed)
+        draft, way = planner.answer(allowed)
+        plan = verify(draft)
     except BudgetTooSmall as fault:
         share = round((fault.minimum_bytes - standing) / (plain - standing), 3)
         return found | {"smallest_bytes": fault.minimum_bytes, "smallest_share": share}

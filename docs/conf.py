@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 project, author, release = "stowplan", "the stowplan authors", stowplan.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["sphinx.ext.napoleon", "myst_parser", "sphinx.ext.autodoc"]
 html_theme, html_title, html_show_copyright = "furo", f"stowplan {release}", False
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write `name` as Markdown does
@@ -43,6 +43,7 @@ CONTENTS = {
         "public-names",
     ),
     "Understand": (
+        "tour",
         "concepts",
         "glossary",
         "design",

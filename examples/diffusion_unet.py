@@ -5,6 +5,7 @@ from diffusers import DDPMScheduler, UNet2DModel
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 
 
 class NoiseLoss(nn.Module):
@@ -35,7 +36,7 @@ def train(budget: str | None, steps: int = 3) -> tuple[list[float], nn.Module]:
     images = torch.randn(4, 3, 32, 32)
     example = (images, torch.zeros(4, dtype=torch.long), images.clone())  # other tensors, as in training
     if budget is not None:
-        model = stowplan.fit(model, example, budget=budget, gap=0.05)
+        model = stowplan.fit(model, example, budget=budget, search=Search(gap=0.05))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(steps):

@@ -13,6 +13,7 @@ from monai.networks.nets.basic_unet import BasicUNet
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.units import format_bytes
 
 
@@ -41,7 +42,7 @@ def train(side: int, budget: str | None, steps: int = 2) -> tuple[list[float], n
     """The losses of a few steps, and the model."""
     model, (volume, labels) = step(side)
     if budget is not None:
-        model = stowplan.fit(model, (volume, labels), budget=budget, gap=0.05)
+        model = stowplan.fit(model, (volume, labels), budget=budget, search=Search(gap=0.05))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(steps):

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 import stowplan
 from examples.training_script import Network
+from stowplan import Search
 from stowplan.run.shards.checkpoints import Checkpoints
 
 STEPS = 6
@@ -34,7 +35,7 @@ def train(folder: Path, budget: str, lost_in: int = 0) -> str:
     model = Network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     mesh = f"space={dist.get_world_size()}"
-    model = stowplan.fit(model, (images, labels), budget=budget, mesh=mesh, moves=50)
+    model = stowplan.fit(model, (images, labels), budget=budget, mesh=mesh, search=Search(moves=50))
     shards = stowplan.shards_of(model)
     folder.mkdir(parents=True, exist_ok=True)
     stowplan.plans_of(model)[0].save(folder / f"worker{dist.get_rank()}.plan.json")

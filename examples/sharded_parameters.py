@@ -17,6 +17,7 @@ from torch import Tensor
 
 import stowplan
 from examples.several_workers import connect
+from stowplan import Iteration, Mesh, Search
 from stowplan.demo import GPT
 from stowplan.run.shards.checkpoints import Checkpoints
 
@@ -39,11 +40,9 @@ def train(folder: Path, budget: str, steps: int = STEPS, mesh: str = "") -> dict
         model,
         batch_of(1),
         budget=budget,
-        mesh=mesh or f"data={dist.get_world_size()}",
-        parameters="shard",
-        optimizer=optimizer,
-        clip_norm=1.0,
-        moves=50,
+        mesh=Mesh(mesh or f"data={dist.get_world_size()}", parameters="shard"),
+        optimizer=Iteration(optimizer, clip_norm=1.0),
+        search=Search(moves=50),
     )
     shards = stowplan.shards_of(fitted)
     checkpoints = Checkpoints(folder, shards.workers, fitted, optimizer)

@@ -7,17 +7,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from stowplan import Search
 from stowplan.cli.main import main
 from stowplan.formats.door import read_document
 from stowplan.ir import Kind
+from stowplan.plan.draft import Exactness
 from stowplan.plan.files import plan_file
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Exactness, Keep, Offload, Plan, Recompute
+from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.prices import price_by_macs
 from stowplan.plan.select import Tradeoff, planner_of
 from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.plan.shards.projection import Projection
+from stowplan.plan.shards.projection import MeshProjection
+from stowplan.plan.steps import Keep, Offload, Recompute
 from stowplan.report.plan import show_frontier
 from stowplan.report.simulate import show_projections
 from stowplan.units import format_bytes
@@ -29,7 +32,7 @@ SAMPLE = Path(__file__).parent / "formats" / "samples" / "chainer.txt"
 @pytest.fixture(scope="module")
 def planner() -> Planner:
     graph = read_document(SAMPLE, saved="retain").graph
-    return Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=300))
+    return Planner.of(graph, price_by_macs(graph), options=PlanOptions(search=Search(moves=300)))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +54,9 @@ def _said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_frontier_has_a_row_from_the_smallest_budget_to_the_baseline() -> None:
     graph = read_document(SAMPLE, saved="retain").graph
-    planner = planner_of(graph, price_by_macs(graph), options=PlanOptions(allow=("recompute",), moves=100))
+    planner = planner_of(
+        graph, price_by_macs(graph), options=PlanOptions(allow=("recompute",), search=Search(moves=100))
+    )
     console = Console(file=StringIO(), width=100)
     show_frontier(planner.tradeoffs(), planner.baseline.seconds, console)
     assert isinstance(console.file, StringIO)
@@ -89,7 +94,7 @@ def test_lines_keep_to_the_columns_that_are_told(
 
 @pytest.mark.parametrize("columns", [80, 40])
 def test_a_simulated_mesh_fits_into_narrow_terminals(columns: int) -> None:
-    many = Projection(
+    many = MeshProjection(
         mesh=parse_mesh("data=4096"),
         compute_seconds=1.0,
         network_seconds=0.2,

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from benchmarks.databases import Answer, Choice, Part, answers, page
 from tests.support.databases import (
     Entry,
     Outcome,
+    Result,
+    Setup,
     module_entries,
     op_entries,
     optimizer_entries,
@@ -46,3 +49,30 @@ def test_entries_are_equal_or_refused_with_a_cause() -> None:
     ]
     assert not faults, "\n".join(faults)
     assert sum(result.outcome is Outcome.EQUAL for *_, result in results) >= 0.9 * len(results)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_it_ended() -> None:
+    part = Part("optim_db", slice(0, 1))
+    found = list(answers(part, Choice((), ())))
+    read = [Answer.of_line(answer.line()) for answer in found]
+    known = frozenset(answer.entry for answer in read)
+    assert [answer.entry for answer in read] == [answer.entry for answer in found]
+    assert all(one.found == other.found for one, other in zip(read, found, strict=True))
+    assert not list(answers(part, Choice((), known)))
+    again = list(answers(part, Choice(("weight_decay",), known)))
+    assert 0 < len(again) < len(known)
+
+
+def test_the_page_counts_each_way_and_groups_causes() -> None:
+    refused = Result(Outcome.REFUSED, "CaptureError: net.py:3: it reads (2, 3) values; do not")
+    results = [
+        Answer("op_db, float32", "abs 0", dict.fromkeys(Setup, Result(Outcome.EQUAL)), 30.0),
+        Answer("op_db, float32", "item 0", dict.fromkeys(Setup, refused), 30.0),
+        Answer("op_db, float32", "none 0", dict.fromkeys(Setup, Result(Outcome.NOT_EAGER)), 60.0),
+    ]
+    text = page(results, {torch.float32: 1})
+    assert "Of `op_db`, 50.0 % (roomy)" in text
+    assert "took 2 minutes" in text
+    assert "| op_db, float32 | tight | 2 | 1 | 1 | 0 | 0 | 0 | 0 |" in text
+    assert "| refused | it reads (...) values | 1 | 1 | 1 | item |" in text

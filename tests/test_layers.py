@@ -16,7 +16,12 @@ ROOT = Path(__file__).parents[1]
 
 # Tests of the benchmarks and examples themselves; all others take what they share from `tests.support`.
 MAY_IMPORT = {
-    "benchmarks": {"tests/test_benchmarks.py", "tests/test_tools.py", "tests/test_zoo.py"},
+    "benchmarks": {
+        "tests/test_benchmarks.py",
+        "tests/test_databases.py",
+        "tests/test_tools.py",
+        "tests/test_zoo.py",
+    },
     "examples": {"tests/integrations/test_integrations.py", "tests/run/shards/test_torchrun.py"},
 }
 
@@ -29,6 +34,7 @@ LAYERS = (
     ("ops",),
     ("formats", "capture", "analyse"),
     ("plan",),
+    ("request",),
     ("run",),
     ("observe",),
     ("report",),

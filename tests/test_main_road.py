@@ -17,7 +17,7 @@ SOURCE = Path(stowplan.__file__).parent
 TESTS = Path(__file__).parent
 TECHNIQUES = ("tiles", "offload", "shards")
 
-UNTILED = """
+MODEL = """
 import json, sys
 import torch
 from torch import nn
@@ -35,7 +35,9 @@ class Chain(nn.Module):
 
 
 x = torch.randn(512, 64)
-fitted = stowplan.fit(Chain(), (x,), budget=900_000, moves=3, allow=("recompute",))
+"""
+UNTILED = f"""{MODEL}
+fitted = stowplan.fit(Chain(), (x,), budget=900_000, search=stowplan.Search(moves=3), allow=("recompute",))
 fitted(x).backward()
 print(json.dumps([name for name in sys.modules if name.split(".")[0] == "stowplan"]))
 """
@@ -102,3 +104,32 @@ def test_without_a_technique_the_rest_works(technique: str, tmp_path: Path) -> N
         check=False,
     )
     assert run.returncode == 0, run.stdout[-3000:]
+
+
+DEPTH = f"""{MODEL}
+from stowplan.plan.judge import verify
+
+depths = []
+
+
+def count(frame, event, _):
+    if event == "call" and frame.f_code is verify.verify.__code__ and not depths:
+        calls = 1
+        while frame.f_code is not stowplan.fit.__wrapped__.__code__:
+            frame = frame.f_back
+            calls += "stowplan" in frame.f_code.co_filename
+        depths.append(calls)
+
+
+sys.setprofile(count)
+stowplan.fit(Chain(), (x,), budget=900_000, search=stowplan.Search(moves=3))
+sys.setprofile(None)
+print(depths[0])
+"""
+MOST_CALLS = 10
+"""From `fit` to `verify`, both counted. It was 17 to the first plan, and shall be 8."""
+
+
+def test_the_road_from_fit_to_a_plan_is_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert int(_python(DEPTH, SOURCE.parent)) <= MOST_CALLS

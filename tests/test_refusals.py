@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.cli.main import main
 from stowplan.errors import BadUse, BudgetTooSmall
 
@@ -167,7 +168,7 @@ def test_misuse_of_fit() -> None:
 
 @pytest.mark.slow
 def test_a_shape_that_does_not_fit_is_told_when_it_comes() -> None:
-    model = stowplan.fit(Little(), (torch.randn(64, 16),), budget="1MiB", moves=20)
+    model = stowplan.fit(Little(), (torch.randn(64, 16),), budget="1MiB", search=Search(moves=20))
     with pytest.raises(BudgetTooSmall) as refused:
         model(torch.randn(64_000, 16))
     (note,) = refused.value.__notes__

@@ -11,7 +11,7 @@ import pytest
 import stowplan
 from stowplan import errors
 from stowplan.cli.main import VERBS, main
-from stowplan.plan.plan import Decision, Step
+from stowplan.plan.steps import Decision, Step
 
 ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"

@@ -18,16 +18,16 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 from rich.text import Text
 
-from stowplan import api
+from stowplan import Search, api
 from stowplan.capture import capture
 from stowplan.formats import chainer
 from stowplan.plan.explain.peers import Peer
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Machine, Tier
 from stowplan.plan.planner import Planner
 from stowplan.plan.prices import price_by_macs, price_by_roofline
+from stowplan.plan.pricing import Machine, Tier
 from stowplan.report.files import opened, write_report
-from stowplan.report.page import Subject, subject_of
+from stowplan.report.page import PageSubject, subject_of
 from tests.support.nets import NETS, Example
 from tests.support.pages import browser, tiled_plan_of, written
 
@@ -40,7 +40,7 @@ DISK = Tier("disk", 1 << 40, store_bytes_per_second=4e8, load_bytes_per_second=8
 
 
 @cache
-def unet_plans() -> tuple[Subject, Subject]:
+def unet_plans() -> tuple[PageSubject, PageSubject]:
     """Two plans of the U-Net document, the first with the frontier of both."""
     graph = chainer.read(UNET.read_text(encoding="utf-8"), chainer.SavedView.RETAIN).graph
     planner = Planner.of(graph, price_by_macs(graph))
@@ -51,20 +51,20 @@ def unet_plans() -> tuple[Subject, Subject]:
     )
 
 
-def offloading() -> Subject:
+def offloading() -> PageSubject:
     """A plan of a small ResNet-50 with a disk, at its smallest budget."""
     graph = capture(*NETS["resnet50"].build("tiny")).graph
     pricing = replace(price_by_roofline(graph, Machine()), tier=DISK)
-    planner = Planner.of(graph, pricing, PlanOptions(("recompute", "offload"), moves=400))
+    planner = Planner.of(graph, pricing, PlanOptions(("recompute", "offload"), search=Search(moves=400)))
     return subject_of(planner.plan(planner.minimum_bytes), "a plan that offloads")
 
 
-def tiled() -> Subject:
+def tiled() -> PageSubject:
     """The U-Net document in tiles."""
     return subject_of(tiled_plan_of(UNET, 400 << 20), "U-Net within 400 MiB")
 
 
-def run() -> Subject:
+def run() -> PageSubject:
     """A step that was run and measured."""
     return subject_of(api.check("examples.unet:step", "329MiB"), "unet.run.json")
 
@@ -74,17 +74,19 @@ def vit() -> Example:
     return NETS["vit"].build("real")
 
 
-def vit_run() -> Subject:
+def vit_run() -> PageSubject:
     """That step, run and measured in the memory that the sentence names."""
     return subject_of(api.check("tools.pictures:vit", "215.3MiB", steps=1), "ViT-S")
 
 
-def gpt() -> Subject:
+def gpt() -> PageSubject:
     """The GPT of `stowplan demo` in half of its memory."""
-    return subject_of(api.plan_for("stowplan.demo:gpt", 58 << 20, gap=0.05), "gpt_58MiB.plan.json")
+    return subject_of(
+        api.plan_for("stowplan.demo:gpt", 58 << 20, search=Search(gap=0.05)), "gpt_58MiB.plan.json"
+    )
 
 
-def workers() -> list[Subject]:
+def workers() -> list[PageSubject]:
     """The plans of three workers, from a run of examples/several_workers.py."""
     with TemporaryDirectory() as folder:
         _told("torchrun --standalone --nproc-per-node 3 -m examples.several_workers", folder)
@@ -134,7 +136,7 @@ def _page_taken(name: str, html: str, width: int, height: int) -> None:
 
 def taken(
     name: str,
-    *subjects: Subject,
+    *subjects: PageSubject,
     show: str = "",
     width: int = 1280,
     height: int = 800,

@@ -20,9 +20,9 @@ in eager and again in each way: *plain* is `fit` at a roomy budget, and with rec
 room for the optimizer's state; *tiles, offload* allows all three techniques at {tighter}; *backend* is
 `torch.compile(backend="stowplan")` at 0.9 of eager's peak. A budget that is refused is raised to the
 smallest. *Equal* means that losses, gradients, parameters, buffers, optimizer state and the state of
-PyTorch's generator have the same bits, and that the measured peak of a single network is within its
-budget. *Within rounding* is said of plans with tiles: the first iteration is compared. The optimizers
-are the repository's where it sets one, else AdamW.
+PyTorch's generator have the same bits, and that the measured peak of a single network that
+returns its loss is within its budget. *Within rounding* is said of plans with tiles: the first iteration
+is compared. The optimizers are the repository's where it sets one, else AdamW.
 
 {summary}
 

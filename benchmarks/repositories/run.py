@@ -30,8 +30,10 @@ from torch.optim import Optimizer
 import stowplan
 from benchmarks.repositories.sources import commit_of, folder_of, prepare
 from benchmarks.repositories.training import ENTRIES, Entry, Networks, Training, tensors_in
+from stowplan import Search
 from stowplan.errors import BudgetTooSmall, StowplanError
-from stowplan.plan.plan import Exactness, Plan
+from stowplan.plan.draft import Exactness
+from stowplan.plan.plan import Plan
 from stowplan.run.backend.compile import plans_for
 from stowplan.run.measure.measure import measure
 
@@ -157,8 +159,8 @@ def _copy(value: object) -> object:
 
 
 def _measured(training: Training, fitted: _Fitted, optimizers: Sequence[Optimizer]) -> int:
-    """The peak of one more iteration of a single planned network; the step counts if it is planned."""
-    if len(training.networks) > 1 or len(fitted.plans) != 1:
+    """The peak of one more iteration of one planned network with its loss, and the step if it is planned."""
+    if len(training.networks) > 1 or len(fitted.plans) != 1 or training.outputs == "all":
         return 0
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -238,7 +240,11 @@ def _fitted(budgets: Callable[[str], int], *, optimizer: bool = False, **options
         networks, plans, first = dict(training.networks), list[Plan](), 0
         optimizers = training.optimizers(training.networks) if optimizer else ()
         for place, (name, arguments) in enumerate(training.arguments.items()):
-            more = {"outputs": training.outputs, "time_limit": _SEARCH, "moves": _MOVES, **options}
+            more = {
+                "outputs": training.outputs,
+                "search": Search(time_limit=_SEARCH, moves=_MOVES),
+                **options,
+            }
             if optimizer:
                 more["optimizer"] = optimizers[place]
             budget = budgets(name)

@@ -103,6 +103,30 @@ def one(
     return Training({"model": model.train()}, {"model": batches(drawn(0))}, optimizers, iteration)
 
 
+def looped(
+    net: nn.Module,
+    batches: Callable[[torch.Generator], Arguments],
+    loss: Callable[..., Any],
+    *,
+    given: int = 1,
+    optimizer: Callable[[Iterable[Tensor]], Optimizer] = lambda p: torch.optim.AdamW(p, 1e-3),
+) -> Training:
+    """One network that takes the first `given` values of a batch; `loss(net, *batch)` is the loop's."""
+
+    def iteration(networks: Networks, optimizers: Sequence[Optimizer], seed: int) -> list[Tensor]:
+        found: Tensor = loss(networks["model"], *batches(drawn(seed)))
+        torch.autograd.backward(found)
+        for each in optimizers:
+            each.step()
+        return [found]
+
+    def optimizers(networks: Networks) -> Sequence[Optimizer]:
+        return [optimizer([p for p in networks["model"].parameters() if p.requires_grad])]
+
+    arguments = {"model": batches(drawn(0))[:given]}
+    return Training({"model": net.train()}, arguments, optimizers, iteration, outputs="all")
+
+
 def drawn(seed: int) -> torch.Generator:
     """The generator of one batch."""
     return torch.Generator().manual_seed(seed)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from stowplan.capture import capture
-from stowplan.plan.plan import Machine
 from stowplan.plan.prices import price_by_roofline
+from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.plan.shards.projection import Network, expected_most, project
 from stowplan.plan.shards.seeds import seeds_for

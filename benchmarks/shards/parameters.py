@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Optimizer
 
 from benchmarks.results import Study
-from stowplan import fit, plans_of, shards_of
+from stowplan import Mesh, Search, fit, plans_of, shards_of
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.shards import early_gathers
 from stowplan.plan.shards.mesh import parse_mesh
@@ -106,7 +106,7 @@ def _stowplan(example: Example, budget: int | str, allow: tuple[str, ...] = ("re
     model, args = example
     optimizer = AdamW(model.parameters())
     mesh = f"data={dist.get_world_size()}"
-    how = {"mesh": mesh, "parameters": "shard", "moves": _MOVES, "allow": allow}
+    how = {"mesh": Mesh(mesh, parameters="shard"), "search": Search(moves=_MOVES), "allow": allow}
     fitted = fit(model, args, budget=budget, optimizer=optimizer, **how)  # type: ignore[arg-type]
     shares, _ = shards_of(fitted).share(*args)
     (plan,) = plans_of(fitted)

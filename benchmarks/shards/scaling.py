@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.results import Study, spread_of
-from stowplan import fit, shards_of
+from stowplan import Mesh, Search, fit, shards_of
 from stowplan.analyse.facts import costs_of
 from stowplan.run.shards.processes import MeshLike
 from stowplan.run.shards.step import ShardedStep
@@ -113,7 +113,9 @@ def step_on(mesh: MeshLike, work: Work, size: Size) -> tuple[float, Callable[[],
 def _with_shards(
     model: nn.Module, args: tuple[Tensor, Tensor], work: Work
 ) -> tuple[float, Callable[[], None]]:
-    fitted = fit(model, args, budget=_ROOMY, mesh=work.mesh, parameters="shard", moves=_MOVES)
+    fitted = fit(
+        model, args, budget=_ROOMY, mesh=Mesh(work.mesh, parameters="shard"), search=Search(moves=_MOVES)
+    )
     step = shards_of(fitted)
     shares, _ = step.share(*args)
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import stowplan
 from benchmarks.zoo.cases import Batch, Case, Training, package
+from stowplan import Search
 from stowplan.errors import BudgetTooSmall, StowplanError
 from stowplan.run.backend.compile import plans_for
 from stowplan.run.measure.measure import measure
@@ -126,7 +127,9 @@ def _compared(model: nn.Module, case: Case) -> tuple[str, str, tuple[int, int, i
 
 def _fitted(model: nn.Module, batch: Batch, budget: int) -> nn.Module:
     torch.manual_seed(0)
-    return stowplan.fit(copy.deepcopy(model), (), batch, budget=budget, allow=["recompute"], moves=_MOVES)
+    return stowplan.fit(
+        copy.deepcopy(model), (), batch, budget=budget, allow=["recompute"], search=Search(moves=_MOVES)
+    )
 
 
 def _trained(model: nn.Module, case: Case, peaks: list[int] | None = None) -> list[tuple[str, Tensor]]:

@@ -29,11 +29,12 @@ from stowplan.errors import (
 
 if TYPE_CHECKING:
     from stowplan.api import check, convert, explain, inspect, load_plan, planner_for, read_document
-    from stowplan.plan.options import PlanOptions
+    from stowplan.plan.options import Execution, PlanOptions, Search
     from stowplan.plan.plan import Plan
+    from stowplan.request import Iteration, Mesh, Shapes
     from stowplan.run.fit import fit, plans_of
     from stowplan.run.project import project
-    from stowplan.run.shapes import scan, shape_costs
+    from stowplan.run.shape_costs import scan, shape_costs
     from stowplan.run.shards.fit import choices_of, shards_of
 
 __version__ = "0.2.0"
@@ -43,9 +44,12 @@ __all__ = [
     "BadUse",
     "BudgetTooSmall",
     "CaptureError",
+    "Execution",
     "IllegalPlan",
     "InvalidGraph",
+    "Iteration",
     "MalformedOp",
+    "Mesh",
     "MissingRule",
     "NotFinite",
     "NotTileable",
@@ -54,6 +58,8 @@ __all__ = [
     "PlanOfAnotherStep",
     "PlanOptions",
     "PlanTooSlow",
+    "Search",
+    "Shapes",
     "StowplanError",
     "TensorChanged",
     "TierDamaged",
@@ -81,14 +87,19 @@ __all__ = [
 
 # Looked up when first asked for: importing stowplan is quick, and only what runs models brings torch.
 _HOMES = {
+    "Execution": "stowplan.plan.options",
+    "Iteration": "stowplan.request",
+    "Mesh": "stowplan.request",
     "Plan": "stowplan.plan.plan",
     "PlanOptions": "stowplan.plan.options",
+    "Search": "stowplan.plan.options",
+    "Shapes": "stowplan.request",
     "fit": "stowplan.run.fit",
     "plans_of": "stowplan.run.fit",
     "project": "stowplan.run.project",
     "choices_of": "stowplan.run.shards.fit",
-    "scan": "stowplan.run.shapes",
-    "shape_costs": "stowplan.run.shapes",
+    "scan": "stowplan.run.shape_costs",
+    "shape_costs": "stowplan.run.shape_costs",
     "shards_of": "stowplan.run.shards.fit",
 }
 

@@ -15,21 +15,25 @@ from stowplan.formats.door import format_for, read_document, text_of
 from stowplan.ir import Document, Note, NoteKind
 from stowplan.plan.explain.explain import Explanation, TiledTensor, explain, explain_tiled
 from stowplan.plan.files.plan_file import load as load_plan
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import (
-    DEFAULT_OPTIONS,
     ON_REQUEST,
     TECHNIQUES,
-    Kernels,
+    USUAL_EXECUTION,
+    USUAL_SEARCH,
+    Execution,
     PlanOptions,
-    Prefer,
-    is_installed,
+    Search,
+    Techniques,
 )
 from stowplan.plan.plan import Plan
 from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.prices import price_by_macs, price_by_profile
 from stowplan.plan.record import Record
 from stowplan.plan.select import Selector, planner_of
+from stowplan.plan.sockets import is_installed
 from stowplan.plan.tile_map import DOCUMENT_TILES, TileMap
+from stowplan.request import Iteration, facts_of, refuse_together, with_former_spellings
 from stowplan.units import parse_bytes
 from stowplan.watch import limited_to, tell_phase
 
@@ -40,25 +44,25 @@ if TYPE_CHECKING:
     from stowplan.plan.allocator.survey import HeapSurvey
     from stowplan.plan.explain.addresses import AddressesBeside
     from stowplan.run.measure.inspect_step import StepInspection
-    from stowplan.run.planning.planner import PlannedStep, Subject
+    from stowplan.run.planning.planner import DraftedStep, Subject
     from stowplan.run.project import ProjectedStep
 
 __all__ = [
-    "DEFAULT_OPTIONS",
     "DEVICE_HELP",
     "FUNCTION_HELP",
     "ON_REQUEST",
     "OPTIMIZER_HELP",
     "TARGET_HELP",
     "TECHNIQUES",
+    "Execution",
     "Explanation",
     "Inspection",
-    "Kernels",
+    "Iteration",
     "Layouts",
     "Plan",
     "PlanOptions",
-    "Prefer",
     "Record",
+    "Search",
     "Selector",
     "TiledTensor",
     "addresses_of",
@@ -67,6 +71,7 @@ __all__ = [
     "convert",
     "explain",
     "explain_tiled",
+    "facts_of",
     "heap_of",
     "inspect",
     "inspect_step",
@@ -78,6 +83,7 @@ __all__ = [
     "projected_step",
     "read_document",
     "refuse_no_function",
+    "refuse_together",
     "tiles_for_document",
 ]
 
@@ -220,47 +226,46 @@ def refuse_no_function(target: str, verb: str) -> None:
     )
 
 
+_TO_THE_END = Search(gap=0.0)
+
+
+@with_former_spellings
 def planner_for(
     target: str | Path,
     *,
     saved: str | None = None,
     training: bool = False,
     layouts: str = Layouts.RECORDED,
-    allow: Iterable[str] | None = None,
-    prefer: str | None = None,
-    kernels: str = Kernels.EAGER,
-    gap: float = 0.0,
+    allow: Techniques | None = None,
     allowed_bytes: int | None = None,
-    optimizer: str | None = None,
-    clip_norm: float | None = None,
-    accumulate: int = 1,
+    optimizer: Iteration | str | None = None,
+    search: Search = _TO_THE_END,
+    execution: Execution = USUAL_EXECUTION,
 ) -> "Selector[Any]":
     """A planner for a graph file or for MODULE:FUNCTION; `plan(budget_bytes)` makes a plan for a budget.
 
     Seconds come from probes of a model's ops, or from the profile in a file; without either,
     multiply-accumulates replace them. Plans without tiles come first, because they give the same bits;
-    `prefer="time"` takes the fastest plan. `training` and `layouts` are options of `inspect`. A search for a
-    budget ends within a share of `gap` of its bound. `allowed_bytes` is refused, before ops are probed, if it
-    is below what every plan takes; no plan is refused because it is slow. With an `optimizer`, a name of
-    `torch.optim` or MODULE:FUNCTION, the plans are of whole iterations; with "offload" in `allow`, those for
-    small budgets have its state in a tier. `kernels`, `clip_norm` and `accumulate` are those of `fit`.
+    `Search(prefer="time")` takes the fastest plan. `training` and `layouts` are options of `inspect`.
+    `allowed_bytes` is refused, before ops are probed, if it is below what every plan takes; no plan is
+    refused because it is slow. With an `optimizer`, an `Iteration` or the name that it has for one, the plans
+    are of whole iterations; with "offload" in `allow`, those for small budgets have its state in a tier.
+    `search` and `execution` are those of `fit`.
     """
-    options = replace(PlanOptions.of_call(allow, prefer, gap=gap, kernels=kernels), slowest=inf)
-    _refuse_kernels_of_file(target, kernels)
-    _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
-    _refuse_options_of_file(target, layouts, saved, training=training)
+    options = replace(PlanOptions.of_call(allow, search, execution), slowest=inf)
+    asked = Iteration.of(optimizer)
+    refuse_together(_facts(target, options, asked, layouts, saved, training=training))
     if names_a_function(target):
         from stowplan.run.measure.agreement import compared
         from stowplan.run.planning.planner import step_planner
-        from stowplan.run.target import load_optimizer, load_target, subject_of
+        from stowplan.run.target import load_iteration, load_target, subject_of
 
         subject = subject_of(load_target(str(target)))
-        if optimizer is not None:
+        if asked is not None:
             from stowplan.run.iteration.planner import IterationPlanner
 
-            own = load_optimizer(optimizer, subject.model)
-            loop: Any = {"clip_norm": clip_norm, "accumulate": accumulate}
-            iteration = IterationPlanner(own, offloads="offload" in options.allow, **loop)
+            own = load_iteration(asked, subject.model)
+            iteration = IterationPlanner(own, offloads="offload" in options.allow)
             steps, options = iteration.steps(subject), iteration.options(options)
         else:
             steps = [subject]
@@ -281,32 +286,23 @@ def planner_for(
     return planner_of(graph, pricing, options)
 
 
-def _refuse_loop_of_file(
-    target: str | Path, optimizer: str | None, clip_norm: float | None, accumulate: int
-) -> None:
-    if optimizer is not None and not names_a_function(target):
-        raise BadUse(f"{target} is a file, which has no optimizer: give MODULE:FUNCTION, or leave it out")
-    if optimizer is None and (clip_norm, accumulate) != (None, 1):
-        raise BadUse("clip-norm and accumulate are of an iteration: give the optimizer too")
-
-
-def _refuse_options_of_file(
-    target: str | Path, layouts: str, saved: str | None = None, *, training: bool = False
-) -> None:
-    if not names_a_function(target):
-        return
-    if layouts != Layouts.RECORDED:
-        raise BadUse(f"layouts are chosen for files; {target} runs as it is, in the layouts of its tensors")
-    if saved is not None or training:
-        name = "training" if training else "saved"
-        raise BadUse(
-            f"{name} is for files; {target} is a step of PyTorch, which has its own backward: drop it"
-        )
-
-
-def _refuse_kernels_of_file(target: str | Path, kernels: str) -> None:
-    if kernels != Kernels.EAGER and not names_a_function(target):
-        raise BadUse(f"{target} is a file, whose kernels cannot be compiled: give MODULE:FUNCTION")
+def _facts(
+    target: str | Path,
+    options: PlanOptions,
+    iteration: Iteration | None = None,
+    layouts: str = Layouts.RECORDED,
+    saved: str | None = None,
+    *,
+    training: bool = False,
+) -> set[str]:
+    """What was asked of a target, in the words of the table of what is not offered together."""
+    named = {
+        "layouts": layouts != Layouts.RECORDED,
+        "saved": saved is not None,
+        "training": training,
+    }
+    kind = "function" if names_a_function(target) else "file"
+    return {kind, *facts_of(options, iteration), *(name for name, asked in named.items() if asked)}
 
 
 def _smallest_budget(planner: "Callable[[], Selector[Any]]") -> BudgetTooSmall:
@@ -320,64 +316,62 @@ def plan_for(
     saved: str | None = None,
     training: bool = False,
     layouts: str = Layouts.RECORDED,
-    allow: Iterable[str] | None = None,
-    prefer: str | None = None,
-    kernels: str = Kernels.EAGER,
-    gap: float = DEFAULT_OPTIONS.gap,
-    time_limit: float | None = None,
-    optimizer: str | None = None,
-    clip_norm: float | None = None,
-    accumulate: int = 1,
-    arena: bool = False,
+    allow: Techniques | None = None,
+    optimizer: Iteration | str | None = None,
+    search: Search = USUAL_SEARCH,
+    execution: Execution = USUAL_EXECUTION,
 ) -> Plan:
     """A plan for a graph file or for MODULE:FUNCTION, whose plan is kept in the cache that `fit` reads.
 
-    The options are those of `planner_for`, and the `arena` of `fit`. A slow plan of MODULE:FUNCTION is
-    refused as in `fit`, unless `allow` or `prefer` is given; that of a file is made. With an `optimizer` it
-    is the plan that `fit` makes: its state may wait in a tier, and clipping may need two backwards.
+    The options are those of `planner_for`. A slow plan of MODULE:FUNCTION is refused as in `fit`, unless
+    `allow` or `prefer` is given; that of a file is made. With an `optimizer` it is the plan that `fit` makes:
+    its state may wait in a tier, and clipping may need two backwards.
     """
-    _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
-    _refuse_options_of_file(target, layouts, saved, training=training)
-    _refuse_kernels_of_file(target, kernels)
-    limits: Any = {"seconds": time_limit, "gap": gap}
-    options = PlanOptions.of_call(allow, prefer, **limits, kernels=kernels, arena=arena)
+    options = PlanOptions.of_call(allow, search, execution)
+    asked = Iteration.of(optimizer)
+    refuse_together(_facts(target, options, asked, layouts, saved, training=training))
     if not names_a_function(target):
-        if arena:
-            raise BadUse("an arena is for a step that can run, MODULE:FUNCTION: leave it out for a file")
-        how: Any = {"saved": saved, "training": training, "layouts": layouts}
-        how |= {"allow": allow, "prefer": prefer, "gap": gap}
-        with limited_to(time_limit):
-            return planner_for(target, allowed_bytes=allowed_bytes, **how).plan(allowed_bytes)
+        of_file: Any = {"saved": saved, "training": training, "layouts": layouts}
+        with limited_to(search.time_limit):
+            planner = planner_for(target, allowed_bytes=allowed_bytes, allow=allow, search=search, **of_file)
+            return planner.plan(allowed_bytes)
     from stowplan.run.measure.agreement import compared
-    from stowplan.run.target import load_optimizer, load_target, subject_of
+    from stowplan.run.target import load_iteration, load_target, subject_of
 
     loaded = load_target(str(target))
-    if optimizer is not None:
+    if asked is not None:
         from stowplan.run.fit import fit, plans_of
 
-        loop: Any = {"optimizer": load_optimizer(optimizer, loaded.model)}
-        loop |= {"clip_norm": clip_norm, "accumulate": accumulate}
-        how = {"allow": allow, "prefer": prefer, "gap": gap, "time_limit": time_limit, **loop}
-        how |= {"kernels": kernels, "arena": arena}
-        call = loaded.model, loaded.args, loaded.kwargs
-        return plans_of(fit(*call, loss=loaded.loss, budget=allowed_bytes, **how))[0]
+        fitted = fit(
+            loaded.model,
+            loaded.args,
+            loaded.kwargs,
+            loss=loaded.loss,
+            budget=allowed_bytes,
+            allow=allow,
+            optimizer=load_iteration(asked, loaded.model),
+            search=search,
+            execution=execution,
+        )
+        return plans_of(fitted)[0]
     subject = subject_of(loaded)
-    return compared(_planned_step(subject, allowed_bytes, options).plan, subject)
+    return verify(compared(_drafted_step(subject, allowed_bytes, options).draft, subject))
 
 
-def _planned_step(
+def _drafted_step(
     subject: "Subject", allowed_bytes: int, options: PlanOptions, given: Plan | None = None
-) -> "PlannedStep":
-    from stowplan.run.planning.planner import USER_PLANS, saved_step
+) -> "DraftedStep":
+    from stowplan.run.planning.plan_cache import USER_PLANS
+    from stowplan.run.planning.saved import saved_step
 
-    def planned(room: int) -> "PlannedStep":
+    def drafted(room: int) -> "DraftedStep":
         return saved_step(given, subject, room) if given else USER_PLANS.step_for(subject, room, options)
 
-    if not options.arena:
-        return planned(allowed_bytes)
+    if not options.execution.arena:
+        return drafted(allowed_bytes)
     from stowplan.run.planning.in_arena import in_arena
 
-    return in_arena(allowed_bytes, planned, is_given=given is not None)
+    return in_arena(allowed_bytes, drafted, is_given=given is not None)
 
 
 def addresses_of(plan: Plan, path: str | Path, saved: str | None = None) -> "AddressesBeside | None":
@@ -404,10 +398,10 @@ def plan_for_allocator(
     from stowplan.plan.allocator.projection import plan_for_device
 
     settings = allocator_settings(allocator)
-    plan, heap = plan_for_device(
+    draft, heap = plan_for_device(
         lambda budget: planner.answer(budget)[0], allowed_bytes, settings, held_blocks=held_blocks
     )
-    return planner.compare(plan), heap
+    return planner.plan_of(draft), heap
 
 
 def reserved_in_turn(plans: Iterable[Plan], allocator: str = "cuda") -> "tuple[HeapFigures, ...]":
@@ -430,45 +424,40 @@ def allocator_settings(allocator: str) -> "AllocatorSettings":
     return parse_settings(text)
 
 
+@with_former_spellings
 def check(
     target: str,
     budget: int | str,
     *,
-    allow: Iterable[str] | None = None,
-    prefer: str | None = None,
-    kernels: str = Kernels.EAGER,
+    allow: Techniques | None = None,
     steps: int = 3,
-    optimizer: str | None = None,
-    clip_norm: float | None = None,
-    accumulate: int = 1,
-    gap: float = DEFAULT_OPTIONS.gap,
-    time_limit: float | None = None,
+    optimizer: Iteration | str | None = None,
     plan: Plan | None = None,
-    arena: bool = False,
+    search: Search = USUAL_SEARCH,
+    execution: Execution = USUAL_EXECUTION,
 ) -> Record:
     """Run MODULE:FUNCTION eagerly and by a plan for `budget`, side by side, and compare all there is.
 
-    With an `optimizer`, a name of `torch.optim` or MODULE:FUNCTION, whole iterations are planned, run and
-    compared; `clip_norm`, `accumulate` and `arena` are those of `fit`. A saved `plan` is used instead of a
-    new one.
+    With an `optimizer`, an `Iteration` or the name that it has for one, whole iterations are planned, run and
+    compared; `search` and `execution` are those of `fit`. A saved `plan` is used instead of a new one.
     """
     refuse_no_function(target, "check")
-    _refuse_loop_of_file(target, optimizer, clip_norm, accumulate)
+    options = PlanOptions.of_call(allow, search, execution)
+    asked = Iteration.of(optimizer)
+    refuse_together(facts_of(options, asked))
     from stowplan.run.measure.check import check as run_check
     from stowplan.run.measure.check import check_iterations
-    from stowplan.run.target import load_optimizer, load_target
+    from stowplan.run.target import load_iteration, load_target
 
     loaded, allowed_bytes = load_target(target), parse_bytes(budget, "budget")
-    if optimizer is not None:
+    if asked is not None:
         from stowplan.run.fit import fit
 
-        how: Any = {"budget": budget, "allow": allow, "prefer": prefer, "gap": gap}
-        how |= {"time_limit": time_limit, "plan": plan, "kernels": kernels, "arena": arena}
-        loop: Any = {"clip_norm": clip_norm, "accumulate": accumulate}
-        fitting = partial(fit, loaded.model, loaded.args, loaded.kwargs, loss=loaded.loss, **how, **loop)
-        made = partial(load_optimizer, optimizer)
-        return check_iterations(loaded, lambda own: fitting(optimizer=own), made, iterations=steps, **loop)
-    limits: Any = {"seconds": time_limit, "gap": gap}
-    options = PlanOptions.of_call(allow, prefer, **limits, kernels=kernels, arena=arena)
-    planning = partial(_planned_step, allowed_bytes=allowed_bytes, options=options, given=plan)
+        call = loaded.model, loaded.args, loaded.kwargs
+        how: Any = {"allow": allow, "plan": plan, "search": search, "execution": execution}
+        fitting = partial(fit, *call, loss=loaded.loss, budget=budget, **how)
+        return check_iterations(
+            loaded, lambda own: fitting(optimizer=own), partial(load_iteration, asked), iterations=steps
+        )
+    planning = partial(_drafted_step, allowed_bytes=allowed_bytes, options=options, given=plan)
     return run_check(loaded, planning, steps=steps)

@@ -189,7 +189,7 @@ class PlanTooSlow(BudgetTooSmall):
     """The fastest plan found within the budget takes `time_ratio` times eager's time: nobody asked for that.
 
     `minimum_bytes` is the smallest known budget with a plan that takes at most `slowest` times eager's time.
-    `technique` is what takes the time, and `asking` the argument of `fit` that uses the slow plan.
+    `technique` is what takes the time, and `asking` the option that uses the slow plan.
     """
 
     def __init__(
@@ -219,12 +219,13 @@ class PlanTooSlow(BudgetTooSmall):
 
     def _text(self) -> str:
         option, _, value = self.asking.partition("=")
+        written = f"search=stowplan.Search({self.asking})" if option == "prefer" else self.asking
         words = ",".join(re.findall(r"\w+", value))
         return (
             f"{self.allowed_bytes:,} bytes allowed{self.what}, and the fastest plan found for that, by"
             f" {self.technique}, takes {self.time_ratio:.1f} times eager's time; {self.minimum_bytes:,} bytes"
             f" is the smallest known budget with a plan that takes at most {self.slowest:g} times. To use the"
-            f" slow plan, give fit {self.asking}, or a command --{option} {words}"
+            f" slow plan, give fit {written}, or a command --{option} {words}"
         )
 
 

@@ -190,9 +190,9 @@ def hooks_of(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
 
 
 class _NotAsked:
-    """In the place of a hook that autograd is about to call without a gradient, and eager would not call.
+    """Stands in for a hook that autograd calls without a gradient, and that eager would not call.
 
-    Its first call puts the hook back. If backward fails before, that is the one of a later backward.
+    The first call puts the hook back. If this backward fails before, a call of a later backward does.
     """
 
     def __init__(self, hooks: dict[int, Any], key: int, came: Callable[[Any], bool]) -> None:
@@ -211,7 +211,7 @@ class _NotAsked:
 def ask_no_hooks(tensor: Tensor) -> None:
     """Let no hook of a tensor see that the backward that is running has no gradient for it.
 
-    Another part of the graph may have one. The last hook for the gradient notes that for those of the leaf.
+    Another part of the graph may bring one after all: a hook of our own notes it, and then all are called.
     """
     hooks: dict[int, Any] = tensor._backward_hooks or {}
     for key in list(hooks):

@@ -95,6 +95,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char == "\n" else "." for char in text)
 
 
+def on_one_line(text: str) -> str:
+    """`text` with a dot for every control character and line end, as titles and XML want it."""
+    return "".join(char if char.isprintable() else "." for char in text)
+
+
 def format_bytes(count: int) -> str:
     """`count` with a binary unit and three digits: 7.39 GiB, 91.9 MiB, 812 B."""
     if abs(count) < 1024:

@@ -44,7 +44,7 @@ class Searching:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class PlanningPhase:
     """Another part of planning that takes time, and how much of it is done, where it can be counted.
 
     `of` is zero where the end is not known; `done` is then what there is so far.
@@ -55,7 +55,7 @@ class Phase:
     of: int = 0
 
 
-Watcher: TypeAlias = Callable[[Searching | Phase], None]
+Watcher: TypeAlias = Callable[[Searching | PlanningPhase], None]
 
 
 class Patience:
@@ -135,4 +135,4 @@ def tell_phase(name: str, done: int = 0, of: int = 0) -> None:
     """Tell the watcher, if there is one, that this part of planning has begun, or how far it is."""
     watcher = _watcher.get()
     if watcher is not None:
-        watcher(Phase(name, done, of))
+        watcher(PlanningPhase(name, done, of))

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stowplan.analyse.timeline import Doing, Run, Timeline, curve_onto, stretched, timed_onto, timeline_of
+from stowplan.analyse.timeline import Doing, OpRun, Timeline, curve_onto, stretched, timed_onto, timeline_of
 from tests.support.steps import training_step
 
 
@@ -15,7 +15,7 @@ def test_a_curve_onto_itself_is_itself() -> None:
 
 def test_runs_that_the_other_has_not_carry_its_value_on() -> None:
     plain = timeline_of(training_step(80))
-    repeated = Run(plain.runs[3].op, Doing.RECOMPUTE)
+    repeated = OpRun(plain.runs[3].op, Doing.RECOMPUTE)
     longer = Timeline(plain.graph, (*plain.runs[:10], repeated, *plain.runs[10:]), ())
     curve = plain.curve_bytes().tolist()
     assert curve_onto(longer, plain).tolist() == [*curve[:10], curve[9], *curve[10:]]

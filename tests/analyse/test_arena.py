@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-from stowplan.analyse.packing import Block, overlapping
+from stowplan.analyse.packing import PackedBlock, overlapping
 from stowplan.analyse.timeline import packed_arena, recorded_arena, timeline_of
 from stowplan.formats.door import read_document
 from tests.support.steps import training_step
@@ -13,8 +13,8 @@ from tests.support.steps import training_step
 def test_no_two_stays_of_a_packed_arena_meet() -> None:
     timeline = timeline_of(training_step(800))
     arena = packed_arena(timeline)
-    stays = [Block(str(i), stay.nbytes, stay.first, stay.last) for i, stay in enumerate(timeline.stays)]
-    aside = [Block(f"a{run}", timeline.runs[run].aside_bytes, run, run) for run in arena.aside_offsets]
+    stays = [PackedBlock(str(i), stay.nbytes, stay.first, stay.last) for i, stay in enumerate(timeline.stays)]
+    aside = [PackedBlock(f"a{run}", timeline.runs[run].aside_bytes, run, run) for run in arena.aside_offsets]
     offsets = {str(i): offset or 0 for i, offset in enumerate(arena.offsets)}
     offsets |= {f"a{run}": offset for run, offset in arena.aside_offsets.items()}
     assert overlapping([*stays, *aside], offsets) is None

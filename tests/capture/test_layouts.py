@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.capture import layouts
 from stowplan.errors import BudgetTooSmall
 from stowplan.torch_private import FakeTensor, FakeTensorMode, storage_id
@@ -40,11 +41,11 @@ def test_a_write_into_a_part_goes_where_the_kernel_has_it(
     x = torch.randn(1, 8, 4, 4).to(memory_format=torch.channels_last)
     model = Rolling()
     with pytest.raises(BudgetTooSmall) as refusal:
-        stowplan.fit(model, (x,), budget=1, allow=("recompute",), moves=30)
+        stowplan.fit(model, (x,), budget=1, allow=("recompute",), search=Search(moves=30))
     budget = int(refusal.value.minimum_bytes * (1 + share))
     expected = model(x)
     (gradient,) = torch.autograd.grad(expected, model.weight)
-    fitted = stowplan.fit(model, (x,), budget=budget, allow=("recompute",), moves=30)
+    fitted = stowplan.fit(model, (x,), budget=budget, allow=("recompute",), search=Search(moves=30))
     found = fitted(x)
     assert torch.equal(found, expected)
     assert torch.equal(torch.autograd.grad(found, fitted.weight)[0], gradient)
@@ -67,7 +68,7 @@ def test_a_backward_kernel_with_a_layout_of_its_own(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(layouts, "_LEARNED", {})
     monkeypatch.setattr(layouts, "_seen", set())
     x, model = torch.randn(2, 8, 6, 6), Transposed()
-    fitted = stowplan.fit(model, (x,), budget="1GiB", allow=("recompute",), moves=30)
+    fitted = stowplan.fit(model, (x,), budget="1GiB", allow=("recompute",), search=Search(moves=30))
     expected = torch.autograd.grad(model(x), list(model.parameters()))
     found = torch.autograd.grad(fitted(x), list(fitted.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
@@ -90,7 +91,7 @@ def test_a_backward_kernel_that_follows_its_gradient(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(layouts, "_seen", set())
     x = torch.randn(8, 4, 6, 6, dtype=torch.float64).to(memory_format=torch.channels_last)
     model = Softplus().double()
-    fitted = stowplan.fit(model, (x,), budget="1GiB", allow=("recompute",), moves=30)
+    fitted = stowplan.fit(model, (x,), budget="1GiB", allow=("recompute",), search=Search(moves=30))
     expected = torch.autograd.grad(model(x), list(model.parameters()))
     found = torch.autograd.grad(fitted(x), list(fitted.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

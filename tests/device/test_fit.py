@@ -5,18 +5,21 @@ import gc
 import os
 from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Execution
 from stowplan.ir.heap import HeapBlock, HeapSegment
 from stowplan.plan.allocator.held_blocks import Held, HeldBlocks
 from stowplan.plan.allocator.projection import HeapProjection, project
 from stowplan.plan.allocator.settings import AllocatorSettings
-from stowplan.plan.plan import Exactness, Plan, RecomputeOp, Store
+from stowplan.plan.draft import Exactness
+from stowplan.plan.plan import Plan
+from stowplan.plan.steps import RecomputeOp, Store
 from stowplan.run.fit import automatic_budget
 from stowplan.run.measure.measure import device_bytes, measure
 from stowplan.run.offload.host import HostAway, HostTier
@@ -54,7 +57,12 @@ class _Trained:
         fresh = copy.deepcopy(self.eager)
         self.budget = budget
         self.fitted = stowplan.fit(
-            fresh, (self.input,), budget=self.budget, loss=torch.sum, allow=allow, arena=arena
+            fresh,
+            (self.input,),
+            budget=self.budget,
+            loss=torch.sum,
+            allow=allow,
+            execution=Execution(arena=arena),
         )
         self.gradients(self.fitted)
 
@@ -118,7 +126,7 @@ def _reserving(model: nn.Module, call: Tensor, way: str) -> tuple[int, HeapProje
         for nbytes in held:
             torch.empty(nbytes, dtype=torch.uint8, device=place)
         x, moved = call.to(place), copy.deepcopy(model).to(place)
-        how: Any = {way: True} if way else {}
+        how: Any = {"execution": Execution(**cast(Any, {way: True}))} if way else {}
         fitted = stowplan.fit(moved, (x,), budget="28MiB", loss=torch.sum, allow=["recompute"], **how)
         torch.accelerator.synchronize(place)
         torch.accelerator.empty_cache()
@@ -178,7 +186,7 @@ def test_blocks_are_held_around_what_others_keep(monkeypatch: pytest.MonkeyPatch
     layers = [nn.Linear(*pair) for pair in pairwise((96, 260, 110, 510, 510, 510, 96, 1300, 310))]
     model = nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh()))).to(place)
     x = torch.randn(1500, 96, device=place)
-    how: Any = {"loss": torch.sum, "allow": ["recompute"], "held_blocks": True}
+    how: Any = {"loss": torch.sum, "allow": ["recompute"], "execution": Execution(held_blocks=True)}
     fitted = stowplan.fit(model, (x,), budget="28MiB", **how)
     monkeypatch.setitem(LAYOUTS, "standin", _layout)
     gc.collect()

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stowplan
-from stowplan.plan.plan import Plan, Store
+from stowplan.plan.plan import Plan
+from stowplan.plan.steps import Store
 from stowplan.units import parse_bytes
 from tests.support import device as stand_in
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import stowplan
 from stowplan.cli.main import main
-from stowplan.plan.plan import Exactness, Tile
+from stowplan.plan.draft import Exactness
+from stowplan.plan.steps import Tile
 from stowplan.run.measure.device_check import check_device
 from stowplan.run.measure.measure import measure
 from stowplan.run.measure.sample_networks import NETWORKS

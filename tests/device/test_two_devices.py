@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Execution, Search
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.plan.plan import Plan, RecomputeOp, Store
+from stowplan.plan.plan import Plan
+from stowplan.plan.steps import RecomputeOp, Store
 from stowplan.run.fit import automatic_budget
 from stowplan.run.measure.measure import measure
 from tests.support import device as stand_in
@@ -60,7 +62,7 @@ def _peaks(model: nn.Module, rows: Tensor) -> dict[str, int]:
 
 def _fitted(rows: Tensor, budget: object, allow: list[str]) -> tuple[nn.Module, nn.Module, Plan]:
     eager = Halves()
-    how: dict[str, object] = {"budget": budget, "allow": allow, "moves": 2, "gap": 0.5}
+    how: dict[str, object] = {"budget": budget, "allow": allow, "search": Search(moves=2, gap=0.5)}
     fitted = stowplan.fit(copy.deepcopy(eager), (rows,), **how)  # type: ignore[arg-type]
     return eager, fitted, stowplan.plans_of(fitted)[0]
 
@@ -106,4 +108,4 @@ def test_an_automatic_budget_is_one_for_each_device(rows: Tensor) -> None:
     assert list(found) == list(_PLACES)
     assert found[_PLACES[1]] < 40 * 2**20 < found[_PLACES[0]] < 100 * 2**20
     with pytest.raises(BadUse, match='"auto" also is'):
-        stowplan.fit(model, (rows,), budget="auto", arena=True)
+        stowplan.fit(model, (rows,), budget="auto", execution=Execution(arena=True))

@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import stowplan
+from tests.support.asking import asked
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
@@ -53,7 +54,7 @@ def block() -> nn.Module:
 
 def fit(model: Any = None, args: Any = (X,), kwargs: Any = None, **how: Any) -> Any:
     """`stowplan.fit` with a model, arguments and a budget that will do."""
-    return stowplan.fit(Net() if model is None else model, args, kwargs, **{"budget": "1MiB", **how})
+    return stowplan.fit(Net() if model is None else model, args, kwargs, **asked({"budget": "1MiB", **how}))
 
 
 def own(run: Callable[[Forward, Tensor], Any], **how: Any) -> Any:
@@ -394,7 +395,7 @@ LINES = (
         "stowplan.project(Net(), (X,), device='a100-80gb', budget='six')",
     ),
     *(
-        "stowplan.project(Net(), (X,), device='a100-80gb', clip_norm=1)",
+        "stowplan.project(Net(), (X,), device='a100-80gb', optimizer=stowplan.Iteration('a', clip_norm=0))",
         "stowplan.project(Net(), (X,), device='a100-80gb', budget='1B')",
     ),
 )

@@ -13,7 +13,7 @@ import pytest
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats import regiongraph
 from stowplan.geometry import Rect
-from stowplan.ir import Document, Kind, NoteKind, Phase, Regions, TensorRegion
+from stowplan.ir import Document, Kind, NoteKind, Phase, RegionLists, TensorRegion
 from stowplan.ops.effects import Effect, effect_of, macs_of
 from stowplan.ops.shapes import output_shapes_of
 from stowplan.ops.table import site_of
@@ -179,7 +179,7 @@ def test_reads_one_worker_of_many_through_ocr(seed: int) -> None:
         name: TensorRegion(region.read, region.write and _lower_half(region.write))
         for name, region in clean.regions.tensors.items()
     }
-    worker = replace(clean, regions=Regions(halves, clean.regions.ops))
+    worker = replace(clean, regions=RegionLists(halves, clean.regions.ops))
     noisy = regiongraph.read(read_by_ocr(regiongraph.write(worker), Random(seed)))
     assert (noisy.graph, noisy.regions) == (worker.graph, worker.regions)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stowplan import fit, plans_of
+from stowplan import Execution, Search, fit, plans_of
 from stowplan.errors import BudgetTooSmall
-from stowplan.plan.plan import Exactness
+from stowplan.plan.draft import Exactness
 from tests.hollow_card.measuring import Run, kept_by_cublas, on_card, trained
 from tests.hollow_card.nets import NETS, transformer
 
@@ -17,7 +17,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "offload": {"allow": ("offload",)},
     "both": {"allow": ("recompute", "offload")},
     "tile": {"allow": ("recompute", "tile")},
-    "arena": {"allow": ("recompute",), "arena": True},
+    "arena": {"allow": ("recompute",), "execution": Execution(arena=True)},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True, "lr": 1e-3},
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 def _fitted(model: nn.Module, args: tuple[Tensor, ...], budget: int, **options: Any) -> nn.Module:
     """Within the budget, or the smallest that a refusal names."""
-    options = {"gap": 0.5, "time_limit": 5.0, **options}
+    options = {"search": Search(gap=0.5, time_limit=5.0), **options}
     try:
         return fit(model, args, budget=budget, **options)
     except BudgetTooSmall as refusal:

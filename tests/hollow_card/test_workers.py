@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stowplan import fit, plans_of, shards_of
+from stowplan import Search, fit, plans_of, shards_of
 from tests.hollow_card.measuring import kept_by_cublas, trained
 from tests.hollow_card.nets import Transformer
 
@@ -65,7 +65,7 @@ def _worker(rank: int, port: int, case: str, told: Any) -> None:
     model, args = make()
     there = tuple(arg.cuda() for arg in args)
     model, kept = model.cuda(), kept_by_cublas()
-    fitted = fit(model, there, budget="1GiB", mesh=mesh, gap=0.5, moves=20)
+    fitted = fit(model, there, budget="1GiB", mesh=mesh, search=Search(gap=0.5, moves=20))
     own, _ = shards_of(fitted).share(*there)
     del there
     run = trained(fitted, own)

@@ -59,6 +59,7 @@ class Action:
     rounds: bool = False  # eager itself adds up in another order than step after step
     weight: int = 3  # 1 for what is mostly refused, which ends a program
     is_strange: bool = False  # drawn after all others, at the end of a program
+    has_optimizer: bool = False  # for loops whose optimizer is planned with the step, and for no others
 
     def suits(self, network: Network, *, has_tiles: bool) -> bool:
         if self.kinds and not network.owners(*self.kinds):
@@ -99,6 +100,10 @@ def strange(
 ) -> Callable[[Perform], Perform]:
     traits: dict[str, Any] = {"kinds": kinds, "needs": needs, "rounds": rounds, "output": output}
     return partial(_entered, comes_before_fit=False, **traits, is_strange=True)
+
+
+def drive_optimizer(weight: int = 3) -> Callable[[Perform], Perform]:
+    return partial(_entered, comes_before_fit=False, has_optimizer=True, weight=weight)
 
 
 # ---- attributes and modules ----
@@ -704,6 +709,20 @@ def heads_in_turn(side: Side, random: Random) -> None:
         torch.autograd.backward(list(tensors_of(side.forward(side.batch(_seed(random)))))[head])
         side.note_state()
         optimizer.step()
+
+
+@strange("gradient_dropped")
+def added_to_what_forward_dropped(side: Side, random: Random) -> None:
+    """Micro-batches of a forward that drops a gradient: only the last one counts there."""
+    for _ in range(2):
+        side.step(_seed(random))
+
+
+@strange("frozen_inside")
+def thawed_before_it_freezes(side: Side, random: Random) -> None:
+    side.model.requires_grad_(requires_grad=True)
+    side.step(_seed(random))
+    side.note("trained", [parameter.requires_grad for parameter in side.model.parameters()])
 
 
 @strange("slots")

@@ -5,13 +5,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
+from stowplan.plan.options import Preference
+
 from .actions import ACTIONS, Action
 from .batches import Feed, draw_feed
+from .iterations import OPTIMIZERS
 from .networks import Network, draw_network
 
 CASES_PER_NETWORK = 4  # consecutive seeds share a network: its ops have been probed then
 _WITH_PROGRAM, _TILES_WITH_PROGRAM = 0.5, 0.25  # with tiles each new plan takes a second
 _ROWS_TO_MOVE, _ROWS_TO_TILE, _OPS_TO_TILE = 8, 2, 5
+
+_WITH_OPTIMIZER = 0.1  # drawn last, from a source of its own: all other cases stay as they were
 
 _TRANSFERS: tuple[tuple[str, ...], ...] = (
     ("recompute", "offload"),
@@ -43,10 +48,11 @@ class Case:
     feed: Feed
     techniques: tuple[str, ...]
     share: float
-    prefer: str
+    prefer: Preference
     moves: int
     before: tuple[Turn, ...] = ()  # actions before `fit`
     after: tuple[Turn, ...] = ()
+    optimizer: str = ""  # what `fit` is given as optimizer
 
     @property
     def has_tiles(self) -> bool:
@@ -74,7 +80,8 @@ class Case:
             yield replace(self, network=replace(self.network, signature="tensors"))
 
     def __str__(self) -> str:
-        program = [*map(str, self.before), "fit", "step", *map(str, self.after)]
+        fit = f"fit with {self.optimizer}" if self.optimizer else "fit"
+        program = [*map(str, self.before), fit, "step", *map(str, self.after)]
         return (
             f"{self.network.source()}\n"
             f"# seed {self.seed}: {self.network.sizes}, {self.network.dtype}, {self.feed}\n"
@@ -104,7 +111,8 @@ def draw_case(seed: int) -> Case:
         prefer=random.choice(("exactness", "exactness", "time")),
         moves=random.choice((3, 3, 20)),
     )
-    suited = [a for a in ACTIONS.values() if a.suits(network, has_tiles=case.has_tiles)]
+    every = [a for a in ACTIONS.values() if a.suits(network, has_tiles=case.has_tiles)]
+    suited = [action for action in every if not action.has_optimizer]
     draw = partial(_turns, random)
     if random.random() <= (_TILES_WITH_PROGRAM if case.has_tiles else _WITH_PROGRAM):
         tidy = [action for action in suited if not action.is_strange for _ in range(action.weight)]
@@ -115,7 +123,22 @@ def draw_case(seed: int) -> Case:
     strange = [action for action in suited if action.is_strange]
     own = [action for action in strange if action.kinds or action.output]  # of what the network alone has
     count = random.choice((0, 0, 0, 1, 2))
-    return replace(case, after=case.after + draw(strange, count) + draw(own, min(len(own), 1)))
+    case = replace(case, after=case.after + draw(strange, count) + draw(own, min(len(own), 1)))
+    iterations = [action for action in every if action.has_optimizer for _ in range(action.weight)]
+    return _with_optimizer(case, Random(f"whole iteration {seed}"), iterations)
+
+
+def _with_optimizer(case: Case, random: Random, actions: list[Action]) -> Case:
+    """One case in a few is a loop of iterations instead."""
+    if random.random() >= _WITH_OPTIMIZER:
+        return case
+    return replace(
+        case,
+        techniques=random.choice((("recompute",), ("recompute",), ("recompute", "offload"))),
+        optimizer=random.choice(tuple(OPTIMIZERS)),
+        before=(),
+        after=_turns(random, actions, random.randint(1, 4)),
+    )
 
 
 def _fewer(turns: tuple[Turn, ...]) -> Iterator[tuple[Turn, ...]]:

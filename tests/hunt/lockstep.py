@@ -15,8 +15,10 @@ from random import Random
 import torch
 from torch import Tensor
 
+from stowplan import Search
 from stowplan.errors import BudgetTooSmall, StowplanError
-from stowplan.plan.plan import Exactness, RecomputeOp, Store
+from stowplan.plan.draft import Exactness
+from stowplan.plan.steps import RecomputeOp, Store
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
 from tests.support.machine import forget_plans
@@ -25,6 +27,7 @@ from .actions import ACTIONS, Halt, Interrupt
 from .batches import loss_of, tensors_of
 from .cases import Case, Turn
 from .comparing import differences
+from .iterations import OPTIMIZERS
 from .sides import Side, bytes_of, seed_generators
 
 _EXAMPLE = 11  # the seed of the batch that `fit` is given
@@ -185,6 +188,8 @@ class _Run:
         for turn in self.case.before:
             seed_generators(turn.seed)
             _perform(turn, side)
+        if self.case.optimizer:
+            side.optimizer = OPTIMIZERS[self.case.optimizer](list(side.model.parameters()))
         return side
 
     def _measured_step(self, side: Side) -> tuple[int, int]:
@@ -198,6 +203,9 @@ class _Run:
         def step() -> list[Tensor]:
             output = side.model(*args, **kwargs)
             torch.autograd.backward(loss_of(output, self.case.network.output))
+            if side.optimizer is not None:
+                side.optimizer.step()
+                side.optimizer.zero_grad()
             return list(tensors_of(output))
 
         measured = measure(step, before=[*side.standing(), *batch])
@@ -236,8 +244,8 @@ class _Run:
                 kwargs,
                 budget=budget,
                 allow=case.techniques,
-                prefer=case.prefer,
-                moves=case.moves,
+                search=Search(prefer=case.prefer, moves=case.moves),
+                optimizer=side.optimizer,
             )
         if not torch.equal(state, torch.get_rng_state()):
             raise _Ended(Verdict.WRONG, "generator: fit has drawn from it")
@@ -251,8 +259,13 @@ class _Run:
             _, peak_bytes = self._measured_step(self.fitted)
         self._compare()
         self._align()
-        if self.case.network.output in _LOSSES and not self.case.before and peak_bytes > self.result.budget:
+        if self._is_counted() and peak_bytes > self.result.budget:
             raise _Ended(Verdict.OVER, f"measured {peak_bytes} bytes, {self.result.budget} allowed")
+
+    def _is_counted(self) -> bool:
+        """Whether nothing but the plan and its loss allocates: hooks and a `__call__` of the class may."""
+        network = self.case.network
+        return network.output in _LOSSES and not network.has_own_call and not self.case.before
 
     def _together(self, stage: str, seed: int, run: Callable[[Side], None], *, rounds: bool = False) -> None:
         """Both sides do the same, from the same generators, and have to see the same."""
@@ -263,7 +276,8 @@ class _Run:
             side.clear()
             seed_generators(seed)
             raised.append(_raised_by(partial(run, side)))
-            side.note_state()
+            with _ending_with(Verdict.REFUSED, Verdict.UNTYPED):  # no state is told of half an iteration
+                side.note_state()
         in_eager, in_fitted = raised
         if in_eager is None and in_fitted is not None:
             typed = isinstance(in_fitted, StowplanError)
@@ -320,7 +334,7 @@ def _perform(turn: Turn, side: Side) -> None:
 
 
 def _step(turn: Turn, side: Side) -> None:
-    side.step(turn.seed)
+    side.iteration(turn.seed) if side.optimizer is not None else side.step(turn.seed)
 
 
 def _raised_by(run: Callable[[], None]) -> BaseException | None:

@@ -10,11 +10,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from stowplan.plan.plan import Plan
+from stowplan.plan.draft import Draft
 from stowplan.plan.planner import Planner
 from stowplan.run import fitting
 from stowplan.run.border.guard import Guard
-from stowplan.run.planning.planner import plan_within
+from stowplan.run.planning.planner import draft_within
 from stowplan.run.step import straight
 from stowplan.run.step.function import Halves, compiled
 from stowplan.run.step.source import Source
@@ -86,12 +86,11 @@ def _redrawn_number() -> Iterator[None]:
 def _budget_exceeded() -> Iterator[None]:
     """Plans are made for more than is allowed."""
 
-    def larger(planner: Planner, allowed_bytes: int) -> Plan:
-        within = plan_within(planner, allowed_bytes)
-        beyond = plan_within(planner, allowed_bytes + allowed_bytes // 4)
-        return replace(beyond, allowed_bytes=within.allowed_bytes)
+    def larger(planner: Planner, allowed_bytes: int) -> Draft:
+        draft_within(planner, allowed_bytes)  # what is refused stays refused
+        return draft_within(planner, allowed_bytes + allowed_bytes // 4)
 
-    with patch("stowplan.run.planning.planner.plan_within", larger):
+    with patch("stowplan.run.planning.planner.draft_within", larger):
         yield
 
 

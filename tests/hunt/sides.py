@@ -1,7 +1,7 @@
 """Side: one of the two models of a case, and a record of everything that its training loop can see."""
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -23,6 +23,7 @@ class Side:
     feed: Feed
     record: list[Note] = field(default_factory=list)
     caller: Caller = field(init=False)
+    optimizer: torch.optim.Optimizer | None = None
 
     def __post_init__(self) -> None:
         self.caller = Caller(self.network.signature)
@@ -48,13 +49,31 @@ class Side:
     def loss(self, batch: Fields, flag: object = 1) -> Tensor:
         return loss_of(self.forward(batch, flag), self.network.output)
 
-    def step(self, seed: int, rows: int | None = None, flag: object = 1) -> None:
+    def step(self, seed: int, rows: int | None = None, flag: object = 1, factor: float = 1.0) -> None:
         """Forward and backward on one batch; gradients are added to those that are there."""
         batch = self.batch(seed, rows)
-        loss = self.loss(batch, flag)
+        loss = self.loss(batch, flag) * factor if factor != 1.0 else self.loss(batch, flag)
         self.note("loss", loss)
         torch.autograd.backward(loss)
         self.note_inputs(batch)
+
+    def iteration(
+        self,
+        seed: int,
+        rows: int | None = None,
+        factor: float = 1.0,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        """A step and its update; what a loop does in between them is the caller's."""
+        optimizer = self.its_optimizer()
+        self.step(seed, rows, factor=factor)
+        between()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def its_optimizer(self) -> torch.optim.Optimizer:
+        assert self.optimizer is not None
+        return self.optimizer
 
     def note_inputs(self, batch: Fields) -> None:
         for name, value in self.caller.contents():
@@ -75,6 +94,10 @@ class Side:
             self.note(f"parameter {name}", parameter)
         for name, buffer in self.model.named_buffers():
             self.note(f"buffer {name}", buffer)
+        if self.optimizer is not None:
+            for number, state in self.optimizer.state_dict()["state"].items():
+                for name, value in sorted(state.items()):
+                    self.note(f"optimizer's {name} of {number}", value)
         for name in self.network.owners("counter", "history", "kept_result", "offset"):
             value = getattr(self.model, name, None)
             self.note(f"attribute {name}", list(value) if isinstance(value, list) else value)
@@ -85,6 +108,8 @@ class Side:
         """The tensors that count before a step. Plain tensor attributes are constants, which do not."""
         yield from self.model.parameters()
         yield from self.model.buffers()
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            yield from (value for value in state.values() if isinstance(value, Tensor) and not value.is_meta)
 
     def modules(self) -> list[nn.Module]:
         """The inner modules."""

@@ -31,6 +31,7 @@ from stowplan.capture.stand_ins import torch_dtype
 from stowplan.run import wrappers
 from stowplan.run.border import frozen
 from stowplan.run.border.frozen import Picture, Same
+from stowplan.run.iteration import one_by_one
 from stowplan.run.step import function
 from stowplan.run.step.function import Run
 from stowplan.run.step.incoming import IncomingGradients
@@ -175,6 +176,13 @@ def _places() -> Iterator[None]:
 
 
 @contextmanager
+def _optimizers() -> Iterator[None]:
+    """An optimizer is tried on a few small finite gradients alone."""
+    with patch.object(one_by_one, "_COMPARED", (one_by_one._Steps((1.0, 1.0)),)):
+        yield
+
+
+@contextmanager
 def _marks() -> Iterator[None]:
     """`requires_grad` and `.grad` that forward sets are not set by a call of the plan."""
 
@@ -218,6 +226,7 @@ UNDONE: dict[str, Plant] = {
     "arguments": _arguments,
     "own-calls": _own_calls,
     "places": _places,
+    "optimizers": _optimizers,
     "marks": _marks,
     "profiles": _profiles,
     "inner-outputs": _inner_outputs,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,9 +57,11 @@ def batch(length: int = 16, seed: int = 0) -> dict[str, Tensor]:
 
 def fitted(model: Any, given: dict[str, Tensor], share: float = 1.2) -> Any:
     """Fitted to a share of its own peak."""
-    roomy = stowplan.fit(copy.deepcopy(model), (), given, budget="1GiB", moves=1)
+    roomy = stowplan.fit(copy.deepcopy(model), (), given, budget="1GiB", search=Search(moves=1))
     peak = stowplan.plans_of(roomy)[0].plain_peak_bytes
-    return stowplan.fit(model, (), given, budget=int(share * peak), allow=("recompute",), moves=MOVES)
+    return stowplan.fit(
+        model, (), given, budget=int(share * peak), allow=("recompute",), search=Search(moves=MOVES)
+    )
 
 
 def gradients(model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor | None]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import BadUse
 from stowplan.integrations.batches import arguments_of
 from stowplan.ops.effects import UPDATE
@@ -124,7 +125,7 @@ def test_accelerate_with_its_optimizer_in_the_plan() -> None:
         optimizer: Any = torch.optim.AdamW(model.parameters())
         run: Any = model
         if planned:
-            how: Any = {"optimizer": True, "loss": torch.sum, "moves": 2}
+            how: Any = {"optimizer": True, "loss": torch.sum, "search": Search(moves=2)}
             run, optimizer = prepare_within(accelerator, "1MiB", model, (x,), optimizer, **how)
             saves(plan_of(run))
         else:

@@ -8,9 +8,9 @@ from stowplan.observe.blocks import (
     EVALUATING,
     FORWARD,
     LOSS,
-    Block,
+    BlockOrigin,
     Blocks,
-    Origin,
+    LiveBlock,
     alive_at,
     most_by_phase,
     peak_of,
@@ -20,7 +20,7 @@ from stowplan.observe.record import ACTIVATIONS, EVALUATION, OTHER, PARAMETERS, 
 
 def drawn(seed: int) -> tuple[Blocks, dict[int, int], dict[int, str]]:
     """Blocks drawn at random, the bytes alive at each clock, and the phase there."""
-    draw, blocks, alive = random.Random(seed), Blocks(), list[Block]()
+    draw, blocks, alive = random.Random(seed), Blocks(), list[LiveBlock]()
     bytes_at, phase_at = dict[int, int](), dict[int, str]()
     phase = BETWEEN
     for _ in range(200):
@@ -30,10 +30,10 @@ def drawn(seed: int) -> tuple[Blocks, dict[int, int], dict[int, str]]:
             blocks.enter(phase)
         elif what < 0.2:
             extra = draw.randrange(1, 2000)
-            blocks.within(extra, Origin(phase), "op")
+            blocks.within(extra, BlockOrigin(phase), "op")
             bytes_at[blocks.clock - 1], phase_at[blocks.clock - 1] = blocks.alive_bytes + extra, phase
         elif what < 0.6 or not alive:
-            alive.append(blocks.begin(draw.randrange(1, 1000), Origin(phase), "op"))
+            alive.append(blocks.begin(draw.randrange(1, 1000), BlockOrigin(phase), "op"))
         else:
             blocks.end(alive.pop(draw.randrange(len(alive))))
         bytes_at[blocks.clock], phase_at[blocks.clock] = blocks.alive_bytes, phase
@@ -56,17 +56,17 @@ def test_peaks_are_the_most_of_all_moments() -> None:
 
 def test_kinds_follow_from_phase_and_life() -> None:
     blocks = Blocks()
-    old = blocks.begin(8, Origin("before"), "", is_old=True)
-    weight = blocks.begin(8, Origin("before"), "", PARAMETERS, is_old=True)
+    old = blocks.begin(8, BlockOrigin("before"), "", is_old=True)
+    weight = blocks.begin(8, BlockOrigin("before"), "", PARAMETERS, is_old=True)
     blocks.enter(FORWARD)
-    saved = blocks.begin(8, Origin(FORWARD, call=1), "op")
-    passing = blocks.begin(8, Origin(FORWARD, call=1), "op")
-    idle = blocks.begin(8, Origin(FORWARD, call=2), "op")
+    saved = blocks.begin(8, BlockOrigin(FORWARD, call=1), "op")
+    passing = blocks.begin(8, BlockOrigin(FORWARD, call=1), "op")
+    idle = blocks.begin(8, BlockOrigin(FORWARD, call=2), "op")
     blocks.end(passing)
     blocks.enter(EVALUATING)
-    judged = blocks.begin(8, Origin(EVALUATING), "op")
+    judged = blocks.begin(8, BlockOrigin(EVALUATING), "op")
     blocks.enter(BACKWARD)
-    gradient = blocks.begin(8, Origin(BACKWARD), "op")
+    gradient = blocks.begin(8, BlockOrigin(BACKWARD), "op")
     blocks.classify(lambda call: call == 2)
     kinds = [block.kind for block in (old, weight, saved, passing, idle, judged, gradient)]
     assert kinds == [OTHER, PARAMETERS, ACTIVATIONS, TEMPORARIES, EVALUATION, EVALUATION, TEMPORARIES]

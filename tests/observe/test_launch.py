@@ -13,7 +13,7 @@ import pytest
 
 from stowplan.errors import BadUse
 from stowplan.observe.child import is_launcher
-from stowplan.observe.launch import BOOT, VARIABLE, Settings, command_line, run_observed
+from stowplan.observe.launch import BOOT, VARIABLE, LaunchSettings, command_line, run_observed
 
 TELLING = """
 import inspect, json, os, pickle, sys, __main__
@@ -33,7 +33,7 @@ print(json.dumps({
 RUN = """
 import os, sys
 from stowplan.observe.launch import *
-settings = Settings(sys.argv[1], path=os.environ.get("PYTHONPATH"))
+settings = LaunchSettings(sys.argv[1], path=os.environ.get("PYTHONPATH"))
 sys.exit(end_as(run_observed(command_line(sys.argv[2:]), settings)))
 """
 
@@ -167,6 +167,6 @@ def test_launchers_of_workers_are_known() -> None:
 
 
 def test_a_killed_script_leaves_its_records(tmp_path: Path) -> None:
-    settings = Settings(str(tmp_path))
+    settings = LaunchSettings(str(tmp_path))
     command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     assert run_observed(command, settings) == -signal.SIGKILL

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import stowplan
 from stowplan.observe.observer import Observer
-from stowplan.observe.record import Record
+from stowplan.observe.record import WatchRecord
 from stowplan.torch_private import dispatch_modes
 from tests.support.observing import observed
 
@@ -148,7 +148,7 @@ def bits(loop: Callable[[], nn.Module]) -> list[Tensor]:
     return [*(parameter.detach().clone() for parameter in model.parameters()), torch.get_rng_state()]
 
 
-def seen(folder: Path, loop: Callable[[], object]) -> Record:
+def seen(folder: Path, loop: Callable[[], object]) -> WatchRecord:
     with observed(folder) as observer:
         torch.manual_seed(3)
         loop()
@@ -190,7 +190,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         assert not any(tables)
 
 
-def kind_bytes(record: Record) -> dict[str, int]:
+def kind_bytes(record: WatchRecord) -> dict[str, int]:
     assert record.peak is not None
     return {share.what: share.nbytes for share in record.peak.kinds}
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stowplan.cli.main import main
-from stowplan.observe.record import Alive, Failure, Finding, Place, Record, Share, records_in
+from stowplan.observe.record import Alive, CodePlace, Failure, PeakShare, Remedy, WatchRecord, records_in
 from stowplan.report.watch import records_json
 from tests.support.live_bytes import counted, counting_library
 
@@ -195,12 +195,12 @@ def test_each_worker_of_torchrun_observes_itself(tmp_path: Path) -> None:
 
 
 def test_what_was_seen_is_read_as_it_was_written(tmp_path: Path) -> None:
-    place = Place("activations", "train.py", 3, "Net.first", "aten::addmm", 8, 1)
-    alive = Alive(8, "forward", [Share("activations", 8)], [place], "Net", "train.py:3")
-    record = Record(
+    place = CodePlace("activations", "train.py", 3, "Net.first", "aten::addmm", 8, 1)
+    alive = Alive(8, "forward", [PeakShare("activations", 8)], [place], "Net", "train.py:3")
+    record = WatchRecord(
         "train.py",
         peak=alive,
-        findings=[Finding("a", "b", "c", 1, 2)],
+        findings=[Remedy("a", "b", "c", 1, 2)],
         failure=Failure("E", "m", "op", alive),
     )
     record.write(str(tmp_path))

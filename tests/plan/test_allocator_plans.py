@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from stowplan import Search
 from stowplan.analyse.timeline import Doing
 from stowplan.api import reserved_in_turn
 from stowplan.cli.main import main
@@ -20,8 +21,9 @@ from stowplan.plan.allocator.requests import Requests, requests_of
 from stowplan.plan.allocator.settings import MIB, AllocatorSettings, parse_settings
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Plan, Store
+from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
+from stowplan.plan.steps import Store
 from tests.support.plans import moved
 from tests.support.steps import random_step, uneven_prices
 
@@ -40,7 +42,7 @@ def grown(graph: Graph, times: int) -> Graph:
 
 def planner_of_step(seed: int, times: int = 1) -> Planner:
     graph = grown(random_step(seed, layers=7), times)
-    return Planner.of(graph, uneven_prices(graph, seed), options=PlanOptions(moves=40))
+    return Planner.of(graph, uneven_prices(graph, seed), options=PlanOptions(search=Search(moves=40)))
 
 
 def plans(planner: Planner) -> list[Plan]:
@@ -174,7 +176,7 @@ def test_a_budget_for_a_device_limits_reserved_bytes(text: str) -> None:
     seconds, refusal = 0.0, None
     while refusal is None:
         try:
-            plan, heap = plan_for_device(planner.plan, allowed, settings)
+            plan, heap = plan_for_device(planner.draft, allowed, settings)
         except BudgetTooSmall as fault:
             refusal = fault
         else:
@@ -184,7 +186,7 @@ def test_a_budget_for_a_device_limits_reserved_bytes(text: str) -> None:
             seconds, allowed = plan.projected_seconds, heap.figures.reserved_peak_bytes - 1
     assert "fragmentation in the caching allocator" in str(refusal)
     assert refusal.allowed_bytes == allowed
-    _, smallest = plan_for_device(planner.plan, refusal.minimum_bytes, settings)
+    _, smallest = plan_for_device(planner.draft, refusal.minimum_bytes, settings)
     assert smallest.figures.reserved_peak_bytes == refusal.minimum_bytes
 
 

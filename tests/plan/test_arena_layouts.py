@@ -4,16 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from stowplan.analyse.timeline import Run, Stay, Timeline
+from stowplan import Search
+from stowplan.analyse.timeline import OpRun, Stay, Timeline
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph
 from stowplan.plan.allocator.arena import ArenaLayout, Placement, Slot, lay_out, refuse_unsafe
 from stowplan.plan.allocator.projection import project
 from stowplan.plan.allocator.requests import requests_of
 from stowplan.plan.allocator.settings import AllocatorSettings
+from stowplan.plan.draft import ArenaUse
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import ArenaUse, Plan
+from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from tests.support.steps import random_step, uneven_prices
 
@@ -23,7 +25,7 @@ def timeline(*stays: tuple[str, int, int, int]) -> Timeline:
     runs = 1 + max(last for *_, last in stays)
     return Timeline(
         Graph({}, ()),
-        tuple(Run(f"op {number}") for number in range(runs)),
+        tuple(OpRun(f"op {number}") for number in range(runs)),
         tuple(
             Stay(name, nbytes, first, last, True, (), place)
             for place, (name, nbytes, first, last) in enumerate(stays)
@@ -117,7 +119,7 @@ def test_a_slot_lies_in_the_arena(slot: Slot, message: str) -> None:
 
 def plan() -> Plan:
     graph = random_step(3, layers=3)
-    planner = Planner.of(graph, uneven_prices(graph, 3), PlanOptions(moves=2))
+    planner = Planner.of(graph, uneven_prices(graph, 3), PlanOptions(search=Search(moves=2)))
     return planner.plan(planner.minimum_bytes)
 
 

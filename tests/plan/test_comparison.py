@@ -5,21 +5,23 @@ from pathlib import Path
 
 import pytest
 
+from stowplan import Search
 from stowplan.analyse.timeline import Doing, timeline_of
 from stowplan.formats import chainer
 from stowplan.plan.explain.comparison import Side, comparison_of
 from stowplan.plan.explain.reasons import decisions_of, reasons_of
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Keep, Plan, Recompute
+from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.prices import price_by_macs
+from stowplan.plan.steps import Keep, Recompute
 
 
 @pytest.fixture(scope="module")
 def planner(dump: Callable[[str], Path]) -> Planner:
     graph = chainer.read(dump("chainer").read_text(), chainer.SavedView.RETAIN).graph
-    return Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=400))
+    return Planner.of(graph, price_by_macs(graph), options=PlanOptions(search=Search(moves=400)))
 
 
 def side(plan: Plan) -> Side:

@@ -4,12 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from stowplan import Search
 from stowplan.errors import BadUse
 from stowplan.plan.explain.explain import explain
 from stowplan.plan.judge.simulate import alive_at
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Keep, Plan, Recompute, RecomputeOp
+from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
+from stowplan.plan.steps import Keep, Recompute, RecomputeOp
 from tests.support.steps import random_step, uneven_prices
 
 
@@ -17,7 +20,9 @@ from tests.support.steps import random_step, uneven_prices
 def plan(request: pytest.FixtureRequest) -> Plan:
     """A plan in which some tensors are recomputed."""
     graph = random_step(request.param, layers=8)
-    planner = Planner.of(graph, uneven_prices(graph, request.param), options=PlanOptions(moves=500))
+    planner = Planner.of(
+        graph, uneven_prices(graph, request.param), options=PlanOptions(search=Search(moves=500))
+    )
     return planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
 
 
@@ -68,7 +73,7 @@ def test_what_comes_from_outside_was_not_open_to_decide(plan: Plan) -> None:
 def test_a_tensor_is_found_by_its_name_and_others_are_offered(plan: Plan) -> None:
     tensors = dict(plan.graph.tensors)
     tensors["v0"] = replace(tensors["v0"], name="encoder.out")
-    named = replace(plan, graph=replace(plan.graph, tensors=tensors))
+    named = verify(replace(plan.draft(), graph=replace(plan.graph, tensors=tensors)))
     assert explain(named, "encoder.out").tensor == "v0"
     with pytest.raises(BadUse, match="no tensor 'g_v'; it has g_v"):
         explain(plan, "g_v")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from stowplan import Search
 from stowplan.errors import BudgetTooSmall
 from stowplan.formats import chainer
 from stowplan.plan import frontier
 from stowplan.plan.frontier import bound_of
-from stowplan.plan.judge.verify import verify
 from stowplan.plan.native.build import SWITCH
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
@@ -43,7 +43,7 @@ def unet(dump: Callable[[str], Path]) -> Planner:
 @pytest.mark.parametrize("budget", _REFERENCE)
 @pytest.mark.slow
 def test_the_unet_document_costs_no_more_than_annealing_found(unet: Planner, budget: str) -> None:
-    plan = verify(unet.plan(parse_bytes(budget)))
+    plan = unet.plan(parse_bytes(budget))
     assert plan.projected_peak_bytes <= parse_bytes(budget)
     assert plan.extra_macs / _STEP_MACS <= _REFERENCE[budget]
     assert plan.bound <= plan.time_ratio * (1 + 1e-9)
@@ -59,7 +59,7 @@ def test_a_second_run_is_worse_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(4):
         monkeypatch.setattr(frontier, "_ANCHORS", 3)
         graph = random_step(seed, layers=20)
-        pricing, options = uneven_prices(graph, seed), PlanOptions(moves=600)
+        pricing, options = uneven_prices(graph, seed), PlanOptions(search=Search(moves=600))
         both = Planner.of(graph, pricing, options=options).frontier
         monkeypatch.setattr(frontier, "_RUNS", 1)
         for point in Planner.of(graph, pricing, options=options).frontier.points:
@@ -99,11 +99,11 @@ import sys
 from pathlib import Path
 from stowplan.formats import chainer
 from stowplan.plan.files import plan_file
-from stowplan.plan.options import PlanOptions
+from stowplan.plan.options import PlanOptions, Search
 from stowplan.plan.planner import Planner
 from stowplan.plan.prices import price_by_macs
 graph = chainer.read(Path(sys.argv[1]).read_text(), chainer.SavedView.RETAIN).graph
-planner = Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=500))
+planner = Planner.of(graph, price_by_macs(graph), options=PlanOptions(search=Search(moves=500)))
 print(plan_file.write(planner.plan(3 * 2**30)))
 """
 
@@ -130,7 +130,9 @@ def test_small_steps_come_within_two_per_cent_of_the_true_optimum() -> None:
     ratios, missed = [], 0
     for seed in range(56):
         graph = random_step(seed, layers=5 + seed % 4, plain=True)
-        planner = Planner.of(graph, uneven_prices(graph, seed), options=PlanOptions(moves=3000))
+        planner = Planner.of(
+            graph, uneven_prices(graph, seed), options=PlanOptions(search=Search(moves=3000))
+        )
         low, high = planner.problem.standing_bytes, planner.plain_peak_bytes
         plain = sum(planner.problem.seconds)
         for share in (0.9, 0.75, 0.6):

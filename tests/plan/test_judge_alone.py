@@ -13,7 +13,8 @@ from tests.test_layers import imports_of
 
 SOURCE = Path(stowplan.__file__).parent
 JUDGE = SOURCE / "plan" / "judge"
-FROM_STOWPLAN = ("errors", "units", "geometry", "ir", "ops", "plan.plan", "plan.judge")
+OF_PLANS = ("plan.pricing", "plan.steps", "plan.draft", "plan.plan")
+FROM_STOWPLAN = ("errors", "units", "geometry", "ir", "ops", *OF_PLANS, "plan.judge")
 """What the judges may stand on: a graph, what is known about op types, and what a plan is made of."""
 FOLDERS = ("plan", "")  # packages without content, which Python imports on the way
 

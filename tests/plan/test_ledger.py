@@ -6,7 +6,7 @@ import pytest
 
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.ledger import Ledger, State, steps_of
-from stowplan.plan.plan import Basis, Pricing
+from stowplan.plan.pricing import Basis, Pricing
 from stowplan.plan.problem import Problem, problem_of
 from tests.support.steps import random_step, uneven_prices
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from stowplan import Search
 from stowplan.errors import BadUse, IllegalPlan
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Role, Tensor, Use
+from stowplan.plan.draft import Draft
 from stowplan.plan.explain.explain import explain
 from stowplan.plan.files import plan_file
 from stowplan.plan.frontier import Point
@@ -19,9 +21,11 @@ from stowplan.plan.offload.idle_intervals import idle_intervals_of
 from stowplan.plan.offload.insert_transfers import insert_transfers
 from stowplan.plan.offload.transfer_schedule import Caps, TransferSchedule
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Basis, Compute, Free, Load, Offload, Plan, Pricing, Step, Store, Tier
+from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
+from stowplan.plan.pricing import Basis, Pricing, Tier
 from stowplan.plan.problem import Problem
+from stowplan.plan.steps import Compute, Free, Load, Offload, Step, Store
 from stowplan.run.step.straight import baseline_steps
 from stowplan.watch import Patience, ended_by
 
@@ -160,7 +164,7 @@ def test_a_budget_is_met_by_moving_and_more_of_it_never_costs_time() -> None:
     planner = Planner.of(graph, priced(graph, 1.0), options=PlanOptions(allow=("offload",)))
     times = []
     for allowed in range(planner.minimum_bytes, planner.plain_peak_bytes + MB, MB // 2):
-        plan = verify(planner.plan(allowed))
+        plan = planner.plan(allowed)
         times.append(plan.projected_seconds)
         assert plan_file.read(plan_file.write(plan)) == plan
     assert times == sorted(times, reverse=True)
@@ -172,9 +176,11 @@ def test_a_budget_is_met_by_moving_and_more_of_it_never_costs_time() -> None:
 def test_moving_and_recomputing_is_never_worse_than_either() -> None:
     graph = chain(12)
     pricing = priced(graph, 0.7)
-    both = Planner.of(graph, pricing, options=PlanOptions(allow=("recompute", "offload"), moves=2000))
+    both = Planner.of(
+        graph, pricing, options=PlanOptions(allow=("recompute", "offload"), search=Search(moves=2000))
+    )
     for allow in ("recompute", "offload"):
-        alone = Planner.of(graph, pricing, options=PlanOptions(allow=(allow,), moves=2000))
+        alone = Planner.of(graph, pricing, options=PlanOptions(allow=(allow,), search=Search(moves=2000)))
         for allowed in range(alone.minimum_bytes, alone.plain_peak_bytes, MB):
             assert both.plan(allowed).projected_seconds <= alone.plan(allowed).projected_seconds + 1e-9
 
@@ -208,7 +214,9 @@ def test_nothing_is_moved_where_all_fits_or_recomputing_is_cheaper() -> None:
     graph = chain(8)
     slow = replace(TIER, store_bytes_per_second=1.0, load_bytes_per_second=1.0)
     planner = Planner.of(
-        graph, priced(graph, 1.0, slow), options=PlanOptions(allow=("recompute", "offload"), moves=2000)
+        graph,
+        priced(graph, 1.0, slow),
+        options=PlanOptions(allow=("recompute", "offload"), search=Search(moves=2000)),
     )
     plans = [planner.plan(planner.plain_peak_bytes), planner.plan(planner.plain_peak_bytes - MB)]
     assert not any(isinstance(step, Store) for plan in plans for step in plan.steps)
@@ -230,7 +238,7 @@ def test_explain_tells_the_way_out_and_back() -> None:
 
 
 def test_what_is_not_legal_is_refused() -> None:
-    plan = _plan_that_moves()
+    plan = _plan_that_moves().draft()
     first, stored = next((n, step.tensors[0]) for n, step in enumerate(plan.steps) if isinstance(step, Store))
     without_store = (*plan.steps[:first], *plan.steps[first + 1 :])
     with pytest.raises(IllegalPlan, match="the tier does not have"):
@@ -255,9 +263,9 @@ def test_a_sum_that_was_stored_before_its_last_part_is_not_loaded() -> None:
     steps.insert(made + 1, Store(("g1",)))
     pricing = priced(graph, 1.0)
     curve = simulate(graph, steps, pricing).curve_bytes
-    plan = Plan(graph, pricing, max(curve), {}, tuple(steps), curve, 1.0, 1, 1.0, 1, 1.0, 0)
+    draft = Draft(graph, pricing, max(curve), {}, tuple(steps), curve, 1.0, 1, 1.0, 1, 1.0, 0)
     with pytest.raises(IllegalPlan, match="the tier does not have"):
-        verify(plan)
+        verify(draft)
 
 
 def _place(steps: list[Step], op: str) -> int:

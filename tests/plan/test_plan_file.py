@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from stowplan import Search
 from stowplan.errors import BadInput
 from stowplan.plan.files import plan_file
 from stowplan.plan.options import PlanOptions
@@ -19,7 +20,7 @@ from tests.support.steps import random_step, uneven_prices
 
 def _plan(seed: int) -> Plan:
     graph = random_step(seed, layers=7)
-    planner = Planner.of(graph, uneven_prices(graph, seed), options=PlanOptions(moves=500))
+    planner = Planner.of(graph, uneven_prices(graph, seed), options=PlanOptions(search=Search(moves=500)))
     return planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
 
 

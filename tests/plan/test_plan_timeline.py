@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from stowplan import Search
 from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.formats import chainer
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use
 from stowplan.plan.explain.timeline import baseline_timeline_of, timeline_of_plan
 from stowplan.plan.explain.transfers import clock_of
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Basis, Free, Plan, Pricing, RecomputeOp
+from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
 from stowplan.plan.prices import price_by_macs
+from stowplan.plan.pricing import Basis, Pricing
+from stowplan.plan.steps import Free, RecomputeOp
 from tests.support.plans import moved
 from tests.support.steps import random_step, uneven_prices
 
@@ -50,7 +53,9 @@ def check(plan: Plan) -> Timeline:
 @pytest.mark.slow
 def test_stays_add_up_to_the_projected_curve(seed: int) -> None:
     graph = random_step(seed, layers=12)
-    for plan in plans(Planner.of(graph, uneven_prices(graph, seed), options=PlanOptions(moves=300))):
+    for plan in plans(
+        Planner.of(graph, uneven_prices(graph, seed), options=PlanOptions(search=Search(moves=300)))
+    ):
         check(plan)
 
 
@@ -69,7 +74,9 @@ def test_a_view_of_a_view_outlives_the_owner_it_names() -> None:
     back = Op("back", "Back", Phase.BACKWARD, (Use("second"),), (Use("g"),))
     graph = Graph(tensors, (*ops, back), frozenset({"g"}))
     planner = Planner.of(
-        graph, Pricing({op.id: 1.0 for op in graph.ops}, Basis.MEASURED), options=PlanOptions(moves=50)
+        graph,
+        Pricing({op.id: 1.0 for op in graph.ops}, Basis.MEASURED),
+        options=PlanOptions(search=Search(moves=50)),
     )
     timeline = check(planner.plan(planner.plain_peak_bytes))
     (stay,) = (stay for stay in timeline.stays if stay.tensor == "a")
@@ -79,7 +86,7 @@ def test_a_view_of_a_view_outlives_the_owner_it_names() -> None:
 @pytest.mark.slow
 def test_a_recomputed_tensor_has_a_copy_for_each_time(dump: Callable[[str], Path]) -> None:
     graph = chainer.read(dump("chainer").read_text(), chainer.SavedView.RETAIN).graph
-    planner = Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=400))
+    planner = Planner.of(graph, price_by_macs(graph), options=PlanOptions(search=Search(moves=400)))
     plan = planner.plan(planner.minimum_bytes)
     timeline = check(plan)
     made = defaultdict(list)
@@ -95,7 +102,9 @@ def test_the_plain_timeline_peaks_where_the_plan_says() -> None:
     prices = uneven_prices(graph, 5)
     workspace = {op.id: 40 for op in graph.ops[::3]}
     planner = Planner.of(
-        graph, Pricing(prices.seconds, Basis.MEASURED, workspace), options=PlanOptions(moves=50)
+        graph,
+        Pricing(prices.seconds, Basis.MEASURED, workspace),
+        options=PlanOptions(search=Search(moves=50)),
     )
     plan = planner.plan(planner.plain_peak_bytes)
     assert baseline_timeline_of(plan).curve_bytes().max() == plan.plain_peak_bytes
@@ -104,7 +113,7 @@ def test_the_plain_timeline_peaks_where_the_plan_says() -> None:
 @pytest.fixture
 def offloading(dump: Callable[[str], Path]) -> Plan:
     graph = chainer.read(dump("chainer").read_text(), chainer.SavedView.RETAIN).graph
-    planner = Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=100))
+    planner = Planner.of(graph, price_by_macs(graph), options=PlanOptions(search=Search(moves=100)))
     return moved(planner.plan(planner.plain_peak_bytes))
 
 

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan import frontier
-from stowplan.plan.options import PlanOptions, Prefer
-from stowplan.plan.plan import Plan
+from stowplan.plan.draft import Draft
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import baseline_peak_of
-from stowplan.plan.select import Baseline, Group, Selector, Tradeoff, planner_of
+from stowplan.plan.select import Baseline, CandidateGroup, Selector, Tradeoff, planner_of
 from tests.support.steps import random_step, uneven_prices
 
 pytestmark = pytest.mark.torch
-_OPTIONS = PlanOptions(("recompute",), moves=200)
+_OPTIONS = PlanOptions(("recompute",), search=Search(moves=200))
 
 
 def _model() -> tuple[nn.Module, tuple[torch.Tensor]]:
@@ -72,12 +73,12 @@ def test_a_plan_far_slower_than_eager_is_a_warning_to_who_asked(
     budget = 10**9
     if is_tight:
         with pytest.raises(BudgetTooSmall) as refused:
-            stowplan.fit(model, (x,), budget=1, moves=20, allow=("recompute", "tile"))
+            stowplan.fit(model, (x,), budget=1, search=Search(moves=20), allow=("recompute", "tile"))
         budget = refused.value.minimum_bytes
     caplog.set_level(logging.INFO, "stowplan")
     caplog.clear()
     (plan,) = stowplan.plans_of(
-        stowplan.fit(model, (x,), budget=budget, moves=20, allow=("recompute", "tile"))
+        stowplan.fit(model, (x,), budget=budget, search=Search(moves=20), allow=("recompute", "tile"))
     )
     (record,) = [record for record in caplog.records if "planned _Convolutions" in record.getMessage()]
     assert (plan.time_ratio > 3) is is_tight
@@ -111,8 +112,8 @@ class _Bounded:
     def bounds(self, _: int) -> Iterator[float]:
         yield self.least
 
-    def plan(self, _: int) -> Plan:
-        return cast(Plan, SimpleNamespace(projected_seconds=self.seconds))
+    def draft(self, _: int) -> Draft:
+        return cast(Draft, SimpleNamespace(projected_seconds=self.seconds))
 
     def tradeoffs(self) -> Iterable[Tradeoff]:
         return ()
@@ -122,7 +123,7 @@ class _Bounded:
 def test_a_candidate_that_can_save_less_than_the_gap_is_not_examined(gap: float, seconds: float) -> None:
     found = (_Bounded(1, 9.0, 10.0), _Bounded(1, 9.95, 9.96))
     plain = _Bounded(100, 1.0, 1.0)  # needs more memory
-    selector = Selector(plain, Baseline(1.0, 100), lambda _: found, Prefer.TIME, gap=gap)
+    selector = Selector(plain, Baseline(1.0, 100), lambda _: found, "time", gap=gap)
     assert selector.answer(10)[0].projected_seconds == seconds
 
 
@@ -146,9 +147,9 @@ def test_candidates_that_take_long_to_make_are_made_if_they_could_win(
         made.append(_Bounded(1, 9.6, 9.6))
         return iter(made)
 
-    found = (Group(least, make), other)
+    found = (CandidateGroup(least, make), other)
     plain = _Bounded(100, 1.0, 1.0)  # needs more memory
-    selector = Selector(plain, Baseline(1.0, 100), lambda _: found, Prefer.TIME)
+    selector = Selector(plain, Baseline(1.0, 100), lambda _: found, "time")
     assert selector.answer(10)[0].projected_seconds == seconds
     assert bool(made) is is_made
     assert len(selector.candidates) == 2  # which asks for all

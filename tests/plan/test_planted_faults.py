@@ -426,13 +426,13 @@ FAULTS = (
     Fault(
         "frees sums before the last term",
         LEDGER,
-        "for name in (*op.reads(), *_added(op))}",
+        "for name in (*op.reads(), *added_by(op))}",
         "for name in op.reads()}",
     ),
     Fault(
         "makes sums anew",
         LEDGER,
-        "            if name not in _added(op):\n",
+        "            if name not in added_by(op):\n",
         "            if True:\n",
     ),
     Fault(
@@ -468,7 +468,7 @@ FAULTS = (
         "for position, op in enumerate(self._graph.ops):\n            remade",
         (
             "for position, op in sorted(enumerate(self._graph.ops), key=lambda each: "
-            "bool(_added(each[1]))):\n            remade"
+            "bool(added_by(each[1]))):\n            remade"
         ),
     ),
     Fault(

@@ -13,7 +13,7 @@ from unicodedata import east_asian_width
 import pytest
 
 from stowplan.plan.progress import Waiting, showing_progress
-from stowplan.watch import Phase, Searching, tell, tell_phase
+from stowplan.watch import PlanningPhase, Searching, tell, tell_phase
 from tests.support.timing import timed
 
 
@@ -130,11 +130,11 @@ def test_a_line_fits_any_width_and_has_the_best_plan_from_forty_columns_on(name:
 def test_a_plan_that_was_found_is_the_best_while_it_is_compared() -> None:
     waiting = Waiting("planning", allowed_bytes=50)
     waiting.told(search(0.5))
-    waiting.told(Phase("comparing"))
+    waiting.told(PlanningPhase("comparing"))
     assert waiting.line() == "planning: comparing, 0 s"
     waiting = Waiting("planning", allowed_bytes=150)
     waiting.told(search(0.5))
-    waiting.told(Phase("comparing"))
+    waiting.told(PlanningPhase("comparing"))
     assert waiting.line() == "planning: comparing, 0 s, best 1.400 x baseline, gap 33.3%"
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from stowplan import Search
 from stowplan.errors import BadInput
 from stowplan.plan.explain.peers import Peer, read_peers
 from stowplan.plan.files import record_file
@@ -14,7 +15,7 @@ from tests.support.steps import random_step, uneven_prices
 @pytest.fixture(scope="module")
 def record() -> Record:
     graph = random_step(3, layers=8)
-    planner = Planner.of(graph, uneven_prices(graph, 3), options=PlanOptions(moves=100))
+    planner = Planner.of(graph, uneven_prices(graph, 3), options=PlanOptions(search=Search(moves=100)))
     plan = planner.plan(planner.minimum_bytes)
     return Record(
         plan,

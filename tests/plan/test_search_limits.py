@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from time import process_time
@@ -14,18 +13,17 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
-from stowplan import watch
+from stowplan import Search, watch
 from stowplan.api import load_plan, planner_for
 from stowplan.cli.main import main
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
 from stowplan.plan import frontier
 from stowplan.plan.files import plan_file
-from stowplan.plan.judge.verify import verify
 from stowplan.plan.native.build import SWITCH
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Candidate, Selector, planner_of
-from stowplan.watch import Patience, Phase, Searching, ended_by, limited_to, watched_by
+from stowplan.watch import Patience, PlanningPhase, Searching, ended_by, limited_to, watched_by
 from tests.support.steps import random_step, uneven_prices
 
 
@@ -35,7 +33,11 @@ def cold_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-_TO_THE_END = PlanOptions(("recompute",), moves=160, gap=0.0)
+def _until(gap: float) -> PlanOptions:
+    return PlanOptions(("recompute",), search=Search(moves=160, gap=gap))
+
+
+_TO_THE_END = _until(0.0)
 
 
 def _planner(seed: int, options: PlanOptions) -> Selector[Candidate]:
@@ -54,18 +56,17 @@ def _budgets(seed: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "gap"), [(4, 0.01), (6, 0.2)])
 def test_a_plan_is_as_near_to_the_best_as_was_asked(seed: int, gap: float) -> None:
-    whole, near = _planner(seed, _TO_THE_END), _planner(seed, replace(_TO_THE_END, gap=gap))
+    whole, near = _planner(seed, _TO_THE_END), _planner(seed, _until(gap))
     for budget in _budgets(seed):
         plan, best = near.plan(budget), whole.plan(budget)
-        verify(plan)
         assert plan.projected_peak_bytes <= budget
         assert plan.projected_seconds <= (1 + gap) * best.projected_seconds
         assert plan.bound_seconds <= best.projected_seconds * (1 + 1e-9)
-        assert plan == _planner(seed, replace(_TO_THE_END, gap=gap)).plan(budget)
+        assert plan == _planner(seed, _until(gap)).plan(budget)
 
 
 def test_a_plan_near_its_bound_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner, (budget, *_) = _planner(3, replace(_TO_THE_END, gap=0.5)), _budgets(3)
+    planner, (budget, *_) = _planner(3, _until(0.5)), _budgets(3)
     monkeypatch.delattr(frontier._Search, "sweep")  # which a search of all budgets needs
     plan = planner.plan(budget)
     assert 0 < plan.gap <= 0.5 or plan.gap == 0
@@ -90,8 +91,7 @@ def test_a_time_limit_gives_the_best_plan_so_far(
     budget = _budgets(6)[1]
     _clock(monkeypatch, ticks)
     with limited_to(5.0):
-        plan = _planner(6, replace(_TO_THE_END, gap=1e-9)).plan(budget)
-    verify(plan)
+        plan = _planner(6, _until(1e-9)).plan(budget)
     assert plan.projected_peak_bytes <= budget
     assert plan.cut_short == "the time limit of 5 s"
     assert "the search was ended by the time limit of 5 s, gap" in repr(plan)
@@ -115,10 +115,10 @@ def test_a_limit_inside_of_another_does_not_outlast_it() -> None:
     assert watch.patience().over == ""
 
 
-@pytest.mark.parametrize(("name", "value"), [("seconds", 0.0), ("seconds", -1.0), ("gap", -0.1)])
+@pytest.mark.parametrize(("name", "value"), [("time_limit", 0.0), ("time_limit", -1.0), ("gap", -0.1)])
 def test_limits_that_make_no_sense_are_refused(name: str, value: float) -> None:
-    made: Any = PlanOptions
-    with pytest.raises(BadUse, match="time_limit is" if name == "seconds" else "gap is"):
+    made: Any = Search
+    with pytest.raises(BadUse, match=f"{name} is"):
         made(**{name: value})
 
 
@@ -173,10 +173,10 @@ def test_an_interrupt_before_there_is_a_plan_ends(
 
 
 def test_a_search_for_one_budget_is_watched() -> None:
-    news: list[Searching | Phase] = []
+    news: list[Searching | PlanningPhase] = []
     budget = _budgets(3)[2]
     with watched_by(news.append):
-        _planner(3, replace(_TO_THE_END, gap=0.5)).plan(budget)
+        _planner(3, _until(0.5)).plan(budget)
     assert any(isinstance(each, Searching) for each in news)
 
 
@@ -198,7 +198,7 @@ class _Blocks(nn.Module):
 def test_the_smallest_budget_of_a_refusal_is_searched_for_no_longer_than_the_limit() -> None:
     model, x = _Blocks(2), torch.randn(4, 17, 48)
     with pytest.raises(BudgetTooSmall) as found:
-        stowplan.fit(model, (x,), budget=x.nbytes, time_limit=0.5)
+        stowplan.fit(model, (x,), budget=x.nbytes, search=Search(time_limit=0.5))
     begun = process_time()
     assert found.value.minimum_bytes > x.nbytes
     assert found.value.ended == "the time limit of 0.5 s"
@@ -218,7 +218,12 @@ def test_all_searches_of_one_call_share_the_limit() -> None:
     begun = process_time()
     with pytest.raises(BudgetTooSmall) as found:
         stowplan.fit(
-            model, (x,), budget=x.nbytes, time_limit=0.5, allow=("recompute", "offload"), optimizer=optimizer
+            model,
+            (x,),
+            budget=x.nbytes,
+            search=Search(time_limit=0.5),
+            allow=("recompute", "offload"),
+            optimizer=optimizer,
         )
     assert found.value.ended == "the time limit of 0.5 s"
     assert process_time() - begun < 8

@@ -8,7 +8,8 @@ from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
 from stowplan.plan.judge.engines import Stall
 from stowplan.plan.judge.simulate import alive_at, simulate
-from stowplan.plan.plan import Basis, Compute, Free, Load, Pricing, RecomputeOp, Step, Store, Tier
+from stowplan.plan.pricing import Basis, Pricing, Tier
+from stowplan.plan.steps import Compute, Free, Load, RecomputeOp, Step, Store
 
 TENSORS = (
     Tensor("xt", Kind.INPUT, nbytes=1, alias_of="x"),

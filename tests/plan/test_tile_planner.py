@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from stowplan import Search
 from stowplan.analyse.facts import costs_of
 from stowplan.analyse.tile_costs import tile_costs_of
 from stowplan.api import load_plan
@@ -17,13 +18,14 @@ from stowplan.formats.door import read_document
 from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.ir import Graph
 from stowplan.ops.table import shape_of
+from stowplan.plan.draft import Exactness
 from stowplan.plan.explain.explain import explain_tiled
 from stowplan.plan.files import plan_file
-from stowplan.plan.judge.verify import verify
-from stowplan.plan.options import PlanOptions, Prefer
-from stowplan.plan.plan import Exactness, Plan, Tile
+from stowplan.plan.options import PlanOptions
+from stowplan.plan.plan import Plan
 from stowplan.plan.prices import price_by_macs
 from stowplan.plan.select import Candidate, Selector, planner_of
+from stowplan.plan.steps import Tile
 from stowplan.plan.tiles.borders import crops_early
 from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.costs import costs_of_sweep
@@ -45,7 +47,7 @@ def graph(dump: Callable[[str], Path]) -> Graph:
 def planner(graph: Graph) -> Selector[Candidate]:
     """Takes whatever is fastest."""
     return planner_of(
-        graph, price_by_macs(graph), options=PlanOptions(prefer=Prefer.TIME, moves=MOVES, gap=0)
+        graph, price_by_macs(graph), options=PlanOptions(search=Search(prefer="time", moves=MOVES, gap=0))
     )
 
 
@@ -58,7 +60,7 @@ def grids(plan: Plan) -> set[tuple[int, ...]]:
 
 
 def test_an_ample_budget_has_no_tiles(planner: Selector[Candidate]) -> None:
-    plan = verify(planner.plan(8000 * MIB))
+    plan = planner.plan(8000 * MIB)
     assert plan.exactness is Exactness.BITWISE
     assert plan.tile_maps == ()
     assert plan.time_ratio == 1.0
@@ -68,7 +70,7 @@ def test_an_ample_budget_has_no_tiles(planner: Selector[Candidate]) -> None:
 def test_samples_apart_bring_the_unet_to_a_sixth_at_no_cost(
     planner: Selector[Candidate], graph: Graph
 ) -> None:
-    plan = verify(planner.plan(int(1.2 * 1024 * MIB)))
+    plan = planner.plan(int(1.2 * 1024 * MIB))
     assert grids(plan) == {(8, 1, 1, 1)}
     assert extra_share(plan, graph) <= 0.01
     assert plan.plain_peak_bytes > 6 * plan.projected_peak_bytes
@@ -76,7 +78,7 @@ def test_samples_apart_bring_the_unet_to_a_sixth_at_no_cost(
 
 @pytest.mark.slow
 def test_what_one_sample_needs_is_planned_further(planner: Selector[Candidate], graph: Graph) -> None:
-    plan = verify(planner.plan(700 * MIB))
+    plan = planner.plan(700 * MIB)
     assert extra_share(plan, graph) <= 0.08  # with many more moves 0.005
     (told,) = plan.tile_maps
     assert told.parts == (8, 1, 1, 1)
@@ -87,7 +89,7 @@ def test_what_one_sample_needs_is_planned_further(planner: Selector[Candidate], 
 @pytest.mark.slow
 def test_smaller_budgets_cost_more_time_and_never_more_memory(planner: Selector[Candidate]) -> None:
     budgets = [mib * MIB for mib in (8000, 4000, 2000, 1229, 800, 600, 500, 400)]
-    plans = [verify(planner.plan(budget)) for budget in budgets]
+    plans = [planner.plan(budget) for budget in budgets]
     ratios = [plan.time_ratio for plan in plans]
     assert ratios == sorted(ratios)
     for plan, budget in zip(plans, budgets, strict=True):
@@ -116,7 +118,7 @@ def test_the_frontier_shows_where_tiles_enter(planner: Selector[Candidate]) -> N
 
 @pytest.mark.slow
 def test_bits_come_before_time(planner: Selector[Candidate], graph: Graph) -> None:
-    exact = planner_of(graph, price_by_macs(graph), options=PlanOptions(moves=MOVES))
+    exact = planner_of(graph, price_by_macs(graph), options=PlanOptions(search=Search(moves=MOVES)))
     offers = exact.tradeoffs()
     assert [o.exactness for o in offers] == sorted((o.exactness for o in offers), reverse=True)
     allowed = 3200 * MIB
@@ -124,7 +126,9 @@ def test_bits_come_before_time(planner: Selector[Candidate], graph: Graph) -> No
     assert planner.plan(allowed).exactness is Exactness.ROUNDING
     assert planner.plan(allowed).projected_seconds < exact.plan(allowed).projected_seconds
     assert exact.plan(1200 * MIB) == planner.plan(1200 * MIB)
-    without = planner_of(graph, price_by_macs(graph), options=PlanOptions(allow=["recompute"], moves=MOVES))
+    without = planner_of(
+        graph, price_by_macs(graph), options=PlanOptions(allow=["recompute"], search=Search(moves=MOVES))
+    )
     with pytest.raises(BudgetTooSmall):
         without.plan(1200 * MIB)
 
@@ -188,7 +192,9 @@ def test_a_step_that_writes_its_sums_of_gradients_out_is_answered() -> None:
 
     model, args = NETS["resnet50"].build("tiny")
     step = capture(model, args).graph
-    planner = planner_of(step, price_by_macs(step), options=PlanOptions(allow=("tile",), moves=50))
+    planner = planner_of(
+        step, price_by_macs(step), options=PlanOptions(allow=("tile",), search=Search(moves=50))
+    )
     with pytest.raises(BudgetTooSmall):
         planner.plan(planner.baseline.peak_bytes // 8)
 
@@ -196,7 +202,9 @@ def test_a_step_that_writes_its_sums_of_gradients_out_is_answered() -> None:
 def test_tiles_leave_out_what_a_crop_drops_and_their_plan_can_be_read(tmp_path: Path) -> None:
     body = [layer for _ in range(4) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
     captured = capture(nn.Sequential(*body), (torch.randn(1, 4, 64, 64),), loss=_middle_rows)
-    planner = planner_of(captured.graph, price_by_macs(captured.graph), PlanOptions(("tile",), moves=50))
+    planner = planner_of(
+        captured.graph, price_by_macs(captured.graph), PlanOptions(("tile",), search=Search(moves=50))
+    )
     plan = planner.plan(planner.baseline.peak_bytes // 3)
     assert plan.tile_maps
     assert plan.tile_maps[0].halo_share == 0.0

@@ -17,7 +17,7 @@ from stowplan.plan.prices import price_by_macs
 from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.collapse import collapse
 from stowplan.plan.tiles.costs import costs_of_sweep
-from stowplan.plan.tiles.rects import Tile, grid_of, regions_by_op, tile_of, tiles_of
+from stowplan.plan.tiles.rects import TileLevels, grid_of, regions_by_op, tile_of, tiles_of
 from stowplan.plan.tiles.rounds import refusal, rounds_of
 from stowplan.plan.tiles.segment import Segment, segment_of
 
@@ -132,5 +132,5 @@ def test_every_tile_is_of_one_kind(unet: Segment, parts: tuple[int, ...]) -> Non
     assert len(grid) == sum(sizes.values())
 
 
-def _sizes(tile: Tile) -> tuple[object, ...]:
+def _sizes(tile: TileLevels) -> tuple[object, ...]:
     return *(level.made.shape for level in tile.levels), *(rect.shape for rect in tile.held.values())

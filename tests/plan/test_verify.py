@@ -5,74 +5,78 @@ from functools import cache
 
 import pytest
 
+from stowplan import Search
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use
 from stowplan.ops.effects import UPDATE
+from stowplan.plan.draft import Draft
 from stowplan.plan.judge.simulate import peaks_by_device, simulate
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Basis, Compute, Free, Load, Plan, Pricing, RecomputeOp, Step, Store, Tier
 from stowplan.plan.planner import Planner
+from stowplan.plan.pricing import Basis, Pricing, Tier
+from stowplan.plan.steps import Compute, Free, Load, RecomputeOp, Step, Store
 from tests.support.steps import random_step, uneven_prices
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
-    """A plan in which some ops are recomputed."""
+def plan() -> Draft:
+    """A draft in which some ops are recomputed."""
     graph = random_step(5, layers=8)
-    planner = Planner.of(graph, uneven_prices(graph, 5), options=PlanOptions(moves=300))
-    found = planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
+    planner = Planner.of(graph, uneven_prices(graph, 5), options=PlanOptions(search=Search(moves=300)))
+    found = planner.draft((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
     assert any(isinstance(step, RecomputeOp) for step in found.steps)
-    return verify(found)
+    verify(found)
+    return found
 
 
-def _with_steps(plan: Plan, steps: tuple[Step, ...]) -> Plan:
+def _with_steps(plan: Draft, steps: tuple[Step, ...]) -> Draft:
     pricing = plan.pricing
     played = simulate(plan.graph, steps, pricing)
     return replace(plan, steps=steps, projected_curve_bytes=played.curve_bytes)
 
 
-def test_leaving_out_a_second_run_is_seen(plan: Plan) -> None:
+def test_leaving_out_a_second_run_is_seen(plan: Draft) -> None:
     number = next(i for i, step in enumerate(plan.steps) if isinstance(step, RecomputeOp))
     with pytest.raises(IllegalPlan, match="does not hold its value"):
         verify(replace(plan, steps=plan.steps[:number] + plan.steps[number + 1 :]))
 
 
-def test_leaving_out_an_op_is_seen(plan: Plan) -> None:
+def test_leaving_out_an_op_is_seen(plan: Draft) -> None:
     last = max(i for i, step in enumerate(plan.steps) if isinstance(step, Compute))
     with pytest.raises(IllegalPlan, match="never runs"):
         verify(replace(plan, steps=plan.steps[:last]))
 
 
-def test_losing_a_result_is_seen(plan: Plan) -> None:
+def test_losing_a_result_is_seen(plan: Draft) -> None:
     with pytest.raises(IllegalPlan, match="'gw' is gone at the end"):
         verify(replace(plan, steps=(*plan.steps, Free(("gw",)))))
 
 
-def test_running_an_op_twice_is_seen(plan: Plan) -> None:
+def test_running_an_op_twice_is_seen(plan: Draft) -> None:
     doubled = (plan.steps[0], *plan.steps)
     with pytest.raises(IllegalPlan, match="a second time"):
         verify(replace(plan, steps=doubled))
 
 
-def test_freeing_too_early_is_seen(plan: Plan) -> None:
+def test_freeing_too_early_is_seen(plan: Draft) -> None:
     first = next(step for step in plan.steps if isinstance(step, Compute))
     made = next(op for op in plan.graph.ops if op.id == first.op).outputs[0].tensor
     with pytest.raises(IllegalPlan):
         verify(replace(plan, steps=(plan.steps[0], Free((made,)), *plan.steps[1:])))
 
 
-def test_a_curve_that_is_not_the_steps_own_is_seen(plan: Plan) -> None:
+def test_a_curve_that_is_not_the_steps_own_is_seen(plan: Draft) -> None:
     lower = (plan.projected_curve_bytes[0] - 1, *plan.projected_curve_bytes[1:])
     with pytest.raises(IllegalPlan, match="curve"):
         verify(replace(plan, projected_curve_bytes=lower))
 
 
-def test_more_than_the_budget_is_seen(plan: Plan) -> None:
+def test_more_than_the_budget_is_seen(plan: Draft) -> None:
     with pytest.raises(IllegalPlan, match="allowed"):
         verify(replace(plan, allowed_bytes=plan.projected_peak_bytes - 1))
     exactly = replace(plan, allowed_bytes=plan.projected_peak_bytes)
-    assert verify(exactly) is exactly
+    assert verify(exactly).draft() == exactly
 
 
 def test_writing_over_what_is_read_later_is_seen() -> None:
@@ -90,7 +94,7 @@ def test_writing_over_what_is_read_later_is_seen() -> None:
     )
     graph = Graph(tensors, ops, frozenset({"c", "x"}))
     pricing = Pricing({op.id: 1.0 for op in ops}, Basis.MEASURED)
-    plan = Planner.of(graph, pricing).plan(1000)
+    plan = Planner.of(graph, pricing).draft(1000)
     spoiled = (Compute("f1"), Compute("f2", (("b", "a"),)), Compute("f3"))
     with pytest.raises(IllegalPlan, match="reads 'a'"):
         verify(_with_steps(plan, spoiled))
@@ -116,7 +120,7 @@ def _with_a_counter() -> Graph:
 def test_an_op_that_read_a_buffer_before_its_update_is_never_recomputed() -> None:
     graph = _with_a_counter()
     pricing = Pricing({op.id: 1.0 for op in graph.ops}, Basis.MEASURED)
-    plan = Planner.of(graph, pricing).plan(1000)
+    plan = Planner.of(graph, pricing).draft(1000)
     twice = (*plan.steps[:2], RecomputeOp("plus_one", ("seen",)), *plan.steps[2:])
     with pytest.raises(IllegalPlan, match="must run once or would not make the same"):
         verify(replace(plan, steps=twice))
@@ -127,7 +131,7 @@ def test_what_comes_from_outside_is_never_written_over() -> None:
     tensors = {name: Tensor(name, Kind.GRADIENT, nbytes=8) for name in ("given", "made")}
     ops = (Op("back", "Relu", Phase.BACKWARD, (Use("given"),), (Use("made"),)),)
     graph = Graph(tensors, ops, frozenset({"made"}))
-    plan = Planner.of(graph, Pricing({"back": 1.0}, Basis.MEASURED)).plan(1000)
+    plan = Planner.of(graph, Pricing({"back": 1.0}, Basis.MEASURED)).draft(1000)
     assert plan.steps[0] == Compute("back")
     with pytest.raises(IllegalPlan, match="may not write"):
         verify(_with_steps(plan, (Compute("back", (("made", "given"),)),)))
@@ -173,14 +177,16 @@ BACKWARD: tuple[Step, ...] = (Compute("back end"), Compute("back drop"))
 
 
 @cache
-def _plain() -> Plan:
+def _plain() -> Draft:
     graph = _step()
     return Planner.of(
-        graph, Pricing({op.id: 1.0 for op in graph.ops}, Basis.MEASURED), options=PlanOptions(moves=1)
-    ).plan(10_000)
+        graph,
+        Pricing({op.id: 1.0 for op in graph.ops}, Basis.MEASURED),
+        options=PlanOptions(search=Search(moves=1)),
+    ).draft(10_000)
 
 
-def _planned(*steps: Step, capacity_bytes: int = 64) -> Plan:
+def _planned(*steps: Step, capacity_bytes: int = 64) -> Draft:
     """A plan for `_step()` with these steps, whose curve is left as it was."""
     pricing = replace(_plain().pricing, tier=Tier("host", capacity_bytes, 8.0, 8.0))
     return replace(_plain(), pricing=pricing, steps=steps)
@@ -220,7 +226,7 @@ AWAY: tuple[Step, ...] = (Store(("a", "view")), Free(("a", "view")), Load(("a", 
 def test_what_computes_the_graph_is_let_through(steps: tuple[Step, ...]) -> None:
     plan = _planned()
     legal = _with_steps(plan, steps)
-    assert verify(legal) is legal
+    assert verify(legal).draft() == legal
 
 
 @pytest.mark.parametrize(
@@ -284,7 +290,7 @@ def test_a_parameter_is_not_read_after_its_update() -> None:
     )
     graph = Graph(tensors, ops, frozenset({"x", "gx", "norm"}))
     pricing = Pricing({op.id: 1.0 for op in ops}, Basis.MEASURED)
-    plan = Planner.of(graph, pricing, options=PlanOptions(moves=1)).plan(10_000)
+    plan = Planner.of(graph, pricing, options=PlanOptions(search=Search(moves=1))).draft(10_000)
     verify(plan)
     make, back, to_x, update, look = (Compute(op.id) for op in ops)
     with pytest.raises(IllegalPlan, match="'back to x' reads 'w', which does not hold its value"):
@@ -294,7 +300,7 @@ def test_a_parameter_is_not_read_after_its_update() -> None:
 def test_a_tier_holds_all_that_is_stored_or_the_plan_is_refused() -> None:
     steps = (*FORWARD, *AWAY, Store(("b",)), Free(("b",)), Load(("b",)), *BACKWARD)
     exactly = _with_steps(_planned(capacity_bytes=16), steps)
-    assert verify(exactly) is exactly
+    assert verify(exactly).draft() == exactly
     with pytest.raises(IllegalPlan, match="store 16 B, host has room for 15 B"):
         verify(_with_steps(_planned(capacity_bytes=15), steps))
 
@@ -309,7 +315,7 @@ def test_what_messages_arrive_in_is_stored_only_after_they_are_waited_for() -> N
     )
     graph = Graph(tensors, ops, frozenset({"x", "loss"}))
     pricing = Pricing(dict.fromkeys(("begin", "wait", "end"), 1.0), Basis.MEASURED)
-    plan = Planner.of(graph, pricing, options=PlanOptions(moves=1)).plan(10_000)
+    plan = Planner.of(graph, pricing, options=PlanOptions(search=Search(moves=1))).draft(10_000)
     plan = replace(plan, pricing=replace(pricing, tier=Tier("host", 64, 8.0, 8.0)))
     away = (Store(("sums",)), Free(("sums",)), Load(("sums",)))
     begin, wait, end = (Compute(op.id) for op in ops)

@@ -71,7 +71,10 @@ def test_whatever_a_document_holds_can_be_drawn(document: Document) -> None:
     assert all(len(row) == len(COLUMNS) for row in rows)
 
 
-@pytest.mark.parametrize("suffix", OPENING)
+@pytest.mark.parametrize(
+    "suffix",
+    [pytest.param(suffix, marks=[pytest.mark.browser] * (suffix == ".png")) for suffix in OPENING],
+)
 @pytest.mark.slow
 def test_each_suffix_writes_its_kind(
     suffix: str, plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from stowplan.ir import Document, Graph
-from stowplan.plan.plan import RecomputeOp
 from stowplan.plan.record import Record
+from stowplan.plan.steps import RecomputeOp
 from stowplan.report.files import opened
-from stowplan.report.page import Subject, subject_of
+from stowplan.report.page import PageSubject, subject_of
 from stowplan.report.trace import trace_of
 from tests.support.pages import plan_of, planner_of
 from tests.support.plans import moved
@@ -31,7 +31,7 @@ Dump = Callable[[str], Path]
 Event = dict[str, Any]
 
 
-def events_of(*subjects: Subject) -> list[Event]:
+def events_of(*subjects: PageSubject) -> list[Event]:
     trace = json.loads(gzip.decompress(trace_of(subjects)))
     events: list[Event] = trace["traceEvents"]
     return events

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from stowplan import Search
 from stowplan.capture import capture
+from stowplan.plan.draft import Exactness, Verdict
 from stowplan.plan.files import plan_file
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Exactness, Plan, Verdict
+from stowplan.plan.plan import Plan
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure import agreement
 from stowplan.run.measure.agreement import against_eager, compared
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import Subject, plan_step
+from stowplan.run.planning.planner import Subject, draft_step
 from tests.support.models import Normed, Rewriting, images
 from tests.support.side_by_side import AMPLE, different, trained
 
@@ -38,7 +40,7 @@ class Scores(nn.Module):
 
 
 def plan_of(model: nn.Module, *args: Tensor) -> Plan:
-    fitted = fit(model, args, budget=AMPLE, allow=["recompute"], moves=10)
+    fitted = fit(model, args, budget=AMPLE, allow=["recompute"], search=Search(moves=10))
     return plans_of(fitted)[0]
 
 
@@ -137,7 +139,8 @@ def test_a_model_on_meta_is_not_checked() -> None:
         model, x = Scores(lambda h, _: h), torch.empty(4, 4)
     subject = Subject(capture(model, (x,)), model, (x,), {})
     plan = compared(
-        plan_step(subject, AMPLE, options=PlanOptions(allow=["recompute"], moves=10)).plan, subject
+        draft_step(subject, AMPLE, options=PlanOptions(allow=["recompute"], search=Search(moves=10))).draft,
+        subject,
     )
     assert plan.exactness is Exactness.UNCHECKED
     assert plan.against_eager is not None
@@ -202,7 +205,7 @@ class Deep(nn.Module):
 def test_looking_keeps_no_activations_and_stays_within_the_budget() -> None:
     model, x = Deep(), images(1024, 4)
     subject = Subject(capture(model, (x,)), model, (x,), {})
-    plan = plan_step(subject, AMPLE, options=PlanOptions(allow=["recompute"], moves=10)).plan
+    plan = draft_step(subject, AMPLE, options=PlanOptions(allow=["recompute"], search=Search(moves=10))).draft
     measured = measure(lambda: against_eager(plan, subject), before=[x, model.w])
     assert measured.result.verdict is Verdict.SAME
     assert 2 * x.nbytes <= measured.measured_rise_bytes < 3 * x.nbytes
@@ -222,7 +225,9 @@ def test_attention_masks_of_transformers_are_read_as_in_eager() -> None:
     ids = torch.arange(8).reshape(2, 4)
     plain = {"input_ids": ids, "labels": ids, "use_cache": False}
     for call in (plain, {**plain, "attention_mask": torch.ones_like(ids)}):
-        fitted = fit(copy.deepcopy(model), (), call, budget=AMPLE, allow=["recompute"], moves=10)
+        fitted = fit(
+            copy.deepcopy(model), (), call, budget=AMPLE, allow=["recompute"], search=Search(moves=10)
+        )
         (plan,) = plans_of(fitted)
         assert plan.exactness is Exactness.BITWISE
 
@@ -245,7 +250,7 @@ class Overwriting(nn.Module):
 def test_views_that_autograd_makes_again_after_a_write_are_eagers() -> None:
     model, x = Overwriting(), images(2, 3, 8, 8)
     twin = copy.deepcopy(model)
-    fitted = fit(twin, (x,), budget=AMPLE, allow=["recompute"], moves=10)
+    fitted = fit(twin, (x,), budget=AMPLE, allow=["recompute"], search=Search(moves=10))
     assert plans_of(fitted)[0].exactness is Exactness.BITWISE
     assert different(trained(model, model, (x,)), trained(fitted, twin, (x,))) == []
 

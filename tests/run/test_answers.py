@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.capture.answers import Answers
 from stowplan.errors import CaptureError, NotFinite
-from stowplan.plan.plan import AgainstEager, Verdict
+from stowplan.plan.draft import AgainstEager, Verdict
 
 AMPLE = 2**40
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
@@ -38,7 +39,9 @@ class Step(nn.Module):
 
 def fitted(body: Callable[[Tensor, Tensor], Tensor], n: Tensor) -> tuple[Any, Any]:
     eager = Step(body)
-    model = stowplan.fit(copy.deepcopy(eager), (X, n), budget=AMPLE, allow=["recompute"], moves=5)
+    model = stowplan.fit(
+        copy.deepcopy(eager), (X, n), budget=AMPLE, allow=["recompute"], search=Search(moves=5)
+    )
     return model, eager
 
 
@@ -243,7 +246,7 @@ class Dropping(nn.Module):
 
 def test_draws_that_steer_forward_choose_among_plans() -> None:
     eager, x = Dropping(), torch.randn(4, 8)
-    fitted = stowplan.fit(Dropping(), (x,), budget="1MiB", moves=3, allow=("recompute",))
+    fitted = stowplan.fit(Dropping(), (x,), budget="1MiB", search=Search(moves=3), allow=("recompute",))
     assert stowplan.plans_of(fitted)[0].against_eager == AgainstEager(Verdict.SAME)
     paths = set()
     for seed in range(8):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import stowplan
-from stowplan import torch_private
+from stowplan import Search, torch_private
 from stowplan.capture.origins import line_of
 from tests.support.models import MOVES, Chain, images
 from tests.support.side_by_side import different, trained
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 
 def fitted(model: nn.Module, *args: object, budget: int | str = "1GiB") -> nn.Module:
-    return stowplan.fit(model, args, budget=budget, moves=MOVES)
+    return stowplan.fit(model, args, budget=budget, search=Search(moves=MOVES))
 
 
 class Documented(nn.Module):
@@ -77,7 +77,7 @@ def test_it_can_be_fitted_again_with_another_budget() -> None:
     once = fitted(model, x)
     (plan,) = stowplan.plans_of(once)
     budget = int(0.9 * plan.projected_peak_bytes)
-    again = stowplan.fit(once, (x,), budget=budget, moves=MOVES)
+    again = stowplan.fit(once, (x,), budget=budget, search=Search(moves=MOVES))
     (tight,) = stowplan.plans_of(again)
     assert tight.projected_peak_bytes <= budget < plan.projected_peak_bytes
     assert type(again).__mro__ == type(once).__mro__

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import BadUse, CaptureError, StowplanError
 
 SCALE = 1.0
@@ -62,7 +63,9 @@ X, Y = torch.randn(32, 8, generator=torch.Generator().manual_seed(1)), torch.ara
 
 
 def fitted(model: nn.Module, *args: object, **settings: Any) -> Any:
-    return stowplan.fit(model, args or (X, Y), budget="1GiB", moves=3, allow=("recompute",), **settings)
+    return stowplan.fit(
+        model, args or (X, Y), budget="1GiB", search=Search(moves=3), allow=("recompute",), **settings
+    )
 
 
 def outcome(model: Any, *args: object) -> list[Tensor]:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import CaptureError
 from tests.support.equality import copied, equal
 
@@ -162,14 +163,16 @@ def test_an_example_is_dealt_with_as_its_row_says(row: dict[str, str]) -> None:
     x, y = torch.randn(32, 8), torch.arange(32) % 3
     with as_before():
         if row["kind"] == "repeated" or (place and row["kind"] == "run eagerly"):
-            refitted = stowplan.fit(sides[1][0], (x.clone(), y, {}), budget="1GiB", moves=3)
+            refitted = stowplan.fit(sides[1][0], (x.clone(), y, {}), budget="1GiB", search=Search(moves=3))
             assert equal(list(repeated(sides[0][0], x, y)), list(repeated(refitted, x, y)))
             return
         if place:
             with pytest.raises(CaptureError):
-                stowplan.fit(sides[0][0], (x, y), budget="1GiB", moves=3, allow=("recompute",))
+                stowplan.fit(sides[0][0], (x, y), budget="1GiB", search=Search(moves=3), allow=("recompute",))
             return
-        fitted = stowplan.fit(sides[1][0], (x, y), budget="1GiB", moves=3, allow=("recompute",))
+        fitted = stowplan.fit(
+            sides[1][0], (x, y), budget="1GiB", search=Search(moves=3), allow=("recompute",)
+        )
         found = []
         for model, scope in ((sides[0][0], sides[0][1]), (fitted, sides[1][1])):
             torch.manual_seed(2)

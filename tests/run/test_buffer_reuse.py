@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.capture import Captured, capture
 from stowplan.ir import Graph
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import PlannedStep, plan_within, price_captured
+from stowplan.run.planning.planner import PlannedStep, draft_within, price_captured
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.insertions import capture_with_sweeps
 from stowplan.run.tiles.sweep import Sweep
@@ -85,15 +87,16 @@ def test_a_residual_net_needs_one_block_for_both_gradients() -> None:
     pricing = price_captured(captured)
     graphs = captured.graph, never_over(captured.graph)
     over, beside = (
-        Planner.of(graph, pricing, options=PlanOptions(allow=["recompute"], moves=100)) for graph in graphs
+        Planner.of(graph, pricing, options=PlanOptions(allow=["recompute"], search=Search(moves=100)))
+        for graph in graphs
     )
     allowed, more = over.minimum_bytes, beside.minimum_bytes
     assert allowed < 0.95 * more
-    step = PlannedStep(plan_within(over, allowed), captured).bound_to(model)
+    step = PlannedStep(verify(draft_within(over, allowed)), captured).bound_to(model)
     assert IN_PLACE in step.source
     assert error_of(step, model, args) < 1e-12
     assert measured_peak_bytes(step, model, args) <= allowed
-    other = PlannedStep(plan_within(beside, more), captured).bound_to(model)
+    other = PlannedStep(verify(draft_within(beside, more)), captured).bound_to(model)
     assert IN_PLACE not in other.source
     assert allowed < measured_peak_bytes(other, model, args) <= more
 

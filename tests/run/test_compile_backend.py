@@ -475,3 +475,73 @@ def test_a_copy_of_a_buffer_that_a_later_graph_writes_into() -> None:
             if one.grad is not None and other.grad is not None
         )
         assert all(map(torch.equal, model.buffers(), twin.buffers()))
+
+
+class Counting(nn.Module):
+    """A batch norm in training: its statistics are inputs of the graph, changed in the middle of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layers(x).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_a_batch_norm_is_computed_again_after_its_statistics_have_changed(*, is_tight: bool) -> None:
+    model, x = Counting(), images(16, 8)
+    run, twin, options = compiled(model, 1 if is_tight else "1MiB")
+    if is_tight:
+        with pytest.raises(BudgetTooSmall) as refusal:
+            run(x)
+        torch._dynamo.reset()
+        run, twin, options = compiled(model, refusal.value.minimum_bytes)
+    assert not different(trained(model, model, (x,)), trained(run, twin, (x,)))
+    assert all(map(torch.equal, model.buffers(), twin.buffers()))
+    assert plans_for(options)
+
+
+@torch.library.custom_op("stowplan_tests::halves", mutates_args=())
+def halves(x: Tensor) -> list[Tensor]:
+    return [half.clone() for half in x.chunk(2)]
+
+
+@halves.register_fake
+def _halves(x: Tensor) -> list[Tensor]:
+    return [torch.empty_like(half) for half in x.chunk(2)]
+
+
+class Halved(nn.Module):
+    """Reads what a registered op returns in a list, with a gradient or without."""
+
+    def __init__(self, *, with_gradient: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 3))
+        self.with_gradient = with_gradient
+
+    def forward(self) -> Tensor:
+        read = self.weight if self.with_gradient else self.weight.detach()
+        first, second = halves(read)
+        loss: Tensor = (self.weight.sum() * (first + second)).sum()
+        return loss
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_what_no_op_was_seen_to_make_is_no_part_of_a_plan(*, with_gradient: bool) -> None:
+    """It is eager's, or it is refused: a stand-in never leaves the graph."""
+    model = Halved(with_gradient=with_gradient)
+    run, twin, _ = compiled(model)
+    try:
+        loss = run()
+    except (CaptureError, RuntimeError):
+        return
+    assert type(loss) is Tensor
+    torch.autograd.backward(loss)
+    model().backward()
+    assert torch.equal(loss, model())
+    (expected,), (found,) = ([p.grad for p in each.parameters()] for each in (model, twin))
+    assert expected is not None
+    assert found is not None
+    assert torch.equal(expected, found)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.run.shapes import Shapes
 
@@ -39,7 +40,7 @@ LENGTHS = {"input_ids": {1: (4, 32)}, "labels": {1: (4, 32)}}
 
 def fitted_texts(budget: int | str, shapes: Shapes = LENGTHS) -> Texts:
     return stowplan.fit(
-        Texts(), (), texts(4, 8), budget=budget, shapes=shapes, allow=("recompute",), moves=50
+        Texts(), (), texts(4, 8), budget=budget, shapes=shapes, allow=("recompute",), search=Search(moves=50)
     )
 
 

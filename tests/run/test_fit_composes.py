@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from stowplan import Search
 from stowplan.errors import BadUse
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
@@ -267,7 +268,7 @@ def _refuse_wrapped() -> None:
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(BadUse, match=r"is a DTensor .* fully_shard\(fit\(...\)\)"):
         fit(sharded, ARGS, budget="1GiB")
-    fitted = fit(model, ARGS, budget="1GiB", moves=MOVES)
+    fitted = fit(model, ARGS, budget="1GiB", search=Search(moves=MOVES))
     for block in model.blocks:
         fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
     fully_shard(fitted, mesh=init_device_mesh("cpu", (2,)))
@@ -317,7 +318,7 @@ def _train_sharded_blocks() -> None:
     pair = tuple(same_chain(nn.LayerNorm) for _ in range(2))
     for number, block in enumerate(pair[1].blocks):
         pair[1].blocks[number] = fit(
-            block, args, budget=budget_halfway(block, args), moves=MOVES, allow=("recompute",)
+            block, args, budget=budget_halfway(block, args), search=Search(moves=MOVES), allow=("recompute",)
         )
     for each in pair:
         for block in each.blocks:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 
 X = torch.linspace(-1, 1, 48).reshape(6, 8)
@@ -47,7 +48,9 @@ class GivesBack(nn.Module):
 
 
 def fitted(model: nn.Module, *args: Tensor, **settings: Any) -> Any:
-    return stowplan.fit(model, args or (X,), budget="1GiB", moves=3, allow=("recompute",), **settings)
+    return stowplan.fit(
+        model, args or (X,), budget="1GiB", search=Search(moves=3), allow=("recompute",), **settings
+    )
 
 
 def gradients(model: Any, loss: Callable[[Any], Any], *args: Tensor) -> list[Tensor | None]:
@@ -162,9 +165,13 @@ class Images(nn.Module):
 def test_a_named_loss_is_the_one_that_tiles_are_differentiated_for() -> None:
     images = torch.linspace(-1, 1, 48 * 48).reshape(1, 1, 48, 48)
     with pytest.raises(BudgetTooSmall) as refused:
-        stowplan.fit(Images(), (images,), budget=1, loss="extra", allow=("recompute",), moves=5)
+        stowplan.fit(
+            Images(), (images,), budget=1, loss="extra", allow=("recompute",), search=Search(moves=5)
+        )
     budget = refused.value.minimum_bytes * 7 // 10
-    model = stowplan.fit(Images(), (images,), budget=budget, loss="extra", moves=5, prefer="exactness")
+    model = stowplan.fit(
+        Images(), (images,), budget=budget, loss="extra", search=Search(moves=5, prefer="exactness")
+    )
     assert stowplan.plans_of(model)[0].is_tiled
     expected = gradients(Images(), lambda output: output["extra"], images)
     found = gradients(model, lambda output: output["extra"], images)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import CaptureError
 
 X = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1))
@@ -96,7 +97,9 @@ def outcome(model: Any, args: Sequence[Any]) -> list[Tensor]:
 
 def plans_after(model: nn.Module, calls: Sequence[Sequence[Any]]) -> int:
     """The number of plans after these calls, each of which equals eager's."""
-    fitted = stowplan.fit(copy.deepcopy(model), tuple(calls[0]), budget="1GiB", moves=1, allow=("recompute",))
+    fitted = stowplan.fit(
+        copy.deepcopy(model), tuple(calls[0]), budget="1GiB", search=Search(moves=1), allow=("recompute",)
+    )
     for args in calls:
         assert all(map(torch.equal, outcome(model, args), outcome(fitted, args)))
     return len(stowplan.plans_of(fitted))
@@ -113,7 +116,9 @@ def test_a_mask_that_forward_makes_needs_no_guard() -> None:
 
 def test_a_mask_in_a_buffer_is_asked_at_each_call() -> None:
     model: Any = EncoderWithBuffer()
-    fitted: Any = stowplan.fit(copy.deepcopy(model), (X,), budget="1GiB", moves=1, allow=("recompute",))
+    fitted: Any = stowplan.fit(
+        copy.deepcopy(model), (X,), budget="1GiB", search=Search(moves=1), allow=("recompute",)
+    )
     for mask in (CAUSAL, OTHER, CAUSAL):
         for each in (model, fitted):
             each.mask.copy_(mask)
@@ -228,7 +233,9 @@ def trained(model: Any, eager: bool, steps: int) -> list[Tensor]:
 
 def moco(budget: int | str) -> Any:
     call = torch.randn(8, 16), torch.randn(8, 16)
-    return stowplan.fit(MoCo(), call, budget=budget, loss=loss_of, moves=1, allow=("recompute",))
+    return stowplan.fit(
+        MoCo(), call, budget=budget, loss=loss_of, search=Search(moves=1), allow=("recompute",)
+    )
 
 
 def test_mocos_queue_runs_as_it_is_where_the_budget_has_room(caplog: pytest.LogCaptureFixture) -> None:
@@ -256,4 +263,4 @@ def test_a_counter_may_make_another_program(kind: type[nn.Module], plans: int) -
 
 def test_other_values_are_refused_by_fit() -> None:
     with pytest.raises(CaptureError, match="reads the values of a tensor"):
-        stowplan.fit(Scaled(), (X,), budget="1GiB", moves=1)
+        stowplan.fit(Scaled(), (X,), budget="1GiB", search=Search(moves=1))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from stowplan.capture import Call, Ref, capture
-from stowplan.plan.plan import RecomputeOp
+from stowplan.plan.steps import RecomputeOp
 from stowplan.run.fit import plans_of
 from stowplan.run.step.literals import call_lines, literal
 from stowplan.run.step.source import Source, source_of

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall, CaptureError
 
@@ -118,7 +119,7 @@ REFUSED: dict[Callable[..., Any], str] = {
 
 
 def fitted(net: nn.Module, x: Tensor, budget: int | str = "1MiB") -> Any:
-    return stowplan.fit(net, (x,), budget=budget, moves=3)
+    return stowplan.fit(net, (x,), budget=budget, search=Search(moves=3))
 
 
 @pytest.mark.parametrize("forward", REFUSED, ids=lambda forward: forward.__name__)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.errors import BadUse, TensorChanged
 from stowplan.run.fit import fit, plans_of
@@ -363,8 +364,8 @@ def test_a_plan_says_that_it_recomputes_from_what_has_changed() -> None:
             return (x * self.scale).sum()
 
     model, x = Chain(), images(512, 8)
-    plain_bytes = plans_of(fit(model, (x,), budget="1GiB", moves=20))[0].plain_peak_bytes
-    fitted = fit(model, (x,), budget=int(0.8 * plain_bytes), allow=("recompute",), moves=50)
+    plain_bytes = plans_of(fit(model, (x,), budget="1GiB", search=Search(moves=20)))[0].plain_peak_bytes
+    fitted = fit(model, (x,), budget=int(0.8 * plain_bytes), allow=("recompute",), search=Search(moves=50))
     loss = fitted(x)
     model.shift.detach().add_(1)
     with pytest.raises(TensorChanged, match=r"'shift'.*the plan recomputes from it"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.capture.layouts import SWAYED
 from stowplan.errors import CaptureError
@@ -161,7 +162,7 @@ def test_gradients_leave_for_ops_before_the_model_with_the_strides_of_eager(
         return found
 
     expected, strides = trained(model), list(seen)
-    fitted = fit(model, arguments(), budget=AMPLE, moves=10)
+    fitted = fit(model, arguments(), budget=AMPLE, search=Search(moves=10))
     assert all(map(torch.equal, expected, trained(fitted)))
     assert sorted(seen) == sorted(strides)
     leaves = [argument.detach().requires_grad_() for argument in arguments()]
@@ -186,7 +187,7 @@ def test_writing_into_the_result_of_an_op_before_the_model_is_refused() -> None:
 
 def test_what_is_copied_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     model, x = Folded(), by_rows()
-    fitted = fit(copy.deepcopy(model), (x,), budget=AMPLE, allow=["recompute"], moves=10)
+    fitted = fit(copy.deepcopy(model), (x,), budget=AMPLE, allow=["recompute"], search=Search(moves=10))
     with caplog.at_level(logging.WARNING, "stowplan"):
         for _ in range(3):
             gradients_of(fitted, fitted, x, channels_last())

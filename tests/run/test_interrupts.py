@@ -28,6 +28,7 @@ from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import checkpoint
 
 import stowplan
+from stowplan import Search
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 MOMENTS = 100 if os.environ.get("INTERRUPTS") == "long" else 12
@@ -154,7 +155,9 @@ def end_the_time(_: int, __: FrameType | None) -> None:
 
 
 def fitted(model: nn.Module) -> nn.Module:
-    return stowplan.fit(model, (torch.ones(64, 24),), budget="330 KiB", allow=("recompute",), moves=3000)
+    return stowplan.fit(
+        model, (torch.ones(64, 24),), budget="330 KiB", allow=("recompute",), search=Search(moves=3000)
+    )
 
 
 @pytest.mark.slow

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stowplan import Execution, Search
 from stowplan.cli.main import main
 from stowplan.plan.options import PlanOptions
-from stowplan.run.largest import Fit, SizeAttempt, largest_of, search
-from stowplan.run.planning import planner
-from stowplan.run.planning.planner import PlannedStep, Subject, plan_step
+from stowplan.run.largest import Fit, SizeAttempt, largest_of, last_that_fits
+from stowplan.run.planning import plan_cache
+from stowplan.run.planning.planner import DraftedStep, Subject, draft_step
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
@@ -61,7 +62,7 @@ def test_the_search_ends_at_the_border(slope: int, base: int, allowed: int, powe
         need = base + round(slope * step**power)
         return SizeAttempt(need, Fit(step, need, 1.0, 1.0) if need <= allowed else None)
 
-    fit, after = search(attempt, allowed, limit=10**4)
+    fit, after = last_that_fits(attempt, allowed, limit=10**4)
     if fit is None:
         assert base > allowed
         return
@@ -72,7 +73,9 @@ def test_the_search_ends_at_the_border(slope: int, base: int, allowed: int, powe
 
 @pytest.mark.slow
 def test_techniques_make_room(target: str) -> None:
-    plain, recompute = largest_of(target, 500_000, allow=["recompute"], multiple=64, most=2000, moves=20)
+    plain, recompute = largest_of(
+        target, 500_000, allow=["recompute"], multiple=64, most=2000, search=Search(moves=20)
+    )
     assert plain.fit is not None
     assert recompute.fit is not None
     assert plain.techniques == ()
@@ -104,13 +107,13 @@ def test_the_verb_prints_the_table(target: str, capsys: pytest.CaptureFixture[st
 def test_plans_come_from_the_cache_that_fit_reads(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[int]()
 
-    def noted(subject: Subject, allowed_bytes: int, options: PlanOptions) -> PlannedStep:
-        found = plan_step(subject, allowed_bytes, options)
-        made.append(found.plan.allowed_bytes)
+    def noted(subject: Subject, allowed_bytes: int, options: PlanOptions) -> DraftedStep:
+        found = draft_step(subject, allowed_bytes, options)
+        made.append(found.draft.allowed_bytes)
         return found
 
-    monkeypatch.setattr(planner, "plan_step", noted)
-    how: dict[str, Any] = {"multiple": 64, "most": 256, "allow": ("recompute",), "moves": 5}
+    monkeypatch.setattr(plan_cache, "draft_step", noted)
+    how: dict[str, Any] = {"multiple": 64, "most": 256, "allow": ("recompute",), "search": Search(moves=5)}
     sizes = list(largest_of(target, 500_000, **how))
     assert made
     made.clear()
@@ -122,11 +125,11 @@ def test_plans_come_from_the_cache_that_fit_reads(target: str, monkeypatch: pyte
 def test_plans_may_have_compiled_kernels(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = set[str]()
 
-    def noted(subject: Subject, allowed_bytes: int, options: PlanOptions) -> PlannedStep:
-        asked.add(options.kernels)
-        return plan_step(subject, allowed_bytes, replace(options, kernels="eager"))
+    def noted(subject: Subject, allowed_bytes: int, options: PlanOptions) -> DraftedStep:
+        asked.add(options.execution.kernels)
+        return draft_step(subject, allowed_bytes, replace(options, execution=Execution()))
 
-    monkeypatch.setattr(planner, "plan_step", noted)
+    monkeypatch.setattr(plan_cache, "draft_step", noted)
     words = ["--multiple", "64", "--moves", "5", "--most", "256", "--allow", "recompute", "--budget", "500kB"]
     assert main(["fit-largest", target, *words, "--kernels", "compiled"]) == 0
     assert asked == {"compiled"}

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import BadUse
 from stowplan.run.measure.measure import measure
 
@@ -156,7 +157,7 @@ def test_fit_and_new_shapes_within_a_neighbour(name: str) -> None:
     model = copy.deepcopy(eager)
     first, other = torch.ones(rows, 8), torch.ones(rows + 4001, 8)
     with NEIGHBOURS[name]():
-        fitted = stowplan.fit(model, (first,), budget="64MiB", moves=50)
+        fitted = stowplan.fit(model, (first,), budget="64MiB", search=Search(moves=50))
     assert same(numbers_of(model, fitted(first)), numbers_of(eager, eager(first)))
     for each in (model, eager):
         each.zero_grad()

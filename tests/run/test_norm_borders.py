@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.capture import Captured, capture
 from stowplan.errors import NotTileable
 from stowplan.ir import Phase
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import RecomputeOp
 from stowplan.plan.prices import price_by_macs
+from stowplan.plan.steps import RecomputeOp
 from stowplan.plan.tiles.borders import stretches_between_narrow_norms, stretches_between_norms
 from stowplan.plan.tiles.collapse import SWEEP, collapse, extra_macs_of
 from stowplan.plan.tiles.costs import costs_of_sweep
@@ -131,7 +132,7 @@ def test_a_recomputed_sweep_does_not_gather_a_second_time() -> None:
     captured = in_order(capture(model, args))
     sweeps = sweeps_of(captured, stretches_between_narrow_norms(captured.graph))
     with_sweeps = capture_with_sweeps(captured, model, args, sweeps=sweeps)
-    planner = planner_for_captured(with_sweeps, options=PlanOptions(moves=500))
+    planner = planner_for_captured(with_sweeps, options=PlanOptions(search=Search(moves=500)))
     again = Counter(
         next(op.type for op in with_sweeps.graph.ops if op.id == step.op)
         for step in planner.plan(int(1.2 * planner.minimum_bytes)).steps

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.run.fit import fit, plans_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
@@ -27,7 +28,7 @@ class Mixed(nn.Module):
 
 
 def test_the_second_new_plan_for_a_number_names_it_once(caplog: pytest.LogCaptureFixture) -> None:
-    fitted = fit(Mixed(), (X, 0.5), budget="1MiB", moves=3)
+    fitted = fit(Mixed(), (X, 0.5), budget="1MiB", search=Search(moves=3))
     said = list[int]()
     for lam in (0.5, 0.25, 0.125, 0.7, 0.5):
         fitted(X, lam)
@@ -40,14 +41,14 @@ def test_the_second_new_plan_for_a_number_names_it_once(caplog: pytest.LogCaptur
 
 
 def test_a_number_inside_of_an_argument_has_its_path(caplog: pytest.LogCaptureFixture) -> None:
-    fitted = fit(Mixed(), (X, 0.5), {"extra": {"times": 1}}, budget="1MiB", moves=3)
+    fitted = fit(Mixed(), (X, 0.5), {"extra": {"times": 1}}, budget="1MiB", search=Search(moves=3))
     for times in (2, 3):
         fitted(X, 0.5, extra={"times": times})
     assert "'extra.times' is a Python int" in "".join(r.message for r in caplog.records if ANEW in r.message)
 
 
 def test_the_mend_that_the_sentence_names_needs_one_plan(caplog: pytest.LogCaptureFixture) -> None:
-    fitted = fit(Mixed(), (X, torch.tensor(0.5)), budget="1MiB", moves=3)
+    fitted = fit(Mixed(), (X, torch.tensor(0.5)), budget="1MiB", search=Search(moves=3))
     for lam in (0.25, 0.125, 0.7):
         fitted(X, torch.tensor(lam))
     assert len(plans_of(fitted)) == 1
@@ -55,7 +56,7 @@ def test_the_mend_that_the_sentence_names_needs_one_plan(caplog: pytest.LogCaptu
 
 
 def test_shapes_and_flags_that_change_say_nothing_of_numbers(caplog: pytest.LogCaptureFixture) -> None:
-    fitted = fit(Mixed(), (X, 0.5), budget="1MiB", moves=3)
+    fitted = fit(Mixed(), (X, 0.5), budget="1MiB", search=Search(moves=3))
     for rows, lam in ((5, 0.5), (6, 0.25), (7, 0.5)):
         fitted(torch.ones(rows, 8), lam)
     fitted(X, True)

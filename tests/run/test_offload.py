@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from stowplan.capture import capture
-from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Machine, Store, Tier
 from stowplan.plan.planner import Planner
 from stowplan.plan.prices import price_by_roofline
+from stowplan.plan.pricing import Machine, Tier
+from stowplan.plan.steps import Store
 from stowplan.run.cost.machine import ProbeCache
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
@@ -55,7 +55,7 @@ def test_what_a_budget_moves_is_the_same_to_the_bit(name: str, tier: DiskTier) -
     known = Tier("disk", 2**30, 1e9, 1e9, 1e-5)
     pricing = replace(price_by_roofline(captured.graph, _SLOW), tier=known)
     planner = Planner.of(captured.graph, pricing, options=PlanOptions(allow=("offload",)))
-    plan = verify(planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2))
+    plan = planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
     nothing_to_gain = len(planner.frontier.points) == 1
     assert nothing_to_gain or any(isinstance(step, Store) for step in plan.steps)
     moved = StraightStep(captured, twin, steps=plan.steps, tier=tier)
@@ -70,7 +70,7 @@ def test_the_measured_peak_is_the_projected_one(name: str, tier: DiskTier) -> No
     captured = capture(example.model, example.args)
     pricing = replace(price_captured(captured), tier=replace(rates_of(tier, cache=None), latency_seconds=0.0))
     planner = Planner.of(captured.graph, pricing, options=PlanOptions(allow=("offload", "offload-gradients")))
-    plan = verify(planner.plan((3 * planner.minimum_bytes + planner.plain_peak_bytes) // 4))
+    plan = planner.plan((3 * planner.minimum_bytes + planner.plain_peak_bytes) // 4)
     step = StraightStep(captured, example.model, steps=plan.steps, tier=tier)
     _run(step, example.args)
     example.model.zero_grad(set_to_none=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import stowplan
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.capture.program import draws
 from stowplan.errors import CaptureError
@@ -112,7 +113,9 @@ def test_it_is_fitted_equal_to_eager(name: str) -> None:
         pytest.skip("this PyTorch has no grouped_mm")
     torch.manual_seed(0)
     eager = copy.deepcopy(MODELS[name]())
-    fitted = stowplan.fit(copy.deepcopy(eager), (X,), budget=2**40, allow=["recompute"], moves=5)
+    fitted = stowplan.fit(
+        copy.deepcopy(eager), (X,), budget=2**40, allow=["recompute"], search=Search(moves=5)
+    )
     for x in (X, X.flip(0)):
         for model in (eager, fitted):
             model.zero_grad()

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import stowplan
+from stowplan import Execution, Search
 from stowplan.capture import capture
 from stowplan.errors import BadUse
-from stowplan.plan.plan import RecomputeOp
+from stowplan.plan.steps import RecomputeOp
 from stowplan.run.offload.disk import DiskTier
 from stowplan.run.step.straight import StraightStep
 from tests.support.models import images
@@ -43,7 +44,7 @@ class Heads(nn.Module):
 
 
 def fitted(model: nn.Module, *args: object, **options: Any) -> nn.Module:
-    return stowplan.fit(model, args, budget="1MiB", outputs="all", moves=10, **options)
+    return stowplan.fit(model, args, budget="1MiB", outputs="all", search=Search(moves=10), **options)
 
 
 def gradients(model: nn.Module) -> list[Tensor | None]:
@@ -344,7 +345,7 @@ def assert_kept(model: nn.Module, run: Callable[[Tensor], Tensor], own: nn.Modul
 
 def test_a_graph_is_kept_by_a_plan_that_recomputes() -> None:
     model, x = Deep(), images(64, 8)
-    planned = lowest(copy.deepcopy(model), (x,), outputs="all", moves=10)
+    planned = lowest(copy.deepcopy(model), (x,), outputs="all", search=Search(moves=10))
     assert any(isinstance(step, RecomputeOp) for step in stowplan.plans_of(planned)[0].steps)
     assert_kept(model, planned, planned, x)
 
@@ -389,13 +390,13 @@ def test_a_graph_that_was_not_kept_is_refused_with_the_ways_out() -> None:
 
 
 def test_second_derivatives_of_an_arena_are_refused() -> None:
-    run = fitted(classifier(), X, arena=True)
+    run = fitted(classifier(), X, execution=Execution(arena=True))
     with pytest.raises(BadUse, match="no second derivatives"):
         torch.autograd.grad(run(X).sum(), list(run.parameters()), create_graph=True)
 
 
 def test_no_graph_is_kept_in_an_arena() -> None:
-    run = fitted(classifier(), X, arena=True)
+    run = fitted(classifier(), X, execution=Execution(arena=True))
     with pytest.raises(BadUse, match="leave out arena=True"):
         torch.autograd.backward(run(X).sum(), retain_graph=True)
 
@@ -507,7 +508,7 @@ def maps_of(run: nn.Module, x: Tensor, *, hooked: bool) -> list[Tensor | None]:
 @pytest.mark.parametrize("options", [{"outputs": "all"}, {"loss": 1}], ids=str)
 def test_features_that_are_returned_have_the_gradient_of_eager(hooked: bool, options: dict[str, Any]) -> None:
     model, x = Features(), images(2, 3, 8, 8)
-    run = stowplan.fit(copy.deepcopy(model), (x,), budget="1MiB", moves=10, **options)
+    run = stowplan.fit(copy.deepcopy(model), (x,), budget="1MiB", search=Search(moves=10), **options)
     for _ in range(STEPS):
         assert_same(maps_of(model, x, hooked=hooked), maps_of(run, x, hooked=hooked))
 
@@ -580,7 +581,9 @@ def test_an_example_of_the_page_is_dealt_with_as_its_row_says(row: dict[str, str
     else:
         model = classifier()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        run = stowplan.fit(model, (X,), budget="1MiB", loss=loss_of, optimizer=optimizer, moves=10)
+        run = stowplan.fit(
+            model, (X,), budget="1MiB", loss=loss_of, optimizer=optimizer, search=Search(moves=10)
+        )
         run(X).backward()
         optimizer.step()
         optimizer.zero_grad()

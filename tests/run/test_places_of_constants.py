@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import BadUse, CaptureError
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
@@ -369,7 +370,7 @@ def outcome(model: Any) -> list[Tensor]:
 
 
 def fitted(model: nn.Module) -> Any:
-    return stowplan.fit(model, (X,), budget="1GiB", moves=3, allow=("recompute",))
+    return stowplan.fit(model, (X,), budget="1GiB", search=Search(moves=3), allow=("recompute",))
 
 
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)

@@ -1,20 +1,22 @@
 """Budgets that no recomputation reaches are met with tiles: within rounding, as measured, and told so."""
 
 import copy
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.plan.draft import Exactness
 from stowplan.plan.files import plan_file
-from stowplan.plan.judge.verify import verify
-from stowplan.plan.options import PlanOptions, Prefer
-from stowplan.plan.plan import Exactness, Tile
+from stowplan.plan.options import PlanOptions
+from stowplan.plan.steps import Tile
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import Subject, plan_step, planner_for_captured, step_planner
+from stowplan.run.planning.planner import Subject, draft_step, planner_for_captured, step_planner
 from stowplan.run.tiles.sweep_probes import SweepProbes
 from tests.support.in_tiles import gradients_of, relative_error
 from tests.support.nets import NETS
@@ -37,7 +39,7 @@ def vgg() -> Built:
 @pytest.fixture(scope="module")
 def floor_bytes(vgg: Built) -> int:
     """The smallest budget without tiles."""
-    return planner_for_captured(capture(*vgg), options=PlanOptions(moves=MOVES)).minimum_bytes
+    return planner_for_captured(capture(*vgg), options=PlanOptions(search=Search(moves=MOVES))).minimum_bytes
 
 
 @pytest.mark.slow
@@ -45,7 +47,7 @@ def test_below_the_floor_of_recomputation(vgg: Built, floor_bytes: int) -> None:
     model, args = copy.deepcopy(vgg[0]), vgg[1]
     allowed = int(0.75 * floor_bytes)
     fitted = fit(
-        model, args, budget=allowed, allow=TILES, moves=MOVES
+        model, args, budget=allowed, allow=TILES, search=Search(moves=MOVES)
     )  # however slow they seem beside others
     (plan,) = plans_of(fitted)
     assert plan.exactness is Exactness.ROUNDING
@@ -71,10 +73,12 @@ def test_candidates_that_are_not_captured_have_no_plan(
 ) -> None:
     """What ops beside the sweeps need is known before a candidate is captured."""
     subject = Subject(capture(*vgg), *vgg, {})
-    planner = step_planner(subject, PlanOptions(moves=MOVES))
+    planner = step_planner(subject, PlanOptions(search=Search(moves=MOVES)))
     found = planner.answer(int(share * floor_bytes))[0]
     monkeypatch.setattr(SweepProbes, "floor_beside", lambda *_: 0)
-    all_tried = step_planner(subject, PlanOptions(moves=MOVES)).answer(int(share * floor_bytes))[0]
+    all_tried = step_planner(subject, PlanOptions(search=Search(moves=MOVES))).answer(
+        int(share * floor_bytes)
+    )[0]
     assert found.projected_seconds == all_tried.projected_seconds
 
 
@@ -83,8 +87,10 @@ def test_a_plan_with_tiles_is_a_plan(vgg: Built, floor_bytes: int) -> None:
     """It verifies, is the same after its file, tells its tiles, and reads as code."""
     model, args = vgg
     subject = Subject(capture(model, args), model, args, {})
-    planned = plan_step(subject, int(0.75 * floor_bytes), options=PlanOptions(moves=MOVES))
-    plan = verify(planned.plan)
+    planned = draft_step(
+        subject, int(0.75 * floor_bytes), options=PlanOptions(search=Search(moves=MOVES))
+    ).verified()
+    plan = planned.plan
     assert plan_file.read(plan_file.write(plan)) == plan
     tiled = {name for name, decision in plan.decisions.items() if isinstance(decision, Tile)}
     assert tiled.isdisjoint(plan.graph.tensors)
@@ -100,8 +106,8 @@ def test_a_plan_with_tiles_is_a_plan(vgg: Built, floor_bytes: int) -> None:
 
 @pytest.mark.slow
 def test_an_ample_budget_has_no_tiles(vgg: Built) -> None:
-    for prefer in Prefer:
-        (plan,) = plans_of(fit(vgg[0], vgg[1], budget="1GiB", prefer=prefer, moves=MOVES))
+    for prefer in ("exactness", "time"):
+        (plan,) = plans_of(fit(vgg[0], vgg[1], budget="1GiB", search=Search(prefer=prefer, moves=MOVES)))
         assert plan.exactness is Exactness.BITWISE
         assert plan.tile_maps == ()
         assert plan.time_ratio == 1.0
@@ -110,20 +116,20 @@ def test_an_ample_budget_has_no_tiles(vgg: Built) -> None:
 @pytest.mark.slow
 def test_bits_come_before_time_unless_told_otherwise(vgg: Built, floor_bytes: int) -> None:
     allowed = int(1.02 * floor_bytes)
-    (exact,) = plans_of(fit(vgg[0], vgg[1], budget=allowed, allow=TILES, moves=MOVES))
+    (exact,) = plans_of(fit(vgg[0], vgg[1], budget=allowed, allow=TILES, search=Search(moves=MOVES)))
     assert exact.exactness is Exactness.BITWISE
-    (fastest,) = plans_of(fit(vgg[0], vgg[1], budget=allowed, prefer="time", moves=MOVES))
+    (fastest,) = plans_of(fit(vgg[0], vgg[1], budget=allowed, search=Search(prefer="time", moves=MOVES)))
     assert fastest.projected_seconds <= exact.projected_seconds
     with pytest.raises(BadUse, match="prefer is 'luck'"):
-        fit(vgg[0], vgg[1], budget=allowed, prefer="luck")
+        fit(vgg[0], vgg[1], budget=allowed, search=Search(prefer=cast(Any, "luck")))
 
 
 @pytest.mark.slow
 def test_a_budget_below_everything_is_refused_with_the_smallest(vgg: Built, floor_bytes: int) -> None:
     with pytest.raises(BudgetTooSmall) as refused:
-        fit(vgg[0], vgg[1], budget=1000, allow=TILES, moves=MOVES, time_limit=60)
+        fit(vgg[0], vgg[1], budget=1000, allow=TILES, search=Search(moves=MOVES, time_limit=60))
     assert 1000 < refused.value.minimum_bytes < floor_bytes
-    fit(vgg[0], vgg[1], budget=refused.value.minimum_bytes, allow=TILES, moves=MOVES)
+    fit(vgg[0], vgg[1], budget=refused.value.minimum_bytes, allow=TILES, search=Search(moves=MOVES))
     with pytest.raises(BudgetTooSmall) as refused:
-        fit(vgg[0], vgg[1], budget=1000, allow=["recompute"], moves=MOVES)
+        fit(vgg[0], vgg[1], budget=1000, allow=["recompute"], search=Search(moves=MOVES))
     assert refused.value.minimum_bytes == floor_bytes

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from stowplan.analyse.facts import estimated_workspaces
 from stowplan.capture import Call, Captured, Ref, capture
-from stowplan.plan.plan import Basis
 from stowplan.plan.prices import price_by_profile
+from stowplan.plan.pricing import Basis
 from stowplan.run.cost.machine import Cost, ProbeCache, measure_machine
 from stowplan.run.cost.probe import (
     CLOCK,
@@ -142,11 +142,15 @@ def test_an_op_that_refuses_its_operands_is_estimated() -> None:
     assert not probed.profile.estimated
 
 
-def test_without_time_everything_is_estimated_and_said_to_be(tmp_path: Path) -> None:
-    captured = capture(Normed(), (images(2, 3, 8, 8),))
-    probed = probe(captured, limit_seconds=0, cache=ProbeCache(tmp_path))
-    assert probed.profile.estimated
-    assert price_by_profile(captured.graph, probed.profile, probed.workspace_bytes).basis is Basis.ROOFLINE
+def test_without_time_each_op_runs_once_and_its_memory_is_measured(tmp_path: Path) -> None:
+    """A table says less than these kernels take, and a plan would exceed its budget by that."""
+    model = nn.Sequential(nn.Conv2d(64, 64, 3), nn.InstanceNorm2d(64), nn.Conv2d(64, 3, 7, stride=2))
+    captured, cache = capture(model, (images(1, 64, 16, 16),), loss=torch.sum), ProbeCache(tmp_path)
+    hasty = probe(captured, limit_seconds=0, cache=cache)
+    assert not hasty.estimated
+    whole = quickly(captured, cache)  # nothing of the first is in the cache
+    assert hasty.workspace_bytes == whole.workspace_bytes
+    assert hasty.profile != whole.profile
 
 
 def test_progress_counts_distinct_ops(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from threading import Thread
 import msgspec
 import pytest
 
-from stowplan.plan.plan import Machine
+from stowplan.plan.pricing import Machine
 from stowplan.run.cost.machine import VERSION, Cost, Platform, ProbeCache
 
 HERE = Platform("a cpu", "cpu", "2.13.0", 1, "AVX2, mkldnn")

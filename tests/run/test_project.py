@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import stowplan
+from stowplan import Iteration
 from stowplan.capture import capture
 from stowplan.capture.cuda_calls import Chosen, CudaCalls
 from stowplan.cli.main import main
@@ -23,6 +24,7 @@ from stowplan.run.iteration.one_by_one import UpdateBook, groups_by_parameter
 from stowplan.run.iteration.state_elsewhere import WORTH_BYTES
 from stowplan.run.project import project_step
 from stowplan.run.target import Target
+from tests.support.asking import asked
 
 
 class Mixed(nn.Module):
@@ -270,7 +272,7 @@ def test_an_iteration_is_projected_with_its_state_on_the_card_or_on_the_host() -
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     assert whole.step.peak_bytes >= step.step.peak_bytes + 2 * parameters  # steps are counted on the host
     assert not optimizer.state_dict()["state"]
-    away = step.step.iterations(optimizer, offloads=True)[1]
+    away = step.step.iterations(Iteration(optimizer), offloads=True)[1]
     plan, _ = away.plan(None, PlanOptions(("recompute",)))
     assert plan.projected_peak_bytes < whole.plan.projected_peak_bytes - parameters
     moved = 2 * 2 * sum(p.nbytes for p in model.parameters() if p.nbytes >= WORTH_BYTES)
@@ -278,12 +280,12 @@ def test_an_iteration_is_projected_with_its_state_on_the_card_or_on_the_host() -
     assert added == pytest.approx(
         moved / away.card.host_bytes_per_second + 24 * away.card.launch_seconds, rel=0.2
     )
-    kept = step.step.iterations(optimizer, keep_gradients=True)[0].without_a_plan()
+    kept = step.step.iterations(Iteration(optimizer, keep_gradients=True))[0].without_a_plan()
     assert kept is not None
     assert whole.heap is not None
     assert kept.figures.reserved_peak_bytes >= whole.heap.figures.reserved_peak_bytes
     with pytest.raises(BadUse, match="give optimizer= too"):
-        stowplan.project(model, (rows,), device="t4", accumulate=2)
+        stowplan.project(model, (rows,), device="t4", **asked({"accumulate": 2}))
 
 
 def test_a_projected_iteration_runs_on_its_device(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.capture import Captured, capture
 from stowplan.ir import Phase
 from stowplan.ops.effects import macs_of
 from stowplan.ops.table import site_of
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Baseline, Refusals
 from stowplan.plan.tiles.borders import in_tiling_order
@@ -18,7 +20,8 @@ from stowplan.plan.tiles.candidates import Tiling, stages_of
 from stowplan.plan.tiles.collapse import extra_macs_of
 from stowplan.plan.tiles.joins import BackwardFootprint, divided_tilings
 from stowplan.plan.tiles.skips import Skip, cheap_skips
-from stowplan.run.planning.planner import Subject, price_captured, saved_step
+from stowplan.run.planning.planner import Subject, price_captured
+from stowplan.run.planning.saved import saved_step
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles import insertions
 from stowplan.run.tiles.candidates import TiledCandidate
@@ -172,9 +175,9 @@ def test_a_plan_with_a_recomputed_skip_comes_back() -> None:
     pricing, graph = price_captured(remade), in_tiling_order(remade.graph)
     probes = SweepProbes(graph, remade.program.calls, pricing)
     tiling = list(divided_tilings(graph, Refusals()))[-1]
-    search = PlanOptions({"recompute", "tile"}, moves=20)
+    search = PlanOptions({"recompute", "tile"}, search=Search(moves=20))
     way = TiledCandidate(replace(subject, captured=remade), tiling, {}, probes, Baseline(1.0, 2**30), search)
-    plan = way.plan(2**30)
+    plan = verify(way.draft(2**30))
     assert plan.tile_maps
     assert saved_step(plan, subject, 2**30).captured.graph == way.captured.graph
 

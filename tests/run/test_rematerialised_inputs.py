@@ -6,14 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.ir import validate
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Baseline, Refusals
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.rematerialised_tilings import rematerialised_tilings
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import PlannedStep, Subject, price_captured, saved_step
+from stowplan.run.planning.planner import PlannedStep, Subject, price_captured
+from stowplan.run.planning.saved import saved_step
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.tiles.candidates import TiledCandidate
 from stowplan.run.tiles.sweep_probes import SweepProbes
@@ -22,7 +25,7 @@ from tests.support.nets import NETS
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch]
 BACKWARD = "stowplan.sweep_backward.default"
-SEARCH = PlanOptions({"recompute", "tile"}, moves=300)
+SEARCH = PlanOptions({"recompute", "tile"}, search=Search(moves=300))
 
 
 NETWORKS: dict[str, dict[str, object]] = {
@@ -70,7 +73,7 @@ def test_a_plan_with_streams_keeps_its_budget_and_comes_back() -> None:
     model, args = subject.model, subject.args
     candidate = min(rematerialising_candidates(subject), key=lambda candidate: candidate.floor_bytes)
     allowed = min(offer.peak_bytes for offer in candidate.tradeoffs())
-    plan = candidate.plan(allowed)
+    plan = verify(candidate.draft(allowed))
     assert any(told.made_of for told in plan.tile_maps)
     assert saved_step(plan, subject, allowed).captured.graph == candidate.captured.graph
     step = PlannedStep(plan, candidate.captured).bound_to(model)

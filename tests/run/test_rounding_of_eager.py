@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stowplan.plan.draft import Exactness
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Exactness
 from stowplan.plan.record import Record
 from stowplan.run.measure import check as checking
-from stowplan.run.planning.planner import plan_step
+from stowplan.run.planning.planner import draft_step
 from stowplan.run.target import Target
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -31,7 +31,7 @@ class Sharp(nn.Module):
 
 
 def checked(target: Target) -> Record:
-    planning = partial(plan_step, allowed_bytes=400_000, options=PlanOptions(("tile",)))
+    planning = partial(draft_step, allowed_bytes=400_000, options=PlanOptions(("tile",)))
     return checking.check(target, planning, steps=1, rounds=1)
 
 

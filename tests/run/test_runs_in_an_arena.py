@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stowplan import Execution, Iteration, Search
 from stowplan.capture import Ref, capture
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.allocator.arena import Placement
-from stowplan.plan.plan import RecomputeOp
+from stowplan.plan.steps import RecomputeOp
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
 from stowplan.run.step import arena as arenas
@@ -66,7 +67,14 @@ def peak_of(model: nn.Module, args: tuple[Tensor, ...]) -> int:
 
 def in_arena(model: nn.Module, args: tuple[Tensor, ...], share: float = 1.3) -> nn.Module:
     budget = int(peak_of(model, args) * share)
-    return fit(model, args, budget=budget, arena=True, allow=["recompute"], moves=3)
+    return fit(
+        model,
+        args,
+        budget=budget,
+        execution=Execution(arena=True),
+        allow=["recompute"],
+        search=Search(moves=3),
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -307,7 +315,16 @@ def test_a_budget_that_no_arena_fits_names_one_that_does() -> None:
     with pytest.raises(BudgetTooSmall) as refusal:
         in_arena(model, args, share=0.5)
     budget = refusal.value.minimum_bytes
-    (plan,) = plans_of(fit(model, args, budget=budget, arena=True, allow=["recompute"], moves=3))
+    (plan,) = plans_of(
+        fit(
+            model,
+            args,
+            budget=budget,
+            execution=Execution(arena=True),
+            allow=["recompute"],
+            search=Search(moves=3),
+        )
+    )
     assert plan.projected_peak_bytes <= budget
 
 
@@ -356,8 +373,14 @@ def test_an_iteration_runs_in_an_arena(name: str) -> None:
     model, x = Mixed(), images(64, 48)
     twin = copy.deepcopy(model)
     own, optimizer = made(model.parameters()), made(twin.parameters())
-    loop: Any = {"optimizer": optimizer, "clip_norm": clip_norm, "accumulate": each, "moves": 3}
-    fitted = fit(twin, (x,), budget="1MiB" if name == "accumulated" else "310KiB", arena=True, **loop)
+    fitted = fit(
+        twin,
+        (x,),
+        budget="1MiB" if name == "accumulated" else "310KiB",
+        execution=Execution(arena=True),
+        optimizer=Iteration(optimizer, clip_norm=clip_norm, accumulate=each),
+        search=Search(moves=3),
+    )
     (plan,) = plans_of(fitted)
     assert plan.arena is not None
     assert plan.arena.nbytes > 0
@@ -382,7 +405,7 @@ def test_an_iteration_runs_in_an_arena(name: str) -> None:
 def test_an_arena_is_for_the_step_of_one_process() -> None:
     model, args = Mixed(), MODELS["mixed"][1]
     with pytest.raises(BadUse, match="leave it out with mesh="):
-        fit(model, args, budget="1GiB", arena=True, mesh="data=2")
-    for how in ({"arena": True}, {"mesh": "data=2"}, {}):
+        fit(model, args, budget="1GiB", execution=Execution(arena=True), mesh="data=2")
+    for arena, mesh in ((True, None), (False, "data=2"), (False, None)):
         with pytest.raises(BadUse, match="held_blocks=True is for"):
-            fit(model, args, budget="1GiB", held_blocks=True, **how)
+            fit(model, args, budget="1GiB", execution=Execution(arena=arena, held_blocks=True), mesh=mesh)

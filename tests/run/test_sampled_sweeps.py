@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.select import Baseline, Refusals
@@ -153,7 +154,7 @@ def test_sweeps_are_probed_on_the_tensors_of_the_captured_step(monkeypatch: pyte
     probes = SweepProbes(early.graph, early.program.calls, price_captured(early))
     subject, baseline = Subject(early, model, args, {}), Baseline(1.0, 2**30)
     tiling = max(stage_tilings(early.graph, Refusals()), key=len)
-    candidate = TiledCandidate(subject, tiling, {}, probes, baseline, PlanOptions(moves=20))
+    candidate = TiledCandidate(subject, tiling, {}, probes, baseline, PlanOptions(search=Search(moves=20)))
     *_, probed = candidate.bounds(2**40)
     assert probed < inf
     graph, calls = candidate.captured.graph, candidate.captured.program.calls

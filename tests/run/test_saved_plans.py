@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import IllegalPlan
+from stowplan.plan.draft import Exactness
 from stowplan.plan.files import plan_file
-from stowplan.plan.plan import Exactness, Plan
+from stowplan.plan.plan import Plan
 from stowplan.run.cost.machine import free_bytes
 from stowplan.run.fit import MARGIN, automatic_budget
 
@@ -40,7 +42,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fitted(model: nn.Module | None = None, budget: int | str = BUDGET, plan: Plan | None = None) -> nn.Module:
     torch.manual_seed(0)
     return stowplan.fit(
-        model or Chain(), (torch.randn(128, 16),), budget=budget, allow=["recompute"], moves=50, plan=plan
+        model or Chain(),
+        (torch.randn(128, 16),),
+        budget=budget,
+        allow=["recompute"],
+        search=Search(moves=50),
+        plan=plan,
     )
 
 
@@ -142,7 +149,7 @@ def tiled(model: nn.Module | None = None, plan: Plan | None = None, side: int = 
         (torch.randn(1, 1, side, side),),
         budget=IN_TILES,
         plan=plan,
-        moves=50,
+        search=Search(moves=50),
         allow=("recompute", "tile"),
     )
 
@@ -168,7 +175,7 @@ def test_a_plan_with_tiles_comes_back(folder: Path, monkeypatch: pytest.MonkeyPa
     first = tiled()
     (plan,) = stowplan.plans_of(first)
     (path,) = folder.iterdir()
-    monkeypatch.setattr("stowplan.run.planning.planner.plan_step", None)
+    monkeypatch.setattr("stowplan.run.planning.plan_cache.draft_step", None)
     for again in (tiled(), tiled(plan=stowplan.load_plan(path))):
         assert stowplan.plans_of(again) == (plan,)
         again.load_state_dict(first.state_dict())

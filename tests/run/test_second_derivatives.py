@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import BadUse
 from stowplan.run.measure.measure import measure
 from stowplan.run.second_derivatives import second_bytes
@@ -37,7 +38,9 @@ def images() -> Tensor:
 
 def fitted(model: nn.Module, budget: int | str = "1GiB", *, wants: bool = True) -> Any:
     given = images().requires_grad_(wants)
-    return stowplan.fit(model, (given,), budget=budget, outputs="all", moves=1, allow=("recompute",))
+    return stowplan.fit(
+        model, (given,), budget=budget, outputs="all", search=Search(moves=1), allow=("recompute",)
+    )
 
 
 def gradient_penalty(model: Any) -> Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.errors import CaptureError
 from stowplan.run.fit import fit, plans_of
 from tests.support.side_by_side import AMPLE, differences_at_both_ends, measured_peak, smallest_budget
@@ -38,7 +39,7 @@ class Writing(nn.Module):
 
 def test_a_tensor_given_twice_is_another_call_than_two_tensors() -> None:
     model, one, other = Product(), torch.randn(4, 8), torch.randn(4, 8)
-    fitted = fit(model, (one, one), budget=AMPLE, allow=["recompute"], moves=10)
+    fitted = fit(model, (one, one), budget=AMPLE, allow=["recompute"], search=Search(moves=10))
     for args in ((one, one), (one, other), (other, other[:])):
         assert torch.equal(fitted(*args), model(*args))
 
@@ -46,7 +47,7 @@ def test_a_tensor_given_twice_is_another_call_than_two_tensors() -> None:
 @pytest.mark.slow
 def test_a_parameter_given_as_an_argument_is_another_call() -> None:
     model, other = Product(), torch.randn(8)
-    fitted = fit(model, (model.w, other), budget=AMPLE, allow=["recompute"], moves=10)
+    fitted = fit(model, (model.w, other), budget=AMPLE, allow=["recompute"], search=Search(moves=10))
     for args in ((model.w, other), (other, model.w), (other, other)):
         assert torch.equal(fitted(*args), model(*args))
 
@@ -68,7 +69,7 @@ def test_slices_count_what_they_read_and_once() -> None:
     whole = torch.randn(64, 8)
     model, args = Product(), (whole[2:6], whole[4:8])
     budget = smallest_budget(model, args)
-    fitted = fit(copy.deepcopy(model), args, budget=budget, allow=["recompute"], moves=100)
+    fitted = fit(copy.deepcopy(model), args, budget=budget, allow=["recompute"], search=Search(moves=100))
     (plan,) = plans_of(fitted)
     assert whole[2:8].nbytes < plan.projected_peak_bytes < whole.nbytes
     assert measured_peak(fitted, args) == plan.projected_peak_bytes <= budget
@@ -76,7 +77,7 @@ def test_slices_count_what_they_read_and_once() -> None:
 
 def test_the_next_slice_is_no_new_call() -> None:
     whole, other = torch.randn(64, 8), torch.randn(4, 8)
-    fitted = fit(Product(), (whole[:4], other), budget=AMPLE, allow=["recompute"], moves=10)
+    fitted = fit(Product(), (whole[:4], other), budget=AMPLE, allow=["recompute"], search=Search(moves=10))
     for start in range(0, 60, 4):
         fitted(whole[start : start + 4], other)
     assert len(plans_of(fitted)) == 1
@@ -85,7 +86,7 @@ def test_the_next_slice_is_no_new_call() -> None:
 def test_writing_into_a_part_of_a_slice() -> None:
     model, whole = Writing(), torch.randn(8, 8)
     twin = whole.clone()
-    fitted = fit(model, (whole[2:6],), budget=AMPLE, allow=["recompute"], moves=10)
+    fitted = fit(model, (whole[2:6],), budget=AMPLE, allow=["recompute"], search=Search(moves=10))
     assert torch.equal(whole, twin)
     for start in (2, 0, 4):
         planned, eager = fitted(whole[start : start + 4]), model(twin[start : start + 4])

@@ -9,18 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stowplan import Search, Shapes
 from stowplan.capture import capture
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
 from stowplan.plan.carry import PlannedSize, carried_point, carried_pricing, outline_of
+from stowplan.plan.draft import Exactness
 from stowplan.plan.frontier import frontier_of
-from stowplan.plan.plan import Basis, Exactness, Machine, Pricing, RecomputeOp
 from stowplan.plan.prices import price_by_roofline
+from stowplan.plan.pricing import Basis, Machine, Pricing
 from stowplan.plan.problem import slices_last
 from stowplan.plan.select import problem_in_order
+from stowplan.plan.steps import RecomputeOp
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import PlanCache, PlannedStep
+from stowplan.run.planning.plan_cache import PlanCache
+from stowplan.run.planning.planner import DraftedStep
 from tests.support.nets import NETS
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -95,7 +99,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     search = PlanCache.step_for
 
-    def counted(*args: Any) -> PlannedStep:
+    def counted(*args: Any) -> DraftedStep:
         made.append(1)
         return search(*args)
 
@@ -112,7 +116,7 @@ def test_a_loop_of_many_shapes_stays_within_the_budget_and_equals_eager(
     searches.clear()
     eager, fitted = (
         copy.deepcopy(model),
-        fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, moves=MOVES),
+        fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, search=Search(moves=MOVES)),
     )
     for length in (48, 33, 1):
         for batch in (8, 5):
@@ -212,7 +216,7 @@ def test_a_smaller_call_runs_as_it_is_only_if_it_is_the_same_program_and_fits(
     model = Branching(short)
     budget = int(0.85 * capture(model, (tokens(8, 48),)).eager.peak_bytes())
     eager = copy.deepcopy(model)
-    fitted = fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, moves=MOVES)
+    fitted = fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, search=Search(moves=MOVES))
     assert plans_of(fitted)[0].plain_peak_bytes > budget
     for length, plans in calls.items():
         for repeat in range(2):
@@ -227,7 +231,7 @@ def test_a_smaller_call_runs_as_it_is_only_if_it_is_the_same_program_and_fits(
 def test_what_forward_leaves_alive_counts_in_a_smaller_call() -> None:
     model = Branching("held")
     budget = int(0.85 * capture(model, (tokens(8, 48),)).eager.peak_bytes())
-    fitted = fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, moves=MOVES)
+    fitted = fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, search=Search(moves=MOVES))
     fitted(tokens(8, 30)).backward()  # has room for it
     assert len(plans_of(fitted)) == 1
     for _ in range(2):  # with 38 it is tried as it is, which leaves nothing, and planned
@@ -242,7 +246,7 @@ def test_a_policy_is_not_carried_to_a_program_that_differs_in_one_op(
     searches: list[int], budget: int
 ) -> None:
     model = Tokens()
-    fitted = fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, moves=MOVES)
+    fitted = fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, search=Search(moves=MOVES))
     searches.clear()
     fitted(tokens(8, 46)).backward()
     assert not searches
@@ -253,7 +257,7 @@ def test_a_policy_is_not_carried_to_a_program_that_differs_in_one_op(
 
 def test_a_carried_plan_claims_only_what_was_compared(budget: int) -> None:
     model = Tokens()
-    fitted = fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, moves=MOVES)
+    fitted = fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, search=Search(moves=MOVES))
     for length in (47, 46, 45, 44, 43, 42):
         fitted(tokens(8, length)).backward()
     *compared, _, _, _ = plans = plans_of(fitted)
@@ -265,7 +269,7 @@ def test_a_carried_plan_claims_only_what_was_compared(budget: int) -> None:
 
 def test_a_refused_shape_is_refused_again_at_once(searches: list[int], budget: int) -> None:
     model = Tokens()
-    fitted = fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, moves=MOVES)
+    fitted = fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, search=Search(moves=MOVES))
     with pytest.raises(BudgetTooSmall) as first:
         fitted(tokens(64, 64))
     searches.clear()
@@ -282,13 +286,20 @@ def test_a_refused_shape_is_refused_again_at_once(searches: list[int], budget: i
 
 def test_plans_make_room_for_others(budget: int) -> None:
     model = Tokens()
-    fitted = fit(model, (tokens(8, 48),), budget=budget, allow=ALLOW, moves=MOVES, keep_plans=2)
+    fitted = fit(
+        model,
+        (tokens(8, 48),),
+        budget=budget,
+        allow=ALLOW,
+        search=Search(moves=MOVES),
+        shapes=Shapes(keep_plans=2),
+    )
     for length in (47, 48, 46):  # 47 is unused for longest when 46 comes
         fitted(tokens(8, length)).backward()
     kept = [plan.graph.tensors["tokens"].shape for plan in plans_of(fitted)]
     assert kept == [(8, 48), (8, 46)]
     with pytest.raises(BadUse, match="keep_plans is 0"):
-        fit(model, (tokens(8, 48),), budget=budget, keep_plans=0)
+        fit(model, (tokens(8, 48),), budget=budget, shapes=Shapes(keep_plans=0))
 
 
 def graph_of(name: str, **settings: int) -> Graph:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 import stowplan
+from stowplan import Search
 from stowplan.cli.main import main
 from stowplan.errors import BudgetTooSmall, PlanTooSlow
 from stowplan.plan.plan import Plan
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.largest import largest_of
-from stowplan.run.shapes import scan
+from stowplan.run.shape_costs import scan
 from tests.support.models import small_pictures
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
@@ -21,7 +22,7 @@ STEP = "tests.support.models:small_pictures"
 
 
 def planned(budget: int, **settings: Any) -> Plan:
-    return plans_of(fit(*small_pictures(), budget=budget, moves=20, **settings))[0]
+    return plans_of(fit(*small_pictures(), budget=budget, **{"search": Search(moves=20), **settings}))[0]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def tight() -> int:
     """Below what recomputation reaches: only tiles fit."""
     model, args = small_pictures()
     with pytest.raises(BudgetTooSmall) as refusal:
-        fit(model, args, budget=1, moves=20, allow=("recompute",))
+        fit(model, args, budget=1, search=Search(moves=20), allow=("recompute",))
     return int(0.8 * refusal.value.minimum_bytes)
 
 
@@ -51,7 +52,12 @@ def test_a_slow_plan_is_refused_with_its_time_and_every_way_out(tight: int) -> N
 
 
 @pytest.mark.parametrize(
-    "asked", [{"prefer": "time"}, {"prefer": "exactness"}, {"allow": ["tile", "recompute"]}]
+    "asked",
+    [
+        {"search": Search(prefer="time", moves=20)},
+        {"search": Search(prefer="exactness", moves=20)},
+        {"allow": ["tile", "recompute"]},
+    ],
 )
 def test_who_prefers_or_allows_gets_a_slow_plan(asked: dict[str, Any], tight: int) -> None:
     assert planned(tight, **asked).time_ratio > 2
@@ -76,14 +82,17 @@ def test_too_small_a_budget_names_one_whose_plan_is_not_slow() -> None:
     """The smallest plan of all is slow here."""
     model, args = small_pictures()
     with pytest.raises(BudgetTooSmall) as found:
-        fit(model, args, budget=60_000, moves=20)
-    assert plans_of(fit(model, args, budget=found.value.minimum_bytes, moves=20))[0].time_ratio <= 2
+        fit(model, args, budget=60_000, search=Search(moves=20))
+    assert (
+        plans_of(fit(model, args, budget=found.value.minimum_bytes, search=Search(moves=20)))[0].time_ratio
+        <= 2
+    )
 
 
 @pytest.mark.slow
 def test_a_call_in_training_is_refused_too_and_scanned(tight: int) -> None:
     model, args = small_pictures(2)
-    fitted: Any = fit(model, args, budget=tight, moves=20)
+    fitted: Any = fit(model, args, budget=tight, search=Search(moves=20))
     with pytest.raises(PlanTooSlow, match="times eager's time"):
         fitted(*small_pictures(4)[1])
     (row,) = scan([small_pictures(4)[1]], fitted).refused
@@ -104,7 +113,7 @@ def test_commands_refuse_it_unless_asked(tight: int, capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 def test_a_size_whose_plan_is_slow_does_not_fit(tight: int) -> None:
-    how: Any = {"first": 2, "most": 4, "moves": 20}
+    how: Any = {"first": 2, "most": 4, "search": Search(moves=20)}
     *_, unasked = largest_of(STEP, tight, **how)
     *_, asked = largest_of(STEP, tight, allow=("recompute", "tile"), **how)
     assert unasked.fit is not None

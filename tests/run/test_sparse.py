@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stowplan
-from stowplan.errors import BadUse, CaptureError
+from stowplan import Search
+from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.run.measure.measure import measure
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:Sparse")]
@@ -91,7 +92,7 @@ def same(one: Any, other: Any, *args: Any) -> bool:
 
 
 def fitted_of(model: nn.Module, *args: Any, budget: int | str = "1GiB") -> Any:
-    return stowplan.fit(model, args, budget=budget, moves=1, allow=("recompute",))
+    return stowplan.fit(model, args, budget=budget, search=Search(moves=1), allow=("recompute",))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -163,7 +164,7 @@ def test_a_sparse_buffer_that_is_never_read() -> None:
     assert same(model, fitted, X)
     assert same(model, fitted, X[:7])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    stowplan.fit(model, (X,), budget="1GiB", optimizer=optimizer, moves=1)
+    stowplan.fit(model, (X,), budget="1GiB", optimizer=optimizer, search=Search(moves=1))
 
 
 def test_its_parts_may_be_read() -> None:
@@ -174,7 +175,7 @@ def test_its_parts_may_be_read() -> None:
             return total * adjacency._nnz() / y.numel()
 
     model, adjacency = Edges(), edges(1).to_sparse()
-    fitted = stowplan.fit(deepcopy(model), (X, Y, adjacency), budget="1GiB", moves=1)
+    fitted = stowplan.fit(deepcopy(model), (X, Y, adjacency), budget="1GiB", search=Search(moves=1))
     for seed in (1, 2):
         adjacency = edges(seed).to_sparse()
         pairs = zip(_losses(model, X, Y, adjacency), _losses(fitted, X, Y, adjacency), strict=True)
@@ -243,3 +244,11 @@ def test_gradients_for_sparse_tensors_are_refused_by_name() -> None:
     with pytest.raises(CaptureError, match="sparse tensor of 60x60 requires a gradient"):
         fitted(X, Y, adjacency)
     assert same(Network(), fitted, X, Y, adjacency.detach())
+
+
+def test_a_step_with_a_sparse_argument_is_not_tiled() -> None:
+    args = (X, Y, edges(1).to_sparse())
+    with pytest.raises(BudgetTooSmall) as smallest:
+        stowplan.fit(Network(), args, budget=1, allow=("recompute",))
+    with pytest.raises(BudgetTooSmall, match="reads a sparse tensor, of which tiles know no rows"):
+        stowplan.fit(Network(), args, budget=smallest.value.minimum_bytes - 8, allow=("recompute", "tile"))

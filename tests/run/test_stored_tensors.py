@@ -14,6 +14,7 @@ from torch.ao import quantization
 from torch.nn.utils import prune
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import BadUse, CaptureError
 from stowplan.torch_private import pytree
 from tests.support.equality import equal
@@ -93,7 +94,7 @@ def trained(
 
 
 def fitted(model: nn.Module, **options: Any) -> nn.Module:
-    return stowplan.fit(model, (X,), budget="1MiB", moves=10, **options)
+    return stowplan.fit(model, (X,), budget="1MiB", search=Search(moves=10), **options)
 
 
 @pytest.mark.parametrize(("kind", "plans"), [(Maps, 1), (Auxiliary, 1), (Recurrent, 2)])
@@ -319,7 +320,7 @@ def test_observers_of_quantisation_observe() -> None:
         tools: Any = quantization
         net.qconfig = tools.get_default_qat_qconfig("fbgemm")
         tools.prepare_qat(net, inplace=True)
-        how: dict[str, Any] = {"budget": "1MiB", "moves": 10, "loss": torch.sum}
+        how: dict[str, Any] = {"budget": "1MiB", "search": Search(moves=10), "loss": torch.sum}
         if is_planned:
             with pytest.raises(CaptureError, match="has no elements yet; call the model once before fit"):
                 stowplan.fit(net, (X,), **how)

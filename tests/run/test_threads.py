@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import CaptureError
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
@@ -161,7 +162,9 @@ class Training:
 
     def planned(self) -> list[Tensor]:
         return self.run(
-            lambda model, x: stowplan.fit(model, (x,), budget="1GiB", allow=("recompute",), moves=100)
+            lambda model, x: stowplan.fit(
+                model, (x,), budget="1GiB", allow=("recompute",), search=Search(moves=100)
+            )
         )
 
     def eager(self) -> list[Tensor]:
@@ -264,7 +267,7 @@ def test_a_module_of_another_thread_runs_as_it_is_while_one_is_captured() -> Non
 
     works: list[Callable[[], Any]] = [
         train,
-        lambda: stowplan.fit(Slow(), (torch.ones(6, 16),), budget="1GiB", moves=10),
+        lambda: stowplan.fit(Slow(), (torch.ones(6, 16),), budget="1GiB", search=Search(moves=10)),
     ]
     in_threads(works)
     assert not seen

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stowplan.errors import BadUse
-from stowplan.run.iteration.iteration import Iteration
+from stowplan.run.iteration.iteration import RunningIteration
 from tests.support.torn import LOOPS, Outcome, TornLoop
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -24,8 +24,8 @@ def test_iterations_that_end_anywhere_leave_what_is_known_or_are_refused(name: s
 
 
 def test_an_interrupt_that_nobody_notes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Iteration, "refuse_between", lambda _: None)
-    monkeypatch.setattr(Iteration, "_refuse_broken", lambda _: None)
+    monkeypatch.setattr(RunningIteration, "refuse_between", lambda _: None)
+    monkeypatch.setattr(RunningIteration, "_refuse_broken", lambda _: None)
     loop, random = TornLoop.of(tmp_path), Random(0)
     assert Outcome.WRONG in [loop.ended_at(random, "interrupt") for _ in range(6)]
 

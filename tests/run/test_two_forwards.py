@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stowplan.plan.plan import RecomputeOp
+from stowplan.plan.steps import RecomputeOp
 from stowplan.run.fit import plans_of
 from tests.support.models import images
 from tests.support.side_by_side import lowest

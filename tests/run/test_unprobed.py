@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import stowplan
 from stowplan.capture import capture
-from stowplan.plan.plan import Basis
+from stowplan.plan.pricing import Basis
 from stowplan.run.cost.probe import call_signature, probe
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.unprobed import KNOWN, known_workspace

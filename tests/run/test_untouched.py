@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from tests.support.untouched import untouched
 
 
@@ -76,7 +77,7 @@ def test_the_comparison_passes_what_stays_the_same() -> None:
     net, batch = Net(), {"x": torch.randn(5, 4)}
     with untouched(net, (batch,), {}, torch.optim.Adam(net.parameters())):
         net(batch["x"])
-    assert stowplan.fit(net, (batch["x"],), budget="1MiB", moves=3) is not net
+    assert stowplan.fit(net, (batch["x"],), budget="1MiB", search=Search(moves=3)) is not net
 
 
 def test_a_refusal_leaves_nothing_that_disturbs_the_next_fit() -> None:
@@ -91,5 +92,5 @@ def test_a_refusal_leaves_nothing_that_disturbs_the_next_fit() -> None:
 
     x = torch.randn(5, 4)
     with suppress(Exception):  # a scripted module cannot be planned
-        stowplan.fit(Scripted(), (x,), budget="1MiB", moves=3)
-    stowplan.fit(Net(), (x,), budget="1MiB", moves=3)
+        stowplan.fit(Scripted(), (x,), budget="1MiB", search=Search(moves=3))
+    stowplan.fit(Net(), (x,), budget="1MiB", search=Search(moves=3))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from tests.support.side_by_side import differences_at_both_ends
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
@@ -91,7 +92,7 @@ class DrawingIntoAPart(nn.Module):
 
 def test_numbers_drawn_into_a_part_are_eagers() -> None:
     model, x = DrawingIntoAPart(), torch.zeros(6, 8)
-    fitted = stowplan.fit(model, (x,), budget="1GiB", allow=("recompute",), moves=10)
+    fitted = stowplan.fit(model, (x,), budget="1GiB", allow=("recompute",), search=Search(moves=10))
     torch.manual_seed(1)
     expected = model(x)
     torch.manual_seed(1)
@@ -113,7 +114,7 @@ class Counting(nn.Module):
 def test_a_buffer_from_inference_mode_is_refused_by_name() -> None:
     """The planned step writes updates in place, which such tensors forbid."""
     x = torch.randn(3, 4)
-    fitted = stowplan.fit(Counting(), (x,), budget="1GiB", allow=("recompute",), moves=3)
+    fitted = stowplan.fit(Counting(), (x,), budget="1GiB", allow=("recompute",), search=Search(moves=3))
     fitted(x).backward()
     with torch.inference_mode():
         fitted(x)

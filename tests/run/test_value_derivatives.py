@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 
 MASK = (torch.arange(30) % 4 > 0).view(6, 5)
 PLACES = (torch.arange(30) % 3).view(6, 5)
@@ -86,7 +87,9 @@ def bits(value: Tensor) -> bytes:
 def test_backward_has_the_bits_of_eagers_own(name: str) -> None:
     eager, planned = Net(FUNCTIONS[name]), Net(FUNCTIONS[name])
     size = torch.tensor(1.0)
-    fitted = stowplan.fit(planned, (next(values()), size), budget="1GiB", moves=1, allow=("recompute",))
+    fitted = stowplan.fit(
+        planned, (next(values()), size), budget="1GiB", search=Search(moves=1), allow=("recompute",)
+    )
     assert stowplan.plans_of(fitted)[0].exactness == "bitwise"
     for x, scale in itertools.product(values(), (1.0, -1.0, float("inf"))):
         expected = outcome(eager, x, size * scale)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import CaptureError
 from tests.support.equality import copied, equal
 
@@ -217,7 +218,7 @@ def trained(run: Any, net: nn.Module, args: Any, make: Callable[[], Any]) -> lis
 
 
 def fitted(net: nn.Module, args: Any, **settings: Any) -> Any:
-    return stowplan.fit(net, args, budget="1MiB", moves=3, allow=("recompute",), **settings)
+    return stowplan.fit(net, args, budget="1MiB", search=Search(moves=3), allow=("recompute",), **settings)
 
 
 def same_as_eager(forward: Forward, make: Callable[[], Any] = inputs) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
 from stowplan.ops.cublas import cublas_workspaces, workspace_bytes
@@ -66,7 +67,11 @@ def words(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def planned(model: nn.Module, **options: object) -> nn.Module:
-    how = {"budget": options.get("budget") or ample(), "allow": ["recompute"], "moves": 3} | options
+    how = {
+        "budget": options.get("budget") or ample(),
+        "allow": ["recompute"],
+        "search": Search(moves=3),
+    } | options
     return fit(model, (X,), **how)  # type: ignore[arg-type]
 
 
@@ -198,7 +203,7 @@ def test_with_optimizer_its_state_is_the_plans_own(words: Callable[[], list[str]
 
 def test_a_slice_counts_what_it_reads() -> None:
     data = torch.randn(40 * 512, 96)
-    whole, part = planned(Layers()), fit(Layers(), (data[512:1024],), budget=ample(), moves=3)
+    whole, part = planned(Layers()), fit(Layers(), (data[512:1024],), budget=ample(), search=Search(moves=3))
     assert plans_of(part)[0].projected_peak_bytes == plans_of(whole)[0].projected_peak_bytes
     assert plans_of(part)[0].time_ratio == 1
     captured = capture(Layers(), (data[:512],))

@@ -4,7 +4,6 @@ import base64
 import fcntl
 import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+
+from stowplan.report.picture.png import browser_found
 
 _SECONDS = 60.0
 _DRAWN = "performance.getEntriesByName('drawn').length"  # what a report says in the end
@@ -36,7 +37,7 @@ _FLAGS = (
 
 def chromium() -> str:
     """The browser's path; without one, CI fails and others skip."""
-    found = shutil.which("chromium") or shutil.which("google-chrome")
+    found = browser_found()
     if found is None:
         missing = pytest.fail if os.environ.get("CI") else pytest.skip
         missing("no chromium: apt-get install chromium")

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from stowplan import fit, plans_of
+from stowplan import Search, fit, plans_of
 from stowplan.errors import BudgetTooSmall
+from tests.support.asking import asked
 from tests.support.live_bytes import LiveBytes, counted
 from tests.support.nets import NETS
 
@@ -194,7 +195,7 @@ class _Loop:
         if counted:
             found |= {"optimizer": optimizer, "accumulate": case.accumulate}
             found |= {"clip_norm": 1.0} if case.clip and case.accumulate == 1 else {}
-        return found
+        return asked(found)
 
 
 def _built(case: Case) -> tuple[nn.Module, tuple[Tensor, ...]]:
@@ -238,7 +239,10 @@ def ran(case: Case) -> Outcome:
             fit(model, batch, budget=1, **loop.options(optimizer))
         except BudgetTooSmall as refusal:
             smallest = refusal.minimum_bytes
-        eager = max(plan.plain_peak_bytes for plan in plans_of(fit(model, batch, budget="4GiB", moves=3)))
+        eager = max(
+            plan.plain_peak_bytes
+            for plan in plans_of(fit(model, batch, budget="4GiB", search=Search(moves=3)))
+        )
         outcome.budget = smallest + int(case.share * max(0, eager - smallest))
         fitted = fit(model, batch, budget=outcome.budget, **loop.options(optimizer))
     optimizer = optimizer or _optimizer(case, model)

@@ -24,6 +24,7 @@ from torch.testing._internal.custom_op_db import custom_op_db
 from torch.testing._internal.hop_db import hop_db
 
 import stowplan
+from stowplan import Search
 from stowplan.errors import BudgetTooSmall, StowplanError
 from stowplan.run.backend.compile import plans_for
 
@@ -291,7 +292,7 @@ class _Loop:
                     self.kwargs,
                     budget=budget,
                     optimizer=self.optimizer,
-                    moves=3,
+                    search=Search(moves=3),
                     allow=("recompute",),
                 )
                 break

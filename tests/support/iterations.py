@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
+from stowplan import Iteration, Search
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.run.fit import fit
 from stowplan.run.iteration.planner import IterationPlanner
 from stowplan.run.planning.planner import Subject, step_planner
 from stowplan.run.target import Target, subject_of
+from tests.support.asking import asked
 from tests.support.nets import NETS
 from tests.support.nets.net import Example
 
@@ -91,22 +93,21 @@ class Loop:
 
     def fit_options(self) -> dict[str, Any]:
         """What `fit` is told of the loop."""
-        clipped = {"clip_norm": CLIP_NORM} if self.clips else {}
-        return {"accumulate": self.accumulate, "moves": 1, "allow": ("recompute",), **clipped}
+        return {"search": Search(moves=1), "allow": ("recompute",)}
+
+    def loop_of(self, optimizer: Optimizer, **more: Any) -> Iteration:
+        """The whole iteration."""
+        clip_norm = CLIP_NORM if self.clips else None
+        return Iteration(optimizer, **{"clip_norm": clip_norm, "accumulate": self.accumulate, **more})
 
     def smallest_plan(self) -> Plan:
         """The plan for the smallest budget. The network is captured once for all its loops."""
         subject = _subject(self.net)
-        iteration = IterationPlanner(
-            OPTIMIZERS[self.optimizer](subject.model.parameters()),
-            clip_norm=CLIP_NORM if self.clips else None,
-            accumulate=self.accumulate,
-        )
+        iteration = IterationPlanner(self.loop_of(OPTIMIZERS[self.optimizer](subject.model.parameters())))
         *_, smallest = iteration.variants(subject.captured, subject.model)
         step = replace(subject, captured=iteration.planned(subject.captured, subject.model, smallest))
-        planner = step_planner(step, iteration.options(PlanOptions(moves=1)))
-        plan, _ = planner.answer(planner.minimum_bytes)
-        return plan
+        planner = step_planner(step, iteration.options(PlanOptions(search=Search(moves=1))))
+        return planner.plan(planner.minimum_bytes)
 
     def in_eager(self, iterations: int) -> dict[str, Tensor]:
         """Losses, parameters, buffers and state by name, after some iterations."""
@@ -119,7 +120,8 @@ class Loop:
         """The same with a plan in this budget, or with one that is given."""
         model, args = self.example()
         optimizer = OPTIMIZERS[self.optimizer](model.parameters())
-        fitted = fit(model, args, budget=budget, optimizer=optimizer, **self.fit_options() | options)
+        loop = asked({"optimizer": self.loop_of(optimizer), **self.fit_options(), **options})
+        fitted = fit(model, args, budget=budget, **loop)
         losses = self._run(fitted, args, optimizer, iterations, clips=False)
         return result_of(model, optimizer, losses)
 

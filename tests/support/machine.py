@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from stowplan.plan.plan import Machine, Tier
+from stowplan.plan.pricing import Machine, Tier
 from stowplan.run.cost.machine import Cost, Findings, Platform, ProbeCache, Rates
 from stowplan.run.cost.probe import Signature, cost_of_call
 from stowplan.run.offload.disk import DiskTier
@@ -89,7 +89,7 @@ def forget_plans() -> None:
     shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"], "stowplan", "plans"), ignore_errors=True)
 
 
-def _drawn_cost(signature: Signature, device: torch.device, *, repeats: int) -> Cost | None:  # noqa: ARG001 -- called like the real one
+def _drawn_cost(signature: Signature, device: torch.device, **_: object) -> Cost | None:
     measured = cost_of_call(signature, device, repeats=1)
     return Cost(_price(signature.text), measured.rise_bytes) if measured else None
 

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import RecomputeOp
+from stowplan.plan.steps import RecomputeOp
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.planning.planner import planner_for_captured
 
@@ -121,14 +122,18 @@ class Chain(nn.Module):
 
 def budget_halfway(model: nn.Module, args: tuple[object, ...]) -> int:
     """Halfway between the smallest budget that is possible and what eager takes."""
-    planner = planner_for_captured(capture(model, args), options=PlanOptions(moves=MOVES))
+    planner = planner_for_captured(capture(model, args), options=PlanOptions(search=Search(moves=MOVES)))
     return (planner.minimum_bytes + planner.plain_peak_bytes) // 2
 
 
 def fitted_copy(model: nn.Module, args: tuple[object, ...]) -> nn.Module:
     """A copy of `model` that has to make something again to stay within its budget."""
     fitted = fit(
-        copy.deepcopy(model), args, budget=budget_halfway(model, args), moves=MOVES, allow=("recompute",)
+        copy.deepcopy(model),
+        args,
+        budget=budget_halfway(model, args),
+        search=Search(moves=MOVES),
+        allow=("recompute",),
     )
     assert all(any(isinstance(step, RecomputeOp) for step in plan.steps) for plan in plans_of(fitted))
     return fitted

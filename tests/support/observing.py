@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stowplan.observe.launch import Settings
+from stowplan.observe.launch import LaunchSettings
 from stowplan.observe.observer import Observer
 
 
@@ -14,7 +14,7 @@ from stowplan.observe.observer import Observer
 def observed(folder: Path, limit_bytes: int | None = None) -> Iterator[Observer]:
     """Within, loops are observed; the record is described at the end at the latest."""
     gc.collect()  # models of other tests are garbage
-    observer = Observer(Settings(str(folder), limit_bytes=limit_bytes))
+    observer = Observer(LaunchSettings(str(folder), limit_bytes=limit_bytes))
     observer.begin()
     atexit.unregister(observer.exit)
     try:

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from stowplan import Search
 from stowplan.formats import chainer
 from stowplan.plan.explain.peers import Peer
 from stowplan.plan.options import PlanOptions
@@ -15,7 +16,7 @@ from stowplan.plan.prices import price_by_macs
 from stowplan.plan.select import Candidate, Selector
 from stowplan.plan.select import planner_of as tile_planner_of
 from stowplan.report.files import opened
-from stowplan.report.page import Subject, page_of, subject_of
+from stowplan.report.page import PageSubject, page_of, subject_of
 from tests.support.browser import Browser
 
 Dump = Callable[[str], Path]
@@ -36,7 +37,7 @@ def _folder() -> Path:
     return Path(folder.name)
 
 
-def written(*subjects: Subject) -> Path:
+def written(*subjects: PageSubject) -> Path:
     """Where the page of some subjects has been written."""
     path = _folder() / f"{len(list(_folder().iterdir()))}.html"
     path.write_text(page_of(subjects), encoding="utf-8")
@@ -47,7 +48,7 @@ def written(*subjects: Subject) -> Path:
 def planner_of(document: Path) -> Planner:
     """The U-Net document with a frontier that was searched for a moment only."""
     graph = chainer.read(document.read_text(), chainer.SavedView.RETAIN).graph
-    return Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=400))
+    return Planner.of(graph, price_by_macs(graph), options=PlanOptions(search=Search(moves=400)))
 
 
 @cache
@@ -59,7 +60,7 @@ def plan_of(document: Path) -> Plan:
 @cache
 def _tile_planner(document: Path) -> Selector[Candidate]:
     graph = chainer.read(document.read_text(), chainer.SavedView.RETAIN).graph
-    return tile_planner_of(graph, price_by_macs(graph), PlanOptions(moves=400))
+    return tile_planner_of(graph, price_by_macs(graph), PlanOptions(search=Search(moves=400)))
 
 
 @cache
@@ -77,7 +78,9 @@ def plan_in_spatial_tiles() -> Plan:
 
     blocks = [layer for _ in range(4) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())]
     captured = capture(nn.Sequential(*blocks), (randn(1, 4, 64, 64),), loss=lambda made: made.square().mean())
-    planner = tile_planner_of(captured.graph, price_by_macs(captured.graph), PlanOptions(("tile",), moves=50))
+    planner = tile_planner_of(
+        captured.graph, price_by_macs(captured.graph), PlanOptions(("tile",), search=Search(moves=50))
+    )
     return planner.plan(planner.baseline.peak_bytes // 3)
 
 
@@ -89,7 +92,7 @@ def gpt_plan() -> Plan:
 
     model, args = NETS["gpt"].build("tiny")
     graph = capture(model, args).graph
-    planner = Planner.of(graph, price_by_macs(graph), options=PlanOptions(moves=400))
+    planner = Planner.of(graph, price_by_macs(graph), options=PlanOptions(search=Search(moves=400)))
     return planner.plan((planner.minimum_bytes + planner.plain_peak_bytes) // 2)
 
 
@@ -108,16 +111,16 @@ def compared_page(document: Path) -> Path:
     return written(tight, subject_of(planner.plan(planner.plain_peak_bytes), "roomy"))
 
 
-def _document(name: str) -> Callable[[Dump], Subject]:
+def _document(name: str) -> Callable[[Dump], PageSubject]:
     return lambda dump: subject_of(opened(dump(name)), dump(name).name)
 
 
-def _plain(dump: Dump) -> Subject:
+def _plain(dump: Dump) -> PageSubject:
     planner = planner_of(dump("chainer"))
     return subject_of(planner.plan(planner.plain_peak_bytes), "U-Net, plain")
 
 
-SUBJECTS: dict[str, Callable[[Dump], Subject]] = {
+SUBJECTS: dict[str, Callable[[Dump], PageSubject]] = {
     **{name: _document(name) for name in ("chainer", "megengine", "regiongraph", "tensorflow", "tilelog")},
     "unet-plain": _plain,
     "unet-recomputed": lambda dump: subject_of(plan_of(dump("chainer")), "U-Net, recomputed"),

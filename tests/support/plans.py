@@ -1,13 +1,21 @@
-"""A plan that offloads some of its kept tensors between the two halves, for tests of reports."""
+"""Plans for tests: one that offloads some of its kept tensors between the halves, and illegal drafts."""
 
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from stowplan.analyse.timeline import Doing
 from stowplan.ir import Kind, Phase
+from stowplan.plan.draft import Draft
 from stowplan.plan.explain.timeline import timeline_of_plan
-from stowplan.plan.judge.simulate import simulate
+from stowplan.plan.judge import verify as judge
+from stowplan.plan.judge.simulate import Simulation, simulate
 from stowplan.plan.judge.verify import verify
-from stowplan.plan.plan import Compute, Free, Keep, Load, Offload, Plan, RecomputeOp, Step, Store, Tier
+from stowplan.plan.plan import Plan
+from stowplan.plan.planner import Planner
+from stowplan.plan.pricing import Tier
+from stowplan.plan.steps import Compute, Free, Keep, Load, Offload, RecomputeOp, Step, Store
 
 SLOW = 0.02  # of the baseline's peak: the bytes that the tier takes in a hundredth of the step's time
 
@@ -24,7 +32,7 @@ def moved(plan: Plan, most: int = 4) -> Plan:
     played = simulate(plan.graph, steps, pricing)
     return verify(
         replace(
-            plan,
+            plan.draft(),
             pricing=pricing,
             steps=steps,
             decisions={**plan.decisions, **{name: Offload("host") for name, _, _ in chosen}},
@@ -69,3 +77,29 @@ def _with_move(steps: tuple[Step, ...], name: str, out: str, back: str) -> tuple
         if isinstance(step, Compute) and step.op == out:
             found += [Store((name,)), Free((name,))]
     return tuple(found)
+
+
+def note_verified(patch: pytest.MonkeyPatch) -> list[Simulation]:
+    """A list that grows with each draft that `verify` finds to compute its graph."""
+    found, checked = list[Simulation](), judge.check_steps
+
+    def noting(*given: Any) -> Simulation:
+        found.append(checked(*given))
+        return found[-1]
+
+    patch.setattr(judge, "check_steps", noting)
+    return found
+
+
+def without_its_last_op(draft: Draft) -> Draft:
+    """Within every limit, with figures that are those of its steps: but an op never runs."""
+    last = max(number for number, step in enumerate(draft.steps) if isinstance(step, Compute))
+    steps = (*draft.steps[:last], *draft.steps[last + 1 :])
+    curve = simulate(draft.graph, steps, draft.pricing).curve_bytes
+    return replace(draft, steps=steps, projected_curve_bytes=curve)
+
+
+def spoil_drafts(patch: pytest.MonkeyPatch) -> None:
+    """Let whatever drafts from now on leave out an op."""
+    drafted = Planner.draft_at
+    patch.setattr(Planner, "draft_at", lambda *given: without_its_last_op(drafted(*given)))

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.errors import BudgetTooSmall
 from stowplan.run.fit import fit
 from stowplan.run.measure.measure import measure
 from stowplan.run.step.straight import StraightStep
+from tests.support.asking import asked
 
 Loss: TypeAlias = Callable[[object], Tensor]
 Training: TypeAlias = dict[str, Tensor]
@@ -85,7 +87,7 @@ _MOVES = 100
 def smallest_budget(model: nn.Module, args: tuple[object, ...]) -> int:
     """What the refusal of a budget of one byte names."""
     try:
-        fit(copy.deepcopy(model), args, budget=1, allow=["recompute"], moves=_MOVES)
+        fit(copy.deepcopy(model), args, budget=1, allow=["recompute"], search=Search(moves=_MOVES))
     except BudgetTooSmall as refusal:
         return refusal.minimum_bytes
     raise AssertionError("a step was fitted into one byte")
@@ -94,7 +96,10 @@ def smallest_budget(model: nn.Module, args: tuple[object, ...]) -> int:
 def fitted_at_both_ends(model: nn.Module, args: tuple[object, ...]) -> Iterator[tuple[int, nn.Module]]:
     """Budgets with a fitted copy of the model each."""
     for budget in (smallest_budget(model, args), AMPLE):
-        yield budget, fit(copy.deepcopy(model), args, budget=budget, allow=["recompute"], moves=_MOVES)
+        yield (
+            budget,
+            fit(copy.deepcopy(model), args, budget=budget, allow=["recompute"], search=Search(moves=_MOVES)),
+        )
 
 
 def differences_at_both_ends(
@@ -125,7 +130,7 @@ def measured_peak(model: nn.Module, args: tuple[Tensor, ...], loss: Loss = scala
 
 def lowest(model: nn.Module, args: tuple[object, ...], **options: Any) -> nn.Module:
     """The model where it recomputes the most, or does what else is allowed in `options`."""
-    how = {"allow": ("recompute",), "moves": 50, **options}
+    how = asked({"allow": ("recompute",), "moves": 50, **options})
     with pytest.raises(BudgetTooSmall) as refusal:
         fit(model, args, budget=1, **how)
     return fit(model, args, budget=refusal.value.minimum_bytes, **how)

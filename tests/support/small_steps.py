@@ -10,7 +10,7 @@ from random import Random
 
 from stowplan.ir import Attributes, DType, Graph, Kind, Op, Phase, Role, Shape, Tensor, Use, validate
 from stowplan.ops.effects import UPDATE
-from stowplan.plan.plan import Basis, Pricing
+from stowplan.plan.pricing import Basis, Pricing
 
 NORM = "aten._native_batch_norm_legit_functional.default"
 
@@ -53,6 +53,9 @@ class _Drawing:
             held |= {made[-1], random.choice(made)} if random.random() < 0.3 else {made[-1]}
         if made and random.random() < 0.9:
             held |= self._backward(differentiable, made[-1])
+        changed = {name for name in self._tensors if name.endswith(".updated")}
+        held |= {name for name in changed if self._tensors[name].kind is Kind.INPUT}  # the caller has them
+        held |= {self._root(name) for name in held & changed}
         used = {use.tensor for op in self._ops for use in (*op.inputs, *op.outputs)} | held
         used |= {self._root(name) for name in used}
         tensors = {name: tensor for name, tensor in self._tensors.items() if name in used}
@@ -75,7 +78,8 @@ class _Drawing:
         phase: Phase = Phase.FORWARD,
         attributes: Attributes | None = None,
     ) -> Op:
-        device = self._tensors[outputs[0].tensor].device if outputs else "here"
+        made = [use.tensor for use in outputs]
+        device = self._tensors[(*made, *reversed(reads))[0]].device  # an update is where its parameter is
         role = Role.SAVED if phase is Phase.BACKWARD and self._random.random() < 0.5 else Role.DATA
         uses = tuple(Use(name, role) for name in reads)
         op = Op(f"{kind} {len(self._ops)}", kind, phase, uses, tuple(outputs), attributes or {}, device)
@@ -167,10 +171,10 @@ class _Drawing:
         return made
 
     def _buffer(self) -> str:
-        return self._tensor(f"b{len(self._tensors)}", Kind.BUFFER, (4,))
+        return self._tensor(f"b{len(self._tensors)}", self._random.choice((Kind.BUFFER, Kind.INPUT)), (4,))
 
     def _update(self, buffer: str, new: str) -> None:
-        updated = self._tensor(f"{buffer}.updated", Kind.BUFFER, (4,), buffer)
+        updated = self._tensor(f"{buffer}.updated", self._tensors[buffer].kind, (4,), buffer)
         name = f"update {updated}"
         device = self._tensors[buffer].device
         kind = "stowplan.update_buffer"
@@ -225,7 +229,13 @@ class _Drawing:
         if own and random.random() < 0.3:
             for name, gradient in own.items():
                 op = Op(
-                    f"update {name}", UPDATE, Phase.UPDATE, (Use(gradient), Use(name)), (), {"when": "later"}
+                    f"update {name}",
+                    UPDATE,
+                    Phase.UPDATE,
+                    (Use(gradient), Use(name)),
+                    (),
+                    {"when": "later"},
+                    self._tensors[name].device,
                 )
                 self._ops.append(op)
                 held -= {gradient} if random.random() < 0.7 else set()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stowplan.capture import Captured, capture
 from stowplan.plan.offload.idle_intervals import idle_intervals_of
 from stowplan.plan.offload.insert_transfers import Move, insert_transfers
-from stowplan.plan.plan import Step
+from stowplan.plan.steps import Step
 from stowplan.run.offload.calls import SystemCalls
 from stowplan.run.offload.disk import DiskTier
 from stowplan.run.offload.spill import BLOCK

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from random import Random
 
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Role, Shape, Tensor, Use, bytes_of_shape
-from stowplan.plan.plan import Basis, Pricing
+from stowplan.plan.pricing import Basis, Pricing
 
 IMAGE: Shape = (8, 16, 32, 32)
 WEIGHT: Shape = (16, 16, 3, 3)

@@ -26,6 +26,7 @@ from stowplan.run.fit import fit
 from stowplan.run.iteration.state_elsewhere import bring_back
 from stowplan.run.offload.calls import SystemCalls
 from stowplan.run.offload.disk import DiskTier
+from tests.support.asking import asked
 from tests.support.failing import Failing
 
 _WIDTH, _DEPTH = 64, 6
@@ -127,8 +128,8 @@ class TornLoop:
         tier = DiskTier(folder, chunk_bytes=4096, calls=calls) if calls else None
 
         with patch("stowplan.run.iteration.planner.tier_for", lambda _: tier):
-            asked: dict[str, Any] = {"allow": ("recompute",), "moves": 3, **options}
-            fitted = fit(model, (_batch(),), budget=budget, optimizer=optimizer, **asked)
+            how: dict[str, Any] = {"optimizer": optimizer, "allow": ("recompute",), "moves": 3, **options}
+            fitted = fit(model, (_batch(),), budget=budget, **asked(how))
         loop = TornLoop(model, optimizer, fitted, options.get("accumulate", 1), tier, calls)
         for _ in range(2):
             loop.iterate()

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from stowplan.ir import Graph, Kind, Op, Phase, Role
 from stowplan.ops.effects import UPDATE, Effect, aliasing_of, effect_of
 from stowplan.ops.table import site_of
-from stowplan.plan.plan import Compute, Free, Load, Pricing, RecomputeOp, Step, Store
+from stowplan.plan.pricing import Pricing
+from stowplan.plan.steps import Compute, Free, Load, RecomputeOp, Step, Store
 from tests.support.small_steps import NORM
 
 _ALWAYS = (Kind.PARAMETER, Kind.BUFFER, Kind.CONSTANT)
@@ -310,4 +311,5 @@ def _only_statistics(op: Op) -> bool:
 
 
 def _buffers(graph: Graph, op: Op) -> set[str]:
-    return {name for name in op.reads() if graph.tensors[_root(graph, name)].kind is Kind.BUFFER}
+    kinds = (Kind.BUFFER, Kind.INPUT)
+    return {name for name in op.reads() if graph.tensors[_root(graph, name)].kind in kinds}

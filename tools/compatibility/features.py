@@ -23,12 +23,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.cli.main import main as command
+from stowplan.plan.draft import Exactness
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Decision, Exactness, Machine, Offload, Recompute, Tier, Tile
 from stowplan.plan.planner import Planner
 from stowplan.plan.prices import price_by_roofline
+from stowplan.plan.pricing import Machine, Tier
+from stowplan.plan.steps import Decision, Offload, Recompute, Tile
 from stowplan.run.measure.measure import measure
 
 _MOVES, _STEPS = 20, 2
@@ -108,7 +111,7 @@ def _recompute() -> None:
     budget = int(0.7 * _peak(model, tokens))
     plan = _compared(model, _tokens(), budget, ("recompute",), Recompute)
     assert plan.exactness is Exactness.BITWISE, plan.against_eager
-    fitted = stowplan.fit(model, (tokens,), budget=budget, allow=("recompute",), moves=_MOVES)
+    fitted = stowplan.fit(model, (tokens,), budget=budget, allow=("recompute",), search=Search(moves=_MOVES))
     model.zero_grad(set_to_none=True)
     taken = measure(lambda: _differentiate(fitted(tokens))).measured_rise_bytes
     fixed = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), tokens))
@@ -144,7 +147,7 @@ def _worker(rank: int, meeting: str) -> None:
     try:
         model, images = Whole(), next(_images())
         eager = copy.deepcopy(model)
-        fitted = stowplan.fit(model, (images,), mesh="space=2", budget="1GiB", moves=_MOVES)
+        fitted = stowplan.fit(model, (images,), mesh="space=2", budget="1GiB", search=Search(moves=_MOVES))
         (part,), _ = stowplan.shards_of(fitted).share(images)
         loss = fitted(part)
         expected = eager(images)
@@ -165,7 +168,7 @@ def _compile() -> None:
 
 def _report() -> None:
     model, tokens = Decoder(), next(_tokens())
-    fitted = stowplan.fit(model, (tokens,), budget="1GiB", moves=_MOVES)
+    fitted = stowplan.fit(model, (tokens,), budget="1GiB", search=Search(moves=_MOVES))
     (plan,) = stowplan.plans_of(fitted)
     with tempfile.TemporaryDirectory() as folder:
         file, page = Path(folder, "step.plan.json"), Path(folder, "step.html")
@@ -187,7 +190,7 @@ FEATURES: dict[str, Callable[[], None]] = {
 
 
 def _peak(model: nn.Module, batch: Tensor) -> int:
-    fitted = stowplan.fit(model, (batch,), budget="1GiB", allow=(), moves=1)
+    fitted = stowplan.fit(model, (batch,), budget="1GiB", allow=(), search=Search(moves=1))
     return stowplan.plans_of(fitted)[0].plain_peak_bytes
 
 
@@ -201,7 +204,9 @@ def _compared(
 ) -> stowplan.Plan:
     """Train a fitted model beside its copy in eager; the plan must have made decisions of this kind."""
     eager = copy.deepcopy(model)
-    fitted = stowplan.fit(model, (next(batches),), budget=budget, allow=allow, moves=_MOVES, plan=given)
+    fitted = stowplan.fit(
+        model, (next(batches),), budget=budget, allow=allow, search=Search(moves=_MOVES), plan=given
+    )
     (plan,) = stowplan.plans_of(fitted)
     assert decided is None or any(isinstance(d, decided) for d in plan.decisions.values()), decided
     _train_alike(eager, fitted, fitted, batches)

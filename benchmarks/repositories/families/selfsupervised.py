@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks.repositories.families.data import batches, numbers, words
 from benchmarks.repositories.sources import definitions, source
-from benchmarks.repositories.training import Networks, Training, drawn, entry, one
+from benchmarks.repositories.training import Networks, Training, drawn, entry, looped, one
 
 _TORCHVISION = ("torchvision",)
 _OLD_TIMM = "timm 0.4.12 of the registry"
@@ -46,9 +47,10 @@ class _Encoder(nn.Module):
     "efb2a8062c206524e35e47d04501ed4f544c0ae8",
     "MaskedAutoencoderViT",
     absent=_TORCHVISION,
-    note=_OLD_TIMM,
+    note=f"{_OLD_TIMM}; np.float is given to NumPy, which had it until 1.24",
 )
 def mae(_: Path) -> Training:
+    vars(np).setdefault("float", float)
     vit = source("timm.models.vision_transformer")
     block = vit.Block
     kept = ("qkv_bias", "norm_layer")  # timm 0.3.2 took `qk_scale` too
@@ -221,13 +223,13 @@ def moco_v3(_: Path) -> Training:
 @entry(
     "sthalles/SimCLR",
     "1848fc934ad844ae630e6c452300433fe99acfd9",
-    "SimCLR.info_nce_loss over an encoder of ours, whose own is torchvision's",
+    "SimCLR.info_nce_loss in the loop, as in `train`, over an encoder of ours, whose own is torchvision's",
     absent=(*_TORCHVISION, "torch.utils.tensorboard", "tqdm"),
 )
 def simclr(_: Path) -> Training:
     code = source("simclr").SimCLR
     holder = SimpleNamespace(args=SimpleNamespace(batch_size=4, n_views=2, device="cpu", temperature=0.07))
-    return one(
+    return looped(
         _Encoder(16),
         batches(numbers(8, 3, 16, 16)),
         lambda net, x: F.cross_entropy(*code.info_nce_loss(holder, net(x))),

@@ -251,7 +251,7 @@ def deepspeech(_: Path) -> Training:
             x, _ = self.conv(x, lengths)
             x = x.view(x.size(0), -1, x.size(3)).transpose(1, 2).transpose(0, 1).contiguous()
             for each in self.rnns:
-                x = each(x, lengths)
+                x, _ = each(x, lengths)
             return self.fc(x), lengths
 
     def loss(net: Any, x: Tensor, lengths: Tensor, targets: Tensor, sizes: Tensor) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks.repositories.families.data import batches, numbers, pixels, words
 from benchmarks.repositories.sources import definitions, source
-from benchmarks.repositories.training import Training, entry, one
+from benchmarks.repositories.training import Training, entry, looped, one
 
 _TORCHVISION = ("torchvision",)
 _OLD_TIMM = "timm 0.4.12 of the registry, which imports torchvision for data alone"
@@ -186,7 +186,7 @@ def segmentation(_: Path) -> Training:
 @entry(
     "facebookresearch/detr",
     "29901c51d7fe8712168b8d0d64351170bc0f83e0",
-    "DETR, SetCriterion, HungarianMatcher; a small backbone of our own",
+    "DETR, a small backbone of our own; SetCriterion, HungarianMatcher in the loop, as in engine.py",
     absent=("torchvision", "panopticapi", "pycocotools"),
 )
 def detr(_: Path) -> Training:
@@ -213,20 +213,23 @@ def detr(_: Path) -> Training:
     weights = {"loss_ce": 1, "loss_bbox": 5, "loss_giou": 2}
     criterion = models.SetCriterion(5, matcher, weights, 0.1, ["labels", "boxes", "cardinality"])
 
-    def loss(net: Any, images: Tensor, mask: Tensor, labels: Tensor, boxes: Tensor) -> Any:
-        outputs = net(misc.NestedTensor(images, mask))
+    def loss(net: Any, nested: Any, labels: Tensor, boxes: Tensor) -> Any:
+        outputs = net(nested)
         targets = [{"labels": one, "boxes": box * 0.4 + 0.3} for one, box in zip(labels, boxes, strict=True)]
         found = criterion(outputs, targets)
         return sum(found[key] * weights[key] for key in found if key in weights)
 
-    images = numbers(2, 3, 64, 64), lambda _: torch.zeros(2, 64, 64, dtype=torch.bool)
-    return one(net, batches(*images, words(5, 2, 3), pixels(2, 3, 4)), loss)
+    def images(draw: torch.Generator) -> Any:
+        mask = torch.zeros(2, 64, 64, dtype=torch.bool)
+        return misc.NestedTensor(torch.randn(2, 3, 64, 64, generator=draw), mask)
+
+    return looped(net, batches(images, words(5, 2, 3), pixels(2, 3, 4)), loss)
 
 
 @entry(
     "princeton-vl/RAFT",
     "2888e15a51fa41140771d3f498ed8023cff098d1",
-    "RAFT, small; sequence_loss",
+    "RAFT, small; sequence_loss in the loop, as in train.py",
     folders=("core",),
     absent=("cv2", "matplotlib", "torch.utils.tensorboard", "evaluate", "datasets"),
 )
@@ -234,14 +237,14 @@ def raft(checkout: Path) -> Training:
     net = source("raft").RAFT(_Options(small=True, mixed_precision=False, alternate_corr=False, dropout=0.0))
     code = definitions(checkout / "train.py", MAX_FLOW=400)
 
-    def loss(net: Any, one: Tensor, two: Tensor, flow: Tensor, valid: Tensor) -> Any:
-        return code.sequence_loss(net(one * 255, two * 255, iters=2), flow, valid, 0.8)[0]
+    def loss(net: Any, one: Tensor, two: Tensor, iters: int, flow: Tensor, valid: Tensor) -> Any:
+        return code.sequence_loss(net(one, two, iters), flow, valid, 0.8)[0]
 
-    return one(
-        net,
-        batches(pixels(1, 3, 128, 128), pixels(1, 3, 128, 128), numbers(1, 2, 128, 128), pixels(1, 128, 128)),
-        loss,
-    )
+    def colours(draw: torch.Generator) -> Tensor:
+        return 255 * torch.rand(1, 3, 128, 128, generator=draw)
+
+    flow = numbers(1, 2, 128, 128), pixels(1, 128, 128)
+    return looped(net, batches(colours, colours, lambda _: 2, *flow), loss, given=3)
 
 
 class _Options(SimpleNamespace):
@@ -254,7 +257,7 @@ class _Options(SimpleNamespace):
 @entry(
     "RangiLyu/nanodet",
     "be9b4a9001d7f9b6fc89c2df31ae8d428e35b4f0",
-    "OneStageDetector: ShuffleNetV2, PAN, NanoDetHead with its losses",
+    "OneStageDetector: ShuffleNetV2, PAN, NanoDetHead; its losses after forward, as in forward_train",
     absent=(
         "torchvision",
         "pytorch_lightning",
@@ -295,10 +298,9 @@ def nanodet(_: Path) -> Training:
             "gt_labels": [one.numpy() for one in labels],
             "gt_bboxes_ignore": [torch.zeros(0, 4).numpy()] * 2,
         }
-        found = net(images)
-        return net.head.loss(found, meta)[0]
+        return net.forward_train(meta)[1]
 
-    return one(net, batches(numbers(2, 3, 64, 64), pixels(2, 2, 2), words(4, 2, 2)), loss)
+    return looped(net, batches(numbers(2, 3, 64, 64), pixels(2, 2, 2), words(4, 2, 2)), loss)
 
 
 @entry(

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 
 from stowplan.analyse.facts import Facts, Liveness, facts_of, liveness_of, memory_curve
 from stowplan.analyse.layouts import without_layout
-from stowplan.analyse.packing import Block, Packing, pack
+from stowplan.analyse.packing import PackedBlock, Packing, pack
 from stowplan.analyse.tile_costs import TileCosts, tile_costs_of
 from stowplan.ir import Allocation, Document, Graph, Interval, Kind, Phase, Profile, Role
 from stowplan.ops.effects import aliasing_of
@@ -97,7 +97,7 @@ def _shared(places: list[_Place]) -> list[tuple[str, str]]:
     return pairs
 
 
-def blocks_of(graph: Graph, liveness: Liveness) -> tuple[Block, ...]:
+def blocks_of(graph: Graph, liveness: Liveness) -> tuple[PackedBlock, ...]:
     """A block per storage that exists, without constants, and one per op's temporary memory."""
     storages = zip(
         liveness.storages.owners,
@@ -109,11 +109,11 @@ def blocks_of(graph: Graph, liveness: Liveness) -> tuple[Block, ...]:
     aside = enumerate(liveness.temporary_bytes.tolist())
     return (
         *(
-            Block(owner, nbytes, start, end)
+            PackedBlock(owner, nbytes, start, end)
             for owner, nbytes, start, end in storages
             if start <= end and graph.tensors[owner].kind is not Kind.CONSTANT
         ),
-        *(Block(f"temporary of {graph.ops[i].id}", nbytes, i, i) for i, nbytes in aside if nbytes),
+        *(PackedBlock(f"temporary of {graph.ops[i].id}", nbytes, i, i) for i, nbytes in aside if nbytes),
     )
 
 

@@ -29,7 +29,7 @@ Offsets: TypeAlias = Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class PackedBlock:
     """`nbytes` that exist from op position `start` to op position `end`, both included."""
 
     id: str
@@ -43,7 +43,7 @@ class Block:
         return self.end - self.start + 1
 
 
-def max_live_bytes(blocks: Iterable[Block]) -> int:
+def max_live_bytes(blocks: Iterable[PackedBlock]) -> int:
     """The most bytes alive at one op: no arena can be smaller."""
     change: dict[int, int] = {}
     for block in blocks:
@@ -56,7 +56,7 @@ def max_live_bytes(blocks: Iterable[Block]) -> int:
     return most
 
 
-def arena_bytes(blocks: Iterable[Block], offsets: Offsets) -> int:
+def arena_bytes(blocks: Iterable[PackedBlock], offsets: Offsets) -> int:
     """How large an arena these offsets need."""
     return max((offsets[block.id] + block.nbytes for block in blocks), default=0)
 
@@ -64,7 +64,9 @@ def arena_bytes(blocks: Iterable[Block], offsets: Offsets) -> int:
 _START, _END, _LOW, _HIGH = range(4)
 
 
-def best_fit(blocks: Sequence[Block], around: Mapping[Block, int] = MappingProxyType({})) -> dict[str, int]:
+def best_fit(
+    blocks: Sequence[PackedBlock], around: Mapping[PackedBlock, int] = MappingProxyType({})
+) -> dict[str, int]:
     """Offsets of the blocks, placed in the given order between those that lie `around` them already."""
     placed = np.empty((4, len(around) + len(blocks)), dtype=np.int64)  # columns sorted by _LOW
     for column, (block, offset) in enumerate(sorted(around.items(), key=lambda item: item[1])):
@@ -79,7 +81,7 @@ def best_fit(blocks: Sequence[Block], around: Mapping[Block, int] = MappingProxy
     return offsets
 
 
-def _lowest_best_hole(placed: NDArray[np.int64], block: Block) -> int:
+def _lowest_best_hole(placed: NDArray[np.int64], block: PackedBlock) -> int:
     meets = (placed[_START] <= block.end) & (placed[_END] >= block.start)
     lows = placed[_LOW, meets]
     if not len(lows):
@@ -98,7 +100,7 @@ _RESTART = 150  # orders after which the search begins anew
 _COMPLETED = 8  # orders of the large blocks that are completed with the small ones
 
 
-def search(blocks: Sequence[Block], target: int) -> Offsets:
+def search(blocks: Sequence[PackedBlock], target: int) -> Offsets:
     """Best fit with the largest first; if the arena exceeds `target`, other orders of the large blocks.
 
     The small blocks then fill the gaps. The same blocks always give the same offsets.
@@ -120,7 +122,7 @@ def search(blocks: Sequence[Block], target: int) -> Offsets:
     return offsets
 
 
-def _arrangements(blocks: Sequence[Block], target: int) -> Iterator[list[int]]:
+def _arrangements(blocks: Sequence[PackedBlock], target: int) -> Iterator[list[int]]:
     """Offsets of blocks placed by first fit, for each order within `target`; then the smallest, if none is.
 
     A block that reaches beyond `target` is brought forward in the order, and some others are moved, most of
@@ -152,7 +154,7 @@ def _arrangements(blocks: Sequence[Block], target: int) -> Iterator[list[int]]:
         yield smallest[1]
 
 
-def _met_by(blocks: Sequence[Block]) -> list[list[int]]:
+def _met_by(blocks: Sequence[PackedBlock]) -> list[list[int]]:
     """By number of a block the numbers of those that are alive together with it."""
     starts = np.array([block.start for block in blocks])
     ends = np.array([block.end for block in blocks])
@@ -160,7 +162,9 @@ def _met_by(blocks: Sequence[Block]) -> list[list[int]]:
     return [np.flatnonzero(row).tolist() for row in together]
 
 
-def _first_fit(blocks: Sequence[Block], met: Sequence[Sequence[int]], order: Iterable[int]) -> list[int]:
+def _first_fit(
+    blocks: Sequence[PackedBlock], met: Sequence[Sequence[int]], order: Iterable[int]
+) -> list[int]:
     """The lowest offset for each block, in the given order."""
     spans: list[tuple[int, int] | None] = [None] * len(blocks)
     for i in order:
@@ -186,7 +190,7 @@ class _Slot(NamedTuple):
     offset: int
 
 
-def lanes(blocks: Sequence[Block]) -> dict[str, int]:
+def lanes(blocks: Sequence[PackedBlock]) -> dict[str, int]:
     """Offsets of the blocks, the largest placed first, those of one size as they come alive."""
     if not blocks:
         return {}
@@ -203,7 +207,7 @@ def lanes(blocks: Sequence[Block]) -> dict[str, int]:
     return offsets
 
 
-def _rests(slot: _Slot, block: Block) -> Iterator[_Slot]:
+def _rests(slot: _Slot, block: PackedBlock) -> Iterator[_Slot]:
     """The free rests of a slot around a block: cut lengthwise if an equal block fits above, else across."""
     above, offset = slot.height - block.nbytes, slot.offset + block.nbytes
     lengthwise = above >= block.nbytes
@@ -232,7 +236,7 @@ class _Slots:
             insort(self._classes, height_class)
         insort(self._by_class[height_class], slot)
 
-    def take(self, block: Block) -> _Slot | None:
+    def take(self, block: PackedBlock) -> _Slot | None:
         """A slot from the lowest class that holds the block, or None."""
         for at in range(bisect_left(self._classes, _class_of(block.nbytes)), len(self._classes)):
             slots = self._by_class[self._classes[at]]
@@ -270,7 +274,7 @@ class Packing:
         return self.arena_bytes / self.max_live_bytes - 1 if self.max_live_bytes else 0.0
 
 
-def pack(blocks: Sequence[Block]) -> Packing:
+def pack(blocks: Sequence[PackedBlock]) -> Packing:
     """Offsets for all blocks. Those alive from the first op to the last lie at the bottom, out of the way."""
     _check(blocks)
     first, last = min((b.start for b in blocks), default=0), max((b.end for b in blocks), default=0)
@@ -284,7 +288,7 @@ def pack(blocks: Sequence[Block]) -> Packing:
     return Packing(offsets, arena_bytes(blocks, offsets), max_live_bytes(blocks))
 
 
-def _placed(blocks: Sequence[Block]) -> Offsets:
+def _placed(blocks: Sequence[PackedBlock]) -> Offsets:
     if len(blocks) > _SEARCHED:
         return lanes(blocks)
     target = max_live_bytes(blocks)
@@ -294,7 +298,7 @@ def _placed(blocks: Sequence[Block]) -> Offsets:
     return min(found, lanes(blocks), key=lambda offsets: arena_bytes(blocks, offsets))
 
 
-def _check(blocks: Sequence[Block]) -> None:
+def _check(blocks: Sequence[PackedBlock]) -> None:
     for block in blocks:
         if block.nbytes < 0 or block.start > block.end:
             raise BadUse(f"{block} has no size or no life")
@@ -315,7 +319,7 @@ class _Claim(NamedTuple):
     id: str
 
 
-def overlapping(blocks: Sequence[Block], offsets: Offsets) -> tuple[str, str] | None:
+def overlapping(blocks: Sequence[PackedBlock], offsets: Offsets) -> tuple[str, str] | None:
     """Two blocks that share a byte while both are alive, or None if there are none.
 
     Sweeps over time with the claims of that time sorted by address, so only neighbours need to be compared.
@@ -338,7 +342,7 @@ def overlapping(blocks: Sequence[Block], offsets: Offsets) -> tuple[str, str] | 
     return None
 
 
-def _claim_of(block: Block, offsets: Offsets) -> _Claim:
+def _claim_of(block: PackedBlock, offsets: Offsets) -> _Claim:
     return _Claim(offsets[block.id], offsets[block.id] + block.nbytes, block.id)
 
 

@@ -73,7 +73,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class TileOp:
     """One op of one tile: the region it makes and its reads. `macs` is known for the forward half only."""
 
     op: str
@@ -88,7 +88,7 @@ class Level:
         return sum(read.halo_cells for read in self.reads)
 
 
-Levels: TypeAlias = Mapping[Point, tuple[Level, ...]]  # by tile, in the order of the schedule's steps
+Levels: TypeAlias = Mapping[Point, tuple[TileOp, ...]]  # by tile, in the order of the schedule's steps
 
 
 def forward_levels(graph: Graph, schedule: TileSchedule) -> Levels:
@@ -113,21 +113,21 @@ def _tiled_ops(graph: Graph) -> dict[str, Op]:
     return {op.id: op for op in graph.ops if op.inputs and op.outputs}
 
 
-def _forward_level(graph: Graph, ops: dict[str, Op], grid: Shape, tile: Point, step: TileStep) -> Level:
+def _forward_level(graph: Graph, ops: dict[str, Op], grid: Shape, tile: Point, step: TileStep) -> TileOp:
     read, made = _shapes(graph, ops, step, len(grid))
     whole = macs_of(site_of(graph, ops[step.op]))
     macs = whole * step.result.volume // max(1, prod(made))
     return _level(step, made, read, _cell(read, grid, tile), macs)
 
 
-def _backward_level(graph: Graph, ops: dict[str, Op], grid: Shape, tile: Point, step: TileStep) -> Level:
+def _backward_level(graph: Graph, ops: dict[str, Op], grid: Shape, tile: Point, step: TileStep) -> TileOp:
     made, read = _shapes(graph, ops, step, len(grid))
     return _level(step, made, read, _cell(read, grid, tile), None)
 
 
-def _level(step: TileStep, made: Shape, read: Shape, owned: Rect, macs: int | None) -> Level:
+def _level(step: TileStep, made: Shape, read: Shape, owned: Rect, macs: int | None) -> TileOp:
     """Shapes are those of the tiled dims."""
-    return Level(step.op, made, step.result, (Read(read, step.wanted, step.inside, owned),), macs)
+    return TileOp(step.op, made, step.result, (Read(read, step.wanted, step.inside, owned),), macs)
 
 
 def _shapes(graph: Graph, ops: dict[str, Op], step: TileStep, tiled_dims: int) -> tuple[Shape, Shape]:

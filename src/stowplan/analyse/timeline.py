@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.analyse.facts import Liveness, liveness_of
-from stowplan.analyse.packing import Block, pack
+from stowplan.analyse.packing import PackedBlock, pack
 from stowplan.ir import Allocation, Graph, Kind, Reserved, Role
 
 
@@ -33,7 +33,7 @@ class Doing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class OpRun:
     """One execution of an op. `aside_bytes` is its workspace while it runs."""
 
     op: str
@@ -69,7 +69,7 @@ class Timeline:
     """
 
     graph: Graph
-    runs: tuple[Run, ...]
+    runs: tuple[OpRun, ...]
     stays: tuple[Stay, ...]
     away: tuple[Stay, ...] = ()
 
@@ -111,7 +111,7 @@ def timeline_of(graph: Graph, workspace_bytes: Mapping[str, int] = MappingProxyT
     """
     liveness = liveness_of(graph)
     aside = zip(graph.ops, liveness.temporary_bytes.tolist(), strict=True)
-    runs = tuple(Run(op.id, aside_bytes=size + workspace_bytes.get(op.id, 0)) for op, size in aside)
+    runs = tuple(OpRun(op.id, aside_bytes=size + workspace_bytes.get(op.id, 0)) for op, size in aside)
     return Timeline(graph, runs, tuple(_stays_of(graph, liveness)))
 
 
@@ -190,7 +190,7 @@ def _highest_between(stops: Sequence[int], curve: NDArray[np.int64]) -> NDArray[
 
 
 @dataclass(frozen=True, slots=True)
-class Arena:
+class Offsets:
     """Offsets by stay (None where no place is known) and, for workspace, by run.
 
     `segments` are those of an allocator, with offsets in place of addresses.
@@ -203,11 +203,13 @@ class Arena:
     segments: tuple[Reserved, ...] = ()
 
 
-def packed_arena(timeline: Timeline) -> Arena:
+def packed_arena(timeline: Timeline) -> Offsets:
     """One arena for the whole step; stays in one place keep one address."""
-    aside = [Block(f"aside {n}", r.aside_bytes, n, n) for n, r in enumerate(timeline.runs) if r.aside_bytes]
+    aside = [
+        PackedBlock(f"aside {n}", r.aside_bytes, n, n) for n, r in enumerate(timeline.runs) if r.aside_bytes
+    ]
     packing = pack([*_blocks_of(timeline), *aside])
-    return Arena(
+    return Offsets(
         offsets=tuple(packing.offsets[str(stay.place)] for stay in timeline.stays),
         aside_offsets={block.start: packing.offsets[block.id] for block in aside},
         nbytes=packing.arena_bytes,
@@ -215,18 +217,18 @@ def packed_arena(timeline: Timeline) -> Arena:
     )
 
 
-def _blocks_of(timeline: Timeline) -> list[Block]:
+def _blocks_of(timeline: Timeline) -> list[PackedBlock]:
     """A block per place, over all the stays that follow one another in it."""
     stays: dict[int, list[Stay]] = {}
     for stay in timeline.stays:
         stays.setdefault(stay.place, []).append(stay)
     return [
-        Block(str(place), there[0].nbytes, min(s.first for s in there), max(s.last for s in there))
+        PackedBlock(str(place), there[0].nbytes, min(s.first for s in there), max(s.last for s in there))
         for place, there in stays.items()
     ]
 
 
-def recorded_arena(timeline: Timeline, allocation: Allocation) -> Arena:
+def recorded_arena(timeline: Timeline, allocation: Allocation) -> Offsets:
     """The addresses of a run, without the gaps that no tensor and no segment touches: they are most of it."""
     known = [allocation.places.get(stay.tensor) for stay in timeline.stays]
     segments = allocation.segments
@@ -237,7 +239,7 @@ def recorded_arena(timeline: Timeline, allocation: Allocation) -> Arena:
         used += max(0, address + nbytes - max(address, reach))
         reach = max(reach, address + nbytes)
         offset_of[address] = used - (reach - address)
-    return Arena(
+    return Offsets(
         tuple(offset_of[place[0]] if place else None for place in known),
         {},
         used,

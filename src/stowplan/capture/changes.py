@@ -49,7 +49,7 @@ class At:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class NewEntry:
     """The tensor with this number among those beside what the step returns."""
 
     number: int
@@ -72,7 +72,7 @@ class Rewritten:
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class OldEntry:
     """What stood at this index of a list before the step."""
 
     index: int
@@ -107,7 +107,7 @@ class Stored:
             holder[self.key] = made(self.value)
             return
         before = list(holder)
-        now = [before[value.index] if isinstance(value, Before) else made(value) for value in self.value]
+        now = [before[value.index] if isinstance(value, OldEntry) else made(value) for value in self.value]
         holder.clear()
         holder.extend(now)
 
@@ -202,7 +202,7 @@ def at(whole: object, path: Path) -> Any:
 
 
 def _numbers(value: object) -> Iterator[int]:
-    if isinstance(value, Result):
+    if isinstance(value, NewEntry):
         yield value.number
     elif isinstance(value, (New, tuple)):
         for inner in value.values if isinstance(value, New) else value:
@@ -213,7 +213,7 @@ def _made(value: object, whole: object, results: Sequence[Tensor]) -> object:
     match value:
         case At(path):
             return at(whole, path)
-        case Result(number):
+        case NewEntry(number):
             return results[number]
         case New(spec, values):
             return spec.unflatten([_made(inner, whole, results) for inner in values])
@@ -250,7 +250,7 @@ class Containers:
                 self._before.append((path, value, _contents(value)))
 
     def rewritten(
-        self, result_of: Callable[[Tensor, str], Result], name_of: Callable[[Path], str]
+        self, result_of: Callable[[Tensor, str], NewEntry], name_of: Callable[[Path], str]
     ) -> Iterator[Rewritten]:
         """Those that are not as they were; raises CaptureError if a call could not do the same."""
         for path, container, before in self._before:
@@ -270,7 +270,7 @@ class Containers:
             )
             yield Rewritten(path, held)
 
-    def told(self, value: object, result_of: Callable[[Tensor, str], Result], name: str) -> object:
+    def told(self, value: object, result_of: Callable[[Tensor, str], NewEntry], name: str) -> object:
         if id(value) in self._paths:
             return At(self._paths[id(value)])
         if isinstance(value, Tensor):
@@ -307,7 +307,7 @@ class Stores:
             found = _with_tensors(holder, before)
             if found and isinstance(holder, (list, deque)):
                 old = list(map(id, before.values()))
-                values = (Before(old.index(id(v))) if id(v) in old else told(v, label) for v in holder)
+                values = (OldEntry(old.index(id(v))) if id(v) in old else told(v, label) for v in holder)
                 yield Stored(label, CELL, tuple(values), in_module)
                 continue
             for key, value in found:

@@ -59,7 +59,7 @@ class FunctionalStep:
 
 
 @dataclass(slots=True)
-class Place:
+class StorageState:
     """A storage at one moment: the value of its contents and the values that view it.
 
     `derived` has, for each view, the position of the event that first took it.

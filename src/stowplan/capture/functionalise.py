@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from stowplan.capture.answers import Answer
-from stowplan.capture.functional import FunctionalCall, FunctionalStep, Place, Value
+from stowplan.capture.functional import FunctionalCall, FunctionalStep, StorageState, Value
 from stowplan.capture.program import (
     Argument,
     Call,
@@ -90,7 +90,7 @@ class _Functionaliser:
         self._recording, self._externals = recording, externals
         self._position = 0
         self._used = dict.fromkeys(externals.values(), 0)  # names, and how often each was requested again
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, StorageState] = {}
         self._values: dict[str, Value] = {}
         self._calls: list[FunctionalCall] = []
         self._outputs: tuple[object, ...] = ()
@@ -187,7 +187,7 @@ class _Functionaliser:
         for source, result in zip(event.args, event.results, strict=True):
             if isinstance(source, StorageView) and result is not None:
                 value = self._read(source)
-                self._places.setdefault(result.storage, Place(result, value, {result: value}))
+                self._places.setdefault(result.storage, StorageState(result, value, {result: value}))
 
     def _look_in_place(self, event: Event) -> None:
         """`unsqueeze_` and similar ops change a tensor's shape in place, which is a view of it."""
@@ -221,7 +221,7 @@ class _Functionaliser:
             )
         how = {"dtype": made.dtype, "device": made.device}
         (name,) = self._emit(aten.empty.memory_format, (made.shape,), how, (made,))
-        self._places[made.storage] = Place(made, str(name), {made: str(name)})
+        self._places[made.storage] = StorageState(made, str(name), {made: str(name)})
         self._values[str(name)] = Value(str(name), made, str(name), made.extent_bytes())
 
     def _write(self, event: Event, written: Mapping[str, object]) -> None:
@@ -333,7 +333,7 @@ class _Functionaliser:
         """A value in a new storage, or a view of an existing one."""
         place = self._places.get(view.storage)
         if place is None:
-            self._places[view.storage] = Place(view, name, {view: name})
+            self._places[view.storage] = StorageState(view, name, {view: name})
             copied = bool(self._calls) and self._calls[-1].call.copied
             nbytes = view.extent_bytes() if copied else self._recording.lifetimes[view.storage].nbytes
             self._values[name] = Value(name, view, name, nbytes)
@@ -342,7 +342,7 @@ class _Functionaliser:
             if view != place.base:
                 place.derived.setdefault(view, self._position)
 
-    def _look(self, place: Place, view: StorageView, name: str) -> None:
+    def _look(self, place: StorageState, view: StorageView, name: str) -> None:
         place.views[view] = name
         self._values[name] = Value(name, view, self._values[place.value].root, view.extent_bytes())
 
@@ -354,7 +354,7 @@ class _Functionaliser:
         self._values[name] = Value(name, own, name, own.extent_bytes())
         place.overwrite(name if view == place.base else self._written_through(place, view, name))
 
-    def _written_through(self, place: Place, view: StorageView, name: str) -> str:
+    def _written_through(self, place: StorageState, view: StorageView, name: str) -> str:
         """The contents of the whole storage after `name` is written at `view`."""
         base = place.base
         if view.dtype != base.dtype:
@@ -373,7 +373,7 @@ class _Functionaliser:
         self._values[str(whole)] = Value(str(whole), base, root, base.extent_bytes())
         return str(whole)
 
-    def _as_captured(self, place: Place) -> str:
+    def _as_captured(self, place: StorageState) -> str:
         """The contents of a storage at the captured offsets.
 
         An external tensor may start elsewhere in its storage at the next call, so it is copied before a part

@@ -306,7 +306,7 @@ class _Look:
     further: int | None
 
 
-class Shapes:
+class ShapeFunctions:
     """Runs ops on stand-ins, except calls that look like an earlier one, as those of repeated layers do."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
@@ -422,8 +422,8 @@ def _widened(
 ) -> object:
     """The results of a norm on the CPU whose input is narrower than its weights, as under autocast.
 
-    The statistics, and what goes to the weights, have the weights' dtype, and a gradient that of its input.
-    PyTorch's shape functions say otherwise.
+    The first result has the input's dtype. Statistics and gradients of weights have the weights' dtype, where
+    PyTorch's shape functions give them another.
     """
     assert isinstance(made, tuple)
     given = bound_arguments(target, args, kwargs)

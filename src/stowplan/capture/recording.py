@@ -18,9 +18,9 @@ from stowplan.capture.changes import (
     Beside,
     Changes,
     Containers,
+    NewEntry,
     Path,
     Place,
-    Result,
     SettersWatched,
     Stores,
     changes_of,
@@ -51,10 +51,12 @@ from stowplan.capture.watching import (
     Watch,
     WentOn,
     followed,
+    nodes_below,
 )
 from stowplan.errors import CaptureError, NotFinite
 from stowplan.ir import Kind
 from stowplan.torch_private import (
+    FakeTensor,
     checkpoints_as_calls,
     gradient_of,
     idle_conversions_skipped,
@@ -446,7 +448,7 @@ class _Recorder:
                 self._externals[view] = replace(known, names=(*known.names, name))
                 continue
             self._externals[view], self._entered[view] = ExternalTensor(kind, (name,), view), tensor
-            if tensor.requires_grad:
+            if tensor.requires_grad and kind is not Kind.CONSTANT:
                 self._wanted.append(tensor)
 
     def _refuse_twin(self, known: str, tensor: Tensor, name: str, other: Tensor) -> None:
@@ -541,14 +543,14 @@ class _Recorder:
                             self._refuse_twin(held.name, held.tensor, other.name, other.tensor)
                     self._wanted.append(held.tensor)
 
-        def result_of(tensor: Tensor, name: str) -> Result:
+        def result_of(tensor: Tensor, name: str) -> NewEntry:
             if id(tensor) in self._held:
                 raise CaptureError(
                     f"forward puts {self._held[id(tensor)].name} itself into {name}",
                     advice="put a clone() of it there",
                 )
             tensors.append(tensor)
-            return Result(len(tensors) - 1)
+            return NewEntry(len(tensors) - 1)
 
         def name_of(path: Path) -> str:
             side, key, *inner = path
@@ -660,6 +662,7 @@ class _Recorder:
         self._enter(Kind.GRADIENT, [(f"tangents.{p}", t) for p, t in enumerate(tangents) if t is not None])
         torch.clear_autocast_cache()  # as on leaving the autocast region, which belongs around forward only
         roots = tuple(differentiated.values())
+        self._refuse_gradient_of_others(roots)
         with ExitStack() as stack:
             for device in {root.device.type for root in roots}:
                 stack.enter_context(torch.autocast(device, enabled=False))
@@ -671,6 +674,28 @@ class _Recorder:
         place = {leaf: position for position, leaf in enumerate(self._watch.accumulated)}
         self._wanted.sort(key=lambda leaf: place.get(id(leaf), len(place)))
         return tangents
+
+    def _refuse_gradient_of_others(self, roots: Sequence[Tensor]) -> None:
+        """Refuse to differentiate what is none of the step's; what no gradient comes to may require one."""
+        nodes = set(nodes_below(roots))
+        ends = [*roots, *(getattr(node, "variable", None) for node in nodes)]
+        others = {id(e): e for e in ends if isinstance(e, Tensor) and not isinstance(e, FakeTensor)}
+        for origin in self._stand_ins.origins:
+            others.pop(id(origin), None)
+        if not others:
+            return
+        read = [
+            (tensor, line)
+            for tensor, line in self._watch.differentiable.values()
+            if id(tensor) in others or tensor.grad_fn in nodes
+        ]
+        tensor, line = (*read, (next(iter(others.values())), ""))[0]
+        raise CaptureError(
+            f"a tensor of shape {tuple(tensor.shape)} requires a gradient but is no parameter or input",
+            where=line,
+            advice="register it as a parameter of the model or pass it in; if it shall get no gradient, read"
+            " it under torch.no_grad()",
+        )
 
     @contextmanager
     def _noting_the_line(self) -> Iterator[None]:

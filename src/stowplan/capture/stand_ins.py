@@ -462,6 +462,7 @@ class StandIns:
         self._begins: dict[int, int] = {}  # by storage, the first byte in use
         self._known: set[int] = set()  # storages whose stand-ins have values
         self.results: dict[Tensor, _Gradient] = {}  # of the stand-ins that are no leaves
+        self.origins: list[Tensor] = []  # what autograd takes them to be computed from
         values = {id(tensor) for tensor in known if is_small_integer(tensor)}
         unknown: set[int] = set()
         for tensor in filter(_is_plain, opened(tensors)):
@@ -512,7 +513,9 @@ class StandIns:
         if tensor.is_leaf:
             return made.requires_grad_(tensor.requires_grad)
         gradient = _Gradient()
-        result = _as_result(torch.empty(0, requires_grad=True), made, gradient)
+        origin = torch.empty(0, requires_grad=True)
+        self.origins.append(origin)
+        result = _as_result(origin, made, gradient)
         gradient.node, self.results[result] = result.grad_fn, gradient
         return result
 

@@ -21,7 +21,7 @@ from stowplan.alone import interruptible
 from stowplan.capture.answers import Check, IsBelow, Question, contents_of, count_of, shape_of
 from stowplan.capture.foreseeing import value_at
 from stowplan.capture.generators import WatchedGenerator, moves_generator
-from stowplan.capture.layouts import Shapes, as_made, call_like, run_on_zeros
+from stowplan.capture.layouts import ShapeFunctions, as_made, call_like, run_on_zeros
 from stowplan.capture.origins import COMPILE, Origin, Origins
 from stowplan.capture.program import (
     FILLING,
@@ -110,7 +110,7 @@ class Rehearsal:
     """
 
     def __init__(self, fakes: FakeTensorMode, *, knowing: bool) -> None:
-        self._fakes, self._knowing, self._shapes = fakes, knowing, Shapes(fakes)
+        self._fakes, self._knowing, self._shapes = fakes, knowing, ShapeFunctions(fakes)
         self._foreseen: dict[object, bool] = {}  # whether the results of a call are small integers
 
     def run(
@@ -183,6 +183,14 @@ def masks_in(args: tuple[object, ...]) -> Iterator[Tensor]:
     for tensor in _tensors_in(chosen):
         if tensor.dtype in (torch.bool, torch.uint8) and not isinstance(tensor, FakeTensor):
             yield tensor
+
+
+def _detached(value: Any) -> Any:
+    """The same without autograd's history of real tensors: a stand-in would copy it, and their gradients."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_detached, value))
+    is_real = isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+    return value.detach() if is_real and value.requires_grad else value
 
 
 def _tensors_in(value: object) -> Iterable[Tensor]:
@@ -266,6 +274,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self.book = StorageBook(lambda: len(self.events))
         self.constants: dict[int, Tensor] = {}  # by storage number
         self.literals: set[int] = set()  # constants written in code
+        self.differentiable: dict[int, tuple[Tensor, str]] = {}  # not of the step, by id(); and the line
         self.looks_at_values = False  # of integers that are known
         self.incoming: list[Incoming] = []
         self.accumulated: list[int] = []  # leaves, by id(), in the order in which autograd comes to them
@@ -371,6 +380,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
 
     def _run(self, func: OpOverload, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         line = self._origins.here().source if self._unknown else ""
+        if self.differentiable:
+            args, kwargs = _detached(args), {name: _detached(value) for name, value in kwargs.items()}
         try:
             return self._rehearsal.run(func, args, kwargs, known=not line or line not in self._unknown)
         except KnownOverwritten as found:
@@ -575,7 +586,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             return tuple(self._placed(item) for item in value)
         if not isinstance(value, Tensor):
             return value
+        if value.requires_grad and not isinstance(value, FakeTensor):
+            self.differentiable.setdefault(id(value), (value, self._origins.here().source))
         if not self.book.knows(value):
+            if value.requires_grad and isinstance(value, FakeTensor):
+                shape = tuple(value.shape)
+                raise CaptureError(
+                    f"a tensor of shape {shape} requires a gradient, and no op was seen to make it",
+                    where=self._origins.here().source,
+                    advice="leave what makes it to Python, around what is planned",
+                )
             self._enter_constant(value)
             if self._literal:
                 self.literals.add(self.book.view_of(value).storage)
@@ -587,11 +607,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
             self.literals.add(self.book.view_of(value).storage)
 
     def _enter_constant(self, tensor: Tensor) -> None:
-        if tensor.requires_grad:
-            raise CaptureError(
-                f"a tensor of shape {tuple(tensor.shape)} requires a gradient but is no parameter or input",
-                advice="register it as a parameter of the model or pass it in",
-            )
         self.constants[self.book.view_of(tensor).storage] = tensor
 
 

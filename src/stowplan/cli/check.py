@@ -5,9 +5,11 @@ from argparse import ArgumentParser, Namespace
 
 from stowplan import api
 from stowplan.cli.options import (
-    add_choices,
+    add_allow,
     add_iteration,
-    add_search_limits,
+    add_options,
+    read_iteration,
+    read_options,
     refuse_unwritable,
     write_output,
 )
@@ -25,8 +27,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         " (default: the plan's)",
     )
     parser.add_argument("--plan", metavar="PLAN", help="run this plan, which `stowplan plan -o` wrote")
-    add_choices(parser)
-    add_search_limits(parser)
+    add_allow(parser)
+    add_options(parser, api.Search, ("prefer", "gap", "time_limit"))
+    add_options(parser, api.Execution, ("kernels", "arena"))
     add_iteration(parser)
     parser.add_argument(
         "--steps",
@@ -57,16 +60,11 @@ def run(arguments: Namespace) -> int:
             arguments.target,
             allowed,
             allow=arguments.allow,
-            prefer=arguments.prefer,
-            kernels=arguments.kernels,
-            arena=arguments.arena,
             steps=arguments.steps,
-            optimizer=arguments.optimizer,
-            clip_norm=arguments.clip_norm,
-            accumulate=arguments.accumulate,
-            gap=arguments.gap,
-            time_limit=arguments.time_limit,
+            optimizer=read_iteration(arguments),
             plan=plan,
+            search=read_options(arguments, api.Search),
+            execution=read_options(arguments, api.Execution),
         )
     if arguments.output:
         from stowplan.plan.files.record_file import write

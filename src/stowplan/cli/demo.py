@@ -58,7 +58,7 @@ def _shown(name: str, page: Path) -> bool:
         step = api.inspect_step(target, tried=False)
     allowed = int(_SHARE * step.projected_peak_bytes)
     with showing_progress(f"checking {target}", allowed_bytes=allowed):
-        record = api.check(target, allowed, gap=_GAP)
+        record = api.check(target, allowed, search=api.Search(gap=_GAP))
     show_record(record, console_for_output(), title=f"{_STEPS[name]}: 60 % of eager's memory")
     write_report([subject_of(record, f"{name}: {format_bytes(allowed)}")], str(page))
     print(printable(f"  the report: {page}"))

@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from stowplan import api
+from stowplan.cli.options import add_options, read_options
 from stowplan.errors import BadUse
 from stowplan.plan.options import known_techniques
 from stowplan.plan.progress import showing_progress
@@ -46,14 +47,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         " more than twice eager's time)",
     )
     parser.add_argument("--optimizer", help=f"for whole iterations: {api.OPTIMIZER_HELP}")
-    parser.add_argument(
-        "--kernels",
-        choices=tuple(map(str, api.Kernels)),
-        default=str(api.Kernels.EAGER),
-        help="of plans: eager (default), or compiled by inductor where that is faster; each size that is"
-        " planned is compiled for itself",
-    )
-    parser.add_argument("--moves", type=int, help="limit the search for each plan, for a quick answer")
+    add_options(parser, api.Execution, ("kernels",))
+    add_options(parser, api.Search, ("moves",))
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
 
 
@@ -86,9 +81,9 @@ def run(arguments: Namespace) -> int:
                 first=arguments.first,
                 multiple=arguments.multiple,
                 most=arguments.most,
-                moves=arguments.moves,
                 optimizer=arguments.optimizer,
-                kernels=arguments.kernels,
+                search=read_options(arguments, api.Search),
+                execution=read_options(arguments, api.Execution),
                 allow=arguments.allow and [word for word in arguments.allow.split(",") if word],
             )
         )

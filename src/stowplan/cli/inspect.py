@@ -113,7 +113,7 @@ def _inspect_on_card(arguments: Namespace) -> int:
 
             optimizer = load_optimizer(arguments.optimizer, step.model)
             found = step.inspected(optimizer)
-            (step,) = step.iterations(optimizer, keep_gradients=True)
+            (step,) = step.iterations(api.Iteration(optimizer, keep_gradients=True))
         heap = step.without_a_plan()
     from stowplan.report.card import card_json, show_card
     from stowplan.report.heap import projection_json, show_projection

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from stowplan import __version__
 from stowplan.errors import BadUse, BudgetTooSmall, StowplanError, nearest
-from stowplan.plan.options import is_installed
+from stowplan.plan.sockets import is_installed
 
 INTERNAL_ERROR = 3
 TRACEBACK = "STOWPLAN_TRACEBACK"

@@ -1,7 +1,13 @@
-"""Options and checks that several verbs share. A file that cannot be written is refused before the work."""
+"""Options and checks that several verbs share. A file that cannot be written is refused before the work.
 
-from argparse import ArgumentParser
+Options of a request are made from its dataclasses, and read back into them.
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from stowplan import api
 from stowplan.errors import BadUse
@@ -9,8 +15,8 @@ from stowplan.errors import BadUse
 GRAPH_PLAN_OR_RUN = "a graph file, a plan (`plan -o`) or a run (`check -o`)"
 
 
-def add_choices(parser: ArgumentParser) -> None:
-    """Add the options for techniques, preference, kernels and arena."""
+def add_allow(parser: ArgumentParser) -> None:
+    """Add the option for techniques."""
     known, further = (",".join(words) for words in (api.TECHNIQUES, api.ON_REQUEST))
     parser.add_argument(
         "--allow",
@@ -20,24 +26,43 @@ def add_choices(parser: ArgumentParser) -> None:
         " tiles change gradients by rounding. Without --allow and --prefer, a plan of MODULE:FUNCTION that"
         " takes more than twice eager's time is refused",
     )
-    parser.add_argument(
-        "--prefer",
-        choices=tuple(map(str, api.Prefer)),
-        help="exactness (default): tiles only if nothing else fits; time: tiles wherever they are faster",
-    )
-    parser.add_argument(
-        "--kernels",
-        choices=tuple(map(str, api.Kernels)),
-        default=str(api.Kernels.EAGER),
-        help="eager (default): PyTorch's own, the same bits; compiled: inductor compiles groups of ops, once"
-        " on a machine, where that is faster; gradients then differ by rounding",
-    )
-    parser.add_argument(
-        "--arena",
-        action="store_true",
-        help="run the step in one storage, each tensor at an offset that the plan gives it: the budget limits"
-        " this arena and what lies beside it, whatever the allocator does",
-    )
+
+
+def add_options(parser: ArgumentParser, group: type, names: Sequence[str]) -> None:
+    """Add options of a dataclass of the request, with their defaults and what they say of themselves."""
+    by_name = {each.name: each for each in fields(group)}
+    for name in names:
+        each, kind = by_name[name], by_name[name].type
+        told = {"help": each.metadata["help"], "default": each.default}
+        words = _words_of(kind)
+        if kind is bool:
+            parser.add_argument(spelled(name), action="store_true", help=told["help"])
+        elif words:
+            parser.add_argument(spelled(name), choices=words, **told)
+        else:
+            number = float if float in (kind, *get_args(kind)) else int
+            parser.add_argument(spelled(name), type=number, metavar=each.metadata["metavar"], **told)
+
+
+def _words_of(kind: Any) -> tuple[str, ...]:
+    """The words of a literal type, also of one that may be None."""
+    inside = (kind, *get_args(kind))
+    return tuple(word for each in inside if get_origin(each) is Literal for word in get_args(each))
+
+
+def spelled(name: str) -> str:
+    """An option as the command line writes it."""
+    return f"--{name.replace('_', '-')}"
+
+
+Group = TypeVar("Group")
+
+
+def read_options(arguments: Namespace, group: type[Group], **more: Any) -> Group:
+    """What was given of a dataclass's options, and its defaults for all else."""
+    names = [each.name for each in fields(group) if each.init]  # type: ignore[arg-type]
+    given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    return group(**given | more)
 
 
 def add_layouts(parser: ArgumentParser) -> None:
@@ -70,35 +95,16 @@ def add_training(parser: ArgumentParser) -> None:
 def add_iteration(parser: ArgumentParser) -> None:
     """Add the options that make a whole iteration of a step."""
     parser.add_argument("--optimizer", help=f"for whole iterations: {api.OPTIMIZER_HELP}")
-    parser.add_argument(
-        "--clip-norm", type=float, metavar="NORM", help="with --optimizer: clip gradients to this norm"
-    )
-    parser.add_argument(
-        "--accumulate",
-        type=int,
-        default=1,
-        metavar="N",
-        help="with --optimizer: backwards before each update (default 1)",
-    )
+    add_options(parser, api.Iteration, ("clip_norm", "accumulate"))
 
 
-def add_search_limits(parser: ArgumentParser) -> None:
-    """Add the options that end a search early."""
-    parser.add_argument(
-        "--gap",
-        type=float,
-        default=api.DEFAULT_OPTIONS.gap,
-        metavar="SHARE",
-        help="end the search when the plan's time is at most this share above the lower bound (default"
-        f" {api.DEFAULT_OPTIONS.gap}; 0 searches to the end)",
-    )
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        metavar="SECONDS",
-        help="end the search after this time with the best plan so far, and say how far that may be from the"
-        " best",
-    )
+def read_iteration(arguments: Namespace) -> "api.Iteration | None":
+    """The iteration that was asked for, if there is one."""
+    if arguments.optimizer is not None:
+        return read_options(arguments, api.Iteration)
+    if (arguments.clip_norm, arguments.accumulate) != (None, 1):
+        raise BadUse("--clip-norm and --accumulate are of an iteration: give --optimizer too")
+    return None
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -10,16 +10,18 @@ from math import inf
 from signal import SIGINT, default_int_handler, signal
 from threading import current_thread, main_thread
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stowplan import api
 from stowplan.cli.options import (
-    add_choices,
+    add_allow,
     add_iteration,
     add_layouts,
+    add_options,
     add_saved,
-    add_search_limits,
     add_training,
+    read_iteration,
+    read_options,
     refuse_unwritable,
     write_output,
 )
@@ -43,20 +45,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="bytes for one forward and backward, parameters and gradients included, such as 6GiB or 500MB",
     )
     parser.add_argument("--frontier", action="store_true", help="show time against budget for all budgets")
-    add_choices(parser)
+    add_allow(parser)
+    add_options(parser, api.Search, ("prefer", "gap", "time_limit"))
+    add_options(parser, api.Execution, ("kernels", "arena", "held_blocks"))
     add_iteration(parser)
-    add_search_limits(parser)
     parser.add_argument(
         "--allocator",
         metavar="cuda[,CONF]",
         help="let the budget limit the bytes that PyTorch's caching allocator reserves on a CUDA device, with"
         " settings as in PYTORCH_CUDA_ALLOC_CONF",
-    )
-    parser.add_argument(
-        "--held-blocks",
-        action="store_true",
-        help="with --allocator or --device: plan for a step that runs with fit(..., held_blocks=True), for"
-        " which the allocator reserves hardly more than is requested",
     )
     parser.add_argument(
         "--device",
@@ -78,8 +75,12 @@ def run(arguments: Namespace) -> int:
         raise BadUse("--allocator needs --budget BYTES: it says what the budget limits")
     if arguments.held_blocks and not arguments.allocator and not arguments.device:
         raise BadUse("--held-blocks needs --allocator cuda or --device: it changes what is reserved there")
-    if arguments.arena and (arguments.allocator or arguments.frontier or arguments.device):
-        raise BadUse("--arena is for --budget on this machine: drop --allocator, --frontier and --device")
+    words = {"allocator": arguments.allocator, "frontier": arguments.frontier, "card": arguments.device}
+    execution = read_options(arguments, api.Execution)
+    options = api.PlanOptions.of_call(arguments.allow, read_options(arguments, api.Search), execution)
+    iteration = read_iteration(arguments)
+    asked = api.facts_of(options, iteration).union(word for word, given in words.items() if given)
+    api.refuse_together(asked)
     refuse_unwritable(arguments.output)
     started = perf_counter()
     allowed = parse_bytes(arguments.budget, "--budget") if arguments.budget else None
@@ -87,7 +88,7 @@ def run(arguments: Namespace) -> int:
         showing_progress(f"planning {arguments.target}", allowed_bytes=allowed) as waiting,
         _kept_on_interrupt(waiting),
     ):
-        answer = _on_card(arguments, allowed) if arguments.device else _here(arguments, allowed)
+        answer = (_on_card if arguments.device else _here)(arguments, allowed, options, iteration)
     seconds = perf_counter() - started
     if answer.plan is not None and arguments.output:
         from stowplan.plan.files.plan_file import write
@@ -112,16 +113,19 @@ class _Answer:
     addresses: "AddressesBeside | None" = None  # beside those of the file
 
 
-def _here(arguments: Namespace, allowed: int | None) -> _Answer:
-    answer = _Answer()
-    words = "saved training layouts allow prefer kernels optimizer clip_norm accumulate"
-    how = {name: getattr(arguments, name) for name in words.split()}
+def _here(
+    arguments: Namespace, allowed: int | None, options: "api.PlanOptions", iteration: "api.Iteration | None"
+) -> _Answer:
+    answer, search = _Answer(), options.search
+    words = "saved training layouts allow"
+    how: Any = {name: getattr(arguments, name) for name in words.split()}
+    how |= {"optimizer": iteration, "execution": options.execution}
     if allowed is not None and not arguments.allocator:
-        limits = {"gap": arguments.gap, "time_limit": arguments.time_limit, "arena": arguments.arena}
-        answer.plan = api.plan_for(arguments.target, allowed, **how, **limits)
+        answer.plan = api.plan_for(arguments.target, allowed, search=search, **how)
     if arguments.allocator or arguments.frontier:
-        with limited_to(arguments.time_limit):
-            planner = api.planner_for(arguments.target, **how, allowed_bytes=allowed)
+        with limited_to(search.time_limit):
+            to_the_end = replace(search, gap=0.0)
+            planner = api.planner_for(arguments.target, search=to_the_end, allowed_bytes=allowed, **how)
             if allowed is not None and arguments.allocator:
                 answer.plan, answer.heap = api.plan_for_allocator(
                     planner, allowed, arguments.allocator, held_blocks=arguments.held_blocks
@@ -135,21 +139,17 @@ def _here(arguments: Namespace, allowed: int | None) -> _Answer:
     return answer
 
 
-def _on_card(arguments: Namespace, allowed: int | None) -> _Answer:
-    if arguments.kernels != api.Kernels.EAGER:
-        raise BadUse("--kernels compiled is for this machine, where kernels are priced: drop it, or --device")
+def _on_card(
+    arguments: Namespace, allowed: int | None, options: "api.PlanOptions", iteration: "api.Iteration | None"
+) -> _Answer:
     settings = api.allocator_settings(arguments.allocator) if arguments.allocator else None
-    how = {"gap": arguments.gap, "seconds": arguments.time_limit, "held_blocks": arguments.held_blocks}
-    options = replace(api.PlanOptions.of_call(arguments.allow, arguments.prefer, **how), slowest=inf)
+    options = replace(options, slowest=inf)
     steps = [api.projected_step(arguments.target, arguments.device)]
-    if arguments.optimizer:
-        from stowplan.run.target import load_optimizer
+    if iteration is not None:
+        from stowplan.run.target import load_iteration
 
-        optimizer = load_optimizer(arguments.optimizer, steps[0].model)
-        loop = {"clip_norm": arguments.clip_norm, "accumulate": arguments.accumulate}
-        steps = steps[0].iterations(optimizer, offloads="offload" in options.allow, **loop)
-    elif (arguments.clip_norm, arguments.accumulate) != (None, 1):
-        raise BadUse("--clip-norm and --accumulate are of an iteration: give --optimizer too")
+        asked = load_iteration(iteration, steps[0].model)
+        steps = steps[0].iterations(asked, offloads="offload" in options.allow)
     from stowplan.run.project import first_that_fits
 
     step, plan, heap = first_that_fits(steps, allowed, options, settings)

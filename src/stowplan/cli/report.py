@@ -14,7 +14,7 @@ from stowplan.plan.planner import Planner
 from stowplan.plan.progress import showing_progress
 from stowplan.plan.record import Record
 from stowplan.report.files import opened, write_report
-from stowplan.report.page import Subject, Thing, subject_of
+from stowplan.report.page import PageSubject, Thing, subject_of
 from stowplan.units import printable
 
 
@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--output",
         metavar="OUT",
         required=True,
-        help="where to write: a page .html, a trace .json.gz, the curve as .svg or .png, the tensors as .csv",
+        help="where to write: a page .html, a trace .json.gz, the curve .svg or .png, the tensors .csv",
     )
     parser.add_argument(
         "--frontier", action="store_true", help="search the budgets of each plan; takes a while"
@@ -51,9 +51,9 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _subjects(arguments: Namespace) -> list[Subject]:
+def _subjects(arguments: Namespace) -> list[PageSubject]:
     peers = _peers(arguments.peers) if arguments.peers else ()
-    found: list[Subject] = []
+    found: list[PageSubject] = []
     for file in arguments.files:
         thing = opened(file, saved=arguments.saved)
         frontier = _frontier_of(thing) if arguments.frontier else None

@@ -16,13 +16,13 @@ from stowplan import api
 from stowplan.errors import BadUse, IllegalPlan, StowplanError, TooManyWorkers
 from stowplan.ir import Graph, Phase
 from stowplan.ir.text import Labels
-from stowplan.plan.plan import Machine
+from stowplan.plan.pricing import Machine
 from stowplan.plan.progress import showing_progress
 from stowplan.plan.shards.choice import choose_mesh
 from stowplan.plan.shards.curves import step_between, strong_scaling, weak_scaling
-from stowplan.plan.shards.mesh import Mesh, parse_mesh, refuse_too_many
+from stowplan.plan.shards.mesh import MeshAxes, parse_mesh, refuse_too_many
 from stowplan.plan.shards.plan import shard_plan
-from stowplan.plan.shards.projection import Network, Projection, project
+from stowplan.plan.shards.projection import MeshProjection, Network, project
 from stowplan.plan.shards.relayout import choose_layouts
 from stowplan.plan.shards.seeds import seeds_for, step_of_document
 from stowplan.plan.shards.text import load_plan, write_sheet
@@ -73,13 +73,13 @@ Graphs: TypeAlias = Callable[[int], Graph]
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
+class MeshSimulation:
     """The mesh that was asked for, the same step on ever more workers, and ever larger batches on them."""
 
     target: str
-    wanted: Projection
-    strong: Sequence[Projection]  # as far as everyone has something to do
-    weak: Sequence[Projection]  # none of a file, whose batch is what it is
+    wanted: MeshProjection
+    strong: Sequence[MeshProjection]  # as far as everyone has something to do
+    weak: Sequence[MeshProjection]  # none of a file, whose batch is what it is
     stages: Mapping[str, str]  # by first op of a stage how it is cut, if that was to be chosen
     labels: Labels  # of the step's ops
 
@@ -125,7 +125,7 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _simulated(arguments: Namespace) -> Simulation:
+def _simulated(arguments: Namespace) -> MeshSimulation:
     if arguments.up_to is not None and arguments.up_to < 1:
         raise BadUse(f"--up-to is {arguments.up_to}; it is a number of workers, at least 1")
     machine, network = read_machine(arguments.machine)
@@ -144,16 +144,16 @@ def _simulated(arguments: Namespace) -> Simulation:
     known = [] if arguments.layouts else [wanted]
     meshes = strong_scaling(wanted.mesh, most)
     strong = list(_curve(lambda _: graph, meshes, machine, network, shards, known))
-    weak: list[Projection] = []
+    weak: list[MeshProjection] = []
     if api.names_a_function(arguments.target):
         most = arguments.up_to or _MOST_SHOWN  # its batches grow out of all bounds
         larger = list(weak_scaling(wanted.mesh, most))
         grown = _grown(graphs, max((mesh.size for mesh in larger), default=1))
         weak = list(_curve(grown, larger, machine, network, shards))
-    return Simulation(arguments.target, wanted, strong, weak, stages, Labels(graph))
+    return MeshSimulation(arguments.target, wanted, strong, weak, stages, Labels(graph))
 
 
-def _write_regions(graph: Graph, mesh: Mesh, arguments: Namespace) -> None:
+def _write_regions(graph: Graph, mesh: MeshAxes, arguments: Namespace) -> None:
     """The parts of every worker as region text, which must read back into the same plan."""
     if arguments.layouts or mesh.size > _MOST_WRITTEN:
         raise BadUse(f"--regions is for at most {_MOST_WRITTEN:,} workers, and not for chosen layouts")
@@ -168,8 +168,8 @@ def _write_regions(graph: Graph, mesh: Mesh, arguments: Namespace) -> None:
 
 
 def _relaid(
-    graph: Graph, mesh: Mesh, arguments: Namespace, machine: Machine, network: Network
-) -> tuple[Projection, Mapping[str, str]]:
+    graph: Graph, mesh: MeshAxes, arguments: Namespace, machine: Machine, network: Network
+) -> tuple[MeshProjection, Mapping[str, str]]:
     allowed = parse_bytes(arguments.budget, "--budget") if arguments.budget else None
     found = choose_layouts(graph, mesh, seeds_for(graph, mesh), _ends(graph), machine, network, allowed)
     return found.projection, found.states
@@ -177,12 +177,12 @@ def _relaid(
 
 def _curve(
     graphs: Graphs,
-    meshes: Iterable[Mesh],
+    meshes: Iterable[MeshAxes],
     machine: Machine,
     network: Network,
     shards: bool,
-    known: Iterable[Projection] = (),
-) -> Iterator[Projection]:
+    known: Iterable[MeshProjection] = (),
+) -> Iterator[MeshProjection]:
     """Projections up to the first mesh with idle workers; some may be known."""
     found = {projection.mesh: projection for projection in known}
     with suppress(TooManyWorkers):
@@ -227,7 +227,7 @@ def _grown(graphs: Graphs, most: int) -> Graphs:
     return found
 
 
-def _wanted(graph: Graph, arguments: Namespace, machine: Machine, network: Network) -> Projection:
+def _wanted(graph: Graph, arguments: Namespace, machine: Machine, network: Network) -> MeshProjection:
     if arguments.mesh:
         if arguments.budget and not arguments.layouts:
             raise BadUse("--budget is for --workers or --layouts, which choose: drop it for one mesh")
@@ -247,13 +247,15 @@ def _ends(graph: Graph) -> tuple[str, ...]:
     return tuple(name for op in forward for name in list(op.writes())[:1] if name not in read)
 
 
-def _project(graph: Graph, mesh: Mesh, machine: Machine, network: Network, shards: bool) -> Projection:
+def _project(
+    graph: Graph, mesh: MeshAxes, machine: Machine, network: Network, shards: bool
+) -> MeshProjection:
     tell_phase(f"projecting {mesh.size:,} workers")
     seeds, ends = seeds_for(graph, mesh), _ends(graph)
     return project(graph, mesh, seeds, ends, machine, network, shards_parameters=shards)
 
 
-def _as_json(found: Simulation) -> Mapping[str, Any]:
+def _as_json(found: MeshSimulation) -> Mapping[str, Any]:
     alone = found.strong[0].step_seconds
     return {
         "target": found.target,
@@ -265,7 +267,7 @@ def _as_json(found: Simulation) -> Mapping[str, Any]:
     }
 
 
-def _figures(projection: Projection, efficiency: float) -> Mapping[str, Any]:
+def _figures(projection: MeshProjection, efficiency: float) -> Mapping[str, Any]:
     return {
         "mesh": str(projection.mesh),
         "workers": projection.mesh.size,
@@ -282,7 +284,7 @@ def _figures(projection: Projection, efficiency: float) -> Mapping[str, Any]:
     }
 
 
-def _show(found: Simulation) -> None:
+def _show(found: MeshSimulation) -> None:
     from stowplan.report.simulate import show_projections
     from stowplan.report.terminal import console_for_output
 

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 from stowplan.cli.options import refuse_unwritable, write_output
 from stowplan.errors import BadUse
-from stowplan.observe.launch import Settings, command_line, end_as, run_observed
+from stowplan.observe.launch import LaunchSettings, command_line, end_as, run_observed
 from stowplan.observe.record import records_in
 from stowplan.units import parse_bytes
 
@@ -40,7 +40,7 @@ def run(arguments: Namespace) -> int:
     refuse_unwritable(arguments.json)
     command = command_line(arguments.command)
     with tempfile.TemporaryDirectory(prefix="stowplan-") as folder:
-        settings = Settings(folder, arguments.iterations, limit, os.environ.get("PYTHONPATH"))
+        settings = LaunchSettings(folder, arguments.iterations, limit, os.environ.get("PYTHONPATH"))
         code = run_observed(command, settings)
         records = list(records_in(folder))
     if arguments.json:

@@ -1,6 +1,7 @@
-"""Checks that readers share: an illegal graph and a JSON file that does not decode are BadInput."""
+"""Checks that readers share: a legal graph, JSON that decodes, and the digest of a file's content."""
 
 from collections.abc import Mapping
+from hashlib import sha256
 
 import msgspec
 
@@ -16,6 +17,11 @@ def checked(graph: Graph, where: Mapping[str, str], otherwise: str) -> Graph:
             op = None if fault.op is None else graph.ops[fault.op].id
             raise BadInput(fault.what, where=where.get(op or "", otherwise))
     return graph
+
+
+def digest_of(content: bytes) -> str:
+    """What a file states of its own content, so that a damaged one is known."""
+    return f"sha256:{sha256(content).hexdigest()}"
 
 
 def bad_input_of(fault: msgspec.DecodeError | UnicodeEncodeError | RecursionError) -> BadInput:

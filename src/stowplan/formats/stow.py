@@ -14,14 +14,13 @@ smaller facets are written as their types are. Strict JSON has no infinities: at
 import json
 import re
 from collections.abc import Iterable, Mapping
-from hashlib import sha256
 from math import isfinite
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from stowplan.errors import BadInput, BadUse
-from stowplan.formats.checked import bad_input_of, checked
+from stowplan.formats.checked import bad_input_of, checked, digest_of
 from stowplan.geometry import Point
 from stowplan.ir import (
     Allocation,
@@ -34,7 +33,7 @@ from stowplan.ir import (
     Op,
     Phase,
     Profile,
-    Regions,
+    RegionLists,
     Reserved,
     Role,
     Shape,
@@ -155,7 +154,7 @@ class DocumentRecord(_Record):
     name: str = ""
     profile: Profile | None = None
     allocation: AllocationRecord | None = None
-    regions: Regions | None = None
+    regions: RegionLists | None = None
     tiles: TilesRecord | None = None
     notes: tuple[Note, ...] = ()
     counts: dict[str, int] = {}
@@ -337,7 +336,7 @@ def write(document: Document) -> str:
     """The file of a document, with a line for each tensor and op."""
     try:
         record = record_of(document)
-        frame = _Frame(FORMAT, VERSION, _digest(_ENCODER.encode(record)), msgspec.Raw(_laid_out(record)))
+        frame = _Frame(FORMAT, VERSION, digest_of(_ENCODER.encode(record)), msgspec.Raw(_laid_out(record)))
         return _ENCODER.encode(frame).decode() + "\n"
     except UnicodeEncodeError as fault:
         raise BadUse(f"the document holds text that is not Unicode: {fault.object[:40]!r}") from fault
@@ -363,7 +362,7 @@ def _document_in(data: bytes) -> Document:
         )
     record = msgspec.json.decode(frame.document, type=DocumentRecord)
     spelled = _ENCODER.encode(record)
-    if _digest(spelled) != frame.digest:
+    if digest_of(spelled) != frame.digest:
         raise BadInput("the content has another digest: the file was changed or damaged", where="$.digest")
     canonical = _ENCODER.encode(msgspec.structs.replace(frame, document=msgspec.Raw(spelled)))
     if msgspec.json.format(data, indent=-1) != canonical:
@@ -379,10 +378,6 @@ def _check_other_spelling(data: bytes, spelled: bytes) -> None:
         raise BadInput(str(fault), where="$") from fault
     if frame["document"] != json.loads(spelled):
         raise BadInput("holds a key that this version does not write", where="$.document")
-
-
-def _digest(spelled: bytes) -> str:
-    return f"sha256:{sha256(spelled).hexdigest()}"
 
 
 def _laid_out(record: DocumentRecord) -> bytes:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stowplan.errors import BadUse
+from stowplan.request import Iteration
 from stowplan.run.fit import fit
 
 
@@ -20,17 +21,21 @@ def prepare_within(
     *others: Any,
     kwargs: Mapping[str, object] | None = None,
     optimizer: bool = False,
+    clip_norm: float | None = None,
     **settings: Any,
 ) -> tuple[Any, ...]:
     """`accelerator.prepare(model, *others)`, the model fitted first to calls like `model(*args, **kwargs)`.
 
     It is planned on the accelerator's device and under its mixed precision. `settings` are those of
     `stowplan.fit`. With `optimizer` the budget is for the whole iteration: the plan has the optimizer that is
-    among `others`, and the accelerator's gradient accumulation. To clip, give `clip_norm`.
+    among `others`, and the accelerator's gradient accumulation. It clips to `clip_norm`, if that is given.
     """
     if optimizer:
-        settings = {"accumulate": accelerator.gradient_accumulation_steps} | settings
-        settings["optimizer"] = _optimizer_among(others)
+        accumulate = accelerator.gradient_accumulation_steps
+        iteration = Iteration(_optimizer_among(others), clip_norm=clip_norm, accumulate=accumulate)
+        settings["optimizer"] = iteration
+    elif clip_norm is not None:
+        raise BadUse("clip_norm is of an iteration; give optimizer=True too")
     model = model.to(accelerator.device)
     here, named = send_to_device((args, dict(kwargs or {})), accelerator.device)
     with accelerator.autocast():

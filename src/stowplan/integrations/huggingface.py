@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from stowplan.errors import BadUse
+from stowplan.request import Iteration
 from stowplan.run.fit import fit
 
 
@@ -23,7 +24,7 @@ def fit_trainer(trainer: Trainer, budget: int | str, *, optimizer: bool = False,
         raise BadUse("the trainer has no model yet: give it one, not a model_init")
     was_training = model.training
     if optimizer:
-        settings = _iteration_of(trainer) | settings
+        settings = {"optimizer": _iteration_of(trainer)} | settings
     if isinstance(model, PreTrainedModel):  # as the first checkpoint writes it, else a change
         model.config.architectures = [type(model).__name__]
         model.config.dtype = str(model.dtype).removeprefix("torch.")
@@ -34,8 +35,8 @@ def fit_trainer(trainer: Trainer, budget: int | str, *, optimizer: bool = False,
     return trainer
 
 
-def _iteration_of(trainer: Trainer) -> dict[str, Any]:
-    """The trainer's loop as options of `fit`. The trainer itself no longer clips."""
+def _iteration_of(trainer: Trainer) -> Iteration:
+    """The trainer's loop. The trainer itself no longer clips."""
     told = trainer.args
     clip_norm = told.max_grad_norm if told.max_grad_norm and told.max_grad_norm > 0 else None
 
@@ -48,7 +49,7 @@ def _iteration_of(trainer: Trainer) -> dict[str, Any]:
     accelerator: Any = trainer.accelerator
     accelerator.clip_grad_norm_ = clip_in_plan
     own = trainer.create_optimizer()
-    return {"optimizer": own, "clip_norm": clip_norm, "accumulate": told.gradient_accumulation_steps}
+    return Iteration(own, clip_norm=clip_norm, accumulate=told.gradient_accumulation_steps)
 
 
 class _Called(Exception):

@@ -1,5 +1,6 @@
 """Lightning: a callback that fits the network of a LightningModule when its first batch is there."""
 
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -8,6 +9,7 @@ from torch import nn
 from stowplan.errors import BadUse
 from stowplan.integrations.batches import Chooser, arguments_of
 from stowplan.integrations.metrics import memory_metrics
+from stowplan.request import Iteration
 from stowplan.run.fit import fit
 
 
@@ -44,7 +46,8 @@ class FitWithinBudget(Callback):
         if not isinstance(network, nn.Module):
             raise BadUse(f"{type(pl_module).__name__} has no submodule {self._module!r} to fit")
         args, kwargs = arguments_of(batch, self._inputs)
-        settings = (self._iteration_of(trainer, network) if self._with_optimizer else {}) | self._settings
+        loop = {"optimizer": self._iteration_of(trainer, network)} if self._with_optimizer else {}
+        settings = loop | self._settings
         with trainer.precision_plugin.forward_context():
             fitted = fit(network, args, kwargs, budget=self._budget, **settings)
         if self._with_optimizer:
@@ -52,12 +55,12 @@ class FitWithinBudget(Callback):
         self._original = network
         setattr(pl_module, self._module, fitted)
 
-    def _iteration_of(self, trainer: Trainer, network: nn.Module) -> dict[str, Any]:
-        """The trainer's loop as options of `fit`."""
+    def _iteration_of(self, trainer: Trainer, network: nn.Module) -> Iteration:
+        """The trainer's loop."""
         if len(trainer.optimizers) != 1:
             raise BadUse(f"the module has {len(trainer.optimizers)} optimizers, and the plan has one")
         (own,) = trainer.optimizers
-        told = {"optimizer": own, "accumulate": trainer.accumulate_grad_batches}
+        told = Iteration(own, accumulate=trainer.accumulate_grad_batches)
         if not trainer.gradient_clip_val:
             return told
         inside = set(network.parameters())
@@ -66,8 +69,10 @@ class FitWithinBudget(Callback):
                 f"gradient_clip_val clips parameters outside of {self._module!r} too, and the plan does not:"
                 " fit a submodule that has all of them, or leave out optimizer=True"
             )
-        by_value = trainer.gradient_clip_algorithm == "value"
-        return told | {"clip_value" if by_value else "clip_norm": float(trainer.gradient_clip_val)}
+        largest = float(trainer.gradient_clip_val)
+        if trainer.gradient_clip_algorithm == "value":
+            return replace(told, clip_value=largest)
+        return replace(told, clip_norm=largest)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, _outputs: Any, _batch: Any, _batch_idx: int

@@ -56,7 +56,7 @@ class TensorRegion:
 
 
 @dataclass(frozen=True, slots=True)
-class Regions:
+class RegionLists:
     """Per tensor what a worker reads and writes, per op the rect of each port ("result", "input", ...)."""
 
     tensors: Mapping[str, TensorRegion]
@@ -116,7 +116,7 @@ class Document:
     graph: Graph
     profile: Profile | None = None
     allocation: Allocation | None = None
-    regions: Regions | None = None
+    regions: RegionLists | None = None
     tiles: TileSchedule | None = None
     notes: tuple[Note, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)

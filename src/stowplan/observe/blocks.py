@@ -17,8 +17,8 @@ from stowplan.observe.record import (
     OTHER,
     TEMPORARIES,
     Alive,
-    Place,
-    Share,
+    CodePlace,
+    PeakShare,
 )
 
 FORWARD, LOSS, BACKWARD = "forward", "loss", "backward"
@@ -27,7 +27,7 @@ PHASES = (FORWARD, LOSS, BACKWARD, STEP, EVALUATING, BETWEEN)
 _FOREVER = 1 << 62
 
 
-class Origin(NamedTuple):
+class BlockOrigin(NamedTuple):
     """Who allocates: phase, module, file, line, and the number of the outermost call (-1 outside)."""
 
     phase: str
@@ -37,20 +37,20 @@ class Origin(NamedTuple):
     call: int = -1
 
 
-BEFORE = Origin("before")
+BEFORE = BlockOrigin("before")
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class LiveBlock:
     """A storage. `born` is 0 if it was there before observing began; `died` is endless while it lives."""
 
     nbytes: int
     born: int
-    origin: Origin
+    origin: BlockOrigin
     op: str
     kind: str = ""
     died: int = _FOREVER
-    ended: Origin | None = None  # of a gradient: where it was freed
+    ended: BlockOrigin | None = None  # of a gradient: where it was freed
 
     @property
     def is_alive(self) -> bool:
@@ -58,52 +58,54 @@ class Block:
         return self.died == _FOREVER
 
 
-class Span(NamedTuple):
+class BlockSpan(NamedTuple):
     """A block, or the workspace of an op, while it takes memory."""
 
     begin: int
     end: int
     nbytes: int
-    block: Block
+    block: LiveBlock
 
 
 @dataclass(slots=True)
 class Blocks:
     """All blocks in the order of their allocation, and the marks of the clock."""
 
-    all: list[Block] = field(default_factory=list)
-    workspaces: list[Block] = field(default_factory=list)
+    all: list[LiveBlock] = field(default_factory=list)
+    workspaces: list[LiveBlock] = field(default_factory=list)
     clock: int = 0
     alive_bytes: int = 0
     phases: list[tuple[int, str]] = field(default_factory=list)  # from this clock on
     backwards: list[int] = field(default_factory=list)  # clocks at which one begins
     keeps: bool = True  # whether blocks that died are still asked for
 
-    def begin(self, nbytes: int, origin: Origin, op: str, kind: str = "", *, is_old: bool = False) -> Block:
+    def begin(
+        self, nbytes: int, origin: BlockOrigin, op: str, kind: str = "", *, is_old: bool = False
+    ) -> LiveBlock:
         """A storage that is new, or `is_old` and met for the first time."""
         self.clock += 1
-        block = Block(nbytes, 0 if is_old else self.clock, origin, op, kind)
+        block = LiveBlock(nbytes, 0 if is_old else self.clock, origin, op, kind)
         self.alive_bytes += nbytes
         if self.keeps:
             self.all.append(block)
         return block
 
-    def end(self, block: Block) -> None:
+    def end(self, block: LiveBlock) -> None:
         """The storage is freed."""
         self.clock += 1
         block.died = self.clock
         self.alive_bytes -= block.nbytes
 
-    def resize(self, block: Block, nbytes: int) -> None:
+    def resize(self, block: LiveBlock, nbytes: int) -> None:
         """The storage was changed in size."""
         self.alive_bytes += nbytes - block.nbytes
         block.nbytes = nbytes
 
-    def within(self, nbytes: int, origin: Origin, op: str) -> None:
+    def within(self, nbytes: int, origin: BlockOrigin, op: str) -> None:
         """An op that has just ended took this much more while it ran."""
         self.clock += 1
         if self.keeps:
-            self.workspaces.append(Block(nbytes, self.clock, origin, op, KERNELS, self.clock + 1))
+            self.workspaces.append(LiveBlock(nbytes, self.clock, origin, op, KERNELS, self.clock + 1))
         self.clock += 1
 
     def enter(self, phase: str) -> None:
@@ -131,7 +133,7 @@ class Blocks:
         for block in self.all:
             block.kind = self.kind_of(block, is_evaluation)
 
-    def kind_of(self, block: Block, is_evaluation: Callable[[int], bool]) -> str:
+    def kind_of(self, block: LiveBlock, is_evaluation: Callable[[int], bool]) -> str:
         """What a block is, by where it was allocated and how long it lives."""
         origin = block.origin
         if block.kind:
@@ -144,18 +146,18 @@ class Blocks:
             return ACTIVATIONS
         return TEMPORARIES
 
-    def _meets_backward(self, block: Block) -> bool:
+    def _meets_backward(self, block: LiveBlock) -> bool:
         at = bisect_left(self.backwards, block.born)
         return block.is_alive if at == len(self.backwards) else block.died > self.backwards[at]
 
-    def spans(self, begin: int, end: int) -> Iterator[Span]:
+    def spans(self, begin: int, end: int) -> Iterator[BlockSpan]:
         """What takes memory at some time between the clocks."""
         for block in (*self.all, *self.workspaces):
             if block.died > begin and block.born <= end:
-                yield Span(max(block.born, begin), min(block.died, end + 1), block.nbytes, block)
+                yield BlockSpan(max(block.born, begin), min(block.died, end + 1), block.nbytes, block)
 
 
-def peak_of(spans: Iterable[Span]) -> tuple[int, int]:
+def peak_of(spans: Iterable[BlockSpan]) -> tuple[int, int]:
     """The most bytes at once, and when they are first reached."""
     events: list[tuple[int, int]] = []
     for span in spans:
@@ -198,19 +200,19 @@ def alive_at(blocks: Blocks, clock: int) -> Alive:
     return described(alive, blocks.phase_at(clock))
 
 
-def described(alive: Sequence[Block], phase: str) -> Alive:
+def described(alive: Sequence[LiveBlock], phase: str) -> Alive:
     """Blocks by kind and by line, the most bytes first."""
     kinds: dict[str, int] = {}
     for block in alive:
         kinds[block.kind] = kinds.get(block.kind, 0) + block.nbytes
-    shares = [Share(kind, nbytes) for kind, nbytes in sorted(kinds.items(), key=lambda item: -item[1])]
+    shares = [PeakShare(kind, nbytes) for kind, nbytes in sorted(kinds.items(), key=lambda item: -item[1])]
     lines = places_of(block for block in alive if block.kind not in LASTING)
     return Alive(sum(kinds.values()), phase, shares, lines)
 
 
-def places_of(blocks: Iterable[Block]) -> list[Place]:
+def places_of(blocks: Iterable[LiveBlock]) -> list[CodePlace]:
     """Blocks of the same kind, line and module (numbers in its path aside) as one, the most bytes first."""
-    groups: dict[tuple[str, str, int, str], list[Block]] = {}
+    groups: dict[tuple[str, str, int, str], list[LiveBlock]] = {}
     for block in blocks:
         origin = block.origin
         module = ".".join("*" if part.isdecimal() else part for part in origin.module.split("."))
@@ -221,5 +223,5 @@ def places_of(blocks: Iterable[Block]) -> list[Place]:
         largest = max(group, key=lambda block: block.nbytes)
         path = paths.pop() if len(paths) == 1 else module
         nbytes = sum(block.nbytes for block in group)
-        places.append(Place(kind, file, line, path, largest.op, nbytes, len(group)))
+        places.append(CodePlace(kind, file, line, path, largest.op, nbytes, len(group)))
     return sorted(places, key=lambda place: -place.nbytes)

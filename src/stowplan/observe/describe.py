@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from stowplan.observe.blocks import (
     PHASES,
     STEP,
-    Block,
-    Origin,
-    Span,
+    BlockOrigin,
+    BlockSpan,
+    LiveBlock,
     alive_at,
     described,
     most_by_phase,
@@ -33,8 +33,8 @@ from stowplan.observe.record import (
     TEMPORARIES,
     Alive,
     Failure,
-    Finding,
-    Share,
+    PeakShare,
+    Remedy,
 )
 from stowplan.run.instances import instances_of
 from stowplan.torch_private import gradient_of, pytree
@@ -68,7 +68,7 @@ def describe(observer: "Observer") -> None:
     _, at = peak_of(blocks.spans(middle, end))
     record.peak = _short(alive_at(blocks, at))
     phases = most_by_phase(blocks, middle, end)
-    record.phases = [Share(name, phases[name]) for name in PHASES if name in phases]
+    record.phases = [PeakShare(name, phases[name]) for name in PHASES if name in phases]
     spans = list(blocks.spans(middle, end))
     _describe_growth(observer, begin, middle, end)
     peak_bytes = record.peaks[-1]
@@ -102,7 +102,7 @@ def _describe_growth(observer: "Observer", begin: int, middle: int, end: int) ->
         first = record.growth[0]
         holder = _holder_of(observer, kept)
         record.findings.append(
-            Finding(
+            Remedy(
                 "each iteration leaves tensors behind" + (f" in {holder}" if holder else ""),
                 f"{first.file}:{first.line}" if first.file else first.module,
                 "keep .detach() or .item() of them, or only the last",
@@ -111,7 +111,7 @@ def _describe_growth(observer: "Observer", begin: int, middle: int, end: int) ->
         )
 
 
-def _holder_of(observer: "Observer", kept: Collection[Block]) -> str:
+def _holder_of(observer: "Observer", kept: Collection[LiveBlock]) -> str:
     """The list or dict that has one of these tensors, by its name where it has one in a module."""
     wanted = set(map(id, kept))
     tensors = instances_of([Tensor])
@@ -141,7 +141,7 @@ def _name_of(holder: object) -> str:
     return ""
 
 
-def _late_gradients(observer: "Observer", spans: list[Span], begin: int) -> Iterator[Finding]:
+def _late_gradients(observer: "Observer", spans: list[BlockSpan], begin: int) -> Iterator[Remedy]:
     """Gradients of the last iteration that are alive while forward runs."""
     blocks = observer.memory.blocks
     forwards = [clock for clock, phase in blocks.phases if phase == "forward" and clock > begin]
@@ -163,7 +163,7 @@ def _late_gradients(observer: "Observer", spans: list[Span], begin: int) -> Iter
         ended = next((span.block.ended for span in late if span.block.ended), None)
         where = f"{ended.file}:{ended.line}" if ended else _step_line(observer)
         advice = "call zero_grad() right after the step"
-    yield Finding("gradients outlive the step into the next forward", where, advice, nbytes, without)
+    yield Remedy("gradients outlive the step into the next forward", where, advice, nbytes, without)
 
 
 def _step_line(observer: "Observer") -> str:
@@ -174,7 +174,7 @@ def _step_line(observer: "Observer") -> str:
     return ""
 
 
-def _step_temporaries(observer: "Observer", spans: list[Span]) -> Iterator[Finding]:
+def _step_temporaries(observer: "Observer", spans: list[BlockSpan]) -> Iterator[Remedy]:
     """What the optimizer allocates for all parameters at once, if that makes the peak."""
     peak = observer.record.peak
     if peak is None or peak.phase != STEP:
@@ -193,10 +193,10 @@ def _step_temporaries(observer: "Observer", spans: list[Span]) -> Iterator[Findi
     else:
         what = "the optimizer's temporaries are the peak, which no plan of forward and backward lowers"
         advice = "give the optimizer fused=True, where it has that"
-    yield Finding(what, _step_line(observer), advice, peak.nbytes - without, min(without, peak.nbytes))
+    yield Remedy(what, _step_line(observer), advice, peak.nbytes - without, min(without, peak.nbytes))
 
 
-def _is_of_step(block: Block) -> bool:
+def _is_of_step(block: LiveBlock) -> bool:
     return block.origin.phase == STEP and block.kind in (TEMPORARIES, KERNELS)
 
 
@@ -220,7 +220,7 @@ def _idle_calls(observer: "Observer", middle: int) -> set[int]:
     }
 
 
-def _idle_graphs(observer: "Observer", spans: list[Span], idle: Collection[int]) -> Iterator[Finding]:
+def _idle_graphs(observer: "Observer", spans: list[BlockSpan], idle: Collection[int]) -> Iterator[Remedy]:
     """Calls with gradients whose result nobody differentiates."""
     lines: dict[str, set[int]] = {}
     for call in idle:
@@ -231,7 +231,7 @@ def _idle_graphs(observer: "Observer", spans: list[Span], idle: Collection[int])
         nbytes, _ = peak_of(own)
         without, _ = peak_of(span for span in spans if span.block.origin.call not in calls)
         if own:
-            yield Finding(
+            yield Remedy(
                 "a call keeps what backward would need, and nobody calls backward",
                 where,
                 "put it under torch.no_grad()",
@@ -258,7 +258,7 @@ def describe_failure(observer: "Observer", error: BaseException | None, op: str)
     )
 
 
-def _alive_now(observer: "Observer") -> list[Block]:
+def _alive_now(observer: "Observer") -> list[LiveBlock]:
     """The blocks that are alive, with the kinds that they have as far as can be known."""
     blocks = observer.memory.blocks
     return [replace(block, kind=blocks.kind_of(block, lambda _: False)) for block in observer.memory.alive()]
@@ -272,7 +272,7 @@ def describe_so_far(observer: "Observer") -> None:
     observer.record.so_far = replace(shown, module=origin.module, where=where)
 
 
-def _found_now(observer: "Observer") -> Iterator[Block]:
+def _found_now(observer: "Observer") -> Iterator[LiveBlock]:
     """The tensors that Python's objects hold, each storage once."""
     observer.memory.forget()
     own = {id(parameter) for parameter in observer.parameters()}
@@ -289,11 +289,11 @@ def _found_now(observer: "Observer") -> Iterator[Block]:
                 yield block
 
 
-def _line_of(error: BaseException | None) -> Origin:
-    found = Origin("")
+def _line_of(error: BaseException | None) -> BlockOrigin:
+    found = BlockOrigin("")
     step: Any = None if error is None else error.__traceback__
     while step is not None:
         if is_users_file(step.tb_frame.f_code.co_filename):
-            found = Origin("", file=step.tb_frame.f_code.co_filename, line=step.tb_lineno)
+            found = BlockOrigin("", file=step.tb_frame.f_code.co_filename, line=step.tb_lineno)
         step = step.tb_next
     return found

@@ -24,7 +24,7 @@ _FROM_KERNEL = 0x80  # si_code of what a terminal sends: the script has it too
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LaunchSettings:
     """What the observer in the script's process is asked.
 
     `folder` takes the records. After `iterations` the script ends; None lets it go on. `limit_bytes` is the
@@ -65,7 +65,7 @@ def _program(name: str) -> str:
     raise BadUse(f"there is no script {name} here")
 
 
-def run_observed(command: Sequence[str], settings: Settings) -> int:
+def run_observed(command: Sequence[str], settings: LaunchSettings) -> int:
     """Run the command to its end; its exit code, or the negative number of the signal that ended it."""
     path = os.pathsep.join(part for part in (BOOT, settings.path) if part)
     environment = {**os.environ, "PYTHONPATH": path, VARIABLE: json.dumps(asdict(settings))}

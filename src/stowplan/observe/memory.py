@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from stowplan.observe.blocks import BEFORE, Block, Blocks, Origin
+from stowplan.observe.blocks import BEFORE, BlockOrigin, Blocks, LiveBlock
 from stowplan.observe.record import GRADIENTS
 from stowplan.torch_private import (
     MODULE_CALL,
@@ -52,15 +52,15 @@ _RESIZING = {"aten::resize_", "aten::set_", "aten::resize_as_"}
 class Follower(Protocol):
     """Who knows where the script is, and what to do when memory ends."""
 
-    def origin(self) -> Origin:
+    def origin(self) -> BlockOrigin:
         """The place of what is allocated now."""
         ...
 
-    def node_origin(self, number: int) -> Origin | None:
+    def node_origin(self, number: int) -> BlockOrigin | None:
         """The place of the op that an autograd node differentiates."""
         ...
 
-    def note_nodes(self, since: int, until: int, origin: Origin) -> None:
+    def note_nodes(self, since: int, until: int, origin: BlockOrigin) -> None:
         """These autograd nodes were made there."""
         ...
 
@@ -81,7 +81,7 @@ _OutOfLimit.__name__ = _OutOfLimit.__qualname__ = "OutOfMemoryError"
 _OutOfLimit.__module__ = "torch"
 
 
-class Memory:
+class ObservedMemory:
     """The storages that are alive, by number."""
 
     def __init__(self, follower: Follower, limit_bytes: int | None = None) -> None:
@@ -89,7 +89,7 @@ class Memory:
         self.is_partial = False  # whether kernels were not counted
         self.counts_kernels = True
         self._follower, self._limit_bytes = follower, limit_bytes
-        self._alive: dict[int, Block] = {}
+        self._alive: dict[int, LiveBlock] = {}
         self._refs: dict[int, Any] = {}
         self._extra: dict[object, int] = {}
         self._files: dict[str, str] = {}
@@ -115,18 +115,18 @@ class Memory:
         self._refs.clear()
         self._alive.clear()
 
-    def alive(self) -> list[Block]:
+    def alive(self) -> list[LiveBlock]:
         """The blocks that are alive now."""
         return list(self._alive.values())
 
-    def block_of(self, tensor: Tensor) -> Block | None:
+    def block_of(self, tensor: Tensor) -> LiveBlock | None:
         """The block of a tensor that is known."""
         storage = self._storage_of(tensor)
         return None if storage is None else self._alive.get(storage_id(storage))
 
     def note(
-        self, tensor: Tensor, kind: str = "", origin: Origin | None = None, op: str = ""
-    ) -> Block | None:
+        self, tensor: Tensor, kind: str = "", origin: BlockOrigin | None = None, op: str = ""
+    ) -> LiveBlock | None:
         """Follow the storage of a tensor. Without an origin it is older than observing."""
         storage = self._storage_of(tensor)
         if storage is None:
@@ -144,7 +144,7 @@ class Memory:
             block.kind = kind
         return block
 
-    def _ended(self, number: int, block: Block) -> None:
+    def _ended(self, number: int, block: LiveBlock) -> None:
         if self._alive.get(number) is block:
             del self._alive[number]
             self._refs.pop(number, None)
@@ -160,7 +160,7 @@ class Memory:
         except BaseException as error:
             self._follower.fails(error, _name(op))
             raise
-        origin: Origin | None = None
+        origin: BlockOrigin | None = None
         node = running_node()
         if node is not None:
             origin = self._follower.node_origin(node)
@@ -246,7 +246,7 @@ class Memory:
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves __init_subclass__ untyped
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: ObservedMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
 

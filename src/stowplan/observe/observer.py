@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from stowplan.observe import describe
+from stowplan.observe.awaiting import after_import
 from stowplan.observe.blocks import (
     BACKWARD,
     BEFORE,
@@ -30,13 +31,12 @@ from stowplan.observe.blocks import (
     FORWARD,
     LOSS,
     STEP,
-    Origin,
+    BlockOrigin,
 )
-from stowplan.observe.child import after_import
-from stowplan.observe.launch import Settings
+from stowplan.observe.launch import LaunchSettings
 from stowplan.observe.loop import Loop, Token, described, in_order
-from stowplan.observe.memory import Memory, caller
-from stowplan.observe.record import BUFFERS, GRADIENTS, INPUTS, PARAMETERS, STATE, Record
+from stowplan.observe.memory import ObservedMemory, caller
+from stowplan.observe.record import BUFFERS, GRADIENTS, INPUTS, PARAMETERS, STATE, WatchRecord
 from stowplan.run.instances import instances_of, with_subclasses
 from stowplan.torch_private import FakeTensor, dispatch_modes, gradient_of, pytree, remove_hook_of_all
 
@@ -53,7 +53,7 @@ _OUT = ("can't allocate memory", "out of memory", "not enough memory")
 Result = TypeVar("Result")
 
 
-def begin(settings: Settings) -> None:
+def begin(settings: LaunchSettings) -> None:
     """Observe this process from now on."""
     Observer(settings).begin()
 
@@ -75,15 +75,15 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 class Observer:
     """Follows one script."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: LaunchSettings) -> None:
         self.settings, self.loop = settings, Loop()
-        self.record = Record(script=_script(), rank=os.environ.get("RANK", ""), torch=torch.__version__)
-        self.memory = Memory(self, settings.limit_bytes)
+        self.record = WatchRecord(script=_script(), rank=os.environ.get("RANK", ""), torch=torch.__version__)
+        self.memory = ObservedMemory(self, settings.limit_bytes)
         self.names: dict[int, str] = {}  # paths of modules
         self.roots: list[ref[nn.Module]] = []
         self.optimizers: WeakKeyDictionary[Optimizer, str] = WeakKeyDictionary()
         self.optimizer_names: list[str] = []
-        self.call_lines: dict[int, Origin] = {}
+        self.call_lines: dict[int, BlockOrigin] = {}
         self.call_phases: dict[int, int] = {}  # the number of the phase that a call begins
         self.steps = 0  # of optimizers
         self._thread, self._process = get_ident(), os.getpid()
@@ -91,7 +91,7 @@ class Observer:
         self._call, self._calls, self._call_phase = -1, 0, BETWEEN
         self._is_training_call = self._is_after_forward = False
         self._backward_depth = self._step_depth = self._depth_before = 0
-        self._nodes: dict[int, Origin] = {}
+        self._nodes: dict[int, BlockOrigin] = {}
         self._hooks: list[Any] = []
         self._last_hooks: list[Any] = []
         self._put_back: list[Callable[[], None]] = []
@@ -267,7 +267,7 @@ class Observer:
             self._calls += 1
             self._call = self._calls
             file, line = self.memory.line(caller(0))
-            self.call_lines[self._call] = Origin(FORWARD, self.names[id(module)], file, line, self._call)
+            self.call_lines[self._call] = BlockOrigin(FORWARD, self.names[id(module)], file, line, self._call)
             self.call_phases[self._call] = len(self.memory.blocks.phases)
             self._take(Token(f"F {self.names[id(module)]}", self.memory.blocks.clock, self._call))
             self._note_gradients()
@@ -522,19 +522,19 @@ class Observer:
             return STEP
         return LOSS if self._is_after_forward else BETWEEN
 
-    def origin(self) -> Origin:
+    def origin(self) -> BlockOrigin:
         """Where something is allocated or freed now."""
         module = self.names.get(id(self._stack[-1]), "") if self._stack else ""
         file, line = self.memory.line(caller(0), len(self._stack))
-        return Origin(self.phase(), module, file, line, self._call)
+        return BlockOrigin(self.phase(), module, file, line, self._call)
 
-    def node_origin(self, number: int) -> Origin | None:
+    def node_origin(self, number: int) -> BlockOrigin | None:
         """The line and module of the op that an autograd node differentiates."""
         inside = self._backward_depth and len(self._stack) > self._depth_before  # a recomputation
         found = None if inside else self._nodes.get(number)
         return None if found is None else found._replace(phase=BACKWARD)
 
-    def note_nodes(self, since: int, until: int, origin: Origin) -> None:
+    def note_nodes(self, since: int, until: int, origin: BlockOrigin) -> None:
         """Autograd nodes that were made by an op."""
         if not self._is_over:
             for number in range(since, until):

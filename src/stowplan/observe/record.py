@@ -15,7 +15,7 @@ LASTING = (PARAMETERS, BUFFERS, GRADIENTS, STATE)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PeakShare:
     """Bytes of one kind, or the most in one phase."""
 
     what: str
@@ -23,7 +23,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CodePlace:
     """Bytes of one kind that one line and module allocated; `op` allocated the largest of them."""
 
     kind: str
@@ -41,14 +41,14 @@ class Alive:
 
     nbytes: int
     phase: str
-    kinds: list[Share]
-    places: list[Place]
+    kinds: list[PeakShare]
+    places: list[CodePlace]
     module: str = ""
     where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Remedy:
     """What can be had without a plan: why, its line, its bytes, and the peak without it if that is known."""
 
     what: str
@@ -69,7 +69,7 @@ class Failure:
 
 
 @dataclass(slots=True)
-class Record:
+class WatchRecord:
     """One observed process.
 
     `told` says how far observing came, in a sentence, if there is no iteration. `loop` describes one
@@ -90,10 +90,10 @@ class Record:
     evaluations: int = 0
     peaks: list[int] = field(default_factory=list)
     peak: Alive | None = None
-    phases: list[Share] = field(default_factory=list)
+    phases: list[PeakShare] = field(default_factory=list)
     growth_bytes: int = 0
-    growth: list[Place] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    growth: list[CodePlace] = field(default_factory=list)
+    findings: list[Remedy] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failure: Failure | None = None
     so_far: Alive | None = None
@@ -107,7 +107,7 @@ class Record:
         beside.replace(path)
 
 
-def records_in(folder: str) -> Iterator[Record]:
+def records_in(folder: str) -> Iterator[WatchRecord]:
     """The records of a folder, by rank."""
     import msgspec  # the observed process does without
 
@@ -116,4 +116,4 @@ def records_in(folder: str) -> Iterator[Record]:
         return (int(rank) if rank.isdecimal() else 0, path.name)
 
     for path in sorted(Path(folder).glob("record-*.json"), key=order):
-        yield msgspec.json.decode(path.read_bytes(), type=Record)
+        yield msgspec.json.decode(path.read_bytes(), type=WatchRecord)

@@ -5,7 +5,7 @@ Used for forward-only graphs. No rule means that no training step can be derived
 
 from dataclasses import dataclass
 
-from stowplan.ops.onnx_shapes import NORMS, REDUCTIONS
+from stowplan.ops.onnx_shapes import NORMS, REDUCTIONS, onnx
 from stowplan.ops.table import Site, Table
 
 
@@ -26,31 +26,27 @@ class Adjoint:
 adjoint_of: Table[Adjoint] = Table("adjoint")
 
 
-def _onnx(*names: str) -> tuple[str, ...]:
-    return tuple(f"onnx.{name}" for name in names)
-
-
-@adjoint_of.entry(*_onnx("Conv", "ConvTranspose", "Gemm", "MatMul"))
+@adjoint_of.entry(*onnx("Conv", "ConvTranspose", "Gemm", "MatMul"))
 def product(site: Site) -> Adjoint:
     """Each factor's gradient needs the other factor; a bias needs neither."""
     return Adjoint(tuple(range(len(site.inputs))), saved_inputs=(0, 1))
 
 
-@adjoint_of.entry(*_onnx("Mul", "Div", "Pow", "PRelu"))
+@adjoint_of.entry(*onnx("Mul", "Div", "Pow", "PRelu"))
 def both_operands(_: Site) -> Adjoint:
     """Like a product, elementwise."""
     return Adjoint((0, 1), saved_inputs=(0, 1))
 
 
-@adjoint_of.entry(*_onnx("Relu", "Sigmoid", "Tanh", "Softmax", "LogSoftmax", "Exp", "Sqrt", "Reciprocal"))
+@adjoint_of.entry(*onnx("Relu", "Sigmoid", "Tanh", "Softmax", "LogSoftmax", "Exp", "Sqrt", "Reciprocal"))
 def from_its_output(_: Site) -> Adjoint:
     """The derivative is a function of the result."""
     return Adjoint((0,), saved_outputs=(0,))
 
 
-@adjoint_of.entry(*_onnx("Gelu", "Erf", "Log", "LeakyRelu", "Elu", "Selu", "Celu", "Softplus", "Softsign"))
+@adjoint_of.entry(*onnx("Gelu", "Erf", "Log", "LeakyRelu", "Elu", "Selu", "Celu", "Softplus", "Softsign"))
 @adjoint_of.entry(
-    *_onnx("HardSigmoid", "HardSwish", "Mish", "Clip", "Abs", "Sin", "Cos", "Swish", "QuickGelu")
+    *onnx("HardSigmoid", "HardSwish", "Mish", "Clip", "Abs", "Sin", "Cos", "Swish", "QuickGelu")
 )
 def from_its_input(_: Site) -> Adjoint:
     """The derivative is a function of the operand."""
@@ -63,14 +59,14 @@ def average_pool(_: Site) -> Adjoint:
     return Adjoint((0,), saved_inputs=(0,))
 
 
-@adjoint_of.entry(*_onnx("Add", "Sub", "Sum", "Mean", "Concat"))
+@adjoint_of.entry(*onnx("Add", "Sub", "Sum", "Mean", "Concat"))
 def every_operand_alike(site: Site) -> Adjoint:
     """The gradient, or a part of it, is passed on."""
     return Adjoint(tuple(range(len(site.inputs))))
 
 
-@adjoint_of.entry(*_onnx("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand"))
-@adjoint_of.entry(*_onnx("Neg", "Cast", "Resize", "Upsample", "GlobalAveragePool", "Trilu"))
+@adjoint_of.entry(*onnx("Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand"))
+@adjoint_of.entry(*onnx("Neg", "Cast", "Resize", "Upsample", "GlobalAveragePool", "Trilu"))
 @adjoint_of.entry("onnx.ReduceMean", "onnx.ReduceSum")
 def nothing_saved(_: Site) -> Adjoint:
     """Linear in its first operand: only its shape is needed."""

@@ -25,27 +25,28 @@ def constant_key(position: int) -> str:
     return f"input_{position}"
 
 
-def _onnx(*names: str) -> tuple[str, ...]:
+def onnx(*names: str) -> tuple[str, ...]:
+    """The op types of these names of ONNX."""
     return tuple(f"onnx.{name}" for name in names)
 
 
-UNARY = _onnx(
+UNARY = onnx(
     *("Relu", "Sigmoid", "Tanh", "Erf", "Gelu", "LeakyRelu", "Elu", "Selu", "Celu", "Softplus", "Softsign"),
     *("HardSigmoid", "HardSwish", "Mish", "ThresholdedRelu", "Clip", "Softmax", "LogSoftmax", "Hardmax"),
     *("Identity", "Cast", "Neg", "Abs", "Sqrt", "Reciprocal", "Exp", "Log", "Sin", "Cos", "Floor", "Ceil"),
     *("Round", "Sign", "Not", "IsNaN", "IsInf", "Trilu", "CumSum", "LRN", "Swish", "QuickGelu"),
 )
-BINARY = _onnx(
+BINARY = onnx(
     *("Add", "Sub", "Mul", "Div", "Pow", "PRelu", "Max", "Min", "Sum", "Mean", "Mod", "Where", "Equal"),
     *("Less", "LessOrEqual", "Greater", "GreaterOrEqual", "And", "Or", "Xor"),
 )
-REDUCTIONS = _onnx(
+REDUCTIONS = onnx(
     *(
         f"Reduce{name}"
         for name in ("Mean", "Sum", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSumExp")
     ),
 )
-NORMS = _onnx(
+NORMS = onnx(
     *("LayerNormalization", "InstanceNormalization", "GroupNormalization", "RMSNormalization"),
 )
 

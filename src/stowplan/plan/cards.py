@@ -20,7 +20,7 @@ from stowplan.ops.cublas import cublas_workspaces
 from stowplan.ops.cuda_workspace import Chip, cuda_workspace_of
 from stowplan.ops.table import site_of
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Basis, Pricing, Tier
+from stowplan.plan.pricing import Basis, Pricing, Tier
 from stowplan.units import parse_bytes
 
 _TABLE = Path(__file__).with_name("cards.toml")
@@ -30,7 +30,7 @@ _Rate = Annotated[float, msgspec.Meta(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class PeakDifference:
     """A reason why the peak without a plan differs from that of the CPU's capture, and by how many bytes.
 
     `calls` is how many calls of forward it concerns; 0 where it is not about calls.
@@ -117,7 +117,7 @@ class PeakOnCard:
     here_peak_bytes: int
     peak_bytes: int
     lasting_bytes: int
-    differences: tuple[Difference, ...]
+    differences: tuple[PeakDifference, ...]
     notes: tuple[str, ...]
 
 

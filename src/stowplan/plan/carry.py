@@ -32,10 +32,11 @@ from numpy.typing import NDArray
 from stowplan.ir import Attribute, Graph
 from stowplan.plan.frontier import Point, relaxed_bound_of
 from stowplan.plan.ledger import Gaps, Ledger, Policy, State, gaps_of, states_of
-from stowplan.plan.plan import Basis, Machine, Pricing, RecomputeOp, Step
 from stowplan.plan.prices import price_by_roofline
+from stowplan.plan.pricing import Basis, Machine, Pricing
 from stowplan.plan.problem import Problem
 from stowplan.plan.select import problem_in_order
+from stowplan.plan.steps import RecomputeOp, Step
 
 GAP = 0.03  # seconds above the lower bound, beyond those of the searched graph, with which a policy is taken
 _MOST_POLICIES = 48  # of one frontier

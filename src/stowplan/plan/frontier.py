@@ -45,8 +45,8 @@ import numpy as np
 from stowplan.plan.annealing import whole_value
 from stowplan.plan.ledger import Ledger, State, gaps_of, states_of, steps_of
 from stowplan.plan.native.annealer import annealer_of
-from stowplan.plan.plan import Step
 from stowplan.plan.problem import Problem, ticks_of
+from stowplan.plan.steps import Step
 from stowplan.watch import Searching, patience, tell
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.analyse.facts import is_resident, storages_of
-from stowplan.ir import Graph, Op, Role
+from stowplan.ir import Graph, Op
 from stowplan.ops.table import site_of
-from stowplan.plan.plan import Compute, Free, RecomputeOp, Step
-from stowplan.plan.problem import Numbers, Problem, overwritable, ticks_of
+from stowplan.plan.problem import Numbers, Problem, added_by, overwritable, ticks_of
+from stowplan.plan.steps import Compute, Free, RecomputeOp, Step
 
 _NEVER = -1
 Span = tuple[int, int]
@@ -514,10 +514,10 @@ class _Runs:
         return [(self._graph.ops[self._position[again]], sorted(wanted[again])) for again in chain]
 
     def _run(self, op: Op, outputs: list[str], *, again: bool) -> None:
-        reads = {name: self._copies[name] for name in (*op.reads(), *_added(op))}
+        reads = {name: self._copies[name] for name in (*op.reads(), *added_by(op))}
         makes = {}
         for name in outputs:
-            if name not in _added(op):
+            if name not in added_by(op):
                 copy = (name, self._copies[name][1] + 1)
                 makes[name] = self._copies[name] = copy
             self._there.add(name)
@@ -532,10 +532,6 @@ def _tensors_by_value(problem: Problem) -> list[list[str]]:
         if (value := value_of.get(graph.storage_of(name))) is not None:
             tensors[value].append(name)
     return tensors
-
-
-def _added(op: Op) -> tuple[str, ...]:
-    return tuple(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
 
 
 def _homes_of(graph: Graph, runs: list[_Run]) -> dict[Copy, Copy]:

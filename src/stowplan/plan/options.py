@@ -1,151 +1,28 @@
-"""PlanOptions: how a plan is searched for, and the sockets that techniques plug into.
-
-One value of options travels from the verbs down to the search. Each technique lives in a folder of its own,
-and no module outside of it imports it by name. A folder's `plugin` module registers in sockets what the
-technique offers. It is imported when a socket is first asked for that technique. Without the folder the
-technique is not there, and everything else works.
-"""
+"""What a user may choose of a plan: techniques, search, execution. One value of it goes to the search."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
-from importlib import import_module
-from importlib.util import find_spec
 from math import inf
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, get_args
 
 from stowplan.errors import BadUse, nearest
-
-_FOLDERS = {
-    "tile": "tiles",
-    "offload": "offload",
-    "offload-gradients": "offload",
-    "mesh": "shards",
-    "compiled": "kernels",
-}
-
-T = TypeVar("T")
-
-
-def is_installed(technique: str) -> bool:
-    """Whether the folder of a technique is there; some need none."""
-    folder = _FOLDERS.get(technique)
-    return folder is None or find_spec(f"stowplan.plan.{folder}") is not None
-
-
-class Socket(Generic[T]):
-    """The entries that techniques register for one purpose. `layer` is the folder that has their folders."""
-
-    def __init__(self, layer: str, *techniques: str) -> None:
-        self._layer, self._techniques = layer, techniques
-        self._offered: dict[str, T] = {}
-
-    def register(self, *techniques: str) -> Callable[[T], T]:
-        """A decorator for what these techniques offer."""
-
-        def add(offered: T) -> T:
-            for technique in techniques:
-                assert technique not in self._offered, f"{technique} is registered already"
-                self._offered[technique] = offered
-            return offered
-
-        return add
-
-    def of(self, technique: str) -> T:
-        """The entry of one technique; BadUse if it is not installed."""
-        if technique not in self._offered:
-            if not is_installed(technique):
-                raise BadUse(f"the technique {technique!r} is not installed")
-            import_module(f"stowplan.{self._layer}.{_FOLDERS[technique]}.plugin")
-        return self._offered[technique]
-
-    def offered(self, allowed: Iterable[str]) -> list[T]:
-        """The entries of the allowed techniques, each entry once."""
-        return list(dict.fromkeys(self.of(name) for name in self._techniques if name in set(allowed)))
-
+from stowplan.plan.sockets import is_installed
 
 Progress: TypeAlias = Callable[[int, int], None]  # called with how many of how many ops have been probed
 
-TECHNIQUES = tuple(filter(is_installed, ("recompute", "tile")))  # may cost time
-ON_REQUEST = tuple(filter(is_installed, ("offload", "offload-gradients")))  # also need room outside of memory
+Technique: TypeAlias = Literal["recompute", "tile", "offload", "offload-gradients"]
+Techniques: TypeAlias = Iterable[Technique] | Iterable[str] | str  # names, or one text with commas
+_QUICK: tuple[Technique, ...] = ("recompute", "tile")
+_AWAY: tuple[Technique, ...] = ("offload", "offload-gradients")
+TECHNIQUES = tuple(filter(is_installed, _QUICK))  # may cost time
+ON_REQUEST = tuple(filter(is_installed, _AWAY))  # also need room outside of memory
 
 
 SLOWEST_UNASKED = 2.0  # times eager's time
 
 
-class Prefer(StrEnum):
-    """The criterion between plans that are within the budget."""
-
-    EXACTNESS = "exactness"  # bits before time
-    TIME = "time"  # whatever is fastest
-
-
-class Kernels(StrEnum):
-    """What computes the ops of a step."""
-
-    EAGER = "eager"  # PyTorch's own, op by op: the same bits
-    COMPILED = "compiled"  # inductor's for groups of ops, where they are faster
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """`allow` names the techniques that may be used, `moves` limits the search of each candidate.
-
-    A search ends when the time of its plan is at most a share of `gap` above the lower bound, or after
-    `seconds`, with the best plan so far. With `arena` the step runs in one storage, which the budget limits.
-    With `held_blocks` its code holds blocks of a caching allocator, so that it reserves less. A plan that
-    takes more than `slowest` times eager's time is refused.
-    """
-
-    allow: Collection[str] = TECHNIQUES
-    prefer: Prefer | str = Prefer.EXACTNESS
-    moves: int | None = None
-    progress: Progress | None = field(default=None, compare=False)
-    seconds: float | None = None
-    gap: float = 0.01
-    kernels: Kernels | str = Kernels.EAGER
-    arena: bool = False
-    held_blocks: bool = False
-    slowest: float = inf
-
-    @staticmethod
-    def of_call(allow: Iterable[str] | None, prefer: Prefer | str | None, **how: Any) -> "PlanOptions":
-        """What a caller wrote, None where nothing was. Who says what is allowed or preferred has chosen, and
-        who says nothing gets no plan that takes more than twice eager's time."""
-        slowest = SLOWEST_UNASKED if allow is None and prefer is None else inf
-        allow = TECHNIQUES if allow is None else known_techniques(allow)
-        prefer = Prefer.EXACTNESS if prefer is None else prefer
-        return PlanOptions(allow, prefer, slowest=slowest, **how)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "allow", known_techniques(self.allow))
-        if self.prefer not in tuple(Prefer):
-            raise BadUse(f"prefer is {self.prefer!r}; it is one of {', '.join(Prefer)}")
-        object.__setattr__(self, "prefer", Prefer(self.prefer))
-        if self.kernels not in tuple(Kernels):
-            raise BadUse(f"kernels is {self.kernels!r}; it is one of {', '.join(Kernels)}")
-        object.__setattr__(self, "kernels", Kernels(self.kernels))
-        if self.seconds is not None and not (_is_number(self.seconds) and self.seconds > 0):
-            raise BadUse(
-                f"time_limit is {self.seconds!r}; it is seconds, above 0, or None to search to the end"
-            )
-        if not (_is_number(self.gap) and 0 <= self.gap < inf):
-            raise BadUse(
-                f"gap is {self.gap!r}; it is a share of the time such as 0.01, and 0 searches to the end"
-            )
-        if self.moves is not None and not (_is_number(self.moves) and self.moves >= 0):
-            raise BadUse(
-                f"moves is {self.moves!r}; it is a number of moves of the search, or None for no limit"
-            )
-        if self.progress is not None and not callable(self.progress):
-            raise BadUse(
-                f"progress is {self.progress!r}; it is a function of two numbers, ops probed and all ops"
-            )
-
-    @property
-    def offloads(self) -> bool:
-        """Whether tensors may leave for a tier."""
-        return not set(ON_REQUEST).isdisjoint(self.allow)
+Preference: TypeAlias = Literal["exactness", "time"]
+KernelChoice: TypeAlias = Literal["eager", "compiled"]
 
 
 def known_techniques(allow: object) -> frozenset[str]:
@@ -162,6 +39,170 @@ def known_techniques(allow: object) -> frozenset[str]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def told(words: str, metavar: str | None = None) -> dict[str, str | None]:
+    """What the command line says of an option, as metadata of its field."""
+    return {"help": words, "metavar": metavar}
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """How a plan is looked for, and which plan within the budget is taken.
+
+    Args:
+        prefer: "exactness" uses tiles only if nothing else fits, "time" wherever they are faster. Whoever
+            says one of them has chosen, and also gets a plan that takes more than twice eager's time.
+        gap: the search ends when the plan's time is at most this share above the lower bound.
+        time_limit: after these seconds the search ends with the best plan so far, which then says so.
+        moves: limits the search of each candidate in a way that does not depend on the machine.
+        progress: called with the number of probed ops and their total.
+    """
+
+    prefer: Preference | None = field(
+        default=None,
+        metadata=told(
+            "exactness (default): tiles only if nothing else fits; time: tiles wherever they are faster"
+        ),
+    )
+    gap: float = field(
+        default=0.01,
+        metadata=told(
+            "end the search when the plan's time is at most this share above the lower bound (default 0.01; 0"
+            " searches to the end)",
+            "SHARE",
+        ),
+    )
+    time_limit: float | None = field(
+        default=None,
+        metadata=told(
+            "end the search after this time with the best plan so far, and say how far that may be"
+            " from the best",
+            "SECONDS",
+        ),
+    )
+    moves: int | None = field(
+        default=None, metadata=told("limit the search for each plan, for a quick answer")
+    )
+    progress: Progress | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.prefer is not None and self.prefer not in get_args(Preference):
+            raise BadUse(f"prefer is {self.prefer!r}; it is one of {', '.join(get_args(Preference))}")
+        if self.time_limit is not None and not (_is_number(self.time_limit) and self.time_limit > 0):
+            raise BadUse(
+                f"time_limit is {self.time_limit!r}; it is seconds, above 0, or None to search to the end"
+            )
+        if not (_is_number(self.gap) and 0 <= self.gap < inf):
+            raise BadUse(
+                f"gap is {self.gap!r}; it is a share of the time such as 0.01, and 0 searches to the end"
+            )
+        if self.moves is not None and not (_is_number(self.moves) and self.moves >= 0):
+            raise BadUse(
+                f"moves is {self.moves!r}; it is a number of moves of the search, or None for no limit"
+            )
+        if self.progress is not None and not callable(self.progress):
+            raise BadUse(
+                f"progress is {self.progress!r}; it is a function of two numbers, ops probed and all ops"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """What computes the ops of a planned step, and where its tensors lie.
+
+    Args:
+        kernels: "compiled" lets inductor compile groups of ops (chains of pointwise ops, norms, softmax,
+            losses) where that is faster; products and convolutions stay eager. Each distinct group is
+            compiled once on a machine, in child processes, which takes seconds for each and five minutes at
+            most. The budget holds as for other plans, and gradients are equal within rounding unless every
+            kernel gave the bits of its ops.
+        arena: the step runs in one storage. Each tensor that it computes lies at an offset that the plan
+            gives it, so the step takes the same memory whatever the allocator does, and nothing fragments.
+            The budget limits the arena and what lies beside it, and gradients are the same to the bit.
+            Gradients lie in the arena too: it ends when they do, as with `zero_grad()`. With an optimizer
+            they lie beside it.
+        held_blocks: for a device with PyTorch's caching allocator. The plan places what ops allocate: blocks
+            are held for a moment where the allocator would else take another place. The step then reserves
+            hardly more than it requests. Hold one segment before the model is loaded, as docs/allocator.md
+            shows.
+    """
+
+    kernels: KernelChoice = field(
+        default="eager",
+        metadata=told(
+            "eager (default): PyTorch's own, the same bits; compiled: inductor compiles groups of ops, once"
+            " on a machine, where that is faster; gradients then differ by rounding"
+        ),
+    )
+    arena: bool = field(
+        default=False,
+        metadata=told(
+            "run the step in one storage, each tensor at an offset that the plan gives it: the budget limits"
+            " this arena and what lies beside it, whatever the allocator does"
+        ),
+    )
+    held_blocks: bool = field(
+        default=False,
+        metadata=told(
+            "with --allocator or --device: plan for a step that runs with fit(...,"
+            " execution=Execution(held_blocks=True)), for which the allocator reserves hardly more than is"
+            " requested"
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        if self.kernels not in get_args(KernelChoice):
+            raise BadUse(f"kernels is {self.kernels!r}; it is one of {', '.join(get_args(KernelChoice))}")
+        object.__setattr__(self, "arena", bool(self.arena))
+        object.__setattr__(self, "held_blocks", bool(self.held_blocks))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether kernels are compiled where that is faster."""
+        return self.kernels == "compiled"
+
+
+USUAL_SEARCH, USUAL_EXECUTION = Search(), Execution()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """What the search gets of a request.
+
+    `allow` names the techniques that may be used. A plan that takes more than `slowest` times eager's time is
+    refused.
+    """
+
+    allow: Collection[str] = TECHNIQUES
+    search: Search = USUAL_SEARCH
+    execution: Execution = USUAL_EXECUTION
+    slowest: float = inf
+
+    @staticmethod
+    def of_call(
+        allow: Techniques | None,
+        search: Search = USUAL_SEARCH,
+        execution: Execution = USUAL_EXECUTION,
+    ) -> "PlanOptions":
+        """What a caller wrote, None where nothing was. Who says what is allowed or preferred has chosen, and
+        who says nothing gets no plan that takes more than twice eager's time."""
+        slowest = SLOWEST_UNASKED if allow is None and search.prefer is None else inf
+        allowed = TECHNIQUES if allow is None else known_techniques(allow)
+        return PlanOptions(allowed, search, execution, slowest)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "allow", known_techniques(self.allow))
+
+    @property
+    def prefer(self) -> Preference:
+        """The criterion between plans that are within the budget."""
+        return self.search.prefer or "exactness"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether tensors may leave for a tier."""
+        return not set(ON_REQUEST).isdisjoint(self.allow)
 
 
 DEFAULT_OPTIONS = PlanOptions()

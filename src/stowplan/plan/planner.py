@@ -12,25 +12,18 @@ from stowplan.analyse.facts import costs_of, liveness_of, memory_curve
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph, Kind
 from stowplan.ir.text import Labels
+from stowplan.plan.draft import Draft
 from stowplan.plan.frontier import Frontier, Point, baseline_of, bound_of, focus_on, frontier_of
 from stowplan.plan.judge.simulate import alive_at, simulate
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.ledger import State, gaps_of
-from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions, Socket
-from stowplan.plan.plan import (
-    Decision,
-    Keep,
-    Machine,
-    Offload,
-    Plan,
-    Pricing,
-    Recompute,
-    RecomputeOp,
-    Step,
-    Store,
-    Tier,
-)
+from stowplan.plan.options import DEFAULT_OPTIONS, PlanOptions
+from stowplan.plan.plan import Plan
 from stowplan.plan.prices import price_by_roofline
+from stowplan.plan.pricing import Machine, Pricing, Tier
 from stowplan.plan.problem import Problem, Values, problem_of, slices_last
+from stowplan.plan.sockets import Socket
+from stowplan.plan.steps import Decision, Keep, Offload, Recompute, RecomputeOp, Step, Store
 from stowplan.units import format_bytes
 from stowplan.watch import limited_to
 
@@ -74,10 +67,10 @@ class Planner:
 
         `descents` is the option of `focus_on`.
         """
-        frontier, bound = focus_on(problem, allowed_bytes, options.moves, descents=descents)
+        frontier, bound = focus_on(problem, allowed_bytes, options.search.moves, descents=descents)
         point, plain = frontier.at(allowed_bytes), sum(problem.seconds)
         if point is not None:
-            enough = (plain + point.extra_seconds) / (1 + options.gap) - plain
+            enough = (plain + point.extra_seconds) / (1 + options.search.gap) - plain
             bound = bound if bound >= enough else max(bound, bound_of(problem, allowed_bytes, enough=enough))
         bounds = {allowed_bytes: bound}
         return Planner(problem, pricing, frontier, plain_peak_bytes, is_searched=False, bounds=bounds)
@@ -102,7 +95,7 @@ class Planner:
         if "recompute" not in options.allow:
             problem = replace(problem, droppable=(False,) * len(problem.droppable))
         plain = baseline_peak_of(graph, pricing) if plain_peak_bytes is None else plain_peak_bytes
-        frontier = frontier_of(problem, options.moves)
+        frontier = frontier_of(problem, options.search.moves)
         for extend in FRONTIER_EXTENSIONS.offered(options.allow):
             frontier = extend(problem, frontier, pricing, options)
         return Planner(problem, pricing, frontier, plain)
@@ -113,19 +106,23 @@ class Planner:
         return self.frontier.points[0].peak_bytes
 
     def plan(self, allowed_bytes: int) -> Plan:
+        """The plan of the draft for this budget."""
+        return verify(self.draft(allowed_bytes))
+
+    def draft(self, allowed_bytes: int) -> Draft:
         """The fastest schedule found within `allowed_bytes`; raises BudgetTooSmall if there is none."""
         point = self.frontier.at(allowed_bytes)
         if point is None:
             raise self.refusal(allowed_bytes)
-        return self.plan_at(point, allowed_bytes)
+        return self.draft_at(point, allowed_bytes)
 
-    def plan_at(self, point: Point, allowed_bytes: int, steps: tuple[Step, ...] | None = None) -> Plan:
-        """The plan of a point of the frontier within `allowed_bytes`, with its steps if they are known."""
+    def draft_at(self, point: Point, allowed_bytes: int, steps: tuple[Step, ...] | None = None) -> Draft:
+        """The draft of a point of the frontier within `allowed_bytes`, with its steps if they are known."""
         graph, pricing = self.problem.graph, self.pricing
         steps = steps or point.steps(self.problem)
         simulation = simulate(graph, steps, pricing)
         plain_seconds = sum(self.problem.seconds)
-        return Plan(
+        return Draft(
             graph=graph,
             pricing=self.pricing,
             allowed_bytes=allowed_bytes,
@@ -215,7 +212,7 @@ def refuse_hopeless(
 
 def _searched(graph: Graph, options: PlanOptions, smallest: Callable[[], BudgetTooSmall]) -> BudgetTooSmall:
     step_seconds = sum(price_by_roofline(graph, Machine()).seconds.values())
-    with limited_to(options.seconds or NAMING_SECONDS + NAMING_STEPS * step_seconds):
+    with limited_to(options.search.time_limit or NAMING_SECONDS + NAMING_STEPS * step_seconds):
         return smallest()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from stowplan.analyse.facts import costs_of
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Profile
-from stowplan.plan.plan import Basis, Machine, Pricing
+from stowplan.plan.pricing import Basis, Machine, Pricing
 
 _BYTES_PER_MAC = 1000  # moving bytes only breaks ties where multiply-accumulates are what counts
 

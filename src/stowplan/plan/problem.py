@@ -5,6 +5,7 @@ dropped and recomputed for the ops after `turn`; there is no other choice. Witho
 be dropped. `slices_last` is an order of the same ops that needs less memory and costs no time.
 """
 
+from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import frexp, fsum, ldexp
@@ -130,9 +131,15 @@ def ticks_of(problem: Problem) -> tuple[Numbers, float]:
 
 
 def overwritable(graph: Graph, site: Site, made: Container[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Each fresh output with the inputs it may overwrite if they die: alike, and `made` in the step."""
+    """Each fresh output with the inputs it may overwrite if they die: alike, and `made` in the step.
+
+    The op would read of a view of the input what it writes into it.
+    """
     pairs = []
-    left = {tensor.id for tensor in site.inputs}
+    inside: dict[str, set[str]] = defaultdict(set)
+    for tensor in site.inputs:
+        inside[graph.storage_of(tensor.id)].add(tensor.id)
+    left = {tensor.id for tensor in site.inputs if len(inside[graph.storage_of(tensor.id)]) == 1}
     for output, inputs in aliasing_of(site).in_place_of.items():
         target = site.outputs[output]
         victims = [site.inputs[i] for i in inputs if site.inputs[i].id in left]
@@ -145,17 +152,18 @@ def overwritable(graph: Graph, site: Site, made: Container[str]) -> list[tuple[s
 
 def made_aside(graph: Graph, op: Op) -> tuple[str, ...]:
     """The outputs that `op` makes in a place of their own before it adds them into what is there."""
-    added = _added(op)
+    added = added_by(op)
     return () if added and aliasing_of(site_of(graph, op)).adds_in_place else added
 
 
-def _added(op: Op) -> tuple[str, ...]:
+def added_by(op: Op) -> tuple[str, ...]:
+    """The tensors that `op` adds into."""
     return tuple(use.tensor for use in op.outputs if use.role is Role.ACCUMULATE)
 
 
 def _summed_in(graph: Graph, ops: Iterable[Op]) -> frozenset[str]:
     """The tensors in storages that one of the ops adds into: they are not the same before and after."""
-    roots = {graph.storage_of(name) for op in ops for name in _added(op)}
+    roots = {graph.storage_of(name) for op in ops for name in added_by(op)}
     return (
         frozenset(name for name in graph.tensors if graph.storage_of(name) in roots) if roots else frozenset()
     )

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TextIO
 from unicodedata import combining, east_asian_width
 
 from stowplan.units import format_bytes, printable
-from stowplan.watch import Phase, Searching, watched_by
+from stowplan.watch import PlanningPhase, Searching, watched_by
 
 _LOGGER = logging.getLogger("stowplan")
 _SILENT = 2.0  # seconds
@@ -44,7 +44,7 @@ class Waiting:
         self.has_plan = False  # whether a search has met a schedule within the budget
         self.make_room: Callable[[], object] = lambda: None  # clears the line for what is printed next
 
-    def told(self, news: Searching | Phase) -> None:
+    def told(self, news: Searching | PlanningPhase) -> None:
         """Work has begun or has made progress; there may be several searches."""
         if isinstance(news, Searching):
             self._enter("searching", news.share)

@@ -17,11 +17,15 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from stowplan.errors import BudgetTooSmall, NotTileable, PlanTooSlow
 from stowplan.ir import Graph
+from stowplan.plan.draft import Draft, Exactness, Schedule
 from stowplan.plan.frontier import Frontier, floor_of, relaxed_bound_of
-from stowplan.plan.options import PlanOptions, Prefer, Socket
-from stowplan.plan.plan import Exactness, Plan, Pricing
+from stowplan.plan.judge.verify import verify
+from stowplan.plan.options import PlanOptions, Preference
+from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner, baseline_peak_of, refuse_without_ops
+from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import Problem, problem_of, slices_last
+from stowplan.plan.sockets import Socket
 from stowplan.units import format_bytes
 from stowplan.watch import patience
 
@@ -64,8 +68,8 @@ class Candidate(Protocol):
         search found.
         """
 
-    def plan(self, allowed_bytes: int) -> Plan:
-        """The fastest plan found; raises BudgetTooSmall."""
+    def draft(self, allowed_bytes: int) -> Draft:
+        """The fastest schedule found; raises BudgetTooSmall."""
 
     def tradeoffs(self) -> Iterable[Tradeoff]:
         """All pairs of peak and time that its plans have."""
@@ -156,11 +160,11 @@ class GraphCandidate:
         """The schedule that recomputes nothing."""
         return Planner.unsearched(self._problem, self.pricing, self.baseline.peak_bytes)
 
-    def plan(self, allowed_bytes: int) -> Plan:
-        return self.told(self.answered(allowed_bytes, Planner.plan))
+    def draft(self, allowed_bytes: int) -> Draft:
+        return self.told(self.answered(allowed_bytes, Planner.draft))
 
-    def answered(self, allowed_bytes: int, ask: Callable[[Planner, int], Plan]) -> Plan:
-        """The plan of the first planner that is good enough; `ask` asks a planner for the budget.
+    def answered(self, allowed_bytes: int, ask: Callable[[Planner, int], Draft]) -> Draft:
+        """The draft of the first planner that is good enough; `ask` asks a planner for the budget.
 
         The planners are the baseline, a search for this budget alone, and the search for all budgets.
         """
@@ -169,7 +173,7 @@ class GraphCandidate:
         focused = self._focused(allowed_bytes)
         self.searched = focused.frontier if focused else self.searched
         near = _asked(focused, allowed_bytes, ask)
-        if near is not None and (self._is_one_of_many or near.gap <= self.options.gap):
+        if near is not None and (self._is_one_of_many or near.gap <= self.options.search.gap):
             return near
         self.searched = self.planner.frontier
         try:
@@ -184,7 +188,8 @@ class GraphCandidate:
 
     def _focused(self, allowed_bytes: int) -> Planner | None:
         """A search for this budget alone; None where it cannot know how near it is to the bound."""
-        unbounded = self.options.offloads or "recompute" not in self.options.allow or self.options.gap == 0
+        options = self.options
+        unbounded = options.offloads or "recompute" not in options.allow or options.search.gap == 0
         if unbounded or allowed_bytes < self.floor_bytes:
             return None
         if allowed_bytes not in self._alone:
@@ -211,16 +216,16 @@ class GraphCandidate:
         point = focused.frontier.at(allowed_bytes)
         return sum(self._problem.seconds) + point.extra_seconds if point else _LAST
 
-    def told(self, plan: Plan) -> Plan:
-        """A plan of its planner, compared with the baseline."""
-        return replace(plan, plain_peak_bytes=self.baseline.peak_bytes)
+    def told(self, draft: Draft) -> Draft:
+        """A draft of its planner, compared with the baseline."""
+        return replace(draft, plain_peak_bytes=self.baseline.peak_bytes)
 
     def tradeoffs(self) -> tuple[Tradeoff, ...]:
         return tradeoffs_of(self.planner, Exactness.BITWISE)
 
 
-def _asked(planner: Planner | None, allowed_bytes: int, ask: Callable[[Planner, int], Plan]) -> Plan | None:
-    """The plan of a planner; None if it has none."""
+def _asked(planner: Planner | None, allowed_bytes: int, ask: Callable[[Planner, int], Draft]) -> Draft | None:
+    """The draft of a planner; None if it has none."""
     try:
         return ask(planner, allowed_bytes) if planner else None
     except BudgetTooSmall:
@@ -232,7 +237,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Group(Generic[C]):
+class CandidateGroup(Generic[C]):
     """Candidates that are made when they are first needed; no plan of theirs is expected to take less time
     than `least_seconds`."""
 
@@ -255,21 +260,25 @@ class Selector(Generic[C]):
 
     plain: C
     baseline: Baseline
-    find_candidates: Callable[[Refusals], Iterable[C | Group[C]]]
-    prefer: Prefer = Prefer.EXACTNESS
-    compare: Callable[[Plan], Plan] = lambda plan: plan  # with eager, where there is a model
+    find_candidates: Callable[[Refusals], Iterable[C | CandidateGroup[C]]]
+    prefer: Preference = "exactness"
+    compare: Callable[[Draft], Draft] = lambda draft: draft  # with eager, where there is a model
     compiled: C | None = None  # the step with compiled kernels, which is used where it is faster
     gap: float = 0.0  # of the best plan's seconds: a candidate that can save less is not examined
     slowest: float = inf  # times the baseline's seconds: a plan that takes more is refused
-    _found: tuple[Group[C], ...] | None = field(default=None, repr=False)
+    _found: tuple[CandidateGroup[C], ...] | None = field(default=None, repr=False)
     _refusals: Refusals = field(default_factory=Refusals, repr=False)
 
     def plan(self, allowed_bytes: int) -> Plan:
         """The best plan within `allowed_bytes`; raises BudgetTooSmall with the smallest that was found."""
-        return self.compare(self.answer(allowed_bytes)[0])
+        return self.plan_of(self.answer(allowed_bytes)[0])
 
-    def answer(self, allowed_bytes: int) -> tuple[Plan, C]:
-        """The best plan and the candidate it is for; raises PlanTooSlow if it is, and nobody asked for it."""
+    def plan_of(self, draft: Draft) -> Plan:
+        """The plan of an answer: compared with eager, where there is a model, and verified."""
+        return verify(self.compare(draft))
+
+    def answer(self, allowed_bytes: int) -> tuple[Draft, C]:
+        """The best draft and its candidate; raises PlanTooSlow if it is slow, and nobody asked for it."""
         untiled = self._untiled_answer(allowed_bytes)
         try:
             best = self._best_beside(untiled, allowed_bytes)
@@ -279,7 +288,7 @@ class Selector(Generic[C]):
             raise self._too_slow(best, allowed_bytes, is_one_of_two=untiled is not None)
         return best
 
-    def _best_beside(self, best: tuple[Plan, C] | None, allowed_bytes: int) -> tuple[Plan, C]:
+    def _best_beside(self, best: tuple[Draft, C] | None, allowed_bytes: int) -> tuple[Draft, C]:
         """The best answer there is beside the untiled one."""
         if best is not None and self._is_enough(best[0]):
             return best
@@ -305,7 +314,7 @@ class Selector(Generic[C]):
             return self._so_far(best, allowed_bytes, over)
         return best or self._by_the_smallest(allowed_bytes)
 
-    def _untiled_answer(self, allowed_bytes: int) -> tuple[Plan, C] | None:
+    def _untiled_answer(self, allowed_bytes: int) -> tuple[Draft, C] | None:
         """The answer with compiled kernels, if there are any, unless that of the baseline graph is faster."""
         if self.compiled is None:
             return self._answered(self.plain, allowed_bytes)
@@ -318,27 +327,27 @@ class Selector(Generic[C]):
     def _untiled(self) -> tuple[C, ...]:
         return (self.plain,) if self.compiled is None else (self.plain, self.compiled)
 
-    def _so_far(self, best: tuple[Plan, C] | None, allowed_bytes: int, over: str) -> tuple[Plan, C]:
+    def _so_far(self, best: tuple[Draft, C] | None, allowed_bytes: int, over: str) -> tuple[Draft, C]:
         """The best answer when the search was ended; without one, a refusal that says so."""
         if best is not None:
             return replace(best[0], cut_short=over), best[1]
         try:
-            return self.plain.plan(allowed_bytes), self.plain
+            return self.plain.draft(allowed_bytes), self.plain
         except BudgetTooSmall as refusal:
             if over in refusal.what:
                 raise
             raise refusal.with_untiled((f"not all, because the search was ended by {over}",)) from None
 
-    def _is_enough(self, plan: Plan) -> bool:
+    def _is_enough(self, plan: Schedule) -> bool:
         """Whether no tiles could be better than a plan without them."""
-        if self.prefer is Prefer.EXACTNESS:
+        if self.prefer == "exactness":
             return self._times_eager(plan) <= self.slowest
         return self._times_eager(plan) <= 1 + _ROUNDING
 
-    def _times_eager(self, plan: Plan) -> float:
+    def _times_eager(self, plan: Schedule) -> float:
         return plan.projected_seconds / self.baseline.seconds if self.baseline.seconds else 1.0
 
-    def _too_slow(self, best: tuple[Plan, C], allowed_bytes: int, *, is_one_of_two: bool) -> PlanTooSlow:
+    def _too_slow(self, best: tuple[Draft, C], allowed_bytes: int, *, is_one_of_two: bool) -> PlanTooSlow:
         """The refusal of the fastest plan. Of two, who asks for tiles gets the one without."""
         plan, _ = best
         allow = 'allow=("recompute", "tile")' if plan.is_tiled else 'allow=("recompute",)'
@@ -386,14 +395,14 @@ class Selector(Generic[C]):
         return _NO_BUDGET
 
     @property
-    def _groups(self) -> tuple[Group[C], ...]:
+    def _groups(self) -> tuple[CandidateGroup[C], ...]:
         """The tiled candidates: those that are there at once, then others by what they take at least."""
         if self._found is None:
             found = list(_while_there_is_time(self.find_candidates(self._refusals)))
-            at_once = tuple(each for each in found if not isinstance(each, Group))
-            later = (each for each in found if isinstance(each, Group))
+            at_once = tuple(each for each in found if not isinstance(each, CandidateGroup))
+            later = (each for each in found if isinstance(each, CandidateGroup))
             by_bound = sorted(later, key=lambda group: group.least_seconds)
-            self._found = (Group(0.0, lambda: at_once), *by_bound)
+            self._found = (CandidateGroup(0.0, lambda: at_once), *by_bound)
         return self._found
 
     @property
@@ -410,7 +419,7 @@ class Selector(Generic[C]):
             exact = tuple(_undominated((*exact, *self.compiled.tradeoffs())))
         least = min(offer.peak_bytes for offer in exact)
         tiled = [offer for candidate in self.candidates for offer in self._offered(candidate)]
-        if self.prefer is Prefer.EXACTNESS:
+        if self.prefer == "exactness":
             return (*_undominated(offer for offer in tiled if offer.peak_bytes < least), *exact)
         return tuple(_undominated((*exact, *tiled)))
 
@@ -437,7 +446,7 @@ class Selector(Generic[C]):
             return self._told(refusal)
         return BudgetTooSmall("", allowed_bytes=0, minimum_bytes=plan.projected_peak_bytes, binding=())
 
-    def _by_the_smallest(self, allowed_bytes: int) -> tuple[Plan, C]:
+    def _by_the_smallest(self, allowed_bytes: int) -> tuple[Draft, C]:
         """The answer of a candidate that seemed to need more; else BudgetTooSmall with the smallest found.
 
         The floor of a candidate is an estimate: its ops may turn out to take less when they are probed.
@@ -459,7 +468,7 @@ class Selector(Generic[C]):
             if smallest is not None and candidate.floor_bytes >= smallest.minimum_bytes:
                 continue
             try:
-                return candidate.plan(allowed_bytes), candidate
+                return candidate.draft(allowed_bytes), candidate
             except BudgetTooSmall as refusal:
                 if smallest is None or refusal.minimum_bytes < smallest.minimum_bytes:
                     smallest = refusal
@@ -485,11 +494,11 @@ class Selector(Generic[C]):
             self._note(candidate, refusal)
             return inf
 
-    def _answered(self, candidate: C, allowed_bytes: int) -> tuple[Plan, C] | None:
+    def _answered(self, candidate: C, allowed_bytes: int) -> tuple[Draft, C] | None:
         """A candidate's plan; None if it turns out to need more memory."""
         try:
             return (
-                None if candidate.floor_bytes > allowed_bytes else (candidate.plan(allowed_bytes), candidate)
+                None if candidate.floor_bytes > allowed_bytes else (candidate.draft(allowed_bytes), candidate)
             )
         except BudgetTooSmall:
             return None
@@ -524,7 +533,7 @@ def _while_there_is_time(found: Iterable[T]) -> Iterator[T]:
             return
 
 
-def _faster(one: tuple[Plan, C] | None, other: tuple[Plan, C] | None) -> tuple[Plan, C] | None:
+def _faster(one: tuple[Draft, C] | None, other: tuple[Draft, C] | None) -> tuple[Draft, C] | None:
     """Of two answers, or none; the first if they are as fast."""
     if one is None or other is None:
         return one or other
@@ -557,4 +566,4 @@ def planner_of(
         for candidates in GRAPH_CANDIDATES.offered(options.allow):
             yield from candidates(graph, pricing, baseline, options, refusals)
 
-    return Selector(plain, baseline, find_candidates, Prefer(options.prefer))
+    return Selector(plain, baseline, find_candidates, options.prefer)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from stowplan.analyse.tile_costs import Levels
 from stowplan.ir import Document, Graph
 from stowplan.ir.text import Labels, parse_graph
-from stowplan.plan.options import Socket
-from stowplan.plan.plan import Tile
+from stowplan.plan.sockets import Socket
+from stowplan.plan.steps import Tile
 
 Shape = tuple[int, ...]
 

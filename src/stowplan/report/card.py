@@ -8,10 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stowplan.plan.cards import PeakOnCard
-from stowplan.report.terminal import print_trimmed
+from stowplan.report.terminal import INDENT, print_trimmed
 from stowplan.units import format_bytes
-
-_INDENT = 2
 
 
 def show_card(peak: PeakOnCard, console: Console) -> None:
@@ -27,7 +25,7 @@ def show_card(peak: PeakOnCard, console: Console) -> None:
     memory = f"{format_bytes(card.usable_bytes)} of {format_bytes(card.memory_bytes)} usable"
     heading = Text(f"peak without a plan on {card.name}, projected: nothing ran on it ({memory})", "bold")
     notes = Text("\n".join(peak.notes), "dim")
-    print_trimmed(console, heading, Padding(table, (0, 0, 0, _INDENT)), Padding(notes, (0, 0, 1, _INDENT)))
+    print_trimmed(console, heading, Padding(table, (0, 0, 0, INDENT)), Padding(notes, (0, 0, 1, INDENT)))
 
 
 def _right(text: str) -> Text:

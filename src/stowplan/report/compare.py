@@ -5,17 +5,15 @@ from dataclasses import asdict
 from typing import TypeAlias, TypeVar
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from stowplan.ir.text import Labels
 from stowplan.plan.explain.comparison import Change, Comparison
-from stowplan.report.terminal import in_module, module_columns, print_trimmed
+from stowplan.report.terminal import in_module, module_columns, print_section, print_trimmed
 from stowplan.units import format_bytes, format_count, format_seconds
 
 _LISTED = 15
-_INDENT = 2
 
 Row: TypeAlias = tuple[str, str, str, str]
 Cells: TypeAlias = Callable[[Sequence[Change]], tuple[str, str]]
@@ -26,8 +24,7 @@ def show_comparison(
     comparison: Comparison, labels: Labels, console: Console, *, names: tuple[str, str]
 ) -> None:
     """Print the changes from the first to the second. `labels` are of a graph that has the tensors."""
-    print_trimmed(console, Text(f"{names[0]} -> {names[1]}", "bold"))
-    print_trimmed(console, Padding(_figures(comparison, labels), (0, 0, 1, _INDENT)))
+    print_section(console, f"{names[0]} -> {names[1]}", _figures(comparison, labels))
     decided = [change for change in comparison.changes if change.is_decided_otherwise]
     others = [change for change in comparison.changes if not change.is_decided_otherwise]
     for title, changes, cells in (
@@ -35,8 +32,7 @@ def show_comparison(
         ("tensors of other sizes, or at the peak of one alone", others, _sizes),
     ):
         if changes:
-            table = Padding(_changes(changes, labels, cells), (0, 0, 1, _INDENT))
-            print_trimmed(console, Text(f"{title} ({len(changes):,})", "bold"), table)
+            print_section(console, f"{title} ({len(changes):,})", _changes(changes, labels, cells))
     if comparison.only_before or comparison.only_after:
         apart = f"{comparison.only_before:,} tensors only before, {comparison.only_after:,} only after"
         print_trimmed(console, Text(apart, "dim"))

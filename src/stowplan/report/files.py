@@ -12,7 +12,7 @@ from stowplan.ir.text import Labels
 from stowplan.plan.explain.reasons import decisions_of
 from stowplan.plan.files import plan_file, record_file
 from stowplan.report.page import page_of
-from stowplan.report.page.subject import Subject, Thing
+from stowplan.report.page.subject import PageSubject, Thing
 from stowplan.report.picture import png_of, svg_of
 from stowplan.report.trace import trace_of
 
@@ -67,7 +67,7 @@ COLUMNS = (
 )
 
 
-def tensors_csv(subject: Subject) -> str:
+def tensors_csv(subject: PageSubject) -> str:
     """Every tensor in the graph's order. Steps count from 1; what owns no memory in the step has none."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")  # names may hold line ends
@@ -81,7 +81,7 @@ def _cell(value: object) -> object:
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
-def _rows(subject: Subject) -> Iterator[tuple[object, ...]]:
+def _rows(subject: PageSubject) -> Iterator[tuple[object, ...]]:
     timeline, graph, labels = subject.timeline, subject.graph, Labels(subject.graph)
     stays: dict[str, list[Stay]] = {}
     for stay in timeline.stays:
@@ -107,13 +107,13 @@ def _life(stays: list[Stay], peak: int) -> tuple[object, ...]:
     return first + 1, last + 1, sum(stay.made for stay in stays), uses, "yes" if alive else "no"
 
 
-def _only(subjects: Sequence[Subject], path: str) -> Subject:
+def _only(subjects: Sequence[PageSubject], path: str) -> PageSubject:
     if len(subjects) != 1:
         raise BadUse(f"{path} shows one thing and {len(subjects)} are given; .html and .json.gz take several")
     return subjects[0]
 
 
-_WRITERS: dict[str, Callable[[Sequence[Subject], str], bytes]] = {
+_WRITERS: dict[str, Callable[[Sequence[PageSubject], str], bytes]] = {
     ".html": lambda subjects, _: page_of(subjects).encode(),
     ".json.gz": lambda subjects, _: trace_of(subjects),
     ".svg": lambda subjects, path: svg_of(_only(subjects, path)).encode(),
@@ -122,7 +122,7 @@ _WRITERS: dict[str, Callable[[Sequence[Subject], str], bytes]] = {
 }
 
 
-def write_report(subjects: Sequence[Subject], path: str | Path) -> int:
+def write_report(subjects: Sequence[PageSubject], path: str | Path) -> int:
     """Write what the suffix of `path` asks for; returns how many bytes it took."""
     name = str(path)
     writer = next((write for suffix, write in _WRITERS.items() if name.lower().endswith(suffix)), None)

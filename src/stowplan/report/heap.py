@@ -3,18 +3,16 @@
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from stowplan.plan.allocator.projection import HeapProjection
 from stowplan.plan.allocator.survey import HeapSurvey, Pin
-from stowplan.report.terminal import print_trimmed
+from stowplan.report.terminal import print_section
 from stowplan.units import format_bytes, format_share
 
 _PINS = 8
 _BLOCKS = 3
-_INDENT = 2
 
 
 def show_heap(survey: HeapSurvey, console: Console) -> None:
@@ -26,7 +24,7 @@ def show_heap(survey: HeapSurvey, console: Console) -> None:
     )
     for heading, body in sections:
         if body is not None:
-            print_trimmed(console, Text(heading, "bold"), Padding(body, (0, 0, 1, _INDENT)))
+            print_section(console, heading, body)
 
 
 def _figures(survey: HeapSurvey) -> Table:
@@ -179,12 +177,11 @@ def show_projection(heap: HeapProjection, console: Console) -> None:
         )
     if heap.held_blocks:
         ops = f"each while one of {len(heap.held_blocks.by_run):,} ops runs"
-        meaning = f"in an iteration, {ops}: use fit(..., held_blocks=True)"
+        meaning = f"in an iteration, {ops}: use fit(..., execution=Execution(held_blocks=True))"
         rows.append(("held blocks", f"{heap.held_blocks.count:,}", meaning))
     for name, size, meaning in rows:
         table.add_row(Text(name, "cyan"), Text(size, justify="right"), meaning)
-    heading = Text("through the caching allocator, projected, without context and libraries", "bold")
-    print_trimmed(console, heading, Padding(table, (0, 0, 1, _INDENT)))
+    print_section(console, "through the caching allocator, projected, without context and libraries", table)
 
 
 def projection_json(heap: HeapProjection) -> dict[str, object]:

@@ -8,7 +8,6 @@ from os.path import basename
 from typing import TypeAlias
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -16,13 +15,14 @@ from stowplan.analyse.inspection import Inspection
 from stowplan.ir import Kind, Note, Tensor
 from stowplan.ir.text import Labels, shape_text
 from stowplan.report.terminal import (
+    INDENT,
     Bar,
     blocks_of,
     in_module,
     memory_curve_drawing,
     module_columns,
     modules_table,
-    print_trimmed,
+    print_section,
     wrapped,
 )
 from stowplan.units import format_bytes, format_count, format_seconds
@@ -149,12 +149,11 @@ def _facets(inspection: Inspection) -> Iterator[Row]:
 _LARGEST = 10
 _LONGEST = 4
 _BAR = 50
-_INDENT = 2
 
 
 def show_inspection(inspection: Inspection, console: Console, *, title: str, all_notes: bool = False) -> None:
     """Print an inspection section by section; one without content is left out."""
-    document, width, blocks = inspection.document, console.width - _INDENT, blocks_of(console)
+    document, width, blocks = inspection.document, console.width - INDENT, blocks_of(console)
     curve = inspection.facts.curve_bytes.tolist()
     sections: list[tuple[str, RenderableType | None]] = [
         (f"{basename(title)}: {document.format}", summary_table(inspection, width)),
@@ -166,7 +165,7 @@ def show_inspection(inspection: Inspection, console: Console, *, title: str, all
     ]
     for heading, body in sections:
         if body is not None:
-            print_trimmed(console, Text(heading, "bold"), Padding(body, (0, 0, 1, _INDENT)))
+            print_section(console, heading, body)
 
 
 def _kinds(inspection: Inspection, blocks: str) -> Table | None:

@@ -3,37 +3,35 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from stowplan.analyse.layouts import with_fewest_changes
 from stowplan.ir import Op, Phase
 from stowplan.ir.text import Labels
+from stowplan.plan.draft import Exactness
 from stowplan.plan.explain.addresses import AddressesBeside
 from stowplan.plan.explain.explain import Explanation
 from stowplan.plan.explain.timeline import packed_bytes_of
 from stowplan.plan.explain.updates import updates_of
 from stowplan.plan.options import SLOWEST_UNASKED
-from stowplan.plan.plan import (
-    Basis,
-    Compute,
-    Decision,
-    Exactness,
-    Keep,
-    Offload,
-    Plan,
-    Recompute,
-    RecomputeOp,
-    Tile,
-)
+from stowplan.plan.plan import Plan
+from stowplan.plan.pricing import Basis
 from stowplan.plan.select import Tradeoff
-from stowplan.report.terminal import Bar, blocks_of, memory_curve_drawing, modules_table, print_trimmed
+from stowplan.plan.steps import Compute, Decision, Keep, Offload, Recompute, RecomputeOp, Tile
+from stowplan.report.terminal import (
+    INDENT,
+    Bar,
+    blocks_of,
+    memory_curve_drawing,
+    modules_table,
+    print_section,
+    print_trimmed,
+)
 from stowplan.report.tiles import show_tile_map
 from stowplan.units import format_bytes, format_count, format_seconds, format_share
 
-_INDENT = 2
 _LARGEST = 8
 _FRONTIER_ROWS = 16
 _BAR = 40
@@ -42,15 +40,15 @@ _NARROW = 60  # columns of a terminal, for which tables leave something out
 
 def show_plan(plan: Plan, console: Console, *, title: str, solve_seconds: float | None = None) -> None:
     """Print a plan section by section. Only the caller knows how long planning took."""
-    width = console.width - _INDENT
+    width = console.width - INDENT
     runs = [(bytes_, step) for bytes_, step in zip(plan.projected_curve_bytes, plan.steps, strict=True)]
     ops = {op.id: op for op in plan.graph.ops}
     curve = [bytes_ for bytes_, step in runs if isinstance(step, Compute | RecomputeOp)]
     ran: list[Op] = [ops[step.op] for _, step in runs if isinstance(step, Compute | RecomputeOp)]
     drawing = memory_curve_drawing(curve, ran, width, blocks_of(console))
-    _section(console, title, _figures(plan, solve_seconds))
-    _section(console, "memory while each op of the plan runs", drawing)
-    _section(console, "largest recomputed tensors", _recomputed(plan))
+    print_section(console, title, _figures(plan, solve_seconds))
+    print_section(console, "memory while each op of the plan runs", drawing)
+    print_section(console, "largest recomputed tensors", _recomputed(plan))
     for told in plan.tile_maps:
         show_tile_map(told, console)
 
@@ -73,7 +71,9 @@ def show_addresses(addresses: AddressesBeside, plan: Plan, console: Console) -> 
     left = len(addresses.tensors) - _LARGEST
     rest = [Text(f"{left:,} more: --json has all")] if left > 0 else []
     ours, theirs = format_bytes(addresses.arena_bytes), format_bytes(addresses.recorded_bytes)
-    _section(console, f"addresses: {ours} in one arena, {theirs} at those of the file", Group(table, *rest))
+    print_section(
+        console, f"addresses: {ours} in one arena, {theirs} at those of the file", Group(table, *rest)
+    )
 
 
 def show_frontier(
@@ -88,7 +88,7 @@ def show_frontier(
         drawn = Bar((ratios[row] - 1.0) / worst, _BAR, blocks_of(console))
         size = Text(format_bytes(offers[row].peak_bytes), justify="right")
         table.add_row(size, f"{ratios[row]:.4f}", drawn, Text(offers[row].exactness, "dim"))
-    _section(console, "budget and time against the baseline", table)
+    print_section(console, "budget and time against the baseline", table)
     least = {exactness: _least(offers, exactness) for exactness in {offer.exactness for offer in offers}}
     if least.keys() == {Exactness.BITWISE, Exactness.ROUNDING}:
         without, rounded = (format_bytes(least[kind]) for kind in (Exactness.BITWISE, Exactness.ROUNDING))
@@ -119,7 +119,7 @@ def show_explanation(explanation: Explanation, labels: Labels, console: Console)
         *_moved(explanation),
         ("alternative", explanation.otherwise),
     )
-    _section(console, explanation.tensor, _pairs(rows))
+    print_section(console, explanation.tensor, _pairs(rows))
 
 
 def _price(explanation: Explanation) -> Iterable[tuple[str, str]]:
@@ -137,11 +137,6 @@ def _moved(explanation: Explanation) -> Iterable[tuple[str, str]]:
         yield way, f"begun as op {number:,}, takes {seconds}"
     if explanation.transfers:
         yield "waited for", format_seconds(explanation.stall_seconds)
-
-
-def _section(console: Console, heading: str, body: RenderableType | None) -> None:
-    if body is not None:
-        print_trimmed(console, Text(heading, "bold"), Padding(body, (0, 0, 1, _INDENT)))
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:

@@ -7,20 +7,19 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stowplan.plan.shards.projection import Projection
-from stowplan.report.terminal import print_trimmed, table_or_lists
+from stowplan.plan.shards.projection import MeshProjection
+from stowplan.report.terminal import INDENT, print_trimmed, table_or_lists
 from stowplan.units import format_bytes, format_seconds
 
-_INDENT = 2
 _HEADINGS = ("workers", "mesh", "step", "network", "efficiency", "sent", "summed", "peak")
 _NARROW = 90  # columns: below, one blank has to do between two figures
 
 
 def show_projections(
     target: str,
-    wanted: Projection,
-    strong: Sequence[Projection],
-    weak: Sequence[Projection],
+    wanted: MeshProjection,
+    strong: Sequence[MeshProjection],
+    weak: Sequence[MeshProjection],
     stages: Mapping[str, str],
     console: Console,
 ) -> None:
@@ -29,9 +28,9 @@ def show_projections(
     title = f"{target} on {wanted.mesh}: {wanted.mesh.size:,} workers"
     _show_table(title, [wanted], [wanted.efficiency(alone)], console)
     for op, why in wanted.gathered.items():
-        print_trimmed(console, Padding(Text(f"gathered before {op}: {why}", "dim"), (0, 0, 0, _INDENT)))
+        print_trimmed(console, Padding(Text(f"gathered before {op}: {why}", "dim"), (0, 0, 0, INDENT)))
     for op, state in stages.items():
-        print_trimmed(console, Padding(Text(f"from {op} on: {state}", "dim"), (0, 0, 0, _INDENT)))
+        print_trimmed(console, Padding(Text(f"from {op} on: {state}", "dim"), (0, 0, 0, INDENT)))
     _show_table("the same step on more workers", strong, [p.efficiency(alone) for p in strong], console)
     if weak:
         efficiencies = [weak[0].step_seconds / projection.step_seconds for projection in weak]
@@ -39,7 +38,7 @@ def show_projections(
 
 
 def _show_table(
-    title: str, rows: Sequence[Projection], efficiencies: Sequence[float], console: Console
+    title: str, rows: Sequence[MeshProjection], efficiencies: Sequence[float], console: Console
 ) -> None:
     gap = 1 if console.width < _NARROW else 2
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="cyan")
@@ -63,6 +62,6 @@ def _show_table(
     size = format_bytes(max(row.planner_bytes for row in rows))
     planned = f"planned in {seconds} with {size}" + (" at most, each" if len(rows) > 1 else "")
     print_trimmed(console, Text(title, "bold"))
-    fitting = table_or_lists(table, console, console.width - _INDENT)
-    print_trimmed(console, Padding(fitting, (0, 0, 0, _INDENT)))
-    print_trimmed(console, Padding(Text(planned, "dim"), (0, 0, 1, _INDENT)))
+    fitting = table_or_lists(table, console, console.width - INDENT)
+    print_trimmed(console, Padding(fitting, (0, 0, 0, INDENT)))
+    print_trimmed(console, Padding(Text(planned, "dim"), (0, 0, 1, INDENT)))

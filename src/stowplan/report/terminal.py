@@ -10,6 +10,7 @@ from textwrap import fill
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +20,7 @@ from stowplan.ir.text import TensorGroup
 from stowplan.units import format_bytes, printable
 
 WIDTH = 100
+INDENT = 2  # of what stands below a heading
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PLAIN_BLOCKS = " ...:::##"
 _GLUE = "\u00a0"  # a blank that lines are not broken at
@@ -46,6 +48,12 @@ def print_trimmed(console: Console, *parts: RenderableType) -> None:
     """
     for line in console.render_lines(Group(*parts), pad=False):
         console.print(Segments([*_trimmed(line, console.width), Segment.line()]), end="")
+
+
+def print_section(console: Console, heading: str, body: RenderableType | None) -> None:
+    """A heading and, indented below it, a body; nothing if there is no body."""
+    if body is not None:
+        print_trimmed(console, Text(heading, "bold"), Padding(body, (0, 0, 1, INDENT)))
 
 
 def _trimmed(line: list[Segment], width: int) -> list[Segment]:

@@ -9,18 +9,16 @@ from rich.text import Text
 
 from stowplan.plan.explain.explain import TiledTensor
 from stowplan.plan.tile_map import TileMap
-from stowplan.report.terminal import print_trimmed
+from stowplan.report.terminal import INDENT, print_section, print_trimmed
 from stowplan.units import format_bytes, format_count
-
-_INDENT = 2
 
 
 def show_tile_map(tiled: TileMap, console: Console, *, heading: str = "", depth: int = 1) -> None:
     """Print a map, and those of the segments that are tiled inside its tiles."""
     title = heading or f"{tiled.sweep}: {tiled.tiles} tiles, {_by(tiled.parts)}"
-    print_trimmed(console, Padding(Text(title, "bold"), (0, 0, 0, _INDENT * (depth - 1))))
-    print_trimmed(console, Padding(_facts(tiled), (0, 0, 0, _INDENT * depth)))
-    print_trimmed(console, Padding(_levels(tiled), (0, 0, 1, _INDENT * depth)))
+    print_trimmed(console, Padding(Text(title, "bold"), (0, 0, 0, INDENT * (depth - 1))))
+    print_trimmed(console, Padding(_facts(tiled), (0, 0, 0, INDENT * depth)))
+    print_trimmed(console, Padding(_levels(tiled), (0, 0, 1, INDENT * depth)))
     for inner in tiled.within:
         show_tile_map(inner, console, depth=depth + 1)
 
@@ -38,7 +36,7 @@ def show_tiled_tensor(found: TiledTensor, console: Console) -> None:
     table = Table.grid(padding=(0, 2))
     for name, text in rows:
         table.add_row(Text(name, "cyan"), text)
-    print_trimmed(console, Text(found.tensor, "bold"), Padding(table, (0, 0, 1, _INDENT)))
+    print_section(console, found.tensor, table)
 
 
 def _facts(tiled: TileMap) -> str:

@@ -13,10 +13,10 @@ from typing import TypeAlias
 
 from stowplan.analyse.timeline import Doing, Timeline
 from stowplan.ir import Interval, Op
-from stowplan.plan.explain.transfers import Span
-from stowplan.plan.plan import Basis
+from stowplan.plan.explain.transfers import TransferSpan
+from stowplan.plan.pricing import Basis
 from stowplan.plan.record import Record
-from stowplan.report.page.subject import Subject
+from stowplan.report.page.subject import PageSubject
 
 Event: TypeAlias = dict[str, object]
 
@@ -64,7 +64,7 @@ def memory_counters(timeline: Timeline, starts: Iterable[float], process: int) -
 
 
 def clock_events(
-    subject: Subject, clock: str, intervals: Mapping[str, Interval], process: int
+    subject: PageSubject, clock: str, intervals: Mapping[str, Interval], process: int
 ) -> Iterator[Event]:
     """Waiting and kernels on tracks of their own, and the memory as each kernel begins."""
     begin = min(interval.start_seconds for interval in intervals.values())
@@ -117,7 +117,7 @@ _THREADS = {Doing.COMPUTE: 1, Doing.RECOMPUTE: 1, Doing.STORE: 2, Doing.LOAD: 3}
 _TRACKS = {1: "steps", 2: "stores", 3: "loads"}
 
 
-def projected_events(subject: Subject, process: int) -> Iterator[Event]:
+def projected_events(subject: PageSubject, process: int) -> Iterator[Event]:
     """Every run at its projected time, memory counters, and arrows between copies of a tensor."""
     timeline, spans = subject.timeline, _spans(subject)
     yield named(process, "process_name", f"{subject.name}: projected, {_clock(subject)}")
@@ -133,31 +133,33 @@ def projected_events(subject: Subject, process: int) -> Iterator[Event]:
     yield from _arrows(timeline, spans, process)
 
 
-def _spans(subject: Subject) -> list[Span]:
+def _spans(subject: PageSubject) -> list[TransferSpan]:
     """Microseconds by run; a graph without times gets one per step."""
     if subject.clock is not None:
         scale = _scale(subject)
-        return [Span(span.start_seconds * scale, span.end_seconds * scale) for span in subject.clock.spans]
+        return [
+            TransferSpan(span.start_seconds * scale, span.end_seconds * scale) for span in subject.clock.spans
+        ]
     seconds = (
         [max(0.0, subject.seconds[run.op]) for run in subject.timeline.runs] if subject.seconds else None
     )
     durations = (
         [1.0] * len(subject.timeline.runs) if seconds is None else [s * _scale(subject) for s in seconds]
     )
-    return [Span(start, end) for start, end in pairwise((0.0, *accumulate(durations)))]
+    return [TransferSpan(start, end) for start, end in pairwise((0.0, *accumulate(durations)))]
 
 
-def _scale(subject: Subject) -> float:
+def _scale(subject: PageSubject) -> float:
     return MICROSECONDS / (_MACS_PER_SECOND if subject.timed_by == Basis.MACS else 1.0)
 
 
-def _clock(subject: Subject) -> str:
+def _clock(subject: PageSubject) -> str:
     if not subject.seconds:
         return "a microsecond per step"
     return "a million MACs per microsecond" if subject.timed_by == Basis.MACS else subject.timed_by
 
 
-def _waits(subject: Subject, process: int) -> Iterator[Event]:
+def _waits(subject: PageSubject, process: int) -> Iterator[Event]:
     """The waits of ops for transfers, as slices in the gaps between them."""
     scale = _scale(subject)
     for stall in subject.clock.stalls if subject.clock else ():
@@ -165,7 +167,7 @@ def _waits(subject: Subject, process: int) -> Iterator[Event]:
         yield plain_slice(name, "wait", process, 1, start, stall.seconds * scale)
 
 
-def _arrows(timeline: Timeline, spans: Sequence[Span], process: int) -> Iterator[Event]:
+def _arrows(timeline: Timeline, spans: Sequence[TransferSpan], process: int) -> Iterator[Event]:
     """From a tensor's store to each of its loads, from its first run to each recomputation."""
     first = {stay.tensor: stay.first for stay in timeline.stays if stay.made and not stay.copy}
     stored = {stay.tensor: stay.first for stay in timeline.away}
@@ -185,14 +187,14 @@ _PROJECTED, _MEASURED, _CLOCKS = 1, 2, 10  # process numbers
 _APART = 100  # between those of two subjects
 
 
-def trace_of(subjects: Sequence[Subject]) -> bytes:
+def trace_of(subjects: Sequence[PageSubject]) -> bytes:
     """The trace of one or more subjects, compressed."""
     events = [event for number, subject in enumerate(subjects) for event in _events(subject, _APART * number)]
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"writer": "stowplan"}}
     return gzip.compress(json.dumps(trace, separators=(",", ":")).encode(), mtime=0)
 
 
-def _events(subject: Subject, base: int) -> Iterator[Event]:
+def _events(subject: PageSubject, base: int) -> Iterator[Event]:
     profile = subject.document.profile if subject.document else None
     clocks = [found for found in profile.clocks.items() if found[1]] if profile else []
     for number, (clock, intervals) in enumerate(clocks):

@@ -7,25 +7,24 @@ from dataclasses import asdict
 from os.path import basename
 
 from rich.console import Console, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from stowplan.observe.record import Finding, Place, Record, Share
-from stowplan.report.terminal import Bar, blocks_of, print_trimmed
+from stowplan.observe.record import CodePlace, PeakShare, Remedy, WatchRecord
+from stowplan.report.terminal import Bar, blocks_of, print_section, print_trimmed
 from stowplan.units import format_bytes
 
-_BAR, _INDENT = 30, 2
+_BAR = 30
 _LINES = 8  # of what holds the peak
 _SEGMENTS = 6  # that are shown where no period was found
 
 
-def records_json(records: Sequence[Record]) -> str:
+def records_json(records: Sequence[WatchRecord]) -> str:
     """All that was seen, for programs: one entry for each process."""
     return json.dumps({"processes": [asdict(record) for record in records]}, indent=2)
 
 
-def show_records(records: Sequence[Record], console: Console) -> None:
+def show_records(records: Sequence[WatchRecord], console: Console) -> None:
     """Print the page of the first process; of others only their peaks."""
     if not records:
         print_trimmed(console, "stowplan watch: torch was not imported, so there is nothing to observe")
@@ -36,42 +35,37 @@ def show_records(records: Sequence[Record], console: Console) -> None:
         for record in records:
             told = record.loop or record.told
             table.add_row(record.rank or "0", _figure(record.peaks[-1] if record.peaks else 0), told)
-        _section(console, "peaks of all processes", table)
+        print_section(console, "peaks of all processes", table)
 
 
-def show_record(record: Record, console: Console) -> None:
+def show_record(record: WatchRecord, console: Console) -> None:
     """Print the page of one process, section by section."""
     summary = Table.grid(padding=(0, 2))
     rows = _summary(record)
     for label, text in rows:
         summary.add_row(Text(label, "cyan"), text)
-    _section(console, f"stowplan watch: {basename(record.script) or 'python'}", summary)
+    print_section(console, f"stowplan watch: {basename(record.script) or 'python'}", summary)
     if record.failure is not None:
         alive = record.failure.alive
-        _section(console, f"alive then: {format_bytes(alive.nbytes)}", _bars(alive.kinds, console))
-        _section(console, "most of it", _places(alive.places))
+        print_section(console, f"alive then: {format_bytes(alive.nbytes)}", _bars(alive.kinds, console))
+        print_section(console, "most of it", _places(alive.places))
     if record.so_far is not None:
         alive = record.so_far
         place = ", ".join(part for part in (alive.phase, alive.module, _where(alive.where)) if part)
         heading = f"alive when last written: {format_bytes(alive.nbytes)}, {place}"
-        _section(console, heading, _bars(alive.kinds, console))
-        _section(console, "most of it", _places(alive.places))
+        print_section(console, heading, _bars(alive.kinds, console))
+        print_section(console, "most of it", _places(alive.places))
     if record.peak is not None:
         heading = f"the peak of an iteration: {format_bytes(record.peak.nbytes)} in {record.peak.phase}"
-        _section(console, heading, _bars(record.peak.kinds, console))
-        _section(console, "most of it, by line and module", _places(record.peak.places))
-        _section(console, "the most in each phase", _bars(record.phases, console))
-        _section(console, "between iterations", _growth(record))
+        print_section(console, heading, _bars(record.peak.kinds, console))
+        print_section(console, "most of it, by line and module", _places(record.peak.places))
+        print_section(console, "the most in each phase", _bars(record.phases, console))
+        print_section(console, "between iterations", _growth(record))
     if record.findings:
-        _section(console, "without a plan", _findings(record.findings, record.peaks[-1]))
+        print_section(console, "without a plan", _findings(record.findings, record.peaks[-1]))
 
 
-def _section(console: Console, heading: str, body: RenderableType | None) -> None:
-    if body is not None:
-        print_trimmed(console, Text(heading, "bold"), Padding(body, (0, 0, 1, _INDENT)))
-
-
-def _summary(record: Record) -> list[tuple[str, str]]:
+def _summary(record: WatchRecord) -> list[tuple[str, str]]:
     rows = []
     if failure := record.failure:
         place = ", ".join(
@@ -117,7 +111,7 @@ def _figure(nbytes: int) -> Text:
     return Text(format_bytes(nbytes), justify="right")
 
 
-def _bars(shares: Sequence[Share], console: Console) -> Table:
+def _bars(shares: Sequence[PeakShare], console: Console) -> Table:
     table, blocks = Table.grid(padding=(0, 2)), blocks_of(console)
     most = max((share.nbytes for share in shares), default=0) or 1
     for share in shares:
@@ -125,7 +119,7 @@ def _bars(shares: Sequence[Share], console: Console) -> Table:
     return table
 
 
-def _places(places: Sequence[Place]) -> Table | None:
+def _places(places: Sequence[CodePlace]) -> Table | None:
     if not places:
         return None
     shown, rest = places[:_LINES], places[_LINES:]
@@ -144,7 +138,7 @@ def _places(places: Sequence[Place]) -> Table | None:
     return table
 
 
-def _source(place: Place) -> str:
+def _source(place: CodePlace) -> str:
     """The line with its text; without a line of the user's the module, or the op."""
     if not place.file:
         return place.module or place.op or "before observing"
@@ -152,7 +146,7 @@ def _source(place: Place) -> str:
     return f"{basename(place.file)}:{place.line}  {text}".rstrip()
 
 
-def _growth(record: Record) -> RenderableType | None:
+def _growth(record: WatchRecord) -> RenderableType | None:
     first, second = record.peaks
     if first != second:
         told = f"the peak was {format_bytes(first)} in the first, {format_bytes(second)} in the second"
@@ -168,7 +162,7 @@ def _growth(record: Record) -> RenderableType | None:
     return table
 
 
-def _findings(findings: Sequence[Finding], peak_bytes: int) -> Table:
+def _findings(findings: Sequence[Remedy], peak_bytes: int) -> Table:
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         table.add_row(_figure(finding.nbytes), Text(finding.what))

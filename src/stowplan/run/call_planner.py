@@ -23,8 +23,9 @@ from stowplan.errors import BadUse, BudgetTooSmall, CaptureError
 from stowplan.ir import Kind
 from stowplan.ir.graph import collector_paused
 from stowplan.ops.table import shape_of
-from stowplan.plan.options import Kernels, PlanOptions
-from stowplan.plan.plan import AgainstEager, Plan, Verdict
+from stowplan.plan.draft import AgainstEager, Draft, Verdict
+from stowplan.plan.options import PlanOptions
+from stowplan.plan.plan import Plan
 from stowplan.plan.progress import showing_progress
 from stowplan.run.beside import constants_by_device
 from stowplan.run.border.draws import Draws, SomebodyDrew
@@ -35,21 +36,17 @@ from stowplan.run.border.guard import (
     collecting_hooks_removed,
     sharing_of,
 )
-from stowplan.run.measure.agreement import Relaid, compared
-from stowplan.run.planning.planner import (
-    USER_PLANS,
-    PlanCache,
-    PlannedStep,
-    Subject,
-    replayed_bytes,
-    saved_step,
-)
+from stowplan.run.measure.agreement import RelaidResult, compared
+from stowplan.run.planning.plan_cache import USER_PLANS, PlanCache
+from stowplan.run.planning.planner import DraftedStep, PlannedStep, Subject, replayed_bytes
+from stowplan.run.planning.saved import saved_step
 from stowplan.run.wrappers import refuse_shards, with_forward
 from stowplan.torch_private import neighbours_set_aside
 from stowplan.watch import limited_to, tell_phase
 
 if TYPE_CHECKING:
-    from stowplan.run.iteration.iteration import Iteration
+    from stowplan.run.iteration.iteration import RunningIteration
+    from stowplan.run.iteration.planner import Variant
     from stowplan.run.planning.on_devices import DeviceBudgets
     from stowplan.run.planning.sizes import PlannedSizes
 
@@ -123,10 +120,10 @@ class CallPlanner:
     options: PlanOptions
     loss: Loss | None = None
     all_outputs: bool = False  # gradients may come in for all, not for the loss alone
-    iteration: "Iteration | None" = None  # the optimizer that the plans update with
+    iteration: "RunningIteration | None" = None  # the optimizer that the plans update with
     devices: "DeviceBudgets | None" = None  # a budget for each device; `allowed_bytes` is their sum
     cache: PlanCache = USER_PLANS
-    priced: list[PlannedStep] = field(default_factory=list)  # steps that further sizes can take over from
+    priced: list[DraftedStep] = field(default_factory=list)  # steps that further sizes can take over from
     sizes: "PlannedSizes | None" = None  # the same, once there are further sizes
     compared_sizes: int = 0  # carried plans that were compared with eager
     latest: Dependencies | None = None  # of the last capture
@@ -141,14 +138,6 @@ class CallPlanner:
 
         A plan that is `given` is used if it is one of this step.
         """
-        for _ in range(_MOST_LAYOUTS):
-            try:
-                return self._plan_once(call, given)
-            except Relaid as found:
-                reason = found
-        raise CaptureError(f"{reason}, and so do many others", advice="call contiguous() on its operands")
-
-    def _plan_once(self, call: ModelCall, given: Plan | None) -> Planned:
         refuse_shards(call.model)
         plain = with_forward(call.model, call.forward)
         with (
@@ -156,7 +145,12 @@ class CallPlanner:
             collecting_hooks_removed(plain),
             neighbours_set_aside(),
         ):
-            return self._capture_and_plan(call, plain, given)
+            for _ in range(_MOST_LAYOUTS):
+                try:
+                    return self._capture_and_plan(call, plain, given)
+                except RelaidResult as found:
+                    reason = found
+        raise CaptureError(f"{reason}, and so do many others", advice="call contiguous() on its operands")
 
     def _capture_and_plan(self, call: ModelCall, plain: nn.Module, given: Plan | None) -> Planned:
         model, args, kwargs = call.model, call.args, call.kwargs
@@ -178,15 +172,19 @@ class CallPlanner:
         constants = sum(constants_by_device(captured).values())
         beside = 0 if self.devices else constants  # devices count them each
         with (
-            limited_to(self.options.seconds),
+            limited_to(self.options.search.time_limit),
             refused_beside(beside, "tensors that are attributes, globals or written out, and workspaces"),
         ):
-            plans = partial(self._planned_step, allowed_bytes=self.allowed_bytes - beside, given=given)
+            plans = partial(self._drafted_step, allowed_bytes=self.allowed_bytes - beside, given=given)
             if self.iteration is None:
-                found = plans(subject)
+                variant, found = None, plans(subject)
             else:
-                subject, found = self._planned_iteration(self.iteration, subject, model, plans)
-        plan = self._compared(found, subject)
+                planner = self.iteration.planner
+                variant, subject, found = planner.first_that_fits(subject, model, plans)
+        step = replace(found, draft=self._compared(found, subject)).verified()
+        plan = step.plan
+        if self.iteration is not None and variant is not None:
+            self._take(self.iteration, variant, step, model)
         if observation.writes:  # an eager forward that was stopped may have left others, or more in a table
             observation.writes.repeat({id(vars(plain)): vars(model)})
             dependencies = observation.dependencies(captured.program, leaves, captured.answers)
@@ -199,7 +197,7 @@ class CallPlanner:
         how = "carried a plan over for" if found.is_carried else "planned"
         _LOGGER.log(level, "%s %s: %r, in %.1f s%s", how, name, plan, seconds, slow if is_slow else "")
         taken = plan.projected_peak_bytes + replayed_bytes(plan) + constants
-        return Planned(call.kind, replace(found, plan=plan), dependencies, taken)
+        return Planned(call.kind, step, dependencies, taken)
 
     def _observed(
         self, model: nn.Module, plain: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -246,31 +244,31 @@ class CallPlanner:
         observation.note_writes(writes)
         return observation, second
 
-    def _planned_step(self, subject: Subject, allowed_bytes: int, given: Plan | None) -> PlannedStep:
+    def _drafted_step(self, subject: Subject, allowed_bytes: int, given: Plan | None) -> DraftedStep:
         plans = partial(self._searched_step, subject, given=given)
         if self.devices is not None:
             from stowplan.run.planning.on_devices import on_devices  # most steps have one
 
             return on_devices(self.devices, plans, is_given=given is not None)
-        if self.options.held_blocks:
+        if self.options.execution.held_blocks:
             from stowplan.run.planning.in_segment import in_segment  # most steps hold no blocks
 
             return in_segment(plans(allowed_bytes))
-        if not self.options.arena:
+        if not self.options.execution.arena:
             return plans(allowed_bytes)
         from stowplan.run.planning.in_arena import in_arena  # most steps have none
 
         return in_arena(allowed_bytes, plans, is_given=given is not None)
 
-    def _searched_step(self, subject: Subject, allowed_bytes: int, given: Plan | None) -> PlannedStep:
+    def _searched_step(self, subject: Subject, allowed_bytes: int, given: Plan | None) -> DraftedStep:
         if given is not None:
             return saved_step(given, subject, allowed_bytes)
         carried = self._carried_step(subject, allowed_bytes)
         return carried or self.cache.step_for(subject, allowed_bytes, self.options)
 
-    def _carried_step(self, subject: Subject, allowed_bytes: int) -> PlannedStep | None:
-        """The step with a plan of another size of the same program, if there is one that is good enough."""
-        if (not self.priced and self.sizes is None) or self.options.kernels == Kernels.COMPILED:
+    def _carried_step(self, subject: Subject, allowed_bytes: int) -> DraftedStep | None:
+        """The step with decisions of another size of the same program, if they are good enough."""
+        if (not self.priced and self.sizes is None) or self.options.execution.is_compiled:
             return None
         from stowplan.run.planning.sizes import PlannedSizes  # most modules are called with one shape
 
@@ -280,41 +278,36 @@ class CallPlanner:
         with collector_paused():
             return self.sizes.step_for(subject, allowed_bytes, self.options)
 
-    def _compared(self, found: PlannedStep, subject: Subject) -> Plan:
-        """The plan and what is known of eager. Of carried plans that recompute, the first few are compared.
+    def _compared(self, found: DraftedStep, subject: Subject) -> Draft:
+        """The draft and what is known of eager. Of carried plans that recompute, the first few are compared.
 
         Ops that were seen to lay out their results otherwise than captured may do so at each size anew.
         """
         # smaller calls may run as they are if this one fits without its plan
-        fits = found.plan.plain_peak_bytes <= found.plan.allowed_bytes
+        fits = found.draft.plain_peak_bytes <= found.draft.allowed_bytes
         is_known = found.is_carried and not fits and self.compared_sizes >= _COMPARED_SIZES
         if is_known and not any(has_learned(event.target) for event in subject.captured.forward):
             note = (
                 f"the decisions are carried over from another size of the same program; {self.compared_sizes}"
                 " other sizes were compared with eager, and this one was not"
             )
-            return replace(found.plan, against_eager=AgainstEager(Verdict.UNCHECKED, note))
+            return replace(found.draft, against_eager=AgainstEager(Verdict.UNCHECKED, note))
         with collector_paused():
-            plan = compared(found.plan, subject)
+            draft = compared(found.draft, subject)
         self.compared_sizes += found.is_carried
-        return plan
+        return draft
 
-    def _planned_iteration(
-        self,
-        iteration: "Iteration",
-        subject: Subject,
-        model: nn.Module,
-        plan: Callable[[Subject], PlannedStep],
-    ) -> tuple[Subject, PlannedStep]:
-        variant, step, found = iteration.planner.first_that_fits(subject, model, plan)
-        room_bytes = found.plan.allowed_bytes - found.plan.projected_peak_bytes
+    def _take(
+        self, iteration: "RunningIteration", variant: "Variant", step: PlannedStep, model: nn.Module
+    ) -> None:
+        """Let the iteration run by this step."""
+        room_bytes = step.plan.allowed_bytes - step.plan.projected_peak_bytes
         iteration.takes(variant, step.captured, model, room_bytes)
         if variant.two_backwards:
             self.say_once(
                 "gradients do not fit the budget until their norm is known: forward and backward are run"
                 " twice in each iteration, for the norm and for the updates"
             )
-        return step, found
 
     def say_once(self, sentence: str) -> None:
         """Warn, if it was not said before."""

@@ -23,7 +23,6 @@ from stowplan.capture.recording import Step, after_loss, argument_names
 from stowplan.capture.sparse import opened
 from stowplan.capture.stand_ins import TensorLook, flatten
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
-from stowplan.plan.options import Kernels
 from stowplan.plan.plan import Plan
 from stowplan.run.beside import BesideWatch
 from stowplan.run.border.frozen import restore
@@ -40,6 +39,7 @@ from stowplan.run.call_planner import (
     refused_beside,
 )
 from stowplan.run.measure.agreement import written_tensors
+from stowplan.run.shapes import DeclaredShapes, Shapes
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import (
     fitted_class,
@@ -57,7 +57,6 @@ from stowplan.units import format_bytes
 
 if TYPE_CHECKING:
     from stowplan.run.second_derivatives import Differentiable
-    from stowplan.run.shapes import DeclaredShapes, Shapes
 
 _LOGGER = logging.getLogger("stowplan")
 
@@ -135,7 +134,7 @@ class Fitting:
     reserve_bytes: int = 0  # of the budget, beside what is allowed
     reserved_for: str = "the reserve"
     keep_plans: int = 128
-    shapes: "DeclaredShapes | None" = None
+    shapes: DeclaredShapes | None = None
     smaller: list[tuple[KindOfCall, Planned]] = field(default_factory=list)  # run as they are, and why
     refused: list[_Refused] = field(default_factory=list)
     twice: list[Planned] = field(default_factory=list)  # of which second derivatives were asked for
@@ -159,7 +158,7 @@ class Fitting:
     def __reduce__(self) -> Any:
         """For a file or another process: how to plan. What was planned is planned there when it is called."""
         own = self.planner
-        options = replace(own.options, progress=None)
+        options = replace(own.options, search=replace(own.options.search, progress=None))
         how = (own.allowed_bytes, options, own.loss, own.all_outputs, None, own.devices)
         beside = self.beside.name, self.beside.budget_bytes
         return _read_back, (self.own_forward, how, beside, self.reserve_bytes, self.keep_plans)
@@ -383,9 +382,9 @@ class Fitting:
 
         Nor may one on devices with a budget each: what eager takes of each is not known.
         """
-        own, options = self.planner, self.planner.options
+        own, execution = self.planner, self.planner.options.execution
         each = own.iteration is not None or own.devices is not None
-        return each or options.kernels == Kernels.COMPILED or options.arena or options.held_blocks
+        return each or execution.is_compiled or execution.arena or execution.held_blocks
 
     def _smaller_than(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> Planned | None:
         """The step that fits without its plan and that calls of this kind were seen to be smaller than."""
@@ -464,11 +463,9 @@ class Fitting:
         return step(*args, **kwargs)
 
     def declare(
-        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], shapes: "Shapes"
+        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], shapes: Shapes
     ) -> None:
         """Plan the largest of the declared shapes; raises BudgetTooSmall if they do not fit."""
-        from stowplan.run.shapes import DeclaredShapes
-
         plain = with_forward(model, self._forward_of(model))
         self.shapes = DeclaredShapes.of(plain, args, kwargs, shapes)
         try:

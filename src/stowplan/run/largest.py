@@ -14,10 +14,19 @@ from typing import TypeAlias
 
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.cards import Card
-from stowplan.plan.options import SLOWEST_UNASKED, TECHNIQUES, Kernels, PlanOptions
+from stowplan.plan.options import (
+    TECHNIQUES,
+    USUAL_EXECUTION,
+    USUAL_SEARCH,
+    Execution,
+    PlanOptions,
+    Search,
+)
 from stowplan.plan.plan import Plan
 from stowplan.plan.progress import showing_progress
-from stowplan.run.planning.planner import USER_PLANS, Subject, step_planner
+from stowplan.request import Iteration, facts_of, refuse_together
+from stowplan.run.planning.plan_cache import USER_PLANS
+from stowplan.run.planning.planner import Subject, step_planner
 from stowplan.run.target import Target, function_named, load_optimizer, load_target, subject_of
 
 Techniques: TypeAlias = tuple[str, ...]
@@ -61,32 +70,30 @@ class Sizes:
     vary: str
     first: int
     multiple: int
-    moves: int | None = None
+    options: PlanOptions  # with the techniques that are allowed in the end; where eager fits, it is eager
     card: Card | None = None  # another device, on which the budget is of reserved bytes
     optimizer: str | None = None  # of whole iterations
-    kernels: str = Kernels.EAGER  # of plans; where eager fits, it is eager
-    slowest: float = inf  # times eager's time
 
     def attempt(self, techniques: Techniques, allowed_bytes: int, step: int) -> SizeAttempt:
         """Whether a size fits: capture it, probe its ops, and plan it, or take the plan that is cached."""
         size = self.first + step * self.multiple
         target = load_target(self.target, **{self.vary: size})
-        options = PlanOptions(techniques, moves=self.moves, kernels=self.kernels, slowest=self.slowest)
+        options = replace(self.options, allow=techniques)
         if self.card is not None:
             return self._attempt_on(self.card, target, options, allowed_bytes, size)
         captured = subject = subject_of(target)
 
         def planned(variant: Subject) -> Plan:
-            return USER_PLANS.step_for(variant, allowed_bytes, options).plan
+            return USER_PLANS.step_for(variant, allowed_bytes, options).verified().plan
 
         iteration = None
         if self.optimizer is not None:
             from stowplan.run.iteration.planner import IterationPlanner
 
             optimizer = load_optimizer(self.optimizer, subject.model)
-            iteration = IterationPlanner(optimizer, offloads="offload" in techniques)
+            iteration = IterationPlanner(Iteration(optimizer), offloads="offload" in techniques)
             subject, options = iteration.of_step(captured, options)
-        plain = step_planner(subject, replace(options, kernels=Kernels.EAGER)).baseline
+        plain = step_planner(subject, replace(options, execution=Execution())).baseline
         if plain.peak_bytes <= allowed_bytes:
             return SizeAttempt(plain.peak_bytes, Fit(size, plain.peak_bytes, plain.seconds, plain.seconds))
         if not techniques:
@@ -110,9 +117,8 @@ class Sizes:
         steps = [project_step(target, card)]
         if self.optimizer is not None:
             optimizer = load_optimizer(self.optimizer, target.model)
-            steps = steps[0].iterations(
-                optimizer, keep_gradients=not options.allow, offloads="offload" in options.allow
-            )
+            asked = Iteration(optimizer, keep_gradients=not options.allow)
+            steps = steps[0].iterations(asked, offloads="offload" in options.allow)
         try:
             _, plan, heap = first_that_fits(steps, allowed_bytes, options)
         except BudgetTooSmall as refused:
@@ -130,34 +136,35 @@ def largest_of(
     multiple: int = 1,
     most: int | None = None,
     allow: Iterable[str] | None = None,
-    moves: int | None = None,
     card: Card | None = None,
     optimizer: str | None = None,
-    kernels: str = Kernels.EAGER,
+    search: Search = USUAL_SEARCH,
+    execution: Execution = USUAL_EXECUTION,
 ) -> Iterator[Largest]:
     """The largest sizes of the baseline and with more and more techniques, as they are found.
 
-    `first` is the function's default size if it is not given; `most` bounds the search for a size, `moves`
-    the search for each plan. On a `card`, another device than this one, bytes are reserved ones, and tiles
+    `first` is the function's default size if it is not given; `most` bounds the search for a size, `search`
+    that for each plan. On a `card`, another device than this one, bytes are reserved ones, and tiles
     are not planned. With an `optimizer`, a name of torch.optim or MODULE:FUNCTION, whole iterations shall
     fit; with "offload", its state may wait in a tier. With compiled `kernels`, each size that is planned has
     kernels of its own to compile. Without `allow`, a size whose plan takes more than twice eager's time does
     not fit.
     """
-    if card is not None and kernels != Kernels.EAGER:
-        raise BadUse("--kernels compiled is for this machine, where kernels are priced: drop it, or --device")
+    options = PlanOptions.of_call(allow, search, execution)
+    if card is not None:
+        refuse_together({"card", *facts_of(options)})
+        options = replace(options, slowest=inf)
     start = _first_size(target, vary) if first is None else first
-    slowest = SLOWEST_UNASKED if allow is None and card is None else inf
-    sizes = Sizes(target, vary, start, multiple, moves, card, optimizer, kernels, slowest)
-    allow = TECHNIQUES if allow is None else allow
+    sizes = Sizes(target, vary, start, multiple, options, card, optimizer)
+    growing: Iterable[str] = TECHNIQUES if allow is None else allow
     limit = _MOST_STEPS if most is None else (most - sizes.first) // multiple
     if optimizer is not None:  # whose iterations have no tiles, and whose state a tier takes
-        allow = [technique for technique in allow if technique in ("recompute", "offload")]
+        growing = [technique for technique in growing if technique in ("recompute", "offload")]
     if card is not None:
-        allow = [technique for technique in allow if technique != "tile"]
-    for techniques in _growing(allow):
+        growing = [technique for technique in growing if technique != "tile"]
+    for techniques in _growing(growing):
         attempt = partial(_shown_attempt, sizes, techniques, allowed_bytes, [])
-        fit, next_needs = search(attempt, allowed_bytes, limit)
+        fit, next_needs = last_that_fits(attempt, allowed_bytes, limit)
         yield Largest(techniques, fit, next_needs)
 
 
@@ -191,7 +198,7 @@ def _growing(techniques: Iterable[str]) -> Iterator[Techniques]:
         yield chosen
 
 
-def search(
+def last_that_fits(
     attempt: Callable[[int], SizeAttempt], allowed_bytes: int, limit: int = _MOST_STEPS
 ) -> tuple[Fit | None, int | None]:
     """The last step that fits, and what the one after it needs; None where no limit was met."""

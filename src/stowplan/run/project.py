@@ -25,12 +25,23 @@ from stowplan.ir import DType, Graph, Op, Tensor
 from stowplan.ops.effects import UPDATE
 from stowplan.plan.allocator.projection import HeapProjection, plan_for_device, project_unplanned
 from stowplan.plan.allocator.settings import AllocatorSettings
-from stowplan.plan.cards import Card, Difference, PeakOnCard, card_named, price_on_card, workspace_on
-from stowplan.plan.judge.verify import verify
-from stowplan.plan.options import DEFAULT_OPTIONS, TECHNIQUES, PlanOptions, Prefer, known_techniques
-from stowplan.plan.plan import AgainstEager, Plan, Verdict
+from stowplan.plan.cards import Card, PeakDifference, PeakOnCard, card_named, price_on_card, workspace_on
+from stowplan.plan.draft import AgainstEager, Draft, Verdict
+from stowplan.plan.options import (
+    DEFAULT_OPTIONS,
+    TECHNIQUES,
+    USUAL_EXECUTION,
+    USUAL_SEARCH,
+    Execution,
+    PlanOptions,
+    Search,
+    Techniques,
+    known_techniques,
+)
+from stowplan.plan.plan import Plan
 from stowplan.plan.planner import refuse_hopeless
 from stowplan.plan.select import Selector, planner_of
+from stowplan.request import Iteration, facts_of, refuse_together, with_former_spellings
 from stowplan.run.cost.machine import Cost
 from stowplan.run.measure.eager_requests import requests_of_eager
 from stowplan.run.measure.inspect_step import StepInspection, inspection_of_step
@@ -66,7 +77,7 @@ class ProjectedStep:
     model: nn.Module
     here_peak_bytes: int
     peak_bytes: int
-    differences: tuple[Difference, ...]
+    differences: tuple[PeakDifference, ...]
     lasting_bytes: tuple[int, ...]
     eager_update_seconds: float = 0.0  # of the optimizer's step, where the step is an iteration's
 
@@ -85,29 +96,20 @@ class ProjectedStep:
         share = optimizer_share(twin_of(optimizer, OnMeta()), device=self.card.kind) if optimizer else None
         return inspection_of_step(self.captured, workspace_on(self.graph, self.card), share)
 
-    def iterations(
-        self,
-        optimizer: Optimizer,
-        *,
-        clip_norm: float | None = None,
-        accumulate: int = 1,
-        keep_gradients: bool = False,
-        offloads: bool = False,
-    ) -> "list[ProjectedStep]":
+    def iterations(self, asked: Iteration, *, offloads: bool = False) -> "list[ProjectedStep]":
         """The step with the updates of an optimizer: each variant takes less memory than those before.
 
-        The options are those of `fit`; with `offloads`, state may wait in the host's memory.
+        With `offloads`, state may wait in the host's memory.
         """
         from stowplan.run.iteration.one_by_one import UpdateBook
         from stowplan.run.iteration.planner import IterationPlanner  # most projections are of steps
 
         there, on_meta = torch.device(self.card.kind), OnMeta()
+        optimizer = asked.optimizer
+        assert isinstance(optimizer, Optimizer), "its name was looked up for the model"
         twin = twin_of(optimizer, on_meta)
         iteration = IterationPlanner(
-            twin,
-            clip_norm=clip_norm,
-            accumulate=accumulate,
-            keep_gradients=keep_gradients,
+            replace(asked, optimizer=twin),
             offloads=offloads and self.card.kind != "cpu",
             device=there,
             tier=self.card.tier,
@@ -122,7 +124,7 @@ class ProjectedStep:
     def _with(self, step: Captured, name: str, seconds: float) -> "ProjectedStep":
         """An iteration that was captured, and the seconds of the optimizer's step in eager."""
         peak = step.eager.peak_bytes(workspace_on(self.graph, self.card)) + sum(self.lasting_bytes)
-        added = Difference(f"state and step of {name}", 0, peak - self.peak_bytes)
+        added = PeakDifference(f"state and step of {name}", 0, peak - self.peak_bytes)
         differences = (*self.differences, added)
         return replace(
             self, captured=step, peak_bytes=peak, differences=differences, eager_update_seconds=seconds
@@ -197,17 +199,17 @@ class ProjectedStep:
     ) -> tuple[Plan, HeapProjection | None]:
         planner = self.planner(options)
         refuse_hopeless(self.graph, allowed, options, lambda: planner.smallest)
-        with limited_to(options.seconds):
+        with limited_to(options.search.time_limit):
             if not self.card.is_cuda:
                 return planner.plan(allowed), None
-            plan, heap = plan_for_device(
-                lambda budget: verify(planner.answer(budget)[0]),
+            draft, heap = plan_for_device(
+                lambda budget: planner.answer(budget)[0],
                 allowed,
                 settings or AllocatorSettings(),
                 lasting=self.lasting_bytes,
-                held_blocks=options.held_blocks,
+                held_blocks=options.execution.held_blocks,
             )
-            return planner.compare(plan), heap
+            return planner.plan_of(draft), heap
 
     def without_a_plan(self, settings: AllocatorSettings | None = None) -> HeapProjection | None:
         """What eager takes from a CUDA device: its storages from op to op, through the allocator."""
@@ -217,10 +219,10 @@ class ProjectedStep:
         requests = requests_of_eager(self.captured, workspaces, self.lasting_bytes)
         return project_unplanned(requests, settings or AllocatorSettings())
 
-    def _marked(self, plain_seconds: float, plan: Plan) -> Plan:
+    def _marked(self, plain_seconds: float, draft: Draft) -> Draft:
         against = AgainstEager(Verdict.UNCHECKED, _NOT_RUN)
         marks: Any = {"projected_for": self.card.id, "plain_seconds": plain_seconds}
-        return replace(plan, against_eager=against, **marks)
+        return replace(draft, against_eager=against, **marks)
 
 
 class OnMeta:
@@ -267,6 +269,7 @@ class Projection:
         return f"<projected for {self.step.card.name}: {self.plan!r}>"
 
 
+@with_former_spellings
 def project(
     model: nn.Module,
     args: tuple[object, ...],
@@ -275,13 +278,10 @@ def project(
     device: str,
     loss: Loss | None = None,
     budget: int | str | None = None,
-    allow: Iterable[str] = TECHNIQUES,
-    prefer: Prefer | str = Prefer.EXACTNESS,
-    time_limit: float | None = None,
-    optimizer: Optimizer | None = None,
-    clip_norm: float | None = None,
-    accumulate: int = 1,
-    held_blocks: bool = False,
+    allow: Techniques = TECHNIQUES,
+    optimizer: "Optimizer | Iteration | None" = None,
+    search: Search = USUAL_SEARCH,
+    execution: Execution = USUAL_EXECUTION,
 ) -> Projection:
     """A plan for a step on a card that is not here: a name such as "a100-80gb", or FILE.toml.
 
@@ -290,17 +290,15 @@ def project(
     `fit(..., plan=stowplan.load_plan(path))` compares it with the step as captured there before it runs.
 
     With an `optimizer` of the model the plan is for the whole iteration, as with `fit`; with "offload" in
-    `allow`, its state may wait in the host's memory. With `held_blocks`, the budget is for a step that `fit`
-    runs with this option.
+    `allow`, its state may wait in the host's memory. The `search` and `execution` are those of `fit`.
     """
     step = project_step(Target(model, tuple(args), dict(kwargs or {}), loss), card_named(device))
-    options = PlanOptions(known_techniques(allow), prefer, seconds=time_limit, held_blocks=held_blocks)
+    options = PlanOptions(known_techniques(allow), search, execution)
+    refuse_together({"card", *facts_of(options)})
     steps: Iterable[ProjectedStep] = (step,)
-    if optimizer is not None:
-        loop: Any = {"clip_norm": clip_norm, "accumulate": accumulate}
-        steps = step.iterations(optimizer, offloads="offload" in options.allow, **loop)
-    elif (clip_norm, accumulate) != (None, 1):
-        raise BadUse("clip_norm and accumulate are of an iteration; give optimizer= too")
+    asked = Iteration.of(optimizer)
+    if asked is not None:
+        steps = step.iterations(asked, offloads="offload" in options.allow)
     allowed = None if budget is None else parse_bytes(budget, "budget")
     return Projection(*first_that_fits(steps, allowed, options))
 
@@ -311,7 +309,7 @@ def project_step(target: Target, card: Card) -> ProjectedStep:
     here = _captured(target, None)
     lasting = card.lasting_bytes(here.graph)
     here_peak = here.eager.peak_bytes(estimated_workspaces(here.graph))
-    steps = [Difference("workspace of CPU kernels, estimated", 0, here.eager.peak_bytes())]
+    steps = [PeakDifference("workspace of CPU kernels, estimated", 0, here.eager.peak_bytes())]
     there, chosen = here, list[Chosen]()
     if card.is_cuda:
         used = CudaCalls(card.attentions, has_tensor_cores=card.has_tensor_cores)
@@ -320,19 +318,19 @@ def project_step(target: Target, card: Card) -> ProjectedStep:
             chosen.append(cause)
             last = len(chosen) == len(used.counts)
             partly = there if last else _captured(target, _some(card, chosen))
-            steps.append(Difference(_WHY[cause], used.counts[cause], partly.eager.peak_bytes()))
+            steps.append(PeakDifference(_WHY[cause], used.counts[cause], partly.eager.peak_bytes()))
         there = _with_wide_statistics(there)
-        steps.append(Difference("statistics of norms in float32", 0, there.eager.peak_bytes()))
+        steps.append(PeakDifference("statistics of norms in float32", 0, there.eager.peak_bytes()))
     there = with_states_on_host(replace(there, graph=_moved(there.graph, card.device)))
     within = there.eager.peak_bytes(workspace_on(there.graph, card))
-    steps.append(Difference("workspace of the card's kernels, estimated", 0, within))
+    steps.append(PeakDifference("workspace of the card's kernels, estimated", 0, within))
     peak = within + sum(lasting)
-    steps.append(Difference(f"{len(lasting)} workspaces that cuBLAS keeps", 0, peak))
+    steps.append(PeakDifference(f"{len(lasting)} workspaces that cuBLAS keeps", 0, peak))
     changes = tuple(_changes(here_peak, steps))
     return ProjectedStep(card, there, target.model, here_peak, peak, changes, lasting)
 
 
-def _changes(before: int, steps: Iterable[Difference]) -> Iterator[Difference]:
+def _changes(before: int, steps: Iterable[PeakDifference]) -> Iterator[PeakDifference]:
     """From peaks with more and more causes to what each cause changes, where it changes anything."""
     for step in steps:
         if change := step.peak_bytes - before:

@@ -87,12 +87,12 @@ class Differentiable:
             f" {format_bytes(self.allowed_bytes)} allowed: give fit that much, or {_ELSE}"
         )
 
-    def call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> "Call":
+    def call(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> "EagerCall":
         """A call of the step, which is about to begin."""
-        return Call(self, args, kwargs, [(device, rng_state(device)) for device in self.drawing])
+        return EagerCall(self, args, kwargs, [(device, rng_state(device)) for device in self.drawing])
 
 
-class Call:
+class EagerCall:
     """What a call needs to run a second time as it is."""
 
     def __init__(

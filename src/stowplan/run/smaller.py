@@ -32,7 +32,7 @@ from stowplan.capture.watching import Event, nodes_below
 from stowplan.run.cost.machine import rng_state, set_rng_state
 from stowplan.run.measure.agreement import changes_nothing
 from stowplan.run.measure.living import LivingStorages
-from stowplan.run.step.function import Before
+from stowplan.run.step.function import BuffersBefore
 from stowplan.torch_private import OpOverload, TorchDispatchMode, pytree
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def watched(
     states = [(device, rng_state(device)) for device in devices]
     watch = _Watch(larger, held, given)
     try:
-        with Before(written), watch:
+        with BuffersBefore(written), watch:
             result = run()
             watch.finish(result)
             return result

@@ -19,6 +19,7 @@ from stowplan.capture.recording import Loss
 from stowplan.capture.sparse import opened
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse, nearest
+from stowplan.request import Iteration
 from stowplan.run.optimizers import optimizer_named
 from stowplan.run.planning.planner import Subject
 from stowplan.torch_private import pytree
@@ -84,6 +85,12 @@ def load_optimizer(text: str, model: nn.Module) -> Optimizer:
     if not isinstance(made, Optimizer):
         raise BadUse(f"{text} must return an optimizer of the model it is given, not {type(made).__name__}")
     return made
+
+
+def load_iteration(asked: Iteration, model: nn.Module) -> Iteration:
+    """The same with the optimizer itself, where its name was given."""
+    optimizer = asked.optimizer
+    return replace(asked, optimizer=load_optimizer(optimizer, model)) if isinstance(optimizer, str) else asked
 
 
 def function_named(text: str) -> Callable[..., object]:

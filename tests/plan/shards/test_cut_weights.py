@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from stowplan.capture import Captured, capture
 from stowplan.errors import BadUse, TooManyWorkers
 from stowplan.geometry import are_disjoint
-from stowplan.plan.plan import Machine
+from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.choice import choose_mesh, meshes_of
 from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.plan.shards.parameter_shards import DividedParameters, Part
+from stowplan.plan.shards.parameter_shards import DividedParameters, ParameterPart
 from stowplan.plan.shards.plan import ShardPlan, outline_plan, shard_plan
 from stowplan.plan.shards.projection import Network, project
 from stowplan.plan.shards.scale import mesh_traffic
@@ -135,7 +135,7 @@ def test_a_model_axis_takes_compute_and_memory_and_sends_parts_of_shards(llama: 
 def test_a_part_has_the_rows_and_columns_of_its_cells(gpt: Captured) -> None:
     plan = on(gpt, "data=2,model=2")
     name = "network.blocks.0.attention.qkv.weight"
-    part = Part.of_rect(plan.layouts[name].cells, plan.shards[1].held[name])
+    part = ParameterPart.of_rect(plan.layouts[name].cells, plan.shards[1].held[name])
     assert part.runs == (((16, 32), (48, 64), (80, 96)), ((0, 32),))
     whole = torch.arange(96 * 32).view(96, 32)
     found = torch.zeros(part.shape, dtype=whole.dtype)

@@ -8,11 +8,13 @@ import pytest
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use, validate
 from stowplan.ops.effects import BEGIN_GATHER, END_GATHER
+from stowplan.plan.draft import Draft
 from stowplan.plan.judge.verify import verify
-from stowplan.plan.plan import Basis, Compute, Plan, Pricing
 from stowplan.plan.planner import Planner
+from stowplan.plan.pricing import Basis, Pricing
 from stowplan.plan.problem import problem_of
 from stowplan.plan.shards.early_gathers import with_early_gathers
+from stowplan.plan.steps import Compute
 
 LAYERS = 4
 SHARD, WHOLE, VALUE = 500, 1000, 100
@@ -45,16 +47,16 @@ def step() -> Graph:
     return graph
 
 
-def planned(gather_seconds: float = 1.0) -> Plan:
+def planned(gather_seconds: float = 1.0) -> Draft:
     """The step in its order, where a multiplication takes a second."""
     graph = step()
     kinds: Mapping[str, float] = {BEGIN_GATHER: gather_seconds, END_GATHER: 0.0, "mm": 1.0}
     pricing = Pricing({op.id: kinds[op.type] for op in graph.ops}, Basis.MEASURED)
     problem = problem_of(graph, [pricing.seconds[op.id] for op in graph.ops])
-    return Planner.unsearched(problem, pricing, ROOMY).plan(ROOMY)
+    return Planner.unsearched(problem, pricing, ROOMY).draft(ROOMY)
 
 
-def order(plan: Plan) -> str:
+def order(plan: Draft) -> str:
     """b1: the first gather begins; e1: it is waited for; m1: its weight is read."""
     run = [step.op for step in plan.steps if isinstance(step, Compute)]
     return " ".join(f"{name[0]}{name[-1]}" for name in run)

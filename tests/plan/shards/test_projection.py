@@ -12,11 +12,11 @@ from stowplan.capture import Captured, capture
 from stowplan.cli.main import main
 from stowplan.errors import BadUse, BudgetTooSmall, TooManyWorkers
 from stowplan.ir import Graph, Kind
-from stowplan.plan.plan import Machine
+from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.choice import choose_mesh, meshes_of
 from stowplan.plan.shards.curves import step_between, strong_scaling, weak_scaling
 from stowplan.plan.shards.mesh import parse_mesh
-from stowplan.plan.shards.projection import Network, Projection, project
+from stowplan.plan.shards.projection import MeshProjection, Network, project
 from stowplan.plan.shards.seeds import seeds_for
 from tests.support.nets import NETS
 
@@ -36,7 +36,7 @@ def unet() -> Captured:
 
 def projected(
     captured: Captured, mesh: str, network: Network = NETWORK, *, shards_parameters: bool = False
-) -> Projection:
+) -> MeshProjection:
     graph, found = captured.graph, parse_mesh(mesh)
     ends = [op.outputs[0].tensor for op in graph.ops if op.type == "aten.nll_loss2d_forward.default"]
     seeds = seeds_for(graph, found)

@@ -4,11 +4,11 @@ import pytest
 
 from stowplan.capture import Captured, capture
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.plan.plan import Machine
+from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.plan.shards.plan import shard_plan
 from stowplan.plan.shards.projection import Network
-from stowplan.plan.shards.relayout import Relayout, State, choose_layouts
+from stowplan.plan.shards.relayout import LayoutState, Relayout, choose_layouts
 from stowplan.plan.shards.seeds import seeds_for
 from stowplan.plan.shards.text import load_plan, write_sheet
 from tests.support.nets import unet
@@ -33,7 +33,7 @@ def test_stages_are_gathered_where_messages_cost_more_than_they_save() -> None:
     captured = step(1)
     found = chosen(captured)
     fixed = [projection.step_seconds for projection in found.alike.values()]
-    assert set(found.states.values()) == {State.FOLLOW, State.GATHER}
+    assert set(found.states.values()) == {LayoutState.FOLLOW, LayoutState.GATHER}
     assert found.projection.step_seconds < min(fixed)
     assert load_plan(write_sheet(found.plan), captured.graph, ENDS) == found.plan
     with pytest.raises(BudgetTooSmall) as refused:

@@ -10,7 +10,7 @@ from stowplan.capture import Captured, Ref, capture
 from stowplan.errors import BadInput, BadUse, IllegalPlan
 from stowplan.geometry import Rect, are_disjoint, covers
 from stowplan.plan.shards.cells import Cells, regrouped
-from stowplan.plan.shards.mesh import Axis, Mesh, parse_mesh
+from stowplan.plan.shards.mesh import Axis, MeshAxes, parse_mesh
 from stowplan.plan.shards.plan import ShardPlan, outline_plan, shard_plan
 from stowplan.plan.shards.scale import mesh_traffic
 from stowplan.plan.shards.seeds import seeds_for
@@ -145,7 +145,7 @@ def test_spans_of_an_axis_partition_any_dim() -> None:
 
 
 def test_workers_are_numbered_by_their_places() -> None:
-    mesh = Mesh((Axis("data", 2), Axis("space", 3)))
+    mesh = MeshAxes((Axis("data", 2), Axis("space", 3)))
     assert [mesh.worker(place) for place in mesh.places()] == list(range(6))
     assert all(mesh.worker(mesh.place(worker)) == worker for worker in range(6))
     assert mesh.along(4, [0]) == (1, 4)

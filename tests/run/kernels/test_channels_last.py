@@ -13,16 +13,19 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Execution
 from stowplan.capture import capture
+from stowplan.plan.draft import Exactness
 from stowplan.plan.files import plan_file
+from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Exactness
 from stowplan.report.plan import show_plan
 from stowplan.run.kernels import adopt, candidates
 from stowplan.run.kernels.channels_last import in_channels_last
 from stowplan.run.kernels.kernel import Function, Kernel
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import PlannedStep, Subject, saved_step, step_planner
+from stowplan.run.planning.planner import PlannedStep, Subject, step_planner
+from stowplan.run.planning.saved import saved_step
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 BUDGET = 3_680_000
@@ -84,9 +87,9 @@ def _subject(model: nn.Module, x: Tensor) -> Subject:
 
 def _planned(subject: Subject, budget: int) -> PlannedStep:
     """The step with kernels, within the budget, even if eager's own layout is faster."""
-    planner = step_planner(subject, PlanOptions(kernels="compiled"))
+    planner = step_planner(subject, PlanOptions(execution=Execution(kernels="compiled")))
     assert planner.compiled is not None
-    return PlannedStep(planner.compiled.plan(budget), planner.compiled.captured)
+    return PlannedStep(verify(planner.compiled.draft(budget)), planner.compiled.captured)
 
 
 def _grads(model: nn.Module, run: Callable[[], object]) -> list[Tensor]:
@@ -124,7 +127,7 @@ def test_a_plan_in_channels_last_layout_keeps_its_budget_and_its_gradients() -> 
     assert measured <= BUDGET
     assert measured == pytest.approx(plan.projected_peak_bytes, rel=0.01)
     again = saved_step(plan_file.read(plan_file.write(plan)), subject, BUDGET)
-    assert again.plan.steps == plan.steps
+    assert again.draft.steps == plan.steps
 
 
 def test_without_norms_the_gradients_are_those_of_a_model_in_channels_last_layout() -> None:
@@ -160,5 +163,7 @@ def test_a_norm_that_is_less_exact_in_that_layout_keeps_the_step_as_it_is(
 
 def test_a_step_that_is_slower_so_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "_WORTH", 0.0)
-    fitted = stowplan.fit(Convolutional(), (torch.randn(2, 3, 12, 12),), budget="1GiB", kernels="compiled")
+    fitted = stowplan.fit(
+        Convolutional(), (torch.randn(2, 3, 12, 12),), budget="1GiB", execution=Execution(kernels="compiled")
+    )
     assert not stowplan.plans_of(fitted)[0].relaid

@@ -2,10 +2,9 @@
 
 import copy
 import logging
-from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import stowplan
+from stowplan import Execution
 from stowplan.capture import capture
 from stowplan.errors import BadUse
 from stowplan.ops.effects import FUSED
+from stowplan.plan.draft import Exactness
 from stowplan.plan.files import plan_file
-from stowplan.plan.plan import Exactness
 from stowplan.run.backend.compile import plans_for
 from stowplan.run.kernels import candidates, compiling
 from stowplan.run.kernels.candidates import groups_in_step, kernels_of
@@ -63,7 +63,7 @@ def test_a_step_with_compiled_kernels_keeps_its_budget_and_its_gradients(
     model, x = Activated(), torch.randn(2048, 64)
     eager, exact = copy.deepcopy(model), copy.deepcopy(model).double()
     with caplog.at_level(logging.INFO, "stowplan"):
-        fitted = stowplan.fit(model, (x,), budget=WITH_KERNELS, kernels="compiled")
+        fitted = stowplan.fit(model, (x,), budget=WITH_KERNELS, execution=Execution(kernels="compiled"))
     assert any("compiling" in record.getMessage() for record in caplog.records)
     (plan,) = stowplan.plans_of(fitted)
     fused = [op for op in plan.graph.ops if op.type == FUSED]
@@ -90,7 +90,7 @@ def test_a_step_with_compiled_kernels_keeps_its_budget_and_its_gradients(
     # From the cache and from a file: nothing is compiled a second time, not even by this process.
     monkeypatch.setattr(compiling, "_Child", None)
     plan.save(tmp_path / "saved.plan.json")
-    again = stowplan.fit(model, (x,), budget=WITH_KERNELS, kernels="compiled")
+    again = stowplan.fit(model, (x,), budget=WITH_KERNELS, execution=Execution(kernels="compiled"))
     saved = plan_file.read((tmp_path / "saved.plan.json").read_text())
     for other in (again, stowplan.fit(model, (x,), budget=WITH_KERNELS, plan=saved)):
         assert stowplan.plans_of(other)[0].steps == plan.steps
@@ -106,7 +106,7 @@ def test_kernels_that_are_not_compiled_leave_the_step_eager(
     monkeypatch.setattr(Kernel, "compile", lambda _: 1 / 0)
     model, x = Activated(), torch.randn(128, 64)
     with caplog.at_level(logging.INFO, "stowplan"):
-        fitted = stowplan.fit(model, (x,), budget=BUDGET, kernels="compiled")
+        fitted = stowplan.fit(model, (x,), budget=BUDGET, execution=Execution(kernels="compiled"))
     assert any("ZeroDivisionError" in record.getMessage() for record in caplog.records)
     (plan,) = stowplan.plans_of(fitted)
     assert plan.exactness is Exactness.BITWISE
@@ -119,7 +119,9 @@ def test_a_slower_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "compile_all", lambda _: [])
     monkeypatch.setattr(Kernel, "compile", lambda self: self.by_ops)
     monkeypatch.setattr(candidates, "_WORTH", 0.0)
-    fitted = stowplan.fit(Activated(), (torch.randn(128, 64),), budget=BUDGET, kernels="compiled")
+    fitted = stowplan.fit(
+        Activated(), (torch.randn(128, 64),), budget=BUDGET, execution=Execution(kernels="compiled")
+    )
     assert not any(op.type == FUSED for op in stowplan.plans_of(fitted)[0].graph.ops)
 
 
@@ -131,7 +133,9 @@ def test_kernels_for_which_there_is_no_time_stay_eager(
     monkeypatch.setattr(compiling, "MOST_SECONDS", 0.0)
     monkeypatch.setattr(Kernel, "compile", None)
     with caplog.at_level(logging.WARNING, "stowplan"):
-        fitted = stowplan.fit(Activated(), (torch.randn(1024, 64),), budget=BUDGET, kernels="compiled")
+        fitted = stowplan.fit(
+            Activated(), (torch.randn(1024, 64),), budget=BUDGET, execution=Execution(kernels="compiled")
+        )
     assert any("time for compiling is over" in record.getMessage() for record in caplog.records)
     assert not stowplan.plans_of(fitted)[0].kernels
 
@@ -146,12 +150,16 @@ def test_children_get_kernels_as_they_are() -> None:
 def test_without_a_compiler_the_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "cpp_compiler", lambda: "")
     with pytest.raises(BadUse, match=r"C\+\+ compiler"):
-        stowplan.fit(Activated(), (torch.randn(16, 64),), budget=BUDGET, kernels="compiled")
+        stowplan.fit(
+            Activated(), (torch.randn(16, 64),), budget=BUDGET, execution=Execution(kernels="compiled")
+        )
 
 
 def test_unknown_kernels_are_refused() -> None:
     with pytest.raises(BadUse, match="eager, compiled"):
-        stowplan.fit(Activated(), (torch.randn(16, 64),), budget=BUDGET, kernels="fast")
+        stowplan.fit(
+            Activated(), (torch.randn(16, 64),), budget=BUDGET, execution=Execution(kernels=cast(Any, "fast"))
+        )
 
 
 @pytest.fixture
@@ -169,7 +177,7 @@ def test_the_optimizer_updates_in_a_step_with_groups() -> None:
     model, x = Activated(), torch.randn(320, 64)
     eager = copy.deepcopy(model)
     own, plain = (torch.optim.AdamW(each.parameters()) for each in (model, eager))
-    fitted = stowplan.fit(model, (x,), budget=BUDGET, kernels="compiled", optimizer=own)
+    fitted = stowplan.fit(model, (x,), budget=BUDGET, execution=Execution(kernels="compiled"), optimizer=own)
     assert stowplan.plans_of(fitted)[0].kernels
     for _ in range(2):
         for step, optimizer in ((fitted, own), (eager, plain)):
@@ -183,7 +191,7 @@ def test_the_optimizer_updates_in_a_step_with_groups() -> None:
 def test_the_backend_takes_kernels() -> None:
     model, x = Activated(), torch.randn(256, 64)
     eager = copy.deepcopy(model)
-    options: dict[str, str | int | bool | Callable[..., Any]] = {"budget": BUDGET, "kernels": "compiled"}
+    options: dict[str, Any] = {"budget": BUDGET, "kernels": "compiled"}
     compiled = torch.compile(model, backend="stowplan", options=options)
     compiled(x).backward()
     eager(x).backward()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.capture import Captured, capture
 from stowplan.errors import InvalidGraph
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ops.effects import FUSED
-from stowplan.plan.judge.verify import verify
 from stowplan.plan.kernels import rewrite
 from stowplan.plan.kernels.formation import Group, groups_of
 from stowplan.plan.kernels.fusible import FUSIBLE, POINTWISE, is_view
@@ -24,7 +24,7 @@ from stowplan.run.kernels.adopt import adopt
 from stowplan.run.kernels.candidates import fused_step, groups_in_step, kernels_of
 from stowplan.run.kernels.decompositions import mean_of_rows, nll_loss_backward, sum_of_rows, var_mean_of_rows
 from stowplan.run.kernels.kernel import Kernel
-from stowplan.run.kernels.known import Finding, read_finding, write_finding
+from stowplan.run.kernels.known import KernelVerdict, read_finding, write_finding
 from stowplan.run.planning.planner import planner_for_captured, replay_bytes
 from stowplan.run.step.straight import StraightStep
 from tests.support.models import Chain
@@ -138,9 +138,9 @@ def test_plans_of_the_fused_step_keep_the_bits(name: str) -> None:
     fused = fused_of(captured)
     state = {key: value.clone() for key, value in example.model.state_dict().items()}
     expected = gradients_of(example.model, example)
-    planner = planner_for_captured(fused, PlanOptions(moves=MOVES))
+    planner = planner_for_captured(fused, PlanOptions(search=Search(moves=MOVES)))
     room = planner.minimum_bytes + replay_bytes(fused)
-    plan = verify(planner.plan(room))
+    plan = planner.plan(room)
     example.model.load_state_dict(state)
     found = gradients_of(StraightStep(fused, example.model, steps=plan.steps), example)
     example.model.load_state_dict(state)
@@ -350,8 +350,8 @@ def test_a_norm_alone_is_a_group_and_a_sum_of_gradients_joins_what_it_adds() -> 
 def test_what_is_known_of_a_kernel_comes_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert read_finding("one") is None
-    write_finding("one", Finding("", is_exact=True))
-    assert read_finding("one") == Finding("", is_exact=True)
+    write_finding("one", KernelVerdict("", is_exact=True))
+    assert read_finding("one") == KernelVerdict("", is_exact=True)
     assert read_finding("other") is None
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")  # inductor has compiled nothing there
     assert read_finding("one") is None
@@ -359,7 +359,7 @@ def test_what_is_known_of_a_kernel_comes_back(monkeypatch: pytest.MonkeyPatch, t
 
 def test_a_damaged_finding_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    write_finding("one", Finding("", is_exact=True))
+    write_finding("one", KernelVerdict("", is_exact=True))
     for path in tmp_path.rglob("*.json"):
         path.write_text('{"fault": 3}')
     assert read_finding("one") is None

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from stowplan.plan.plan import RecomputeOp
+from stowplan import Search
 from stowplan.plan.shards.buckets import LEAST_BYTES, buckets_of
 from stowplan.plan.shards.traffic import traffic_of
+from stowplan.plan.steps import RecomputeOp
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.shards.fit import shards_of
 from stowplan.run.shards.workers import Workers
@@ -82,7 +83,7 @@ def plan_tightly() -> Planned:
     plain = copy.deepcopy(model)
     torch.manual_seed(7)
     plain(*args).backward()
-    fitted = fit(model, args, mesh="data=2", budget="2.2MB", moves=20)
+    fitted = fit(model, args, mesh="data=2", budget="2.2MB", search=Search(moves=20))
     sharded, (plan,) = shards_of(fitted), plans_of(fitted)
     shares, _ = sharded.share(*args)
     torch.manual_seed(7)

@@ -2,13 +2,14 @@
 
 import copy
 from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stowplan import choices_of, fit, shards_of
+from stowplan import Mesh, Search, choices_of, fit, shards_of
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.plan.shards.traffic import traffic_of
 from tests.support.timing import timed
@@ -53,7 +54,7 @@ def chosen(batch: int, budget: int | str, size: int = SIZE, **settings: object) 
     model, args = example(batch, size)
     plain = copy.deepcopy(model)
     plain(*args).backward()
-    fitted = fit(model, args, budget=budget, moves=20, allow=("recompute",), **settings)  # type: ignore[arg-type]
+    fitted = fit(model, args, budget=budget, search=Search(moves=20), allow=("recompute",), **settings)  # type: ignore[arg-type]
     shares, _ = shards_of(fitted).share(*args)
     loss = fitted(*shares)
     loss.backward()
@@ -69,16 +70,16 @@ def chosen(batch: int, budget: int | str, size: int = SIZE, **settings: object) 
 
 def look() -> list[Chosen]:
     by_samples = chosen(2, "1GiB", mesh=2)
-    relaid = chosen(1, "1GiB", mesh="space=2", layouts="choose")
+    relaid = chosen(1, "1GiB", mesh=Mesh("space=2", layouts="choose"))
     model, args = example(1, SMALL)
     with pytest.raises(BudgetTooSmall) as refused:
-        fit(model, args, budget=1, moves=20, allow=("recompute",), mesh=2)
+        fit(model, args, budget=1, search=Search(moves=20), allow=("recompute",), mesh=2)
     with pytest.raises(BadUse, match="of a number of workers, that is chosen"):
-        fit(model, args, budget="1GiB", mesh=2, dims={"args.0": (2,)})
+        fit(model, args, budget="1GiB", mesh=Mesh(2, dims={"args.0": (2,)}))
     with pytest.raises(BadUse, match="no layouts 'best'"):
-        fit(model, args, budget="1GiB", mesh="space=2", layouts="best")
+        fit(model, args, budget="1GiB", mesh=Mesh("space=2", layouts=cast(Any, "best")))
     with pytest.raises(BadUse, match="prefer is 'beauty'"):
-        fit(model, args, budget="1GiB", mesh="space=2", prefer="beauty")
+        fit(model, args, budget="1GiB", mesh="space=2", search=Search(prefer=cast(Any, "beauty")))
     return [by_samples, relaid, chosen(1, refused.value.minimum_bytes, SMALL, mesh=2)]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stowplan import fit, shards_of
+from stowplan import Iteration, Search, fit, shards_of
 from stowplan.errors import BadUse
 from stowplan.run.shards.bucket import Earlier
 from tests.support.workers.compared import distance, example_of
@@ -136,7 +136,9 @@ def in_ddp() -> tuple[bool, str]:
     found = list[list[Tensor]]()
     for is_fitted in (False, True):
         model, args = example_of("gpt", batch=2)
-        wrapped = DistributedDataParallel(fit(model, args, budget="1GiB", moves=3) if is_fitted else model)
+        wrapped = DistributedDataParallel(
+            fit(model, args, budget="1GiB", search=Search(moves=3)) if is_fitted else model
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         torch.manual_seed(torch.distributed.get_rank())
         for _ in range(4):
@@ -147,7 +149,7 @@ def in_ddp() -> tuple[bool, str]:
             optimizer.zero_grad()
         found.append([parameter.detach().clone() for parameter in model.parameters()])
     with pytest.raises(BadUse) as refusal:
-        fit(model, args, budget="1GiB", optimizer=optimizer, accumulate=2)
+        fit(model, args, budget="1GiB", optimizer=Iteration(optimizer, accumulate=2))
     return all(map(torch.equal, *found)), str(refusal.value)
 
 

@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from stowplan import Search
 from stowplan.errors import BadUse
 from stowplan.plan.shards.traffic import traffic_of
 from stowplan.run.fit import fit
@@ -71,7 +73,7 @@ def around(wrap: Callable[[nn.Module, DeviceMesh], nn.Module], mesh: DeviceMesh)
     model, args = net(4)
     row = mesh.get_local_rank("data")
     own = tuple(tensor[2 * row : 2 * row + 2] for tensor in args)
-    fitted = fit(model, own, mesh=mesh["space"], budget="1GiB", moves=20)
+    fitted = fit(model, own, mesh=mesh["space"], budget="1GiB", search=Search(moves=20))
     without = outcome_of(fitted, fitted, args, own)
     return without, outcome_of(wrap(fitted, mesh), fitted, args, own)
 
@@ -90,7 +92,7 @@ def refusals(fitted: nn.Module, shares: tuple[Tensor, ...]) -> list[str]:
         lambda: fit(model, args, mesh="space=4", budget="auto"),
         lambda: fit(model, args, mesh="space=4", budget="1GiB", allow=("offload-gradients",)),
         lambda: fit(ddp, args, mesh="space=4", budget="1GiB"),
-        lambda: fit(model, args, dims={"args.0": (2,)}, budget="1GiB"),
+        lambda: fit(model, args, budget="1GiB", **cast(Any, {"dims": {"args.0": (2,)}})),
         lambda: shards_of(model),
         lambda: fitted.eval()(*shares),
     ]
@@ -110,7 +112,7 @@ def look() -> tuple[dict[str, Outcome], list[str]]:
     neither, ddp = around(by_ddp, mesh)
     _, fsdp = around(by_fsdp, mesh)
     model, args = net(4)
-    fitted = fit(model, args, mesh=mesh, budget="1GiB", moves=20)
+    fitted = fit(model, args, mesh=mesh, budget="1GiB", search=Search(moves=20))
     found = {"neither": neither, "DDP": ddp, "FSDP2": fsdp, "ours": outcome_of(fitted, fitted, args, args)}
     return found, refusals(fitted, shards_of(fitted).share(*args)[0])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.plan.shards.parameter_shards import DividedParameters
-from stowplan.run.shards.actions import LayOut, Values
+from stowplan.run.shards.actions import LayOut, LocalValues
 from stowplan.run.shards.gather import Gather
 from stowplan.run.shards.step import ShardedStep, plan_sharded, step_to_shard
 from stowplan.run.shards.workers import Workers
@@ -51,7 +51,7 @@ def not_summed_along_the_model_axis(self: Workers, tensor: Tensor, axes: tuple[i
     return tensor.clone() if axes == (1,) else _add_up(self, tensor, axes)
 
 
-def of_another_part(self: LayOut, values: Values) -> None:
+def of_another_part(self: LayOut, values: LocalValues) -> None:
     _lay_out(self, values)
     values.parts[self.parameter] = values.parts[self.parameter].roll(1, dims=0)
 

@@ -16,14 +16,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stowplan import fit, plans_of, shards_of
+from stowplan import Mesh, Search, fit, plans_of, shards_of
 from stowplan.errors import BadUse, BudgetTooSmall, IllegalPlan, TierFull
 from stowplan.ops.effects import UNDER_WAY
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.offload import idle_intervals
 from stowplan.plan.offload.idle_intervals import idle_intervals_of
-from stowplan.plan.plan import Compute, Plan, RecomputeOp, Store
+from stowplan.plan.plan import Plan
+from stowplan.plan.pricing import Tier
+from stowplan.plan.steps import Compute, RecomputeOp, Step, Store
+from stowplan.request import Parameters
 from stowplan.run.measure.measure import measure
 from stowplan.run.offload import disk
 from stowplan.run.offload.calls import SystemCalls
@@ -41,7 +44,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.distributed]
 
 WIDTH, ROWS, LAYERS = 64, 32768, 2  # a worker has 8 MiB of a hidden tensor
 BELOW = 0.95
-OFFLOAD: dict[str, Any] = {"mesh": "data=2", "allow": ["recompute", "offload"], "moves": 1, "gap": 1.0}
+OFFLOAD: dict[str, Any] = {"allow": ["recompute", "offload"], "search": Search(moves=1, gap=1.0)}
 
 
 class Layers(nn.Module):
@@ -77,14 +80,20 @@ class Offloaded:
     store_under_way: str
 
 
-def look_below(rows: int, parameters: str) -> Offloaded:
+def look_below(rows: int, parameters: Parameters) -> Offloaded:
     model, args = layers(rows)
     plain = copy.deepcopy(model)
     plain(*args).backward()
     with pytest.raises(BudgetTooSmall) as refused:
-        fit(model, args, budget=1, parameters=parameters, **{**OFFLOAD, "allow": ["recompute"]})
+        fit(
+            model,
+            args,
+            budget=1,
+            mesh=Mesh("data=2", parameters=parameters),
+            **{**OFFLOAD, "allow": ["recompute"]},
+        )
     budget = int(BELOW * refused.value.minimum_bytes)
-    fitted = fit(model, args, budget=budget, parameters=parameters, **OFFLOAD)
+    fitted = fit(model, args, budget=budget, mesh=Mesh("data=2", parameters=parameters), **OFFLOAD)
     (plan,), sharded = plans_of(fitted), shards_of(fitted)
     shares, _ = sharded.share(*args)
     expected = _own(model, sharded.parameters, gradients_of(plain))
@@ -154,7 +163,7 @@ def _store_under_way(plan: Plan) -> str:
     at, begun = next((n, ops[step.op]) for n, step in runs if ops[step.op].type in UNDER_WAY)
     stored = Store((begun.outputs[0].tensor,))
     with pytest.raises(IllegalPlan) as refused:
-        verify(replace(plan, steps=(*plan.steps[: at + 1], stored, *plan.steps[at + 1 :])))
+        verify(replace(plan.draft(), steps=(*plan.steps[: at + 1], stored, *plan.steps[at + 1 :])))
     return str(refused.value)
 
 
@@ -168,15 +177,24 @@ class AllMoved:
     under_way: int  # buffers that would have an idle interval if messages did not arrive in them
 
 
-def look_at_all_moved(mesh: str, parameters: str, net: Example) -> AllMoved:
+def _with_steps(plan: Plan, steps: tuple[Step, ...]) -> Plan:
+    pricing = replace(plan.pricing, tier=Tier("host", 2**40, 1e9, 1e9))
+    curve = simulate(plan.graph, steps, pricing).curve_bytes
+    how: Any = {"pricing": pricing, "steps": steps, "projected_curve_bytes": curve}
+    return verify(replace(plan.draft(), **how, allowed_bytes=max(curve)))
+
+
+def look_at_all_moved(mesh: str, parameters: Parameters, net: Example) -> AllMoved:
     model, args = net
-    fitted = fit(model, args, budget="1GiB", allow=(), moves=1, mesh=mesh, parameters=parameters)
+    fitted = fit(
+        model, args, budget="1GiB", allow=(), search=Search(moves=1), mesh=Mesh(mesh, parameters=parameters)
+    )
     shares, _ = shards_of(fitted).share(*args)
     fitting, (plan,), found = fitted.__dict__["_fitting"], plans_of(fitted), list[list[Tensor]]()
     captured = fitting.planned.captured
     moved = everything_moved(captured, gradients=False)
     for steps in (plan.steps, moved):
-        fitting.planned, fitting.bound = replace(fitting.planned, plan=replace(plan, steps=steps)), None
+        fitting.planned, fitting.bound = replace(fitting.planned, plan=_with_steps(plan, steps)), None
         model.zero_grad()
         torch.manual_seed(5)
         differentiate(fitted, shares)
@@ -194,13 +212,19 @@ def refusals() -> list[str]:
     """What workers are told of gradients, and of a full disk of one of them: for a step and for state."""
     model, args = layers(64)
     with pytest.raises(BadUse) as gradients:
-        fit(model, args, budget="1GiB", **{**OFFLOAD, "allow": ["recompute", "offload-gradients"]})
+        fit(
+            model,
+            args,
+            budget="1GiB",
+            mesh="data=2",
+            **{**OFFLOAD, "allow": ["recompute", "offload-gradients"]},
+        )
     model, args = layers(ROWS)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(DiskTier, "reserve", full)
         with pytest.raises((BadUse, TierFull)) as room:
-            fit(model, args, budget="56MiB", parameters="shard", **OFFLOAD)
+            fit(model, args, budget="56MiB", mesh=Mesh("data=2", parameters="shard"), **OFFLOAD)
         with small_chunks(), pytest.raises((BadUse, TierFull)) as state:
             Training(smallest_without(parameters="shard"), **STATE_AWAY)
     return [str(gradients.value), str(room.value), str(state.value)]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stowplan import fit, plans_of
+from stowplan import Search, fit, plans_of
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.run.shards.local import LocalStep
 from stowplan.run.shards.step import ShardedStep
@@ -74,7 +74,7 @@ def beginning_late(workers: Workers, flight: Tensor, *messages: list[tuple[int, 
 def planned() -> tuple[list[int], bool]:
     """How many gradients of weights the ops of a planned step compute while each exchange is under way."""
     model, args = example_of("unet")
-    fitted = fit(model, args, budget="1GiB", mesh="space=2", moves=20)
+    fitted = fit(model, args, budget="1GiB", mesh="space=2", search=Search(moves=20))
     (plan,) = plans_of(fitted)
     types = [op.type for op in plan.graph.ops]
     starts = [number for number, kind in enumerate(types) if kind == BEGIN]

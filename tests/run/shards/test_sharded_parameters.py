@@ -21,9 +21,10 @@ from stowplan.capture import capture
 from stowplan.errors import BadUse
 from stowplan.plan.shards import early_gathers
 from stowplan.plan.shards.parameter_shards import DividedParameters
-from stowplan.run.iteration.iteration import Iteration
+from stowplan.run.iteration.iteration import RunningIteration
 from stowplan.run.shards.gather import Gather
 from stowplan.run.shards.workers import Workers
+from tests.support.asking import asked
 from tests.support.workers.compared import example_of
 from tests.support.workers.processes import on_workers
 from tests.support.workers.sharded import Trained, Training
@@ -96,7 +97,7 @@ def of_this_worker_alone(own: Tensor) -> Tensor:
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "a stale gather": (Gather, "end", ended_in_the_first_iteration),
     "a shard that is not summed": (Gather, "backward", not_summed),
-    "a norm of one worker alone": (Iteration, "norm_over_workers", of_this_worker_alone),
+    "a norm of one worker alone": (RunningIteration, "norm_over_workers", of_this_worker_alone),
 }
 
 
@@ -147,7 +148,7 @@ def _faults(training: Training) -> Iterator[tuple[str, float]]:
     for name, (owner, method, fault) in FAULTS.items():
         _first_seen.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(training.iteration if owner is Iteration else owner, method, fault)
+            patch.setattr(training.iteration if owner is RunningIteration else owner, method, fault)
             yield name, training.run(2).far
 
 
@@ -163,13 +164,13 @@ def _refusals(sharded: Training) -> Iterator[tuple[str, str]]:
     shapes = [parameter.shape for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters())
     settings: dict[str, dict[str, Any]] = {
-        "an optimizer without a mesh": {"parameters": "replicate", "optimizer": optimizer, "accumulate": 4},
-        "a number of workers": {"mesh": 2},
+        "an optimizer without a mesh": {"optimizer": optimizer, "accumulate": 4},
+        "a number of workers": {"mesh": 2, "parameters": "shard"},
         "no such choice": {"mesh": "data=2", "parameters": "halve"},
     }
     for name, given in settings.items():
         with pytest.raises(BadUse) as refusal:
-            fit(model, args, budget="1GiB", **{"parameters": "shard", **given})
+            fit(model, args, budget="1GiB", **asked(given))
         assert [parameter.shape for parameter in model.parameters()] == shapes
         yield name, str(refusal.value)
     with pytest.raises(BadUse) as refusal:
@@ -271,4 +272,4 @@ def test_what_is_not_offered_is_refused(two: list[Findings], what: str, why: str
 
 def test_parameters_are_divided_only_on_a_mesh() -> None:
     with pytest.raises(BadUse, match="give mesh= too"):
-        fit(nn.Linear(2, 2), (torch.ones(2, 2),), budget="1MiB", parameters="shard")
+        fit(nn.Linear(2, 2), (torch.ones(2, 2),), budget="1MiB", **asked({"parameters": "shard"}))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stowplan import fit, shards_of
+from stowplan import Search, fit, shards_of
 from stowplan.plan.shards.propagation import Chosen
 from stowplan.run.shards.exchange import Exchange
 from stowplan.run.shards.norm import Norm
@@ -152,7 +152,7 @@ def fitted_distance(cell: Cell) -> float:
     plain = copy.deepcopy(model)
     torch.manual_seed(7)
     plain(*args).backward()
-    fitted = fit(model, args, mesh=cell.mesh, budget="1GiB", moves=50)
+    fitted = fit(model, args, mesh=cell.mesh, budget="1GiB", search=Search(moves=50))
     torch.manual_seed(7)
     shares, _ = shards_of(fitted).share(*args)
     loss = fitted(*shares)

@@ -11,14 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stowplan import fit, plans_of, shards_of
+from stowplan import Mesh, Search, fit, plans_of, shards_of
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, NotTileable
 from stowplan.plan.tiles.barriers import is_barrier
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import stages_of
 from stowplan.plan.tiles.segment import segment_of
 from stowplan.run.measure.measure import measure
-from stowplan.run.planning.planner import PlannedStep
+from stowplan.run.planning.planner import DraftedStep
 from stowplan.run.shards.gather import Gather
 from stowplan.run.shards.shard_planner import subject_with_placeholders
 from stowplan.run.shards.step import ShardedStep
@@ -114,7 +114,7 @@ def look_at_sharded_parameters(batch: int) -> OfShards:
     plain = copy.deepcopy(model)
     torch.manual_seed(5)
     plain(*args).backward()
-    how: dict[str, Any] = {"mesh": "data=2", "parameters": "shard", "moves": 50}
+    how: dict[str, Any] = {"mesh": Mesh("data=2", parameters="shard"), "search": Search(moves=50)}
     with pytest.raises(BudgetTooSmall) as refused:
         fit(model, args, budget=1, allow=["recompute"], **how)
     budget = int(BELOW * refused.value.minimum_bytes)
@@ -171,11 +171,19 @@ def refusal_of_one(mesh: str) -> tuple[int, str]:
     model, args = example()
     is_last = dist.get_rank() == dist.get_world_size() - 1
     with pytest.raises(BudgetTooSmall) as refused:
-        fit(model, args, budget=10_000 if is_last else "1GiB", reserve=100, mesh=mesh, allow=(), moves=1)
+        fit(
+            model,
+            args,
+            budget=10_000 if is_last else "1GiB",
+            reserve=100,
+            mesh=mesh,
+            allow=(),
+            search=Search(moves=1),
+        )
     return refused.value.minimum_bytes, str(refused.value)
 
 
-def failing(*_: object, **__: object) -> PlannedStep:
+def failing(*_: object, **__: object) -> DraftedStep:
     raise CaptureError("the first worker fails in its own way")
 
 
@@ -184,9 +192,9 @@ def fault_of_one(mesh: str) -> str:
     model, args = example()
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr("stowplan.run.shards.shard_planner.plan_step", failing)
+            patch.setattr("stowplan.run.shards.shard_planner.draft_step", failing)
         with pytest.raises((BadUse, CaptureError)) as fault:
-            fit(model, args, budget="1GiB", mesh=mesh, allow=(), moves=1)
+            fit(model, args, budget="1GiB", mesh=mesh, allow=(), search=Search(moves=1))
     return str(fault.value)
 
 

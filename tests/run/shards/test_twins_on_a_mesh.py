@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.capture.program import living_handles
 from stowplan.run.fit import fit
 from stowplan.run.shards.fit import shards_of
@@ -39,7 +40,7 @@ def look() -> tuple[list[float], list[int]]:
     models = [Net().to(dtype) for dtype in DTYPES]
     expected = [gradients(Net().to(dtype), x) for dtype, x in zip(DTYPES, images, strict=True)]
     fitted = [
-        fit(model, (x,), budget="1GiB", mesh="space=2", allow=(), moves=1)
+        fit(model, (x,), budget="1GiB", mesh="space=2", allow=(), search=Search(moves=1))
         for model, x in zip(models, images, strict=True)
     ]
     far = []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.plan.shards.traffic import traffic_of
-from stowplan.run.shards.actions import Lookup, Values
+from stowplan.run.shards.actions import LocalValues, Lookup
 from stowplan.run.shards.step import ShardedStep
 from stowplan.run.shards.workers import Workers
 from tests.support.nets.heads import HEADS, heads
@@ -45,7 +45,7 @@ def a_rank_s_own_sum(self: Workers, tensor: Tensor, axes: tuple[int, ...]) -> Te
     return tensor.clone() if tensor.dim() == 2 and tensor.shape[1] == 1 else _add_up(self, tensor, axes)
 
 
-def rows_of_others_counted(self: Lookup, values: Values) -> None:
+def rows_of_others_counted(self: Lookup, values: LocalValues) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "masked_fill", lambda given, *_: given)
         _run(self, values)

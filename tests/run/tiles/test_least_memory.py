@@ -4,8 +4,8 @@ import pytest
 
 from stowplan.capture import capture
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Machine
 from stowplan.plan.prices import price_by_roofline
+from stowplan.plan.pricing import Machine
 from stowplan.plan.select import Baseline, Refusals
 from stowplan.run.planning.planner import Subject
 from stowplan.run.tiles.candidates import TiledCandidate, tiled_candidates

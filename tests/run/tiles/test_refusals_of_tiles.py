@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.errors import BudgetTooSmall
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
@@ -75,7 +76,7 @@ def too_little(model: nn.Module, x: Tensor) -> int:
 
 def refusal_of(model: nn.Module, x: Tensor, allow: tuple[str, ...] = ("recompute", "tile")) -> BudgetTooSmall:
     with pytest.raises(BudgetTooSmall) as refusal:
-        fit(model, (x,), budget=too_little(model, x), allow=allow, moves=50)
+        fit(model, (x,), budget=too_little(model, x), allow=allow, search=Search(moves=50))
     return refusal.value
 
 
@@ -90,7 +91,7 @@ def test_a_step_runs_at_the_smallest_budget_that_tiles_are_said_to_have(
     if layout == "transposed":
         x = torch.randn(2, 12, 6, 12).transpose(1, 2)
     model = Net(between)
-    fitted = fit(model, (x,), budget=refusal_of(model, x).minimum_bytes, allow=TILES, moves=50)
+    fitted = fit(model, (x,), budget=refusal_of(model, x).minimum_bytes, allow=TILES, search=Search(moves=50))
     torch.testing.assert_close(step(fitted, x), step(model, x), rtol=1e-4, atol=1e-4)
 
 
@@ -113,7 +114,7 @@ def test_a_mask_in_another_layout_is_planned_with_tiles_allowed(seed: int) -> No
     budget = refusal_of(model, x, ("recompute",)).minimum_bytes - 1
     least = refusal_of(model, x).minimum_bytes
     assert least <= budget + 1
-    fitted = fit(model, (x,), budget=least, allow=TILES, moves=50)
+    fitted = fit(model, (x,), budget=least, allow=TILES, search=Search(moves=50))
     torch.testing.assert_close(step(fitted, x), step(model, x))
 
 
@@ -146,7 +147,7 @@ def test_a_norm_whose_output_nobody_reads_is_not_tiled() -> None:
     plain.load_state_dict(model.state_dict())
     refusal = refusal_of(model, x, ("tile",))
     assert any("nobody reads" in line for line in refusal.untiled)
-    fitted = fit(model, (x,), budget=refusal.minimum_bytes, allow=("tile",), moves=50)
+    fitted = fit(model, (x,), budget=refusal.minimum_bytes, allow=("tile",), search=Search(moves=50))
     torch.testing.assert_close(step(fitted, x), step(plain, x), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.norm.running_var, plain.norm.running_var)
 
@@ -176,7 +177,7 @@ def test_a_step_that_reads_what_it_updated_is_planned_without_tiles(name: str) -
     plain.load_state_dict(model.state_dict())
     refusal = refusal_of(model, x)
     assert any(f"{name}.updated, which the step overwrites" in line for line in refusal.untiled)
-    fitted = fit(model, (x,), budget=refusal.minimum_bytes, allow=TILES, moves=50)
+    fitted = fit(model, (x,), budget=refusal.minimum_bytes, allow=TILES, search=Search(moves=50))
     same = x.clone()
     torch.testing.assert_close(step(fitted, x), step(plain, same), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close((x, model.mean), (same, plain.mean))
@@ -190,7 +191,7 @@ def test_a_stretch_with_a_tensor_of_no_elements_is_not_tiled() -> None:
     model, x = Net(with_nothing), torch.randn(SHAPE)
     refusal = refusal_of(model, x)
     assert any("has no elements to cut" in line for line in refusal.untiled)
-    fitted = fit(model, (x,), budget=refusal.minimum_bytes, allow=TILES, moves=50)
+    fitted = fit(model, (x,), budget=refusal.minimum_bytes, allow=TILES, search=Search(moves=50))
     torch.testing.assert_close(step(fitted, x), step(model, x), rtol=1e-4, atol=1e-4)
 
 
@@ -234,7 +235,7 @@ def test_a_step_with_a_gradient_of_its_own_is_planned_without_tiles() -> None:
     x, model = torch.randn(SHAPE), Net(lambda a, _: Halved.apply(a))  # type: ignore[no-untyped-call]
     refusal = refusal_of(model, x)
     assert any("the whole step" in line and "in its own way" in line for line in refusal.untiled)
-    fitted = fit(model, (x,), budget=refusal.minimum_bytes, allow=TILES, moves=50)
+    fitted = fit(model, (x,), budget=refusal.minimum_bytes, allow=TILES, search=Search(moves=50))
     assert not plans_of(fitted)[0].tile_maps
     torch.testing.assert_close(step(fitted, x), step(model, x))
 
@@ -257,7 +258,7 @@ class Pooled(nn.Module):
 def test_a_tile_leaves_nothing_behind_for_the_next() -> None:
     model, x = Pooled(), torch.randn(1, 6, 8, 8, dtype=torch.float64)
     budget = refusal_of(model, x, ("tile",)).minimum_bytes
-    fitted = fit(model, (x,), budget=budget, allow=("tile",), moves=50)
+    fitted = fit(model, (x,), budget=budget, allow=("tile",), search=Search(moves=50))
     assert plans_of(fitted)[0].tile_maps
     measured = measure(lambda: fitted(x).backward(), before=[*model.parameters(), x])
     assert measured.measured_peak_bytes <= budget
@@ -278,9 +279,9 @@ def test_the_tile_that_reads_most_keeps_to_the_budget() -> None:
     model, z = Grouped().double(), torch.randn(2, 8, 8, 8, dtype=torch.float64)
     x = torch.randn_like(z).contiguous(memory_format=torch.channels_last).requires_grad_()
     with pytest.raises(BudgetTooSmall) as refusal:
-        fit(model, (x, z), budget=1, allow=("tile",), moves=50)
+        fit(model, (x, z), budget=1, allow=("tile",), search=Search(moves=50))
     budget = refusal.value.minimum_bytes
-    fitted = fit(model, (x, z), budget=budget, allow=("tile",), moves=50)
+    fitted = fit(model, (x, z), budget=budget, allow=("tile",), search=Search(moves=50))
     assert plans_of(fitted)[0].tile_maps
     measured = measure(lambda: fitted(x, z).backward(), before=[*model.parameters(), x, z])
     assert measured.measured_peak_bytes <= budget

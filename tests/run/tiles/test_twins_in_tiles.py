@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stowplan import Search
 from stowplan.capture import capture
 from stowplan.capture.program import handle_of, living_handles
 from stowplan.errors import BadUse, BudgetTooSmall
@@ -44,12 +45,12 @@ def image(dtype: torch.dtype = torch.float32) -> Tensor:
 
 def least_bytes(model: nn.Module, x: Tensor) -> int:
     with pytest.raises(BudgetTooSmall) as refusal:
-        fit(model, (x,), budget=1, allow=TILES, moves=50)
+        fit(model, (x,), budget=1, allow=TILES, search=Search(moves=50))
     return refusal.value.minimum_bytes
 
 
 def in_tiles(model: nn.Module, x: Tensor) -> nn.Module:
-    fitted = fit(model, (x,), budget=int(least_bytes(model, x) * 1.05), allow=TILES, moves=50)
+    fitted = fit(model, (x,), budget=int(least_bytes(model, x) * 1.05), allow=TILES, search=Search(moves=50))
     assert plans_of(fitted)[0].tile_maps, "the budget was to be one that asks for tiles"
     return fitted
 
@@ -104,7 +105,7 @@ def test_sweeps_go_with_the_step_they_belong_to() -> None:
     budget = int(least_bytes(model, x) * 1.05)
     counts = []
     for _ in range(3):
-        fitted = fit(model, (x,), budget=budget, allow=TILES, moves=50)
+        fitted = fit(model, (x,), budget=budget, allow=TILES, search=Search(moves=50))
         step(fitted, x)
         gc.collect()
         counts.append(living_handles())

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from stowplan import fit, plans_of, shards_of
+from stowplan import Search, fit, plans_of, shards_of
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.shards.traffic import traffic_of
 from stowplan.run.measure.measure import measure
@@ -54,7 +54,7 @@ class Part:
     def run(self, budget: int | str) -> tuple[nn.Module, int, list[Tensor]]:
         """The step within a budget, the peak that was measured, and gradients."""
         torch.manual_seed(5)
-        step = fit(self._model, self._args, budget=budget, mesh=self._mesh, moves=MOVES)
+        step = fit(self._model, self._args, budget=budget, mesh=self._mesh, search=Search(moves=MOVES))
         shares, _ = shards_of(step).share(*self._args)
         self._model.zero_grad()
         torch.manual_seed(5)
@@ -65,7 +65,7 @@ class Part:
     def smallest(self, allow: Sequence[str]) -> int:
         """The smallest budget that is not refused on any worker."""
         try:
-            fit(self._model, self._args, budget=1, mesh=self._mesh, moves=MOVES, allow=allow)
+            fit(self._model, self._args, budget=1, mesh=self._mesh, search=Search(moves=MOVES), allow=allow)
         except BudgetTooSmall as refused:
             return refused.minimum_bytes
         raise AssertionError("one byte is enough")

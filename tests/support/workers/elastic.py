@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stowplan import fit, shards_of
+from stowplan import Iteration, Mesh, Search, fit, shards_of
 from stowplan.errors import WorkerLost
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.run.shards.checkpoints import Checkpoints
@@ -80,8 +80,14 @@ def losses_in(attempt: Attempt, folder: Path) -> dict[int, float]:
 
 def _continue(folder: Path, attempt: Attempt) -> dict[int, float]:
     model, optimizer = model_and_optimizer()
-    how = {"mesh": attempt.mesh, "parameters": "shard", "optimizer": optimizer, "clip_norm": CLIP}
-    fitted = fit(model, batch_of(1), budget="1GiB", moves=20, **how)  # type: ignore[arg-type]
+    fitted = fit(
+        model,
+        batch_of(1),
+        budget="1GiB",
+        mesh=Mesh(attempt.mesh, parameters="shard"),
+        optimizer=Iteration(optimizer, clip_norm=CLIP),
+        search=Search(moves=20),
+    )
     shards = shards_of(fitted)
     checkpoints = Checkpoints(folder, shards.workers, fitted, optimizer)
     losses: dict[int, float] = {}

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from stowplan import fit, shards_of
 from stowplan.ops.effects import BEGIN_GATHER, BEGIN_IN_ORDER, END_GATHER
-from stowplan.plan.plan import Compute, Plan, RecomputeOp, Step
-from stowplan.run.iteration.iteration import Iteration
+from stowplan.plan.plan import Plan
+from stowplan.plan.steps import Compute, RecomputeOp, Step
+from stowplan.run.iteration.iteration import RunningIteration
 from stowplan.run.measure.measure import measure
 from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.shards.checkpoints import Checkpoints
+from tests.support.asking import asked
 from tests.support.workers.compared import distance, example_of
 
 CLIP = 0.5
@@ -74,12 +76,14 @@ class Training:
         self._clips: bool = options.get("clip_norm", CLIP) is not None
         mesh = mesh or f"data={dist.get_world_size()}"
         how: dict[str, Any] = {"mesh": mesh, "parameters": "shard", "moves": 100, "optimizer": self.optimizer}
-        self.fitted = fit(self.model, self.args, budget=budget, **{**how, "clip_norm": CLIP, **options})
+        self.fitted = fit(
+            self.model, self.args, budget=budget, **asked({**how, "clip_norm": CLIP, **options})
+        )
 
     @property
-    def iteration(self) -> Iteration:
+    def iteration(self) -> RunningIteration:
         """Of the fitted module."""
-        found: Iteration = self.fitted.__dict__["_fitting"].iteration
+        found: RunningIteration = self.fitted.__dict__["_fitting"].iteration
         return found
 
     def checkpoints(self, folder: Path) -> Checkpoints:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stowplan import fit, shards_of
+from stowplan import Iteration, Mesh, Search, fit, shards_of
 from stowplan.errors import WorkerLost
 from stowplan.plan.shards.mesh import parse_mesh
 from stowplan.run.shards import checkpoints, workers
@@ -142,11 +142,9 @@ class ShardedTraining(Training):
             self.model,
             batch_of(1),
             budget="1GiB",
-            moves=20,
-            mesh=f"data={dist.get_world_size()}",
-            parameters="shard",
-            optimizer=self.optimizer,
-            clip_norm=CLIP,
+            search=Search(moves=20),
+            mesh=Mesh(f"data={dist.get_world_size()}", parameters="shard"),
+            optimizer=Iteration(self.optimizer, clip_norm=CLIP),
         )
         shards = shards_of(self.fitted)
         self.shares, _ = shards.share(*batch_of(1))

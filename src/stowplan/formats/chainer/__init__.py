@@ -21,7 +21,7 @@ from dataclasses import fields
 from stowplan.errors import BadInput, BadUse
 from stowplan.formats.chainer.build import SavedView, forward_ops, pairs_of, step_graph, values_of
 from stowplan.formats.chainer.infer import infer_shapes
-from stowplan.formats.chainer.records import BACKWARD, Listing, Record, Tag, format_slices, parse
+from stowplan.formats.chainer.records import BACKWARD, ChainerRecord, Listing, Tag, format_slices, parse
 from stowplan.formats.checked import checked
 from stowplan.ir import Attributes, Document, Graph, Kind, Note, NoteKind, Op, Phase, Role, Tensor
 
@@ -78,11 +78,11 @@ def _counts(listing: Listing, graph: Graph) -> dict[str, int]:
     }
 
 
-def _names(record: Record) -> list[str]:
+def _names(record: ChainerRecord) -> list[str]:
     return [name for name, _ in record.inputs]
 
 
-def _gradients(record: Record) -> list[str]:
+def _gradients(record: ChainerRecord) -> list[str]:
     return [name for name, tag in record.inputs if tag is Tag.GRADIENT]
 
 

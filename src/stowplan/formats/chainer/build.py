@@ -17,8 +17,8 @@ from enum import StrEnum
 from stowplan.errors import BadInput
 from stowplan.formats.chainer.records import (
     BACKWARD,
+    ChainerRecord,
     Listing,
-    Record,
     Tag,
     Variable,
     gradient_id,
@@ -37,14 +37,14 @@ class SavedView(StrEnum):
     RETAIN = "retain"
 
 
-def masks_of(forward: Record, view: SavedView) -> tuple[str, ...]:
+def masks_of(forward: ChainerRecord, view: SavedView) -> tuple[str, ...]:
     """The masks a random op makes for its backward, one per output; the listed view has none."""
     if view is SavedView.LISTED or forward.type not in _RANDOM:
         return ()
     return tuple(mask_id(output) for output in forward.outputs)
 
 
-def saved_uses(forward: Record, backward: Record, view: SavedView) -> Iterator[Use]:
+def saved_uses(forward: ChainerRecord, backward: ChainerRecord, view: SavedView) -> Iterator[Use]:
     """The tensors that backward saves, in the order of its record, then those the record omits."""
     listed = [(name, tag) for name, tag in backward.inputs if tag is not Tag.GRADIENT]
     if view is SavedView.LISTED:
@@ -58,7 +58,7 @@ def saved_uses(forward: Record, backward: Record, view: SavedView) -> Iterator[U
     yield from (Use(mask, Role.SAVED) for mask in masks_of(forward, view))
 
 
-def _retained(forward: Record) -> dict[tuple[str, Tag], None]:
+def _retained(forward: ChainerRecord) -> dict[tuple[str, Tag], None]:
     """The values that Chainer kept, in order and without repeats."""
     inputs = [name for name, _ in forward.inputs]
     return dict.fromkeys(
@@ -67,7 +67,7 @@ def _retained(forward: Record) -> dict[tuple[str, Tag], None]:
     )
 
 
-def _chosen(record: Record, attribute: str, names: Sequence[str]) -> list[str]:
+def _chosen(record: ChainerRecord, attribute: str, names: Sequence[str]) -> list[str]:
     indexes = record.attributes.get(attribute)
     if indexes is None:
         return []
@@ -112,13 +112,13 @@ def _name_of(variable: Variable) -> str:
     return "" if variable.name == "_" else variable.name
 
 
-def forward_ops(listing: Listing) -> list[tuple[Op, Record]]:
+def forward_ops(listing: Listing) -> list[tuple[Op, ChainerRecord]]:
     """The forward half in an executable order, before tensors are saved for backward."""
     ranked = sorted(listing.forward, key=lambda record: record.rank)
     return [(_forward_op(record, listing), record) for record in ranked]
 
 
-def _forward_op(record: Record, listing: Listing) -> Op:
+def _forward_op(record: ChainerRecord, listing: Listing) -> Op:
     _check_arity(record)
     names = (listing.variables[name].name for name, _ in record.inputs)
     scope = next((link_of(name) for name in names if name.startswith("/")), "")
@@ -133,7 +133,7 @@ def _forward_op(record: Record, listing: Listing) -> Op:
     )
 
 
-def _check_arity(record: Record) -> None:
+def _check_arity(record: ChainerRecord) -> None:
     least, most = _INPUTS.get(record.type, (0, len(record.inputs)))
     if not record.outputs or not least <= len(record.inputs) <= most:
         raise BadInput(
@@ -144,7 +144,7 @@ def _check_arity(record: Record) -> None:
 
 
 def step_graph(
-    listing: Listing, forward: list[tuple[Op, Record]], values: Mapping[str, Tensor], view: SavedView
+    listing: Listing, forward: list[tuple[Op, ChainerRecord]], values: Mapping[str, Tensor], view: SavedView
 ) -> tuple[Graph, dict[str, str]]:
     """The whole step, and by op id its line in the file."""
     adjoint_of = {record.line: adjoint for record, adjoint in pairs_of(listing)}
@@ -164,14 +164,14 @@ def step_graph(
     return Graph(tensors, tuple(ops), held), where
 
 
-def _with_masks(op: Op, record: Record, view: SavedView) -> Op:
+def _with_masks(op: Op, record: ChainerRecord, view: SavedView) -> Op:
     return replace(op, outputs=op.outputs + tuple(Use(mask) for mask in masks_of(record, view)))
 
 
 def _backward_op(
     op: Op,
-    forward: Record,
-    backward: Record,
+    forward: ChainerRecord,
+    backward: ChainerRecord,
     view: SavedView,
     values: Mapping[str, Tensor],
     made: set[str],
@@ -213,7 +213,7 @@ def _derived(ops: list[Op], values: Mapping[str, Tensor]) -> Iterator[Tensor]:
             )
 
 
-def pairs_of(listing: Listing) -> list[tuple[Record, Record]]:
+def pairs_of(listing: Listing) -> list[tuple[ChainerRecord, ChainerRecord]]:
     """Each forward record with its adjoint: the i-th with the i-th, if the file has a backward half."""
     if not listing.backward:
         return []
@@ -229,7 +229,7 @@ def pairs_of(listing: Listing) -> list[tuple[Record, Record]]:
     return pairs
 
 
-def _check_pair(forward: Record, backward: Record) -> None:
+def _check_pair(forward: ChainerRecord, backward: ChainerRecord) -> None:
     inputs, outputs = {name for name, _ in forward.inputs}, set(forward.outputs)
     sources = {Tag.INPUT: inputs, Tag.OUTPUT: outputs, Tag.GRADIENT: outputs}
     strange = [name for name, tag in backward.inputs if name not in sources[tag]]

@@ -141,7 +141,7 @@ class Variable:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ChainerRecord:
     """One call of a function, or of its backward."""
 
     line: int
@@ -158,8 +158,8 @@ class Listing:
     """The whole file, in its own order; `backward` is empty or as long as `forward`."""
 
     variables: dict[str, Variable]
-    forward: tuple[Record, ...]
-    backward: tuple[Record, ...]
+    forward: tuple[ChainerRecord, ...]
+    backward: tuple[ChainerRecord, ...]
 
 
 def parse(text: str) -> Listing:
@@ -195,7 +195,7 @@ def _variables(lines: Lines, count: int) -> dict[str, Variable]:
     return variables
 
 
-def _record(lines: Lines, variables: dict[str, Variable]) -> Record:
+def _record(lines: Lines, variables: dict[str, Variable]) -> ChainerRecord:
     phase = Phase(lines.match(_PHASE, '"forward" or "backward"')[0])
     line = lines.number
     counts = lines.match(_COUNTS, "the numbers of inputs and outputs")
@@ -210,7 +210,7 @@ def _record(lines: Lines, variables: dict[str, Variable]) -> Record:
     rank = attributes.get("rank")
     if not isinstance(rank, int) or isinstance(rank, bool):
         raise lines.fault(f"the function's rank is {rank!r}, not an integer")
-    return Record(line, phase, inputs, outputs, function, attributes, rank)
+    return ChainerRecord(line, phase, inputs, outputs, function, attributes, rank)
 
 
 def _input(lines: Lines, variables: dict[str, Variable], phase: Phase) -> tuple[str, Tag]:

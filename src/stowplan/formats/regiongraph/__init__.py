@@ -23,7 +23,7 @@ from stowplan.formats.regiongraph.graph import BACKWARD, PORTS, graph_of, region
 from stowplan.formats.regiongraph.names import claim_damaged, exact_names
 from stowplan.formats.regiongraph.page import Label, Remarks, Words, dims_text, rect_text, tokens_of
 from stowplan.geometry import Rect
-from stowplan.ir import Document, Graph, Op, Regions, Shape, Tensor
+from stowplan.ir import Document, Graph, Op, RegionLists, Shape, Tensor
 
 __all__ = ["FORMAT", "read", "recognise", "write"]
 
@@ -105,7 +105,7 @@ def write(document: Document) -> str:
 class _Writer:
     """The blocks of one document."""
 
-    def __init__(self, graph: Graph, regions: Regions) -> None:
+    def __init__(self, graph: Graph, regions: RegionLists) -> None:
         self._graph, self._regions = graph, regions
         self._ops = {op.id: op for op in graph.ops}
         self._written: set[str] = set()

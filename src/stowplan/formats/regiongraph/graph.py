@@ -15,7 +15,7 @@ from stowplan.ir import (
     Kind,
     Op,
     Phase,
-    Regions,
+    RegionLists,
     Role,
     Shape,
     Tensor,
@@ -118,7 +118,7 @@ def _op(sighting: Sighting, edges: Edges, result: Shape | None, ids: Mapping[str
     )
 
 
-def regions_of(found: Mapping[str, Sighting], rects: Mapping[str, Mapping[str, Rect | None]]) -> Regions:
+def regions_of(found: Mapping[str, Sighting], rects: Mapping[str, Mapping[str, Rect | None]]) -> RegionLists:
     """The rects of each tensor that the worker reads and writes, and the rects at the ports of ops."""
     tensors, ops = {}, {}
     for name, sighting in found.items():
@@ -129,4 +129,4 @@ def regions_of(found: Mapping[str, Sighting], rects: Mapping[str, Mapping[str, R
             ops[sighting.id] = {
                 port: rect for port, key in PORTS.items() if (rect := written.get(key)) is not None
             }
-    return Regions(tensors, ops)
+    return RegionLists(tensors, ops)

@@ -13,8 +13,8 @@ import re
 from stowplan.formats.checked import checked
 from stowplan.formats.tensorflow.build import graph_of, is_consistent, unknown_input, unresolved, with_layouts
 from stowplan.formats.tensorflow.forward import is_backward
-from stowplan.formats.tensorflow.rows import Listing, RowKind, copied_by, parse
-from stowplan.formats.tensorflow.wiring import Part, Wiring, wire
+from stowplan.formats.tensorflow.rows import RowKind, RowListing, copied_by, parse
+from stowplan.formats.tensorflow.wiring import ForwardPart, Wiring, wire
 from stowplan.ir import Document, Note, NoteKind
 
 __all__ = ["FORMAT", "read", "recognise"]
@@ -41,7 +41,7 @@ def read(text: str) -> Document:
     return Document(FORMAT, graph, notes=notes, counts=_counts(listing, wiring))
 
 
-def _counts(listing: Listing, wiring: Wiring) -> dict[str, int]:
+def _counts(listing: RowListing, wiring: Wiring) -> dict[str, int]:
     """The rows of each kind, and how many of the rebuilt edges have the shape that the reading row shows."""
     pairs = [
         (edge, wanted)
@@ -57,7 +57,7 @@ def _counts(listing: Listing, wiring: Wiring) -> dict[str, int]:
     }
 
 
-def _edge_notes(listing: Listing, wiring: Wiring) -> list[Note]:
+def _edge_notes(listing: RowListing, wiring: Wiring) -> list[Note]:
     notes = [
         Note(
             NoteKind.INFERRED, "", "producers of all inputs, and the order of the ops, from names and shapes"
@@ -65,7 +65,7 @@ def _edge_notes(listing: Listing, wiring: Wiring) -> list[Note]:
     ]
     for adjoint in wiring.adjoints.values():
         for operand, value in zip(adjoint.rule.operands, adjoint.values, strict=True):
-            if operand.part is Part.GRADIENT and value is not None and not is_backward(value):
+            if operand.part is ForwardPart.GRADIENT and value is not None and not is_backward(value):
                 what = (
                     f"the gradient of {value!r} is read as {value!r} itself, as for a loss of half its square"
                 )
@@ -76,7 +76,7 @@ def _edge_notes(listing: Listing, wiring: Wiring) -> list[Note]:
     return notes
 
 
-def _copy_notes(listing: Listing) -> list[Note]:
+def _copy_notes(listing: RowListing) -> list[Note]:
     """A copy's byte count proves the element type, or contradicts it."""
     notes = []
     for row in listing.of_kind(RowKind.MEMCPY):

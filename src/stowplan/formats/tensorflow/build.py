@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from stowplan.formats.tensorflow.forward import is_backward
-from stowplan.formats.tensorflow.rows import Listing, Row, RowKind, Value, copied_by
-from stowplan.formats.tensorflow.wiring import Edge, Wiring, layouts_of
+from stowplan.formats.tensorflow.rows import RowKind, RowListing, RowValue, TableRow, copied_by
+from stowplan.formats.tensorflow.wiring import RowInput, Wiring, layouts_of
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor, Use
 
 
-def execution_order(listing: Listing, wiring: Wiring) -> list[str]:
+def execution_order(listing: RowListing, wiring: Wiring) -> list[str]:
     """The names of ops, transposes and reads in the order they run."""
     needs = {
         name: [edge.source for edge in edges if edge.source in wiring.edges]
@@ -38,7 +38,7 @@ def _backward_targets(wiring: Wiring, forward: list[str]) -> list[str]:
 
 
 def _emit(
-    listing: Listing, needs: Mapping[str, list[str]], targets: Iterable[str], order: dict[str, None]
+    listing: RowListing, needs: Mapping[str, list[str]], targets: Iterable[str], order: dict[str, None]
 ) -> None:
     """Append each target to `order`, after what it still needs."""
     for target in targets:
@@ -61,7 +61,7 @@ _PHASES = {RowKind.READ: Phase.FORWARD, RowKind.TRANSPOSE: Phase.LAYOUT}
 _CONSTANTS = (RowKind.SHAPE_CONSTANT, RowKind.PERMUTATION_CONSTANT)
 
 
-def graph_of(listing: Listing, wiring: Wiring) -> Graph:
+def graph_of(listing: RowListing, wiring: Wiring) -> Graph:
     """The step, without layouts. Variables and results stay until its end."""
     order = [listing.rows[name] for name in execution_order(listing, wiring)]
     copies = listing.of_kind(RowKind.MEMCPY)
@@ -70,7 +70,7 @@ def graph_of(listing: Listing, wiring: Wiring) -> Graph:
     return Graph(tensors, tuple(ops), frozenset(_held(listing, tensors)))
 
 
-def _op(listing: Listing, wiring: Wiring, row: Row) -> Op:
+def _op(listing: RowListing, wiring: Wiring, row: TableRow) -> Op:
     kind = listing.kinds[row.name]
     adjoint = wiring.adjoints.get(row.name)
     return Op(
@@ -87,12 +87,12 @@ def _op(listing: Listing, wiring: Wiring, row: Row) -> Op:
     )
 
 
-def unknown_input(row: Row, position: int) -> str:
+def unknown_input(row: TableRow, position: int) -> str:
     """The tensor that stands for an input whose producer the table does not reveal."""
     return f"{row.name}:input{position}"
 
 
-def _copy(listing: Listing, row: Row) -> Op:
+def _copy(listing: RowListing, row: TableRow) -> Op:
     if copied_by(row) not in listing.rows or listing.rows[copied_by(row)].output is None:
         raise row.fault(f"{row.name!r} copies {copied_by(row)!r}, which is no value of this table")
     return Op(
@@ -105,7 +105,7 @@ def _copy(listing: Listing, row: Row) -> Op:
     )
 
 
-def _tensors(listing: Listing, wiring: Wiring, copies: list[Row]) -> Iterator[Tensor]:
+def _tensors(listing: RowListing, wiring: Wiring, copies: list[TableRow]) -> Iterator[Tensor]:
     parameters = _parameters(wiring)
     for row in listing.of_kind(RowKind.VARIABLE):
         yield _tensor(row, Kind.PARAMETER if row.name in parameters else Kind.INPUT)
@@ -129,12 +129,12 @@ def _parameters(wiring: Wiring) -> set[str]:
     return {edge.source for name in reads for edge in wiring.edges[name] if edge.source}
 
 
-def _owner(listing: Listing, name: str) -> str:
+def _owner(listing: RowListing, name: str) -> str:
     """The variable of a read; any other value is its own."""
     return name.removesuffix("/read") if listing.kinds[name] is RowKind.READ else name
 
 
-def _meaning(listing: Listing, wiring: Wiring, name: str) -> tuple[Kind, str | None]:
+def _meaning(listing: RowListing, wiring: Wiring, name: str) -> tuple[Kind, str | None]:
     """Whether a row makes an activation or a gradient, and of what. A transpose makes what it turns."""
     value = wiring.transposed.get(name, name)
     if not is_backward(value) or listing.kinds[value] is not RowKind.OP:
@@ -144,7 +144,7 @@ def _meaning(listing: Listing, wiring: Wiring, name: str) -> tuple[Kind, str | N
     return Kind.GRADIENT, target and _owner(listing, target)
 
 
-def _tensor(row: Row, kind: Kind, alias_of: str | None = None, gradient_of: str | None = None) -> Tensor:
+def _tensor(row: TableRow, kind: Kind, alias_of: str | None = None, gradient_of: str | None = None) -> Tensor:
     value = row.output
     if value is None:
         raise row.fault(f"{row.name!r} has no output")
@@ -160,7 +160,7 @@ def _tensor(row: Row, kind: Kind, alias_of: str | None = None, gradient_of: str 
     )
 
 
-def _copied_tensor(listing: Listing, wiring: Wiring, row: Row) -> Tensor:
+def _copied_tensor(listing: RowListing, wiring: Wiring, row: TableRow) -> Tensor:
     """The host tensor that a device-to-host copy makes."""
     source = copied_by(row)
     kind, target = _meaning(listing, wiring, source)
@@ -177,13 +177,13 @@ def _copied_tensor(listing: Listing, wiring: Wiring, row: Row) -> Tensor:
     )
 
 
-def _unknown_tensors(listing: Listing, wiring: Wiring) -> Iterator[Tensor]:
+def _unknown_tensors(listing: RowListing, wiring: Wiring) -> Iterator[Tensor]:
     for row, position, wanted in unresolved(listing, wiring):
         name = unknown_input(row, position)
         yield Tensor(name, Kind.INPUT, wanted.shape, wanted.dtype, wanted.nbytes, device=row.device)
 
 
-def unresolved(listing: Listing, wiring: Wiring) -> Iterator[tuple[Row, int, Value]]:
+def unresolved(listing: RowListing, wiring: Wiring) -> Iterator[tuple[TableRow, int, RowValue]]:
     """The inputs whose producer is unknown."""
     for name, edges in wiring.edges.items():
         for position, edge in enumerate(edges):
@@ -191,12 +191,12 @@ def unresolved(listing: Listing, wiring: Wiring) -> Iterator[tuple[Row, int, Val
                 yield listing.rows[name], position, listing.rows[name].inputs[position]
 
 
-def is_consistent(listing: Listing, edge: Edge, wanted: Value) -> bool:
+def is_consistent(listing: RowListing, edge: RowInput, wanted: RowValue) -> bool:
     """Whether an edge's source has the type and shape that its reader shows."""
     return edge.source is not None and listing.rows[edge.source].output == wanted
 
 
-def _held(listing: Listing, tensors: dict[str, Tensor]) -> Iterator[str]:
+def _held(listing: RowListing, tensors: dict[str, Tensor]) -> Iterator[str]:
     for tensor in tensors.values():
         target = tensors.get(tensor.gradient_of or "")
         if target is not None and target.kind is Kind.PARAMETER:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from stowplan.formats.tensorflow.rows import Listing, Row, RowKind
+from stowplan.formats.tensorflow.rows import RowKind, RowListing, TableRow
 from stowplan.ir import Shape
 
 _FOLDED_SHAPE = re.compile(r"(?:ConstantFolding/)?gradients/(.+)_grad/.+")
@@ -29,7 +29,7 @@ def is_backward(name: str) -> bool:
     return name.startswith("gradients/")
 
 
-def forward_operands(listing: Listing) -> dict[Slot, str]:
+def forward_operands(listing: RowListing) -> dict[Slot, str]:
     """The value each input of a forward op reads: the read of a variable or another forward op."""
     readers = [row for row in listing.of_kind(RowKind.OP) if not is_backward(row.name)]
     candidates = _candidates(listing, readers, [*listing.of_kind(RowKind.READ), *readers])
@@ -39,7 +39,7 @@ def forward_operands(listing: Listing) -> dict[Slot, str]:
     return {slot: min(names) for slot, names in candidates.items() if len(names) == 1}
 
 
-def _candidates(listing: Listing, readers: list[Row], values: list[Row]) -> dict[Slot, set[str]]:
+def _candidates(listing: RowListing, readers: list[TableRow], values: list[TableRow]) -> dict[Slot, set[str]]:
     by_dims, by_scope = _by_dims(values), _by_scope(values)
     by_control = _named_operands(listing, values)
     found = {}
@@ -54,17 +54,17 @@ def _candidates(listing: Listing, readers: list[Row], values: list[Row]) -> dict
     return found
 
 
-def _by_dims(values: list[Row]) -> Mapping[Shape, list[Row]]:
+def _by_dims(values: list[TableRow]) -> Mapping[Shape, list[TableRow]]:
     """The values by their sizes in any order."""
-    found: defaultdict[Shape, list[Row]] = defaultdict(list)
+    found: defaultdict[Shape, list[TableRow]] = defaultdict(list)
     for value in values:
         found[tuple(sorted(value.output.shape)) if value.output else ()].append(value)
     return found
 
 
-def _by_scope(values: list[Row]) -> Mapping[str, list[Row]]:
+def _by_scope(values: list[TableRow]) -> Mapping[str, list[TableRow]]:
     """The values inside each name scope, at any depth."""
-    found: defaultdict[str, list[Row]] = defaultdict(list)
+    found: defaultdict[str, list[TableRow]] = defaultdict(list)
     for value in values:
         scope = value.name.rpartition("/")[0]
         while scope:
@@ -73,7 +73,7 @@ def _by_scope(values: list[Row]) -> Mapping[str, list[Row]]:
     return found
 
 
-def _fits(value: Row, reader: Row, shape: Shape) -> bool:
+def _fits(value: TableRow, reader: TableRow, shape: Shape) -> bool:
     """Whether another row's value has this shape, as it is or in the other layout."""
     if value is reader or value.output is None:
         return False
@@ -88,10 +88,10 @@ def other_layouts(shape: Shape) -> tuple[Shape, ...]:
     return (batch, *rest[1:], rest[0]), (batch, rest[2], *rest[:2])
 
 
-def _named_operands(listing: Listing, values: list[Row]) -> Mapping[str, list[Row]]:
+def _named_operands(listing: RowListing, values: list[TableRow]) -> Mapping[str, list[TableRow]]:
     """By forward op, what the shape constants of its gradients wait for."""
     value_of = {value.name: value for value in values}
-    named: defaultdict[str, list[Row]] = defaultdict(list)
+    named: defaultdict[str, list[TableRow]] = defaultdict(list)
     for row in listing.of_kind(RowKind.SHAPE_CONSTANT):
         match = _FOLDED_SHAPE.fullmatch(row.name)
         if match:

@@ -51,7 +51,7 @@ class RowKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class RowValue:
     """The type and shape of one input or output. Tables write a vector of n as "n x 1"."""
 
     shape: Shape
@@ -63,14 +63,14 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """One line: `inputs` are the data it reads, in order, and `controls` what only has to come before."""
 
     line: int
     name: str
-    inputs: tuple[Value, ...]
+    inputs: tuple[RowValue, ...]
     controls: tuple[str, ...]
-    output: Value | None
+    output: RowValue | None
     copied_bytes: int | None
     device: str
 
@@ -80,14 +80,14 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class RowListing:
     """The whole table: rows by name in the file's order, what each is, and the type of each op."""
 
-    rows: dict[str, Row]
+    rows: dict[str, TableRow]
     kinds: dict[str, RowKind]
     op_types: dict[str, str]
 
-    def of_kind(self, *kinds: RowKind) -> list[Row]:
+    def of_kind(self, *kinds: RowKind) -> list[TableRow]:
         """The rows of these kinds, in the file's order."""
         return [row for name, row in self.rows.items() if self.kinds[name] in kinds]
 
@@ -97,9 +97,9 @@ class Listing:
         return {"rows": len(self.rows), **{kind.value: found[kind] for kind in RowKind}}
 
 
-def parse(text: str) -> Listing:
+def parse(text: str) -> RowListing:
     """Split a table into rows and tell what each row is."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, TableRow] = {}
     total = 0
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -112,10 +112,10 @@ def parse(text: str) -> Listing:
             raise row.fault(f"the values so far take {total} bytes, more than any machine has")
         rows[row.name] = row
     kinds = {name: _kind_of(row, rows) for name, row in rows.items()}
-    return Listing(rows, kinds, _op_types(rows, kinds))
+    return RowListing(rows, kinds, _op_types(rows, kinds))
 
 
-def _row(line: int, text: str) -> Row:
+def _row(line: int, text: str) -> TableRow:
     fields = text.split(", ")
     if len(fields) < 5 or not _NAME.fullmatch(fields[0]):
         raise BadInput("a row is: name, inputs, output, device, number", where=f"line {line}")
@@ -123,7 +123,7 @@ def _row(line: int, text: str) -> Row:
     if not re.fullmatch(r"\S+", device) or not re.fullmatch(r"[0-9]{1,18}", number):
         raise BadInput(f"{device!r}, {number!r} is not a device and a number", where=f"line {line}")
     copy = _COPY.fullmatch(output)
-    return Row(
+    return TableRow(
         line,
         name,
         tuple(_value(line, field) for field in inputs if not _is_no_data(field)),
@@ -139,7 +139,7 @@ def _is_no_data(field: str) -> bool:
     return field.startswith("^") or field in ("(1)", "(no input)")
 
 
-def _value(line: int, field: str) -> Value:
+def _value(line: int, field: str) -> RowValue:
     match = _SHAPE.fullmatch(field)
     if match is None:
         raise BadInput(f"{field[:60]!r} is not a shape like (128x64x56x56)", where=f"line {line}")
@@ -147,10 +147,10 @@ def _value(line: int, field: str) -> Value:
         raise BadInput(f"{match[1]!r} is not an element type", where=f"line {line}")
     sizes = tuple(int(size) for size in match[2].split("x"))
     shape = sizes[:1] if len(sizes) == 2 and sizes[1] == 1 else sizes
-    return Value(shape, DType(match[1] or DType.FLOAT32))
+    return RowValue(shape, DType(match[1] or DType.FLOAT32))
 
 
-def _kind_of(row: Row, rows: dict[str, Row]) -> RowKind:
+def _kind_of(row: TableRow, rows: dict[str, TableRow]) -> RowKind:
     name = row.name
     if name == "_SOURCE":
         return RowKind.SOURCE
@@ -173,19 +173,19 @@ def _kind_of(row: Row, rows: dict[str, Row]) -> RowKind:
     return RowKind.SHAPE_CONSTANT if row.controls else RowKind.VARIABLE
 
 
-def kernel_of(name: str, rows: dict[str, Row]) -> tuple[str, str] | None:
+def kernel_of(name: str, rows: dict[str, TableRow]) -> tuple[str, str] | None:
     """The node and the op type that a kernel's row names: ("conv1", "Relu") of "conv1:Relu"."""
     match = _KERNEL.fullmatch(name)
     return (match[1], match[2]) if match and match[1] in rows else None
 
 
-def copied_by(row: Row) -> str:
+def copied_by(row: TableRow) -> str:
     """The node whose output a copy or returned value is."""
     match = _COPIED.fullmatch(row.name) or _RETURNED.fullmatch(row.name)
     return match[1] if match else ""
 
 
-def _op_types(rows: dict[str, Row], kinds: dict[str, RowKind]) -> dict[str, str]:
+def _op_types(rows: dict[str, TableRow], kinds: dict[str, RowKind]) -> dict[str, str]:
     types = dict(filter(None, (kernel_of(name, rows) for name in rows)))
     for name, kind in kinds.items():
         if kind in (RowKind.OP, RowKind.TRANSPOSE):
@@ -193,7 +193,7 @@ def _op_types(rows: dict[str, Row], kinds: dict[str, RowKind]) -> dict[str, str]
     return types
 
 
-def _check_op(row: Row, op_type: str | None) -> None:
+def _check_op(row: TableRow, op_type: str | None) -> None:
     if op_type is None:
         raise row.fault(f"{row.name!r} has no row {row.name + ':...'!r} to tell which kernel it ran")
     if _INPUTS.get(op_type, len(row.inputs)) != len(row.inputs):

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from stowplan.formats.tensorflow.forward import Slot, forward_operands
-from stowplan.formats.tensorflow.rows import Listing, Row, RowKind
+from stowplan.formats.tensorflow.rows import RowKind, RowListing, TableRow
 from stowplan.ir import Role, Shape
 
 _GRADIENT_OP = re.compile(r"gradients/(.+)_grad/\w+")
 
 
-class Part(Enum):
+class ForwardPart(Enum):
     """The part of its forward op that a gradient op reads."""
 
     INPUT = auto()
@@ -31,34 +31,34 @@ class Part(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class RowOperand:
     """One input of a gradient op; `index` counts the forward op's inputs."""
 
-    part: Part
+    part: ForwardPart
     index: int = 0
 
     @property
     def role(self) -> Role:
         """Values of the forward half were saved for this; the gradient and constants were not."""
-        return Role.SAVED if self.part in (Part.INPUT, Part.OUTPUT) else Role.DATA
+        return Role.SAVED if self.part in (ForwardPart.INPUT, ForwardPart.OUTPUT) else Role.DATA
 
 
 @dataclass(frozen=True, slots=True)
 class GradientRule:
     """The inputs of a gradient op, in order, and the forward input whose gradient it makes."""
 
-    operands: tuple[Operand, ...]
+    operands: tuple[RowOperand, ...]
     makes: int
 
 
-_IMAGE, _FILTER = Operand(Part.INPUT, 0), Operand(Part.INPUT, 1)
-_OUTPUT, _GRADIENT = Operand(Part.OUTPUT), Operand(Part.GRADIENT)
+_IMAGE, _FILTER = RowOperand(ForwardPart.INPUT, 0), RowOperand(ForwardPart.INPUT, 1)
+_OUTPUT, _GRADIENT = RowOperand(ForwardPart.OUTPUT), RowOperand(ForwardPart.GRADIENT)
 
 GRADIENT_RULES: Mapping[str, GradientRule] = {
     "ReluGrad": GradientRule((_GRADIENT, _OUTPUT), makes=0),
     "BiasAddGrad": GradientRule((_GRADIENT,), makes=1),
-    "Conv2DBackpropFilter": GradientRule((_IMAGE, Operand(Part.SIZES, 1), _GRADIENT), makes=1),
-    "Conv2DBackpropInput": GradientRule((Operand(Part.SIZES, 0), _FILTER, _GRADIENT), makes=0),
+    "Conv2DBackpropFilter": GradientRule((_IMAGE, RowOperand(ForwardPart.SIZES, 1), _GRADIENT), makes=1),
+    "Conv2DBackpropInput": GradientRule((RowOperand(ForwardPart.SIZES, 0), _FILTER, _GRADIENT), makes=0),
     "LRNGrad": GradientRule((_GRADIENT, _IMAGE, _OUTPUT), makes=0),
     "MaxPoolGrad": GradientRule((_IMAGE, _OUTPUT, _GRADIENT), makes=0),
 }
@@ -68,7 +68,7 @@ _PASSED_ON = {("BiasAdd", 0)}
 
 
 @dataclass(frozen=True, slots=True)
-class Adjoint:
+class GradientOp:
     """A gradient op: its forward op, its rule, and the value each input reads (None where unknown)."""
 
     name: str
@@ -77,7 +77,7 @@ class Adjoint:
     values: tuple[str | None, ...] = ()
 
 
-def adjoints_of(listing: Listing, forward: Mapping[Slot, str]) -> dict[str, Adjoint]:
+def adjoints_of(listing: RowListing, forward: Mapping[Slot, str]) -> dict[str, GradientOp]:
     """The gradient ops by name."""
     search = _Search(listing, forward, {}, defaultdict(list))
     adjoints = [found for row in listing.of_kind(RowKind.OP) if (found := _adjoint(listing, row.name))]
@@ -88,31 +88,31 @@ def adjoints_of(listing: Listing, forward: Mapping[Slot, str]) -> dict[str, Adjo
     return {adjoint.name: replace(adjoint, values=tuple(search.values_of(adjoint))) for adjoint in adjoints}
 
 
-def _adjoint(listing: Listing, name: str) -> Adjoint | None:
+def _adjoint(listing: RowListing, name: str) -> GradientOp | None:
     match = _GRADIENT_OP.fullmatch(name)
     rule = GRADIENT_RULES.get(listing.op_types[name])
     if match is None or rule is None or listing.kinds.get(match[1]) is not RowKind.OP:
         return None
-    return Adjoint(name, match[1], rule)
+    return GradientOp(name, match[1], rule)
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
     """Both halves, indexed: which gradient op belongs to an input, and which inputs read a value."""
 
-    listing: Listing
+    listing: RowListing
     forward: Mapping[Slot, str]
     makers: dict[Slot, str]
     readers: defaultdict[str, list[Slot]]
 
-    def values_of(self, adjoint: Adjoint) -> Iterator[str | None]:
+    def values_of(self, adjoint: GradientOp) -> Iterator[str | None]:
         """The values that a gradient op's inputs read, in order."""
         for position, operand in enumerate(adjoint.rule.operands):
-            if operand.part is Part.INPUT:
+            if operand.part is ForwardPart.INPUT:
                 yield self.forward.get((adjoint.forward, operand.index))
-            elif operand.part is Part.OUTPUT:
+            elif operand.part is ForwardPart.OUTPUT:
                 yield adjoint.forward
-            elif operand.part is Part.GRADIENT:
+            elif operand.part is ForwardPart.GRADIENT:
                 yield self.gradient_at(adjoint.forward)
             else:
                 yield self.sizes_constant(adjoint, position, operand.index)
@@ -135,7 +135,7 @@ class _Search:
             value = reader
         return None
 
-    def sizes_constant(self, adjoint: Adjoint, position: int, index: int) -> str | None:
+    def sizes_constant(self, adjoint: GradientOp, position: int, index: int) -> str | None:
         """The shape of a forward input, folded to a constant or rewritten for this input of the op."""
         names = (
             f"{adjoint.name}-{position}-LayoutOptimizer",
@@ -149,7 +149,7 @@ _OF_INPUT = re.compile(r"(.+)-([0-9]{1,9})-Transpose(\w+)To(\w+)-LayoutOptimizer
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class RowInput:
     """One input: the row it reads, or None where unknown, and its role."""
 
     source: str | None
@@ -160,13 +160,13 @@ class Edge:
 class Wiring:
     """The edges into every row, the gradient ops, and the logical value that each transpose carries."""
 
-    edges: dict[str, tuple[Edge, ...]]
-    adjoints: Mapping[str, Adjoint]
+    edges: dict[str, tuple[RowInput, ...]]
+    adjoints: Mapping[str, GradientOp]
     forward: Mapping[Slot, str]
     transposed: Mapping[str, str]
 
 
-def wire(listing: Listing) -> Wiring:
+def wire(listing: RowListing) -> Wiring:
     """Rebuild every edge."""
     forward = forward_operands(listing)
     adjoints = adjoints_of(listing, forward)
@@ -175,11 +175,11 @@ def wire(listing: Listing) -> Wiring:
     versions: defaultdict[str, list[str]] = defaultdict(list)
     for name, value in transposed.items():
         versions[value].append(name)
-    edges: dict[str, tuple[Edge, ...]] = {}
+    edges: dict[str, tuple[RowInput, ...]] = {}
     for row in listing.of_kind(RowKind.READ):
-        edges[row.name] = (Edge(_variable_of(listing, row)),)
+        edges[row.name] = (RowInput(_variable_of(listing, row)),)
     for row in listing.of_kind(RowKind.TRANSPOSE):
-        edges[row.name] = (Edge(transposed.get(row.name)), Edge(_permutation_of(listing, row)))
+        edges[row.name] = (RowInput(transposed.get(row.name)), RowInput(_permutation_of(listing, row)))
     for row in listing.of_kind(RowKind.OP):
         edges[row.name] = _op_edges(listing, row, values[row.name], versions, adjoints.get(row.name))
     return Wiring(edges, adjoints, forward, transposed)
@@ -192,7 +192,7 @@ def layouts_of(transpose: str) -> tuple[str, str]:
 
 
 def _logical_values(
-    listing: Listing, forward: Mapping[Slot, str], adjoints: Mapping[str, Adjoint]
+    listing: RowListing, forward: Mapping[Slot, str], adjoints: Mapping[str, GradientOp]
 ) -> dict[str, tuple[str | None, ...]]:
     """By op, the value each input reads in whichever layout."""
     return {
@@ -203,7 +203,7 @@ def _logical_values(
     }
 
 
-def _transposed_values(listing: Listing, values: Mapping[str, tuple[str | None, ...]]) -> dict[str, str]:
+def _transposed_values(listing: RowListing, values: Mapping[str, tuple[str | None, ...]]) -> dict[str, str]:
     """By transpose, the value it carries in another layout."""
     found = {}
     for row in listing.of_kind(RowKind.TRANSPOSE):
@@ -218,34 +218,34 @@ def _transposed_values(listing: Listing, values: Mapping[str, tuple[str | None, 
     return found
 
 
-def _variable_of(listing: Listing, row: Row) -> str:
+def _variable_of(listing: RowListing, row: TableRow) -> str:
     name = row.name.removesuffix("/read")
     if listing.kinds.get(name) is not RowKind.VARIABLE or len(row.inputs) != 1:
         raise row.fault(f"{row.name!r} reads no variable of this table")
     return name
 
 
-def _permutation_of(listing: Listing, row: Row) -> str | None:
+def _permutation_of(listing: RowListing, row: TableRow) -> str | None:
     source, target = layouts_of(row.name)
     name = f"PermConst{source}To{target}-LayoutOptimizer"
     return name if name in listing.rows else None
 
 
 def _op_edges(
-    listing: Listing,
-    row: Row,
+    listing: RowListing,
+    row: TableRow,
     values: tuple[str | None, ...],
     versions: Mapping[str, list[str]],
-    adjoint: Adjoint | None,
-) -> tuple[Edge, ...]:
+    adjoint: GradientOp | None,
+) -> tuple[RowInput, ...]:
     roles = [operand.role for operand in adjoint.rule.operands] if adjoint else [Role.DATA] * len(values)
     return tuple(
-        Edge(value and _version(listing, value, versions.get(value, []), wanted.shape), role)
+        RowInput(value and _version(listing, value, versions.get(value, []), wanted.shape), role)
         for value, wanted, role in zip(values, row.inputs, roles, strict=True)
     )
 
 
-def _version(listing: Listing, value: str, transposes: list[str], shape: Shape) -> str:
+def _version(listing: RowListing, value: str, transposes: list[str], shape: Shape) -> str:
     """The row that holds a value in this shape; its own row if none does."""
     for name in (value, *transposes):
         output = listing.rows[name].output

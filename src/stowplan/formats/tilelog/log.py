@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from stowplan.errors import BadInput, StowplanError
 from stowplan.formats.tilelog.network import Layer, network_graph
-from stowplan.formats.tilelog.records import RECORD_LINES, BoxRecord, Line, is_record, parse_record
+from stowplan.formats.tilelog.records import RECORD_LINES, BoxRecord, LogLine, is_record, parse_record
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Shape
 from stowplan.ops.windows import Window, windows_of
@@ -51,7 +51,7 @@ class Log:
     verdict: tuple[int, int] | None = None
 
 
-def parse_log(lines: Sequence[Line]) -> Log:
+def parse_log(lines: Sequence[LogLine]) -> Log:
     """Go through the lines once; those that print tensors or sizes along the way say nothing new."""
     log = Log()
     at = 0
@@ -63,7 +63,7 @@ def parse_log(lines: Sequence[Line]) -> Log:
     return log
 
 
-def _take(log: Log, lines: Sequence[Line], at: int) -> int:
+def _take(log: Log, lines: Sequence[LogLine], at: int) -> int:
     """File what starts at this line, and say where the next thing starts."""
     text = lines[at].text
     if text.startswith(("f_info {", "b_info {")):
@@ -84,7 +84,7 @@ def _take(log: Log, lines: Sequence[Line], at: int) -> int:
     return at + 1
 
 
-def _table(lines: Sequence[Line], at: int) -> list[BoxRecord]:
+def _table(lines: Sequence[LogLine], at: int) -> list[BoxRecord]:
     records = [parse_record(lines, at)]
     while True:
         at += RECORD_LINES
@@ -95,7 +95,7 @@ def _table(lines: Sequence[Line], at: int) -> list[BoxRecord]:
         records.append(parse_record(lines, at))
 
 
-def _layer(name: str, lines: Sequence[Line], at: int) -> Announcement:
+def _layer(name: str, lines: Sequence[LogLine], at: int) -> Announcement:
     after = _AFTER.fullmatch(lines[at + 1].text) if at + 1 < len(lines) else None
     if after is None:
         raise BadInput(f"op {name}: expected `after TYPE NxCxHxW` on the next line", where=lines[at].where)

@@ -18,7 +18,7 @@ _ENGINE = "[torch/csrc/autograd/engine.cpp] call_function "
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LogLine:
     """A line of the program's stream and the number of the file's line it starts on."""
 
     number: int
@@ -29,9 +29,9 @@ class Line:
         return f"line {self.number}"
 
 
-def separate(text: str) -> tuple[tuple[Line, ...], tuple[str, ...]]:
+def separate(text: str) -> tuple[tuple[LogLine, ...], tuple[str, ...]]:
     """The program's lines, made whole again, and the functions that autograd called."""
-    lines: list[Line] = []
+    lines: list[LogLine] = []
     calls: list[str] = []
     fragments: list[str] = []
     for number, raw in enumerate(text.split("\n"), start=1):
@@ -40,10 +40,10 @@ def separate(text: str) -> tuple[tuple[Line, ...], tuple[str, ...]]:
         if engine:
             calls.append(called)
         else:
-            lines.append(Line(number - len(fragments) + 1, "".join(fragments)))
+            lines.append(LogLine(number - len(fragments) + 1, "".join(fragments)))
             fragments = []
     if "".join(fragments):
-        lines.append(Line(number - len(fragments) + 1, "".join(fragments)))
+        lines.append(LogLine(number - len(fragments) + 1, "".join(fragments)))
     return tuple(lines), tuple(calls)
 
 
@@ -113,12 +113,12 @@ def box_of(rect: Rect) -> Numbers:
     return (left, right - 1, top, bottom - 1)
 
 
-def is_record(line: Line) -> bool:
+def is_record(line: LogLine) -> bool:
     """Whether a record starts on this line."""
     return _HEADER.fullmatch(line.text) is not None
 
 
-def parse_record(lines: Sequence[Line], at: int) -> BoxRecord:
+def parse_record(lines: Sequence[LogLine], at: int) -> BoxRecord:
     """The record that starts at position `at` of the lines."""
     where = lines[at].where
     header = _HEADER.fullmatch(lines[at].text)
@@ -147,7 +147,7 @@ def parse_record(lines: Sequence[Line], at: int) -> BoxRecord:
     )
 
 
-def _numbers(line: Line, name: str) -> Numbers:
+def _numbers(line: LogLine, name: str) -> Numbers:
     match = _LIST.fullmatch(line.text)
     if match is None or match[1] != name:
         raise BadInput(f"expected <{name} ..>", where=line.where)
@@ -157,13 +157,13 @@ def _numbers(line: Line, name: str) -> Numbers:
     return numbers
 
 
-def _flag(line: Line) -> bool:
+def _flag(line: LogLine) -> bool:
     if line.text not in _LOCAL_FIRST:
         raise BadInput("expected local_first True or False", where=line.where)
     return _LOCAL_FIRST[line.text]
 
 
-def _next_id(line: Line) -> int:
+def _next_id(line: LogLine) -> int:
     match = _NEXT.fullmatch(line.text)
     if match is None:
         raise BadInput("expected next_id", where=line.where)

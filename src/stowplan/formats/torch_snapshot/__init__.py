@@ -8,11 +8,11 @@ from stowplan.formats.allocations import AllocationHistory, Work
 from stowplan.formats.checked import checked
 from stowplan.formats.torch_snapshot.plain_pickle import decode
 from stowplan.formats.torch_snapshot.records import (
-    Event,
-    Frame,
     Once,
-    Segment,
     Snapshot,
+    SnapshotEvent,
+    SnapshotFrame,
+    SnapshotSegment,
     Traced,
     frames_in,
     parse,
@@ -93,7 +93,7 @@ def heap_of(snapshot: Snapshot, device: int) -> HeapTrace | None:
     return HeapTrace(events, after, snapshot.settings) if events or after else None
 
 
-def _heap_blocks(segment: Segment) -> Iterator[HeapBlock]:
+def _heap_blocks(segment: SnapshotSegment) -> Iterator[HeapBlock]:
     address = segment.address
     for block in segment.blocks:
         address = address if block.address is None else block.address
@@ -121,7 +121,7 @@ def _left_out(device: int, events: int) -> Note:
 
 
 def _place_what_was_there(
-    history: AllocationHistory, segments: Sequence[Segment], trace: Sequence[Traced]
+    history: AllocationHistory, segments: Sequence[SnapshotSegment], trace: Sequence[Traced]
 ) -> None:
     """The blocks in use at the end that no event of the trace allocated."""
     history.enter(Work("snapshot", Phase.FORWARD))
@@ -154,7 +154,7 @@ def _replay(history: AllocationHistory, trace: Sequence[Traced]) -> None:
             history.give_back(event.addr, event.size)
 
 
-def _free(history: AllocationHistory, event: Event) -> None:
+def _free(history: AllocationHistory, event: SnapshotEvent) -> None:
     assert event.addr is not None
     history.free(event.addr, event.size)
 
@@ -164,7 +164,7 @@ class _Stacks:
     """Call stacks that many events share: each is decoded once."""
 
     _seen: dict[int, tuple[str, Phase, str]] = field(default_factory=dict)
-    _frame_of: Once[Frame] = field(default_factory=lambda: Once(Frame))
+    _frame_of: Once[SnapshotFrame] = field(default_factory=lambda: Once(SnapshotFrame))
 
     def work_of(self, frames: object, seconds: float) -> Work:
         """The work that the innermost calls show."""
@@ -175,7 +175,7 @@ class _Stacks:
         return Work(kind, phase, source=source, interval=Interval(seconds, seconds, seconds))
 
 
-def _described(frames: Sequence[Frame]) -> tuple[str, Phase, str]:
+def _described(frames: Sequence[SnapshotFrame]) -> tuple[str, Phase, str]:
     """The op's type, its phase, and the line of the user's code."""
     python = [frame for frame in frames if frame.filename.endswith(".py")]
     own = next((frame for frame in python if _LIBRARY not in frame.filename), python[0] if python else None)
@@ -183,14 +183,14 @@ def _described(frames: Sequence[Frame]) -> tuple[str, Phase, str]:
     return _type_of(frames, python), _phase_of(frames), source
 
 
-def _type_of(frames: Sequence[Frame], python: Sequence[Frame]) -> str:
+def _type_of(frames: Sequence[SnapshotFrame], python: Sequence[SnapshotFrame]) -> str:
     for frame in frames:
         if call := _ATEN_CALL.match(frame.name):
             return f"aten::{call[1]}"
     return python[0].name if python and python[0].name else "allocate"
 
 
-def _phase_of(frames: Sequence[Frame]) -> Phase:
+def _phase_of(frames: Sequence[SnapshotFrame]) -> Phase:
     names = [frame.name for frame in frames]
     if any(name == "backward" or name.startswith("torch::autograd::Engine") for name in names):
         return Phase.BACKWARD

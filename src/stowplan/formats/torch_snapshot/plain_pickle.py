@@ -1,97 +1,72 @@
 """A pickle that holds nothing but data, decoded: dicts, lists, tuples, strings and numbers.
 
-Opcodes that import, call or build objects are refused, so nothing in the file can run. Everything takes
-memory in proportion to the file: there is no opcode that copies.
+`pickletools` reads the opcodes and runs none. Those that import, call or build objects are refused, so
+nothing in the file can run. Everything takes memory in proportion to the file: there is no opcode that
+copies, and a number by which a value is remembered is a key, where `pickle.Unpickler` makes a table as large.
 """
 
-import struct
 from collections.abc import Callable
-from typing import NoReturn
+from pickletools import genops
+from typing import Any, NoReturn
 
 from stowplan.errors import BadInput
 
-_MOST_LONG_BYTES = 9
-_OUTLAWED = {
-    b"c": "GLOBAL",
-    b"\x93": "STACK_GLOBAL",
-    b"i": "INST",
-    b"o": "OBJ",
-    b"R": "REDUCE",
-    b"b": "BUILD",
-    b"\x81": "NEWOBJ",
-    b"\x92": "NEWOBJ_EX",
-    b"P": "PERSID",
-    b"Q": "BINPERSID",
-    b"\x82": "EXT1",
-    b"\x83": "EXT2",
-    b"\x84": "EXT4",
-}
+_LARGEST_INTEGER = 2**71
+_OUTLAWED = (
+    *("GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "REDUCE", "BUILD", "NEWOBJ", "NEWOBJ_EX"),
+    *("PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4"),
+)
 
 
 def decode(data: bytes) -> object:
     """The value that a pickle holds; BadInput, with the byte, at the first thing that is not data."""
-    return _Machine(data).run()
+    machine = _Machine()
+    try:
+        for opcode, argument, at in genops(data):
+            machine.at = at or 0
+            if opcode.name in _OUTLAWED:
+                machine.refuse(f"opcode {opcode.name} would run code: no memory snapshot holds it")
+            action = _ACTIONS.get(opcode.name)
+            if action is None:
+                machine.refuse(f"opcode {opcode.name} is none of those that spell plain data")
+            action(machine, argument)
+    except (ValueError, Warning) as fault:  # of pickletools: an early end, or bytes that are no opcode
+        raise BadInput(f"is damaged: {fault}", where=f"after byte {machine.at}") from None
+    return machine.result()
 
 
 class _Machine:
     """The stack machine of the format, with the opcodes for data alone."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
+    def __init__(self) -> None:
+        self.at = 0
         self._stack: list[object] = []
         self._marks: list[int] = []
         self._memo: dict[int, object] = {}
 
-    def run(self) -> object:
-        """Up to the opcode STOP, which leaves one value."""
-        while (opcode := self._take(1)) != b".":
-            action = _ACTIONS.get(opcode)
-            if action is None:
-                self._refuse_opcode(opcode)
-            action(self)
+    def result(self) -> object:
+        """The one value that is left at the end."""
         if len(self._stack) != 1 or self._marks:
             self.refuse(f"ends with {len(self._stack)} values, not one")
         return self._stack[0]
 
-    def _refuse_opcode(self, opcode: bytes) -> NoReturn:
-        self._at -= 1
-        if opcode in _OUTLAWED:
-            self.refuse(f"opcode {_OUTLAWED[opcode]} would run code: no memory snapshot holds it")
-        self.refuse(f"opcode {opcode!r} is none of those that spell plain data")
-
     def refuse(self, what: str) -> NoReturn:
         """The fault, where reading is now."""
-        raise BadInput(what, where=f"byte {self._at}")
+        raise BadInput(what, where=f"byte {self.at}")
 
-    def _take(self, count: int) -> bytes:
-        taken = self._data[self._at : self._at + count]
-        if len(taken) < count:
-            self.refuse(f"ends where {count} more bytes should be")
-        self._at += count
-        return taken
+    def integer(self, value: int) -> None:
+        """LONG1: an integer that may have any width, and has at most 72 bits here."""
+        if abs(value) > _LARGEST_INTEGER:
+            self.refuse(f"an integer of {value.bit_length()} bits")
+        self.push(value)
 
-    def number(self, spelling: str) -> int:
-        """An integer in a spelling of `struct`."""
-        (value,) = struct.unpack(spelling, self._take(struct.calcsize(spelling)))
-        return int(value)
-
-    def float(self) -> None:
-        """BINFLOAT."""
-        self.push(struct.unpack(">d", self._take(8))[0])
-
-    def long(self) -> None:
-        """LONG1: an integer of a stated width."""
-        width = self.number("<B")
-        if width > _MOST_LONG_BYTES:
-            self.refuse(f"an integer of {width} bytes")
-        self.push(int.from_bytes(self._take(width), "little", signed=True))
-
-    def text(self, length: int) -> None:
-        """A string in UTF-8."""
+    def text(self, value: str) -> None:
+        """A string that UTF-8 can spell; pickles may hold others."""
         try:
-            self.push(self._take(length).decode("utf-8"))
-        except UnicodeDecodeError:
+            value.encode()
+        except UnicodeEncodeError:
             self.refuse("a string that is not UTF-8")
+        self.push(value)
 
     def push(self, value: object) -> None:
         """Onto the stack."""
@@ -149,45 +124,34 @@ class _Machine:
             self.refuse("a dict whose keys are not strings or integers")
         target.update(zip(keys, values[1::2], strict=True))
 
-    def frame(self) -> None:
-        """FRAME: how many bytes follow, which only a buffered reader wants to know."""
-        self.number("<Q")
-
-    def protocol(self) -> None:
+    def protocol(self, version: int) -> None:
         """PROTO."""
-        if self.number("<B") not in range(2, 6):
+        if version not in range(2, 6):
             self.refuse("a protocol that is not 2 to 5")
 
 
-_ACTIONS: dict[bytes, Callable[[_Machine], None]] = {
-    b"\x80": _Machine.protocol,
-    b"\x95": _Machine.frame,
-    b"N": lambda machine: machine.push(None),
-    b"\x88": lambda machine: machine.push(True),
-    b"\x89": lambda machine: machine.push(False),
-    b"K": lambda machine: machine.push(machine.number("<B")),
-    b"M": lambda machine: machine.push(machine.number("<H")),
-    b"J": lambda machine: machine.push(machine.number("<i")),
-    b"\x8a": _Machine.long,
-    b"G": _Machine.float,
-    b"\x8c": lambda machine: machine.text(machine.number("<B")),
-    b"X": lambda machine: machine.text(machine.number("<I")),
-    b"\x8d": lambda machine: machine.text(machine.number("<Q")),
-    b"}": lambda machine: machine.push({}),
-    b"]": lambda machine: machine.push([]),
-    b")": lambda machine: machine.push(()),
-    b"(": _Machine.mark,
-    b"t": lambda machine: machine.push(tuple(machine.since_mark())),
-    b"\x85": lambda machine: machine.push(tuple(machine.pop(1))),
-    b"\x86": lambda machine: machine.push(tuple(machine.pop(2))),
-    b"\x87": lambda machine: machine.push(tuple(machine.pop(3))),
-    b"a": lambda machine: machine.append(machine.pop(1)),
-    b"e": lambda machine: machine.append(machine.since_mark()),
-    b"s": lambda machine: machine.set_items(machine.pop(2)),
-    b"u": lambda machine: machine.set_items(machine.since_mark()),
-    b"\x94": _Machine.memoize,
-    b"q": lambda machine: machine.memoize(machine.number("<B")),
-    b"r": lambda machine: machine.memoize(machine.number("<I")),
-    b"h": lambda machine: machine.recall(machine.number("<B")),
-    b"j": lambda machine: machine.recall(machine.number("<I")),
+_ACTIONS: dict[str, Callable[[_Machine, Any], object]] = {
+    "PROTO": _Machine.protocol,
+    **dict.fromkeys(("FRAME", "STOP"), lambda *_: None),  # a frame helps those who read with a buffer
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    **dict.fromkeys(("BININT1", "BININT2", "BININT", "BINFLOAT"), _Machine.push),
+    "LONG1": _Machine.integer,
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _Machine.text),
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    "MARK": lambda machine, _: machine.mark(),
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.since_mark())),
+    "TUPLE1": lambda machine, _: machine.push(tuple(machine.pop(1))),
+    "TUPLE2": lambda machine, _: machine.push(tuple(machine.pop(2))),
+    "TUPLE3": lambda machine, _: machine.push(tuple(machine.pop(3))),
+    "APPEND": lambda machine, _: machine.append(machine.pop(1)),
+    "APPENDS": lambda machine, _: machine.append(machine.since_mark()),
+    "SETITEM": lambda machine, _: machine.set_items(machine.pop(2)),
+    "SETITEMS": lambda machine, _: machine.set_items(machine.since_mark()),
+    "MEMOIZE": lambda machine, _: machine.memoize(),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.memoize),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.recall),
 }

@@ -19,7 +19,7 @@ Name: TypeAlias = Annotated[str, Meta(max_length=10_000, pattern=r"^[^\x00-\x1f\
 Count: TypeAlias = Annotated[int, Meta(ge=0, lt=2**62)]
 
 
-class Frame(Struct, frozen=True):
+class SnapshotFrame(Struct, frozen=True):
     """One call of a call stack."""
 
     filename: Name = ""
@@ -27,7 +27,7 @@ class Frame(Struct, frozen=True):
     name: Name = ""
 
 
-class Block(Struct, frozen=True):
+class SnapshotBlock(Struct, frozen=True):
     """A piece of a segment; in old snapshots its address follows from the segment's."""
 
     size: Count
@@ -36,12 +36,12 @@ class Block(Struct, frozen=True):
     requested_size: Count | None = None
 
 
-class Segment(Struct, frozen=True):
+class SnapshotSegment(Struct, frozen=True):
     """Memory that the allocator took from the device at once."""
 
     address: Count
     total_size: Count
-    blocks: tuple[Block, ...]
+    blocks: tuple[SnapshotBlock, ...]
     device: Annotated[int, Meta(ge=0, lt=2**16)] = 0
     segment_type: Name = ""
     stream: Count = 0
@@ -49,7 +49,7 @@ class Segment(Struct, frozen=True):
     segment_pool_id: tuple[Count, Count] = (0, 0)
 
 
-class Event(Struct, frozen=True):
+class SnapshotEvent(Struct, frozen=True):
     """One action of the allocator; an event without an address concerns the whole device."""
 
     action: Name
@@ -59,7 +59,7 @@ class Event(Struct, frozen=True):
     stream: Count = 0
 
 
-class Settings(Struct, frozen=True):
+class SnapshotSettings(Struct, frozen=True):
     """How the allocator was configured."""
 
     conf: Name | None = field(name="PYTORCH_CUDA_ALLOC_CONF", default=None)
@@ -79,7 +79,7 @@ class Settings(Struct, frozen=True):
 class Traced:
     """An event, and the call stack it came from as it stands in the file."""
 
-    event: Event
+    event: SnapshotEvent
     frames: object
 
 
@@ -87,7 +87,7 @@ class Traced:
 class Snapshot:
     """The whole file: the segments at its end, for each device what happened before, and the settings."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[SnapshotSegment, ...]
     traces: tuple[tuple[Traced, ...], ...]
     settings: str = ""
 
@@ -107,9 +107,9 @@ def parse(value: object) -> Snapshot:
     _refuse_repeats(segments, "segments")
     _refuse_repeats([event for trace in traces for event in trace], "device_traces")
     return Snapshot(
-        tuple(_typed(segment, Segment, f"segments[{at}]") for at, segment in enumerate(segments)),
+        tuple(_typed(segment, SnapshotSegment, f"segments[{at}]") for at, segment in enumerate(segments)),
         tuple(_trace(trace, f"device_traces[{device}]") for device, trace in enumerate(traces)),
-        _typed(_field(value, "allocator_settings") or {}, Settings, "allocator_settings").spelled(),
+        _typed(_field(value, "allocator_settings") or {}, SnapshotSettings, "allocator_settings").spelled(),
     )
 
 
@@ -121,12 +121,12 @@ def _refuse_repeats(records: Sequence[object], where: str) -> None:
 
 def _trace(entries: Sequence[object], where: str) -> tuple[Traced, ...]:
     return tuple(
-        Traced(_typed(entry, Event, f"{where}[{at}]"), _field(entry, "frames"))
+        Traced(_typed(entry, SnapshotEvent, f"{where}[{at}]"), _field(entry, "frames"))
         for at, entry in enumerate(entries)
     )
 
 
-def frames_in(value: object, frame_of: "Once[Frame]") -> tuple[Frame, ...]:
+def frames_in(value: object, frame_of: "Once[SnapshotFrame]") -> tuple[SnapshotFrame, ...]:
     """A call stack, the innermost call first."""
     stack = _listed(value, "frames")
     if len(stack) > MOST_FRAMES:

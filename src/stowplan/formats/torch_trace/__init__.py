@@ -8,7 +8,15 @@ from typing import TypeAlias
 from stowplan.errors import BadInput
 from stowplan.formats.allocations import AllocationHistory, Work, continued
 from stowplan.formats.checked import checked
-from stowplan.formats.torch_trace.calls import Arguments, Call, Calls, Event, Trace, calls_of, parse
+from stowplan.formats.torch_trace.calls import (
+    Arguments,
+    CallTrace,
+    TracedCall,
+    TracedCalls,
+    TraceEvent,
+    calls_of,
+    parse,
+)
 from stowplan.ir import Document, Interval, Note, NoteKind, Phase
 
 FORMAT = "torch_trace"
@@ -45,7 +53,7 @@ Device: TypeAlias = tuple[int, int]  # PyTorch's number of the type, and which o
 _TYPES = {0: "cpu", 1: "cuda", 12: "xpu", 13: "mps", 20: "privateuseone"}
 
 
-def history_of(trace: Trace, calls: Calls) -> tuple[AllocationHistory, list[Note]]:
+def history_of(trace: CallTrace, calls: TracedCalls) -> tuple[AllocationHistory, list[Note]]:
     """The history of the device with most memory events, and notes on what is left out."""
     counts = Counter(_device(event) for event in trace.events if event.is_memory)
     if not counts:
@@ -64,14 +72,14 @@ def _others(counts: Counter[Device], device: Device) -> Iterator[Note]:
             yield Note(NoteKind.ODD, "traceEvents", what)
 
 
-def _kernels(events: Sequence[Event]) -> Iterator[Note]:
+def _kernels(events: Sequence[TraceEvent]) -> Iterator[Note]:
     kernels = sum(event.cat == "kernel" for event in events)
     if kernels:
         what = f"{kernels} kernels ran on a device: times here are the host's, of starting them"
         yield Note(NoteKind.ODD, "traceEvents", what)
 
 
-def _device(event: Event) -> Device:
+def _device(event: TraceEvent) -> Device:
     return event.args.device_type, event.args.device_id
 
 
@@ -81,7 +89,7 @@ def _name(device: Device) -> str:
     return name if number < 0 else f"{name}:{number}"
 
 
-def _bytes_before(trace: Trace, device: Device) -> int:
+def _bytes_before(trace: CallTrace, device: Device) -> int:
     """The bytes that were allocated when the trace began, by the count of its first event."""
     events = (event for event in trace.events if event.is_memory and _device(event) == device)
     first = min(events, key=lambda event: event.ts)
@@ -89,7 +97,7 @@ def _bytes_before(trace: Trace, device: Device) -> int:
     return 0 if total is None else total - first.args.change_bytes
 
 
-def _began(trace: Trace) -> float:
+def _began(trace: CallTrace) -> float:
     return min((event.ts for event in trace.events if event.is_memory or event.ph == "X"), default=0.0)
 
 
@@ -98,10 +106,10 @@ class _Replay:
 
     def __init__(self, history: AllocationHistory, began_us: float) -> None:
         self._history, self._began_us = history, began_us
-        self._entered: set[Call | None] = set()
-        self._current: Call | None = None
+        self._entered: set[TracedCall | None] = set()
+        self._current: TracedCall | None = None
 
-    def run(self, trace: Trace, calls: Calls, device: Device) -> None:
+    def run(self, trace: CallTrace, calls: TracedCalls, device: Device) -> None:
         """Leaf calls begin ops; an allocation belongs to the op of the call around it."""
         leaves = ((call.event.ts, 0, call) for call in calls.all if call.is_leaf and _is_op(call))
         memory = (
@@ -115,14 +123,14 @@ class _Replay:
             else:
                 self._change(trace.events[position - 1].args, call)
 
-    def _enter(self, call: Call | None) -> None:
+    def _enter(self, call: TracedCall | None) -> None:
         """A call's own time counts once, at its first entry."""
         work = self._work(call)
         self._history.enter(continued(work) if call in self._entered else work)
         self._entered.add(call)
         self._current = call
 
-    def _change(self, args: Arguments, call: Call | None) -> None:
+    def _change(self, args: Arguments, call: TracedCall | None) -> None:
         """An allocation belongs to its call; a free ends the work that ran last."""
         assert args.address is not None
         grows = args.change_bytes > 0
@@ -133,7 +141,7 @@ class _Replay:
         else:
             self._history.free(args.address, -args.change_bytes)
 
-    def _work(self, call: Call | None) -> Work:
+    def _work(self, call: TracedCall | None) -> Work:
         if call is None:
             return Work("outside", Phase.FORWARD)
         end = (call.end_us - self._began_us) / 1e6
@@ -141,5 +149,5 @@ class _Replay:
         return Work(call.event.name, call.phase, interval=Interval(start, end - itself, end))
 
 
-def _is_op(call: Call) -> bool:
+def _is_op(call: TracedCall) -> bool:
     return call.event.cat == "cpu_op"

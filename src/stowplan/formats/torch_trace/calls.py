@@ -34,7 +34,7 @@ class Arguments(Struct, frozen=True):
     device_id: Number = msgspec.field(name="Device Id", default=-1)
 
 
-class Event(Struct, frozen=True):
+class TraceEvent(Struct, frozen=True):
     """One event: a complete one ("X") has a duration, an instant one ("i") has none."""
 
     ph: Name
@@ -52,17 +52,17 @@ class Event(Struct, frozen=True):
         return self.ph == "i" and self.name == "[memory]" and self.args.address is not None
 
 
-class Trace(Struct, frozen=True):
+class CallTrace(Struct, frozen=True):
     """The whole file, as far as it is of interest."""
 
     version: int = msgspec.field(name="schemaVersion")
-    events: tuple[Event, ...] = msgspec.field(name="traceEvents")
+    events: tuple[TraceEvent, ...] = msgspec.field(name="traceEvents")
 
 
-def parse(text: str) -> Trace:
+def parse(text: str) -> CallTrace:
     """The trace in `text`, or BadInput at the first malformed event."""
     try:
-        trace = msgspec.json.decode(text.encode(), type=Trace)
+        trace = msgspec.json.decode(text.encode(), type=CallTrace)
     except (msgspec.DecodeError, UnicodeEncodeError) as fault:
         raise bad_input_of(fault) from None
     except RecursionError:
@@ -83,11 +83,11 @@ _ALLOCATORS = frozenset(
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class TracedCall:
     """One span, and the one it lies in."""
 
-    event: Event
-    parent: "Call | None"
+    event: TraceEvent
+    parent: "TracedCall | None"
     phase: Phase
     inner_us: float = 0.0
     is_leaf: bool = True
@@ -103,29 +103,29 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class TracedCalls:
     """All calls, and for each memory event, by its position in the trace, the innermost call around it."""
 
-    all: list[Call]
-    around: Mapping[int, Call | None]
+    all: list[TracedCall]
+    around: Mapping[int, TracedCall | None]
 
 
 @dataclass(slots=True)
 class _Thread:
     """The open calls of one thread, while its events are read in order of time."""
 
-    open: list[Call] = field(default_factory=list)
+    open: list[TracedCall] = field(default_factory=list)
 
-    def innermost_at(self, time_us: float) -> Call | None:
+    def innermost_at(self, time_us: float) -> TracedCall | None:
         """The call that runs at a time; those that ended before are closed."""
         while self.open and self.open[-1].end_us < time_us:
             self.open.pop()
         return self.open[-1] if self.open else None
 
-    def enter(self, event: Event) -> Call:
+    def enter(self, event: TraceEvent) -> TracedCall:
         """A call that begins inside what is open."""
         parent = self.innermost_at(event.ts)
-        call = Call(event, parent, _phase(event, parent))
+        call = TracedCall(event, parent, _phase(event, parent))
         if parent:
             parent.inner_us += event.dur
             parent.is_leaf = False
@@ -133,9 +133,9 @@ class _Thread:
         return call
 
 
-def calls_of(trace: Trace) -> Calls:
+def calls_of(trace: CallTrace) -> TracedCalls:
     """Nest the spans of each thread."""
-    found = Calls([], around := {})
+    found = TracedCalls([], around := {})
     for events in _by_thread(trace.events).values():
         thread = _Thread()
         for position, event in sorted(events, key=_outer_first):
@@ -146,21 +146,21 @@ def calls_of(trace: Trace) -> Calls:
     return found
 
 
-def _by_thread(events: Iterable[Event]) -> dict[object, list[tuple[int, Event]]]:
-    threads: dict[object, list[tuple[int, Event]]] = defaultdict(list)
+def _by_thread(events: Iterable[TraceEvent]) -> dict[object, list[tuple[int, TraceEvent]]]:
+    threads: dict[object, list[tuple[int, TraceEvent]]] = defaultdict(list)
     for position, event in enumerate(events):
         if event.is_memory or (event.ph == "X" and event.cat in _SPANS):
             threads[event.pid, event.tid].append((position, event))
     return threads
 
 
-def _outer_first(entry: tuple[int, Event]) -> tuple[float, float, int]:
+def _outer_first(entry: tuple[int, TraceEvent]) -> tuple[float, float, int]:
     """By time; of what begins together, the longest first."""
     position, event = entry
     return event.ts, -event.dur, position
 
 
-def _phase(event: Event, parent: Call | None) -> Phase:
+def _phase(event: TraceEvent, parent: TracedCall | None) -> Phase:
     for beginning, phase in _PHASES:
         if event.name.startswith(beginning):
             return phase

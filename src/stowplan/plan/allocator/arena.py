@@ -16,10 +16,10 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stowplan.analyse.packing import Block, overlapping, pack
+from stowplan.analyse.packing import PackedBlock, overlapping, pack
 from stowplan.analyse.timeline import Stay, Timeline
 from stowplan.errors import IllegalPlan
-from stowplan.plan.plan import ArenaUse
+from stowplan.plan.draft import ArenaUse
 
 _NEAR = 1.002  # times the least memory is as good, if fewer bytes are copied
 _SIZES = 24  # limits of copied sizes that are compared
@@ -109,9 +109,9 @@ def _storages_of(timeline: Timeline) -> list[_Storage]:
     return [_Storage(tuple(sorted(there, key=lambda stay: stay.first))) for there in stays.values()]
 
 
-def _block(number: int, storage: _Storage, alignment: int) -> Block:
+def _block(number: int, storage: _Storage, alignment: int) -> PackedBlock:
     nbytes = -(-storage.nbytes // alignment) * alignment
-    return Block(str(number), nbytes, storage.first, storage.last)
+    return PackedBlock(str(number), nbytes, storage.first, storage.last)
 
 
 def _chosen(
@@ -230,7 +230,7 @@ def refuse_unsafe(
 
     Only tensors that are `able` may lie in the arena, also where one overwrites another.
     """
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, PackedBlock] = {}
     offsets: dict[str, int] = {}
     for stay in sorted(timeline.stays, key=lambda stay: stay.first):
         slot = layout.slots.get((stay.tensor, stay.copy))
@@ -240,14 +240,16 @@ def refuse_unsafe(
         if before is None and slot is not None:
             if slot.offset % alignment or slot.offset < 0 or slot.offset + slot.nbytes > layout.use.nbytes:
                 raise IllegalPlan(f"{stay.tensor!r} lies outside of the arena, or across its lines")
-            before = Block(stay.tensor, slot.nbytes, stay.first, stay.last)
+            before = PackedBlock(stay.tensor, slot.nbytes, stay.first, stay.last)
             offsets[str(stay.place)] = slot.offset
         assert before is not None
         if stay.tensor not in able:
             raise IllegalPlan(f"{stay.tensor!r} must not lie in the arena: others may keep it")
         if stay.nbytes > before.nbytes:
             raise IllegalPlan(f"{stay.tensor!r} is larger than its place in the arena")
-        blocks[stay.place] = Block(str(stay.place), before.nbytes, before.start, max(before.end, stay.last))
+        blocks[stay.place] = PackedBlock(
+            str(stay.place), before.nbytes, before.start, max(before.end, stay.last)
+        )
         if stay.tensor in leaving and stay.last < len(timeline.runs) - 1:
             raise IllegalPlan(
                 f"{stay.tensor!r} leaves the step, and its place in the arena is used again after run"

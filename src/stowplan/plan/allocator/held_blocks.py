@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
-from stowplan.analyse.packing import Block, Packing, arena_bytes, best_fit, overlapping, pack
+from stowplan.analyse.packing import PackedBlock, Packing, arena_bytes, best_fit, overlapping, pack
 from stowplan.analyse.timeline import Doing
 from stowplan.ir import Phase
 from stowplan.ir.heap import BlockState, HeapSegment
 from stowplan.ops.effects import UPDATE
 from stowplan.plan.allocator.blocks import ADDRESS, ADDRESS_BITS
 from stowplan.plan.allocator.caching import CachingAllocator
-from stowplan.plan.allocator.requests import Request, Requests, pools_at_most, requests_of
+from stowplan.plan.allocator.requests import MemoryRequest, Requests, pools_at_most, requests_of
 from stowplan.plan.allocator.settings import (
     OWN_SEGMENT,
     SEGMENT_STEP,
@@ -36,8 +36,8 @@ from stowplan.plan.allocator.settings import (
     SMALLEST_BLOCK,
     AllocatorSettings,
 )
+from stowplan.plan.draft import Schedule
 from stowplan.plan.explain.timeline import timeline_of_plan
-from stowplan.plan.plan import Plan
 
 _EFFORT = 6_000  # blocks that are placed when a step is packed again, for each size of the segment
 _ENLARGED = 2**16  # bytes that a gradient has at least to be enlarged
@@ -80,26 +80,28 @@ class HeldBlocks:
     def among(self, requests: Requests) -> Requests:
         """The requests of a step and of the blocks that are held."""
         fresh = 1 + max(block for block, _ in (*requests.before, *requests.iteration))
-        iteration, runs = list[Request](), list[int]()
+        iteration, runs = list[MemoryRequest](), list[int]()
         for run, part in enumerate(_parts(requests)):
             runs.append(len(iteration))
             held = self.by_run.get(run, Held())
             allocated = sum(nbytes > 0 for _, nbytes in part)  # before anything is freed
-            iteration += (Request(fresh + number, size) for number, size in enumerate(held.sizes))
-            iteration += (Request(fresh + hole, 0) for hole in sorted(held.holes))
+            iteration += (MemoryRequest(fresh + number, size) for number, size in enumerate(held.sizes))
+            iteration += (MemoryRequest(fresh + hole, 0) for hole in sorted(held.holes))
             iteration += part[:allocated]
-            iteration += (Request(fresh + i, 0) for i in range(len(held.sizes)) if i not in held.holes)
+            iteration += (MemoryRequest(fresh + i, 0) for i in range(len(held.sizes)) if i not in held.holes)
             iteration += part[allocated:]
         return Requests(requests.before, tuple(iteration), tuple(runs))
 
 
-def _parts(requests: Requests) -> Iterator[tuple[Request, ...]]:
+def _parts(requests: Requests) -> Iterator[tuple[MemoryRequest, ...]]:
     """The requests of each run."""
     for first, last in pairwise((*requests.runs, len(requests.iteration))):
         yield requests.iteration[first:last]
 
 
-def held_blocks_of(plan: Plan, lasting: tuple[int, ...], settings: AllocatorSettings) -> HeldBlocks | None:
+def held_blocks_of(
+    plan: Schedule, lasting: tuple[int, ...], settings: AllocatorSettings
+) -> HeldBlocks | None:
     """Blocks to hold while a plan runs, so that its large blocks lie in one segment, as far as they fit.
 
     None if there are hardly any, or if the settings are not those by which blocks are held: an expandable
@@ -130,7 +132,7 @@ def held_blocks_of(plan: Plan, lasting: tuple[int, ...], settings: AllocatorSett
     return found[1] if found else None
 
 
-def held_amid(plan: Plan, planned: HeldBlocks, segments: Iterable[HeapSegment]) -> Mapping[int, Held]:
+def held_amid(plan: Schedule, planned: HeldBlocks, segments: Iterable[HeapSegment]) -> Mapping[int, Held]:
     """What to hold in each run if an allocator has these segments when the step begins.
 
     The step then lies around what others have there: workspaces of libraries, the optimizer's state.
@@ -149,14 +151,14 @@ def held_amid(plan: Plan, planned: HeldBlocks, segments: Iterable[HeapSegment]) 
 class _Step:
     """The large blocks of a step and of what is there before, and the runs before which no code can hold."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[PackedBlock, ...]
     there: tuple[int, ...]
     runs: int
     bare: frozenset[int]
 
     @classmethod
     def of(
-        cls, plan: Plan, lasting: tuple[int, ...], enlarged: frozenset[str], settings: AllocatorSettings
+        cls, plan: Schedule, lasting: tuple[int, ...], enlarged: frozenset[str], settings: AllocatorSettings
     ) -> "_Step":
         requests, timeline = requests_of(plan, lasting, enlarged=enlarged), timeline_of_plan(plan)
         updates = {op.id for op in plan.graph.ops if op.type == UPDATE}
@@ -172,7 +174,7 @@ class _Step:
         )
 
 
-def _enlarged_of(plan: Plan, lasting: tuple[int, ...], settings: AllocatorSettings) -> frozenset[str]:
+def _enlarged_of(plan: Schedule, lasting: tuple[int, ...], settings: AllocatorSettings) -> frozenset[str]:
     """The gradients from some size on with which the peaks of the two pools add up to least; or none."""
     small = {name: nbytes for name, nbytes in _small_gradients(plan) if nbytes >= _ENLARGED}
     choices = [frozenset(n for n in small if small[n] >= size) for size in {*small.values(), 2**63}]
@@ -182,7 +184,7 @@ def _enlarged_of(plan: Plan, lasting: tuple[int, ...], settings: AllocatorSettin
     )
 
 
-def _small_gradients(plan: Plan) -> Iterator[tuple[str, int]]:
+def _small_gradients(plan: Schedule) -> Iterator[tuple[str, int]]:
     """What one op of backward makes in the small pool and leaves to others, with its bytes."""
     graph, stays = plan.graph, timeline_of_plan(plan).stays
     places, times = Counter(stay.place for stay in stays), Counter(stay.tensor for stay in stays)
@@ -199,17 +201,17 @@ def _small_gradients(plan: Plan) -> Iterator[tuple[str, int]]:
             yield name, stay.nbytes
 
 
-def _large_blocks(requests: Requests, settings: AllocatorSettings) -> Iterator[Block]:
+def _large_blocks(requests: Requests, settings: AllocatorSettings) -> Iterator[PackedBlock]:
     """What a step allocates in the large pool, from run to run, in the order of its requests."""
-    begun, found = dict[int, tuple[int, int]](), dict[tuple[int, int], Block]()
+    begun, found = dict[int, tuple[int, int]](), dict[tuple[int, int], PackedBlock]()
     for run, part in enumerate(_parts(requests)):
         for block, nbytes in part:
             if nbytes and (size := settings.block_bytes(nbytes)) > SMALL_REQUEST:
                 begun[block] = run, size
-                found[block, run] = Block(f"{block} {run}", size, run, run)
+                found[block, run] = PackedBlock(f"{block} {run}", size, run, run)
             elif not nbytes and block in begun:
                 first, size = begun.pop(block)
-                found[block, first] = Block(f"{block} {first}", size, first, run)
+                found[block, first] = PackedBlock(f"{block} {first}", size, first, run)
     yield from found.values()
 
 
@@ -226,7 +228,7 @@ class _Room:
 
     def __init__(self, allocator: CachingAllocator, runs: int) -> None:
         self._offsets, self._addresses, self._ends = list[int](), list[int](), list[int]()
-        self.standing: dict[Block, int] = {}  # offsets of what is there during the whole step
+        self.standing: dict[PackedBlock, int] = {}  # offsets of what is there during the whole step
         self.free = _Span(0, 0)  # the largest free block
         self.size = 0
         for segment in allocator.segments():
@@ -236,11 +238,11 @@ class _Room:
                 self._ends.append(segment.address + segment.nbytes)
                 for address, nbytes, _, state in segment.blocks:
                     if state is not BlockState.FREE:
-                        block = Block(f"at {address}", nbytes, 0, runs)
+                        block = PackedBlock(f"at {address}", nbytes, 0, runs)
                         self.standing[block] = self.size + address - segment.address
                     elif nbytes > self.free.size:
                         self.free = _Span(address, nbytes)
-                wall = Block(f"wall at {self._ends[-1]}", SMALLEST_BLOCK, 0, runs)
+                wall = PackedBlock(f"wall at {self._ends[-1]}", SMALLEST_BLOCK, 0, runs)
                 self.standing[wall] = self.size + segment.nbytes
                 self.size += segment.nbytes + SMALLEST_BLOCK
 
@@ -261,7 +263,7 @@ class _Steering:
 
     def __init__(self, step: _Step, allocator: CachingAllocator, packing: Packing) -> None:
         self._step, self._allocator, self._room = step, allocator, _Room(allocator, step.runs)
-        self._alive: dict[Block, _Span] = {}
+        self._alive: dict[PackedBlock, _Span] = {}
         begin = self._room.offset_of(self._room.free.address)
         if begin is not None and packing.arena_bytes <= self._room.free.size:
             self._offsets, self._effort = {n: begin + at for n, at in packing.offsets.items()}, _EFFORT
@@ -271,7 +273,7 @@ class _Steering:
 
     def runs(self) -> Iterator[tuple[int, Held]]:
         """What to hold in each run, where that is anything."""
-        begun = dict[int, list[Block]]()
+        begun = dict[int, list[PackedBlock]]()
         for block in self._step.blocks:
             begun.setdefault(block.start, []).append(block)
         for run in range(self._step.runs):
@@ -289,7 +291,7 @@ class _Steering:
             for block in [block for block in self._alive if block.end == run]:
                 self._allocator.free(self._alive.pop(block).address)
 
-    def _held_for(self, wanted: Sequence[Block], targets: Sequence[_Span]) -> Held:
+    def _held_for(self, wanted: Sequence[PackedBlock], targets: Sequence[_Span]) -> Held:
         """As few blocks as bring the wanted ones to the targets, or to where the allocator takes them."""
         if self._spans_with(Held(), wanted) == targets:
             return Held()
@@ -329,7 +331,9 @@ class _Steering:
         keys = self._allocator.heaps[0][1].free.get(0, ())
         return [_Span(key & ADDRESS, key >> ADDRESS_BITS) for key in keys]
 
-    def _spans_with(self, held: Held, wanted: Sequence[Block], *, keep: bool = False) -> list[_Span] | None:
+    def _spans_with(
+        self, held: Held, wanted: Sequence[PackedBlock], *, keep: bool = False
+    ) -> list[_Span] | None:
         """Where blocks come to lie; None if that takes a new segment. They are freed again unless kept."""
         extra, spans, fits = list[int](), list[_Span](), True
         for size in held.sizes:
@@ -362,7 +366,7 @@ class _Steering:
         for block, span in self._alive.items():
             offset = self._room.offset_of(span.address)
             if offset is not None:
-                around[Block(block.id, span.size, run, block.end)] = offset
+                around[PackedBlock(block.id, span.size, run, block.end)] = offset
         later = [block for block in self._step.blocks if block.start > run]
         lying = {block.id: offset for block, offset in around.items()}
         if overlapping([*around, *later], {**self._offsets, **lying}) is None:
@@ -372,7 +376,7 @@ class _Steering:
 
 
 def _packed_around(
-    blocks: Sequence[Block], around: Mapping[Block, int], room: int, effort: int
+    blocks: Sequence[PackedBlock], around: Mapping[PackedBlock, int], room: int, effort: int
 ) -> tuple[dict[str, int], int]:
     """Offsets of blocks between those that lie `around` them, and the effort that is left: blocks to place.
 
@@ -399,15 +403,15 @@ def _packed_around(
     return offsets, effort
 
 
-def _largest_first(block: Block) -> tuple[int, ...]:
+def _largest_first(block: PackedBlock) -> tuple[int, ...]:
     return -block.nbytes, -block.lifetime, block.start
 
 
-def _most_first(block: Block) -> tuple[int, ...]:
+def _most_first(block: PackedBlock) -> tuple[int, ...]:
     return -block.nbytes * block.lifetime, block.start
 
 
-def _earliest_first(block: Block) -> tuple[int, ...]:
+def _earliest_first(block: PackedBlock) -> tuple[int, ...]:
     return block.start, -block.nbytes
 
 

@@ -3,16 +3,16 @@
 from bisect import bisect_right
 from itertools import accumulate
 
-from stowplan.analyse.timeline import Arena
+from stowplan.analyse.timeline import Offsets
 from stowplan.ir import Reserved
 from stowplan.plan.allocator.projection import ITERATIONS, begun, project
 from stowplan.plan.allocator.requests import requests_of
 from stowplan.plan.allocator.settings import AllocatorSettings
+from stowplan.plan.draft import Schedule
 from stowplan.plan.explain.timeline import timeline_of_plan
-from stowplan.plan.plan import Plan
 
 
-def placed_by_allocator(plan: Plan, settings: AllocatorSettings) -> Arena:
+def placed_by_allocator(plan: Schedule, settings: AllocatorSettings) -> Offsets:
     """The addresses of a plan's tensors in a later iteration, with held segments if they help.
 
     Segments lie side by side, in order of address. Workspace has no place: it comes and goes within an op.
@@ -36,7 +36,7 @@ def placed_by_allocator(plan: Plan, settings: AllocatorSettings) -> Arena:
         return starts[at] + addresses[place] - begins[at]
 
     last = len(timeline.runs) - 1
-    return Arena(
+    return Offsets(
         tuple(offset(stay.place) for stay in timeline.stays),
         {},
         starts[-1],

@@ -17,9 +17,10 @@ from stowplan.errors import BudgetTooSmall, IllegalPlan
 from stowplan.plan.allocator.arena import ArenaLayout
 from stowplan.plan.allocator.caching import CachingAllocator, HeapFigures
 from stowplan.plan.allocator.held_blocks import HeldBlocks, held_blocks_of
-from stowplan.plan.allocator.requests import Request, Requests, pools_at_most, requests_of
+from stowplan.plan.allocator.requests import MemoryRequest, Requests, pools_at_most, requests_of
 from stowplan.plan.allocator.settings import OWN_SEGMENT, SEGMENT_STEP, AllocatorSettings
-from stowplan.plan.plan import Compute, Free, Plan
+from stowplan.plan.draft import Draft, Schedule
+from stowplan.plan.steps import Compute, Free
 from stowplan.units import format_bytes
 
 ITERATIONS = 3  # growth after the first shows in the second; the third shows that it has ended
@@ -58,7 +59,7 @@ class HeapProjection:
 
 
 def project(
-    plan: Plan,
+    plan: Schedule,
     settings: AllocatorSettings,
     *,
     repair: bool = True,
@@ -116,7 +117,7 @@ def figures_of(requests: Requests, settings: AllocatorSettings) -> HeapFigures:
 
 
 def project_in_turn(
-    plans: Iterable[Plan], settings: AllocatorSettings, *, held_segments: Sequence[int] = ()
+    plans: Iterable[Schedule], settings: AllocatorSettings, *, held_segments: Sequence[int] = ()
 ) -> tuple[HeapFigures, ...]:
     """The figures after an iteration of each plan, one after the other on one device, as shapes change.
 
@@ -164,7 +165,10 @@ def begun(
 
 
 def _issue(
-    allocator: CachingAllocator, requests: tuple[Request, ...], addresses: dict[int, int], most: int = 2**63
+    allocator: CachingAllocator,
+    requests: tuple[MemoryRequest, ...],
+    addresses: dict[int, int],
+    most: int = 2**63,
 ) -> HeapFigures:
     """The figures after the requests, or as soon as more than `most` bytes are reserved."""
     for block, nbytes in requests:
@@ -238,13 +242,13 @@ def _varied(held: tuple[int, ...], random: Random, most: int) -> tuple[int, ...]
 
 
 def plan_for_device(
-    plan_of: Callable[[int], Plan],
+    plan_of: Callable[[int], Draft],
     allowed_bytes: int,
     settings: AllocatorSettings,
     *,
     lasting: tuple[int, ...] = (),
     held_blocks: bool = False,
-) -> tuple[Plan, HeapProjection]:
+) -> tuple[Draft, HeapProjection]:
     """The fastest of some plans that reserves at most `allowed_bytes`; BudgetTooSmall names the least found.
 
     The plans are those for sixteenths of the baseline's peak and for the smallest budget, whatever is
@@ -252,7 +256,7 @@ def plan_for_device(
     the options of `project`.
     """
     roomiest = plan_of(allowed_bytes)  # refuses what even the requested bytes do not fit into
-    least: tuple[int, Plan] | None = None
+    least: tuple[int, Draft] | None = None
     keeps_all = (roomiest,) if all(isinstance(s, Compute | Free) for s in roomiest.steps) else ()
     for plan in chain(keeps_all, _smaller_and_smaller(plan_of, roomiest.plain_peak_bytes)):
         if plan.projected_peak_bytes > allowed_bytes:
@@ -276,7 +280,7 @@ def plan_for_device(
     )
 
 
-def _smaller_and_smaller(plan_of: Callable[[int], Plan], peak_bytes: int) -> Iterator[Plan]:
+def _smaller_and_smaller(plan_of: Callable[[int], Draft], peak_bytes: int) -> Iterator[Draft]:
     """Plans for smaller and smaller budgets, down to the smallest."""
     for share in range(_BUDGETS, 0, -1):
         try:

@@ -12,12 +12,12 @@ from typing import NamedTuple
 from stowplan.analyse.facts import is_resident
 from stowplan.plan.allocator.arena import ArenaLayout, Placement
 from stowplan.plan.allocator.settings import LARGE_BLOCK, SEGMENT_STEP, SMALL_REQUEST, AllocatorSettings
+from stowplan.plan.draft import Schedule
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.judge.simulate import transfer_bytes
-from stowplan.plan.plan import Plan
 
 
-class Request(NamedTuple):
+class MemoryRequest(NamedTuple):
     """Allocate `nbytes` for a block, or free it if `nbytes` is 0."""
 
     block: int
@@ -32,10 +32,10 @@ class Requests:
     that the first iteration makes and that stay, by the place of the request before which each is made.
     """
 
-    before: tuple[Request, ...]
-    iteration: tuple[Request, ...]
+    before: tuple[MemoryRequest, ...]
+    iteration: tuple[MemoryRequest, ...]
     runs: tuple[int, ...] = ()
-    once: tuple[tuple[int, Request], ...] = ()
+    once: tuple[tuple[int, MemoryRequest], ...] = ()
 
     def end_of(self, run: int) -> int:
         """The place after what a run allocates."""
@@ -44,7 +44,7 @@ class Requests:
         return next((place for place in places if not self.iteration[place].nbytes), end)
 
     @property
-    def first_iteration(self) -> tuple[Request, ...]:
+    def first_iteration(self) -> tuple[MemoryRequest, ...]:
         """With the blocks that it makes once."""
         made = list(self.iteration)
         for place, request in sorted(self.once, reverse=True):
@@ -52,7 +52,7 @@ class Requests:
         return tuple(made)
 
 
-class Lifetime(NamedTuple):
+class RequestLifetime(NamedTuple):
     """A storage from one event to another, inclusive; `is_there` before the first iteration, and stays."""
 
     nbytes: int
@@ -61,20 +61,24 @@ class Lifetime(NamedTuple):
     is_there: bool = False
 
 
-def requests_of_lifetimes(lifetimes: Iterable[Lifetime], workspace_bytes: Sequence[int]) -> Requests:
+def requests_of_lifetimes(lifetimes: Iterable[RequestLifetime], workspace_bytes: Sequence[int]) -> Requests:
     """What a step without a plan allocates; `workspace_bytes` is that of each event's kernels."""
-    before, begun, ended = list[Request](), dict[int, list[Request]](), dict[int, list[Request]]()
+    before, begun, ended = (
+        list[MemoryRequest](),
+        dict[int, list[MemoryRequest]](),
+        dict[int, list[MemoryRequest]](),
+    )
     for block, life in enumerate(lifetimes, start=1):  # block 0 is the workspace
         if life.nbytes and life.is_there:
-            before.append(Request(block, life.nbytes))
+            before.append(MemoryRequest(block, life.nbytes))
         elif life.nbytes:
-            begun.setdefault(life.first, []).append(Request(block, life.nbytes))
-            ended.setdefault(life.last, []).append(Request(block, 0))
-    iteration, runs = list[Request](), list[int]()
+            begun.setdefault(life.first, []).append(MemoryRequest(block, life.nbytes))
+            ended.setdefault(life.last, []).append(MemoryRequest(block, 0))
+    iteration, runs = list[MemoryRequest](), list[int]()
     for event, workspace in enumerate(workspace_bytes):
         runs.append(len(iteration))
         iteration += begun.get(event, ())
-        iteration += (Request(0, workspace), Request(0, 0)) if workspace else ()
+        iteration += (MemoryRequest(0, workspace), MemoryRequest(0, 0)) if workspace else ()
         iteration += ended.get(event, ())
     return Requests(tuple(before), tuple(iteration), tuple(runs))
 
@@ -93,7 +97,7 @@ def pools_at_most(requests: Requests, settings: AllocatorSettings) -> int:
 
 
 def requests_of(
-    plan: Plan,
+    plan: Schedule,
     lasting_bytes: tuple[int, ...] = (),
     arena: ArenaLayout | None = None,
     enlarged: Collection[str] = (),
@@ -133,22 +137,22 @@ def requests_of(
         if place not in lasting and sizes[place]:
             begun[first[place]].append(place)
             ended[last[place]].append(place)
-    before = [Request(place, sizes[place]) for place in sorted(lasting) if sizes[place]]
+    before = [MemoryRequest(place, sizes[place]) for place in sorted(lasting) if sizes[place]]
     fresh = 1 + max((stay.place for stay in timeline.stays), default=0)
     whole = fresh + 2 + len(lasting_bytes) + 1
-    iteration = [Request(whole, arena.use.nbytes)] if arena and arena.use.nbytes else []
+    iteration = [MemoryRequest(whole, arena.use.nbytes)] if arena and arena.use.nbytes else []
     runs = list[int]()
     for number, run in enumerate(timeline.runs):
         runs.append(len(iteration))
-        iteration += [Request(place, sizes[place]) for place in begun[number]]
-        iteration += [Request(whole + 1 + i, size) for i, size in enumerate(copied[number])]
+        iteration += [MemoryRequest(place, sizes[place]) for place in begun[number]]
+        iteration += [MemoryRequest(whole + 1 + i, size) for i, size in enumerate(copied[number])]
         workspace = pricing.workspace_bytes.get(run.op, 0)
         aside = [size for size in (run.aside_bytes - workspace - staged, workspace) if size]
-        iteration += [Request(fresh + i, size) for i, size in enumerate(aside)]
-        iteration += [Request(fresh + i, 0) for i in range(len(aside))]
-        iteration += [Request(whole + 1 + i, 0) for i in range(len(copied[number]))]
-        iteration += [Request(place, 0) for place in ended[number]]
-    iteration += [Request(whole, 0)] if iteration and iteration[0].block == whole else []
+        iteration += [MemoryRequest(fresh + i, size) for i, size in enumerate(aside)]
+        iteration += [MemoryRequest(fresh + i, 0) for i in range(len(aside))]
+        iteration += [MemoryRequest(whole + 1 + i, 0) for i in range(len(copied[number]))]
+        iteration += [MemoryRequest(place, 0) for place in ended[number]]
+    iteration += [MemoryRequest(whole, 0)] if iteration and iteration[0].block == whole else []
     others = filter(None, (staged, *lasting_bytes))
-    before += [Request(fresh + 2 + i, size) for i, size in enumerate(others)]
+    before += [MemoryRequest(fresh + 2 + i, size) for i, size in enumerate(others)]
     return Requests(tuple(before), tuple(iteration), tuple(runs))

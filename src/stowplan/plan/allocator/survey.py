@@ -96,7 +96,7 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SettingsOutcome:
     """What some settings give for the same requests, on a device that is never full."""
 
     settings: str
@@ -122,7 +122,7 @@ class HeapSurvey:
     pins: tuple[Pin, ...]  # most free bytes first
     followed: Replay | None
     not_followed: str
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SettingsOutcome, ...]
 
     @property
     def peaks(self) -> HeapFigures:
@@ -155,7 +155,8 @@ def survey_of(document: Document) -> HeapSurvey | None:
         None if why_not else replay(before, trace.events, own),
         why_not,
         tuple(
-            Outcome(text, cold_run(before, trace.events, parse_settings(text)).figures) for text in spelled
+            SettingsOutcome(text, cold_run(before, trace.events, parse_settings(text)).figures)
+            for text in spelled
         ),
     )
 

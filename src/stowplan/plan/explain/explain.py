@@ -10,7 +10,8 @@ from stowplan.ir import Graph, Op
 from stowplan.ir.text import Labels
 from stowplan.plan.judge.engines import Transfer
 from stowplan.plan.judge.simulate import simulate
-from stowplan.plan.plan import Compute, Decision, Free, Keep, Load, Plan, RecomputeOp, Step, Store
+from stowplan.plan.plan import Plan
+from stowplan.plan.steps import Compute, Decision, Free, Keep, Load, RecomputeOp, Step, Store
 from stowplan.plan.tile_map import TileLevel, TileMap
 from stowplan.units import format_bytes, format_share
 

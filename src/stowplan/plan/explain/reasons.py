@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from stowplan.analyse.timeline import Doing, Stay, Timeline
 from stowplan.ir import Phase
-from stowplan.plan.plan import Decision, Keep, Offload, Plan, Recompute, Tile
+from stowplan.plan.plan import Plan
+from stowplan.plan.steps import Decision, Keep, Offload, Recompute, Tile
 from stowplan.units import format_bytes, format_share
 
 

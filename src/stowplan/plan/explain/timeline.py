@@ -7,16 +7,17 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from stowplan.analyse.timeline import Doing, Run, Stay, Timeline, curve_onto, packed_arena, timeline_of
+from stowplan.analyse.timeline import Doing, OpRun, Stay, Timeline, curve_onto, packed_arena, timeline_of
 from stowplan.ir import Graph, Kind, Op, Role
+from stowplan.plan.draft import Schedule
 from stowplan.plan.explain.transfers import with_transfers
 from stowplan.plan.judge.simulate import transfer_bytes
 from stowplan.plan.places import Place, Places
-from stowplan.plan.plan import Compute, Free, Load, Plan, RecomputeOp, Store, transfer_id
 from stowplan.plan.problem import made_aside
+from stowplan.plan.steps import Compute, Free, Load, RecomputeOp, Store, transfer_id
 
 
-def timeline_of_plan(plan: Plan) -> Timeline:
+def timeline_of_plan(plan: Schedule) -> Timeline:
     """The runs of a legal plan, and every copy of every tensor that is in memory meanwhile."""
     graph = with_transfers(plan)
     walk = _Walk(plan.graph)
@@ -38,21 +39,21 @@ def timeline_of_plan(plan: Plan) -> Timeline:
                 assert_never(step)
     workspace = plan.pricing.workspace_bytes
     beside = transfer_bytes(plan.graph, plan.steps, plan.pricing.tier)
-    runs = (Run(r.op, r.doing, r.aside_bytes + workspace.get(r.op, 0) + beside) for r in walk.runs)
+    runs = (OpRun(r.op, r.doing, r.aside_bytes + workspace.get(r.op, 0) + beside) for r in walk.runs)
     return Timeline(graph, tuple(runs), walk.stays(), walk.away())
 
 
-def packed_bytes_of(plan: Plan) -> int:
+def packed_bytes_of(plan: Schedule) -> int:
     """The bytes of one arena that holds all that the plan holds, each tensor at one address."""
     return packed_arena(timeline_of_plan(plan)).nbytes
 
 
-def baseline_timeline_of(plan: Plan) -> Timeline:
+def baseline_timeline_of(plan: Schedule) -> Timeline:
     """The baseline: the same graph in its order, with nothing overwritten and nothing recomputed."""
     return timeline_of(plan.graph, plan.pricing.workspace_bytes)
 
 
-def baseline_curve_of(plan: Plan, axis: Timeline) -> tuple[str, NDArray[np.int64]]:
+def baseline_curve_of(plan: Schedule, axis: Timeline) -> tuple[str, NDArray[np.int64]]:
     """The memory of the step without the plan, for each run of `axis`, and what to call it.
 
     A plan with tiles has no longer the graph without them, and knows only how high that went.
@@ -79,7 +80,7 @@ class _Walk(Places):
         self._copies: dict[str, int] = {}
         self._stays: list[Stay] = []
         self._stored: dict[str, tuple[int, list[int]]] = {}  # by owner when it was stored, and loaded
-        self.runs: list[Run] = []
+        self.runs: list[OpRun] = []
         super().__init__(graph)
 
     def run(self, op: Op, wanted: tuple[str, ...], overwritten: dict[str, str], doing: Doing) -> None:
@@ -92,19 +93,19 @@ class _Walk(Places):
             if use.tensor not in wanted and use.tensor not in overwritten
         )
         aside = sum(map(self._size, (*made_aside(self._graph, op), *unwanted)))
-        self.runs.append(Run(op.id, doing, aside))
+        self.runs.append(OpRun(op.id, doing, aside))
 
     def store(self, transfer: Op, names: Sequence[str]) -> None:
         """Written to the tier, and in memory until it is freed."""
         self.uses(self.place_of(names[0]))
         self._stored[self._graph.storage_of(names[0])] = (len(self.runs), [])
-        self.runs.append(Run(transfer.id, Doing.STORE))
+        self.runs.append(OpRun(transfer.id, Doing.STORE))
 
     def bring(self, transfer: Op, names: Sequence[str]) -> None:
         """Back into a place of its own."""
         self.load(names)
         self._stored[self._graph.storage_of(names[0])][1].append(len(self.runs))
-        self.runs.append(Run(transfer.id, Doing.LOAD))
+        self.runs.append(OpRun(transfer.id, Doing.LOAD))
 
     def away(self) -> tuple[Stay, ...]:
         """The stays in the tier, each until its last load or the end of the step."""

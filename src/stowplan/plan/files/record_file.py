@@ -4,7 +4,7 @@ import msgspec
 
 from stowplan.errors import BadInput
 from stowplan.plan.files import plan_file
-from stowplan.plan.files.plan_file import Seal, check_bytes, check_numbers
+from stowplan.plan.files.plan_form import Seal, check_bytes, check_numbers
 from stowplan.plan.record import Difference, Record
 
 _SEAL = Seal("stowplan.record", version=2)

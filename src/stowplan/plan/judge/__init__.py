@@ -4,6 +4,6 @@ They share nothing with the search, so that each can show the other wrong. Their
 from the text of decision 0033, and they import the IR, the op tables, errors, units and the types of a plan
 alone; a test holds them to it.
 
-`simulate` is the only judge of peaks. `verify` asks whether a plan is legal and within its budget, and runs
-before every execution.
+`simulate` is the only judge of peaks. `verify` makes the plan of a draft that is legal and within its
+budget. Nothing else makes one, so that only what was verified can run.
 """

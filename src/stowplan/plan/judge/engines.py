@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stowplan.errors import IllegalPlan
-from stowplan.plan.plan import Tier
+from stowplan.plan.pricing import Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Role
 from stowplan.ops.effects import aliasing_of
 from stowplan.ops.table import site_of
-from stowplan.plan.plan import Compute, Free, Load, RecomputeOp, Step, Store
+from stowplan.plan.steps import Compute, Free, Load, RecomputeOp, Step, Store
 
 _ALWAYS_THERE = (Kind.PARAMETER, Kind.BUFFER, Kind.CONSTANT)
 

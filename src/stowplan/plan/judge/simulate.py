@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from stowplan.ir import Graph, Op, Phase, Role
 from stowplan.plan.judge.engines import Engines, Stall, Transfer
 from stowplan.plan.judge.memory import Memory
-from stowplan.plan.plan import Compute, Free, Load, Pricing, RecomputeOp, Step, Store, Tier
+from stowplan.plan.pricing import Pricing, Tier
+from stowplan.plan.steps import Compute, Free, Load, RecomputeOp, Step, Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,34 +7,47 @@ over too early is missed by the op that reads it.
 """
 
 from collections import Counter
+from dataclasses import fields
 
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph, Kind, Op, Phase
 from stowplan.ir.graph import collector_paused
 from stowplan.ops.effects import ONCE, UNDER_WAY, aliasing_of, effect_of, only_updates_statistics
 from stowplan.ops.table import site_of
+from stowplan.plan.draft import Draft
 from stowplan.plan.judge.meaning import Content, Meaning, meaning_of
 from stowplan.plan.judge.memory import Memory
 from stowplan.plan.judge.simulate import Simulation, Tally
-from stowplan.plan.plan import Compute, Free, Load, Plan, Pricing, RecomputeOp, Step, Store
+from stowplan.plan.plan import Plan
+from stowplan.plan.pricing import Pricing
+from stowplan.plan.steps import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.units import format_bytes
 
 Overwrites = tuple[tuple[str, str], ...]
+_BUFFERS = (Kind.BUFFER, Kind.INPUT)  # in the graphs of torch.compile, a buffer is an input
 
 
-def verify(plan: Plan) -> Plan:
-    """`plan` itself if it is legal and stays within its budget; otherwise IllegalPlan names the step."""
-    simulation = check_steps(plan.graph, plan.steps, plan.pricing)
-    if simulation.curve_bytes != plan.projected_curve_bytes:
+def verify(draft: Draft) -> Plan:
+    """The plan of a draft that is legal and stays within its budget; otherwise IllegalPlan names the step."""
+    simulation = check_steps(draft.graph, draft.steps, draft.pricing)
+    if simulation.curve_bytes != draft.projected_curve_bytes:
         raise IllegalPlan("the projected curve is not the one its steps have")
-    if simulation.peak_bytes > plan.allowed_bytes:
-        peak, allowed = format_bytes(simulation.peak_bytes), format_bytes(plan.allowed_bytes)
+    if simulation.peak_bytes > draft.allowed_bytes:
+        peak, allowed = format_bytes(simulation.peak_bytes), format_bytes(draft.allowed_bytes)
         raise IllegalPlan(f"its steps need {peak}, {allowed} are allowed")
     stored_bytes = sum(transfer.nbytes for transfer in simulation.transfers if transfer.is_store)
-    tier = plan.pricing.tier
+    tier = draft.pricing.tier
     if tier and stored_bytes > tier.capacity_bytes:
         stored, capacity = format_bytes(stored_bytes), format_bytes(tier.capacity_bytes)
         raise IllegalPlan(f"its steps store {stored}, {tier.name} has room for {capacity}")
+    return _plan_of(draft)
+
+
+def _plan_of(draft: Draft) -> Plan:
+    """A plan's own constructor refuses, so that this is the only one."""
+    plan = object.__new__(Plan)
+    for each in fields(draft):
+        object.__setattr__(plan, each.name, getattr(draft, each.name))
     return plan
 
 
@@ -132,7 +145,7 @@ class _Walk:
             raise IllegalPlan(once)
         for name, content in meaning.operands:
             if self._content_of(name) != content:
-                if self._graph.tensors[content[0]].kind is not Kind.BUFFER:
+                if self._graph.tensors[content[0]].kind not in _BUFFERS:
                     raise IllegalPlan(_missing(number, op, name))
                 if not only_updates_statistics(site_of(self._graph, op)):
                     raise IllegalPlan(once)

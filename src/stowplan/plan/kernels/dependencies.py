@@ -12,7 +12,7 @@ from stowplan.ops.table import site_of
 from stowplan.plan.kernels.fusible import is_view
 
 
-class Dependencies:
+class Relatives:
     """Ancestors and descendants of each op by position, while ops are joined to groups one by one."""
 
     def __init__(self, graph: Graph) -> None:
@@ -67,7 +67,7 @@ def bits_of(number: int) -> Iterator[int]:
         number ^= lowest
 
 
-def _direct(graph: Graph, known: Dependencies) -> list[int]:
+def _direct(graph: Graph, known: Relatives) -> list[int]:
     """By op, those that must come before it; data between views is followed to its maker."""
     before = [0] * len(graph.ops)
     for position, op in enumerate(graph.ops):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stowplan.ir import Graph, Phase
-from stowplan.plan.kernels.dependencies import Dependencies, bits_of
+from stowplan.plan.kernels.dependencies import Relatives, bits_of
 from stowplan.plan.kernels.fusible import POINTWISE, SINGLES, domain_of, is_fusible
 from stowplan.plan.problem import outdated_tensors, updated_buffers
 
@@ -37,7 +37,7 @@ class Group:
 
 def groups_of(graph: Graph, barred: Collection[str] = ()) -> tuple[Group, ...]:
     """The groups of two ops or more, and single ops of `SINGLES`; none has an op that is `barred`."""
-    known = Dependencies(graph)
+    known = Relatives(graph)
     updated = updated_buffers(graph)
     fusible = [op.id not in barred and is_fusible(graph, op, updated) for op in graph.ops]
     members = _joined(graph, known, fusible)
@@ -45,7 +45,7 @@ def groups_of(graph: Graph, barred: Collection[str] = ()) -> tuple[Group, ...]:
     return tuple(_own_copies(graph, known, groups, fusible))
 
 
-def _joined(graph: Graph, known: Dependencies, fusible: Sequence[bool]) -> list[int]:
+def _joined(graph: Graph, known: Relatives, fusible: Sequence[bool]) -> list[int]:
     """Groups as sets of positions."""
     group_of = {position: 1 << position for position, may in enumerate(fusible) if may}
     domain_of_op = {position: domain_of(graph, graph.ops[position]) for position in group_of}
@@ -74,7 +74,7 @@ def _joined(graph: Graph, known: Dependencies, fusible: Sequence[bool]) -> list[
     ]
 
 
-def _with_views(graph: Graph, known: Dependencies, members: int) -> Group:
+def _with_views(graph: Graph, known: Relatives, members: int) -> Group:
     own = set(bits_of(members))
     copies = set(_views_read(graph, known, own))
     return _group(graph, own, copies)
@@ -85,7 +85,7 @@ def _group(graph: Graph, own: Iterable[int], copies: Iterable[int]) -> Group:
     return Group(ops, tuple(graph.ops[position].id for position in sorted(copies)))
 
 
-def _views_read(graph: Graph, known: Dependencies, positions: Iterable[int]) -> Iterator[int]:
+def _views_read(graph: Graph, known: Relatives, positions: Iterable[int]) -> Iterator[int]:
     """The views between these ops and the makers of what they read."""
     waiting = [name for position in positions for name in graph.ops[position].reads()]
     while waiting:
@@ -96,7 +96,7 @@ def _views_read(graph: Graph, known: Dependencies, positions: Iterable[int]) -> 
 
 
 def _own_copies(
-    graph: Graph, known: Dependencies, groups: Sequence[Group], fusible: Sequence[bool]
+    graph: Graph, known: Relatives, groups: Sequence[Group], fusible: Sequence[bool]
 ) -> Iterator[Group]:
     """The groups of the backward half with copies of the pointwise forward ops that spare a kept value.
 
@@ -128,7 +128,7 @@ class _Spared:
     """Finds the forward ops whose results need not be kept for backward."""
 
     def __init__(
-        self, graph: Graph, known: Dependencies, backward: Sequence[set[int]], fusible: Sequence[bool]
+        self, graph: Graph, known: Relatives, backward: Sequence[set[int]], fusible: Sequence[bool]
     ) -> None:
         self._graph, self._known = graph, known
         self._outdated = outdated_tensors(graph)

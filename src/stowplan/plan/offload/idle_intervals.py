@@ -7,7 +7,7 @@ from stowplan.analyse.facts import storages_of
 from stowplan.ir import Graph, Kind
 from stowplan.ops.effects import UNDER_WAY
 from stowplan.plan.places import Place, Places
-from stowplan.plan.plan import Compute, Free, Load, RecomputeOp, Step, Store
+from stowplan.plan.steps import Compute, Free, Load, RecomputeOp, Step, Store
 
 
 @dataclass(frozen=True, slots=True)

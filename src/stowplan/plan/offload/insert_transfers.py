@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stowplan.plan.offload.idle_intervals import IdleInterval
-from stowplan.plan.plan import Free, Load, Step, Store
+from stowplan.plan.steps import Free, Load, Step, Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from stowplan.plan.offload.idle_intervals import idle_intervals_of
 from stowplan.plan.offload.insert_transfers import Move, insert_transfers
 from stowplan.plan.offload.transfer_schedule import Caps, Outcome, TransferSchedule
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Pricing, Step, Tier
 from stowplan.plan.planner import FRONTIER_EXTENSIONS
+from stowplan.plan.pricing import Pricing, Tier
 from stowplan.plan.problem import Problem, updated_buffers
+from stowplan.plan.steps import Step
 from stowplan.watch import patience
 
 _LEVELS = 24  # peaks that are aimed at, one below the other

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from stowplan.plan.judge.simulate import Simulation
 from stowplan.plan.offload.idle_intervals import IdleInterval
 from stowplan.plan.offload.insert_transfers import Move
-from stowplan.plan.plan import Compute, RecomputeOp, Step, Tier
+from stowplan.plan.pricing import Tier
+from stowplan.plan.steps import Compute, RecomputeOp, Step
 
 _STORE, _GONE, _LOAD, _NEEDED = range(4)  # in this order where several happen between two steps
 

@@ -11,7 +11,7 @@ from stowplan.plan.shards.cell_relation import CellRelation
 from stowplan.plan.shards.cells import Cells
 from stowplan.plan.shards.even import is_followed, outline
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.mesh import MeshAxes
 
 SCATTER = "aten.scatter.value"
 CAUSAL = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -19,7 +19,7 @@ _LOOKED_AT = 64
 
 
 def allowed(
-    site: Site, number: int, rule: CellRelation, layout: Layout, inputs: Sequence[Layout], mesh: Mesh
+    site: Site, number: int, rule: CellRelation, layout: Layout, inputs: Sequence[Layout], mesh: MeshAxes
 ) -> tuple[Layout, str]:
     """The layout without the axes that would give a worker a part which the op cannot make, and why."""
     why = _refused(site, number, rule, layout, inputs, mesh)
@@ -33,7 +33,7 @@ def allowed(
 
 
 def _refused(
-    site: Site, number: int, rule: CellRelation, layout: Layout, inputs: Sequence[Layout], mesh: Mesh
+    site: Site, number: int, rule: CellRelation, layout: Layout, inputs: Sequence[Layout], mesh: MeshAxes
 ) -> str:
     """Why some worker cannot make its share of output `number`; "" if all can."""
     if layout.is_everywhere:

@@ -11,11 +11,11 @@ from math import inf
 from stowplan.errors import BadUse, BudgetTooSmall, TooManyWorkers
 from stowplan.ir import Graph, Kind
 from stowplan.ops.table import shape_of
-from stowplan.plan.plan import Machine
 from stowplan.plan.prices import price_by_roofline
-from stowplan.plan.shards.mesh import Axis, Mesh
+from stowplan.plan.pricing import Machine
+from stowplan.plan.shards.mesh import Axis, MeshAxes
 from stowplan.plan.shards.plan import ShardPlan, glance_plan
-from stowplan.plan.shards.projection import Network, Projection, project, slowest_seconds
+from stowplan.plan.shards.projection import MeshProjection, Network, project, slowest_seconds
 from stowplan.plan.shards.seeds import seeds_for
 from stowplan.plan.shards.traffic import itemsize_of
 from stowplan.plan.shards.weights import MODEL, WeightSearch
@@ -34,12 +34,12 @@ def choose_mesh(
     machine: Machine,
     network: Network,
     allowed_bytes: int | None = None,
-) -> Projection:
+) -> MeshProjection:
     """The fastest mesh whose every worker stays within `allowed_bytes`.
 
     Raises BudgetTooSmall with the smallest peak that any mesh has.
     """
-    meshes: Sequence[Mesh] = list(meshes_of(graph, workers))
+    meshes: Sequence[MeshAxes] = list(meshes_of(graph, workers))
     if workers > _ALL_PROJECTED:
         meshes = _most_promising_first(graph, meshes, ends, machine, network)
     projected = _projected(graph, meshes, ends, machine, network)
@@ -61,8 +61,8 @@ def choose_mesh(
 
 
 def _projected(
-    graph: Graph, meshes: Sequence[Mesh], ends: Sequence[str], machine: Machine, network: Network
-) -> Iterator[Projection]:
+    graph: Graph, meshes: Sequence[MeshAxes], ends: Sequence[str], machine: Machine, network: Network
+) -> Iterator[MeshProjection]:
     """Those on which everyone has something to do."""
     for mesh in meshes:
         with suppress(TooManyWorkers):
@@ -70,12 +70,12 @@ def _projected(
 
 
 def _most_promising_first(
-    graph: Graph, meshes: Sequence[Mesh], ends: Sequence[str], machine: Machine, network: Network
-) -> list[Mesh]:
+    graph: Graph, meshes: Sequence[MeshAxes], ends: Sequence[str], machine: Machine, network: Network
+) -> list[MeshAxes]:
     """By what a few workers at the ends and in the middle of each would take."""
     whole = price_by_roofline(graph, machine).seconds
 
-    def seconds(mesh: Mesh) -> float:
+    def seconds(mesh: MeshAxes) -> float:
         try:
             plan = glance_plan(graph, mesh, seeds_for(graph, mesh), ends)
         except TooManyWorkers:
@@ -92,7 +92,7 @@ def _received_seconds(plan: ShardPlan, worker: int, network: Network) -> float:
     return len(received) * network.latency_seconds + nbytes / network.bytes_per_second
 
 
-def meshes_of(graph: Graph, workers: int) -> Iterator[Mesh]:
+def meshes_of(graph: Graph, workers: int) -> Iterator[MeshAxes]:
     """All meshes of this number of workers whose axes are no longer than the dims they cut."""
     shapes = [shape_of(t) for t in graph.tensors.values() if t.kind is Kind.INPUT]
     image = max(shapes, key=len, default=())
@@ -104,7 +104,7 @@ def meshes_of(graph: Graph, workers: int) -> Iterator[Mesh]:
         names, sizes = [*names, MODEL], [*[*sizes, 1][: len(names)], _MOST_MODEL]
     for parts in _factors(workers, len(names)):
         if all(part <= size for part, size in zip(parts, sizes, strict=False)):
-            yield Mesh(tuple(map(Axis, names, parts)))
+            yield MeshAxes(tuple(map(Axis, names, parts)))
 
 
 def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:

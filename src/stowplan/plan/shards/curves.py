@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from stowplan.ir import Attribute, Graph, Op, Tensor, bytes_of_shape
-from stowplan.plan.shards.mesh import Axis, Mesh
+from stowplan.plan.shards.mesh import Axis, MeshAxes
 
 _FEW = 64  # workers, up to which meshes grow in small steps
 
 
-def strong_scaling(mesh: Mesh, most: int) -> Iterator[Mesh]:
+def strong_scaling(mesh: MeshAxes, most: int) -> Iterator[MeshAxes]:
     """Meshes of the same axes, from one worker to `mesh` and beyond: twice as large each, later four times.
 
     Axes grow in turn, and beyond their sizes in `mesh` only when all have them.
@@ -31,19 +31,19 @@ def strong_scaling(mesh: Mesh, most: int) -> Iterator[Mesh]:
                 break
 
 
-def weak_scaling(mesh: Mesh, most: int) -> Iterator[Mesh]:
+def weak_scaling(mesh: MeshAxes, most: int) -> Iterator[MeshAxes]:
     """One worker, the mesh without its data axes, and from there on four times as many along the batch."""
-    others = Mesh(tuple(axis for axis in mesh.axes if axis.name != "data"))
+    others = MeshAxes(tuple(axis for axis in mesh.axes if axis.name != "data"))
     if others.size > 1:
-        yield Mesh((Axis("data", 1), *_sized(others, [1] * len(others.axes)).axes))
+        yield MeshAxes((Axis("data", 1), *_sized(others, [1] * len(others.axes)).axes))
     batches = 1
     while batches * others.size <= most:
-        yield Mesh((Axis("data", batches), *others.axes))
+        yield MeshAxes((Axis("data", batches), *others.axes))
         batches *= 4
 
 
-def _sized(mesh: Mesh, sizes: list[int]) -> Mesh:
-    return Mesh(tuple(replace(a, size=n, weights=()) for a, n in zip(mesh.axes, sizes, strict=True)))
+def _sized(mesh: MeshAxes, sizes: list[int]) -> MeshAxes:
+    return MeshAxes(tuple(replace(a, size=n, weights=()) for a, n in zip(mesh.axes, sizes, strict=True)))
 
 
 def step_between(first: Graph, last: Graph, most: int, times: int) -> Graph | None:

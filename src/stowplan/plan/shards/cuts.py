@@ -7,7 +7,7 @@ from stowplan.ir import Graph, Kind
 from stowplan.ops.table import shape_of
 from stowplan.plan.shards.cells import Cells
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.mesh import MeshAxes
 from stowplan.plan.shards.propagation import (
     Chosen,
     ShardPropagation,
@@ -20,7 +20,7 @@ from stowplan.plan.shards.weights import model_axis
 
 
 def propagate(
-    graph: Graph, mesh: Mesh, seeds: Chosen, ends: Sequence[str], chosen: Chosen | None = None
+    graph: Graph, mesh: MeshAxes, seeds: Chosen, ends: Sequence[str], chosen: Chosen | None = None
 ) -> ShardPropagation:
     """The forward half on a mesh.
 

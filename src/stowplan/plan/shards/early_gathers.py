@@ -20,35 +20,35 @@ from dataclasses import replace
 
 from stowplan.ir import Op, Phase
 from stowplan.ops.effects import BEGIN_GATHER, BEGIN_IN_ORDER, END_GATHER
+from stowplan.plan.draft import Draft
 from stowplan.plan.judge.simulate import simulate
-from stowplan.plan.judge.verify import verify
-from stowplan.plan.plan import Compute, Plan, RecomputeOp, Step
+from stowplan.plan.steps import Compute, RecomputeOp, Step
 
 MOST_AHEAD = 4
 """Of how many earlier gathers the readers may run while one travels."""
 
 
-def with_early_gathers(plan: Plan, allowed_bytes: int) -> Plan:
-    """The plan with gathers that begin early, where its steps then fit into `allowed_bytes`."""
-    moving = _Moving(plan, allowed_bytes)
-    for number, step in enumerate(plan.steps):  # what moves stays before this step
+def with_early_gathers(draft: Draft, allowed_bytes: int) -> Draft:
+    """The draft with gathers that begin early, where its steps then fit into `allowed_bytes`."""
+    moving = _Moving(draft, allowed_bytes)
+    for number, step in enumerate(draft.steps):  # what moves stays before this step
         op = moving.op_of(step)
         if op is not None and op.type in (BEGIN_GATHER, BEGIN_IN_ORDER):
             moving.begin_early(number, op)
     steps = tuple(moving.steps)
-    if steps == plan.steps:
-        return plan
-    curve = simulate(plan.graph, steps, plan.pricing).curve_bytes
-    return verify(replace(plan, steps=steps, projected_curve_bytes=curve))
+    if steps == draft.steps:
+        return draft
+    curve = simulate(draft.graph, steps, draft.pricing).curve_bytes
+    return replace(draft, steps=steps, projected_curve_bytes=curve)
 
 
 class _Moving:
     """The steps of a plan, and the bytes alive while each runs, while gathers move up one by one."""
 
-    def __init__(self, plan: Plan, allowed_bytes: int) -> None:
-        self._graph, self._pricing, self._allowed_bytes = plan.graph, plan.pricing, allowed_bytes
-        self._ops = {op.id: op for op in plan.graph.ops}
-        self.steps, self._curve = list(plan.steps), list(plan.projected_curve_bytes)
+    def __init__(self, draft: Draft, allowed_bytes: int) -> None:
+        self._graph, self._pricing, self._allowed_bytes = draft.graph, draft.pricing, allowed_bytes
+        self._ops = {op.id: op for op in draft.graph.ops}
+        self.steps, self._curve = list(draft.steps), list(draft.projected_curve_bytes)
         forward = [n for n, step in enumerate(self.steps) if self._is_in(Phase.FORWARD, step)]
         self._turn = forward[-1] + 1 if forward else 0  # backward begins here, with what it recomputes
 

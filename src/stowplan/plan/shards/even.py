@@ -12,7 +12,7 @@ from functools import cache
 
 from stowplan.plan.shards.cell_relation import CellRelation
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.mesh import Axis, Mesh
+from stowplan.plan.shards.mesh import Axis, MeshAxes
 
 _ENDS = 2  # the first and the last places of a kind that are worked out
 
@@ -43,7 +43,7 @@ def places_on(axis: Axis, sizes: frozenset[int] | None) -> Sequence[int]:
     return sorted({place for kind in kinds_of(axis, sizes) for place in (*kind[:_ENDS], *kind[-_ENDS:])})
 
 
-def outline(mesh: Mesh, cut: CutSizes) -> tuple[int, ...]:
+def outline(mesh: MeshAxes, cut: CutSizes) -> tuple[int, ...]:
     """Workers that stand on one of the axes: whatever can happen to a dim happens to one of these.
 
     Rects are products of spans, and each span follows from the place on one axis alone.

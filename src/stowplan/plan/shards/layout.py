@@ -9,7 +9,7 @@ from stowplan.geometry import Rect
 from stowplan.ir import Shape
 from stowplan.ops.windows import Span
 from stowplan.plan.shards.cells import Cells
-from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.mesh import MeshAxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Layout:
     axes: tuple[int | None, ...]
 
     @staticmethod
-    def everywhere(shape: Shape, mesh: Mesh) -> "Layout":
+    def everywhere(shape: Shape, mesh: MeshAxes) -> "Layout":
         """The same on all workers."""
         return Layout(Cells.of_shape(shape), (None,) * len(mesh.axes))
 
@@ -36,15 +36,15 @@ class Layout:
     def cut_cells(self) -> tuple[int, ...]:
         return tuple(cell for cell in self.axes if cell is not None)
 
-    def share(self, mesh: Mesh, worker: int) -> Rect:
+    def share(self, mesh: MeshAxes, worker: int) -> Rect:
         """The part that belongs to a worker: along the axes that cut, parts are disjoint and cover all."""
         return _share(self, mesh, worker)
 
-    def is_first(self, mesh: Mesh, worker: int) -> bool:
+    def is_first(self, mesh: MeshAxes, worker: int) -> bool:
         """Whether a worker is the one, among all that have the same share, that counts as its owner."""
         return all(mesh.place(worker)[axis] == 0 for axis, cell in enumerate(self.axes) if cell is None)
 
-    def holders(self, mesh: Mesh, worker: int, rect: Rect) -> Iterator[tuple[int, Rect]]:
+    def holders(self, mesh: MeshAxes, worker: int, rect: Rect) -> Iterator[tuple[int, Rect]]:
         """Whose shares make up `rect`, and which part of it each has; replicas serve their own row."""
         place = mesh.place(worker)
         choices: list[Sequence[int]] = []
@@ -62,7 +62,7 @@ class Layout:
 
 
 @lru_cache(2**16)  # many tensors have one layout
-def _share(layout: Layout, mesh: Mesh, worker: int) -> Rect:
+def _share(layout: Layout, mesh: MeshAxes, worker: int) -> Rect:
     sizes = layout.cells.sizes
     spans: list[Span] = [(0, size) for size in sizes]
     place = mesh.place(worker)

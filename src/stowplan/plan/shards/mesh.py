@@ -1,4 +1,4 @@
-"""Mesh: workers in a grid of named axes. An axis cuts a dim of a tensor into one span per place."""
+"""Grid: workers in places along named axes. An axis cuts a dim of a tensor into one span per place."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ def _bounds(axis: Axis, size: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class MeshAxes:
     """Workers numbered in row-major order of their places on the axes."""
 
     axes: tuple[Axis, ...]
@@ -97,7 +97,7 @@ class Mesh:
         return ",".join(f"{axis.name}={_spelled(axis)}" for axis in self.axes)
 
 
-def parse_mesh(text: str) -> Mesh:
+def parse_mesh(text: str) -> MeshAxes:
     """`data=2,space=2x2`; a size `3:1:1` is an axis of three workers with these shares."""
     axes: list[Axis] = []
     for item in text.split(","):
@@ -106,7 +106,7 @@ def parse_mesh(text: str) -> Mesh:
             raise BadUse(f"{item!r} is no mesh axis; write NAME=SIZE, such as data=2 or space=2x2")
         axes += (_axis(name, size) for size in sizes.split("x"))
     refuse_too_many(prod(axis.size for axis in axes))
-    return Mesh(tuple(axes))
+    return MeshAxes(tuple(axes))
 
 
 def refuse_too_many(workers: int) -> None:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from stowplan.errors import BadUse, TooManyWorkers
 from stowplan.ir import Graph
-from stowplan.plan.plan import Machine
+from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.choice import meshes_of
-from stowplan.plan.shards.mesh import Mesh
-from stowplan.plan.shards.projection import Network, Projection, project
+from stowplan.plan.shards.mesh import MeshAxes
+from stowplan.plan.shards.projection import MeshProjection, Network, project
 from stowplan.plan.shards.propagation import Chosen
-from stowplan.plan.shards.relayout import MOST_WORKERS, State, choose_layouts
+from stowplan.plan.shards.relayout import MOST_WORKERS, LayoutState, choose_layouts
 
 _PAYS = 0.05
 _RELAID = 2  # meshes, the fastest, whose stages are looked at
@@ -26,10 +26,10 @@ _RELAID = 2  # meshes, the fastest, whose stages are looked at
 class Option:
     """A mesh, the op outputs that are cut along other dims than their inputs, and the projection."""
 
-    mesh: Mesh
-    projection: Projection
+    mesh: MeshAxes
+    projection: MeshProjection
     chosen: Chosen = field(default_factory=dict)
-    states: Mapping[str, State] = field(default_factory=dict)  # by opening op of a stage
+    states: Mapping[str, LayoutState] = field(default_factory=dict)  # by opening op of a stage
 
     def expected_seconds(self, scale: float = 1.0) -> float:
         """As projected, if computing takes `scale` times as long."""
@@ -37,7 +37,9 @@ class Option:
         return scale * self.projection.compute_seconds + waiting
 
     def __str__(self) -> str:
-        relaid = [f"{state} from {name}" for name, state in self.states.items() if state is not State.FOLLOW]
+        relaid = [
+            f"{state} from {name}" for name, state in self.states.items() if state is not LayoutState.FOLLOW
+        ]
         return f"{self.mesh}{' with stages ' if relaid else ''}{', '.join(relaid)}"
 
 
@@ -45,13 +47,13 @@ class Option:
 class Environment:
     """The fixed part of a projection: how a mesh cuts inputs, the step's outputs, machine and network."""
 
-    seeds: Callable[[Mesh], Chosen]
+    seeds: Callable[[MeshAxes], Chosen]
     ends: Sequence[str]
     machine: Machine
     network: Network
 
 
-def options_of(graph: Graph, meshes: Iterable[Mesh], around: Environment) -> tuple[Option, ...]:
+def options_of(graph: Graph, meshes: Iterable[MeshAxes], around: Environment) -> tuple[Option, ...]:
     """All that are worth a look, the fastest as projected first; BadUse if no mesh is one."""
     plain = sorted(_plain(graph, meshes, around), key=Option.expected_seconds)
     if not plain:
@@ -60,7 +62,7 @@ def options_of(graph: Graph, meshes: Iterable[Mesh], around: Environment) -> tup
     return tuple(sorted((*plain, *relaid), key=Option.expected_seconds))
 
 
-def meshes_for(graph: Graph, workers: int) -> tuple[Mesh, ...]:
+def meshes_for(graph: Graph, workers: int) -> tuple[MeshAxes, ...]:
     """All meshes of this number of workers. An axis of one worker shows which dims of space others cut."""
     if workers < 2:
         raise BadUse(f"{workers} workers are no mesh: leave mesh out for a step in one process")
@@ -68,10 +70,10 @@ def meshes_for(graph: Graph, workers: int) -> tuple[Mesh, ...]:
         (axis for axis in mesh.axes if axis.size > 1 or axis.name == "space")
         for mesh in meshes_of(graph, workers)
     )
-    return tuple(Mesh(tuple(axes)) for axes in kept)
+    return tuple(MeshAxes(tuple(axes)) for axes in kept)
 
 
-def _plain(graph: Graph, meshes: Iterable[Mesh], around: Environment) -> Iterator[Option]:
+def _plain(graph: Graph, meshes: Iterable[MeshAxes], around: Environment) -> Iterator[Option]:
     for mesh in meshes:
         with suppress(TooManyWorkers):
             seeds = around.seeds(mesh)

@@ -52,21 +52,21 @@ def gather_groups(graph: Graph, divided: Iterable[str], trained: Iterable[str]) 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParameterPart:
     """The part of a parameter that a worker reads: by dim, the runs of indices that make it up, in order."""
 
     runs: tuple[tuple[Span, ...], ...]
 
     @staticmethod
-    def whole(shape: Shape) -> "Part":
+    def whole(shape: Shape) -> "ParameterPart":
         """All of a parameter; a number is a vector of one."""
-        return Part(tuple(((0, size),) for size in shape or (1,)))
+        return ParameterPart(tuple(((0, size),) for size in shape or (1,)))
 
     @staticmethod
-    def of_rect(cells: Cells, rect: Rect) -> "Part":
+    def of_rect(cells: Cells, rect: Rect) -> "ParameterPart":
         """The indices that a rect over cells has."""
         dims = range(len(cells.groups))
-        return Part(tuple(tuple(_runs(cells.groups[dim], cells.spans(rect, dim))) for dim in dims))
+        return ParameterPart(tuple(tuple(_runs(cells.groups[dim], cells.spans(rect, dim))) for dim in dims))
 
     @property
     def shape(self) -> Shape:
@@ -116,12 +116,12 @@ def _placed(runs: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
     return ((low, high, at) for (low, high), at in zip(runs, starts, strict=False))
 
 
-def part_of(plan: ShardPlan, name: str, worker: int) -> Part:
+def part_of(plan: ShardPlan, name: str, worker: int) -> ParameterPart:
     """The part of a parameter that a worker reads."""
     layout = plan.layouts[name]
     share = layout.share(plan.mesh, worker)
     held = plan.shards[worker].held.get(name, Rect(share.lo, share.lo)) if worker in plan.shards else share
-    return Part.of_rect(layout.cells, held)
+    return ParameterPart.of_rect(layout.cells, held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,9 @@ class DividedParameters:
     def __init__(self, graph: Graph, workers: int, plan: ShardPlan | None = None) -> None:
         self._graph, self._workers = graph, workers
         self._places = np.zeros(workers, np.int64)  # of each worker on the `model` axis
-        self._parts: Mapping[str, tuple[Part, ...]] = {}  # by weight that the axis cuts, of each place
+        self._parts: Mapping[
+            str, tuple[ParameterPart, ...]
+        ] = {}  # by weight that the axis cuts, of each place
         self._known: dict[Hashable, tuple[Counts, Counts, Counts]] = {}  # elements of parameters alike
         axis = None if plan is None else model_axis(plan.mesh)
         if plan is not None and axis is not None:
@@ -220,13 +222,15 @@ class DividedParameters:
 
     def _elements(self, name: str) -> tuple[Counts, Counts, Counts]:
         """By worker: elements of its rows, once for each reader; those it reads itself; all that it reads."""
-        parts = self._parts.get(name) or (Part.whole(shape_of(self._graph.tensors[name])),)
+        parts = self._parts.get(name) or (ParameterPart.whole(shape_of(self._graph.tensors[name])),)
         look = self._row_count(name), parts, name in self._parts
         if look not in self._known:
             self._known[look] = self._counted(self._rows(name), parts, is_cut=name in self._parts)
         return self._known[look]
 
-    def _counted(self, rows: Counts, parts: Sequence[Part], *, is_cut: bool) -> tuple[Counts, Counts, Counts]:
+    def _counted(
+        self, rows: Counts, parts: Sequence[ParameterPart], *, is_cut: bool
+    ) -> tuple[Counts, Counts, Counts]:
         end = rows.cumsum()
         places = self._places if is_cut else np.zeros_like(self._places)
         read = np.stack([part.elements_of(end - rows, end) for part in parts])

@@ -14,7 +14,7 @@ from stowplan.ir import Graph, Kind
 from stowplan.plan.shards.cuts import propagate
 from stowplan.plan.shards.even import CutSizes, is_followed, kinds_of, outline, places_on
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.mesh import Axis, Mesh
+from stowplan.plan.shards.mesh import Axis, MeshAxes
 from stowplan.plan.shards.propagation import Chosen, OpSharding, ShardPropagation, forward_ops
 from stowplan.plan.shards.shard import Pulling, Shard
 
@@ -89,7 +89,7 @@ RESIDENT = (Kind.PARAMETER, Kind.BUFFER, Kind.CONSTANT)
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class RectTransfer:
     """A rect of a tensor's cells that `source` owns and `target` needs. Backward, its gradient goes back."""
 
     tensor: str
@@ -106,7 +106,7 @@ class ShardPlan:
     """
 
     graph: Graph
-    mesh: Mesh
+    mesh: MeshAxes
     layouts: Mapping[str, Layout]
     shardings: tuple[OpSharding, ...]
     shards: Mapping[int, Shard]
@@ -141,7 +141,7 @@ class ShardPlan:
         """The first output of every op."""
         return [sharding.op.outputs[0].tensor for sharding in self.shardings if sharding.op.outputs]
 
-    def received(self, worker: int) -> Iterator[Transfer]:
+    def received(self, worker: int) -> Iterator[RectTransfer]:
         """All that a worker must be sent forward, by tensor in the order of the graph."""
         shard = self.shards[worker]
         for name in self.exchanged:
@@ -149,11 +149,11 @@ class ShardPlan:
             if rect is not None:
                 for holder, part in self.layouts[name].holders(self.mesh, worker, rect):
                     if holder != worker:
-                        yield Transfer(name, holder, worker, part)
+                        yield RectTransfer(name, holder, worker, part)
 
 
 def shard_plan(
-    graph: Graph, mesh: Mesh, seeds: Chosen, ends: Sequence[str], chosen: Chosen | None = None
+    graph: Graph, mesh: MeshAxes, seeds: Chosen, ends: Sequence[str], chosen: Chosen | None = None
 ) -> ShardPlan:
     """The step over a mesh whose axes cut the dims `seeds` of its inputs. `ends` are what it returns.
 
@@ -163,13 +163,13 @@ def shard_plan(
     return _planned(propagated, Pulling(propagated, ends, range(mesh.size)).run())
 
 
-def outline_plan(graph: Graph, mesh: Mesh, seeds: Chosen, ends: Sequence[str]) -> ShardPlan:
+def outline_plan(graph: Graph, mesh: MeshAxes, seeds: Chosen, ends: Sequence[str]) -> ShardPlan:
     """The same with the shards of a few workers, who tell what the others have."""
     propagated = propagate(graph, mesh, seeds, ends)
     return _planned(propagated, outlined(propagated, ends))
 
 
-def glance_plan(graph: Graph, mesh: Mesh, seeds: Chosen, ends: Sequence[str]) -> ShardPlan:
+def glance_plan(graph: Graph, mesh: MeshAxes, seeds: Chosen, ends: Sequence[str]) -> ShardPlan:
     """The same with the shards of workers at the ends and in the middle of axes, alike or not."""
     propagated = propagate(graph, mesh, seeds, ends)
     workers = {*outline(mesh, dict.fromkeys(range(len(mesh.axes)), frozenset[int]())), mesh.middle}
@@ -200,7 +200,7 @@ def _exchanged(found: ShardPropagation, shards: Mapping[int, Shard]) -> Iterator
             yield name
 
 
-def _lacks(shard: Shard, name: str, layout: Layout, mesh: Mesh, worker: int) -> bool:
+def _lacks(shard: Shard, name: str, layout: Layout, mesh: MeshAxes, worker: int) -> bool:
     held, made = shard.held.get(name), shard.made.get(name)
     if held is None or held is made:
         return False

@@ -18,15 +18,15 @@ from stowplan.errors import TooManyWorkers
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Op
 from stowplan.ops.table import shape_of
-from stowplan.plan.plan import Machine
 from stowplan.plan.prices import price_by_roofline
+from stowplan.plan.pricing import Machine
 from stowplan.plan.shards.buckets import buckets_of
-from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.mesh import MeshAxes
 from stowplan.plan.shards.parameter_shards import DividedParameters
 from stowplan.plan.shards.plan import RESIDENT, ShardPlan, outline_plan
 from stowplan.plan.shards.propagation import LOOKUPS, ShardingKind
 from stowplan.plan.shards.scale import MeshTraffic, mesh_traffic
-from stowplan.plan.shards.shard import Level, Shard
+from stowplan.plan.shards.shard import Shard, ShardLevel
 from stowplan.plan.shards.traffic import itemsize_of, summed_by, sums_of, trained_bytes
 from stowplan.plan.shards.weights import PRODUCTS
 
@@ -54,10 +54,10 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Projection:
+class MeshProjection:
     """A step on a mesh, by its slowest and largest worker."""
 
-    mesh: Mesh
+    mesh: MeshAxes
     compute_seconds: float
     network_seconds: float
     waiting_seconds: float  # for the slowest worker of each collective
@@ -81,14 +81,14 @@ class Projection:
 
 def project(
     graph: Graph,
-    mesh: Mesh,
+    mesh: MeshAxes,
     seeds: Seeds,
     ends: Sequence[str],
     machine: Machine,
     network: Network,
     *,
     shards_parameters: bool = False,
-) -> Projection:
+) -> MeshProjection:
     """The step of `graph` on `mesh`; only workers on the axes and in the middle are worked out."""
     started = perf_counter()
     _refuse_idle_workers(graph, mesh, seeds)
@@ -97,7 +97,7 @@ def project(
     return projection_of(plan, mesh_traffic(plan), machine, network, started, divided)
 
 
-def _refuse_idle_workers(graph: Graph, mesh: Mesh, seeds: Seeds) -> None:
+def _refuse_idle_workers(graph: Graph, mesh: MeshAxes, seeds: Seeds) -> None:
     """Every worker has a part of every input that is cut."""
     for name, dims in seeds.items():
         shape = shape_of(graph.tensors[name])
@@ -116,7 +116,7 @@ def projection_of(
     network: Network,
     started: float,
     divided: DividedParameters | None = None,
-) -> Projection:
+) -> MeshProjection:
     """The projection of a plan; `started` is when its planning began.
 
     With `divided` parameters, gradients are sent and not handed to sums.
@@ -140,7 +140,7 @@ def projection_of(
     whole = price_by_roofline(graph, machine).seconds
     seconds = network.latency_seconds * traffic.messages + traffic.sent_bytes / network.bytes_per_second
     compute = workers.slowest_seconds(whole, machine) * network.workers_per_core
-    return Projection(
+    return MeshProjection(
         mesh,
         compute_seconds=compute,
         network_seconds=float(seconds.max()) + sum_seconds,
@@ -244,7 +244,7 @@ class _Workers:
         computed = sum((whole[op.id] - start) * share(op) + start for op in self._plan.graph.ops)
         return computed + self._copied_bytes(shard) / machine.bytes_per_second
 
-    def _share_done(self, level: Level) -> float:
+    def _share_done(self, level: ShardLevel) -> float:
         """The share of an op that a worker does: of what it makes, or of what it adds up."""
         name, rect = level.name, level.made
         op = level.sharding.op

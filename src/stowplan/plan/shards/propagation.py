@@ -24,7 +24,7 @@ from stowplan.plan.shards.allowed import allowed
 from stowplan.plan.shards.cell_relation import CellRelation, cell_relation, sliced_dim
 from stowplan.plan.shards.cells import Cells, regrouped
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.mesh import MeshAxes
 from stowplan.plan.shards.weights import PRODUCTS, is_plain_product, model_axis
 
 Chosen: TypeAlias = Mapping[str, Sequence[int | None]]
@@ -86,7 +86,7 @@ class ShardPropagation:
     """The layouts of all forward tensors and the shardings of all forward ops found so far."""
 
     graph: Graph
-    mesh: Mesh
+    mesh: MeshAxes
     layouts: dict[str, Layout]
     chosen: Chosen
     shardings: list[OpSharding] = field(default_factory=list)
@@ -227,12 +227,12 @@ def forward_ops(graph: Graph) -> Iterator[Op]:
     return (op for op in graph.ops if op.phase is Phase.FORWARD)
 
 
-def without_single(mesh: Mesh, axes: Sequence[int | None]) -> tuple[int | None, ...]:
+def without_single(mesh: MeshAxes, axes: Sequence[int | None]) -> tuple[int | None, ...]:
     """Axes of one worker cut nothing."""
     return tuple(None if axis.size == 1 else dim for axis, dim in zip(mesh.axes, axes, strict=True))
 
 
-def check_seed(name: str, shape: tuple[int, ...], axes: tuple[int | None, ...], mesh: Mesh) -> None:
+def check_seed(name: str, shape: tuple[int, ...], axes: tuple[int | None, ...], mesh: MeshAxes) -> None:
     cut = [dim for dim in axes if dim is not None]
     if len(axes) != len(mesh.axes) or len(set(cut)) != len(cut) or any(not 0 <= d < len(shape) for d in cut):
         raise BadUse(f"{name!r} of shape {shape} cannot be cut along dims {axes} by the mesh {mesh}")
@@ -243,7 +243,7 @@ def _is_read(regions: Regions, number: int) -> bool:
 
 
 def _everywhere(
-    site: Site, regions: Regions, inputs: Sequence[Layout], mesh: Mesh
+    site: Site, regions: Regions, inputs: Sequence[Layout], mesh: MeshAxes
 ) -> tuple[list[Layout], list[CellRelation]]:
     outputs = [Layout.everywhere(shape_of(tensor), mesh) for tensor in site.outputs]
     cells = [layout.cells for layout in inputs]
@@ -288,7 +288,7 @@ def _looked_up_axes(op: Op, inputs: Sequence[Layout]) -> tuple[int, ...]:
     return _axes_along(inputs[0], (0,))
 
 
-def _inner_axes(op: Op, inputs: Sequence[Layout], mesh: Mesh) -> tuple[int, ...]:
+def _inner_axes(op: Op, inputs: Sequence[Layout], mesh: MeshAxes) -> tuple[int, ...]:
     """The axis of weights, if it cuts the inner dim of both factors of a product in the same way."""
     axis = model_axis(mesh)
     if axis is None or not is_plain_product(op):

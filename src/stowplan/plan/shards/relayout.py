@@ -33,10 +33,10 @@ import numpy as np
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph
 from stowplan.ops.table import shape_of
-from stowplan.plan.plan import Machine
-from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.pricing import Machine
+from stowplan.plan.shards.mesh import MeshAxes
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
-from stowplan.plan.shards.projection import Network, Projection, projection_of
+from stowplan.plan.shards.projection import MeshProjection, Network, projection_of
 from stowplan.plan.shards.propagation import Chosen, forward_ops
 from stowplan.plan.shards.scale import MeshTraffic
 from stowplan.plan.shards.traffic import traffic_of
@@ -46,7 +46,7 @@ MOST_WORKERS = 64  # whose traffic is counted one by one: a layout that changes 
 _SECONDS_PER_MISSING_BYTE = 1.0  # dearer than any step: the budget comes first
 
 
-class State(StrEnum):
+class LayoutState(StrEnum):
     """How a stage is cut."""
 
     FOLLOW = "follow"
@@ -54,7 +54,7 @@ class State(StrEnum):
     BATCH = "batch"
 
 
-States: TypeAlias = tuple[State, ...]
+States: TypeAlias = tuple[LayoutState, ...]
 Seconds: TypeAlias = Callable[[States], float]
 
 
@@ -62,16 +62,16 @@ Seconds: TypeAlias = Callable[[States], float]
 class Relayout:
     """By opening op of a stage its state, the outputs of ops that are cut otherwise, and what that takes."""
 
-    states: Mapping[str, State]
+    states: Mapping[str, LayoutState]
     chosen: Chosen
     plan: ShardPlan
-    projection: Projection
-    alike: Mapping[State, Projection]  # with the same state in all stages
+    projection: MeshProjection
+    alike: Mapping[LayoutState, MeshProjection]  # with the same state in all stages
 
 
 def choose_layouts(
     graph: Graph,
-    mesh: Mesh,
+    mesh: MeshAxes,
     seeds: Chosen,
     ends: Sequence[str],
     machine: Machine,
@@ -119,7 +119,7 @@ class _Stages:
     def __init__(
         self,
         graph: Graph,
-        mesh: Mesh,
+        mesh: MeshAxes,
         seeds: Chosen,
         ends: Sequence[str],
         machine: Machine,
@@ -145,7 +145,11 @@ class _Stages:
         samples = min((shape_of(self._graph.tensors[name])[0] for name in self.openings), default=0)
         cuts_batch = any(0 in self._plain.layouts[name].axes for name in self.openings)
         can = bool(space) and not cuts_batch and samples >= self._mesh.axes[space[0]].size
-        return (State.FOLLOW, State.GATHER, State.BATCH) if can else (State.FOLLOW, State.GATHER)
+        return (
+            (LayoutState.FOLLOW, LayoutState.GATHER, LayoutState.BATCH)
+            if can
+            else (LayoutState.FOLLOW, LayoutState.GATHER)
+        )
 
     @property
     def _space(self) -> Sequence[int]:
@@ -154,24 +158,24 @@ class _Stages:
 
     def chosen(self, states: States) -> Chosen:
         """The layouts of all convolutions, if any is not as its inputs tell."""
-        if all(state is State.FOLLOW for state in states):
+        if all(state is LayoutState.FOLLOW for state in states):
             return {}
         pairs = zip(self._stages, states, strict=True)
         return {name: self._axes(name, state) for stage, state in pairs for name in stage}
 
-    def _axes(self, name: str, state: State) -> tuple[int | None, ...]:
+    def _axes(self, name: str, state: LayoutState) -> tuple[int | None, ...]:
         axes = list(self._plain.layouts[name].axes)
-        if state is not State.FOLLOW:
+        if state is not LayoutState.FOLLOW:
             for axis in self._space:
                 axes[axis] = None
-        if state is State.BATCH:
+        if state is LayoutState.BATCH:
             axes[self._space[0]] = 0
         return tuple(axes)
 
     def _planned(self, states: States) -> ShardPlan:
         return shard_plan(self._graph, self._mesh, self._seeds, self._ends, self.chosen(states))
 
-    def _projected(self, states: States) -> Projection:
+    def _projected(self, states: States) -> MeshProjection:
         started = perf_counter()
         plan = self.plan(states)
         traffic = traffic_of(plan)
@@ -200,9 +204,9 @@ def _stages_of(graph: Graph) -> list[list[str]]:
 
 def _solved(stages: int, states: States, seconds: Seconds) -> States:
     """The cheapest chain of states, by dynamic programming over stages."""
-    follow = [State.FOLLOW] * stages
+    follow = [LayoutState.FOLLOW] * stages
 
-    def alone(*changes: tuple[int, State]) -> float:
+    def alone(*changes: tuple[int, LayoutState]) -> float:
         found = list(follow)
         for place, state in changes:
             found[place] = state
@@ -210,7 +214,7 @@ def _solved(stages: int, states: States, seconds: Seconds) -> States:
 
     base = seconds(tuple(follow))
     single = [{s: alone((i, s)) - base for s in states} for i in range(stages)]
-    best: dict[State, tuple[float, States]] = {s: (single[0][s], (s,)) for s in states}
+    best: dict[LayoutState, tuple[float, States]] = {s: (single[0][s], (s,)) for s in states}
     for before, place in pairwise(range(stages)):
         pair = {
             (r, s): alone((before, r), (place, s)) - base - single[before][r] - single[place][s]

@@ -11,14 +11,14 @@ from dataclasses import replace
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Kind, Phase, Shape
 from stowplan.ops.table import shape_of
-from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.mesh import MeshAxes
 from stowplan.plan.shards.weights import MODEL
 
 NAMES = ("data", "space", "sequence")
 """Axes that cut inputs."""
 
 
-def seeds_for(graph: Graph, mesh: Mesh) -> Mapping[str, tuple[int | None, ...]]:
+def seeds_for(graph: Graph, mesh: MeshAxes) -> Mapping[str, tuple[int | None, ...]]:
     """By input, the dim that each axis cuts; None where it has no such dim."""
     if unknown := [axis.name for axis in mesh.axes if axis.name not in (*NAMES, MODEL)]:
         raise BadUse(
@@ -47,7 +47,7 @@ def step_of_document(graph: Graph) -> Graph:
     return replace(graph, tensors=tensors, ops=tuple(ops))
 
 
-def _cut(shape: Shape, mesh: Mesh, places: int) -> tuple[int | None, ...]:
+def _cut(shape: Shape, mesh: MeshAxes, places: int) -> tuple[int | None, ...]:
     """`places` is how many dims of space the image has: labels have them last, or one label is for all."""
     found: list[int | None] = []
     space = len(shape) - places

@@ -74,7 +74,7 @@ _CONVOLUTION = "aten.convolution.default"
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class ShardLevel:
     """One output of one op on one worker: the part made, and per input what that needs, not clipped."""
 
     sharding: OpSharding
@@ -92,7 +92,7 @@ class Level:
 class Shard:
     """The levels of a worker in the order they run, and by tensor what it holds once it has what it needs."""
 
-    levels: tuple[Level, ...]
+    levels: tuple[ShardLevel, ...]
     made: Mapping[str, Rect]
     held: Mapping[str, Rect]
 
@@ -146,7 +146,9 @@ class Pulling:
         return {worker: self._shard(place) for place, worker in enumerate(self._workers)}
 
     def _shard(self, place: int) -> Shard:
-        levels = [Level(op, number, *taken.levels[place]) for op, number, taken in reversed(self._levels)]
+        levels = [
+            ShardLevel(op, number, *taken.levels[place]) for op, number, taken in reversed(self._levels)
+        ]
         parts = ((name, self._parts[number][place]) for name, number in self._needed.items())
         held = {name: part for name, part in parts if part is not None}
         return Shard(tuple(levels), {name: made[place] for name, made in self._made.items()}, held)

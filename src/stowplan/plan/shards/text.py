@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from stowplan.errors import BadInput, IllegalPlan
 from stowplan.formats.regiongraph.page import Field, Words, dims_text, rect_of, rect_text, tokens_of
 from stowplan.geometry import Rect
-from stowplan.ir import Graph, Kind, Regions, TensorRegion
-from stowplan.plan.shards.mesh import Mesh, parse_mesh
+from stowplan.ir import Graph, Kind, RegionLists, TensorRegion
+from stowplan.plan.shards.mesh import MeshAxes, parse_mesh
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
 from stowplan.plan.shards.propagation import Chosen
 
@@ -25,8 +25,8 @@ from stowplan.plan.shards.propagation import Chosen
 class Sheet:
     """The content of region text: the mesh, and for every worker the rects of its tensors and ops."""
 
-    mesh: Mesh
-    workers: tuple[Regions, ...]
+    mesh: MeshAxes
+    workers: tuple[RegionLists, ...]
 
 
 def sheet_of(plan: ShardPlan) -> Sheet:
@@ -34,14 +34,14 @@ def sheet_of(plan: ShardPlan) -> Sheet:
     return Sheet(plan.mesh, tuple(_regions(plan, worker) for worker in range(plan.mesh.size)))
 
 
-def _regions(plan: ShardPlan, worker: int) -> Regions:
+def _regions(plan: ShardPlan, worker: int) -> RegionLists:
     shard = plan.shards[worker]
     tensors = {}
     for name, layout in plan.layouts.items():
         owned = layout.share(plan.mesh, worker) if layout.is_first(plan.mesh, worker) else None
         tensors[name] = TensorRegion(shard.held.get(name), owned)
     ops = {level.name: {"result": level.made} for level in shard.levels}
-    return Regions(tensors, ops)
+    return RegionLists(tensors, ops)
 
 
 def write_sheet(plan: ShardPlan) -> str:
@@ -54,7 +54,7 @@ def write_sheet(plan: ShardPlan) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _blocks(plan: ShardPlan, regions: Regions) -> Iterator[str]:
+def _blocks(plan: ShardPlan, regions: RegionLists) -> Iterator[str]:
     for name, region in regions.tensors.items():
         sizes = dims_text(plan.layouts[name].cells.sizes)
         read, write = rect_text(region.read), rect_text(region.write)
@@ -79,7 +79,7 @@ class _Reading:
     """Blocks as they come: a worker's heading, a name, the fields of what it names."""
 
     def __init__(self) -> None:
-        self._mesh: Mesh | None = None
+        self._mesh: MeshAxes | None = None
         self._tensors: list[dict[str, TensorRegion]] = []
         self._ops: list[dict[str, dict[str, Rect]]] = []
         self._name = ""
@@ -106,7 +106,7 @@ class _Reading:
         if self._mesh is None or len(self._tensors) != self._mesh.size:
             told = "of no mesh" if self._mesh is None else f"of the {self._mesh.size} of mesh {self._mesh}"
             raise BadInput(f"the text has {len(self._tensors)} workers, {told}")
-        return Sheet(self._mesh, tuple(map(Regions, self._tensors, self._ops)))
+        return Sheet(self._mesh, tuple(map(RegionLists, self._tensors, self._ops)))
 
 
 def load_plan(text: str, graph: Graph, ends: Sequence[str]) -> ShardPlan:
@@ -133,14 +133,14 @@ def _with_owners(sheet: Sheet, graph: Graph, seeds: Chosen, ends: Sequence[str])
         chosen[changed] = _seed(sheet, changed)
 
 
-def _owners_differ(workers: Sequence[Regions], sheet: Sheet, name: str) -> bool:
+def _owners_differ(workers: Sequence[RegionLists], sheet: Sheet, name: str) -> bool:
     pairs = zip(workers, sheet.workers, strict=True)
     return any(
         name in told.tensors and own.tensors[name].write != told.tensors[name].write for own, told in pairs
     )
 
 
-def _agree(one: Regions, other: Regions, name: str) -> bool:
+def _agree(one: RegionLists, other: RegionLists, name: str) -> bool:
     return one.tensors[name] == other.tensors.get(name) and one.ops.get(name) == other.ops.get(name)
 
 

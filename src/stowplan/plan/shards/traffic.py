@@ -11,7 +11,7 @@ from stowplan.ops.table import site_of
 from stowplan.plan.shards.buckets import buckets_of
 from stowplan.plan.shards.plan import ShardPlan
 from stowplan.plan.shards.propagation import LOOKUPS, SUMMED, TOGETHER, ShardingKind
-from stowplan.plan.shards.shard import Level
+from stowplan.plan.shards.shard import ShardLevel
 from stowplan.plan.shards.weights import PRODUCTS
 
 _LOSS_BYTES = 16  # a sum and a weight, in float64
@@ -76,7 +76,7 @@ def summed_by(plan: ShardPlan, worker: int) -> tuple[int, int]:
     return trained_bytes(plan) + sum(sums), len(buckets_of(plan.graph)) + len(sums)
 
 
-def _payloads(plan: ShardPlan, level: Level) -> tuple[list[int], list[int]]:
+def _payloads(plan: ShardPlan, level: ShardLevel) -> tuple[list[int], list[int]]:
     """Bytes of the sums of one op, forward and backward."""
     source = level.sharding.op.inputs[0].tensor
     back = is_differentiated(plan, level)
@@ -92,14 +92,14 @@ def _payloads(plan: ShardPlan, level: Level) -> tuple[list[int], list[int]]:
     return [nbytes], [nbytes] * back
 
 
-def is_differentiated(plan: ShardPlan, level: Level) -> bool:
+def is_differentiated(plan: ShardPlan, level: ShardLevel) -> bool:
     """Whether gradients flow back through the sum of an op."""
     op = level.sharding.op
     summed = level.name if op.type in (*PRODUCTS, *LOOKUPS) else op.inputs[0].tensor
     return summed in plan.differentiated
 
 
-def _channels(plan: ShardPlan, level: Level) -> int:
+def _channels(plan: ShardPlan, level: ShardLevel) -> int:
     source, need = level.sharding.op.inputs[0].tensor, level.needs[0]
     assert need is not None
     shape = plan.layouts[source].cells.local(need).shape
@@ -107,7 +107,7 @@ def _channels(plan: ShardPlan, level: Level) -> int:
     return shape[0] * groups if isinstance(groups, int) else prod(shape[1:2])
 
 
-def _lines(plan: ShardPlan, level: Level) -> int:
+def _lines(plan: ShardPlan, level: ShardLevel) -> int:
     """How many lines a worker's part of a softmax has."""
     site = site_of(plan.graph, level.sharding.op)
     cells = plan.layouts[level.name].cells

@@ -20,14 +20,14 @@ from stowplan.ir import Graph, Kind, Op
 from stowplan.ops.table import shape_of
 from stowplan.plan.shards.cells import Cells
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.mesh import Axis, Mesh
+from stowplan.plan.shards.mesh import Axis, MeshAxes
 from stowplan.plan.shards.propagation import LOOKUPS, TOGETHER, ShardingKind, ShardPropagation, forward_ops
 from stowplan.plan.shards.weights import MODEL, Cut, WeightSearch, is_plain_product, model_axis
 
 _SUMS_OF_A_LOOKUP = 2  # a sum sends what it adds up twice, where a gather sends the table once
 
 
-def weight_layouts(graph: Graph, mesh: Mesh, ends: frozenset[str] = frozenset()) -> dict[str, Layout]:
+def weight_layouts(graph: Graph, mesh: MeshAxes, ends: frozenset[str] = frozenset()) -> dict[str, Layout]:
     """By parameter that the `model` axis of a mesh cuts, its layout; none without such an axis.
 
     `ends` are what the step returns.
@@ -55,7 +55,7 @@ def weight_layouts(graph: Graph, mesh: Mesh, ends: frozenset[str] = frozenset())
 
 def _ends_in_sums(graph: Graph, axis: Axis, product: Op, ends: frozenset[str]) -> bool:
     """Whether all that follows a product is computed from parts of its columns."""
-    alone = Mesh((axis,))
+    alone = MeshAxes((axis,))
     made = product.outputs[0].tensor
     layouts = {made: Layout(Cells.of_shape(shape_of(graph.tensors[made])), (1,))}
     found = ShardPropagation(graph, alone, layouts, {})
@@ -76,7 +76,7 @@ def _ends_in_sums(graph: Graph, axis: Axis, product: Op, ends: frozenset[str]) -
     return cut.isdisjoint(ends)
 
 
-def _tables(search: WeightSearch, axis: Axis, mesh: Mesh) -> dict[str, Cut]:
+def _tables(search: WeightSearch, axis: Axis, mesh: MeshAxes) -> dict[str, Cut]:
     """The tables of lookups that are cut by rows, beside those that are weights of a head."""
     graph, lookups = search.graph, dict[str, list[Op]]()
     for op in forward_ops(graph):

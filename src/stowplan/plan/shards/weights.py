@@ -30,7 +30,7 @@ from stowplan.plan.shards.alike import AlikeOps
 from stowplan.plan.shards.cell_relation import followed_dim, sliced_dim
 from stowplan.plan.shards.cells import Cells
 from stowplan.plan.shards.layout import Layout
-from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.mesh import MeshAxes
 
 MODEL = "model"
 """The name of an axis that cuts weights."""
@@ -55,7 +55,7 @@ _OF_WEIGHTS = frozenset({*aten.VIEWS, "aten._to_copy.default", "aten.clone.defau
 """Ops between a weight and a product that reads it."""
 
 
-def model_axis(mesh: Mesh) -> int | None:
+def model_axis(mesh: MeshAxes) -> int | None:
     """The axis that cuts weights, if the mesh has one."""
     found = [number for number, axis in enumerate(mesh.axes) if axis.name == MODEL]
     if len(found) > 1:
@@ -136,7 +136,7 @@ class WeightSearch:
         biases = walk.columns(product, met)
         return walk.cut if biases is not None and walk.run(biases, weights_alone=True) else None
 
-    def layouts(self, mesh: Mesh, axis: int) -> dict[str, Layout]:
+    def layouts(self, mesh: MeshAxes, axis: int) -> dict[str, Layout]:
         """By parameter that is cut, its layout on a mesh whose `model` axis has this number."""
         return {name: _layout(self.graph, name, cut, axis, mesh) for name, cut in self.cut.items()}
 
@@ -274,7 +274,7 @@ def _in_other_shape(source: Shape, made: Shape, cut: Cut) -> tuple[Cut, int] | N
     return None
 
 
-def _layout(graph: Graph, name: str, cut: Cut, axis: int, mesh: Mesh) -> Layout:
+def _layout(graph: Graph, name: str, cut: Cut, axis: int, mesh: MeshAxes) -> Layout:
     shape = shape_of(graph.tensors[name])
     groups = tuple(cut.group if dim == cut.dim else (size,) for dim, size in enumerate(shape))
     cells = Cells(groups)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from stowplan.geometry import Rect
 from stowplan.ir import DType, Graph
 from stowplan.ops.table import shape_of
-from stowplan.plan.tiles.rects import Tile
+from stowplan.plan.tiles.rects import TileLevels
 from stowplan.plan.tiles.rounds import Round
 
 _SUMMED_AS_THEY_ARE = (DType.FLOAT32, DType.FLOAT64)  # gradients of narrower ones are added up in float32
@@ -50,7 +50,7 @@ def _is_read_where_written(last: Round, name: str, output: str) -> bool:
     return _read(last.tiles, name) == written and _covers(written, shape_of(last.segment.graph.tensors[name]))
 
 
-def _read(tiles: Sequence[Tile], name: str) -> list[Rect | None]:
+def _read(tiles: Sequence[TileLevels], name: str) -> list[Rect | None]:
     return [tile.held.get(name) for tile in tiles]
 
 

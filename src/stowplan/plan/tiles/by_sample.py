@@ -11,10 +11,11 @@ from functools import cached_property, partial
 from stowplan.errors import BudgetTooSmall, NotTileable
 from stowplan.ir import Graph, Phase
 from stowplan.ops.table import shape_of
+from stowplan.plan.draft import Draft, Exactness
 from stowplan.plan.frontier import floor_of
-from stowplan.plan.options import ON_REQUEST, PlanOptions, Prefer
-from stowplan.plan.plan import Exactness, Plan, Pricing, Recompute, Tile
+from stowplan.plan.options import ON_REQUEST, PlanOptions
 from stowplan.plan.planner import baseline_peak_of
+from stowplan.plan.pricing import Pricing
 from stowplan.plan.select import (
     Baseline,
     Candidate,
@@ -24,6 +25,7 @@ from stowplan.plan.select import (
     Tradeoff,
     problem_in_order,
 )
+from stowplan.plan.steps import Recompute, Tile
 from stowplan.plan.tile_map import TileMap, tiled_inside
 from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep
 from stowplan.plan.tiles.collapsed import stage_candidates
@@ -93,12 +95,12 @@ class SampleCandidate:
         )
         yield self._other_seconds + self._costs.tiles * least
 
-    def plan(self, allowed_bytes: int) -> Plan:
+    def draft(self, allowed_bytes: int) -> Draft:
         try:
-            inner = self._inner.plan(allowed_bytes - self._beside_bytes)
+            inner, _ = self._inner.answer(allowed_bytes - self._beside_bytes)
         except BudgetTooSmall as fault:
             raise self._too_small(fault, allowed_bytes) from fault
-        found = self._around(inner).plan(allowed_bytes)
+        found = self._around(inner).draft(allowed_bytes)
         if inner.minimum_bytes is None:
             return replace(found, minimum_bytes=None)
         return replace(found, minimum_bytes=inner.minimum_bytes + self._beside_bytes)
@@ -137,9 +139,9 @@ class SampleCandidate:
         options = replace(self._options, allow=allow)
         plain: Candidate = GraphCandidate(graph, pricing, step, with_moves(options, graph))
         candidates = partial(stage_candidates, graph, pricing, step, options)
-        return Selector(plain, step, candidates, Prefer.TIME)
+        return Selector(plain, step, candidates, "time")
 
-    def _around(self, inner: Plan) -> GraphWithSweeps:
+    def _around(self, inner: Draft) -> GraphWithSweeps:
         """The step of which each sample runs by this plan."""
         pricing, tiles = self._collapsed.pricing, self._costs.tiles
         seconds = {**pricing.seconds, self._name: tiles * inner.projected_seconds}
@@ -150,13 +152,13 @@ class SampleCandidate:
             self._collapsed.graph, priced, self._step, self._options, self._sweeps(inner, peak)
         )
 
-    def _sweeps(self, inner: Plan, peak_bytes: int) -> Sweeps:
+    def _sweeps(self, inner: Draft, peak_bytes: int) -> Sweeps:
         extra = self._costs.tiles * inner.extra_macs
         decided = tiled_inside(self._name, self._parts, self._segment.inside)
         draw = partial(self._maps, inner, peak_bytes, extra)
         return Sweeps({**decided, **_tiled(inner)}, extra, maps=draw)
 
-    def _maps(self, inner: Plan, peak_bytes: int, extra_macs: int) -> tuple[TileMap, ...]:
+    def _maps(self, inner: Draft, peak_bytes: int, extra_macs: int) -> tuple[TileMap, ...]:
         costs = replace(self._costs, backward_peak_bytes=peak_bytes)
         told = tile_map_of(self._segment, self._parts, costs, sweep=self._name, extra_macs=extra_macs)
         again = (name for name, choice in inner.decisions.items() if isinstance(choice, Recompute))
@@ -173,5 +175,5 @@ class SampleCandidate:
         )
 
 
-def _tiled(plan: Plan) -> dict[str, Tile]:
-    return {name: choice for name, choice in plan.decisions.items() if isinstance(choice, Tile)}
+def _tiled(draft: Draft) -> dict[str, Tile]:
+    return {name: choice for name, choice in draft.decisions.items() if isinstance(choice, Tile)}

@@ -12,7 +12,7 @@ from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor, Use, validate
 from stowplan.ops.effects import macs_of
 from stowplan.ops.table import site_of
-from stowplan.plan.plan import Pricing
+from stowplan.plan.pricing import Pricing
 from stowplan.plan.tiles.costs import SweepCosts
 from stowplan.plan.tiles.segment import Segment
 

@@ -6,8 +6,9 @@ from functools import partial
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Decision, Pricing
+from stowplan.plan.pricing import Pricing
 from stowplan.plan.select import Baseline, Candidate, Refusals
+from stowplan.plan.steps import Decision
 from stowplan.plan.tile_map import TileMap, tiled_inside
 from stowplan.plan.tiles.candidates import Tiling, stage_tilings, whole_tilings
 from stowplan.plan.tiles.collapse import Collapsed, collapse, name_of_sweep

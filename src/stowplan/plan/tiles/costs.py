@@ -10,7 +10,7 @@ from stowplan.ops.effects import macs_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.level import Level
 from stowplan.plan.tiles.not_needed import not_needed_in_backward
-from stowplan.plan.tiles.rects import Tile
+from stowplan.plan.tiles.rects import TileLevels
 from stowplan.plan.tiles.rounds import Round
 from stowplan.plan.tiles.segment import Segment
 
@@ -84,17 +84,17 @@ def costs_of_sweep(segment: Segment, rounds: Sequence[Round]) -> SweepCosts:
     )
 
 
-def _unlike(tiles: Iterable[Tile]) -> list[Tile]:
+def _unlike(tiles: Iterable[TileLevels]) -> list[TileLevels]:
     """One tile of each shape."""
     return list({tuple([level.made.shape for level in tile.levels]): tile for tile in tiles}.values())
 
 
-def _largest_backward_peak(segment: Segment, tiles: Iterable[Tile]) -> int:
+def _largest_backward_peak(segment: Segment, tiles: Iterable[TileLevels]) -> int:
     saved = _saved_by_op(segment)
     return max(_backward_peak(segment, tile, saved) for tile in tiles)
 
 
-def _work(segment: Segment, kinds: Iterable[tuple[Tile, int]]) -> dict[str, float]:
+def _work(segment: Segment, kinds: Iterable[tuple[TileLevels, int]]) -> dict[str, float]:
     made = dict.fromkeys((op.id for op in segment.ops), 0.0)
     whole = dict[str, int]()
     for tile, count in kinds:
@@ -125,7 +125,7 @@ def _saved_by_op(segment: Segment) -> dict[str, frozenset[str]]:
     return {op: frozenset(names & inside) for op, names in saved.items()}
 
 
-def _part_bytes(graph: Graph, tile: Tile, name: str) -> int:
+def _part_bytes(graph: Graph, tile: TileLevels, name: str) -> int:
     """Bytes of what the tile holds of a tensor; views and what only backward sees by its side take none."""
     tensor = graph.tensors[name]
     if name not in tile.held or tensor.alias_of is not None or tensor.kind is Kind.PARAMETER:
@@ -133,12 +133,12 @@ def _part_bytes(graph: Graph, tile: Tile, name: str) -> int:
     return tile.held[name].volume * (tensor.dtype.itemsize if tensor.dtype else 4)
 
 
-def _largest_part(segment: Segment, tile: Tile) -> int:
+def _largest_part(segment: Segment, tile: TileLevels) -> int:
     made = (_part_bytes(segment.graph, tile, _made_by(level)) for level in tile.levels)
     return max(made, default=0)
 
 
-def _last_reads(segment: Segment, tile: Tile) -> dict[str, int]:
+def _last_reads(segment: Segment, tile: TileLevels) -> dict[str, int]:
     last: dict[str, int] = {}
     for number, level in enumerate(tile.levels):
         for use, need in zip(level.op.inputs, level.needs, strict=True):
@@ -147,7 +147,7 @@ def _last_reads(segment: Segment, tile: Tile) -> dict[str, int]:
     return last
 
 
-def _forward_peak(segment: Segment, tile: Tile) -> int:
+def _forward_peak(segment: Segment, tile: TileLevels) -> int:
     """Every part from its op to its last reader."""
     graph, last = segment.graph, _last_reads(segment, tile)
     level_bytes = peak = 0
@@ -162,7 +162,7 @@ def _forward_peak(segment: Segment, tile: Tile) -> int:
     return peak
 
 
-def _backward_peak(segment: Segment, tile: Tile, saved: Mapping[str, frozenset[str]]) -> int:
+def _backward_peak(segment: Segment, tile: TileLevels, saved: Mapping[str, frozenset[str]]) -> int:
     """Forward with everything that backward reads kept, then back: gradients come, what was kept goes."""
     graph, last = segment.graph, _last_reads(segment, tile)
     kept = {name for names in saved.values() for name in names}
@@ -178,7 +178,7 @@ def _backward_peak(segment: Segment, tile: Tile, saved: Mapping[str, frozenset[s
 
 
 def _way_back(
-    segment: Segment, tile: Tile, saved: Mapping[str, frozenset[str]], alive: dict[str, int]
+    segment: Segment, tile: TileLevels, saved: Mapping[str, frozenset[str]], alive: dict[str, int]
 ) -> int:
     graph = segment.graph
     gradients = {name: _part_bytes(graph, tile, name) for name in tile.owned if name not in segment.inputs}
@@ -200,7 +200,7 @@ def _way_back(
     return peak
 
 
-def _gradient_bytes(graph: Graph, tile: Tile, name: str) -> int:
+def _gradient_bytes(graph: Graph, tile: TileLevels, name: str) -> int:
     """A gradient is as large as the part it is of; that of a parameter is whole, on its way to the sum."""
     tensor = graph.tensors[name]
     if tensor.kind is Kind.PARAMETER:

@@ -8,7 +8,7 @@ from stowplan.ops.regions import Partial
 from stowplan.ops.statistics import GROUP_NORM
 from stowplan.ops.table import registered_types, shape_of
 from stowplan.ops.tiling import Part, Refusal
-from stowplan.plan.tiles.rects import Grid, Tile, cut_tensors, grid_of
+from stowplan.plan.tiles.rects import Grid, TileLevels, cut_tensors, grid_of
 from stowplan.plan.tiles.segment import Segment, reduction_of
 
 
@@ -26,7 +26,7 @@ def fitting_tiles(segment: Segment, parts: Sequence[int]) -> Grid:
     return grid
 
 
-def refuse_tiles(segment: Segment, tiles: Iterable[Tile]) -> None:
+def refuse_tiles(segment: Segment, tiles: Iterable[TileLevels]) -> None:
     """NotTileable says why, if one of the tiles cannot be computed on its own."""
     rules = {op.id: segment.refusal(op) for op in segment.ops if op.id not in segment.known}
     for tile in tiles:
@@ -54,7 +54,7 @@ def _of_the_whole(segment: Segment, parts: Sequence[int]) -> str:
     return ""
 
 
-def cuts_channels(segment: Segment, op: Op, tile: Tile) -> bool:
+def cuts_channels(segment: Segment, op: Op, tile: TileLevels) -> bool:
     """Whether an op takes statistics over channels of which the tile has some."""
     source = op.inputs[0].tensor
     if op.type != GROUP_NORM or source not in tile.held:
@@ -67,7 +67,7 @@ def channels_are_cut(op: Op) -> str:
     return f"{op.id} takes its statistics over channels, of which a tile has some"
 
 
-def _of_a_tile(segment: Segment, tile: Tile, rules: Mapping[str, Refusal]) -> str:
+def _of_a_tile(segment: Segment, tile: TileLevels, rules: Mapping[str, Refusal]) -> str:
     for level in tile.levels:
         rule = rules.get(level.op.id)
         if rule and (reason := rule(Part(level.output, level.made, level.needs))):

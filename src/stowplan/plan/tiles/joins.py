@@ -102,7 +102,7 @@ _LOWER = 0.04  # of the previous tiling's memory without parameters and gradient
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class JoinedStages:
     """Some stages, in tiles or not: what is needed to differentiate them, and the work that tiles add."""
 
     stages: int
@@ -115,7 +115,7 @@ class Piece:
 class Division:
     """All of the forward half in pieces."""
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[JoinedStages, ...] = ()
     extra_macs: float = 0
 
     @property
@@ -150,7 +150,7 @@ def _told(divisions: Sequence[Division], dearer: float) -> list[Division]:
     return told[::-1]
 
 
-def _divisions(pieces: Sequence[Sequence[Piece]], standing_bytes: int) -> Iterator[Division]:
+def _divisions(pieces: Sequence[Sequence[JoinedStages]], standing_bytes: int) -> Iterator[Division]:
     """The cheapest under each of falling limits: clearly lower ones, and where none is met, any lower one."""
     division = _cheapest(pieces, inf)
     while division is not None:
@@ -160,7 +160,7 @@ def _divisions(pieces: Sequence[Sequence[Piece]], standing_bytes: int) -> Iterat
         division = _cheapest(pieces, clearly_lower) or _cheapest(pieces, peak - 1)
 
 
-def _cheapest(pieces: Sequence[Sequence[Piece]], limit: float) -> Division | None:
+def _cheapest(pieces: Sequence[Sequence[JoinedStages]], limit: float) -> Division | None:
     """By the cheapest divisions of the stages up to each; `pieces` are by their last stage."""
     best: list[Division | None] = [Division()]
     for ending in pieces:
@@ -178,10 +178,10 @@ def _cheapest(pieces: Sequence[Sequence[Piece]], limit: float) -> Division | Non
 
 def _pieces(
     graph: Graph, need: BackwardFootprint, stages: Sequence[tuple[str, ...]], refusals: Refusals
-) -> list[list[Piece]]:
+) -> list[list[JoinedStages]]:
     """All pieces, by their last stage."""
     valley = {op: number for number, ops in enumerate(stages_of(graph, fall=0)) for op in ops}
-    found = list[list[Piece]]()
+    found = list[list[JoinedStages]]()
     for last in range(len(stages)):
         found.append([_untiled(need, stages[last])])
         for first in range(last, -1, -1):
@@ -204,19 +204,19 @@ def _can_join(graph: Graph, ops: tuple[str, ...]) -> bool:
     return bool(ops) and not any(taken and taken.partial is Partial.MOMENTS for taken in takers)
 
 
-def _untiled(need: BackwardFootprint, stage: Sequence[str]) -> Piece:
+def _untiled(need: BackwardFootprint, stage: Sequence[str]) -> JoinedStages:
     """The memory of its most demanding op; everything else can be recomputed."""
-    return Piece(1, None, max(need.beside([op]) + need.kernels([op]) for op in stage), 0)
+    return JoinedStages(1, None, max(need.beside([op]) + need.kernels([op]) for op in stage), 0)
 
 
 def _tiled(
     need: BackwardFootprint, ops: tuple[str, ...], grids: Sequence[Tiled], stages: int
-) -> Iterator[Piece]:
+) -> Iterator[JoinedStages]:
     beside = need.beside(ops)
     for tiled in grids:
         inside = tiled.costs.backward_peak_bytes + need.kernels(ops, tiled.costs.tiles)
         peak = beside + inside
-        yield Piece(stages, tiled, peak, extra_macs_of(tiled.segment, tiled.costs))
+        yield JoinedStages(stages, tiled, peak, extra_macs_of(tiled.segment, tiled.costs))
 
 
 def _of_small_parts(graph: Graph, ops: tuple[str, ...], refusals: Refusals) -> list[Tiled]:

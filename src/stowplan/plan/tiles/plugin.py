@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import islice, product
 from math import prod
 
-from stowplan.analyse.tile_costs import Level, Levels, Read
+from stowplan.analyse.tile_costs import Levels, Read, TileOp
 from stowplan.errors import NotTileable
 from stowplan.geometry import Point, Rect
 from stowplan.ir import Document, Graph, Kind, Phase, TileSchedule, TileStep
@@ -19,7 +19,7 @@ from stowplan.ops.effects import macs_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.level import Level as PartLevel
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Pricing
+from stowplan.plan.pricing import Pricing
 from stowplan.plan.select import GRAPH_CANDIDATES, Baseline, Candidate, Refusals
 from stowplan.plan.tile_map import DOCUMENT_TILES, TILE_LEVELS, TileMap
 from stowplan.plan.tiles import rects
@@ -47,10 +47,10 @@ def levels_of(tiled: TileMap, most: int | None = None) -> Levels:
     }
 
 
-def _level(segment: Segment, parts: Point, place: Point, level: PartLevel, macs: int) -> Level:
+def _level(segment: Segment, parts: Point, place: Point, level: PartLevel, macs: int) -> TileOp:
     shape = shape_of(segment.graph.tensors[level.op.outputs[level.output].tensor])
     share = macs * level.made.volume // max(1, prod(shape))
-    return Level(level.op.id, shape, level.made, tuple(_reads(segment, parts, place, level)), share)
+    return TileOp(level.op.id, shape, level.made, tuple(_reads(segment, parts, place, level)), share)
 
 
 def _reads(segment: Segment, parts: Point, place: Point, level: PartLevel) -> Iterator[Read]:

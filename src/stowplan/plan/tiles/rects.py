@@ -105,7 +105,7 @@ def _follower(
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class TileLevels:
     """All levels of a tile, in order of execution, and the part that is held of every tensor."""
 
     levels: tuple[Level, ...]
@@ -134,46 +134,46 @@ def _under_totals(segment: Segment) -> tuple[str, ...]:
     return tuple(sources) if sources and whole.issuperset(segment.outputs) else ()
 
 
-class Grid(Sequence[Tile]):
+class Grid(Sequence[TileLevels]):
     """The tiles of a grid in row-major order. Tiles of one kind take the same memory and do the same work."""
 
     @property
     @abstractmethod
-    def kinds(self) -> Sequence[tuple[Tile, int]]:
+    def kinds(self) -> Sequence[tuple[TileLevels, int]]:
         """The last tile of each kind, in the order of the tiles, and how many there are of it."""
 
     @property
     @abstractmethod
-    def tiles(self) -> tuple[Tile, ...]:
+    def tiles(self) -> tuple[TileLevels, ...]:
         """All of them."""
 
     @overload
-    def __getitem__(self, place: int) -> Tile: ...
+    def __getitem__(self, place: int) -> TileLevels: ...
     @overload
-    def __getitem__(self, place: slice) -> tuple[Tile, ...]: ...
-    def __getitem__(self, place: int | slice) -> Tile | tuple[Tile, ...]:
+    def __getitem__(self, place: slice) -> tuple[TileLevels, ...]: ...
+    def __getitem__(self, place: int | slice) -> TileLevels | tuple[TileLevels, ...]:
         return self.tiles[place]
 
 
 class _Listed(Grid):
     """Tiles that were made one by one."""
 
-    def __init__(self, graph: Graph, tiles: Iterable[Tile]) -> None:
+    def __init__(self, graph: Graph, tiles: Iterable[TileLevels]) -> None:
         self._graph, self._tiles = graph, tuple(tiles)
 
     @property
-    def tiles(self) -> tuple[Tile, ...]:
+    def tiles(self) -> tuple[TileLevels, ...]:
         return self._tiles
 
     def __len__(self) -> int:
         return len(self._tiles)
 
     @cached_property
-    def kinds(self) -> list[tuple[Tile, int]]:
+    def kinds(self) -> list[tuple[TileLevels, int]]:
         return [(self._tiles[place], count) for place, count in _kinds(self._graph, self._tiles)]
 
 
-def _kinds(graph: Graph, tiles: Sequence[Tile]) -> list[tuple[int, int]]:
+def _kinds(graph: Graph, tiles: Sequence[TileLevels]) -> list[tuple[int, int]]:
     """The number of the last tile of each kind, ascending, and how many there are of it."""
     found = dict[Kindred, tuple[int, int]]()
     for place, tile in enumerate(tiles):
@@ -185,7 +185,7 @@ def _kinds(graph: Graph, tiles: Sequence[Tile]) -> list[tuple[int, int]]:
 Kindred: TypeAlias = tuple[object, ...]
 
 
-def _kindred(graph: Graph, tile: Tile) -> Kindred:
+def _kindred(graph: Graph, tile: TileLevels) -> Kindred:
     """What tiles of one kind have in common: the sizes of all parts, and how far each op reads past borders.
 
     Where in a tensor a part lies is all that is left out.
@@ -205,7 +205,7 @@ def _kindred(graph: Graph, tile: Tile) -> Kindred:
     return *levels, *held, *((name, rect.shape) for name, rect in tile.owned.items())
 
 
-def tiles_of(segment: Segment, parts: Sequence[int]) -> Iterator[Tile]:
+def tiles_of(segment: Segment, parts: Sequence[int]) -> Iterator[TileLevels]:
     """The tiles of a grid, one after the other."""
     return iter(grid_of(segment, parts))
 
@@ -219,7 +219,7 @@ def grid_of(segment: Segment, parts: Sequence[int]) -> Grid:
     return edges
 
 
-def first_tile(segment: Segment, parts: Sequence[int]) -> Tile:
+def first_tile(segment: Segment, parts: Sequence[int]) -> TileLevels:
     """The first tile of a grid."""
     regions = regions_by_op(segment)
     return tile_of(segment, _cells(segment, parts, regions)[0], regions)
@@ -254,7 +254,7 @@ def tile_of(
     owned: Mapping[str, Rect],
     regions: Mapping[str, tuple[Relation, ...]],
     down_to: str = "",
-) -> Tile:
+) -> TileLevels:
     """The tile that makes these parts of what is cut.
 
     Pulls through the ops from the last to the first; what has several readers is held as far as all need.
@@ -277,7 +277,7 @@ def tile_of(
                     part = need.clip(shape_of(graph.tensors[use.tensor]))
                     known = held.get(use.tensor)
                     held[use.tensor] = part if known is None else part.hull(known)
-    return Tile(tuple(reversed(levels)), held, owned)
+    return TileLevels(tuple(reversed(levels)), held, owned)
 
 
 def _levels_of(op: Op, relations: Sequence[Relation], held: Mapping[str, Rect]) -> Iterator[Level]:
@@ -327,7 +327,7 @@ class _Edges(Grid):
     def __init__(
         self,
         graph: Graph,
-        edges: Sequence[Sequence[Tile]],
+        edges: Sequence[Sequence[TileLevels]],
         owned: Mapping[str, Followed],
         held: Mapping[str, Followed],
         needs: Sequence[Sequence[Followed | None]],
@@ -335,30 +335,30 @@ class _Edges(Grid):
         self._graph, self._edges, self._needs = graph, edges, needs
         self._owned, self._held = owned, held
 
-    def __iter__(self) -> Iterator[Tile]:
+    def __iter__(self) -> Iterator[TileLevels]:
         return iter(self.tiles) if "tiles" in vars(self) else map(self._crossed, product(*self._edges))
 
     def __len__(self) -> int:
         return prod(map(len, self._edges))
 
     @cached_property
-    def tiles(self) -> tuple[Tile, ...]:
+    def tiles(self) -> tuple[TileLevels, ...]:
         return tuple(map(self._crossed, product(*self._edges)))
 
     @cached_property
-    def kinds(self) -> list[tuple[Tile, int]]:
+    def kinds(self) -> list[tuple[TileLevels, int]]:
         along = ([(edge[place], count) for place, count in _kinds(self._graph, edge)] for edge in self._edges)
         return [
             (self._crossed([tile for tile, _ in at]), prod(count for _, count in at))
             for at in product(*along)
         ]
 
-    def _crossed(self, at: Sequence[Tile]) -> Tile:
+    def _crossed(self, at: Sequence[TileLevels]) -> TileLevels:
         held = {name: _crossing([t.held[name] for t in at], self._held[name]) for name in at[0].held}
         owned = {name: _crossing([t.owned[name] for t in at], self._owned[name]) for name in at[0].owned}
-        return Tile(tuple(self._levels(at, held)), held, owned)
+        return TileLevels(tuple(self._levels(at, held)), held, owned)
 
-    def _levels(self, at: Sequence[Tile], held: Mapping[str, Rect]) -> Iterator[Level]:
+    def _levels(self, at: Sequence[TileLevels], held: Mapping[str, Rect]) -> Iterator[Level]:
         for number, followed in enumerate(self._needs):
             levels = [tile.levels[number] for tile in at]
             needs = [
@@ -458,7 +458,7 @@ def _followed_by(dim_map: DimMap, followed: Followed) -> frozenset[int]:
 
 
 def _has_all(
-    graph: Graph, tile: Tile, owned: Mapping[str, Followed], needs: Sequence[Sequence[Followed | None]]
+    graph: Graph, tile: TileLevels, owned: Mapping[str, Followed], needs: Sequence[Sequence[Followed | None]]
 ) -> bool:
     """Whether a tile owns a part of all that is cut and every op in it reads a part of all that it can."""
     return (

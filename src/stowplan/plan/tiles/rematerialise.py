@@ -15,7 +15,7 @@ from stowplan.ops.effects import macs_of
 from stowplan.ops.regions import Relation
 from stowplan.ops.table import site_of
 from stowplan.plan.tiles.fitness import refuse_tiles
-from stowplan.plan.tiles.rects import Tile, regions_by_op, tile_of
+from stowplan.plan.tiles.rects import TileLevels, regions_by_op, tile_of
 from stowplan.plan.tiles.rounds import Round, towards
 from stowplan.plan.tiles.segment import Segment
 
@@ -78,7 +78,7 @@ class RematerialisedInputs:
         return tuple(name for name in names if tensors[name].kind is Kind.ACTIVATION)
 
 
-def tiles_before(of_round: Round, remat: Segment) -> tuple[Tile | None, ...]:
+def tiles_before(of_round: Round, remat: Segment) -> tuple[TileLevels | None, ...]:
     """For each tile of a pass, the tile that recomputes its inputs; NotTileable if those cannot be cut so."""
     regions = regions_by_op(remat)
     tiles = tuple(_tile_for(reader, remat, regions) for reader in of_round.tiles)
@@ -86,7 +86,9 @@ def tiles_before(of_round: Round, remat: Segment) -> tuple[Tile | None, ...]:
     return tiles
 
 
-def _tile_for(reader: Tile, remat: Segment, regions: Mapping[str, tuple[Relation, ...]]) -> Tile | None:
+def _tile_for(
+    reader: TileLevels, remat: Segment, regions: Mapping[str, tuple[Relation, ...]]
+) -> TileLevels | None:
     read = {name: reader.held[name] for name in remat.outputs if name in reader.held}
     return tile_of(remat, read, regions) if read else None
 

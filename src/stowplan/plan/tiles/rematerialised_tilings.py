@@ -59,7 +59,7 @@ class RecomputedInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class TilingState:
     """The tensors kept for all sweeps, the work of recomputing the others, and the memory of each sweep."""
 
     kept: Names
@@ -111,7 +111,7 @@ class Chain:
     def _places(self) -> range:
         return range(len(self._tiling))
 
-    def _states(self, near: int) -> Iterator[State]:
+    def _states(self, near: int) -> Iterator[TilingState]:
         """States from every input kept to the fewest possible; tensors without a halo are dropped first."""
         state = self._state(frozenset[str]().union(*self._read), near)
         light = frozenset(name for name in state.kept if self._is_light(name, state.kept))
@@ -133,7 +133,7 @@ class Chain:
         windowed = [op for op in ops if op.type in windows_of]
         return all(is_product(self._graph, op) for op in windowed)
 
-    def _state(self, kept: Names, near: int) -> State:
+    def _state(self, kept: Names, near: int) -> TilingState:
         """While a sweep is differentiated, the tensors kept for the `near` sweeps before it are in memory."""
         again = [self._again(place, kept & self._before[place]) for place in self._places]
         lasting = [each.sources - self._bare for each in again]
@@ -146,7 +146,7 @@ class Chain:
             needs.append(self._bytes(waiting | each.sources) + self._beside[place])
             needs.append(run + self._tiling[place].costs.forward_peak_bytes)
             held += [waiting, before]
-        return State(kept, sum(each.whole_macs for each in again), tuple(needs), tuple(held))
+        return TilingState(kept, sum(each.whole_macs for each in again), tuple(needs), tuple(held))
 
     def _again(self, place: int, kept: Names) -> RecomputedInputs:
         if (place, kept) not in self._known:
@@ -186,7 +186,7 @@ class Chain:
         rounds = self._sweeps[place].rounds
         return sum(not set(names).isdisjoint(each.segment.inputs) for each in rounds)
 
-    def _remats(self, state: State, limit: int) -> Rematerialised:
+    def _remats(self, state: TilingState, limit: int) -> Rematerialised:
         remats = dict[Tiled, RematerialisedInputs]()
         for place, reader in enumerate(self._sweeps):
             again = self._again(place, state.kept & self._before[place])
@@ -215,7 +215,7 @@ class Chain:
         return _bytes_of(self._graph, names)
 
 
-def _price(state: State, other: State) -> float:
+def _price(state: TilingState, other: TilingState) -> float:
     """The work per byte that another state, which keeps less, frees at the peak."""
     freed = state.needs[state.worst] - other.needs[state.worst]
     return (other.macs - state.macs) / freed if freed > 0 else inf

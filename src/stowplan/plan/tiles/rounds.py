@@ -16,7 +16,7 @@ from stowplan.ops.regions import Partial
 from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.fitness import channels_are_cut, cuts_channels, fitting_tiles
 from stowplan.plan.tiles.products import Product, product_before
-from stowplan.plan.tiles.rects import Grid, Tile, cut_tensors, first_tile
+from stowplan.plan.tiles.rects import Grid, TileLevels, cut_tensors, first_tile
 from stowplan.plan.tiles.segment import Segment
 
 
@@ -89,7 +89,7 @@ def _gathered(segment: Segment, parts: Sequence[int]) -> list[Op]:
     return [op for op in takers if _is_cut(segment, op, first)]
 
 
-def _is_cut(segment: Segment, op: Op, tile: Tile) -> bool:
+def _is_cut(segment: Segment, op: Op, tile: TileLevels) -> bool:
     statistic = segment.statistic(op)
     assert statistic is not None
     held, shape = tile.held.get(op.inputs[0].tensor), shape_of(segment.graph.tensors[op.inputs[0].tensor])

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from stowplan.geometry import Rect
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor
 from stowplan.ops.table import shape_of
-from stowplan.plan.plan import Pricing
-from stowplan.plan.tiles.rects import Tile
+from stowplan.plan.pricing import Pricing
+from stowplan.plan.tiles.rects import TileLevels
 from stowplan.plan.tiles.segment import Segment
 
 _OUTSIDE = (Kind.PARAMETER, Kind.BUFFER, Kind.INPUT)
@@ -26,7 +26,7 @@ class SampleStep:
     outside_bytes: int
 
 
-def sample_step(segment: Segment, tile: Tile, pricing: Pricing) -> SampleStep:
+def sample_step(segment: Segment, tile: TileLevels, pricing: Pricing) -> SampleStep:
     """The step whose forward half is `segment`, on what `tile` holds."""
     graph = segment.graph
     held = {**tile.held, **_beside(graph, tile.held)}

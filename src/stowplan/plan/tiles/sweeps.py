@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from stowplan.ir import Graph
+from stowplan.plan.draft import Draft, Exactness
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Decision, Exactness, Plan, Pricing, RecomputeOp
+from stowplan.plan.pricing import Pricing
 from stowplan.plan.select import Baseline, GraphCandidate, Tradeoff, tradeoffs_of
+from stowplan.plan.steps import Decision, RecomputeOp
 from stowplan.plan.tile_map import TileMap
 
 _FEWEST, _MOST, _BY_OP = 12_000, 80_000, 100  # moves of a search, and how many an op is worth
@@ -15,7 +17,9 @@ _FEWEST, _MOST, _BY_OP = 12_000, 80_000, 100  # moves of a search, and how many 
 def with_moves(options: PlanOptions, graph: Graph) -> PlanOptions:
     """Few moves for one of many candidates, since sweeps make most graphs small; more for many ops."""
     moves = min(_MOST, max(_FEWEST, _BY_OP * len(graph.ops)))
-    return options if options.moves is not None else replace(options, moves=moves)
+    if options.search.moves is not None:
+        return options
+    return replace(options, search=replace(options.search, moves=moves))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +35,16 @@ class Sweeps:
     macs: Mapping[str, int] = field(default_factory=dict)  # by sweep: of running it once more
     stretches: tuple[str, ...] = ()
 
-    def told(self, plan: Plan, baseline: Baseline) -> Plan:
-        """A plan for the graph with the sweeps, compared with the baseline."""
-        again = (self.macs.get(step.op, 0) for step in plan.steps if isinstance(step, RecomputeOp))
+    def told(self, draft: Draft, baseline: Baseline) -> Draft:
+        """A draft for the graph with the sweeps, compared with the baseline."""
+        again = (self.macs.get(step.op, 0) for step in draft.steps if isinstance(step, RecomputeOp))
         return replace(
-            plan,
-            decisions={**plan.decisions, **self.decisions},
+            draft,
+            decisions={**draft.decisions, **self.decisions},
             plain_peak_bytes=baseline.peak_bytes,
             plain_seconds=baseline.seconds,
-            bound_seconds=min(baseline.seconds, plan.bound_seconds),
-            extra_macs=plan.extra_macs + self.extra_macs + sum(again),
+            bound_seconds=min(baseline.seconds, draft.bound_seconds),
+            extra_macs=draft.extra_macs + self.extra_macs + sum(again),
             tile_maps=self.maps(),
         )
 
@@ -58,8 +62,8 @@ class GraphWithSweeps(GraphCandidate):
     def stretches(self) -> tuple[str, ...]:
         return self._sweeps.stretches
 
-    def told(self, plan: Plan) -> Plan:
-        return self._sweeps.told(plan, self.baseline)
+    def told(self, draft: Draft) -> Draft:
+        return self._sweeps.told(draft, self.baseline)
 
     def tradeoffs(self) -> tuple[Tradeoff, ...]:
         return tradeoffs_of(self.planner, Exactness.ROUNDING)

@@ -13,9 +13,10 @@ from html import escape
 from importlib.resources import files
 
 from stowplan.report.page.data import data_of
-from stowplan.report.page.subject import Subject, Thing, subject_of
+from stowplan.report.page.subject import PageSubject, Thing, subject_of
+from stowplan.units import on_one_line
 
-__all__ = ["Subject", "Thing", "page_of", "subject_of"]
+__all__ = ["PageSubject", "Thing", "page_of", "subject_of"]
 
 
 # In the order in which they are loaded: each may use those before it.
@@ -44,14 +45,14 @@ _STYLES = ("uPlot.min.css", "report.css")
 _LICENCE = "uPlot.LICENSE"
 
 
-def page_of(subjects: Sequence[Subject], title: str = "") -> str:
+def page_of(subjects: Sequence[PageSubject], title: str = "") -> str:
     """The page for one subject, or for several to compare."""
     title = title or " against ".join(subject.name for subject in subjects)
     script, style = _joined(_SCRIPTS), _joined(_STYLES)
     return _PAGE.format(
         policy=f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "base-uri 'none'; form-action 'none'",
-        title=escape(_printable(title)),
+        title=escape(on_one_line(title)),
         style=style,
         licence=_asset(_LICENCE),
         data=_packed(data_of(subjects, title)),
@@ -97,7 +98,3 @@ def _packed(value: object) -> str:
     """JSON, compressed and spelled in letters, digits, + and /."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else "." for char in text)

@@ -11,12 +11,13 @@ from heapq import heappop, heappush
 from typing import TypeAlias
 
 from stowplan.analyse.facts import costs_of, is_resident
-from stowplan.analyse.timeline import Arena, Doing, Timeline
+from stowplan.analyse.timeline import Doing, Offsets, Timeline
 from stowplan.ir import Graph, Kind, Op, Phase, Role, Tensor
 from stowplan.ir.text import Labels
 from stowplan.plan.explain.reasons import decisions_of, reasons_of
-from stowplan.plan.plan import Decision, Plan
-from stowplan.report.page.subject import Subject
+from stowplan.plan.plan import Plan
+from stowplan.plan.steps import Decision
+from stowplan.report.page.subject import PageSubject
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ WORDS = {
 _NUMBER = {word: number for words in WORDS.values() for number, word in enumerate(words)}
 
 
-def ops_columns(subject: Subject) -> Columns:
+def ops_columns(subject: PageSubject) -> Columns:
     """Every op of the graph once."""
     graph, ops = subject.graph, subject.graph.ops
     number_of = {name: number for number, name in enumerate(graph.tensors)}
@@ -112,7 +113,7 @@ def _roles(op: Op) -> str:
     return "".join(str(_NUMBER[use.role]) for use in op.inputs)
 
 
-def tensors_columns(subject: Subject) -> Columns:
+def tensors_columns(subject: PageSubject) -> Columns:
     """Every tensor of the graph once, and what was decided about it."""
     tensors = subject.graph.tensors
     number_of = {name: number for number, name in enumerate(tensors)}
@@ -204,7 +205,7 @@ def stays_columns(timeline: Timeline, order: Sequence[int]) -> Columns:
     }
 
 
-def arena_columns(arena: Arena, order: Sequence[int]) -> Columns:
+def arena_columns(arena: Offsets, order: Sequence[int]) -> Columns:
     """Where each stay lies, in this order, and the workspace of each run."""
     return {
         "bytes": arena.nbytes,

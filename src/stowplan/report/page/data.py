@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from stowplan.analyse.inspection import PACKED_UNASKED
-from stowplan.analyse.timeline import Arena, curve_onto, packed_arena, recorded_arena
-from stowplan.ir import Document, Graph, Regions
+from stowplan.analyse.timeline import Offsets, curve_onto, packed_arena, recorded_arena
+from stowplan.ir import Document, Graph, RegionLists
 from stowplan.plan.plan import Plan
 from stowplan.report.page.columns import (
     WORDS,
@@ -21,11 +21,11 @@ from stowplan.report.page.columns import (
     tensors_columns,
 )
 from stowplan.report.page.figures import figures_of
-from stowplan.report.page.subject import Subject
+from stowplan.report.page.subject import PageSubject
 from stowplan.report.page.tiles import box, tilings_of
 
 
-def curve_of(subject: Subject, others: Sequence[Subject]) -> Columns:
+def curve_of(subject: PageSubject, others: Sequence[PageSubject]) -> Columns:
     """Bytes by kind for each run, and the curves to compare with."""
     by_kind = subject.timeline.bytes_by_kind()
     total = subject.timeline.curve_bytes()
@@ -39,7 +39,7 @@ def curve_of(subject: Subject, others: Sequence[Subject]) -> Columns:
     }
 
 
-def _beside(subject: Subject, others: Sequence[Subject]) -> Iterator[Columns]:
+def _beside(subject: PageSubject, others: Sequence[PageSubject]) -> Iterator[Columns]:
     for name, curve in subject.curves_beside():
         yield {"name": name, "bytes": curve.tolist()}
     for other in others:
@@ -47,7 +47,7 @@ def _beside(subject: Subject, others: Sequence[Subject]) -> Iterator[Columns]:
             yield {"name": other.name, "bytes": curve_onto(subject.timeline, other.timeline).tolist()}
 
 
-def frontier_of_subjects(subjects: Sequence[Subject]) -> Columns | None:
+def frontier_of_subjects(subjects: Sequence[PageSubject]) -> Columns | None:
     """One picture for all subjects that have a plan."""
     plans = [(subject.name, subject.plan) for subject in subjects if subject.plan]
     if not plans:
@@ -68,7 +68,7 @@ def frontier_of_subjects(subjects: Sequence[Subject]) -> Columns | None:
     }
 
 
-def _line(subject: Subject) -> list[tuple[int, float]]:
+def _line(subject: PageSubject) -> list[tuple[int, float]]:
     plain = subject.plan.plain_seconds if subject.plan else 0.0
     points = subject.frontier.points if subject.frontier else ()
     return [(point.peak_bytes, 1 + point.extra_seconds / (plain or 1.0)) for point in points]
@@ -98,7 +98,7 @@ def regions_of(document: Document) -> Columns | None:
     }
 
 
-def _by_number(graph: Graph, regions: Regions) -> list[Columns | None]:
+def _by_number(graph: Graph, regions: RegionLists) -> list[Columns | None]:
     found: list[Columns | None] = []
     for name, tensor in graph.tensors.items():
         region = regions.tensors.get(name)
@@ -114,7 +114,7 @@ def _by_number(graph: Graph, regions: Regions) -> list[Columns | None]:
     return found
 
 
-def data_of(subjects: Sequence[Subject], title: str) -> Columns:
+def data_of(subjects: Sequence[PageSubject], title: str) -> Columns:
     """The subjects in turn, and the frontier of all of them."""
     return {
         "title": title,
@@ -124,7 +124,7 @@ def data_of(subjects: Sequence[Subject], title: str) -> Columns:
     }
 
 
-def _subject(subject: Subject, subjects: Sequence[Subject]) -> Columns:
+def _subject(subject: PageSubject, subjects: Sequence[PageSubject]) -> Columns:
     timeline, document = subject.timeline, subject.document
     order = largest_first(timeline)
     return {
@@ -148,7 +148,7 @@ def _subject(subject: Subject, subjects: Sequence[Subject]) -> Columns:
     }
 
 
-def _what(subject: Subject) -> str:
+def _what(subject: PageSubject) -> str:
     """The word for a subject."""
     if subject.record:
         return f"run on {subject.record.device}"
@@ -157,7 +157,7 @@ def _what(subject: Subject) -> str:
     return subject.document.format if subject.document else ""
 
 
-def _arenas_of(subject: Subject) -> Iterator[Arena]:
+def _arenas_of(subject: PageSubject) -> Iterator[Offsets]:
     """The addresses that the file has, or those that the allocator of a device would give; and one arena."""
     document, timeline = subject.document, subject.timeline
     if document and document.allocation:

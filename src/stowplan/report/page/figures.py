@@ -11,9 +11,11 @@ from stowplan.analyse.facts import costs_of, liveness_of, untiled_bound
 from stowplan.analyse.inspection import times_of
 from stowplan.ir import Document, Graph, Kind
 from stowplan.plan.explain.updates import updates_of
-from stowplan.plan.plan import Basis, Decision, Keep, Offload, Plan, Recompute, Tile
+from stowplan.plan.plan import Plan
+from stowplan.plan.pricing import Basis
 from stowplan.plan.record import Record
-from stowplan.report.page.subject import Subject
+from stowplan.plan.steps import Decision, Keep, Offload, Recompute, Tile
+from stowplan.report.page.subject import PageSubject
 from stowplan.units import format_bytes, format_count, format_seconds
 
 _FATES: dict[type[Decision], str] = {
@@ -26,7 +28,7 @@ _FATES: dict[type[Decision], str] = {
 Figure: TypeAlias = tuple[str, str, str]  # what, how much, and what that means
 
 
-def figures_of(subject: Subject) -> list[Figure]:
+def figures_of(subject: PageSubject) -> list[Figure]:
     """The figures that a subject has, the most important first."""
     found: list[Figure] = []
     if subject.record:
@@ -93,7 +95,7 @@ def _basis(plan: Plan) -> str:
             return "priced by timing"
 
 
-def _of_document(subject: Subject, document: Document) -> Iterator[Figure]:
+def _of_document(subject: PageSubject, document: Document) -> Iterator[Figure]:
     graph, curve = document.graph, subject.timeline.curve_bytes()
     yield "peak", format_bytes(int(curve.max(initial=0))), _running(subject, curve)
     yield "lower bound", format_bytes(untiled_bound(graph, liveness_of(graph))), "without tiles"
@@ -108,7 +110,7 @@ def _of_document(subject: Subject, document: Document) -> Iterator[Figure]:
             yield f"{clock} time", format_seconds(times.span_seconds), "from first start to last end"
 
 
-def _running(subject: Subject, curve: NDArray[np.int64]) -> str:
+def _running(subject: PageSubject, curve: NDArray[np.int64]) -> str:
     """The op at the peak, with its type where its name is only a number."""
     if not len(curve):
         return "nothing runs"

@@ -22,7 +22,7 @@ Thing: TypeAlias = Document | Graph | Plan | Record
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class PageSubject:
     """A document, a plan, or a record with its plan. `seconds` are by op and come from `timed_by`.
 
     A plan has a `clock`, because its transfers overlap with ops.
@@ -62,7 +62,7 @@ class Subject:
 
 def subject_of(
     thing: Thing, name: str = "", *, frontier: Frontier | None = None, peers: tuple[Peer, ...] = ()
-) -> Subject:
+) -> PageSubject:
     """The subject of a thing; its default name is that of the graph."""
     match thing:
         case Graph():
@@ -75,9 +75,9 @@ def subject_of(
             return _of_plan(thing.plan, name or thing.plan.graph.name or "run", thing, frontier, peers)
 
 
-def _of_document(document: Document, name: str) -> Subject:
+def _of_document(document: Document, name: str) -> PageSubject:
     seconds, timed_by = _seconds_of(document)
-    return Subject(name, timeline_of(document.graph), document, seconds=seconds, timed_by=timed_by)
+    return PageSubject(name, timeline_of(document.graph), document, seconds=seconds, timed_by=timed_by)
 
 
 def _seconds_of(document: Document) -> tuple[Mapping[str, float], str]:
@@ -93,10 +93,10 @@ def _seconds_of(document: Document) -> tuple[Mapping[str, float], str]:
 
 def _of_plan(
     plan: Plan, name: str, record: Record | None, frontier: Frontier | None, peers: tuple[Peer, ...]
-) -> Subject:
+) -> PageSubject:
     timeline, clock = timeline_of_plan(plan), clock_of(plan)
     runs = zip(timeline.runs, clock.spans, strict=True)
-    return Subject(
+    return PageSubject(
         name,
         timeline,
         plan=plan,

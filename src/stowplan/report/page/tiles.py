@@ -2,20 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 
-from stowplan.analyse.tile_costs import Level, Read, backward_levels, forward_levels, tile_costs_of
+from stowplan.analyse.tile_costs import Read, TileOp, backward_levels, forward_levels, tile_costs_of
 from stowplan.geometry import Point, Rect
 from stowplan.ir import Document, TileSchedule
 from stowplan.plan.plan import Plan
 from stowplan.plan.tile_map import TILE_LEVELS, TileMap
 from stowplan.report.page.columns import Columns
-from stowplan.report.page.subject import Subject
+from stowplan.report.page.subject import PageSubject
 from stowplan.units import format_bytes, format_count
 
 _EXACT = 1_000_000  # from here on three digits are enough
 _MOST_LEVELS = 20_000  # more are megabytes that nobody looks at
 
 
-def tilings_of(subject: Subject) -> list[Columns]:
+def tilings_of(subject: PageSubject) -> list[Columns]:
     """Everything of a subject that is computed tile by tile."""
     if subject.plan:
         return [_of_map(subject.plan, tiled, name) for name, tiled in _named(subject.plan.tile_maps)]
@@ -78,12 +78,12 @@ def _count(macs: int) -> str:
     return f"{macs:,}" if macs < _EXACT else format_count(macs)
 
 
-def _tile(place: Point, forward: Sequence[Level], backward: Sequence[Level]) -> Columns:
+def _tile(place: Point, forward: Sequence[TileOp], backward: Sequence[TileOp]) -> Columns:
     """The levels of a tile in the order in which data flows through it."""
     return {"at": place, "forward": list(map(_level, forward)), "backward": list(map(_level, backward))}
 
 
-def _level(level: Level) -> Columns:
+def _level(level: TileOp) -> Columns:
     return {
         "op": level.op,
         "made_shape": level.made_shape,

@@ -8,21 +8,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.ir import Kind, Phase
-from stowplan.report.page.subject import Subject
-from stowplan.report.picture.letters import width_of
+from stowplan.report.page.subject import PageSubject
 from stowplan.report.picture.png import png_of_drawing
-from stowplan.report.picture.shapes import SIZE, Area, Drawing, Line, Points, Shape, Text, svg_of_drawing
+from stowplan.report.picture.shapes import (
+    Area,
+    Drawing,
+    Points,
+    Polyline,
+    Shape,
+    Text,
+    svg_of_drawing,
+    width_of,
+)
 from stowplan.report.terminal import columns_of
 from stowplan.units import format_bytes
 
 
-def svg_of(subject: Subject) -> str:
+def svg_of(subject: PageSubject) -> str:
     """The memory curve of a subject as SVG; its text stays text."""
     return svg_of_drawing(drawing_of(subject))
 
 
-def png_of(subject: Subject) -> bytes:
-    """The same picture in pixels, as many as print needs."""
+def png_of(subject: PageSubject) -> bytes:
+    """The same picture in pixels, as many as print needs; takes a browser."""
     return png_of_drawing(drawing_of(subject))
 
 
@@ -62,7 +70,7 @@ class Curve:
     dash: tuple[float, ...] = ()
 
 
-def drawing_of(subject: Subject) -> Drawing:
+def drawing_of(subject: PageSubject) -> Drawing:
     """The picture of a subject, 720 by 340 points."""
     by_kind = {kind: _thinned(curve) for kind, curve in subject.timeline.bytes_by_kind().items()}
     lines = tuple(_lines(subject))
@@ -73,14 +81,14 @@ def drawing_of(subject: Subject) -> Drawing:
         *_axes(top, len(subject.timeline.runs)),
         *_areas(by_kind, top),
         *_phases(subject),
-        *(Line(_steps(line.values, top), line.colour, 1.2, line.dash) for line in lines if line.values),
+        *(Polyline(_steps(line.values, top), line.colour, 1.2, line.dash) for line in lines if line.values),
         *_budget(allowed, top),
         *_legend(by_kind, lines),
     )
     return Drawing(f"{subject.name}: memory while each step runs", _WIDTH, _HEIGHT, shapes)
 
 
-def _lines(subject: Subject) -> Iterator[Curve]:
+def _lines(subject: PageSubject) -> Iterator[Curve]:
     """The curves to compare with."""
     for name, curve in subject.curves_beside():
         yield Curve(name, _thinned(curve), _SOLID.get(name, _LINE), () if name in _SOLID else _DASH)
@@ -119,7 +127,7 @@ def _areas(by_kind: dict[Kind, list[int]], top: float) -> Iterator[Shape]:
         yield Area((*_steps(total, top), *ground), _COLOURS[kind])
 
 
-def _phases(subject: Subject) -> Iterator[Shape]:
+def _phases(subject: PageSubject) -> Iterator[Shape]:
     """A band below the ground in the colours of the phases, and their names in the corner."""
     phase_of = {op.id: op.phase for op in subject.graph.ops}
     phases = [phase_of[run.op] for run in subject.timeline.runs]
@@ -131,7 +139,7 @@ def _phases(subject: Subject) -> Iterator[Shape]:
     for phase in dict.fromkeys(phases):
         yield _block(x, x + 10, _HEIGHT - 16, _HEIGHT - 6, _PHASES[phase])
         yield Text(x + 14, _HEIGHT - 7, str(phase))
-        x += 32 + width_of(phase, SIZE)
+        x += 32 + width_of(phase)
 
 
 def _block(left: float, right: float, top: float, bottom: float, colour: str) -> Area:
@@ -145,7 +153,7 @@ def _across(y: float) -> Points:
 def _budget(allowed: int | None, top: float) -> Iterator[Shape]:
     if allowed is not None:
         y = _y(allowed, top)
-        yield Line(_across(y), _BUDGET, 1.5)
+        yield Polyline(_across(y), _BUDGET, 1.5)
         yield Text(_LEFT + 4, y - 4, f"{format_bytes(allowed)} allowed", fill=_BUDGET)
 
 
@@ -153,7 +161,7 @@ def _axes(top: float, steps: int) -> Iterator[Shape]:
     between = max(1, 2 ** (int(top).bit_length() - 3))  # a power of two, for four to eight marks
     for size in range(0, int(top), between):
         y = _y(size, top)
-        yield Line(_across(y), _GRID)
+        yield Polyline(_across(y), _GRID)
         yield Text(_LEFT - 6, y + 4, format_bytes(size).replace(".00", ""), "end")
     for share in range(5):
         step = steps * share // 4
@@ -166,8 +174,8 @@ def _legend(by_kind: dict[Kind, list[int]], lines: Sequence[Curve]) -> Iterator[
     for kind in by_kind:
         yield _block(x, x + 10, 12, 22, _COLOURS[kind])
         yield Text(x + 14, 21, str(kind))
-        x += 32 + width_of(kind, SIZE)
+        x += 32 + width_of(kind)
     for line in lines:
-        yield Line(((x, 17), (x + 16, 17)), line.colour, 1.2, line.dash)
+        yield Polyline(((x, 17), (x + 16, 17)), line.colour, 1.2, line.dash)
         yield Text(x + 20, 21, line.name)
-        x += 38 + width_of(line.name, SIZE)
+        x += 38 + width_of(line.name)

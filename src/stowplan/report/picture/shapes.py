@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 from xml.sax.saxutils import escape
 
+from stowplan.units import on_one_line
+
 Points: TypeAlias = tuple[tuple[float, float], ...]
 
 
@@ -16,7 +18,7 @@ class Area:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Polyline:
     """A line through points; `dash` is how long it is drawn and left out in turn, nothing for a solid one."""
 
     points: Points
@@ -39,9 +41,15 @@ class Text:
     fill: str = "#333333"
 
 
-Shape: TypeAlias = Area | Line | Text
+Shape: TypeAlias = Area | Polyline | Text
 
 SIZE = 11  # of all text
+_LETTER = 0.52  # of the size: the width of a letter, in the mean over words in Helvetica
+
+
+def width_of(words: str) -> float:
+    """About how wide a text is. Who shows a picture has the font, and measures it."""
+    return len(words) * _LETTER * SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,7 @@ def svg_of_drawing(drawing: Drawing) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {drawing.width} {drawing.height}" '
         f'width="{drawing.width}" height="{drawing.height}" '
         f'font-family="Helvetica, Arial, sans-serif" font-size="{SIZE}">\n'
-        f"<title>{escape(_legal(drawing.title))}</title>\n"
+        f"<title>{escape(on_one_line(drawing.title))}</title>\n"
         + "\n".join(map(_spelled, drawing.shapes))
         + "\n</svg>\n"
     )
@@ -70,22 +78,17 @@ def _spelled(shape: Shape) -> str:
     match shape:
         case Area(points, fill):
             return f'<polygon fill="{fill}" points="{_pairs(points)}"/>'
-        case Line(points, stroke, width, dash):
+        case Polyline(points, stroke, width, dash):
             dashes = f' stroke-dasharray="{" ".join(map(str, dash))}"' if dash else ""
             how = f'fill="none" stroke="{stroke}" stroke-width="{width}"{dashes}'
             return f'<polyline {how} points="{_pairs(points)}"/>'
         case Text(x, y, words, anchor, fill):
             rim = 'paint-order="stroke" stroke="#ffffff" stroke-width="3"'
             place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
-            return f'<text {place} fill="{fill}" {rim}>{escape(_legal(words))}</text>'
+            return f'<text {place} fill="{fill}" {rim}>{escape(on_one_line(words))}</text>'
         case _:
             assert_never(shape)
 
 
 def _pairs(points: Points) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-
-
-def _legal(text: str) -> str:
-    """XML has no place for control characters, whatever their spelling."""
-    return "".join(char if char.isprintable() else "." for char in text)

@@ -7,8 +7,8 @@ from stowplan.capture import Captured
 from stowplan.ir import Graph
 from stowplan.plan.frontier import floor_of
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Pricing
 from stowplan.plan.planner import Planner
+from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import problem_of
 from stowplan.run.backend.frontier_plans import FrontierPlans, PlannedPoint
 from stowplan.run.planning.planner import price_captured
@@ -52,7 +52,7 @@ class BudgetedGraph:
     def plans(self, *, is_followed: bool) -> FrontierPlans:
         """The plans for a graph that is followed, or is not; the first call searches for them."""
         if is_followed not in self._frontier_plans:
-            with limited_to(self.options.seconds):
+            with limited_to(self.options.search.time_limit):
                 planner = self._planner(is_followed)
             self._frontier_plans[is_followed] = FrontierPlans(planner, self._pricing)
         return self._frontier_plans[is_followed]

@@ -20,7 +20,7 @@ from stowplan.run.backend.budgeted_graph import BudgetedGraph
 from stowplan.run.planning.planner import Subject, with_kernels
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import with_forward
-from stowplan.torch_private import storage_id
+from stowplan.torch_private import FakeTensor, storage_id
 
 aten = torch.ops.aten
 _OUTSIDE = (
@@ -67,6 +67,7 @@ class CapturedGraph:
             advice = f"{own}, or {_OUTSIDE}" if own else _OUTSIDE
             raise CaptureError(refusal.what, where=refusal.where, advice=advice) from refusal
         _refuse_hidden_writes(captured, inputs)
+        _refuse_hidden_results(captured)
         captured = _with_copies_set_apart(captured)
         captured = with_kernels(Subject(captured, led, inputs, {}), options)
         budgeted = BudgetedGraph(captured, options, is_followed=_is_followed(captured))
@@ -131,14 +132,24 @@ _COPIES = frozenset(
 )
 
 
+def _refuse_hidden_results(captured: Captured) -> None:
+    """Refuse a graph that reads what no op was seen to make, and what has no contents: `fit` guards it."""
+    for tensor in captured.program.constants.values():
+        if isinstance(tensor, FakeTensor):
+            raise CaptureError(
+                f"the graph reads a tensor of shape {tuple(tensor.shape)} that no op was seen to make",
+                advice=_OUTSIDE,
+            )
+
+
 def _with_copies_set_apart(captured: Captured) -> Captured:
     """A later graph may write into a buffer that this one copies, as into a queue: the copy is made once."""
     graph, program = captured.graph, captured.program
     callers = {name for name in program.inputs if name is not None and name not in program.gradients}
 
     def sets_apart(op: Op) -> bool:
-        first = next(iter(op.reads()), None)
-        return program.calls[op.id].target in _COPIES and graph.storage_of(str(first)) in callers
+        is_copy = program.calls[op.id].target in _COPIES
+        return is_copy and graph.storage_of(next(iter(op.reads()))) in callers
 
     ops = (
         replace(op, attributes={**op.attributes, SETS_APART: True}) if sets_apart(op) else op

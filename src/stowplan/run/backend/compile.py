@@ -14,7 +14,7 @@ to be the loss, and the others not to be differentiated, they are left out from 
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from keyword import iskeyword
 from typing import Any, TypeAlias
@@ -25,8 +25,9 @@ from torch.fx import Node as GraphNode
 
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse, nearest
-from stowplan.plan.options import Kernels, PlanOptions, known_techniques
+from stowplan.plan.options import Execution, PlanOptions, Search, known_techniques
 from stowplan.plan.plan import Plan
+from stowplan.request import facts_of, refuse_together
 from stowplan.run.backend.captured_graph import CapturedGraph
 from stowplan.run.backend.graph_run import PlannedRun
 from stowplan.run.backend.shared_budget import SharedBudget
@@ -36,7 +37,7 @@ from stowplan.units import bytes_left, parse_bytes
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Settings:
+class BackendSettings:
     """The settings that all graphs of one compilation share, and the options that they come from."""
 
     options: Mapping[str, object]
@@ -45,20 +46,22 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class GraphResult:
     """Dynamo's description of one result of a graph."""
 
     is_attached: bool  # part of autograd's graph
     is_scalar: bool
 
 
-def results_of(graph: GraphModule) -> list[Result]:
+def results_of(graph: GraphModule) -> list[GraphResult]:
     """The results of the graph, as described by the tensors that Dynamo traced it with."""
     (returned,) = graph.graph.output_node().args
     assert isinstance(returned, (tuple, list))
     values = (node.meta.get("example_value") if isinstance(node, GraphNode) else node for node in returned)
     return [
-        Result(value.requires_grad, value.dim() == 0) if isinstance(value, Tensor) else Result(False, False)
+        GraphResult(value.requires_grad, value.dim() == 0)
+        if isinstance(value, Tensor)
+        else GraphResult(False, False)
         for value in values
     ]
 
@@ -66,7 +69,7 @@ def results_of(graph: GraphModule) -> list[Result]:
 class PlannedGraph:
     """Called by Dynamo's code in place of the graph."""
 
-    def __init__(self, graph: GraphModule, results: Sequence[Result], settings: Settings) -> None:
+    def __init__(self, graph: GraphModule, results: Sequence[GraphResult], settings: BackendSettings) -> None:
         self._graph, self._settings = graph, settings
         self._loss = _lone_scalar(results)
         self._captured: dict[object, CapturedGraph] = {}
@@ -125,7 +128,7 @@ class PlannedGraph:
             )
 
 
-def _lone_scalar(results: Sequence[Result]) -> int | None:
+def _lone_scalar(results: Sequence[GraphResult]) -> int | None:
     """The position of the one scalar among several results that can be differentiated."""
     attached = {position: result for position, result in enumerate(results) if result.is_attached}
     scalars = [position for position, result in attached.items() if result.is_scalar]
@@ -139,21 +142,13 @@ _ALLOWED = ("recompute",)  # other techniques need the whole step, which Dynamo 
 
 # Dynamo hands over the same options object with every graph of one call of torch.compile. The graphs keep
 # their settings alive, and those the options, so that nobody else can have their place in memory.
-_SETTINGS: "weakref.WeakValueDictionary[int, Settings]" = weakref.WeakValueDictionary()
+_SETTINGS: "weakref.WeakValueDictionary[int, BackendSettings]" = weakref.WeakValueDictionary()
 
 _DYNAMOS_WORDS = re.compile(r"^L_(self_)?|(?<![^_])(modules|parameters|buffers)_(?!$)")
 
 
-@dataclass(frozen=True, slots=True)
-class _Choices:
-    """The keys that `options` may have."""
-
-    budget: object
-    reserve: object = 0
-    allow: object = _ALLOWED
-    moves: int | None = None
-    kernels: str = Kernels.EAGER
-    time_limit: float | None = None
+_OF_SEARCH, _OF_EXECUTION = ("moves", "time_limit"), ("kernels",)
+_KEYS = ("budget", "reserve", "allow", *_OF_SEARCH, *_OF_EXECUTION)
 
 
 def backend(
@@ -202,26 +197,24 @@ def _with_named_inputs(graph: GraphModule) -> GraphModule:
     return GraphModule(graph, graph.graph)
 
 
-def _settings_for(options: Options) -> Settings:
+def _settings_for(options: Options) -> BackendSettings:
     if known := _SETTINGS.get(id(options)):
         return known
-    chosen = _checked(options)
-    allowed = bytes_left(parse_bytes(chosen.budget, "budget"), parse_bytes(chosen.reserve, "reserve"))
-    allow = known_techniques(chosen.allow)
-    if others := sorted(allow.difference(_ALLOWED)):
-        raise BadUse(
-            f"graphs of torch.compile can only be planned with recompute; for {others[0]} use stowplan.fit"
-        )
-    planning = PlanOptions(allow, moves=chosen.moves, kernels=chosen.kernels, seconds=chosen.time_limit)
-    made = _SETTINGS[id(options)] = Settings(options, SharedBudget(allowed), planning)
+    _refuse_unknown(options)
+    reserve = parse_bytes(options.get("reserve", 0), "reserve")
+    allowed = bytes_left(parse_bytes(options["budget"], "budget"), reserve)
+    search: Any = {name: options[name] for name in _OF_SEARCH if name in options}
+    execution: Any = {name: options[name] for name in _OF_EXECUTION if name in options}
+    allow = known_techniques(options.get("allow", _ALLOWED))
+    planning = PlanOptions(allow, Search(**search), Execution(**execution))
+    refuse_together({"graph", *facts_of(planning)})
+    made = _SETTINGS[id(options)] = BackendSettings(options, SharedBudget(allowed), planning)
     return made
 
 
-def _checked(options: Mapping[str, Any]) -> _Choices:
-    known = [field.name for field in fields(_Choices)]
-    if unknown := [name for name in options if name not in known]:
-        near = nearest(unknown[0], known)
-        raise BadUse(f"no option {unknown[0]!r}{near} of the backend; there is {', '.join(known)}")
+def _refuse_unknown(options: Options) -> None:
+    if unknown := [name for name in options if name not in _KEYS]:
+        near = nearest(unknown[0], _KEYS)
+        raise BadUse(f"no option {unknown[0]!r}{near} of the backend; there is {', '.join(_KEYS)}")
     if "budget" not in options:
         raise BadUse(f'no budget: write torch.compile(model, backend="stowplan", options={_EXAMPLE})')
-    return _Choices(**options)

@@ -8,8 +8,10 @@ from stowplan.ir import Kind, Phase
 from stowplan.plan.frontier import Point
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.judge.verify import verify
-from stowplan.plan.plan import Compute, Free, Plan, Pricing
+from stowplan.plan.plan import Plan
 from stowplan.plan.planner import Planner
+from stowplan.plan.pricing import Pricing
+from stowplan.plan.steps import Compute, Free
 from stowplan.run.planning.planner import replayed_bytes
 
 _MOST_POINTS = 32  # a frontier is thinned to about as many
@@ -69,9 +71,9 @@ class FrontierPlans:
         return list(accumulate(gains, min))
 
     def _plan(self, point: Point) -> Plan:
-        plan, pricing = self._planner.plan(point.peak_bytes), self._pricing
-        curve = simulate(plan.graph, plan.steps, pricing).curve_bytes
-        return verify(replace(plan, pricing=pricing, projected_curve_bytes=curve, allowed_bytes=max(curve)))
+        draft, pricing = self._planner.draft(point.peak_bytes), self._pricing
+        curve = simulate(draft.graph, draft.steps, pricing).curve_bytes
+        return verify(replace(draft, pricing=pricing, projected_curve_bytes=curve, allowed_bytes=max(curve)))
 
 
 def _thinned(points: tuple[Point, ...]) -> list[Point]:

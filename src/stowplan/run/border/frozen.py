@@ -89,7 +89,7 @@ class Owner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class OutsidePlaces:
     """Where a step finds what is no argument, parameter or buffer.
 
     `tensors` that it reads are given by their identity at capture, `containers` that it leaves tensors in by
@@ -100,7 +100,7 @@ class Places:
     containers: Mapping[str, Any] = field(default_factory=dict)
 
 
-NOWHERE = Places()
+NOWHERE = OutsidePlaces()
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ from stowplan.run.border.draws import Draws
 from stowplan.run.border.frozen import (
     Attributes,
     Frozen,
+    OutsidePlaces,
     Picture,
-    Places,
     Same,
     first_change,
     held_by,
@@ -544,17 +544,21 @@ class Guard:
         change = first_change(self._dependencies.facts, picture.facts)
         answers = self._dependencies.answers
         self.other_answer = None if change else answers.other_answer(leaves, self._model)
-        self.counts = not change and answers.other_answer(leaves, self._model, counting=False) is None
+        self.counts = (
+            self.other_answer is not None
+            and bool(answers.counters)
+            and answers.other_answer(leaves, self._model, counting=False) is None
+        )
         change = change or self.other_answer
         self.is_set = change is None
         if change is None:
             self._set(picture)
         return change
 
-    def places(self) -> Places:
+    def places(self) -> OutsidePlaces:
         """Where what the program reads and changes beside modules and arguments stands now."""
         known = self._dependencies
-        return Places(
+        return OutsidePlaces(
             {number: self._tensors_at[label] for number, label in known.places.items()},
             {label: self._containers[now] for label, now in known.containers.items()},
         )

@@ -48,7 +48,7 @@ def _refuse_module(path: str, module: nn.Module) -> None:
         raise BadUse(
             "the model is compiled by torch.compile, and a plan runs no code of Dynamo: fit the module"
             " inside,"
-            ' model._orig_mod; with kernels="compiled" the plan compiles its own kernels'
+            ' model._orig_mod; with execution=Execution(kernels="compiled") the plan compiles its own kernels'
         )
     if isinstance(module, jit.ScriptModule):
         raise BadUse(

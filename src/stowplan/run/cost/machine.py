@@ -25,10 +25,11 @@ import msgspec
 import torch
 
 from stowplan.alone import uninterrupted
+from stowplan.formats.checked import digest_of
 from stowplan.ir import Graph
-from stowplan.plan.plan import Machine
+from stowplan.plan.pricing import Machine
 
-VERSION = 7
+VERSION = 7  # of the file of prices, and of what they are measured on: older ones are measured anew
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Rate: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
@@ -114,21 +115,17 @@ def user_folder(part: str) -> Path:
 
 def _packed(findings: Findings) -> bytes:
     content = msgspec.json.encode(findings)
-    return msgspec.json.encode(_Frame(VERSION, _digest(content), msgspec.Raw(content)))
+    return msgspec.json.encode(_Frame(VERSION, digest_of(content), msgspec.Raw(content)))
 
 
 def _unpacked(data: bytes) -> Findings:
     frame = msgspec.json.decode(data, type=_Frame)
-    if frame.version != VERSION or frame.digest != _digest(bytes(frame.findings)):
+    if frame.version != VERSION or frame.digest != digest_of(bytes(frame.findings)):
         raise ValueError("another version, or damaged")
     findings = msgspec.json.decode(frame.findings, type=Findings)
     if findings.machine is not None:
         msgspec.convert(astuple(findings.machine), type=Rates)
     return findings
-
-
-def _digest(content: bytes) -> str:
-    return f"sha256:{sha256(content).hexdigest()}"
 
 
 def replace_file(path: Path, data: bytes) -> None:

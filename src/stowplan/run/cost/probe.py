@@ -49,8 +49,8 @@ from stowplan.ir import Tensor as GraphTensor
 from stowplan.ops.effects import UPDATE
 from stowplan.ops.table import shape_of
 from stowplan.plan.options import Progress
-from stowplan.plan.plan import Machine
 from stowplan.plan.prices import price_by_roofline
+from stowplan.plan.pricing import Machine
 from stowplan.run.cost.machine import (
     USER_CACHE,
     Cost,
@@ -274,19 +274,24 @@ PROBES: dict[str, Callable[[Signature, torch.device], Cost | None]] = {}
 """By op type, the probes of ops that techniques add: running these whole would take too long."""
 
 
-def cost_of_call(signature: Signature, device: torch.device, *, repeats: int) -> Cost | None:
-    """The cost of a call; None if the op refuses the operands, or memory is too short to probe it."""
+def cost_of_call(
+    signature: Signature, device: torch.device, *, repeats: int, once: bool = False
+) -> Cost | None:
+    """The cost of a call; None if the op refuses the operands, or memory is too short to probe it.
+
+    With `once` the op runs a single time.
+    """
     if own := PROBES.get(str(signature.call.target)):
         return own(signature, device)
     fraction = fraction_of(signature)
-    if fraction and (part := cost_of_call(fraction.signature, device, repeats=repeats)):
+    if fraction and (part := cost_of_call(fraction.signature, device, repeats=repeats, once=once)):
         return fraction.whole(part)
     if _ROOM * signature.operand_bytes > free_bytes(device):
         (_KEPT.get() or {}).clear()
         if _ROOM * signature.operand_bytes > free_bytes(device):
             return None
     is_steady = device.type == "cpu" and signature.call.target.namespace == "aten"
-    long_seconds = _STEADY_SECONDS if is_steady else _LONG_SECONDS
+    long_seconds = 0.0 if once else _STEADY_SECONDS if is_steady else _LONG_SECONDS
     return probed_cost(signature, device, repeats=repeats, long_seconds=long_seconds)
 
 
@@ -457,7 +462,7 @@ def _is_shorter(part: Sequence[int], whole: Sequence[int], parts: int) -> bool:
 
 
 CLOCK = "probe"
-_LIMIT_SECONDS = 120.0  # after which no further op is probed
+_LIMIT_SECONDS = 120.0  # after which further ops run once
 _RELEASED_BYTES = 2**25  # of operands, after which memory that probes have freed goes back to the system
 
 
@@ -484,8 +489,8 @@ def probe(
 ) -> Probed:
     """Probe each distinct op of the step on real tensors, except those that `cache` knows.
 
-    `progress(done, of)` is called after each op. The most expensive ops come first, and after `limit_seconds`
-    no other op is probed.
+    `progress(done, of)` is called after each op. The most expensive ops come first; after `limit_seconds`,
+    each of the others runs once: a table of workspaces may say less than a kernel takes.
     """
     graph, device = captured.graph, device_of(captured.graph)
     signatures = {op.id: call_signature(graph, captured.program.calls[op.id]) for op in _dearest_first(graph)}
@@ -578,7 +583,7 @@ class _CostBook:
         progress: Progress | None,
         keep: bool,
     ) -> None:
-        found: dict[str, Cost] = {}
+        found, hasty = dict[str, Cost](), dict[str, Cost]()
         released = 0  # bytes of operands since free memory was last given back
         clock, deadline = clock_of(self._device), time.perf_counter() + patience().seconds_left / 2
         begun = clock()
@@ -587,11 +592,12 @@ class _CostBook:
             with _contents_kept():
                 for number, signature in enumerate(signatures, start=1):
                     in_time = clock() - begun < limit_seconds and time.perf_counter() < deadline
-                    is_needed = str(signature.call.target) == UPDATE  # no table knows what it takes
-                    if (in_time or is_needed) and (
-                        cost := cost_of_call(signature, self._device, repeats=repeats)
+                    target = str(signature.call.target)
+                    is_needed = in_time or target == UPDATE or target not in PROBES
+                    if is_needed and (
+                        cost := cost_of_call(signature, self._device, repeats=repeats, once=not in_time)
                     ):
-                        found[signature.text] = cost
+                        (found if in_time else hasty)[signature.text] = cost
                         released += signature.operand_bytes
                         if released > _RELEASED_BYTES:
                             release_free_memory(self._device)
@@ -601,7 +607,7 @@ class _CostBook:
                         progress(number, len(signatures))
         finally:
             release_free_memory(self._device)
-            self.costs.update(found)
+            self.costs.update(found | hasty)
             if self._cache and found and keep:
                 self._cache.add(self._platform, found)
 

@@ -1,4 +1,4 @@
-"""Iteration: what happens between one `optimizer.step()` and the next, in the user's own loop.
+"""What happens between one `optimizer.step()` and the next, in the user's own loop.
 
 In the last backward of an iteration each parameter is updated when its gradient has been accumulated, and the
 gradient ends there. `optimizer.step()` then finds no gradient for it and does the rest. Whatever the user's
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stowplan.capture import Captured
 from stowplan.errors import BadUse
+from stowplan.request import Iteration
 from stowplan.run.iteration.between import Between
 from stowplan.run.iteration.changes import Seen, is_called_by_scaler
 from stowplan.run.iteration.one_by_one import (
@@ -57,34 +58,18 @@ class _Progress:
     is_first_of_two: bool = False  # it only finds the norm
 
 
-class Iteration:
+class RunningIteration:
     """One optimizer and the fitted module whose parameters it updates."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        clip_norm: float | None = None,
-        clip_value: float | None = None,
-        accumulate: int = 1,
-        keep_gradients: bool | Iterable[str] = False,
-        offloads: bool = False,
-        on_workers: bool = False,
-    ) -> None:
+    def __init__(self, asked: Iteration, *, offloads: bool = False, on_workers: bool = False) -> None:
         """The options are those of its planner."""
-        self.planner = IterationPlanner(
-            optimizer,
-            clip_norm=clip_norm,
-            accumulate=accumulate,
-            keep_gradients=keep_gradients,
-            offloads=offloads,
-            on_workers=on_workers,
-        )
+        self.planner = IterationPlanner(asked, offloads=offloads, on_workers=on_workers)
+        optimizer = self.planner.optimizer
         self.norm_over_workers: Callable[[Tensor], Tensor] | None = None  # from the norm of this worker's
         self.sum_over_workers: Callable[[], None] | None = None  # of gradients that no backward has summed
         bring_back(optimizer)
-        self.optimizer, self.accumulate = optimizer, accumulate
-        self._clip_norm, self._clip_value = clip_norm, clip_value
+        self.optimizer, self.accumulate = optimizer, asked.accumulate
+        self._clip_norm, self._clip_value = asked.clip_norm, asked.clip_value
         self._single = OneByOne(optimizer)
         self._model: weakref.ref[nn.Module] | None = None
         self._progress = _Progress()
@@ -253,8 +238,8 @@ class Iteration:
         if progress.backwards == self.accumulate:
             raise BadUse(
                 f"backward was called {progress.backwards + 1} times before optimizer.step(), and the plan is"
-                f" for {self.accumulate}: give fit the number of micro-batches, accumulate="
-                f"{progress.backwards + 1}"
+                f" for {self.accumulate}: give fit the number of micro-batches, as in"
+                f" optimizer=Iteration(optimizer, accumulate={progress.backwards + 1})"
             )
         progress.counted, progress.backwards = progress.task, progress.backwards + 1
         progress.is_last = progress.backwards == self.accumulate
@@ -337,8 +322,8 @@ class Iteration:
             raise BadUse(
                 "DistributedDataParallel is around a module that was fitted with optimizer=: it would average"
                 " gradients after the plan has consumed them. Leave DistributedDataParallel out and give fit"
-                ' mesh="data=N", where accumulate= sends gradients once for each iteration; or leave out'
-                " optimizer= and use reserve= for the optimizer's state"
+                ' mesh="data=N", where accumulate= of Iteration sends gradients once for each iteration; or'
+                " leave out optimizer= and use reserve= for the optimizer's state"
             )
         self.refuse_between()
         if self._elsewhere:
@@ -353,7 +338,7 @@ class Iteration:
             raise BadUse(
                 "the parameters were updated in backward, and optimizer.step() was not called since: call it"
                 " after each backward, for it does the rest of the iteration. To add up the gradients of"
-                " several, give fit accumulate="
+                " several, give fit optimizer=Iteration(optimizer, accumulate=...)"
             )
 
     def _refuse_broken(self) -> None:
@@ -423,8 +408,8 @@ class Iteration:
             raise BadUse(
                 f"gradients were changed (clipped, unscaled) after {self._progress.backwards} of"
                 f" {self.accumulate} backwards, and workers add them up in the last of these or in"
-                " optimizer.step(): use clip_norm= or clip_value=, or call backward as often as accumulate="
-                " says. Nothing has been updated yet"
+                " optimizer.step(): use clip_norm= or clip_value= of Iteration, or call backward as often as"
+                " its accumulate= says. Nothing has been updated yet"
             )
         sum_gradients()
 
@@ -496,9 +481,10 @@ class Iteration:
             self._broken = f"{what} after parameters had been updated in backward: {_RESUME}"
         return BadUse(
             f"{what} between backward and optimizer.step(), where fit(..., optimizer=) has consumed gradients"
-            " already: use fit(..., clip_norm=1.0) in place of clip_grad_norm_, clip_value= in place of"
-            " clip_grad_value_, keep_gradients=True with a GradScaler or for changes of your own (or names of"
-            " parameters, whose gradients then stay), and set options before backward. "
+            " already: use fit(..., optimizer=Iteration(optimizer, clip_norm=1.0)) in place of"
+            " clip_grad_norm_, its clip_value= in place of clip_grad_value_, its keep_gradients=True with a"
+            " GradScaler or for changes of your own (or names of parameters, whose gradients then stay), and"
+            " set options before backward. "
             + (f"This iteration is spoilt: {_RESUME}" if self._broken else "")
             + ("" if begun else "Nothing has been updated yet")
         )
@@ -517,7 +503,8 @@ class Iteration:
         if parameter.grad is not None and bool(parameter.grad.any()):
             raise BadUse(
                 "gradients of an earlier iteration are there when backward begins: call optimizer.zero_grad()"
-                " after each optimizer.step(), or give fit accumulate= for several backwards"
+                " after each optimizer.step(), or give fit optimizer=Iteration(optimizer,"
+                " accumulate=...) for several backwards"
             )
 
     def loaded(self) -> None:
@@ -551,7 +538,7 @@ class Iteration:
 class _StepHook(OwnHook):
     """Tells an iteration of the optimizer's step, as long as there is one."""
 
-    def __init__(self, iteration: weakref.ref[Iteration]) -> None:
+    def __init__(self, iteration: weakref.ref[RunningIteration]) -> None:
         self.iteration = iteration
 
     def __call__(
@@ -575,19 +562,19 @@ class _Once:
         return self._result
 
 
-def _stepped(iteration: weakref.ref[Iteration]) -> None:
+def _stepped(iteration: weakref.ref[RunningIteration]) -> None:
     found = iteration()
     if found is not None:
         found.stepped()
 
 
-def _saves(iteration: weakref.ref[Iteration]) -> None:
+def _saves(iteration: weakref.ref[RunningIteration]) -> None:
     found = iteration()
     if found is not None:
         found.refuse_between()
 
 
-def _loaded(iteration: weakref.ref[Iteration]) -> None:
+def _loaded(iteration: weakref.ref[RunningIteration]) -> None:
     found = iteration()
     if found is not None:
         found.loaded()

@@ -3,7 +3,7 @@
 It reads the optimizer and changes nothing of it, so it serves projections as well as `fit`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from stowplan.capture import Captured
 from stowplan.errors import BadUse, BudgetTooSmall, PlanOfAnotherStep, PlanTooSlow
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Tier
+from stowplan.plan.pricing import Tier
+from stowplan.request import Iteration
 from stowplan.run.iteration.one_by_one import (
     OwnHook,
     groups_by_parameter,
@@ -22,6 +23,7 @@ from stowplan.run.iteration.one_by_one import (
     refuse_unless_one_by_one,
 )
 from stowplan.run.iteration.updates import Trained, with_updates
+from stowplan.run.optimizers import tensors_in
 from stowplan.run.planning.planner import Subject
 from stowplan.run.step.function import LiveTier, tier_for
 
@@ -40,15 +42,12 @@ class Variant:
 
 
 class IterationPlanner:
-    """Makes the steps that an optimizer's iteration can be planned as; the options are those of `fit`."""
+    """Makes the steps that an optimizer's iteration can be planned as."""
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        asked: Iteration,
         *,
-        clip_norm: float | None = None,
-        accumulate: int = 1,
-        keep_gradients: bool | Iterable[str] = False,
         offloads: bool = False,
         on_workers: bool = False,
         device: torch.device | None = None,
@@ -59,15 +58,17 @@ class IterationPlanner:
         `on_workers`: the step is of a mesh, and adds up gradients over the workers before they leave it.
         `device` is where parameters on the meta device are taken to live, and `tier` the tier that it has.
         """
+        optimizer, kept = asked.optimizer, asked.keep_gradients
         refuse_unless_one_by_one(optimizer)
-        self.optimizer, self.accumulate = optimizer, accumulate
-        self.keeps_all = keep_gradients is True
-        self.kept_names = frozenset(() if isinstance(keep_gradients, bool) else keep_gradients)
+        assert isinstance(optimizer, Optimizer)
+        self.optimizer, self.accumulate = optimizer, asked.accumulate
+        self.keeps_all = kept is True
+        self.kept_names = frozenset(() if isinstance(kept, bool) else kept)
         self.is_state_away = False  # it is in the tier, and plans must leave it there
-        self._clips, self._device, self._tier = clip_norm is not None, device, tier
+        self._clips, self._device, self._tier = asked.clip_norm is not None, device, tier
         self._offloads = offloads and not self.keeps_all
         # Whether a plan that consumes gradients is for two backwards: for the norm, then for the updates.
-        self.repeats = self._clips and accumulate == 1 and not on_workers
+        self.repeats = self._clips and asked.accumulate == 1 and not on_workers
         self._on_workers = on_workers
         self.refuse_surroundings()
 
@@ -81,8 +82,8 @@ class IterationPlanner:
                 "optimizer= without a mesh is for one process: DistributedDataParallel and others add up"
                 " gradients after the plan would have consumed them. Use fit(..., optimizer=,"
                 f' mesh="data={workers.get_world_size()}"), where the plan adds them up, with'
-                ' parameters="shard" to divide the state too, or leave optimizer= out and use reserve= for'
-                " the optimizer's state"
+                ' mesh=Mesh(..., parameters="shard") to divide the state too, or leave optimizer= out and use'
+                " reserve= for the optimizer's state"
             )
         foreign = [hook for hook in hooks_before_steps(self.optimizer) if not isinstance(hook, OwnHook)]
         if foreign:
@@ -161,7 +162,18 @@ class IterationPlanner:
             repeats=variant.two_backwards,
             tier=(self._tier or live_tier(model).described()) if variant.state_away else None,
             device=self._device,
+            resting_bytes=self._resting_bytes(model, trained),
         )
+
+    def _resting_bytes(self, model: nn.Module, trained: Mapping[str, Trained]) -> int:
+        """The state of parameters that the step does not train: it was made before, or with the optimizer."""
+        if self._on_workers:  # whose shares may differ; their steps must not
+            return 0
+        updated = {each.parameter for each in trained.values()}
+        rest = [p for p in model.parameters() if p not in updated and p in self.optimizer.state]
+        state = tensors_in(self.optimizer.state[parameter] for parameter in rest)
+        is_here = {tensor: not tensor.is_meta or self._device is not None for tensor in state}
+        return sum(tensor.nbytes for tensor, here in is_here.items() if here)
 
     def trained_in(self, captured: Captured, model: nn.Module) -> dict[str, Trained]:
         """The parameters that the optimizer updates in a step, by id, in the optimizer's order."""

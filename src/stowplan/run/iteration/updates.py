@@ -25,7 +25,7 @@ from stowplan.errors import BadUse
 from stowplan.ir import DType, Graph, Kind, Op, Phase, Use
 from stowplan.ir import Tensor as GraphTensor
 from stowplan.ops.effects import SECOND_FORWARD, UPDATE
-from stowplan.plan.plan import Tier
+from stowplan.plan.pricing import Tier
 from stowplan.plan.problem import can_recompute, outdated_tensors
 from stowplan.run.cost.machine import Cost, least_seconds
 from stowplan.run.cost.probe import PROBES, Signature
@@ -91,7 +91,7 @@ class Update(Handle):
             self.added_seconds = sum(tier.store_seconds(n) + tier.load_seconds(n) for n in moved)
 
     def cost(self, device: torch.device) -> Cost:
-        """The temporaries follow from stand-ins; the rest is that of a part, as often as it fits."""
+        """Stand-ins show the temporaries. Seconds and hidden bytes are measured on a part and scaled up."""
         if self._when is When.LATER:
             return Cost(0.0, 0)
         timed = [self._timed(each, device) for each in self._trained]
@@ -118,7 +118,7 @@ class Update(Handle):
         return max(each.temporary_bytes + (sum(each.movable_bytes) if self._tier else 0) for each in taken)
 
     def _timed(self, trained: Trained, device: torch.device) -> Cost:
-        """The seconds, and the bytes that kernels take beside the temporaries that stand-ins show."""
+        """The seconds of one update, and the bytes that its kernels take and stand-ins do not show."""
         parameter, shape = trained.parameter, _timed_part(trained.parameter)
         look = parameter.dtype, id(trained.group), min(parameter.numel(), _MOST_TIMED)
         if look not in self._book.costs:
@@ -198,6 +198,7 @@ def with_updates(
     repeats: bool = False,
     tier: Tier | None = None,
     device: torch.device | None = None,
+    resting_bytes: int = 0,
 ) -> Captured:
     """The step with an op for the update of each of `trained`, parameters by id, and with their state.
 
@@ -205,9 +206,10 @@ def with_updates(
     is there all along; if the step `repeats`, so are its buffers and the generator as before forward. With a
     `tier`, the state of consumed gradients waits there. Updates in the step begin with the smallest, so that
     the largest state meets the fewest gradients. Parameters on the meta device are taken to live on `device`.
+    `resting_bytes` of state are of parameters that the step does not train.
     """
     book = UpdateBook(optimizer, device)
-    made = _Made(captured, optimizer, trained, book, tier)
+    made = _Made(captured, optimizer, trained, book, tier, resting_bytes)
     left = made.consumable(stays)
     made.move_state(left)
     consumed = sorted((name for name in trained if name in left), key=lambda n: trained[n].parameter.nbytes)
@@ -232,7 +234,9 @@ class _Made:
         trained: Mapping[str, Trained],
         book: UpdateBook,
         tier: Tier | None,
+        resting_bytes: int,
     ) -> None:
+        self._resting_bytes = resting_bytes
         self._captured, self._optimizer, self._trained, self._book = captured, optimizer, trained, book
         self._tier = tier
         self._graph, self._program = captured.graph, captured.program
@@ -315,6 +319,9 @@ class _Made:
         """The step with what was added."""
         graph, added = self._graph, list(self._state.values())
         eager_added = self._eager_state
+        if self._resting_bytes:
+            added.append(_block("state of parameters that rest", self._resting_bytes, self._device))
+            eager_added = [*eager_added, added[-1]]
         if accumulates:
             numbers = {self._storages.number_of[self._program.gradients[name]] for name in self._trained}
             nbytes = sum(int(self._storages.nbytes[number]) for number in numbers)

@@ -9,7 +9,7 @@ from stowplan.capture.stand_ins import same_strides
 from stowplan.run.cost.machine import free_bytes
 from stowplan.run.cost.probe import LARGE_BYTES, Operand, Signature, operands_of
 from stowplan.run.kernels.kernel import Function, Kernel, fused_call
-from stowplan.run.kernels.known import Finding
+from stowplan.run.kernels.known import KernelVerdict
 from stowplan.torch_private import storage_id
 
 NO_ROOM = "memory is too short to compare it with its ops"
@@ -29,7 +29,7 @@ def reuse(kernel: Kernel) -> bool:
     return found is not None
 
 
-def adopt(kernel: Kernel, function: Function, known: Finding | None = None) -> str:
+def adopt(kernel: Kernel, function: Function, known: KernelVerdict | None = None) -> str:
     """Let the kernel run `function` from now on; if it may not, the reason why.
 
     Unless that is known, it is called on two sets of operands, one of numbers from 0 to 1 and one of both
@@ -43,11 +43,11 @@ def adopt(kernel: Kernel, function: Function, known: Finding | None = None) -> s
     return fault
 
 
-def checked_by_ops(kernel: Kernel) -> Finding:
+def checked_by_ops(kernel: Kernel) -> KernelVerdict:
     """Whether its ops are as near to float64 in the layout of its operands as in row-major layout."""
     if any(_bytes_of(look) > LARGE_BYTES for look in kernel.looks):
-        return Finding("its operands are too large to compare", is_exact=False)
-    return Finding(*_compared(kernel, kernel.by_ops))
+        return KernelVerdict("its operands are too large to compare", is_exact=False)
+    return KernelVerdict(*_compared(kernel, kernel.by_ops))
 
 
 def _compared(kernel: Kernel, function: Function) -> tuple[str, bool]:

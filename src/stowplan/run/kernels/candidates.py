@@ -15,18 +15,20 @@ from stowplan.capture import Captured
 from stowplan.errors import BadUse, IllegalPlan, InvalidGraph
 from stowplan.ir import Attributes
 from stowplan.ops.effects import FUSED, RELAID
+from stowplan.plan.draft import Draft, Exactness
 from stowplan.plan.kernels.formation import Group, groups_of
 from stowplan.plan.kernels.rewrite import Fused, borders_of, fused_graph, groups_in, name_of
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Exactness, Plan, Pricing
+from stowplan.plan.pricing import Pricing
 from stowplan.plan.select import Baseline, Tradeoff, tradeoffs_of
 from stowplan.run.cost.probe import operand_of
 from stowplan.run.kernels.adopt import NO_ROOM, adopt, reuse
 from stowplan.run.kernels.channels_last import fault_of_layout, in_channels_last, reductions
 from stowplan.run.kernels.compiling import compile_all
 from stowplan.run.kernels.kernel import Kernel, fused_call
-from stowplan.run.kernels.known import Finding, read_finding, write_finding
-from stowplan.run.planning.planner import COMPILED, RESUMED, CapturedCandidate, Subject, price_captured
+from stowplan.run.kernels.known import KernelVerdict, read_finding, write_finding
+from stowplan.run.planning.planner import COMPILED, CapturedCandidate, Subject, price_captured
+from stowplan.run.planning.saved import RESUMED
 from stowplan.torch_private import cpp_compiler
 from stowplan.watch import tell_phase
 
@@ -101,8 +103,8 @@ class FusedCandidate(CapturedCandidate):
         is_exact = is_exact and not any(op.attributes.get(RELAID) for op in ops)
         self._exactness = Exactness.BITWISE if is_exact else Exactness.ROUNDING
 
-    def plan(self, allowed_bytes: int) -> Plan:
-        return replace(super().plan(allowed_bytes), plain_seconds=self.baseline.seconds)
+    def draft(self, allowed_bytes: int) -> Draft:
+        return replace(super().draft(allowed_bytes), plain_seconds=self.baseline.seconds)
 
     def tradeoffs(self) -> tuple[Tradeoff, ...]:
         return tradeoffs_of(self.planner, self._exactness)
@@ -225,7 +227,7 @@ def compiled(kernels: Mapping[Group, Kernel], known: dict[str, Kernel]) -> dict[
     }
 
 
-def _adopted(kernel: Kernel, known: Finding | None) -> str:
+def _adopted(kernel: Kernel, known: KernelVerdict | None) -> str:
     """Let the kernel run what inductor compiled; if it may not, the reason why."""
     if known is not None and known.fault:
         return known.fault
@@ -234,20 +236,20 @@ def _adopted(kernel: Kernel, known: Finding | None) -> str:
     except Exception as error:  # inductor raises whatever its compiler meets
         fault = f"{type(error).__name__}: {error}".splitlines()[0]
     if known is None and fault != NO_ROOM:
-        write_finding(kernel.name, Finding(fault, kernel.is_exact))
+        write_finding(kernel.name, KernelVerdict(fault, kernel.is_exact))
     return fault
 
 
 @RESUMED.register("compiled")
-def resumed(plan: Plan, subject: Subject) -> Captured:
-    """The fused step of a plan from elsewhere; IllegalPlan if its groups are not those of this step."""
+def resumed(draft: Draft, subject: Subject) -> Captured:
+    """The fused step of a draft from elsewhere; IllegalPlan if its groups are not those of this step."""
     refuse_without_compiler()
-    captured = in_channels_last(subject) if plan.relaid else subject.as_run()
+    captured = in_channels_last(subject) if draft.relaid else subject.as_run()
     if captured is None:
         raise IllegalPlan(
             "the plan is for another step: its convolutions cannot be in channels-last layout here"
         )
-    groups, formed = groups_in(plan.graph), set(groups_in_step(captured))
+    groups, formed = groups_in(draft.graph), set(groups_in_step(captured))
     if not formed.issuperset(groups):
         raise IllegalPlan("the plan is for another step: its compiled kernels compute other ops")
     kernels = kernels_of(captured, groups)

@@ -15,22 +15,22 @@ import torch
 from stowplan.run.cost.machine import platform_of, replace_file, user_folder
 
 
-class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KernelVerdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why a compiled kernel may not run, or, if it may, whether it gives the bits of its ops."""
 
     fault: str
     is_exact: bool
 
 
-def read_finding(kernel: str) -> Finding | None:
+def read_finding(kernel: str) -> KernelVerdict | None:
     """What is known of the kernel by this name."""
     try:
-        return msgspec.json.decode(_path(kernel).read_bytes(), type=Finding)
+        return msgspec.json.decode(_path(kernel).read_bytes(), type=KernelVerdict)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def write_finding(kernel: str, finding: Finding) -> None:
+def write_finding(kernel: str, finding: KernelVerdict) -> None:
     """Keep it. Where nothing can be written, nothing is."""
     try:
         replace_file(_path(kernel), msgspec.json.encode(finding))

@@ -63,7 +63,7 @@ from stowplan.capture.sparse import (
 )
 from stowplan.capture.stand_ins import StorageBook, StorageView, contiguous_stride, flatten, with_tensors
 from stowplan.capture.watching import TAKING_VALUES, Event
-from stowplan.plan.plan import AgainstEager, Plan, Verdict
+from stowplan.plan.draft import AgainstEager, Draft, Schedule, Verdict
 from stowplan.run.planning.planner import Subject
 from stowplan.torch_private import OpOverload, TorchDispatchMode, checkpoints_as_calls, schema_of, storage_id
 from stowplan.units import format_bytes
@@ -116,13 +116,13 @@ _BLIND = frozenset(
 )
 
 
-def compared(plan: Plan, subject: Subject) -> Plan:
-    """The plan with what one eager forward of its step shows."""
+def compared(draft: Draft, subject: Subject) -> Draft:
+    """The draft with what one eager forward of its step shows."""
     tell_phase("comparing with an eager forward")
-    return replace(plan, against_eager=against_eager(plan, subject))
+    return replace(draft, against_eager=against_eager(draft, subject))
 
 
-def against_eager(plan: Plan, subject: Subject) -> AgainstEager:
+def against_eager(plan: Schedule, subject: Subject) -> AgainstEager:
     """Compare the captured forward with one in eager, within the plan's budget.
 
     Raises Relaid where a kernel lays out its result otherwise than was captured: the plan would be wrong.
@@ -161,7 +161,7 @@ def against_eager(plan: Plan, subject: Subject) -> AgainstEager:
         except _Ended as end:
             return end.found
         except _Relaid as found:
-            raise Relaid(str(found)) from None
+            raise RelaidResult(str(found)) from None
         except Exception as error:
             if not shortcut or not shortcut.made_up:
                 return AgainstEager(Verdict.UNCHECKED, f"eager raises {type(error).__name__}: {error}")
@@ -254,7 +254,7 @@ class _Ended(BaseException):
         self.found = AgainstEager(verdict, note)
 
 
-class Relaid(Exception):
+class RelaidResult(Exception):
     """A kernel lays its result out otherwise than was captured. It is known now: capture the step again."""
 
 

@@ -13,13 +13,15 @@ from torch.optim import Optimizer
 from stowplan.capture.recording import Loss, after_loss, output_named
 from stowplan.capture.sparse import opened_by_name
 from stowplan.errors import BadUse
-from stowplan.plan.plan import Exactness, Plan
+from stowplan.plan.draft import Exactness
+from stowplan.plan.plan import Plan
 from stowplan.plan.record import Difference, Record
+from stowplan.request import Iteration
 from stowplan.run.cost.machine import free_bytes, rng_state
 from stowplan.run.fit import plans_of
 from stowplan.run.measure.agreement import compared
 from stowplan.run.measure.measure import Measurement, measure
-from stowplan.run.planning.planner import PlannedStep, Subject
+from stowplan.run.planning.planner import DraftedStep, Subject
 from stowplan.run.target import Target, subject_of
 from stowplan.torch_private import pytree
 from stowplan.watch import tell_phase
@@ -88,7 +90,7 @@ class _Side:
 
 def check(
     target: Target,
-    planning: Callable[[Subject], PlannedStep],
+    planning: Callable[[Subject], DraftedStep],
     *,
     steps: int = 3,
     rounds: int = 5,
@@ -96,49 +98,56 @@ def check(
 ) -> Record:
     """Run `steps` training steps of both, comparing all; then measure the memory and time of one step each.
 
-    `planning` makes the plan of the captured step, which is the `subject` if the caller has captured it.
+    `planning` drafts the plan of the captured step, which is the `subject` if the caller has captured it.
     Times are medians of `rounds` interleaved rounds.
     """
     subject = subject or subject_of(target)
-    planned_step = planning(subject)
-    plan = compared(planned_step.plan, subject)
+    drafted = planning(subject)
+    step = replace(drafted, draft=compared(drafted.draft, subject)).verified()
     eager = _eager_side(_copied(target))
-    before = _kept(target, plan)
-    straight = planned_step.bound_to(target.model, loss=target.loss)
+    before = _kept(target, step.plan)
+    straight = step.bound_to(target.model, loss=target.loss)
     planned = _Side(target.model, lambda: _loss_in(straight(*target.args, **target.kwargs), target.loss))
-    return _recorded(plan, eager, planned, before, steps, rounds, _eager_side)
+    return _recorded(step.plan, eager, planned, before, steps, rounds, _eager_side)
 
 
 def check_iterations(
     target: Target,
-    fitted_with: Callable[[Optimizer], nn.Module],
-    optimizer: Callable[[nn.Module], Optimizer],
+    fitted_with: Callable[[Iteration], nn.Module],
+    iteration_of: Callable[[nn.Module], Iteration],
     *,
-    clip_norm: float | None = None,
-    accumulate: int = 1,
     iterations: int = 3,
     rounds: int = 5,
 ) -> Record:
     """The same for whole iterations: parameters and optimizer state are compared as well.
 
-    `optimizer` makes that of a model, and `fitted_with` fits the target with it, so that the plan clips.
+    `iteration_of` makes that of a model, and `fitted_with` fits the target with it, so that the plan clips.
     """
 
     def eager_of(of: Target) -> _Side:
+        asked = iteration_of(of.model)
         return replace(
-            _eager_side(of), optimizer=optimizer(of.model), clip_norm=clip_norm, accumulate=accumulate
+            _eager_side(of),
+            optimizer=_optimizer_of(asked),
+            clip_norm=asked.clip_norm,
+            accumulate=asked.accumulate,
         )
 
     eager = eager_of(_copied(target))
-    own = optimizer(target.model)
-    fitted = fitted_with(own)
+    asked = iteration_of(target.model)
+    own, fitted = _optimizer_of(asked), fitted_with(asked)
     (plan,) = plans_of(fitted)
     before = _kept(target, plan)
     planned = replace(
         _Side(target.model, lambda: _loss_in(fitted(*target.args, **target.kwargs), target.loss), own),
-        accumulate=accumulate,
+        accumulate=asked.accumulate,
     )
     return _recorded(plan, eager, planned, before, iterations, rounds, eager_of)
+
+
+def _optimizer_of(asked: Iteration) -> Optimizer:
+    assert isinstance(asked.optimizer, Optimizer), "its name was looked up for the model"
+    return asked.optimizer
 
 
 def _copied(target: Target) -> Target:

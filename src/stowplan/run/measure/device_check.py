@@ -22,7 +22,7 @@ from stowplan.capture import Captured
 from stowplan.errors import BadUse, BudgetTooSmall, StowplanError, nearest
 from stowplan.plan.allocator.projection import figures_of
 from stowplan.plan.allocator.settings import AllocatorSettings
-from stowplan.plan.options import PlanOptions
+from stowplan.plan.options import PlanOptions, Search
 from stowplan.plan.progress import showing_progress
 from stowplan.plan.record import Record
 from stowplan.run.cost.machine import least_seconds, platform_of
@@ -30,7 +30,7 @@ from stowplan.run.measure.check import check, eager_peak_bytes
 from stowplan.run.measure.eager_requests import requests_of_eager
 from stowplan.run.measure.measure import device_bytes
 from stowplan.run.measure.sample_networks import NETWORKS, mean_of_squares
-from stowplan.run.planning.planner import PlannedStep, Subject, plan_step, price_captured
+from stowplan.run.planning.planner import DraftedStep, Subject, draft_step, price_captured
 from stowplan.run.step.function import tier_for
 from stowplan.run.target import Target, subject_of
 from stowplan.watch import tell_phase
@@ -264,13 +264,13 @@ def _projected(captured: Captured, device: torch.device) -> Bytes:
     return Bytes(requested, heap.allocated_peak_bytes, heap.reserved_peak_bytes)
 
 
-def _planned(allowed_bytes: int, subject: Subject) -> PlannedStep:
+def _planned(allowed_bytes: int, subject: Subject) -> DraftedStep:
     """A plan that recomputes for the budget, or for the smallest if that is larger."""
-    options = PlanOptions(("recompute",), moves=_MOVES, gap=_GAP)
+    options = PlanOptions(("recompute",), Search(moves=_MOVES, gap=_GAP))
     try:
-        return plan_step(subject, allowed_bytes, options)
+        return draft_step(subject, allowed_bytes, options)
     except BudgetTooSmall as refusal:
-        return plan_step(subject, refusal.minimum_bytes, options)
+        return draft_step(subject, refusal.minimum_bytes, options)
 
 
 def _plan_finding(record: Record, share: float) -> PlanFinding:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stowplan.plan.plan import Machine, Tier
+from stowplan.plan.pricing import Machine, Tier
 from stowplan.run.cost.machine import free_bytes, measure_machine, platform_of
 from stowplan.run.step.function import DISKS
 

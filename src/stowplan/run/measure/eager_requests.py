@@ -7,7 +7,7 @@ from stowplan.analyse.facts import is_resident
 from stowplan.capture import Captured
 from stowplan.ir import Kind, Phase
 from stowplan.ops.cublas import is_product
-from stowplan.plan.allocator.requests import Lifetime, Request, Requests, requests_of_lifetimes
+from stowplan.plan.allocator.requests import MemoryRequest, RequestLifetime, Requests, requests_of_lifetimes
 
 
 def requests_of_eager(
@@ -22,16 +22,17 @@ def requests_of_eager(
     held = {name for name in graph.held if graph.tensors[name].kind is Kind.INPUT}
     standing = held | {tensor.id for tensor in graph.tensors.values() if is_resident(tensor)}
     lifetimes = [
-        Lifetime(span.nbytes, span.first, span.last, span.tensor in standing) for span in captured.eager.spans
+        RequestLifetime(span.nbytes, span.first, span.last, span.tensor in standing)
+        for span in captured.eager.spans
     ]
     requests = requests_of_lifetimes(lifetimes, captured.eager.workspace_of_events(workspace_bytes))
     events = dict(zip(_first_products(captured), kept_by_products, strict=False))
     once = (
-        (requests.end_of(event), Request(1 + len(lifetimes) + number, nbytes))
+        (requests.end_of(event), MemoryRequest(1 + len(lifetimes) + number, nbytes))
         for number, (event, nbytes) in enumerate(events.items())
     )
     rest = kept_by_products[len(events) :]
-    before = (Request(-1 - number, nbytes) for number, nbytes in enumerate(rest))
+    before = (MemoryRequest(-1 - number, nbytes) for number, nbytes in enumerate(rest))
     return replace(requests, once=tuple(once), before=(*requests.before, *before))
 
 

@@ -52,7 +52,7 @@ class Residual(nn.Module):
         return rows + added
 
 
-class Level(nn.Module):
+class UNetLevel(nn.Module):
     """A level of a U-Net: down, the levels below, up, beside a skip."""
 
     def __init__(self, width: int, below: nn.Module, dims: int) -> None:
@@ -128,14 +128,14 @@ def unet(size: int) -> Target:
     """A U-Net of two levels."""
     width = 4 * size
     middle = nn.Sequential(*_convolutions(4 * width, nn.Identity))
-    return _target([Level(width, Level(2 * width, middle, 2), 2), nn.ReLU()], 2, width, 64, 64)
+    return _target([UNetLevel(width, UNetLevel(2 * width, middle, 2), 2), nn.ReLU()], 2, width, 64, 64)
 
 
 def unet3d(size: int) -> Target:
     """A U-Net of volumes with instance norm."""
     width = 2 * size
     middle = nn.Sequential(*_convolutions(2 * width, lambda: nn.InstanceNorm3d(2 * width), dims=3))
-    return _target([Level(width, middle, 3), nn.ReLU()], 1, width, 16, 16, 16)
+    return _target([UNetLevel(width, middle, 3), nn.ReLU()], 1, width, 16, 16, 16)
 
 
 def separable(size: int) -> Target:

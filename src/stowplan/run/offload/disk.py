@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage
 
 from stowplan.errors import BadUse, TierDamaged
-from stowplan.plan.plan import Tier
+from stowplan.plan.pricing import Tier
 from stowplan.run.cost import machine
 from stowplan.run.cost.machine import USER_CACHE, ProbeCache, platform_of
 from stowplan.run.offload.calls import SystemCalls

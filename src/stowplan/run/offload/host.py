@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from stowplan.errors import BadUse
-from stowplan.plan.plan import Tier
+from stowplan.plan.pricing import Tier
 from stowplan.run.cost.machine import free_bytes, least_seconds, release_free_memory, room_for
 from stowplan.run.offload.live import Look, bytes_of
 

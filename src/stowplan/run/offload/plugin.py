@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from stowplan.plan.plan import Tier
+from stowplan.plan.pricing import Tier
 from stowplan.run.offload.disk import DiskTier, user_folder
 from stowplan.run.offload.host import HostTier
 from stowplan.run.step.function import DISKS, TIERS, LiveTier

@@ -78,7 +78,7 @@ def _normalise(given: Given, statistics: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class Padding:
     """Padding of the spatial dims: `both` by the op itself, `apart` by a copy; outputs start at `start`."""
 
     both: list[int]
@@ -101,9 +101,9 @@ class Frame:
         return made
 
 
-def _frame(overhang: Sequence[tuple[int, int]], strides: Sequence[int], most: Sequence[int]) -> Frame:
+def _frame(overhang: Sequence[tuple[int, int]], strides: Sequence[int], most: Sequence[int]) -> Padding:
     """`most` is the largest padding that the op can add itself."""
-    frame = Frame([], [], [])
+    frame = Padding([], [], [])
     for (before, after), stride, limit in zip(overhang, strides, most, strict=True):
         larger = max(before, after)
         itself = larger <= limit and (larger - before) % stride == 0
@@ -145,14 +145,14 @@ def _transposed(call: LocalCall, given: Given) -> Tensor:
         start.append(made.lo[dim + 2] - begins)
         missing.append(max(0, made.hi[dim + 2] - begins - length))
     bare = {**given, "padding": [0] * len(strides), "output_padding": missing}
-    return Frame([], [], start).cut(_as_is(call, bare), call.shape)
+    return Padding([], [], start).cut(_as_is(call, bare), call.shape)
 
 
 def _max_pool(call: LocalCall, given: Given) -> Tensor:
     kernel = given["kernel_size"]
     stride, overhang = given["stride"] or kernel, _spatial(call, len(kernel))
     if are_slices_faster(given):
-        image = Frame([], list(overhang), []).padded(given["self"], float("-inf"))
+        image = Padding([], list(overhang), []).padded(given["self"], float("-inf"))
         return max_of_slices(image, kernel, stride, given["dilation"])
     frame = _frame(overhang, stride, [size // 2 for size in kernel])
     image = frame.padded(given["self"], float("-inf"))

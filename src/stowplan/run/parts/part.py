@@ -19,14 +19,14 @@ Index = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class PartSlot:
     """Stands for input number `position` of an op in the arguments of its call."""
 
     position: int
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class PartSource:
     """Where an input comes from: what the tile holds of `tensor`, or with an index a part of that."""
 
     tensor: str
@@ -54,11 +54,11 @@ class LocalCall:
 
     target: OpOverload
     arguments: Mapping[str, object]
-    sources: tuple[Source | None, ...]
+    sources: tuple[PartSource | None, ...]
     name: str
     output: int
     made: Rect
-    statistics: tuple[Source, ...] = ()
+    statistics: tuple[PartSource, ...] = ()
     idle: bool = False
     norm: "LocalCall | None" = None
     over: int | None = None
@@ -92,15 +92,20 @@ def local_call(graph: Graph, call: Call, level: Level, held: Mapping[str, Rect])
     return LocalCall(call.target, arguments, tuple(sources), name, call.outputs.index(name), level.made)
 
 
-def _source(tensor: str, need: Rect, shape: Shape, held: Rect) -> Source:
+def _source(tensor: str, need: Rect, shape: Shape, held: Rect) -> PartSource:
     inside = need.clip(shape)
     index = None if inside == held else index_of(inside.shift([-low for low in held.lo]))
-    return Source(tensor, index, inside.lo, need.overhang(shape), shape)
+    return PartSource(tensor, index, inside.lo, need.overhang(shape), shape)
 
 
 def index_of(rect: Rect) -> Index:
     """A rect as an index into a tensor."""
     return tuple(slice(low, high) for low, high in zip(rect.lo, rect.hi, strict=True))
+
+
+def index_within(part: Rect, whole: Rect) -> Index:
+    """A part as an index into a tensor that holds `whole`."""
+    return index_of(part.shift([-low for low in whole.lo]))
 
 
 def call_with(target: OpOverload, given: Mapping[str, object]) -> object:
@@ -113,7 +118,7 @@ def call_with(target: OpOverload, given: Mapping[str, object]) -> object:
 def slotted(value: object, slots: Iterator[int]) -> object:
     """An argument with the next slot in place of each tensor."""
     if isinstance(value, Ref):
-        return Slot(next(slots))
+        return PartSlot(next(slots))
     if isinstance(value, (tuple, list)):
         return tuple(slotted(item, slots) for item in value)
     return value
@@ -122,9 +127,9 @@ def slotted(value: object, slots: Iterator[int]) -> object:
 def filled_in(value: object, parts: Sequence[Tensor | None]) -> object:
     """An argument with tensors in its slots."""
     match value:
-        case Slot(position):
+        case PartSlot(position):
             return parts[position]
-        case tuple() if any(isinstance(item, Slot) for item in value):
+        case tuple() if any(isinstance(item, PartSlot) for item in value):
             filled = (filled_in(item, parts) for item in value)
             return [item for item in filled if isinstance(item, Tensor)]
         case _:

@@ -13,7 +13,7 @@ import torch
 
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.run.beside import constants_by_device
-from stowplan.run.planning.planner import PlannedStep
+from stowplan.run.planning.planner import DraftedStep
 from stowplan.units import format_bytes, parse_bytes
 
 _ATTEMPTS = 6  # sums of bytes that are planned for
@@ -79,8 +79,8 @@ def _device_named(written: object) -> torch.device:
 
 
 def on_devices(
-    budgets: DeviceBudgets, planned: Callable[[int], PlannedStep], *, is_given: bool = False
-) -> PlannedStep:
+    budgets: DeviceBudgets, planned: Callable[[int], DraftedStep], *, is_given: bool = False
+) -> DraftedStep:
     """The first step that `planned` makes whose share on each device is within its budget.
 
     BudgetTooSmall names the device that exceeds its budget by the least that was found. A plan that
@@ -94,14 +94,14 @@ def on_devices(
             if not least or refusal.minimum_bytes > budgets.sum_bytes:
                 raise  # not even the sum is enough
             room, found = 0, planned(refusal.minimum_bytes)
-        budgets.refuse_others(tensor.device for tensor in found.plan.graph.tensors.values())
-        beside, peaks = constants_by_device(found.captured), found.plan.peaks_by_device
+        budgets.refuse_others(tensor.device for tensor in found.draft.graph.tensors.values())
+        beside, peaks = constants_by_device(found.captured), found.draft.peaks_by_device
         taken = {name: peaks.get(name, 0) + beside.get(name, 0) for name in budgets.allowed_bytes}
         over = [(nbytes - budgets.allowed_bytes[name], name, nbytes) for name, nbytes in taken.items()]
         if max(over)[0] <= 0:
-            return replace(found, plan=replace(found.plan, allowed_bytes=budgets.sum_bytes))
+            return replace(found, draft=replace(found.draft, allowed_bytes=budgets.sum_bytes))
         least.append(max(over))
-        room = min(room, found.plan.requested_peak_bytes) - 2**attempt * max(over)[0]
+        room = min(room, found.draft.requested_peak_bytes) - 2**attempt * max(over)[0]
         if is_given or room <= 0:
             break
     excess, name, nbytes = min(least)

@@ -12,11 +12,11 @@ from stowplan.errors import BudgetTooSmall
 from stowplan.plan.carry import GAP, PlannedSize, carried_point, carried_pricing, nbytes_of, outline_of
 from stowplan.plan.frontier import Frontier, relaxed_bound_of
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Basis
 from stowplan.plan.planner import Planner
+from stowplan.plan.pricing import Basis
 from stowplan.plan.problem import slices_last
 from stowplan.plan.select import problem_in_order
-from stowplan.run.planning.planner import PlannedStep, Subject, plan_within, price_captured, replay_bytes
+from stowplan.run.planning.planner import DraftedStep, Subject, draft_within, price_captured, replay_bytes
 
 _MOST_SIZES = 24  # of all programs; the oldest makes room
 
@@ -27,17 +27,17 @@ class PlannedSizes:
 
     known: list[PlannedSize] = field(default_factory=list)
 
-    def add(self, found: PlannedStep) -> None:
-        """Let further sizes take over from this plan, if its decisions are of a kind that can be carried."""
-        plan = found.plan
-        if plan.is_tiled or plan.pricing.tier is not None or plan.pricing.basis is not Basis.MEASURED:
+    def add(self, found: DraftedStep) -> None:
+        """Let further sizes take over from this draft, if its decisions are of a kind that can be carried."""
+        draft = found.draft
+        if draft.is_tiled or draft.pricing.tier is not None or draft.pricing.basis is not Basis.MEASURED:
             return
         ordered = slices_last(found.captured.graph)
-        size = PlannedSize.of(ordered, plan.pricing, found.points, plan.steps, plan.allowed_bytes)
+        size = PlannedSize.of(ordered, draft.pricing, found.points, draft.steps, draft.allowed_bytes)
         self.known = [*self.known, size][-_MOST_SIZES:]
 
-    def step_for(self, subject: Subject, allowed_bytes: int, options: PlanOptions) -> PlannedStep | None:
-        """The step with a plan carried over from the nearest size; None if it has to be searched."""
+    def step_for(self, subject: Subject, allowed_bytes: int, options: PlanOptions) -> DraftedStep | None:
+        """The step with a draft carried over from the nearest size; None if it has to be searched."""
         if not self.known or options.offloads or "recompute" not in options.allow or subject.replacements:
             return None
         captured = subject.captured
@@ -62,12 +62,12 @@ class PlannedSizes:
         peak = captured.eager.peak_bytes(pricing.workspace_bytes)
         planner = Planner(problem, pricing, Frontier((point,)), peak, is_searched=False)
         try:
-            plan = plan_within(planner, allowed_bytes)
+            draft = draft_within(planner, allowed_bytes)
         except BudgetTooSmall:
             return None
-        if plan.time_ratio > options.slowest:
+        if draft.time_ratio > options.slowest:
             return None
-        step = PlannedStep(replace(plan, bound_seconds=bound), captured, is_carried=True)
+        step = DraftedStep(replace(draft, bound_seconds=bound), captured, is_carried=True)
         if carried is None:
             self.add(step)
         return step

@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 
 from stowplan.capture.stand_ins import contiguous_stride
-from stowplan.plan.options import Kernels, PlanOptions, Prefer
-from stowplan.plan.plan import Machine
+from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.prices import price_by_roofline
+from stowplan.plan.pricing import Machine
 from stowplan.plan.select import problem_in_order
 from stowplan.run.cost.probe import Operand, Signature, probe_memory
-from stowplan.run.planning.planner import PlannedStep, Subject, plan_within, takes_longer
+from stowplan.run.planning.planner import DraftedStep, Subject, draft_within, takes_longer
 
 aten = torch.ops.aten
 
@@ -58,11 +58,11 @@ KNOWN = frozenset((*_POINTWISE, *_PRODUCTS, *_ON_CONTIGUOUS))
 _FLOATS = (torch.float32, torch.float64)
 
 
-def plan_unprobed(subject: Subject, allowed_bytes: int, options: PlanOptions) -> PlannedStep | None:
+def plan_unprobed(subject: Subject, allowed_bytes: int, options: PlanOptions) -> DraftedStep | None:
     """The step with a plan that keeps everything; None if that does not fit, or if all costs are known."""
     captured = subject.captured
-    may_be = not subject.replacements and not options.offloads and options.prefer == Prefer.EXACTNESS
-    if not may_be or options.kernels == Kernels.COMPILED or takes_longer(captured):
+    may_be = not subject.replacements and not options.offloads and options.prefer == "exactness"
+    if not may_be or options.execution.is_compiled or takes_longer(captured):
         return None
     workspaces = probe_memory(captured, known_workspace)
     if workspaces is None:
@@ -72,7 +72,7 @@ def plan_unprobed(subject: Subject, allowed_bytes: int, options: PlanOptions) ->
     planner = Planner.unsearched(problem_in_order(captured.graph, pricing), pricing, peak)
     if max(peak, planner.minimum_bytes) > allowed_bytes:
         return None
-    return PlannedStep(plan_within(planner, allowed_bytes), captured)
+    return DraftedStep(draft_within(planner, allowed_bytes), captured)
 
 
 def known_workspace(signature: Signature) -> int | None:

@@ -55,7 +55,7 @@ _gathered_in_order: Any = GatheredInOrder.apply
 
 
 @dataclass(slots=True)
-class Values:
+class LocalValues:
     """The tensors of a worker while its step runs: parts by tensor, and the token that orders its messages.
 
     `flats` has a flat tensor for each bucket whose parameters are still unused. If it is empty, a placeholder
@@ -82,7 +82,7 @@ class EnterBucket:
     def touches(self) -> Iterable[str]:
         return self.parameters
 
-    def run(self, values: Values) -> None:
+    def run(self, values: LocalValues) -> None:
         if not values.flats:
             values.token = bucket_placeholder(values.token, self.collective.key)
             return
@@ -105,7 +105,7 @@ class GatherParameters:
     def touches(self) -> Iterable[str]:
         return self.parameters
 
-    def run(self, values: Values) -> None:
+    def run(self, values: LocalValues) -> None:
         shards = [values.given[name] for name in self.parameters]
         if self.in_order:
             *wholes, values.token = _gathered_in_order(self.collective, values.token, *shards)
@@ -134,7 +134,7 @@ class Make:
     def touches(self) -> Iterable[str]:
         return *self.takes, self.call.name
 
-    def run(self, values: Values) -> None:
+    def run(self, values: LocalValues) -> None:
         given = {name: take.of(values.parts) for name, take in self.takes.items()}
         made = self._made(given, values.overlapped.pop(self.call.name, None))
         made = made if made.shape == self.shape else made.reshape(self.shape)
@@ -147,7 +147,7 @@ class Make:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class DrawOnWorker:
     """The part `kept` of random numbers that are drawn for the whole."""
 
     tensor: str
@@ -159,7 +159,7 @@ class Draw:
     def touches(self) -> Iterable[str]:
         return (self.tensor,)
 
-    def run(self, values: Values) -> None:
+    def run(self, values: LocalValues) -> None:
         low, sizes = [part.start for part in self.kept], [part.stop - part.start for part in self.kept]
         drawn = torch.ops.stowplan.draw(self.chance, self.whole, low, sizes, self.dtype)
         values.parts[self.tensor] = drawn
@@ -178,7 +178,7 @@ class Ahead:
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class SwapHalos:
     """The exchange of one tensor; a worker that has nothing of it brings an empty part.
 
     Backward, the gradient of the weight `ahead` is computed while messages travel.
@@ -192,7 +192,7 @@ class Swap:
     def touches(self) -> Iterable[str]:
         return self.tensor, *(self.ahead.touches() if self.ahead else ())
 
-    def run(self, values: Values) -> None:
+    def run(self, values: LocalValues) -> None:
         share = values.parts.get(self.tensor)
         share = self.nothing.zeros() if share is None else share
         if self.ahead is None or not values.overlaps or not share.requires_grad:
@@ -219,7 +219,7 @@ class Sum:
     def touches(self) -> Iterable[str]:
         return self.tensor, *(() if self.take is None else (self.take.tensor,))
 
-    def run(self, values: Values) -> None:
+    def run(self, values: LocalValues) -> None:
         part = self.nothing.zeros()
         if self.take is not None:
             part = self.take.of(values.parts).sum(self.dims, dtype=part.dtype).reshape(self.shape)
@@ -228,7 +228,7 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class LocalProduct:
     """A product over an inner dim of which each worker has a part, plus what is added to it."""
 
     tensor: str
@@ -241,7 +241,7 @@ class Product:
     def touches(self) -> Iterable[str]:
         return self.tensor, *(take.tensor for take in (*(self.factors or ()), self.added) if take is not None)
 
-    def run(self, values: Values) -> None:
+    def run(self, values: LocalValues) -> None:
         if self.factors is None:
             part = self.nothing.zeros()
         else:
@@ -284,7 +284,7 @@ class Lookup:
     def touches(self) -> Iterable[str]:
         return self.tensor, self.indices.tensor, *(() if self.table is None else (self.table.tensor,))
 
-    def run(self, values: Values) -> None:
+    def run(self, values: LocalValues) -> None:
         part = self.nothing.zeros()
         if self.table is not None:
             places = self.own.of(self.indices.of(values.parts))
@@ -306,7 +306,7 @@ class SoftmaxOverWorkers:
     def touches(self) -> Iterable[str]:
         return self.tensor, *((self.scores.tensor,) if isinstance(self.scores, Take) else ())
 
-    def run(self, values: Values) -> None:
+    def run(self, values: LocalValues) -> None:
         scores = self.scores.of(values.parts)
         made, values.token = softmax(scores, values.token, self.collective.key)
         values.parts[self.tensor] = made.reshape(self.shape)
@@ -323,7 +323,7 @@ class LayOut:
     def touches(self) -> Iterable[str]:
         return (self.parameter,)
 
-    def run(self, values: Values) -> None:
+    def run(self, values: LocalValues) -> None:
         part = values.parts[self.parameter].reshape(self.sizes)
         values.parts[self.parameter] = part if self.index is None else part[self.index]
 
@@ -345,7 +345,7 @@ class Loss:
     def touches(self) -> Iterable[str]:
         return *filter(None, self.names), *(take.tensor for take in self.takes or ())
 
-    def run(self, values: Values) -> None:
+    def run(self, values: LocalValues) -> None:
         nothing = self.nothing.zeros()
         part = nothing.new_zeros(2, dtype=torch.float64)
         if self.takes is not None:
@@ -385,7 +385,7 @@ class Normalise:
         image = (self.image.tensor,) if isinstance(self.image, Take) else ()
         return *filter(None, self.names), *image, *(take.tensor for take in self.vectors.values())
 
-    def run(self, values: Values) -> None:
+    def run(self, values: LocalValues) -> None:
         given = {name: take.of(values.parts) for name, take in self.vectors.items()}
         image, weight, bias = self.image.of(values.parts), given.get("weight"), given.get("bias")
         if self.groups is None:
@@ -401,7 +401,7 @@ class Normalise:
         values.parts.update((name, value) for name, value in found if name is not None)
 
     def _grouped(
-        self, image: Tensor, weight: Tensor | None, bias: Tensor | None, values: Values
+        self, image: Tensor, weight: Tensor | None, bias: Tensor | None, values: LocalValues
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Group norm is batch norm with a channel per sample and group; weights come after."""
         assert self.groups is not None
@@ -420,10 +420,10 @@ Action: TypeAlias = (
     | GatherParameters
     | LayOut
     | Make
-    | Draw
-    | Swap
+    | DrawOnWorker
+    | SwapHalos
     | Sum
-    | Product
+    | LocalProduct
     | Lookup
     | SoftmaxOverWorkers
     | Loss

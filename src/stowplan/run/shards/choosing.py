@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from stowplan.errors import BudgetTooSmall
 from stowplan.plan.shards.options import Option
-from stowplan.run.planning.planner import PlannedStep
+from stowplan.run.planning.planner import DraftedStep, PlannedStep
 from stowplan.run.shards.step import ShardedStep
 from stowplan.units import format_bytes, format_seconds
 
@@ -25,7 +25,7 @@ class Attempt:
     """An option as this worker would run it, and the seconds of the slowest: of its plan, and of its ops."""
 
     sharded: ShardedStep
-    planned: PlannedStep
+    drafted: DraftedStep
     planned_seconds: float
     plain_seconds: float
     variant: "Variant | None" = None  # of the iteration, if the plan is for one
@@ -33,6 +33,14 @@ class Attempt:
     def step_seconds(self, option: Option) -> float:
         """The planned seconds of this worker and the projected seconds of its collectives."""
         return self.planned_seconds + option.expected_seconds(0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOnMesh:
+    """The attempt that was taken: this worker's part of the step, and its plan."""
+
+    sharded: ShardedStep
+    planned: PlannedStep
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from stowplan.geometry import Rect
 from stowplan.plan.shards.plan import ShardPlan
-from stowplan.run.parts.part import Index, index_of
+from stowplan.run.parts.part import Index, index_within
 from stowplan.run.shards.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class Message:
     """A message to or from a worker: a part of the share, or of the held part."""
 
     peer: int
@@ -29,8 +29,8 @@ class Exchange:
     share: Rect
     held: Rect
     kept: tuple[Index, Index] | None  # what the worker has itself: where in its share, where in what it holds
-    sends: tuple[Swap, ...]
-    receives: tuple[Swap, ...]
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
     differentiated: bool
 
     def forward(self, share: Tensor) -> Tensor:
@@ -112,9 +112,9 @@ def exchange_of(plan: ShardPlan, workers: Workers, name: str) -> Exchange:
         workers,
         share,
         held,
-        None if own.is_empty else (_inside(own, share), _inside(own, held)),
-        tuple(Swap(w, _inside(part, share)) for w, part in sends if not part.is_empty),
-        tuple(Swap(v, _inside(part, held)) for v, part in receives),
+        None if own.is_empty else (index_within(own, share), index_within(own, held)),
+        tuple(Message(w, index_within(part, share)) for w, part in sends if not part.is_empty),
+        tuple(Message(v, index_within(part, held)) for v, part in receives),
         name in plan.differentiated,
     )
 
@@ -124,10 +124,6 @@ def _serves(plan: ShardPlan, name: str, source: int, target: int) -> bool:
     here, there = plan.mesh.place(source), plan.mesh.place(target)
     axes = plan.layouts[name].axes
     return all(a == b for a, b, cell in zip(here, there, axes, strict=True) if cell is None)
-
-
-def _inside(part: Rect, whole: Rect) -> Index:
-    return index_of(part.shift([-low for low in whole.lo]))
 
 
 def _room(like: Tensor, index: Sequence[slice]) -> Tensor:

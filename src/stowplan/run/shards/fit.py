@@ -15,8 +15,8 @@ from torch import nn
 from stowplan.capture import capture
 from stowplan.errors import BadUse
 from stowplan.plan.plan import Plan
+from stowplan.request import Request
 from stowplan.run.border.guard import Dependencies, Guard, Observation
-from stowplan.run.fit import ShardRequest
 from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.shards.choosing import Tried
 from stowplan.run.shards.parameters import ParameterShards
@@ -27,7 +27,7 @@ from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import fitted_class, refuse_shards, seen_as, with_forward
 
 if TYPE_CHECKING:
-    from stowplan.run.iteration.iteration import Iteration
+    from stowplan.run.iteration.iteration import RunningIteration
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -36,27 +36,38 @@ def fit_on_mesh(
     model: Model,
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
-    request: ShardRequest,
+    request: Request,
 ) -> Model:
     """`model`, planned for this process's part in its step over a mesh, within a budget of its own."""
     fitted: Model = seen_as(fitted_class(type(model), _FittedOnMesh), model)
     dependencies = _dependencies(model, args, kwargs)
-    found, tried = ShardPlanner(model, args, kwargs, request).on(cast("MeshLike | int", request.mesh))
+    iteration = _running(request)
+    planner = ShardPlanner(model, args, kwargs, request, iteration)
+    found, tried = planner.on(cast("MeshLike | int", request.mesh.axes if request.mesh else None))
     fitted.__dict__["_fitting"] = FittingOnMesh(
-        found.sharded, found.planned, dependencies, _autocast(model), tried, request.iteration
+        found.sharded, found.planned, dependencies, _autocast(model), tried, iteration
     )
-    if request.iteration is not None:
-        request.iteration.belongs_to(fitted)
+    if iteration is not None:
+        iteration.belongs_to(fitted)
         if found.sharded.parameters is not None:
-            request.iteration.norm_over_workers = found.sharded.workers.norm
-        elif request.iteration.accumulate > 1:
-            request.iteration.sum_over_workers = found.sharded.sum_earlier
+            iteration.norm_over_workers = found.sharded.workers.norm
+        elif iteration.accumulate > 1:
+            iteration.sum_over_workers = found.sharded.sum_earlier
     if found.sharded.parameters is not None:
         # Nothing but the shapes of parameters has changed since the step was captured.
         facts = dependencies.picture(fitted, ()).facts
         fitted.__dict__["_fitting"].dependencies = replace(dependencies, facts=facts)
         model.register_forward_pre_hook(partial(_refuse_shards, found.sharded.parameters))
     return fitted
+
+
+def _running(request: Request) -> "RunningIteration | None":
+    if request.iteration is None:
+        return None
+    from stowplan.run.iteration.iteration import RunningIteration  # most fits have no optimizer
+
+    offloads = "offload" in request.options.allow
+    return RunningIteration(request.iteration, offloads=offloads, on_workers=True)
 
 
 def _refuse_shards(shards: ParameterShards, module: nn.Module, _: object) -> None:
@@ -100,7 +111,7 @@ class FittingOnMesh:
     dependencies: Dependencies
     autocast: object
     tried: tuple[Tried, ...] = ()
-    iteration: "Iteration | None" = None
+    iteration: "RunningIteration | None" = None
     bound: tuple[Guard, StraightStep] | None = None
 
     @property

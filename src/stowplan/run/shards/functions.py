@@ -134,7 +134,7 @@ quotient.register_autograd(_by_the_sum_alone, setup_context=_keep_pair)
 after_collectives.register_autograd(_first_token_back, setup_context=_keep_device)
 
 
-class Trained(torch.autograd.Function):
+class EndOfSums(torch.autograd.Function):
     """Turns bucketed parameters into the first token and a flat tensor per bucket; backward ends the sums."""
 
     @staticmethod

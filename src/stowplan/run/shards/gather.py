@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stowplan.ir import Shape
 from stowplan.ops.windows import Span
-from stowplan.plan.shards.parameter_shards import Part
+from stowplan.plan.shards.parameter_shards import ParameterPart
 from stowplan.run.shards.workers import Workers
 
 _LINE_BYTES = 64  # parameters in a buffer begin at multiples of it, as PyTorch's own allocations do
@@ -78,7 +78,7 @@ class Gather:
     rows: tuple[Rows, ...]
     latency_seconds: float = 0.0
     bytes_per_second: float = float("inf")
-    parts: tuple[tuple[Part, ...] | None, ...] = ()
+    parts: tuple[tuple[ParameterPart, ...] | None, ...] = ()
 
     @property
     def peers(self) -> list[int]:
@@ -86,11 +86,13 @@ class Gather:
         size = self.workers.mesh.size
         return [(self.workers.rank + step) % size for step in range(1, size)]
 
-    def parts_of(self, worker: int) -> tuple[Part, ...]:
+    def parts_of(self, worker: int) -> tuple[ParameterPart, ...]:
         """By parameter the part that a worker reads."""
         parts = self.parts or (None,) * len(self.rows)
         pairs = zip(parts, self.rows, strict=True)
-        return tuple(Part.whole(rows.shape) if part is None else part[worker] for part, rows in pairs)
+        return tuple(
+            ParameterPart.whole(rows.shape) if part is None else part[worker] for part, rows in pairs
+        )
 
     @property
     def has_parts(self) -> bool:
@@ -155,7 +157,7 @@ class Gather:
         """This worker's parts of the parameters. A single piece of one is received in its place."""
         own = self.workers.rank
         made = [s.new_empty(part.shape) for s, part in zip(shards, self.parts_of(own), strict=True)]
-        messages: dict[tuple[Part, ...], Tensor] = {}  # workers that read the same receive the same
+        messages: dict[tuple[ParameterPart, ...], Tensor] = {}  # workers that read the same receive the same
         for peer in self.peers:
             parts = self.parts_of(peer)
             if parts not in messages:

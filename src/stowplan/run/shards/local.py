@@ -17,27 +17,27 @@ from stowplan.plan.level import Level as TileLevel
 from stowplan.plan.shards.cells import Cells
 from stowplan.plan.shards.plan import RESIDENT, ShardPlan
 from stowplan.plan.shards.propagation import CLASS_LOSSES, LOOKUPS, SUMMED, TOGETHER, ShardingKind
-from stowplan.plan.shards.shard import LIKES, Level
+from stowplan.plan.shards.shard import LIKES, ShardLevel
 from stowplan.plan.shards.traffic import is_differentiated
 from stowplan.plan.shards.weights import PRODUCTS
 from stowplan.run.parts.losses import tiled_loss
-from stowplan.run.parts.part import Index, LocalCall, index_of, local_call
+from stowplan.run.parts.part import Index, LocalCall, index_of, index_within, local_call
 from stowplan.run.shards.actions import (
     Action,
     Ahead,
-    Draw,
+    DrawOnWorker,
     EnterBucket,
     GatherParameters,
     LayOut,
+    LocalProduct,
     Lookup,
     Loss,
     Make,
     Normalise,
     OwnPlaces,
-    Product,
     SoftmaxOverWorkers,
     Sum,
-    Swap,
+    SwapHalos,
 )
 from stowplan.run.shards.draws import is_drawn_in_pieces
 from stowplan.run.shards.exchange import exchange_of
@@ -45,7 +45,7 @@ from stowplan.run.shards.norm import Norm
 from stowplan.run.shards.operator import OUTSIDE, Collective, Total
 from stowplan.run.shards.parameters import ParameterShards
 from stowplan.run.shards.softmax import Softmax
-from stowplan.run.shards.take import Blank, Take, take, within
+from stowplan.run.shards.take import Blank, Take, take
 from stowplan.run.shards.workers import Workers
 
 _CONVOLUTION = "aten.convolution.default"
@@ -106,7 +106,7 @@ class LocalStep:
         yield from self._gather_again_for(ahead, self._shard.levels.index(ahead))
         yield self._swap(name, None if ahead.made.is_empty else self._described_ahead(ahead))
 
-    def _ahead(self, name: str, number: int) -> Level | None:
+    def _ahead(self, name: str, number: int) -> ShardLevel | None:
         """The next convolution that reads what is made of a tensor, if no collective comes before it.
 
         It is the same on all workers. Its weight must be a parameter that is read as it is.
@@ -130,11 +130,11 @@ class LocalStep:
         return None
 
     @staticmethod
-    def _described_ahead(level: Level) -> Ahead:
+    def _described_ahead(level: ShardLevel) -> Ahead:
         weight, *bias = (use.tensor for use in level.sharding.op.inputs[1:])
         return Ahead(level.name, weight, bias[0] if bias else None)
 
-    def _gather_again_for(self, level: Level, number: int) -> Iterator[GatherParameters | LayOut]:
+    def _gather_again_for(self, level: ShardLevel, number: int) -> Iterator[GatherParameters | LayOut]:
         """A parameter that was read long ago, as a tied embedding is by the head, is not kept until here.
 
         Its gradients are then summed use by use, so that none waits for the other.
@@ -148,7 +148,7 @@ class LocalStep:
                     yield from self._laid_out([name])
                 self._read_at[name] = number
 
-    def _bring_for(self, level: Level) -> Iterator[EnterBucket | GatherParameters | LayOut]:
+    def _bring_for(self, level: ShardLevel) -> Iterator[EnterBucket | GatherParameters | LayOut]:
         """Buckets up to the last that the op reads from, on all workers alike, even those that do nothing."""
         read = set(level.sharding.op.reads())
         while any(not read.isdisjoint(bucket.parameters) for bucket in self._buckets):
@@ -163,11 +163,11 @@ class LocalStep:
             is_part = self._parameters is not None
             yield LayOut(name, held.shape if is_part else sizes, None if is_part else index_of(held))
 
-    def _names(self, level: Level) -> Sequence[str]:
+    def _names(self, level: ShardLevel) -> Sequence[str]:
         together = level.sharding.kind in TOGETHER
         return [use.tensor for use in level.sharding.op.outputs] if together else [level.name]
 
-    def _level(self, level: Level) -> Iterator[Action]:
+    def _level(self, level: ShardLevel) -> Iterator[Action]:
         self._rects.update((name, self._shard.made[name]) for name in self._names(level))
         if level.sharding.kind is ShardingKind.NORM:
             yield self._norm(level)
@@ -198,14 +198,14 @@ class LocalStep:
     def _take(self, name: str, wanted: Rect, flat: Rect | None = None) -> Take:
         return take(name, self._cells(name), self._rects[name], wanted, flat)
 
-    def _swap(self, name: str, ahead: Ahead | None = None) -> Swap:
+    def _swap(self, name: str, ahead: Ahead | None = None) -> SwapHalos:
         exchange = exchange_of(self._plan, self._workers, name)
         collective = Collective(f"{name} {exchange.share} to {exchange.held}", exchange)
         held = self._shard.held.get(name)
         self._rects[name] = Rect(self._rects[name].lo, self._rects[name].lo) if held is None else held
-        return Swap(name, collective, self._blank(name), ahead)
+        return SwapHalos(name, collective, self._blank(name), ahead)
 
-    def _make(self, level: Level) -> Make | Draw:
+    def _make(self, level: ShardLevel) -> Make | DrawOnWorker:
         op = level.sharding.op
         if self._calls[op.id].fresh:
             raise BadUse(f"{op.id} ({op.type}) overwrites its input, and has no kernel on a part")
@@ -226,12 +226,12 @@ class LocalStep:
             return self._draw(call, level, kept)
         return Make(call, takes, level.made.shape, kept)
 
-    def _draw(self, call: LocalCall, level: Level, kept: Index) -> Draw:
+    def _draw(self, call: LocalCall, level: ShardLevel, kept: Index) -> DrawOnWorker:
         chance, dtype = call.arguments["p"], getattr(torch, str(self._described(level.name).dtype))
         assert isinstance(chance, (int, float))
-        return Draw(level.name, float(chance), level.made.shape, kept, dtype)
+        return DrawOnWorker(level.name, float(chance), level.made.shape, kept, dtype)
 
-    def _operand(self, level: Level, number: int) -> tuple[Take | Blank | None, Rect | None]:
+    def _operand(self, level: ShardLevel, number: int) -> tuple[Take | Blank | None, Rect | None]:
         """Where an input comes from, and its rect as the op sees it; what only tells a shape is blank."""
         name, need = level.sharding.op.inputs[number].tensor, level.needs[number]
         described, cells = self._described(name), self._cells(name)
@@ -244,20 +244,20 @@ class LocalStep:
         seen = level.sharding.rules[level.output].seen(number, level.made, need, cells)
         return self._take(name, need.clip(cells.sizes), seen.clip(shape_of(described))), seen
 
-    def _kept(self, level: Level) -> Index | None:
+    def _kept(self, level: ShardLevel) -> Index | None:
         """The part that is held of a result that was made whole because the op makes no parts."""
         held = self._shard.held.get(level.name)
         if level.name in self._exchanged or held is None or held == level.made:
             return None
         self._rects[level.name] = held
-        return within(held, level.made)
+        return index_within(held, level.made)
 
-    def _total(self, level: Level) -> Collective:
+    def _total(self, level: ShardLevel) -> Collective:
         """The sum over workers that a level takes part in."""
         total = Total(self._workers, level.sharding.summed_axes, is_differentiated(self._plan, level))
         return Collective(level.name, total)
 
-    def _sum(self, level: Level) -> Sum:
+    def _sum(self, level: ShardLevel) -> Sum:
         source, reduction = level.sharding.op.inputs[0].tensor, level.sharding.rules[0].relation.reduction
         need = level.needs[0]
         assert reduction is not None
@@ -270,12 +270,12 @@ class LocalStep:
             level.name, part, dims, level.made.shape, divisor, self._total(level), self._blank(level.name)
         )
 
-    def _product(self, level: Level) -> Product:
+    def _product(self, level: ShardLevel) -> LocalProduct:
         op, cells = level.sharding.op, self._cells(level.name)
         added, *factors = PRODUCTS[op.type]
         needs = {n: need for n, need in enumerate(level.needs) if need is not None}
         left, right = (self._take(op.inputs[n].tensor, needs[n]) for n in factors)
-        return Product(
+        return LocalProduct(
             level.name,
             None if any(needs[n].is_empty for n in factors) else (left, right),
             None if added is None else self._take(op.inputs[added].tensor, needs[added]),
@@ -284,7 +284,7 @@ class LocalStep:
             Blank(self._described(level.name), cells.local(level.made).shape),
         )
 
-    def _loss(self, level: Level) -> Loss:
+    def _loss(self, level: ShardLevel) -> Loss:
         op = level.sharding.op
         empty = any(need is None or need.is_empty for need in level.needs)
         pairs = zip(op.inputs, level.needs, strict=True)
@@ -310,7 +310,7 @@ class LocalStep:
         assert need is not None
         return OwnPlaces(need.lo[cell], need.hi[cell], layout.cells.sizes[cell], ignored)
 
-    def _lookup(self, level: Level) -> Lookup:
+    def _lookup(self, level: ShardLevel) -> Lookup:
         op = level.sharding.op
         table, indices = (use.tensor for use in op.inputs)
         rows, picked = level.needs
@@ -331,7 +331,7 @@ class LocalStep:
             self._blank(level.name),
         )
 
-    def _softmax(self, level: Level) -> SoftmaxOverWorkers:
+    def _softmax(self, level: ShardLevel) -> SoftmaxOverWorkers:
         op, (need,) = level.sharding.op, level.needs
         name = op.inputs[0].tensor
         assert need is not None
@@ -347,7 +347,7 @@ class LocalStep:
         scores = Blank(self._described(name), shape) if need.is_empty else self._take(name, need)
         return SoftmaxOverWorkers(level.name, scores, level.made.shape, Collective(level.name, operation))
 
-    def _norm(self, level: Level) -> Normalise:
+    def _norm(self, level: ShardLevel) -> Normalise:
         op, call = level.sharding.op, self._calls[level.sharding.op.id]
         bound = call.arguments()
         name, need = op.inputs[0].tensor, level.needs[0]
@@ -358,7 +358,7 @@ class LocalStep:
         groups, eps = bound.get("group"), bound["eps"]
         assert isinstance(eps, float)
         count = self._count(level, groups)
-        space = None if counted.is_empty else within(cells.local(counted), local)
+        space = None if counted.is_empty else index_within(cells.local(counted), local)
         norm = Norm(self._workers, level.sharding.summed_axes, _grouped(space, groups), count, eps)
         momentum = bound.get("momentum", 0.0)
         return Normalise(
@@ -378,7 +378,7 @@ class LocalStep:
             collective=Collective(level.name, norm),
         )
 
-    def _count(self, level: Level, groups: object) -> int:
+    def _count(self, level: ShardLevel, groups: object) -> int:
         """How many values each statistic is of, over all workers."""
         shape = shape_of(self._described(level.sharding.op.inputs[0].tensor))
         if isinstance(groups, int):
@@ -398,7 +398,7 @@ _VECTORS = ("weight", "bias", "running_mean", "running_var")
 
 
 def _part(part: Rect, whole: Rect) -> Index:
-    return tuple(slice(0, 0) for _ in part.lo) if part.is_empty else within(part, whole)
+    return tuple(slice(0, 0) for _ in part.lo) if part.is_empty else index_within(part, whole)
 
 
 def _grouped(space: Index | None, groups: object) -> Index | None:

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from stowplan.capture import Captured
 from stowplan.ops.effects import BEGIN_GATHER, BEGIN_IN_ORDER
 from stowplan.ops.table import shape_of
-from stowplan.plan.plan import Compute, RecomputeOp
 from stowplan.plan.shards.parameter_shards import gather_groups, part_of
 from stowplan.plan.shards.plan import ShardPlan
 from stowplan.plan.shards.projection import Network
+from stowplan.plan.steps import Compute, RecomputeOp
 from stowplan.run.cost.machine import Cost
 from stowplan.run.cost.probe import PROBES, Signature, probed_cost
 from stowplan.run.planning.planner import PlannedStep

@@ -9,9 +9,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from stowplan.errors import BadUse
-from stowplan.plan.shards.mesh import Axis, Mesh, parse_mesh
+from stowplan.plan.shards.mesh import Axis, MeshAxes, parse_mesh
 
-MeshLike: TypeAlias = str | Mesh | DeviceMesh
+MeshLike: TypeAlias = str | MeshAxes | DeviceMesh
 """A mesh in words (`data=2,space=2x2`) or as it is, on all processes; or PyTorch's, on those it is of."""
 
 
@@ -19,7 +19,7 @@ MeshLike: TypeAlias = str | Mesh | DeviceMesh
 class Processes:
     """A mesh on processes: the rank of each worker, and groups that are there, by the axes they run along."""
 
-    mesh: Mesh
+    mesh: MeshAxes
     ranks: tuple[int, ...]
     groups: Mapping[tuple[int, ...], ProcessGroup] = field(default_factory=dict)
 
@@ -50,4 +50,4 @@ def _of_device_mesh(mesh: DeviceMesh) -> Processes:
         raise BadUse(f"rank {dist.get_rank()} is none of the mesh's, which are {', '.join(map(str, ranks))}")
     axes = (Axis(name.rstrip("0123456789"), size) for name, size in zip(names, mesh.shape, strict=True))
     groups: dict[tuple[int, ...], ProcessGroup] = {(dim,): mesh.get_group(dim) for dim in range(mesh.ndim)}
-    return Processes(Mesh(tuple(axes)), ranks, groups)
+    return Processes(MeshAxes(tuple(axes)), ranks, groups)

@@ -21,20 +21,23 @@ from torch import Tensor, nn
 
 from stowplan.capture import Call, Captured, Ref, capture
 from stowplan.errors import BadUse, BudgetTooSmall
+from stowplan.plan.draft import Draft
 from stowplan.plan.judge.simulate import simulate
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Machine, Plan
+from stowplan.plan.pricing import Machine
+from stowplan.plan.problem import slices_last
 from stowplan.plan.shards.early_gathers import with_early_gathers
-from stowplan.plan.shards.mesh import Axis, Mesh
+from stowplan.plan.shards.mesh import Axis, MeshAxes
 from stowplan.plan.shards.options import Environment, Option, meshes_for, options_of
 from stowplan.plan.shards.projection import Network
 from stowplan.plan.shards.propagation import Chosen
+from stowplan.request import Request
 from stowplan.run.cost.machine import device_of, measure_machine
-from stowplan.run.fit import ShardRequest
-from stowplan.run.planning.planner import ADOPTED, PlannedStep, Subject, plan_step, replayed_bytes
+from stowplan.run.planning.planner import DraftedStep, PlannedStep, Subject, draft_step, replayed_bytes
 from stowplan.run.planning.recapture import Replacement
+from stowplan.run.planning.saved import ADOPTED
 from stowplan.run.shards.actions import entered
-from stowplan.run.shards.choosing import Attempt, Tried, fastest_that_fits
+from stowplan.run.shards.choosing import Attempt, StepOnMesh, Tried, fastest_that_fits
 from stowplan.run.shards.operator import Collective
 from stowplan.run.shards.overlap import OverlapsAgain
 from stowplan.run.shards.parameters import ParameterShards
@@ -45,12 +48,13 @@ from stowplan.run.shards.workers import Workers
 from stowplan.run.step.function import tier_for
 from stowplan.run.wrappers import with_forward
 from stowplan.torch_private import OpOverload
-from stowplan.units import format_bytes
+from stowplan.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from stowplan.run.iteration.iteration import RunningIteration
     from stowplan.run.iteration.planner import Variant
 
-    InVariant: TypeAlias = tuple[PlannedStep, Variant | None]
+    InVariant: TypeAlias = tuple[DraftedStep, Variant | None]
 
 Planned = TypeVar("Planned")
 _FITS, _FAILED = 0, -1  # in place of the bytes that a worker would need
@@ -139,62 +143,60 @@ def _made_by(call: Call) -> str:
     return name
 
 
-PARAMETERS = ("replicate", "shard", "choose")
-"""Every worker has the whole of them, its rows of them, or its rows if the whole does not fit."""
-
 _FAST_ENOUGH = 1.02  # times the step in which nothing is recomputed: no other one is looked at
-
-LAYOUTS = ("follow", "choose")
-"""Stages are cut along the dims of the inputs, or along other dims where that is faster."""
 
 
 class ShardPlanner:
     """Captures a model's step once and plans it on meshes."""
 
     def __init__(
-        self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], request: ShardRequest
+        self,
+        model: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        request: Request,
+        iteration: "RunningIteration | None",
     ) -> None:
-        self._model, self._args, self._kwargs, self._request = model, args, kwargs, request
-        if request.layouts not in LAYOUTS:
-            raise BadUse(f"no layouts {request.layouts!r}; there is {', '.join(LAYOUTS)}")
-        if request.parameters not in PARAMETERS:
-            raise BadUse(f"no parameters {request.parameters!r}; there is {', '.join(PARAMETERS)}")
-        is_chosen = isinstance(request.mesh, int) or request.layouts != "follow"
-        if request.parameters != "replicate" and is_chosen:
-            raise BadUse('parameters="shard" is for a mesh such as data=4, and not for a chosen division')
+        """Each worker has the request's budget, of which its reserve stays free."""
+        assert request.mesh is not None
+        self._model, self._args, self._kwargs, self._mesh = model, args, kwargs, request.mesh
+        self._budget_bytes, self._reserve_bytes = (
+            parse_bytes(request.budget, "budget"),
+            request.reserve_bytes,
+        )
+        self._iteration = iteration
+        self._options = iteration.planner.options(request.options) if iteration else request.options
         self._captured = step_to_shard(model, args, kwargs)
         self._device = device_of(self._captured.graph)
 
-    def on(self, mesh: MeshLike | int) -> tuple[Attempt, tuple[Tried, ...]]:
+    def on(self, mesh: MeshLike | int) -> tuple[StepOnMesh, tuple[Tried, ...]]:
         """The step on a mesh, or on the fastest mesh of a number of workers."""
-        if isinstance(mesh, int) and self._request.dims is not None:
-            raise BadUse("dims says what the axes of a mesh cut; of a number of workers, that is chosen")
-        if not isinstance(mesh, int) and self._request.layouts == "follow":
+        if not isinstance(mesh, int) and self._mesh.layouts == "follow":
             return self._on_given(mesh), ()
-        options = self._options(mesh)
+        options = self._divisions(mesh)
         found, tried = fastest_that_fits(
             options, lambda option: self._attempt(_place(mesh, option), option.chosen)
         )
         return self._taken(found), tried
 
-    def _options(self, mesh: MeshLike | int) -> tuple[Option, ...]:
+    def _divisions(self, mesh: MeshLike | int) -> tuple[Option, ...]:
         """The same on all workers, for the machine that the first one is on."""
         graph = self._captured.graph
-        meeting = Workers(Mesh((Axis("data", mesh),)) if isinstance(mesh, int) else mesh)
+        meeting = Workers(MeshAxes((Axis("data", mesh),)) if isinstance(mesh, int) else mesh)
         meshes = meshes_for(graph, mesh) if isinstance(mesh, int) else (meeting.mesh,)
         machine = astuple(measure_machine(self._device))
         first = Machine(*meeting.all_gather(machine, self._device)[0])
-        seeds = partial(seeds_of, self._captured, dims=self._request.dims)
+        seeds = partial(seeds_of, self._captured, dims=self._mesh.dims)
         return options_of(graph, meshes, Environment(seeds, ends_of(self._captured), first, Network()))
 
-    def _on_given(self, mesh: MeshLike) -> Attempt:
-        has_optimizer = self._request.iteration is not None
-        if self._request.parameters == "shard" or (has_optimizer and self._request.parameters == "choose"):
+    def _on_given(self, mesh: MeshLike) -> StepOnMesh:
+        has_optimizer = self._iteration is not None
+        if self._mesh.parameters == "shard" or (has_optimizer and self._mesh.parameters == "choose"):
             return self._attempt_sharded(mesh)
         try:
             return self._taken(self._attempt(mesh))
         except BudgetTooSmall as refusal:
-            if self._request.parameters == "replicate":
+            if self._mesh.parameters == "replicate":
                 raise
             whole = refusal
         try:
@@ -202,16 +204,16 @@ class ShardPlanner:
         except BudgetTooSmall as refusal:
             raise min(whole, refusal, key=lambda each: each.minimum_bytes) from None
 
-    def _attempt_sharded(self, mesh: MeshLike) -> Attempt:
+    def _attempt_sharded(self, mesh: MeshLike) -> StepOnMesh:
         """The step with sharded parameters.
 
         If workers are alike, the first plans for all. Else each has a plan of its own.
         """
-        workers, iteration = Workers(mesh), self._request.iteration
+        workers, iteration = Workers(mesh), self._iteration
         shards = ParameterShards(self._model, self._captured, workers)
         shards.measure_network(self._device)
         undo = shards.divide(iteration.optimizer if iteration else None)
-        allowed_bytes = self._request.budget_bytes
+        allowed_bytes = self._budget_bytes
         try:
             captures = partial(self._captured_part, workers, shards)
             sharded, subject = agreed(workers, captures, allowed_bytes, self._device)
@@ -219,30 +221,32 @@ class ShardPlanner:
                 return self._taken(self._own_plans(sharded, subject))
             plans = partial(self._first_variant, sharded, subject)
             own = agreed(workers, plans, allowed_bytes, self._device)
-            variant, look, plan = workers.from_first(own)
-            adopts = partial(self._alike, subject, variant, look, plan)
+            variant, look, draft = workers.from_first(own)
+            adopts = partial(self._alike, subject, variant, look, draft)
             captured = agreed(workers, adopts, allowed_bytes, self._device)
-            planned = PlannedStep(replace(plan, graph=captured.graph), captured)
-            seconds = plan.projected_seconds, plan.plain_seconds
-            return self._taken(Attempt(sharded, planned, *seconds, variant))
+            drafted = DraftedStep(replace(draft, graph=slices_last(captured.graph)), captured)
+            seconds = draft.projected_seconds, draft.plain_seconds
+            return self._taken(Attempt(sharded, drafted, *seconds, variant))
         except BaseException:
             undo()
             raise
 
-    def _taken(self, attempt: Attempt) -> Attempt:
-        """The attempt that the workers will run, after each has reserved room for the optimizer's state."""
-        iteration = self._request.iteration
+    def _taken(self, attempt: Attempt) -> StepOnMesh:
+        """What the workers will run, after each verified its plan and reserved room for optimizer state."""
+        workers = attempt.sharded.workers
+        planned = agreed(workers, partial(self._planned_by, attempt), self._budget_bytes, self._device)
+        return StepOnMesh(attempt.sharded, planned)
+
+    def _planned_by(self, attempt: Attempt) -> PlannedStep:
+        planned, iteration = attempt.drafted.verified(), self._iteration
         if iteration is not None and attempt.variant is not None:
             # No worker uses room that another may not have: all do the same.
-            takes = partial(
-                iteration.takes, attempt.variant, attempt.planned.captured, self._model, room_bytes=0
-            )
-            agreed(attempt.sharded.workers, takes, self._request.budget_bytes, self._device)
-        return attempt
+            iteration.takes(attempt.variant, planned.captured, self._model, room_bytes=0)
+        return planned
 
     def _captured_part(self, workers: Workers, shards: ParameterShards) -> tuple[ShardedStep, Subject]:
         given = self._model, self._args, self._kwargs
-        dims = self._request.dims
+        dims = self._mesh.dims
         sharded = ShardedStep(*given, mesh=workers, dims=dims, captured=self._captured, parameters=shards)
         return sharded, subject_with_placeholders(sharded, self._model, overlaps=True)
 
@@ -256,7 +260,7 @@ class ShardPlanner:
 
         def attempt(plans: "Callable[[], InVariant]") -> None:
             try:
-                planned = agreed(workers, plans, self._request.budget_bytes, self._device)
+                planned = agreed(workers, plans, self._budget_bytes, self._device)
             except BudgetTooSmall as refusal:
                 refusals.append(refusal)
             else:
@@ -270,44 +274,44 @@ class ShardPlanner:
             attempt(partial(self._own_plan, sharded, step))
             if found and found[0].planned_seconds <= _FAST_ENOUGH * found[0].plain_seconds:
                 break
-        if not found and "tile" in self._request.options.allow:
+        if not found and "tile" in self._options.allow:
             attempt(partial(self._own_plan_with_tiles, sharded))
         if not found:
             raise min(refusals, key=lambda each: each.minimum_bytes) from None
         return min(found, key=lambda each: each.planned_seconds)
 
     def _own_plan(self, sharded: ShardedStep, subject: Subject) -> "InVariant":
-        options = self._request.options
+        options = self._options
         options = replace(options, allow=set(options.allow) - {"tile"})
         return self._first_that_fits(subject, partial(self._plan, sharded, options=options))
 
-    def _first_that_fits(self, subject: Subject, plans: Callable[[Subject], PlannedStep]) -> "InVariant":
+    def _first_that_fits(self, subject: Subject, plans: Callable[[Subject], DraftedStep]) -> "InVariant":
         """A plan, of an iteration in the first variant that has one."""
-        iteration = self._request.iteration
+        iteration = self._iteration
         if iteration is None:
             return plans(subject), None
-        variant, _, planned = iteration.planner.first_that_fits(subject, self._model, plans)
-        return planned, variant
+        variant, _, drafted = iteration.planner.first_that_fits(subject, self._model, plans)
+        return drafted, variant
 
     def _own_plan_with_tiles(self, sharded: ShardedStep) -> "InVariant":
         """Messages are the same in number and order, with tiles and without."""
         subject = subject_with_placeholders(sharded, self._model)
-        return self._plan(sharded, subject, self._request.options), None
+        return self._plan(sharded, subject, self._options), None
 
     def _first_variant(
         self, sharded: ShardedStep, subject: Subject
-    ) -> "tuple[Variant | None, str, Plan] | None":
-        """On the first worker, a plan in the first variant of the iteration that fits; None on others."""
+    ) -> "tuple[Variant | None, str, Draft] | None":
+        """On the first worker, a draft in the first variant of the iteration that fits; None on others."""
         if sharded.workers.rank:
             return None
-        options, iteration = self._request.options, self._request.iteration
+        options, iteration = self._options, self._iteration
         plans = partial(self._plan, sharded, options=options)
         if iteration is None:
-            return None, _look_of(subject.captured), plans(subject).plan
-        variant, step, planned = iteration.planner.first_that_fits(subject, self._model, plans)
-        return variant, _look_of(step.captured), planned.plan
+            return None, _look_of(subject.captured), plans(subject).draft
+        variant, step, drafted = iteration.planner.first_that_fits(subject, self._model, plans)
+        return variant, _look_of(step.captured), drafted.draft
 
-    def _alike(self, subject: Subject, variant: "Variant | None", look: str, plan: Plan) -> Captured:
+    def _alike(self, subject: Subject, variant: "Variant | None", look: str, draft: Draft) -> Captured:
         """This worker's step with updates or tiles, which must be like that of the first worker."""
         own = self._with_updates(subject.captured, variant)
         if look != _look_of(own):
@@ -315,35 +319,34 @@ class ShardPlanner:
                 "worker 0 has a step of other ops or sizes: all workers must make the same call of fit, and a"
                 ' result that all workers have must be a number for parameters="shard"'
             )
-        self._set_room_aside(plan)
-        return ADOPTED.of("tile")(plan, subject) if plan.tile_maps else own
+        self._set_room_aside(draft)
+        return ADOPTED.of("tile")(draft, subject) if draft.tile_maps else own
 
     def _with_updates(self, captured: Captured, variant: "Variant | None") -> Captured:
-        iteration = self._request.iteration
+        iteration = self._iteration
         return captured if iteration is None else iteration.planner.planned(captured, self._model, variant)
 
     def _attempt(self, mesh: MeshLike, chosen: Chosen | None = None) -> Attempt:
         workers = Workers(mesh)
         plan = partial(self._planned, workers, chosen)
-        sharded, planned = agreed(workers, plan, self._request.budget_bytes, self._device)
+        sharded, planned = agreed(workers, plan, self._budget_bytes, self._device)
         return self._attempted(sharded, *planned)
 
-    def _attempted(self, sharded: ShardedStep, planned: PlannedStep, variant: "Variant | None") -> Attempt:
+    def _attempted(self, sharded: ShardedStep, drafted: DraftedStep, variant: "Variant | None") -> Attempt:
         """A step that all workers have planned, with the seconds of the slowest."""
-        own = planned.plan.projected_seconds, planned.plan.plain_seconds
+        own = drafted.draft.projected_seconds, drafted.draft.plain_seconds
         slowest, plain = map(max, zip(*sharded.workers.all_gather(own, self._device), strict=True))
-        return Attempt(sharded, planned, slowest, plain, variant)
+        return Attempt(sharded, drafted, slowest, plain, variant)
 
     def _planned(self, workers: Workers, chosen: Chosen | None) -> "tuple[ShardedStep, InVariant]":
         """This worker's part of the step, as it fits beside what a step has to remember."""
-        request = self._request
         given = self._model, self._args, self._kwargs
-        iteration = request.iteration
+        iteration = self._iteration
         several = iteration is not None and iteration.accumulate > 1
         sharded = ShardedStep(
             *given,
             mesh=workers,
-            dims=request.dims,
+            dims=self._mesh.dims,
             chosen=chosen,
             captured=self._captured,
             is_last_backward=(lambda: iteration.is_last_backward) if iteration and several else None,
@@ -352,30 +355,30 @@ class ShardPlanner:
         if iteration is not None:
             with workers.rehearsing():
                 subject = replace(subject, captured=subject.as_run(), replacements={})
-        plans = partial(self._plan, sharded, options=request.options)
+        plans = partial(self._plan, sharded, options=self._options)
         return sharded, self._first_that_fits(subject, plans)
 
-    def _plan(self, sharded: ShardedStep, subject: Subject, options: PlanOptions) -> PlannedStep:
-        request = self._request
-        beside = request.reserve_bytes + sharded.remembered_bytes
+    def _plan(self, sharded: ShardedStep, subject: Subject, options: PlanOptions) -> DraftedStep:
+        beside = self._reserve_bytes + sharded.remembered_bytes
         try:
             with sharded.workers.rehearsing():
-                planned = plan_step(subject, request.budget_bytes - beside, options)
+                drafted = draft_step(subject, self._budget_bytes - beside, options)
         except BudgetTooSmall as refusal:
             raise refusal.beside(beside, "the reserve and buffers as they were before a step") from None
-        self._set_room_aside(planned.plan)
+        draft = drafted.draft
+        self._set_room_aside(draft)
         if not sharded.parameters:
-            return planned
-        room = planned.plan.allowed_bytes - replayed_bytes(planned.plan)
-        return replace(planned, plan=with_early_gathers(planned.plan, room))
+            return drafted
+        room = draft.allowed_bytes - replayed_bytes(draft)
+        return replace(drafted, draft=with_early_gathers(draft, room))
 
-    def _set_room_aside(self, plan: Plan) -> None:
+    def _set_room_aside(self, draft: Draft) -> None:
         """Reserve room in the tier for what the plan stores.
 
         A worker that found no room in its first step would leave the others waiting for its messages.
         """
-        if plan.pricing.tier is not None:
-            transfers = simulate(plan.graph, plan.steps, plan.pricing).transfers
+        if draft.pricing.tier is not None:
+            transfers = simulate(draft.graph, draft.steps, draft.pricing).transfers
             tier_for(self._device).reserve([each.nbytes for each in transfers if each.is_store])
 
 

@@ -18,7 +18,7 @@ from stowplan.ir import Graph, Kind
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
 from stowplan.plan.shards.buckets import buckets_of
-from stowplan.plan.shards.mesh import Mesh
+from stowplan.plan.shards.mesh import MeshAxes
 from stowplan.plan.shards.plan import ShardPlan, shard_plan
 from stowplan.plan.shards.propagation import Chosen
 from stowplan.plan.shards.seeds import seeds_for
@@ -26,9 +26,9 @@ from stowplan.plan.shards.traffic import traffic_of
 from stowplan.run.parts.part import index_of
 from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.planning.recapture import check_differentiable
-from stowplan.run.shards.actions import EnterBucket, Swap, Values
+from stowplan.run.shards.actions import EnterBucket, LocalValues, SwapHalos
 from stowplan.run.shards.bucket import Bucket, Earlier
-from stowplan.run.shards.functions import Trained
+from stowplan.run.shards.functions import EndOfSums
 from stowplan.run.shards.local import LocalStep
 from stowplan.run.shards.operator import Collective, after_collectives, first_token
 from stowplan.run.shards.parameters import ParameterShards, gathered_bytes
@@ -38,7 +38,7 @@ from stowplan.run.step.last_uses import last_uses
 from stowplan.run.step.straight import Binding
 from stowplan.torch_private import pytree
 
-_trained: Any = Trained.apply
+_trained: Any = EndOfSums.apply
 
 
 class ShardedStep:
@@ -147,7 +147,7 @@ class ShardedStep:
     @property
     def overlapped(self) -> dict[Collective, tuple[str, str | None]]:
         """Exchanges with the weight and bias whose gradients are computed while messages travel."""
-        swaps = (action for action in self._actions if isinstance(action, Swap))
+        swaps = (action for action in self._actions if isinstance(action, SwapHalos))
         return {
             swap.collective: (swap.ahead.weight, swap.ahead.bias) for swap in swaps if swap.ahead is not None
         }
@@ -174,7 +174,7 @@ class ShardedStep:
         parts = dict(tensors)
         first = parts[next(name for name in program.gradients if name in program.parameters)]
         token, *flats = (first_token(first),) if with_placeholders else self.begun(parts)
-        values = Values(parts, token, flats, tensors, overlaps=overlaps)
+        values = LocalValues(parts, token, flats, tensors, overlaps=overlaps)
         for action, gone in zip(self._actions, self._frees, strict=True):
             action.run(values)
             for name in gone:
@@ -184,7 +184,7 @@ class ShardedStep:
                 tensors[buffer].copy_(values.parts[value])
         return self._returned(values)
 
-    def _returned(self, values: Values) -> object:
+    def _returned(self, values: LocalValues) -> object:
         program, mesh, rank = self.captured.program, self.plan.mesh, self.workers.rank
         names = list(dict.fromkeys(leaf.tensor for leaf in program.outputs if isinstance(leaf, Ref)))
         layouts = self.plan.layouts
@@ -217,13 +217,13 @@ def step_to_shard(
 
 
 def plan_sharded(
-    captured: Captured, mesh: Mesh, dims: Chosen | None = None, chosen: Chosen | None = None
+    captured: Captured, mesh: MeshAxes, dims: Chosen | None = None, chosen: Chosen | None = None
 ) -> ShardPlan:
     """The plan of a captured step on a mesh; of inputs without `dims`, its axes cut what their names say."""
     return shard_plan(captured.graph, mesh, seeds_of(captured, mesh, dims), ends_of(captured), chosen)
 
 
-def seeds_of(captured: Captured, mesh: Mesh, dims: Chosen | None = None) -> Chosen:
+def seeds_of(captured: Captured, mesh: MeshAxes, dims: Chosen | None = None) -> Chosen:
     """By input the dim that each axis cuts: as `dims` has it, else by the names of the axes."""
     inputs = {name for name in captured.program.inputs if name is not None}
     seeds = dict(dims or {})

@@ -11,7 +11,7 @@ from stowplan.ir import Shape
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
 from stowplan.plan.shards.cells import Cells
-from stowplan.run.parts.part import Index, empty_like_described, index_of
+from stowplan.run.parts.part import Index, empty_like_described, index_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,9 @@ class Blank:
 
 def take(tensor: str, cells: Cells, held: Rect, wanted: Rect, flat: Rect | None = None) -> Take:
     """`wanted` of what is held, both over cells; with `flat`, just these indices of the dims themselves."""
-    index = None if wanted == held else within(wanted, held)
+    index = None if wanted == held else index_within(wanted, held)
     if cells.is_plain:
         return Take(tensor, index, None, None)
     local, whole = cells.local(wanted), cells.flat(wanted)
     is_all = flat is None or flat.shape == local.shape
-    return Take(tensor, index, local.shape, None if is_all or flat is None else within(flat, whole))
-
-
-def within(part: Rect, whole: Rect) -> Index:
-    """A part as an index into a tensor that holds `whole`."""
-    return index_of(part.shift([-low for low in whole.lo]))
+    return Take(tensor, index, local.shape, None if is_all or flat is None else index_within(flat, whole))

@@ -29,7 +29,7 @@ from stowplan.ir import Tensor as GraphTensor
 from stowplan.ops.effects import UPDATE, Effect, effect_of
 from stowplan.ops.table import site_of
 from stowplan.plan.allocator.arena import ArenaLayout, Copy, Placement
-from stowplan.plan.plan import Load, Step, Store
+from stowplan.plan.steps import Load, Step, Store
 from stowplan.run.cost.machine import free_bytes, prefer_large_pages
 from stowplan.run.cost.probe import call_on, call_signature, may_draw, operands_of, undisturbed
 from stowplan.run.measure.measure import out_of_sight, rise_while

@@ -30,8 +30,8 @@ from torch.utils.hooks import RemovableHandle
 from stowplan.capture import Program
 from stowplan.capture.program import as_in_forward
 from stowplan.errors import BadUse, TensorChanged
-from stowplan.plan.options import Socket
-from stowplan.plan.plan import Tier
+from stowplan.plan.pricing import Tier
+from stowplan.plan.sockets import Socket
 from stowplan.run.step.incoming import IncomingGradients, copied, zeros
 from stowplan.run.step.source import Source, called
 from stowplan.torch_private import (
@@ -220,7 +220,7 @@ class Consumer(Protocol):
         """The step's backward ended in between."""
 
 
-class Before:
+class BuffersBefore:
     """The buffers that a step changes, as they were, to put back if the step fails.
 
     Entered for the forward half and again for the backward half. What someone else has changed between the
@@ -273,7 +273,7 @@ class Run:
     attached: tuple[bool, ...]  # by output of the source: whether gradients come in for it
     incoming: IncomingGradients
     consumer: Consumer | None = None
-    waiting: "Waiting | None" = None
+    waiting: "WaitingRuns | None" = None
     repeat: Repeat | None = None
     as_it_is: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | None]] | None = None  # differentiable
     saved: list[Tensor] | None = None  # from the forward half until no other backward can come
@@ -287,7 +287,7 @@ class Run:
     _reaches: Mapping[str, bool] = field(default_factory=dict)  # whether a primal has a gradient from them
     _given: list[Tensor] = field(default_factory=list)
     _watched: dict[str, _Watched] = field(default_factory=dict)
-    _before: Before | None = None
+    _before: BuffersBefore | None = None
     _backward: Generator[None, None, None] | None = None
     _handed: Gradients = field(default_factory=list)
     _made: dict[str, Tensor | None] = field(default_factory=dict)  # gradients of the last piece, by id
@@ -297,7 +297,7 @@ class Run:
     def forward(self, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The outputs, none of which is a tensor that came in."""
         source, given = self.halves.source, dict(found)
-        self._before = Before(given[name] for name in source.updated) if source.stored_bytes else None
+        self._before = BuffersBefore(given[name] for name in source.updated) if source.stored_bytes else None
         with self._before or nullcontext():
             made, saved = self.halves.forward([given[name] for name in source.forward_primals])
         externals = set(map(id, given.values()))
@@ -614,7 +614,7 @@ def _alone(output: Tensor) -> Tensor:
     return output.clone() if oversized and not is_view(output) else output
 
 
-class Waiting:
+class WaitingRuns:
     """Says once that a forward began while others of the model wait, or hold what they left."""
 
     def __init__(self, name: str) -> None:
@@ -661,9 +661,9 @@ class Waiting:
         self._runs.add(run)
 
 
-_OF_MODEL: WeakKeyDictionary[nn.Module, Waiting] = WeakKeyDictionary()
+_OF_MODEL: WeakKeyDictionary[nn.Module, WaitingRuns] = WeakKeyDictionary()
 
 
-def waiting_of(model: nn.Module) -> Waiting:
+def waiting_of(model: nn.Module) -> WaitingRuns:
     """The same for all steps that are bound to a model."""
-    return _OF_MODEL.setdefault(model, Waiting(type(model).__name__))
+    return _OF_MODEL.setdefault(model, WaitingRuns(type(model).__name__))

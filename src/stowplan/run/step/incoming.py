@@ -18,7 +18,7 @@ from stowplan.capture.paths import Sources
 from stowplan.capture.recording import output_keys
 from stowplan.capture.stand_ins import same_strides, stride_of
 from stowplan.errors import BadUse
-from stowplan.plan.plan import Compute, RecomputeOp, Step
+from stowplan.plan.steps import Compute, RecomputeOp, Step
 from stowplan.run.step.source import Source
 
 _log = logging.getLogger("stowplan")

@@ -30,8 +30,8 @@ from stowplan.errors import BadUse, MissingRule
 from stowplan.ir import Graph, Kind, Op
 from stowplan.ops.effects import UPDATE, only_updates_statistics
 from stowplan.ops.table import site_of
-from stowplan.plan.plan import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.problem import outdated_tensors
+from stowplan.plan.steps import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.torch_private import OpOverload, OpOverloadPacket, schema_of, writes_out
 from stowplan.units import format_bytes
 

@@ -18,8 +18,8 @@ from stowplan.capture.program import inputs_of
 from stowplan.ir import Graph, Op, Phase
 from stowplan.ops.effects import UPDATE, Effect, effect_of
 from stowplan.ops.table import site_of
-from stowplan.plan.plan import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.plan.problem import updated_buffers
+from stowplan.plan.steps import Compute, Free, Load, RecomputeOp, Step, Store
 from stowplan.run.step.literals import (
     End,
     Moves,

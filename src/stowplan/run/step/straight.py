@@ -26,14 +26,14 @@ from stowplan.errors import BadUse
 from stowplan.ir import Graph, Op
 from stowplan.ops.effects import aliasing_of
 from stowplan.ops.table import site_of
-from stowplan.plan.plan import Compute, Free, Step
-from stowplan.run.border.frozen import NOWHERE, Places
+from stowplan.plan.steps import Compute, Free, Step
+from stowplan.run.border.frozen import NOWHERE, OutsidePlaces
 from stowplan.run.cost.machine import device_of
 from stowplan.run.step.function import (
     Consumer,
     LiveTier,
     Run,
-    Waiting,
+    WaitingRuns,
     compiled,
     run_step,
     tier_for,
@@ -109,7 +109,7 @@ class Binding:
         captured: Captured,
         model: nn.Module,
         loss: object = None,
-        places: Places = NOWHERE,
+        places: OutsidePlaces = NOWHERE,
     ) -> None:
         self._graph, self._program = captured.graph, captured.program
         self._model, self._loss = model, loss
@@ -212,8 +212,8 @@ class StraightStep:
         loss: object = None,
         steps: Sequence[Step] | None = None,
         tier: LiveTier | None = None,
-        waiting: Waiting | None = None,
-        places: Places = NOWHERE,
+        waiting: WaitingRuns | None = None,
+        places: OutsidePlaces = NOWHERE,
         consumer: Consumer | None = None,
         beside: ForwardBegins | None = None,
         arena: "ArenaLayout | None" = None,
@@ -256,7 +256,7 @@ class StraightStep:
         self._attached = tuple(Ref(name) in attached for name in source.outputs)
         self._trained = [name for name in captured.program.gradients if name in captured.program.parameters]
 
-    def bind(self, model: nn.Module, places: Places = NOWHERE) -> None:
+    def bind(self, model: nn.Module, places: OutsidePlaces = NOWHERE) -> None:
         """Run from now on with the parameters and buffers of this model, which is like the one captured."""
         self._binding = Binding(self._captured, model, self._loss, places)
 

@@ -8,12 +8,14 @@ from itertools import chain
 from math import inf
 
 from stowplan.capture import Captured
-from stowplan.capture.sparse import opened_by_name
+from stowplan.capture.sparse import READ_SPARSE, opened_by_name
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor
+from stowplan.plan.draft import Draft, Exactness
 from stowplan.plan.options import PlanOptions
-from stowplan.plan.plan import Basis, Decision, Exactness, Plan, Pricing
-from stowplan.plan.select import Baseline, GraphCandidate, Group, Refusals, Tradeoff, tradeoffs_of
+from stowplan.plan.pricing import Basis, Pricing
+from stowplan.plan.select import Baseline, CandidateGroup, GraphCandidate, Refusals, Tradeoff, tradeoffs_of
+from stowplan.plan.steps import Decision
 from stowplan.plan.tile_map import TileMap, tiled_inside
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.candidates import Tiled, Tiling, stage_tilings, whole_tilings
@@ -136,8 +138,8 @@ class TiledCandidate:
         parts = {_GATHER: 0.0, _SWEEP: forward, _SWEEP_LOSS: forward + backward}
         return parts.get(sweep.type, backward)
 
-    def plan(self, allowed_bytes: int) -> Plan:
-        return self._decided.told(self._tried.plan(allowed_bytes), self._step)
+    def draft(self, allowed_bytes: int) -> Draft:
+        return self._decided.told(self._tried.draft(allowed_bytes), self._step)
 
     def tradeoffs(self) -> Iterable[Tradeoff]:
         return tradeoffs_of(self._tried.planner, Exactness.ROUNDING)
@@ -235,7 +237,7 @@ def _bytes_of(tensors: Iterable[Tensor], *kinds: Kind) -> int:
 @STEP_CANDIDATES.register("tile")
 def tiled_candidates(
     subject: Subject, pricing: Pricing | None, step: Baseline, options: PlanOptions, refusals: Refusals
-) -> Iterator[StepCandidate | Group[StepCandidate]]:
+) -> Iterator[StepCandidate | CandidateGroup[StepCandidate]]:
     """All tiled candidates for a step; none if autograd would compute something else than the step.
 
     `pricing` has the prices of its ops; without it, the ops are probed first. Steps with recomputed skips
@@ -253,7 +255,7 @@ def tiled_candidates(
         prices = price_captured(captured, options)
         recomputed = sum(prices.seconds.values()) - sum(pricing.seconds.values())
         make = partial(_candidates, again, prices, step, options, divided)
-        yield Group(step.seconds + OPTIMISM * recomputed, make)
+        yield CandidateGroup(step.seconds + OPTIMISM * recomputed, make)
 
 
 def _tilings(graph: Graph, refusals: Refusals) -> Iterator[tuple[Tiling, Rematerialised]]:
@@ -276,7 +278,7 @@ def _candidates(
 ) -> Iterator[StepCandidate]:
     """A candidate for each tiling of the step, brought into the order that suits tiles."""
     early = replace(subject.captured, graph=in_tiling_order(subject.captured.graph))
-    probes = SweepProbes(early.graph, early.program.calls, pricing, options.progress)
+    probes = SweepProbes(early.graph, early.program.calls, pricing, options.search.progress)
     seen = set[tuple[Key, ...]]()
     for tiling, remats in tilings_of(early.graph):
         keys = tuple(map(key_of, tiling))
@@ -302,6 +304,9 @@ def refuse_untileable(subject: Subject) -> None:
     """NotTileable says why, if no part of the step can be computed in tiles."""
     if _has_foreign_parameters(subject):
         raise NotTileable("the loss has parameters of its own")
+    calls = subject.captured.program.calls.values()
+    if any(call.target is READ_SPARSE for call in calls):
+        raise NotTileable("the step reads a sparse tensor, of which tiles know no rows")
     check_differentiable(subject.captured, subject.model, subject.args, subject.kwargs)
 
 

@@ -10,17 +10,17 @@ from stowplan.capture import Call
 from stowplan.geometry import Rect
 from stowplan.plan.level import Level
 from stowplan.plan.tiles.not_needed import not_needed_in_backward
-from stowplan.plan.tiles.rects import Tile
+from stowplan.plan.tiles.rects import TileLevels
 from stowplan.plan.tiles.segment import Segment
 from stowplan.run.parts.folding import folded, read_by
 from stowplan.run.parts.kernels import run_local
-from stowplan.run.parts.part import Index, LocalCall, Source, index_of, local_call
+from stowplan.run.parts.part import Index, LocalCall, PartSource, index_of, index_within, local_call
 from stowplan.run.step.last_uses import last_uses
 from stowplan.run.tiles.gathering import Gathering
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class TileCalls:
     """Calls in order; `frees[i]` are the names that none after number i reads."""
 
     calls: tuple[LocalCall, ...]
@@ -28,16 +28,16 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalStep:
+class TileRun:
     """The calls of a tile, in order: those to differentiate, and fewer to run it only."""
 
     reads: Mapping[str, Index]
-    calls: Calls
-    only_run: Calls
+    calls: TileCalls
+    only_run: TileCalls
     writes: Mapping[str, Index]  # outputs, or the operands of the loss: where in the whole they lie
     owned: Mapping[str, Index]  # where in what the tile holds of them, which may be more
     rects: Mapping[str, Rect]  # what `writes` are indices of
-    before: "LocalStep | None" = None  # makes parts that are read of nothing whole
+    before: "TileRun | None" = None  # makes parts that are read of nothing whole
 
     def made_before(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parts that are made of others just before they are read."""
@@ -61,11 +61,11 @@ class LocalStep:
 def local_step(
     segment: Segment,
     calls: Mapping[str, Call],
-    tile: Tile,
+    tile: TileLevels,
     gatherings: Mapping[str, Gathering],
     *,
     ends_are_outputs: bool,
-) -> LocalStep:
+) -> TileRun:
     """A tile with the calls that compute it, given the statistics of `gatherings`, which are by op.
 
     Where its ends are outputs, and not what something is gathered of, backward does not look at them.
@@ -75,12 +75,12 @@ def local_step(
     made = [replace(call, idle=level.op.id in idle) for level, call in zip(tile.levels, local, strict=True)]
     reads = {name: index_of(tile.held[name]) for name in segment.inputs if name in tile.held}
     reads |= {source.tensor: () for call in made for source in call.statistics}
-    return LocalStep(
+    return TileRun(
         reads=reads,
         calls=_in_order(made, tile.owned),
         only_run=_in_order(folded(segment.graph, made, tile.owned), tile.owned),
         writes={name: index_of(rect) for name, rect in tile.owned.items()},
-        owned={name: _inside(rect, tile.held[name]) for name, rect in tile.owned.items()},
+        owned={name: index_within(rect, tile.held[name]) for name, rect in tile.owned.items()},
         rects=tile.owned,
     )
 
@@ -88,7 +88,7 @@ def local_step(
 def _local(
     segment: Segment,
     calls: Mapping[str, Call],
-    tile: Tile,
+    tile: TileLevels,
     level: Level,
     gatherings: Mapping[str, Gathering],
 ) -> LocalCall:
@@ -97,12 +97,8 @@ def _local(
         return call
     gathering = gatherings[level.op.id]
     place = gathering.seen_by(level.made)
-    return replace(call, statistics=tuple(Source(name, place, (), ()) for name in gathering.read))
+    return replace(call, statistics=tuple(PartSource(name, place, (), ()) for name in gathering.read))
 
 
-def _inside(part: Rect, held: Rect) -> Index:
-    return index_of(part.shift([-low for low in held.lo]))
-
-
-def _in_order(calls: Sequence[LocalCall], kept: Container[str]) -> Calls:
-    return Calls(tuple(calls), last_uses([tuple(read_by(call)) for call in calls], kept))
+def _in_order(calls: Sequence[LocalCall], kept: Container[str]) -> TileCalls:
+    return TileCalls(tuple(calls), last_uses([tuple(read_by(call)) for call in calls], kept))

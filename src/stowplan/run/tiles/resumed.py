@@ -9,15 +9,16 @@ from stowplan.capture import Captured
 from stowplan.errors import IllegalPlan, NotTileable
 from stowplan.ir import Graph, Phase
 from stowplan.ir.text import parse_graph
+from stowplan.plan.draft import Draft
 from stowplan.plan.files.sameness import first_difference
-from stowplan.plan.plan import Plan
 from stowplan.plan.problem import slices_last
 from stowplan.plan.tile_map import TileMap
 from stowplan.plan.tiles.borders import in_tiling_order
 from stowplan.plan.tiles.cutout import segment_text
 from stowplan.plan.tiles.rematerialise import PlannedSweep, RematerialisedInputs, rematerialise
 from stowplan.plan.tiles.segment import Segment, segment_of
-from stowplan.run.planning.planner import ADOPTED, RESUMED, Subject
+from stowplan.run.planning.planner import Subject
+from stowplan.run.planning.saved import ADOPTED, RESUMED
 from stowplan.run.tiles.candidates import refuse_untileable, subject_with_sweeps
 from stowplan.run.tiles.remade import with_skips_recomputed
 from stowplan.run.tiles.rematerialised import rematerialised_sweeps, with_rematerialised_inputs
@@ -28,18 +29,18 @@ Compare: TypeAlias = Callable[[Graph, Graph], str | None]
 
 
 @RESUMED.register("tile")
-def resumed(plan: Plan, subject: Subject) -> Captured:
+def resumed(draft: Draft, subject: Subject) -> Captured:
     """The step of a plan, with the plan's sweeps; IllegalPlan names the first op that differs."""
-    return _resumed(plan, subject, first_difference)
+    return _resumed(draft, subject, first_difference)
 
 
 @ADOPTED.register("tile")
-def adopted(plan: Plan, subject: Subject) -> Captured:
+def adopted(draft: Draft, subject: Subject) -> Captured:
     """The same for the plan of another worker, which may differ in attributes: they tell of its own part."""
-    return _resumed(plan, subject, partial(first_difference, with_attributes=False))
+    return _resumed(draft, subject, partial(first_difference, with_attributes=False))
 
 
-def _resumed(plan: Plan, subject: Subject, compare: Compare) -> Captured:
+def _resumed(draft: Draft, subject: Subject, compare: Compare) -> Captured:
     try:
         refuse_untileable(subject)
     except NotTileable as refusal:
@@ -47,8 +48,8 @@ def _resumed(plan: Plan, subject: Subject, compare: Compare) -> Captured:
     refusals = list[str]()
     for captured in _bases(subject):  # which of them a plan is for it does not tell
         try:
-            found = _with_sweeps(plan, replace(subject, captured=captured), compare)
-            difference = compare(plan.graph, slices_last(found.graph))
+            found = _with_sweeps(draft, replace(subject, captured=captured), compare)
+            difference = compare(draft.graph, slices_last(found.graph))
         except (IllegalPlan, NotTileable) as refusal:
             difference = str(refusal)
         if difference is None:
@@ -63,14 +64,14 @@ def _bases(subject: Subject) -> Iterator[Captured]:
     yield from with_skips_recomputed(subject.captured, subject.model, subject.args, subject.kwargs)
 
 
-def _with_sweeps(plan: Plan, subject: Subject, compare: Compare) -> Captured:
+def _with_sweeps(draft: Draft, subject: Subject, compare: Compare) -> Captured:
     graph, calls = in_tiling_order(subject.captured.graph), subject.captured.program.calls
     ordered = replace(subject.captured, graph=graph)
-    segments = [_segment(told, graph, compare) for told in plan.tile_maps]
+    segments = [_segment(told, graph, compare) for told in draft.tile_maps]
     sweeps = [
-        Sweep(segment, calls, told.parts) for told, segment in zip(plan.tile_maps, segments, strict=True)
+        Sweep(segment, calls, told.parts) for told, segment in zip(draft.tile_maps, segments, strict=True)
     ]
-    remats = dict(_remats(plan.tile_maps, sweeps))
+    remats = dict(_remats(draft.tile_maps, sweeps))
     return with_rematerialised_inputs(
         subject_with_sweeps(replace(subject, captured=ordered), sweeps),
         sweeps,

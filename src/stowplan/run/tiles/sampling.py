@@ -14,7 +14,7 @@ from stowplan.ir import Graph
 from stowplan.ops.effects import macs_of
 from stowplan.ops.table import elements_of, shape_of, site_of
 from stowplan.plan.level import Level
-from stowplan.plan.tiles.rects import Tile
+from stowplan.plan.tiles.rects import TileLevels
 from stowplan.plan.tiles.rounds import Round, source_of
 from stowplan.plan.tiles.segment import Segment
 from stowplan.run.cost.machine import Cost, free_bytes
@@ -63,7 +63,9 @@ def cost_of_sweep(signature: Signature, device: torch.device) -> Cost | None:
     return Cost(once.seconds + max(0.0, some.seconds - once.seconds) * times, some.rise_bytes)
 
 
-def sample_of(of_round: Round, remat: Segment | None = None, before: Sequence[Tile | None] = ()) -> Sample:
+def sample_of(
+    of_round: Round, remat: Segment | None = None, before: Sequence[TileLevels | None] = ()
+) -> Sample:
     """The tiles that may need the most memory; if there is only one, also the one of another shape with the
     most work.
 
@@ -99,7 +101,7 @@ class _Sizes:
     along: tuple[float, ...]
 
 
-def _sizes(graph: Graph, pair: Iterable[Tile | None]) -> _Sizes:
+def _sizes(graph: Graph, pair: Iterable[TileLevels | None]) -> _Sizes:
     tensors, along = list[str](), list[float]()
     for tile in (tile for tile in pair if tile):
         for level in tile.levels:
@@ -138,7 +140,7 @@ def _prices(segment: Segment) -> dict[str, float]:
     return {op: _MOVED + macs_of(site) / max(1, elements_of(site.outputs[0])) for op, site in sites.items()}
 
 
-def _looked_at(of_round: Round, tile: Tile) -> Iterator[tuple[float, int]]:
+def _looked_at(of_round: Round, tile: TileLevels) -> Iterator[tuple[float, int]]:
     """Of what a tile gathers statistics of, the work for an element and how many there are."""
     for op in of_round.statistics:
         part = tile.owned.get(source_of(op, of_round.products))

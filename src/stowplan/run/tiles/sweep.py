@@ -25,7 +25,7 @@ from stowplan.ir import Op
 from stowplan.ir import Tensor as Described
 from stowplan.ops.table import shape_of
 from stowplan.plan.tiles.buffer_reuse import buffers_reused
-from stowplan.plan.tiles.rects import Tile
+from stowplan.plan.tiles.rects import TileLevels
 from stowplan.plan.tiles.rematerialise import RematerialisedInputs, tiles_before
 from stowplan.plan.tiles.rounds import Round, rounds_of
 from stowplan.plan.tiles.segment import Segment
@@ -33,7 +33,7 @@ from stowplan.run.cost.machine import in_memory
 from stowplan.run.parts.losses import TiledLoss, tiled_loss
 from stowplan.run.parts.part import Index, empty_like_described
 from stowplan.run.tiles.gathering import Gathering, gathering_of
-from stowplan.run.tiles.local import LocalStep, local_step
+from stowplan.run.tiles.local import TileRun, local_step
 from stowplan.torch_private import autograd_in_kernels
 
 
@@ -59,7 +59,7 @@ class Sums:
         """Begin a part of a sum."""
         self._sums[name][index].zero_()
 
-    def leaves(self, tile: LocalStep) -> dict[str, Tensor]:
+    def leaves(self, tile: TileRun) -> dict[str, Tensor]:
         """The parts that a tile reads. The gradient of a part is added to its sum and freed."""
         made = tile.made_before(self._given)
         return {
@@ -126,11 +126,11 @@ class LocalRound:
     A maker prepares its tile when the tile first runs, because a probe runs only a few tiles.
     """
 
-    makers: tuple[Callable[[], LocalStep], ...]
+    makers: tuple[Callable[[], TileRun], ...]
     gatherings: tuple[Gathering, ...]
 
     @property
-    def tiles(self) -> Iterator[LocalStep]:
+    def tiles(self) -> Iterator[TileRun]:
         return (make() for make in self.makers)
 
     def gather(self, given: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ class LocalRound:
         for tile in self.tiles:
             self._hand_on(tile, given, sums)
 
-    def _hand_on(self, tile: LocalStep, given: Mapping[str, Tensor], sums: Sums) -> None:
+    def _hand_on(self, tile: TileRun, given: Mapping[str, Tensor], sums: Sums) -> None:
         parts = tile.run(sums.leaves(tile))
         ends, gradients = {}, []
         for gathering in (each for each in self.gatherings if each.source in parts):
@@ -169,7 +169,7 @@ class LocalRound:
         parts.clear()
         differentiate(ends, gradients)
 
-    def behind(self, before: Sequence[Callable[[], LocalStep | None]]) -> "LocalRound":
+    def behind(self, before: Sequence[Callable[[], TileRun | None]]) -> "LocalRound":
         """The same with something that makes what a tile reads before each."""
         pairs = zip(self.makers, before, strict=True)
         return replace(self, makers=tuple(cache(partial(_after, *pair)) for pair in pairs))
@@ -179,7 +179,7 @@ class LocalRound:
         return replace(self, makers=tuple(self.makers[number] for number in tiles))
 
 
-def _after(make: Callable[[], LocalStep], before: Callable[[], LocalStep | None]) -> LocalStep:
+def _after(make: Callable[[], TileRun], before: Callable[[], TileRun | None]) -> TileRun:
     return replace(make(), before=before())
 
 
@@ -213,7 +213,7 @@ class Sweep(Handle):
         super().__init__(name, title=name, likeness=_likeness_of(self.parts, segment.inputs, segment))
         self.reads, self.known = segment.inputs, (*self.statistics, *_known_in(segment, given))
         self.remat: Segment | None = None
-        self.before: tuple[tuple[Tile | None, ...], ...] = ((),) * len(self.rounds)
+        self.before: tuple[tuple[TileLevels | None, ...], ...] = ((),) * len(self.rounds)
 
     def only(self, tiles: Sequence[Sequence[int]]) -> "Sweep":
         """The same sweep over some tiles, by number for each pass: a probe of their cost, without results."""
@@ -379,7 +379,7 @@ class Sweep(Handle):
 
 
 def _incoming_parts(
-    tile: LocalStep, incoming: Mapping[str, Tensor], taken: Mapping[str, str], sums: Sums
+    tile: TileRun, incoming: Mapping[str, Tensor], taken: Mapping[str, str], sums: Sums
 ) -> list[Tensor]:
     """The gradients of what a tile writes: copies where sums take their place, which begin there."""
     copied = set(taken.values())
@@ -401,8 +401,8 @@ def _local_round(of_round: Round, calls: Mapping[str, Call], known: Mapping[str,
 
 
 def _before(
-    tile: Tile | None, remat: Segment, calls: Mapping[str, Call], known: Mapping[str, Gathering]
-) -> LocalStep | None:
+    tile: TileLevels | None, remat: Segment, calls: Mapping[str, Call], known: Mapping[str, Gathering]
+) -> TileRun | None:
     return None if tile is None else local_step(remat, calls, tile, known, ends_are_outputs=True)
 
 

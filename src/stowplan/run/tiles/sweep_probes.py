@@ -18,7 +18,7 @@ from stowplan.errors import NotTileable
 from stowplan.ir import DType, Graph, Kind, Phase, Tensor
 from stowplan.plan.frontier import floor_of
 from stowplan.plan.options import Progress
-from stowplan.plan.plan import Pricing
+from stowplan.plan.pricing import Pricing
 from stowplan.plan.problem import Problem
 from stowplan.plan.select import problem_in_order
 from stowplan.plan.tiles.barriers import gathered_in
