@@ -37,7 +37,7 @@ _REPEATS = 5
 def rates_of(tier: "DiskTier", cache: ProbeCache | None = USER_CACHE) -> Tier:
     """The disk tier as planners see it."""
     spill, place = tier.spill, platform_of(torch.device("cpu"))
-    key = f"{spill.folder.stat().st_dev} {'direct' if spill.is_direct else 'cached'} {tier.chunk_bytes}"
+    key = f"{os.fstat(spill.file).st_dev} {'direct' if spill.is_direct else 'cached'} {tier.chunk_bytes}"
     rates = cache.read(place).tiers.get(key) if cache else None
     if rates is None:
         rates = _measured(tier)
@@ -154,7 +154,7 @@ class DiskTier:
     @property
     def capacity_bytes(self) -> int:
         """The bytes of the file, and those that the disk has left for it."""
-        disk = os.statvfs(self.spill.folder)
+        disk = os.fstatvfs(self.spill.file)  # the folder may be gone by now, the file stays
         return self.spill.nbytes + disk.f_bavail * disk.f_frsize
 
     def reserve(self, sizes: Sequence[int]) -> None:
