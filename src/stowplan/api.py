@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from stowplan.plan.allocator.survey import HeapSurvey
     from stowplan.plan.explain.addresses import AddressesBeside
     from stowplan.run.measure.inspect_step import StepInspection
-    from stowplan.run.planning.planner import DraftedStep, Subject
     from stowplan.run.project import ProjectedStep
 
 __all__ = [
@@ -262,10 +261,10 @@ def planner_for(
 
         subject = subject_of(load_target(str(target)))
         if asked is not None:
-            from stowplan.run.iteration.planner import IterationPlanner
+            from stowplan.run.planning.iterations import iterations
 
             own = load_iteration(asked, subject.model)
-            iteration = IterationPlanner(own, offloads="offload" in options.allow)
+            iteration = iterations().planner(own, offloads="offload" in options.allow)
             steps, options = iteration.steps(subject), iteration.options(options)
         else:
             steps = [subject]
@@ -336,6 +335,7 @@ def plan_for(
             planner = planner_for(target, allowed_bytes=allowed_bytes, allow=allow, search=search, **of_file)
             return planner.plan(allowed_bytes)
     from stowplan.run.measure.agreement import compared
+    from stowplan.run.planning.road import draft_for
     from stowplan.run.target import load_iteration, load_target, subject_of
 
     loaded = load_target(str(target))
@@ -355,23 +355,7 @@ def plan_for(
         )
         return plans_of(fitted)[0]
     subject = subject_of(loaded)
-    return verify(compared(_drafted_step(subject, allowed_bytes, options).draft, subject))
-
-
-def _drafted_step(
-    subject: "Subject", allowed_bytes: int, options: PlanOptions, given: Plan | None = None
-) -> "DraftedStep":
-    from stowplan.run.planning.plan_cache import USER_PLANS
-    from stowplan.run.planning.saved import saved_step
-
-    def drafted(room: int) -> "DraftedStep":
-        return saved_step(given, subject, room) if given else USER_PLANS.step_for(subject, room, options)
-
-    if not options.execution.arena:
-        return drafted(allowed_bytes)
-    from stowplan.run.planning.in_arena import in_arena
-
-    return in_arena(allowed_bytes, drafted, is_given=given is not None)
+    return verify(compared(draft_for(subject, allowed_bytes, options).draft, subject))
 
 
 def addresses_of(plan: Plan, path: str | Path, saved: str | None = None) -> "AddressesBeside | None":
@@ -447,6 +431,7 @@ def check(
     refuse_together(facts_of(options, asked))
     from stowplan.run.measure.check import check as run_check
     from stowplan.run.measure.check import check_iterations
+    from stowplan.run.planning.road import draft_for
     from stowplan.run.target import load_iteration, load_target
 
     loaded, allowed_bytes = load_target(target), parse_bytes(budget, "budget")
@@ -459,5 +444,5 @@ def check(
         return check_iterations(
             loaded, lambda own: fitting(optimizer=own), partial(load_iteration, asked), iterations=steps
         )
-    planning = partial(_drafted_step, allowed_bytes=allowed_bytes, options=options, given=plan)
+    planning = partial(draft_for, allowed_bytes=allowed_bytes, options=options, given=plan)
     return run_check(loaded, planning, steps=steps)

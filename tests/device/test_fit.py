@@ -21,10 +21,10 @@ from stowplan.plan.draft import Exactness
 from stowplan.plan.plan import Plan
 from stowplan.plan.steps import RecomputeOp, Store
 from stowplan.run.fit import automatic_budget
+from stowplan.run.held_blocks.code import LAYOUTS, Holding
 from stowplan.run.measure.measure import device_bytes, measure
 from stowplan.run.offload.host import HostAway, HostTier
 from stowplan.run.offload.plugin import tier_of
-from stowplan.run.step.holding import LAYOUTS, HoldingCode
 from tests.support import device as stand_in
 
 _MIB = 2**20
@@ -141,7 +141,7 @@ def _reserving(model: nn.Module, call: Tensor, way: str) -> tuple[int, HeapProje
             assert other.grad is not None
             assert torch.equal(one.grad, other.grad.cpu())
         planned = fitted.__dict__["_fitting"].planned[0].step
-        how = {"repair": False, "held_blocks": way == "held_blocks", "arena": planned.arena}
+        how = {"repair": False, "held_blocks": way == "held_blocks", "arena": getattr(planned.placement, "layout", None)}
         heap = project(planned.plan, AllocatorSettings(), **how)
         held = heap.held_segments
         del x, moved, fitted, planned, one, other, how
@@ -193,7 +193,7 @@ def test_blocks_are_held_around_what_others_keep(monkeypatch: pytest.MonkeyPatch
     torch.accelerator.empty_cache()
     planned = fitted.__dict__["_fitting"].planned[0].step
     before = device_bytes(place, "reserved").current
-    nbytes = planned.held_blocks.step_bytes + 20 * _MIB
+    nbytes = planned.placement.blocks.step_bytes + 20 * _MIB
     torch.empty(nbytes, dtype=torch.uint8, device=place)
     kept = list[Tensor]()
     for _ in range(4):
@@ -214,8 +214,8 @@ def test_without_room_no_block_is_held_and_this_is_said_once(
     plan = _Trained(_network(), device, 96_000, ["recompute"]).plan
     stand_in.set_capacity(device_bytes(device, "reserved").current + 40 * _MIB, 0)
     held = {0: Held((_MIB, 2 * _MIB, 100), frozenset({1})), 1: Held((100 * _MIB,))}
-    holding = HoldingCode(HeldBlocks(_MIB, _MIB, held, frozenset(held), frozenset()), plan, device)
-    holding.begin()
+    holding = Holding(HeldBlocks(_MIB, _MIB, held, frozenset(held), frozenset()), plan, device)
+    holding.begins()
     assert [block is None for block in holding.hold(0)] == [False, True, False]
     assert holding.hold(1) == holding.hold(0) == []
     assert caplog.text.count("could not be held") == 1

@@ -8,10 +8,10 @@ from stowplan import Search
 from stowplan.analyse.timeline import OpRun, Stay, Timeline
 from stowplan.errors import IllegalPlan
 from stowplan.ir import Graph
-from stowplan.plan.allocator.arena import ArenaLayout, Placement, Slot, lay_out, refuse_unsafe
 from stowplan.plan.allocator.projection import project
 from stowplan.plan.allocator.requests import requests_of
 from stowplan.plan.allocator.settings import AllocatorSettings
+from stowplan.plan.arena.layout import ArenaLayout, Placement, Slot, lay_out, refuse_unsafe
 from stowplan.plan.draft import ArenaUse
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.options import PlanOptions

@@ -16,8 +16,8 @@ from stowplan.plan.files import plan_file
 from stowplan.plan.judge.simulate import Simulation
 from stowplan.plan.options import PlanOptions
 from stowplan.run.backend.compile import backend
+from stowplan.run.held_blocks import plugin as holding
 from stowplan.run.largest import Sizes
-from stowplan.run.planning import in_segment
 from stowplan.run.planning.plan_cache import PlanCache
 from stowplan.run.project import Projection
 from tests.run.test_saved_plans import tiled
@@ -75,7 +75,7 @@ def _fit_with_an_optimizer() -> nn.Module:
 def _fit_in_a_segment() -> nn.Module:
     """As on a card: the step is planned on the CPU, and stops before it would run there."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(in_segment, "device_of", lambda _: torch.device("cuda"))
+        patch.setattr(holding, "device_of", lambda _: torch.device("cuda"))
         return _fit("1MB", execution=Execution(held_blocks=True))
 
 

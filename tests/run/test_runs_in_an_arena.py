@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from stowplan import Execution, Iteration, Search
 from stowplan.capture import Ref, capture
 from stowplan.errors import BadUse, BudgetTooSmall
-from stowplan.plan.allocator.arena import Placement
+from stowplan.plan.arena.layout import Placement
 from stowplan.plan.steps import RecomputeOp
+from stowplan.run.arena import code as arenas
 from stowplan.run.fit import fit, plans_of
 from stowplan.run.measure.measure import measure
-from stowplan.run.step import arena as arenas
 from tests.support.models import Normed, NormFirst, Tied, images
 from tests.support.side_by_side import different, trained
 
@@ -146,7 +146,7 @@ def test_calls_of_other_shapes_have_arenas_of_their_size() -> None:
 def test_the_code_says_where_each_tensor_lies() -> None:
     fitted = in_arena(Mixed(), MODELS["mixed"][1])
     source = source_of(fitted)
-    assert "arena = new_arena()" in source
+    assert "arena = placing.new()" in source
     assert "aten.addmm.out(" in source
     assert "out=arena.at(" in source
     assert "new_arena" not in source_of(fit(Mixed(), MODELS["mixed"][1], budget="1GiB"))
@@ -175,7 +175,7 @@ def test_two_forwards_and_two_threads_have_arenas_of_their_own() -> None:
 
 
 def arenas_of(fitted: nn.Module) -> list["weakref.ref[torch.UntypedStorage]"]:
-    return [past.storage for past in fitted.__dict__["_fitting"].bound[0].step._arena._past]
+    return [past.storage for past in fitted.__dict__["_fitting"].bound[0].step._placing._past]
 
 
 def test_an_arena_ends_with_its_gradients() -> None:

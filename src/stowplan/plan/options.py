@@ -158,6 +158,12 @@ class Execution:
         object.__setattr__(self, "held_blocks", bool(self.held_blocks))
 
     @property
+    def constraints(self) -> tuple[str, ...]:
+        """What was chosen that a step has to keep to, as techniques call it."""
+        chosen = {"arena": self.arena, "held blocks": self.held_blocks}
+        return tuple(name for name, is_chosen in chosen.items() if is_chosen)
+
+    @property
     def is_compiled(self) -> bool:
         """Whether kernels are compiled where that is faster."""
         return self.kernels == "compiled"

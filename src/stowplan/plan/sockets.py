@@ -18,6 +18,10 @@ _FOLDERS = {
     "offload-gradients": "offload",
     "mesh": "shards",
     "compiled": "kernels",
+    "arena": "arena",
+    "held blocks": "held_blocks",
+    "devices": "devices",
+    "optimizer": "iteration",
 }
 
 T = TypeVar("T")
@@ -26,7 +30,7 @@ T = TypeVar("T")
 def is_installed(technique: str) -> bool:
     """Whether the folder of a technique is there; some need none."""
     folder = _FOLDERS.get(technique)
-    return folder is None or find_spec(f"stowplan.plan.{folder}") is not None
+    return folder is None or any(find_spec(f"stowplan.{layer}.{folder}") for layer in ("plan", "run"))
 
 
 class Socket(Generic[T]):

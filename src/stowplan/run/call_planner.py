@@ -39,7 +39,7 @@ from stowplan.run.border.guard import (
 from stowplan.run.measure.agreement import RelaidResult, compared
 from stowplan.run.planning.plan_cache import USER_PLANS, PlanCache
 from stowplan.run.planning.planner import DraftedStep, PlannedStep, Subject, replayed_bytes
-from stowplan.run.planning.saved import saved_step
+from stowplan.run.planning.road import draft_for
 from stowplan.run.wrappers import refuse_shards, with_forward
 from stowplan.torch_private import neighbours_set_aside
 from stowplan.watch import limited_to, tell_phase
@@ -47,7 +47,7 @@ from stowplan.watch import limited_to, tell_phase
 if TYPE_CHECKING:
     from stowplan.run.iteration.iteration import RunningIteration
     from stowplan.run.iteration.planner import Variant
-    from stowplan.run.planning.on_devices import DeviceBudgets
+    from stowplan.run.planning.constraint import Constraint
     from stowplan.run.planning.sizes import PlannedSizes
 
 _LOGGER = logging.getLogger("stowplan")
@@ -121,7 +121,7 @@ class CallPlanner:
     loss: Loss | None = None
     all_outputs: bool = False  # gradients may come in for all, not for the loss alone
     iteration: "RunningIteration | None" = None  # the optimizer that the plans update with
-    devices: "DeviceBudgets | None" = None  # a budget for each device; `allowed_bytes` is their sum
+    devices: "Constraint | None" = None  # a budget for each device; `allowed_bytes` is their sum
     cache: PlanCache = USER_PLANS
     priced: list[DraftedStep] = field(default_factory=list)  # steps that further sizes can take over from
     sizes: "PlannedSizes | None" = None  # the same, once there are further sizes
@@ -175,7 +175,15 @@ class CallPlanner:
             limited_to(self.options.search.time_limit),
             refused_beside(beside, "tensors that are attributes, globals or written out, and workspaces"),
         ):
-            plans = partial(self._drafted_step, allowed_bytes=self.allowed_bytes - beside, given=given)
+            plans = partial(
+                draft_for,
+                allowed_bytes=self.allowed_bytes - beside,
+                options=self.options,
+                given=given,
+                carried=self._carried_step,
+                cache=self.cache,
+                constraint=self.devices,
+            )
             if self.iteration is None:
                 variant, found = None, plans(subject)
             else:
@@ -243,28 +251,6 @@ class CallPlanner:
         writes.repeat({id(vars(plain)): vars(model)})
         observation.note_writes(writes)
         return observation, second
-
-    def _drafted_step(self, subject: Subject, allowed_bytes: int, given: Plan | None) -> DraftedStep:
-        plans = partial(self._searched_step, subject, given=given)
-        if self.devices is not None:
-            from stowplan.run.planning.on_devices import on_devices  # most steps have one
-
-            return on_devices(self.devices, plans, is_given=given is not None)
-        if self.options.execution.held_blocks:
-            from stowplan.run.planning.in_segment import in_segment  # most steps hold no blocks
-
-            return in_segment(plans(allowed_bytes))
-        if not self.options.execution.arena:
-            return plans(allowed_bytes)
-        from stowplan.run.planning.in_arena import in_arena  # most steps have none
-
-        return in_arena(allowed_bytes, plans, is_given=given is not None)
-
-    def _searched_step(self, subject: Subject, allowed_bytes: int, given: Plan | None) -> DraftedStep:
-        if given is not None:
-            return saved_step(given, subject, allowed_bytes)
-        carried = self._carried_step(subject, allowed_bytes)
-        return carried or self.cache.step_for(subject, allowed_bytes, self.options)
 
     def _carried_step(self, subject: Subject, allowed_bytes: int) -> DraftedStep | None:
         """The step with decisions of another size of the same program, if they are good enough."""

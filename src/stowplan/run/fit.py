@@ -29,6 +29,8 @@ from stowplan.run.border.models import refuse_call, refuse_model
 from stowplan.run.call_planner import CallPlanner
 from stowplan.run.cost.machine import free_bytes
 from stowplan.run.fitting import Fitting, fitted_class_of, model_class
+from stowplan.run.planning.constraint import BUDGETS_BY_DEVICE
+from stowplan.run.planning.iterations import iterations
 from stowplan.run.wrappers import (
     arguments_of_forward,
     leave_checkpointing_off,
@@ -187,10 +189,7 @@ def _fitted(model: Model, args: tuple[object, ...], kwargs: dict[str, object], r
     reserved, own = request.reserve_bytes, list[Share]()
     devices = None
     if isinstance(budget, Mapping):
-        from stowplan.run.planning.on_devices import DeviceBudgets  # most steps are on one device
-
-        devices = DeviceBudgets.of(budget)
-        budget = devices.sum_bytes
+        budget, devices = BUDGETS_BY_DEVICE.of("devices")(budget)
     whole = parse_bytes(budget, "budget")
     own_forward = _own_forward(model)
     if iteration is None and devices is None:
@@ -236,9 +235,7 @@ def _fitted(model: Model, args: tuple[object, ...], kwargs: dict[str, object], r
 def _running(iteration: Iteration | None, options: PlanOptions) -> "RunningIteration | None":
     if iteration is None:
         return None
-    from stowplan.run.iteration.iteration import RunningIteration  # most fits have no optimizer
-
-    return RunningIteration(iteration, offloads="offload" in options.allow)
+    return iterations().running(iteration, offloads="offload" in options.allow)
 
 
 def plans_of(fitted: nn.Module) -> tuple[Plan, ...]:

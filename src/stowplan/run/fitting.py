@@ -384,7 +384,7 @@ class Fitting:
         """
         own, execution = self.planner, self.planner.options.execution
         each = own.iteration is not None or own.devices is not None
-        return each or execution.is_compiled or execution.arena or execution.held_blocks
+        return each or execution.is_compiled or bool(execution.constraints)
 
     def _smaller_than(self, kind: KindOfCall, model: nn.Module, leaves: list[object]) -> Planned | None:
         """The step that fits without its plan and that calls of this kind were seen to be smaller than."""

@@ -25,8 +25,9 @@ from stowplan.plan.options import (
 from stowplan.plan.plan import Plan
 from stowplan.plan.progress import showing_progress
 from stowplan.request import Iteration, facts_of, refuse_together
-from stowplan.run.planning.plan_cache import USER_PLANS
+from stowplan.run.planning.iterations import iterations
 from stowplan.run.planning.planner import Subject, step_planner
+from stowplan.run.planning.road import draft_for
 from stowplan.run.target import Target, function_named, load_optimizer, load_target, subject_of
 
 Techniques: TypeAlias = tuple[str, ...]
@@ -84,14 +85,12 @@ class Sizes:
         captured = subject = subject_of(target)
 
         def planned(variant: Subject) -> Plan:
-            return USER_PLANS.step_for(variant, allowed_bytes, options).verified().plan
+            return draft_for(variant, allowed_bytes, options).verified().plan
 
         iteration = None
         if self.optimizer is not None:
-            from stowplan.run.iteration.planner import IterationPlanner
-
             optimizer = load_optimizer(self.optimizer, subject.model)
-            iteration = IterationPlanner(Iteration(optimizer), offloads="offload" in techniques)
+            iteration = iterations().planner(Iteration(optimizer), offloads="offload" in techniques)
             subject, options = iteration.of_step(captured, options)
         plain = step_planner(subject, replace(options, execution=Execution())).baseline
         if plain.peak_bytes <= allowed_bytes:

@@ -46,6 +46,7 @@ from stowplan.run.cost.machine import Cost
 from stowplan.run.measure.eager_requests import requests_of_eager
 from stowplan.run.measure.inspect_step import StepInspection, inspection_of_step
 from stowplan.run.optimizers import optimizer_share, twin_of
+from stowplan.run.planning.iterations import iterations
 from stowplan.run.target import Target
 from stowplan.units import parse_bytes
 from stowplan.watch import limited_to, tell_phase
@@ -101,14 +102,11 @@ class ProjectedStep:
 
         With `offloads`, state may wait in the host's memory.
         """
-        from stowplan.run.iteration.one_by_one import UpdateBook
-        from stowplan.run.iteration.planner import IterationPlanner  # most projections are of steps
-
         there, on_meta = torch.device(self.card.kind), OnMeta()
         optimizer = asked.optimizer
         assert isinstance(optimizer, Optimizer), "its name was looked up for the model"
         twin = twin_of(optimizer, on_meta)
-        iteration = IterationPlanner(
+        iteration = iterations().planner(
             replace(asked, optimizer=twin),
             offloads=offloads and self.card.kind != "cpu",
             device=there,
@@ -116,7 +114,7 @@ class ProjectedStep:
         )
         with with_tensors(self.model, on_meta):
             trained = [p for group in twin.param_groups for p in group["params"] if p.requires_grad]
-            seconds = self._update_seconds(UpdateBook(twin, there).together(trained))
+            seconds = self._update_seconds(iterations().book(twin, there).together(trained))
             variants = iteration.variants(self.captured, self.model)
             steps = [iteration.planned(self.captured, self.model, variant) for variant in variants]
         return [self._with(step, type(optimizer).__name__, seconds) for step in steps]

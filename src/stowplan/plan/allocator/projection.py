@@ -14,10 +14,9 @@ from itertools import chain
 from random import Random
 
 from stowplan.errors import BudgetTooSmall, IllegalPlan
-from stowplan.plan.allocator.arena import ArenaLayout
 from stowplan.plan.allocator.caching import CachingAllocator, HeapFigures
 from stowplan.plan.allocator.held_blocks import HeldBlocks, held_blocks_of
-from stowplan.plan.allocator.requests import MemoryRequest, Requests, pools_at_most, requests_of
+from stowplan.plan.allocator.requests import InOneBlock, MemoryRequest, Requests, pools_at_most, requests_of
 from stowplan.plan.allocator.settings import OWN_SEGMENT, SEGMENT_STEP, AllocatorSettings
 from stowplan.plan.draft import Draft, Schedule
 from stowplan.plan.steps import Compute, Free
@@ -64,7 +63,7 @@ def project(
     *,
     repair: bool = True,
     lasting: tuple[int, ...] = (),
-    arena: ArenaLayout | None = None,
+    arena: InOneBlock | None = None,
     enough_bytes: int = 0,
     held_blocks: bool = False,
 ) -> HeapProjection:

@@ -5,14 +5,13 @@ One stream: the copy streams of a tier use blocks of the main stream, which wait
 others, such as gradients, is freed before the next iteration, as `zero_grad(set_to_none=True)` does.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from stowplan.analyse.facts import is_resident
-from stowplan.plan.allocator.arena import ArenaLayout, Placement
 from stowplan.plan.allocator.settings import LARGE_BLOCK, SEGMENT_STEP, SMALL_REQUEST, AllocatorSettings
-from stowplan.plan.draft import Schedule
+from stowplan.plan.draft import ArenaUse, Schedule
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.judge.simulate import transfer_bytes
 
@@ -96,10 +95,31 @@ def pools_at_most(requests: Requests, settings: AllocatorSettings) -> int:
     return sum(-(-size // SEGMENT_STEP) * SEGMENT_STEP for size in most)
 
 
+class PlacedBlock(Protocol):
+    """The place of one storage in a block of many."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the op allocates its result, which is then copied to the place."""
+
+
+class InOneBlock(Protocol):
+    """One block for storages of a step: their places, by tensor and how often it was computed before."""
+
+    @property
+    def slots(self) -> Mapping[tuple[str, int], PlacedBlock]: ...
+
+    @property
+    def use(self) -> ArenaUse: ...
+
+
 def requests_of(
     plan: Schedule,
     lasting_bytes: tuple[int, ...] = (),
-    arena: ArenaLayout | None = None,
+    arena: InOneBlock | None = None,
     enlarged: Collection[str] = (),
 ) -> Requests:
     """All that a plan allocates. A tensor that is written over another takes no block of its own.
@@ -118,7 +138,7 @@ def requests_of(
     for stay in timeline.stays:
         if slot := arena.slots.get((stay.tensor, stay.copy)) if arena else None:
             inside.add(stay.place)
-            if slot.placement is Placement.COPIED:
+            if slot.is_copied:
                 copied[stay.first].append(slot.nbytes)
         if stay.place in inside:
             continue

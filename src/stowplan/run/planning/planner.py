@@ -35,14 +35,12 @@ from stowplan.run.cost.machine import device_of
 from stowplan.run.cost.probe import probe
 from stowplan.run.planning.recapture import Replacement, forward_ops, recapture
 from stowplan.run.step.function import Consumer, tier_for, waiting_of
+from stowplan.run.step.placing import BY_ALLOCATOR, Placing
 from stowplan.run.step.straight import ForwardBegins, StraightStep
 from stowplan.torch_private import OpOverload
 
 if TYPE_CHECKING:
-    from stowplan.plan.allocator.arena import ArenaLayout
-    from stowplan.plan.allocator.held_blocks import HeldBlocks
     from stowplan.run.second_derivatives import Differentiable
-    from stowplan.run.step.holding import HoldingCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +65,20 @@ class Subject:
         return recapture(self.captured, self.model, self.args, self.kwargs, order, self.replacements)
 
 
+class StepPlacement(Protocol):
+    """What a technique has decided of the places of results."""
+
+    def placing(self, captured: Captured, plan: Plan) -> Placing:
+        """What writes it into the code of the step."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """A plan and its step, which techniques may have captured a second time.
-
-    With an `arena`, the step's tensors lie there; `held_blocks` are held while it runs.
-    """
+    """A plan and its step, which techniques may have captured a second time, or have placed."""
 
     plan: Plan
     captured: Captured
-    arena: "ArenaLayout | None" = None
-    held_blocks: "HeldBlocks | None" = None
+    placement: StepPlacement | None = None
 
     def bound_to(
         self,
@@ -104,17 +105,9 @@ class PlannedStep:
                 places=places,
                 consumer=consumer,
                 beside=beside,
-                arena=self.arena,
-                holding=self._holding(),
+                placing=self.placement.placing(self.captured, self.plan) if self.placement else BY_ALLOCATOR,
                 again=again,
             )
-
-    def _holding(self) -> "HoldingCode | None":
-        if self.held_blocks is None:
-            return None
-        from stowplan.run.step.holding import HoldingCode  # most steps hold no blocks
-
-        return HoldingCode(self.held_blocks, self.plan, device_of(self.captured.graph))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +115,18 @@ class DraftedStep:
     """A draft and its step, on the way to a planned step: whoever has to change the draft replaces it here.
 
     `points` are the frontier of the step, if it was searched. The decisions of a draft that is `carried` come
-    from a plan of the same program at another size. `arena` and `held_blocks` are those of the planned step.
+    from a plan of the same program at another size.
     """
 
     draft: Draft
     captured: Captured
     points: tuple[Point, ...] = ()
     is_carried: bool = False
-    arena: "ArenaLayout | None" = None
-    held_blocks: "HeldBlocks | None" = None
+    placement: StepPlacement | None = None
 
     def verified(self) -> PlannedStep:
         """The end of the road: the planned step; IllegalPlan if the draft is not legal."""
-        return PlannedStep(verify(self.draft), self.captured, self.arena, self.held_blocks)
+        return PlannedStep(verify(self.draft), self.captured, self.placement)
 
 
 def planner_for_captured(captured: Captured, options: PlanOptions = DEFAULT_OPTIONS) -> Planner:

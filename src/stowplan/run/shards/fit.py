@@ -17,6 +17,7 @@ from stowplan.errors import BadUse
 from stowplan.plan.plan import Plan
 from stowplan.request import Request
 from stowplan.run.border.guard import Dependencies, Guard, Observation
+from stowplan.run.planning.iterations import iterations
 from stowplan.run.planning.planner import PlannedStep
 from stowplan.run.shards.choosing import Tried
 from stowplan.run.shards.parameters import ParameterShards
@@ -64,10 +65,8 @@ def fit_on_mesh(
 def _running(request: Request) -> "RunningIteration | None":
     if request.iteration is None:
         return None
-    from stowplan.run.iteration.iteration import RunningIteration  # most fits have no optimizer
-
     offloads = "offload" in request.options.allow
-    return RunningIteration(request.iteration, offloads=offloads, on_workers=True)
+    return iterations().running(request.iteration, offloads=offloads, on_workers=True)
 
 
 def _refuse_shards(shards: ParameterShards, module: nn.Module, _: object) -> None:

@@ -111,12 +111,11 @@ class Halves:
 def compiled(
     source: Source,
     tier: LiveTier | None = None,
-    new_arena: Callable[[], object] | None = None,
-    holding: object = None,
+    placing: object = None,
 ) -> Halves:
     """Run the text that defines the two functions. It is generated here, from ops of PyTorch and a tier."""
     scope: dict[str, object] = {"torch": torch, "ops": torch.ops, "aten": torch.ops.aten, "tier": tier}
-    scope |= {"as_in_forward": as_in_forward, "new_arena": new_arena, "holding": holding}
+    scope |= {"as_in_forward": as_in_forward, "placing": placing}
     scope |= {"copied": copied, "zeros": zeros}
     file = f"<stowplan step {next(_numbers)}>"
     code = compile(source.text, file, "exec")
@@ -416,11 +415,8 @@ class Run:
     def _for_one_of_several(self, saved: Sequence[Tensor]) -> list[Tensor]:
         """What a backward half may use up; the rest is shared with those that follow."""
         source = self.halves.source
-        if source.is_in_arena:
-            raise BadUse(
-                "retain_graph=True keeps what backward needs, and the step runs in an arena, where backward"
-                " writes over it: leave out arena=True, or add up the losses before one backward"
-            )
+        if source.only_one_backward:
+            raise BadUse(f"retain_graph=True keeps what backward needs, and {source.only_one_backward}")
         if self.waiting:
             self.waiting.retains(self.held_bytes)
         names = [*source.saved, *("" for _ in saved[len(source.saved) :])]
@@ -619,7 +615,7 @@ class WaitingRuns:
 
     def __init__(self, name: str) -> None:
         self._name, self._runs, self._said = name, WeakSet[Run](), False
-        self._said_held = self._said_retained = False
+        self._said_other = self._said_retained = False
 
     def begins(self) -> None:
         """A forward is about to run."""
@@ -634,16 +630,11 @@ class WaitingRuns:
                 format_bytes(held),
             )
 
-    def held_by_others(self, nbytes: int) -> None:
-        """Somebody holds tensors of an arena whose step is done."""
-        if not self._said_held:
-            self._said_held = True
-            _log.warning(
-                "a forward of %s began while views of gradients of an earlier step keep its arena of %s: the"
-                " budget is for one arena. Clone gradients that you keep. This is said once.",
-                self._name,
-                format_bytes(nbytes),
-            )
+    def say_once(self, what: str) -> None:
+        """Warn that a forward began while `what`, for the first such thing."""
+        if not self._said_other:
+            self._said_other = True
+            _log.warning("a forward of %s began while %s. This is said once.", self._name, what)
 
     def retains(self, nbytes: int) -> None:
         """A backward keeps what it needs for another one."""

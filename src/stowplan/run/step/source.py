@@ -4,12 +4,12 @@ The text holds no word of the user's. What the user calls a tensor, and the modu
 from, stand in tables beside it.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os.path import basename
 from textwrap import TextWrapper
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from stowplan.analyse.facts import storages_of
 from stowplan.capture import Call, Program, Ref
@@ -25,11 +25,11 @@ from stowplan.run.step.literals import (
     Moves,
     Outside,
     Piece,
-    call_lines,
     ends_of_pieces,
     identifiers_of,
     is_in_backward,
 )
+from stowplan.run.step.placing import BY_ALLOCATOR, Placing
 from stowplan.run.step.presence import Meeting, Presence
 
 _ANY_PATHS = Paths()
@@ -60,7 +60,7 @@ class Source:
     stored_bytes: tuple[int, ...]
     updated: tuple[str, ...]  # the buffers that the step changes
     overwritten: frozenset[str] = frozenset()  # of the saved tensors, those that backward writes over
-    is_in_arena: bool = False
+    only_one_backward: str = ""  # why another one may not follow it
     inner: Mapping[int, bool] = field(default_factory=dict)  # outputs that others depend on; whether it shows
     meetings: tuple[Meeting, ...] = ()  # of gradients that may be needed together and come in one by one
 
@@ -77,42 +77,17 @@ class Source:
         return "\n".join((*lines, "", *told, ""))
 
 
-class InArena(Protocol):
-    """Writes the calls of a step that runs in an arena."""
-
-    def lines(
-        self,
-        op: Op,
-        call: Call,
-        overwrites: Mapping[str, str],
-        names: Mapping[str, str],
-        wanted: Collection[str],
-    ) -> list[str]:
-        """The statements that run `call`, whose `wanted` outputs stay; asked in the order of the steps."""
-
-
-class Holding(Protocol):
-    """Writes what holds blocks of the allocator around the calls of a step."""
-
-    def around(self, op: Op, lines: list[str], names: Mapping[str, str]) -> list[str]:
-        """The statements that run an op, with others around them; asked in the order of the steps."""
-
-
 def source_of(
     graph: Graph,
     program: Program,
     steps: Sequence[Step],
-    arena: InArena | None = None,
-    holding: Holding | None = None,
+    placing: Placing = BY_ALLOCATOR,
     paths: Paths = _ANY_PATHS,
     gradients: Mapping[str, str] = MappingProxyType({}),
 ) -> Source:
     """The forward half of the steps and the backward half, which begins with the first backward op.
 
-    `gradients` has those of tensors of forward.
-
-    With an `arena`, the code calls `new_arena()` at the beginning of forward; with `holding`, it calls
-    its methods around some ops.
+    `gradients` has those of tensors of forward. `placing` writes the calls of ops.
     """
     ops = {op.id: op for op in graph.ops}
     steps = steps[: _end_of_backward(ops, steps)]
@@ -122,10 +97,10 @@ def source_of(
     tangents = tuple(name for name in program.tangents if name is not None)
     draws, moves = _replayed_draws(graph, steps), Moves(names, graph)
     outside, presence = Outside(graph, program, outputs), Presence(graph, program, paths, names)
-    writer = _Writer(ops, program.calls, names, draws, moves, outside, arena, holding, presence)
+    writer = _Writer(ops, program.calls, names, draws, moves, outside, placing, presence)
     forward = _Half(writer, steps[:turn])
     forward.give(outputs)
-    kept = (*draws.values(), *moves.handles, *(("arena",) if arena else ()))
+    kept = (*draws.values(), *moves.handles, *placing.begun_with)
     inner = dict(_inner(program, outputs, gradients))
     looked: dict[str, list[int]] = {}
     for position, gradient in inner.items():
@@ -137,7 +112,7 @@ def source_of(
     lines = (
         _Line("def forward(primals):"),
         *_unpacking(names, forward.needed, "primals", clear=False),
-        *((_Line("    arena = new_arena()"),) if arena else ()),
+        *(_Line(f"    {name} = {made}") for name, made in placing.begun_with.items()),
         *forward.lines,
         _Line(f"    return {_tuple(names, outputs)}, [{_list(names, saved, kept)}]"),
         _Line(""),
@@ -163,7 +138,7 @@ def source_of(
         stored_bytes=tuple(moves.stored_bytes),
         updated=tuple(sorted(updated_buffers(graph))),
         overwritten=frozenset(_overwritten(graph, steps[turn:], saved)),
-        is_in_arena=arena is not None,
+        only_one_backward=placing.only_one_backward,
         inner={position: gradient in shown for position, gradient in inner.items()},
         meetings=tuple(presence.meetings),
     )
@@ -247,8 +222,7 @@ class _Writer:
     draws: Mapping[str, str]
     moves: Moves
     outside: Outside
-    arena: InArena | None
-    holding: Holding | None
+    placing: Placing
     presence: Presence
 
 
@@ -272,7 +246,7 @@ class _Half:
         self.pieces: list[Piece] = []
         self._ops, self._calls, self._names = writer.ops, writer.calls, writer.names
         self._draws, self._moves, self._outside = writer.draws, writer.moves, writer.outside
-        self._arena, self._holding, self._presence = writer.arena, writer.holding, writer.presence
+        self._placing, self._presence = writer.placing, writer.presence
         self._place, self._looked = "", looked
         self._read: dict[str, bool] = {}
         waiting = list(ends)
@@ -357,12 +331,9 @@ class _Half:
         self._write(self._moves.wait_for(inputs_of(call)))
         dropped = set(op.writes()).difference(wanted)
         names = {**self._names, **dict.fromkeys(dropped, _DROPPED)} if dropped else self._names
-        if self._arena is None:
-            lines = call_lines(call, overwrites, names)
-        else:
-            lines = self._arena.lines(op, call, overwrites, names, wanted)
+        lines = self._placing.lines(op, call, overwrites, names, wanted)
         lines += [f"del {_DROPPED}"] if dropped else []
-        lines = self._holding.around(op, lines, names) if self._holding else lines
+        lines = self._placing.around(op, lines, names)
         lines = self._presence.around(op, call, lines, wanted)
         self._write(self._drawing_the_same(op, lines, again))
         for name in () if again else wanted:

@@ -40,14 +40,12 @@ from stowplan.run.step.function import (
 )
 from stowplan.run.step.incoming import IncomingGradients
 from stowplan.run.step.literals import Piece
+from stowplan.run.step.placing import BY_ALLOCATOR, Placing
 from stowplan.run.step.source import source_of
 from stowplan.torch_private import pytree
 
 if TYPE_CHECKING:
-    from stowplan.plan.allocator.arena import ArenaLayout
     from stowplan.run.second_derivatives import Differentiable
-    from stowplan.run.step.arena import ArenaCode
-    from stowplan.run.step.holding import HoldingCode
 
 
 ForwardBegins: TypeAlias = Callable[[Sequence[Tensor], Iterable[Tensor]], None]
@@ -216,28 +214,25 @@ class StraightStep:
         places: OutsidePlaces = NOWHERE,
         consumer: Consumer | None = None,
         beside: ForwardBegins | None = None,
-        arena: "ArenaLayout | None" = None,
-        holding: "HoldingCode | None" = None,
+        placing: Placing = BY_ALLOCATOR,
         again: "Differentiable | None" = None,
     ) -> None:
         """`tier` is the target of Store steps, by default the tier for the step's device.
 
         `waiting` and `beside` learn of each forward. `consumer` takes the gradients that the steps consume.
-        With an `arena`, tensors lie where it says; with `holding`, blocks are held around ops. `again` runs
-        the step as it is, for a backward that is to be differentiated itself.
+        `placing` says where results lie. `again` runs the step as it is, for a backward that is to be
+        differentiated itself.
         """
         self._again = again
         self._waiting, self._consumer, self._beside = waiting, consumer, beside
         self._program, self._device = captured.program, device_of(captured.graph)
         steps = steps or baseline_steps(captured.graph)
-        self._arena = _code_of(captured, arena, self._device) if arena else None
-        self._holding = holding
+        self._placing = placing
         source = source_of(
             captured.graph,
             captured.program,
             steps,
-            self._arena,
-            holding,
+            placing,
             paths=captured.paths,
             gradients=captured.gradients,
         )
@@ -245,7 +240,7 @@ class StraightStep:
         if source.stored_bytes:
             tier = tier or tier_for(self._device)
             tier.reserve(source.stored_bytes)
-        self._halves = compiled(source, tier, self._arena.new if self._arena else None, holding)
+        self._halves = compiled(source, tier, placing)
         self._captured, self._loss = captured, loss
         self._changes = changes_of(captured.program.output_spec) or Changes()
         self.bind(model, places)
@@ -268,10 +263,7 @@ class StraightStep:
         call = self._again.call(args, kwargs) if self._again and self._again.has_room() else None
         if self._beside:
             self._beside([found[name] for name in self._trained], found.values())
-        if self._holding:
-            self._holding.begin()
-        if self._arena and (held := self._arena.release(found.values())) and self._waiting:
-            self._waiting.held_by_others(held)
+        self._placing.begins(found.values(), self._waiting.say_once if self._waiting else None)
         if self._consumer and any(piece.consumed for piece in self._halves.source.pieces):
             written = [found[name] for name in self._program.updates]
             run.repeat = self._consumer.repeat_for(
@@ -317,12 +309,6 @@ class StraightStep:
             else leaf
             for leaf, attached in zip(self._program.outputs, self._program.attached, strict=True)
         ]
-
-
-def _code_of(captured: Captured, layout: "ArenaLayout", device: torch.device) -> "ArenaCode":
-    from stowplan.run.step.arena import ArenaCode  # most steps have none
-
-    return ArenaCode(captured, layout, device)
 
 
 def _primals_of(piece: Piece, program: Program) -> tuple[str, ...]:

@@ -1,22 +1,16 @@
-"""Planning a step on several devices, each with a budget of its own.
+"""Budgets by device plug in here: plans are searched for the bytes of all devices together."""
 
-Plans are searched for the bytes of all devices together. If the share of a device exceeds its budget, the
-step is planned for fewer bytes in all. The first plan that holds on every device is taken: the larger the
-sum, the less is recomputed. A plan that would hold may be missed, and is then refused, never run.
-"""
-
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.run.beside import constants_by_device
+from stowplan.run.planning.constraint import BUDGETS_BY_DEVICE
 from stowplan.run.planning.planner import DraftedStep
 from stowplan.units import format_bytes, parse_bytes
-
-_ATTEMPTS = 6  # sums of bytes that are planned for
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,38 +72,47 @@ def _device_named(written: object) -> torch.device:
     raise BadUse(f"a budget for {str(device)!r}, which is not one device here: write '{device}:0'")
 
 
-def on_devices(
-    budgets: DeviceBudgets, planned: Callable[[int], DraftedStep], *, is_given: bool = False
-) -> DraftedStep:
-    """The first step that `planned` makes whose share on each device is within its budget.
+class WithinDevices:
+    """The share of each device keeps to the budget of that device."""
 
-    BudgetTooSmall names the device that exceeds its budget by the least that was found. A plan that
-    `is_given` is the only one there is.
-    """
-    room, least = budgets.sum_bytes, list[tuple[int, str, int]]()
-    for attempt in range(_ATTEMPTS):
-        try:
-            found = planned(room)
-        except BudgetTooSmall as refusal:
-            if not least or refusal.minimum_bytes > budgets.sum_bytes:
-                raise  # not even the sum is enough
-            room, found = 0, planned(refusal.minimum_bytes)
-        budgets.refuse_others(tensor.device for tensor in found.draft.graph.tensors.values())
-        beside, peaks = constants_by_device(found.captured), found.draft.peaks_by_device
-        taken = {name: peaks.get(name, 0) + beside.get(name, 0) for name in budgets.allowed_bytes}
-        over = [(nbytes - budgets.allowed_bytes[name], name, nbytes) for name, nbytes in taken.items()]
-        if max(over)[0] <= 0:
-            return replace(found, draft=replace(found.draft, allowed_bytes=budgets.sum_bytes))
-        least.append(max(over))
-        room = min(room, found.draft.requested_peak_bytes) - 2**attempt * max(over)[0]
-        if is_given or room <= 0:
-            break
-    excess, name, nbytes = min(least)
-    raise BudgetTooSmall(
-        f"{format_bytes(budgets.allowed_bytes[name])} allowed on {name}, but of the plans that were tried the"
-        f" smallest takes {format_bytes(nbytes)} ({nbytes} bytes) there; move layers to another device, or"
-        f" give {name} {format_bytes(excess)} more",
-        allowed_bytes=budgets.sum_bytes,
-        minimum_bytes=budgets.sum_bytes + excess,
-        binding=(),
-    )
+    def __init__(self, budgets: DeviceBudgets) -> None:
+        self._budgets = budgets
+
+    def applied_to(self, step: DraftedStep) -> DraftedStep:
+        """The step; BadUse if it is on other devices."""
+        self._budgets.refuse_others(tensor.device for tensor in step.draft.graph.tensors.values())
+        return step
+
+    def excess_bytes(self, step: DraftedStep, allowed_bytes: int) -> int:  # noqa: ARG002 -- the sum of all
+        """Of the device that exceeds its budget by most."""
+        return self._worst(step)[0]
+
+    def refusal(
+        self, step: DraftedStep, allowed_bytes: int, refused: BudgetTooSmall | None
+    ) -> BudgetTooSmall:
+        """Names the device that exceeds its budget, or the sum, if not even that is enough."""
+        if refused is not None and refused.minimum_bytes > allowed_bytes:
+            return refused
+        excess, name, nbytes = self._worst(step)
+        return BudgetTooSmall(
+            f"{format_bytes(self._budgets.allowed_bytes[name])} allowed on {name}, but of the plans that were"
+            f" tried the smallest takes {format_bytes(nbytes)} ({nbytes} bytes) there; move layers to another"
+            f" device, or give {name} {format_bytes(excess)} more",
+            allowed_bytes=allowed_bytes,
+            minimum_bytes=allowed_bytes + excess,
+            binding=(),
+        )
+
+    def _worst(self, step: DraftedStep) -> tuple[int, str, int]:
+        """The largest excess, its device, and what the step takes there."""
+        beside, peaks = constants_by_device(step.captured), step.draft.peaks_by_device
+        budgets = self._budgets.allowed_bytes
+        taken = {name: peaks.get(name, 0) + beside.get(name, 0) for name in budgets}
+        return max((nbytes - budgets[name], name, nbytes) for name, nbytes in taken.items())
+
+
+@BUDGETS_BY_DEVICE.register("devices")
+def within_devices(budget: Mapping[Any, float | str]) -> tuple[int, WithinDevices]:
+    """The sum of the budgets, and what they ask of a step."""
+    budgets = DeviceBudgets.of(budget)
+    return budgets.sum_bytes, WithinDevices(budgets)

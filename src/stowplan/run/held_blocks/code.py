@@ -11,7 +11,7 @@ step begins.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from stowplan.plan.allocator.held_blocks import HeldBlocks, held_amid
 from stowplan.plan.allocator.settings import LARGE_BLOCK
 from stowplan.plan.explain.timeline import timeline_of_plan
 from stowplan.plan.plan import Plan
+from stowplan.run.step.placing import Placing
 from stowplan.units import format_bytes
 
 
@@ -58,7 +59,7 @@ LAYOUTS: dict[str, Callable[[torch.device], Sequence[HeapSegment]]] = {"cuda": l
 _LOOKS = 4  # steps whose layout is looked at when they begin; then those that begin with more reserved
 
 
-class HoldingCode:
+class Holding(Placing):
     """Writes calls of `hold` around ops, and is what they call."""
 
     def __init__(self, blocks: HeldBlocks, plan: Plan, device: torch.device) -> None:
@@ -77,19 +78,19 @@ class HoldingCode:
                 ran[run.op] += 1
 
     def around(self, op: Op, lines: list[str], names: Mapping[str, str]) -> list[str]:
-        """The lines of an op with what is held meanwhile; to be asked in the order of the steps."""
+        """The lines of an op with what is held meanwhile."""
         number = self._numbers.get((op.id, self._written[op.id]))
         self._written[op.id] += 1
         for name in reversed([name for name in op.writes() if name in self._blocks.enlarged]):
             variable, large = names[name], f"large_{names[name]}"
-            moved = f"{variable} = holding.moved({variable}, {large})"
-            lines = [f"{large} = holding.large_block()", *lines, moved, f"del {large}"]
+            moved = f"{variable} = placing.moved({variable}, {large})"
+            lines = [f"{large} = placing.large_block()", *lines, moved, f"del {large}"]
         if number is not None:
-            lines = [f"held = holding.hold({number})", *lines, "del held"]
+            lines = [f"held = placing.hold({number})", *lines, "del held"]
         return lines
 
-    def begin(self) -> None:
-        """Before a step: have room for it, and hold what suits the allocator's layout as it is now.
+    def begins(self, _given: Iterable[Tensor] = (), _say_once: Callable[[str], None] | None = None) -> None:
+        """Have room for it, and hold what suits the allocator's layout as it is now.
 
         Libraries and optimizers allocate during the first steps what they keep.
         """

@@ -11,8 +11,8 @@ An op writes into the arena itself if it has a kernel for that, which was seen t
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -28,13 +28,15 @@ from stowplan.ir import Graph, Op, Role
 from stowplan.ir import Tensor as GraphTensor
 from stowplan.ops.effects import UPDATE, Effect, effect_of
 from stowplan.ops.table import site_of
-from stowplan.plan.allocator.arena import ArenaLayout, Copy, Placement
+from stowplan.plan.arena.layout import ArenaLayout, Copy, Placement
 from stowplan.plan.steps import Load, Step, Store
 from stowplan.run.cost.machine import free_bytes, prefer_large_pages
 from stowplan.run.cost.probe import call_on, call_signature, may_draw, operands_of, undisturbed
 from stowplan.run.measure.measure import out_of_sight, rise_while
-from stowplan.run.step.literals import call_lines, expression, out_name, out_target
+from stowplan.run.step.literals import expression, out_name, out_target
+from stowplan.run.step.placing import Placing
 from stowplan.torch_private import schema_of, storage_id
+from stowplan.units import format_bytes
 
 _OUT = "%out"  # stands for the memory that a call is given
 _ROOM = 4  # this many times the operands' bytes must be free to probe a call
@@ -241,24 +243,22 @@ class _Past:
     arena: "weakref.ref[Arena]"
 
 
-@dataclass(slots=True)
-class ArenaCode:
+class InArena(Placing):
     """The slots of a layout, for generated code, and the arenas that still exist."""
 
-    captured: Captured
-    layout: ArenaLayout
-    device: torch.device
-    _numbers: dict[Copy, int] = field(default_factory=dict)
-    _looks: tuple[_Look, ...] = ()
-    _computed: Counter[str] = field(default_factory=Counter)
-    _past: list[_Past] = field(default_factory=list)
+    begun_with: Mapping[str, str] = {"arena": "placing.new()"}
+    only_one_backward = (
+        "the step runs in an arena, where backward writes over it: leave out arena=True, or add up the losses"
+        " before one backward"
+    )
 
-    def __post_init__(self) -> None:
-        self._numbers = {copy: number for number, copy in enumerate(self.layout.slots)}
-        tensors = self.captured.graph.tensors
-        self._looks = tuple(
-            _look_of(tensors[name], slot.offset) for (name, _), slot in self.layout.slots.items()
-        )
+    def __init__(self, captured: Captured, layout: ArenaLayout, device: torch.device) -> None:
+        self.captured, self.layout, self.device = captured, layout, device
+        self._numbers: dict[Copy, int] = {copy: number for number, copy in enumerate(layout.slots)}
+        tensors = captured.graph.tensors
+        self._looks = tuple(_look_of(tensors[name], slot.offset) for (name, _), slot in layout.slots.items())
+        self._computed = Counter[str]()
+        self._past: list[_Past] = []
 
     def new(self) -> Arena:
         """For one run."""
@@ -276,7 +276,7 @@ class ArenaCode:
         names: Mapping[str, str],
         wanted: Collection[str],
     ) -> list[str]:
-        """The statements that run a call of the step; to be asked in the order of its steps."""
+        """The op writes its results into their slots, or they are copied there."""
         made = [n for n in _owners(self.captured.graph, op) if n in overwrites or n in wanted]
         copies: dict[str, Copy] = {name: (name, self._computed[name]) for name in made}
         self._computed.update(made)
@@ -290,7 +290,15 @@ class ArenaCode:
             return [f"{names[name]} = {expression(writing.call, {**names, _OUT: slot})}"]
         taken = (f"{names[n]} = arena.take({self._numbers[copies[n]]}, {names[n]})" for n in placed)
         beside = (f"arena.beside({names[n]})" for n in new if n not in placed)
-        return [*call_lines(call, overwrites, names), *taken, *beside]
+        return [*super().lines(op, call, overwrites, names, wanted), *taken, *beside]
+
+    def begins(self, given: Iterable[Tensor], say_once: Callable[[str], None] | None) -> None:
+        """Earlier arenas shall be gone by now."""
+        if (held_bytes := self.release(given)) and say_once:
+            say_once(
+                f"views of gradients of an earlier step keep its arena of {format_bytes(held_bytes)}: the"
+                " budget is for one arena. Clone gradients that you keep"
+            )
 
     def release(self, given: Iterable[Tensor]) -> int:
         """Move gradients out of arenas whose steps are done; the bytes of arenas that someone still holds.

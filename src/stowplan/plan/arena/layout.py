@@ -44,6 +44,11 @@ class Slot(NamedTuple):
     nbytes: int
     placement: Placement
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether the op allocates its result, which is then copied to the slot."""
+        return self.placement is Placement.COPIED
+
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:

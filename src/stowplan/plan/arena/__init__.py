@@ -1,0 +1,1 @@
+"""One storage for what a step computes: an offset for each tensor."""

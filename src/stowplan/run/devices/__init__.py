@@ -1,0 +1,1 @@
+"""Steps on several devices, each with a budget of its own."""
