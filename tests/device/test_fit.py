@@ -141,7 +141,8 @@ def _reserving(model: nn.Module, call: Tensor, way: str) -> tuple[int, HeapProje
             assert other.grad is not None
             assert torch.equal(one.grad, other.grad.cpu())
         planned = fitted.__dict__["_fitting"].planned[0].step
-        how = {"repair": False, "held_blocks": way == "held_blocks", "arena": getattr(planned.placement, "layout", None)}
+        layout = getattr(planned.placement, "layout", None)
+        how = {"repair": False, "held_blocks": way == "held_blocks", "arena": layout}
         heap = project(planned.plan, AllocatorSettings(), **how)
         held = heap.held_segments
         del x, moved, fitted, planned, one, other, how
