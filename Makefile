@@ -84,7 +84,7 @@ compatibility: ## try every feature on VERSIONS of PyTorch, one environment afte
 	$(PYTHON) -m tools.compatibility $(VERSIONS)
 
 .PHONY: databases
-databases: ## run samples of PyTorch's own databases, and write docs/databases.md (SIZE=short: fewer, long: all); RESULTS=FILE goes on with a run
+databases: ## run samples of PyTorch's own databases, and write docs/databases.md (SIZE=short: fewer, long: all, none: the page alone); RESULTS=FILE goes on with a run
 	SIZE=$(SIZE) ONLY="$(ONLY)" RESULTS="$(RESULTS)" $(PYTHON) -m benchmarks.databases
 
 .PHONY: zoo

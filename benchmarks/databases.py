@@ -4,7 +4,8 @@ An entry is equal, refused with a cause, or a fault. `make databases` tries one 
 dtypes and of each module, SIZE=short in float32 alone, SIZE=long all samples. ONLY="prod max" runs those
 whose name holds one of these words. The page is written anew when a dtype is done. RESULTS names a file of
 lines that every answer is added to: what has an answer there is left out unless ONLY names it, so a run may
-be made in several parts, and entries may be repeated after a repair. Each part of a database runs in a
+be made in several parts, and entries may be repeated after a repair. SIZE=none runs nothing and writes the
+page of what RESULTS has. Each part of a database runs in a
 process of its own; if it ends without an answer, the entry that it was at is a fault, and another process
 goes on behind it.
 """
@@ -21,10 +22,12 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from itertools import islice
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from subprocess import run
 from typing import NamedTuple
 
 import torch
@@ -37,6 +40,7 @@ from tests.support.databases import (
     Outcome,
     Result,
     Setup,
+    is_differentiated,
     module_entries,
     op_entries,
     optimizer_entries,
@@ -47,6 +51,7 @@ from tests.support.machine import same_everywhere
 PAGE = Path(__file__).parents[1] / "docs" / "databases.md"
 _DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.float16, torch.float64)
 _SIZES: dict[str, dict[torch.dtype, int | None]] = {
+    "none": {},
     "short": {torch.float32: 1},
     "": dict.fromkeys(_DTYPES, 1),
     "long": dict.fromkeys(_DTYPES, None),
@@ -57,20 +62,22 @@ _UNTIL_IT_HANGS = 1800.0  # by the clock: a busy machine gives a process a part 
 
 _HEAD = """# Which of PyTorch's own samples were tried?
 
-Written by `make databases` on PyTorch {torch}. PyTorch tests itself with databases of ops (`op_db`),
-higher-order ops (`hop_db`), ops that users register (`custom_op_db`), modules (`module_db`) and optimizers
-(`optim_db`). Each sample here is a training step: its tensors are parameters, a scalar of the result is
-differentiated, and two iterations with different values run in eager and in three ways: `fit` with a roomy
-budget, `fit` with the smallest budget that its refusal of one byte names, and the backend of `torch.compile`.
-*Equal* means that losses, gradients, parameters and buffers have eager's bits. *Late* is a refusal after
-planning, or of the budget that a refusal named. *Crashed* is a process that ended. Of each op, {counts} are
-tried. Samples that eager cannot differentiate, or for which eager differs from itself, are left out. The run
-took {minutes:.0f} minutes of a processor.
+Written by `make databases` on {date}, with PyTorch {torch}, of {commits}.
+PyTorch tests itself with databases of ops (`op_db`), higher-order ops (`hop_db`), ops that users register
+(`custom_op_db`), modules (`module_db`) and optimizers (`optim_db`). Each sample here is a training step: its
+tensors are parameters, a scalar of the result is differentiated, and two iterations with different values run
+in eager and in three ways: `fit` with a roomy budget, `fit` with the smallest budget that its refusal of one
+byte names, and the backend of `torch.compile`. *Equal* means that losses, gradients, parameters and buffers
+have eager's bits. *Late* is a refusal after planning, or of the budget that a refusal named. *Crashed* is a
+process that ended. *Tried* is how many of the ops, modules or optimizers of a database ran in this dtype, of
+those that have gradients in it, {samples}.
+Samples that eager cannot differentiate, or for which eager differs from itself, are left out.
+The run took {minutes:.0f} minutes of a processor.
 
 {planned}
 
-| database | way | samples | equal | refused | different | untyped error | late | crashed |
-|---|---|---|---|---|---|---|---|---|
+| database | tried | way | samples | equal | refused | different | untyped error | late | crashed |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -111,6 +118,7 @@ class Answer(NamedTuple):
     name: str
     found: dict[Setup, Result]
     seconds: float = 0.0
+    commit: str = ""  # that it was run on
 
     @property
     def entry(self) -> tuple[str, str]:
@@ -118,13 +126,13 @@ class Answer(NamedTuple):
 
     def line(self) -> str:
         found = {way: (result.outcome, result.cause) for way, result in self.found.items()}
-        return json.dumps([self.database, self.name, found, round(self.seconds, 2)]) + "\n"
+        return json.dumps([self.database, self.name, found, round(self.seconds, 2), self.commit]) + "\n"
 
     @classmethod
     def of_line(cls, line: str) -> "Answer":
-        database, name, told, seconds = json.loads(line)
+        database, name, told, seconds, commit = json.loads(line)
         found = {Setup(way): Result(Outcome(outcome), cause) for way, (outcome, cause) in told.items()}
-        return cls(database, name, found, seconds)
+        return cls(database, name, found, seconds, commit)
 
 
 Answers = Sequence[Answer]
@@ -201,7 +209,22 @@ def _share(results: Answers, database: str) -> str:
     return f"Of `{database}`, {', '.join(shares)} are planned and equal."
 
 
-def page(results: Answers, samples: dict[torch.dtype, int | None]) -> str:
+def _is_of_op(answer: Answer) -> bool:
+    return answer.database.partition(",")[0] in OP_DATABASES
+
+
+def _tried(results: Answers, database: str) -> str:
+    """How many ops, modules or optimizers of a database have an answer, of those that have gradients."""
+    tried = {answer.name.partition(" ")[0] for answer in results if answer.database == database}
+    name, _, dtype = database.partition(", ")
+    if name in OP_DATABASES:
+        all_of_them = len([op for op in OP_DATABASES[name] if is_differentiated(op, getattr(torch, dtype))])
+    else:
+        all_of_them = len({"module_db": MODULES, "optim_db": OPTIMIZERS}[name])
+    return f"{len(tried)} of {all_of_them}"
+
+
+def page(results: Answers) -> str:
     """The page with its tables."""
     ran = [answer for answer in results if answer.found[Setup.ROOMY].outcome is not Outcome.NOT_EAGER]
     counts = Counter((answer.database, way, r.outcome) for answer in ran for way, r in answer.found.items())
@@ -210,7 +233,10 @@ def page(results: Answers, samples: dict[torch.dtype, int | None]) -> str:
     for database in dict.fromkeys(answer.database for answer in ran):
         for way in Setup:
             numbers = [counts[database, way, kind] for kind in kinds]
-            rows.append(f"| {database} | {way} | {' | '.join(map(str, (sum(numbers), *numbers)))} |")
+            numbers = [sum(numbers), *numbers]
+            rows.append(
+                f"| {database} | {_tried(results, database)} | {way} | {' | '.join(map(str, numbers))} |"
+            )
     causes: dict[tuple[Outcome, str], list[tuple[Setup, str]]] = {}
     for answer in ran:
         for way, result in answer.found.items():
@@ -224,14 +250,16 @@ def page(results: Answers, samples: dict[torch.dtype, int | None]) -> str:
         few = ", ".join(of[:4]) + (f" and {len(of) - 4} more" if len(of) > 4 else "")
         ways = Counter(way for way, _ in cases)
         table.append(f"| {outcome} | {cause} | {' | '.join(str(ways[way]) for way in Setup)} | {few} |")
-    tried = (
-        f"{'all' if most is None else f'at most {most}'} in {str(dtype).removeprefix('torch.')}"
-        for dtype, most in samples.items()
-    )
+    ops = Counter((answer.database, answer.name.partition(" ")[0]) for answer in results if _is_of_op(answer))
+    most = max(ops.values(), default=0)
+    commits = Counter(answer.commit for answer in results)
+    named = (f"commit {commit} ({count:,} entries)" for commit, count in commits.most_common())
     planned = "\n".join(_share(ran, database) for database in ("op_db", "module_db"))
     head = _HEAD.format(
+        date=date.today(),
         torch=torch.__version__,
-        counts=", ".join(tried),
+        commits=", ".join(named),
+        samples="with one sample of each op" if most == 1 else f"with at most {most} samples of each op",
         minutes=sum(answer.seconds for answer in results) / 60,
         planned=planned,
     )
@@ -247,24 +275,32 @@ def main() -> None:
     samples = _SIZES[os.environ.get("SIZE", "")]
     kept = Path(named) if (named := os.environ.get("RESULTS")) else None
     known = {answer.entry: answer for answer in _read(kept)}
+    commit = _commit()
     with same_everywhere():
         results_of(next(optimizer_entries()))  # what is imported at first use, no process need import again
         gc.freeze()  # the databases are many objects, among which fit would look for other models
-        for number, (dtype, most) in enumerate(samples.items()):
+        for dtype, most in samples.items():
             for part in parts(dtype, most):
-                for answer in answers(part, Choice(words, frozenset(known))):
+                for made in answers(part, Choice(words, frozenset(known))):
+                    answer = made._replace(commit=commit)
                     known[answer.entry] = answer
                     _tell(answer)
                     if kept is not None:
                         with kept.open("a", encoding="utf-8") as lines:
                             lines.write(answer.line())
             if kept is not None or not words:
-                done = dict(list(samples.items())[: number + 1])
-                PAGE.write_text(page(list(known.values()), done), encoding="utf-8")
+                PAGE.write_text(page(list(known.values())), encoding="utf-8")
+    if not samples:
+        PAGE.write_text(page(list(known.values())), encoding="utf-8")
     outcomes = Counter(str(r.outcome) for answer in known.values() for r in answer.found.values())
     print(*outcomes.items())
     if any(r.outcome.is_fault for answer in known.values() for r in answer.found.values()):
         sys.exit(1)
+
+
+def _commit() -> str:
+    told = run(["git", "describe", "--always", "--dirty"], cwd=PAGE.parent, capture_output=True, text=True)
+    return told.stdout.strip() or "unknown"
 
 
 def _read(kept: Path | None) -> list[Answer]:

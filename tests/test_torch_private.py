@@ -474,7 +474,7 @@ def test_packed_sequences_take_lengths_without_reading_them_by_an_op() -> None:
             assert func is not aten._local_scalar_dense.default
             return func(*args, **(kwargs or {}))
 
-    pack, pad = private.PACKED_SEQUENCES
+    pack, pad = private.PACK_SEQUENCES, private.PAD_SEQUENCES
     padded = torch.arange(6.0).reshape(3, 2, 1)
     with Ops():  # type: ignore[no-untyped-call]
         data, sizes = pack(padded, torch.tensor([3, 2]), False)

@@ -66,7 +66,8 @@ __all__ = [
     "GLOBAL_HOOKS",
     "HOOKS",
     "MODULE_CALL",
-    "PACKED_SEQUENCES",
+    "PACK_SEQUENCES",
+    "PAD_SEQUENCES",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -129,7 +130,7 @@ __all__ = [
 
 OLDEST, NEWEST_TESTED = (2, 6), (2, 15)
 
-PACKED_SEQUENCES = (torch._pack_padded_sequence, torch._pad_packed_sequence)
+PACK_SEQUENCES, PAD_SEQUENCES = torch._pack_padded_sequence, torch._pad_packed_sequence
 """Functions that take the lengths of sequences from a tensor, without an op that reads it."""
 
 

@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -253,7 +253,8 @@ def draw_network(random: Random) -> Network:
         reads_all=random.random() < 0.6,
     )
     network = _made_strange(network, random) if random.random() < _STRANGE else network
-    return replace(network, output=HEADS) if random.random() < _WITH_HEADS else network
+    network = replace(network, output=HEADS) if random.random() < _WITH_HEADS else network
+    return _followed_by(_LATE_KINDS, network, random) if random.random() < _WITH_LATE else network
 
 
 def _made_strange(network: Network, random: Random) -> Network:
@@ -263,14 +264,18 @@ def _made_strange(network: Network, random: Random) -> Network:
         return replace(network, has_own_call=True)
     if what == "argument":
         return replace(network, signature=random.choice(tuple(_FILLED)), fills_argument=True)
-    kind, last = random.choice(_STRANGE_KINDS), len(network.calls) + len(INPUTS) - 1
+    return _followed_by(_STRANGE_KINDS, network, random)
+
+
+def _followed_by(kinds: Sequence[Kind], network: Network, random: Random) -> Network:
+    kind, last = random.choice(kinds), len(network.calls) + len(INPUTS) - 1
     call = Call(kind.name, last, random.randrange(last + 1), kind.drawn_options(random))
     return replace(network, calls=(*network.calls, call))
 
 
 def _pool(flavour: Trait) -> tuple[Kind, ...]:
     """The kinds to draw from, each as often as it weighs. What cannot be replayed is rare."""
-    tidy = (kind for kind in KINDS if not kind.trait & Trait.STRANGE)
+    tidy = (kind for kind in KINDS if not kind.trait & (Trait.STRANGE | Trait.LATE))
     chosen = [kind for kind in tidy if kind.trait & flavour or not flavour]
     if flavour is Trait.RANDOM:
         chosen += [BY_NAME[name] for name in ("gelu", "tanh", "sigmoid", "add", "mul", "scale")]
@@ -279,9 +284,10 @@ def _pool(flavour: Trait) -> tuple[Kind, ...]:
     )
 
 
-_WITH_HEADS = 0.06  # drawn last of all: all other networks stay as they were
+_WITH_HEADS, _WITH_LATE = 0.06, 0.03  # drawn last: all other networks stay as they were
 _STRANGE = 0.25  # the share of networks that have something of other people's programs
 _STRANGE_KINDS = tuple(kind for kind in KINDS if kind.trait & Trait.STRANGE)
+_LATE_KINDS = tuple(kind for kind in KINDS if kind.trait & Trait.LATE)
 _POOLS = {flavour: _pool(flavour) for flavour in (Trait.NONE, Trait.SPATIAL, Trait.RANDOM)}
 _FOLDER = tempfile.TemporaryDirectory(prefix="stowplan-hunt-")
 

@@ -22,7 +22,8 @@ class Trait(Flag):
     UPDATES = auto()  # writes a buffer
     UNREPLAYABLE = auto()  # changes Python state, or looks at values: `fit` has to refuse, or run it in eager
     SPATIAL = auto()  # the kind of op that tiles are made for
-    STRANGE = auto()  # what other people's programs do: comes last in a network, and is drawn last of all
+    STRANGE = auto()  # what other people's programs do: comes last in a network
+    LATE = auto()  # comes behind all else and is drawn last of all, so that seeds keep their networks
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +431,18 @@ KINDS: tuple[Kind, ...] = (
         trait=Trait.UNREPLAYABLE,
     ),
     *_strange(),
+    # sequences of as many rows as `idx` says
+    Kind(
+        "packed",
+        "n = idx % {H} + 1\n"
+        "p = {a}.mean(3).mT\n"
+        "p = nn.utils.rnn.pack_padded_sequence(p, n{form}, batch_first=True, enforce_sorted=False)\n"
+        "p, n = nn.utils.rnn.pad_packed_sequence(self.{m}(p)[0], batch_first=True, total_length={H})\n"
+        "{y} = {a} + p.mT[..., None] * (torch.arange({H}) < n[:, None])[:, None, :, None]",
+        "self.{m} = nn.{net}({C}, {C}, batch_first=True)",
+        {"net": ("GRU", "LSTM", "RNN"), "form": ("", ".tolist()", ".cpu().numpy()")},
+        Trait.LATE,
+    ),
 )
 
 BY_NAME = {kind.name: kind for kind in KINDS}

@@ -222,7 +222,7 @@ def lstm(side: Side) -> None:
     _train(side, Net())
 
 
-@idiom("sequence tagging: a bidirectional GRU over packed sequences", refused="depends on values")
+@idiom("sequence tagging: a bidirectional GRU over packed sequences")
 def packed_sequences(side: Side) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -235,8 +235,8 @@ def packed_sequences(side: Side) -> None:
             out, _ = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
             return self.out(out).square().mean()
 
-    lengths = torch.tensor([6, 4])
-    train(side, side.fit(Net(), tokens(), lengths), ((tokens(), lengths) for _ in range(3)))
+    lengths = [torch.tensor(each) for each in ([6, 4], [6, 4], [3, 6])]
+    train(side, side.fit(Net(), tokens(), lengths[0]), ((tokens(), each) for each in lengths))
 
 
 @idiom("pytorch.org, seq2seq translation: a decoder in a loop, teacher forcing always")

@@ -5,6 +5,8 @@ import re
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import stowplan
 from stowplan import Search
@@ -67,6 +69,16 @@ def test_who_prefers_or_allows_gets_a_slow_plan(asked: dict[str, Any], tight: in
 def test_a_saved_plan_is_asked_for(tight: int) -> None:
     slow = planned(tight, allow=("recompute", "tile"))
     assert planned(tight, plan=slow).time_ratio == slow.time_ratio
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [4, 64])
+def test_a_refusal_of_a_small_step_that_draws_names_a_budget_that_works(rows: int) -> None:
+    net, args = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)), (torch.ones(rows, 8),)
+    with pytest.raises(BudgetTooSmall) as refusal:
+        fit(net, args, budget=1, loss=torch.Tensor.sum)
+    assert refusal.value.minimum_bytes < 1 << 14
+    fit(net, args, budget=refusal.value.minimum_bytes, loss=torch.Tensor.sum)
 
 
 @pytest.mark.slow

@@ -88,13 +88,18 @@ def _spread(samples: Iterable[Any], most: int | None) -> Iterator[tuple[int, Any
     return iter(listed[:: max(1, len(listed) // most)][:most])
 
 
+def is_differentiated(op: Any, dtype: torch.dtype) -> bool:
+    """Whether an op of a database has a gradient in this dtype."""
+    return bool(op.supports_autograd) and dtype in op.supported_backward_dtypes("cpu")
+
+
 def op_entries(
     database: str, dtype: torch.dtype, most: int | None, part: slice = slice(None)
 ) -> Iterator[Entry]:
     """Samples of each op in this part of a database that has a gradient, at most so many of one op."""
     op: Any
     for op in OP_DATABASES[database][part]:
-        if dtype not in op.supported_backward_dtypes("cpu") or not op.supports_autograd:
+        if not is_differentiated(op, dtype):
             continue
         full = ".".join(filter(None, (op.name, op.variant_test_name)))
         _seed(0)

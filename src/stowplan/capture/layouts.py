@@ -40,6 +40,7 @@ from stowplan.capture.stand_ins import (
     stride_of,
     torch_dtype,
 )
+from stowplan.errors import CaptureError
 from stowplan.ir import Graph, Op
 from stowplan.torch_private import (
     FakeTensor,
@@ -392,6 +393,8 @@ def made_without_data(
         made = _layer_of_lstm(args)
         with fakes:
             return tuple(torch.empty_strided(m.shape, m.stride(), dtype=m.dtype) for m in made)
+    if target is aten._pack_padded_sequence.default:
+        return _packed(fakes, *cast(tuple[Tensor, Tensor, bool], args))
     if not positions and target not in _SHAPES:
         if (plain := _made_row_major(fakes, target, args, kwargs)) is not None:
             return plain
@@ -460,6 +463,19 @@ def _grouped_mm(
     width = -(-columns // together) * together
     stride = (rows * width, width, 1)[-2 - len(groups) :]
     return self.new_empty_strided((*groups, rows, columns), stride, dtype=dtype)
+
+
+def _packed(fakes: FakeTensorMode, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Sequences without their padding, and how many have each position. The kernel refuses bad lengths."""
+    if isinstance(lengths, FakeTensor):
+        raise CaptureError(
+            "forward packs sequences whose lengths it computes of values that do not exist before it runs",
+            advice="pass the lengths in as a list or an integer tensor on the CPU, or compute them from"
+            " integer or boolean arguments",
+        )
+    positions, counts = aten._pack_padded_sequence(torch.empty(x.shape[:2]), lengths, batch_first)
+    with fakes:
+        return x.new_empty((len(positions), *x.shape[2:])), counts
 
 
 def _layer_of_lstm(args: tuple[object, ...]) -> tuple[Tensor, ...]:

@@ -40,7 +40,8 @@ from stowplan.capture.stand_ins import StorageBook, StorageView, is_small_intege
 from stowplan.capture.value_derivatives import differentiated_as_eager
 from stowplan.errors import CaptureError
 from stowplan.torch_private import (
-    PACKED_SEQUENCES,
+    PACK_SEQUENCES,
+    PAD_SEQUENCES,
     FakeTensor,
     FakeTensorMode,
     OpOverload,
@@ -65,6 +66,7 @@ _OF_ONE_DTYPE = frozenset(
     )
 )
 _DRAWN_ELEMENTS = 64  # of a list that is drawn, one for each layer
+_PACK = aten._pack_padded_sequence.default
 _CHOOSING = (aten.index.Tensor, aten.masked_select.default)
 _READS = (aten._local_scalar_dense.default, aten.is_nonzero.default)
 _ASSERTIONS = (aten._assert_async.default, aten._assert_async.msg)
@@ -147,7 +149,7 @@ class Rehearsal:
             return True  # it shares the memory that a write would have to be refused for
         if not self._knowing or not all(map(_is_integer_of_size, given)):
             return False
-        if not returns_tensors(target) or depends_on_values(target, args):
+        if not returns_tensors(target) or depends_on_values(target, args) or target is _PACK:
             return True
         call = torch.get_default_dtype(), call_like(target, args, kwargs)
         if call not in self._foreseen:
@@ -344,7 +346,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
                 self.note_read(Question(func, rest, given) if rest or given else func, args, answer)
             return answer
         if func is torch.ops.aten.lift_fresh.default:
-            self._enter_literal(args[0])
+            self.enter_literal(args[0])
         placed = tuple(self._placed(value) for value in args)  # before it runs: it may change their shapes
         placed_by_name = {name: self._placed(value) for name, value in given.items()}
         drawn = self._drawn(func, (args, given), (placed, placed_by_name)) if self.drawing else None
@@ -601,7 +603,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
                 self.literals.add(self.book.view_of(value).storage)
         return self.book.view_of(value)
 
-    def _enter_literal(self, value: object) -> None:
+    def enter_literal(self, value: object) -> None:
+        """A tensor of numbers that are the same at each call, as those written in code are."""
         if isinstance(value, Tensor) and not self.book.knows(value):
             self._enter_constant(value)
             self.literals.add(self.book.view_of(value).storage)
@@ -639,7 +642,7 @@ TAKING_VALUES = frozenset(
         torch.gru,
         torch.rnn_tanh,
         torch.rnn_relu,
-        *PACKED_SEQUENCES,
+        PAD_SEQUENCES,
     )
 )
 _FINITE = {torch.isfinite: True, Tensor.isfinite: True} | dict.fromkeys(
@@ -669,6 +672,10 @@ class ReadsOutsideOps(TorchFunctionMode):
             result = func(*args, **given)
             self._watch.note_finite(result, is_good=_FINITE[func])
             return result
+        if func is PACK_SEQUENCES:
+            return self._pack(*args, **given)
+        if func is PAD_SEQUENCES:
+            return self._pad(*args, **given)
         if func in TAKING_VALUES:
             self._note_all((args, tuple(given.values())), is_copy=func in (torch.as_tensor, torch.asarray))
         if (reduced := differentiated_as_eager(func, args, given)) is not None:
@@ -678,6 +685,26 @@ class ReadsOutsideOps(TorchFunctionMode):
         if func is torch.nn.functional.ctc_loss:
             return self._ctc_loss(*args, **given)
         return func(*args, **given)
+
+    def _pack(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        """The lengths become a guard, and how many sequences have each position a constant of the step."""
+        self._note_all(lengths)
+        data, counts = PACK_SEQUENCES(x, lengths, batch_first)
+        return data, self._constant(counts)
+
+    def _pad(
+        self, data: Tensor, counts: Tensor, batch_first: bool, padding: float, total: int
+    ) -> tuple[Tensor, Tensor]:
+        """It writes the lengths into memory of the process, without an op."""
+        self._note_all(counts)
+        padded, lengths = PAD_SEQUENCES(data, counts, batch_first, padding, total)
+        return padded, self._constant(lengths)
+
+    def _constant(self, known: Tensor) -> Tensor:
+        """A copy, made without an op that eager would not run."""
+        made = torch.frombuffer(bytearray(known.numpy().tobytes()), dtype=known.dtype)
+        self._watch.enter_literal(made)
+        return made
 
     def _ctc_loss(
         self,

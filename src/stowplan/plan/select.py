@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
 from math import inf
+from operator import itemgetter
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from stowplan.errors import BudgetTooSmall, NotTileable, PlanTooSlow
@@ -380,14 +381,15 @@ class Selector(Generic[C]):
         """The smallest known budget with a plan without tiles that is not too slow.
 
         A search for one budget may end with a plan that is slower than the frontier's by a share of `gap`,
-        and states of generators come on top of a peak: each budget is tried.
+        and states of generators come on top of a peak: each budget is tried, then some above the largest.
         """
         enough = max(1 + _ROUNDING, self.slowest / (1 + self.gap)) * self.baseline.seconds
         offers = ((offer, each) for each in self._untiled for offer in self._offered(each))
-        fast = [(offer.peak_bytes, each) for offer, each in offers if offer.seconds <= enough]
+        fast = sorted(((o.peak_bytes, each) for o, each in offers if o.seconds <= enough), key=itemgetter(0))
+        above = [(peak + (1 << power), each) for peak, each in fast[-1:] for power in range(12, 40)]
         least, further = 0, 1 << 12
-        for peak_bytes, candidate in sorted(fast, key=lambda pair: pair[0]):
-            if peak_bytes >= least:
+        for peak_bytes, candidate in (*fast, *above):
+            if peak_bytes >= least or peak_bytes == fast[-1][0]:
                 found = self._answered(candidate, peak_bytes)
                 if found is not None and self._times_eager(found[0]) <= self.slowest:
                     return peak_bytes
