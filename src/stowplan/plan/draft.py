@@ -126,7 +126,7 @@ class Schedule:
     @property
     def has_backward(self) -> bool:
         """Whether there is a backward half, for which values can be kept or recomputed."""
-        return any(op.phase is Phase.BACKWARD for op in self.graph.ops)
+        return self.graph.has_backward
 
     @property
     def projected_peak_bytes(self) -> int:

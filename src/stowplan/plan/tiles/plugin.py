@@ -127,7 +127,7 @@ def graph_candidates(
     graph: Graph, pricing: Pricing, baseline: Baseline, options: PlanOptions, refusals: Refusals
 ) -> Iterator[Candidate]:
     """The whole step in tiles, then sample by sample, else stage by stage."""
-    if any(op.phase is Phase.BACKWARD for op in graph.ops):
+    if graph.has_backward:
         early = in_tiling_order(graph)
         yield from whole_candidates(early, pricing, baseline, options, refusals)
         by_sample = tuple(sample_candidates(early, pricing, baseline, options, refusals))
