@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from stowplan.ir import Graph, Op, Phase
+from stowplan.ir import Graph, Op
 from stowplan.ops.effects import FUSED, RELAID
 from stowplan.plan.judge.simulate import peaks_by_device
 from stowplan.plan.pricing import Pricing

@@ -190,7 +190,11 @@ class Fitting:
         step = self.step_for(model, args, kwargs)
         if iteration and torch.is_grad_enabled():
             iteration.forward_begins()
-        return self._eager(model, args, kwargs) if step is None else step(*args, **kwargs)
+        if step is not None:
+            return step(*args, **kwargs)
+        if self.trains and torch.is_grad_enabled():
+            self.planner.say_once("nothing wants a gradient: the model is run as it is, without a plan")
+        return self._eager(model, args, kwargs)
 
     def _eager(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         return after_loss(self.eager_forward(model)(*args, **kwargs), self.planner.loss)
@@ -423,8 +427,8 @@ class Fitting:
             name, ratio = model_class(model).__name__, plan.time_ratio
             self.planner.say_once(
                 f"calls of {name} without gradients run by a plan where they would not fit: one takes"
-                f" {format_bytes(plan.plain_peak_bytes)} as it is, and {format_bytes(plan.projected_peak_bytes)}"
-                f" in {ratio:.2f} times the time by its plan, {plan.exactness}",
+                f" {format_bytes(plan.plain_peak_bytes)}, or {format_bytes(plan.projected_peak_bytes)}"
+                f" by its plan, {plan.exactness}, in {ratio:.2f} times the time",
                 topic="planned without gradients",
             )
         self._make_room()

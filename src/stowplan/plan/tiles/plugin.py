@@ -14,7 +14,7 @@ from math import prod
 from stowplan.analyse.tile_costs import Levels, Read, TileOp
 from stowplan.errors import NotTileable
 from stowplan.geometry import Point, Rect
-from stowplan.ir import Document, Graph, Kind, Phase, TileSchedule, TileStep
+from stowplan.ir import Document, Graph, Kind, TileSchedule, TileStep
 from stowplan.ops.effects import macs_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.level import Level as PartLevel
