@@ -26,6 +26,7 @@ _EVEN = ((1.0, 8 << 20), (0.4, 4 << 20))  # of the largest tile that is small en
 # large; and bytes of a part, which caches should hold: what is larger is read from memory by each op
 _GAIN = 0.9  # of the peak before: a grid that is finer for less is not worth it
 _HALO = 0.35  # a stage whose tiles compute this share twice is cut no finer
+_REPEATED = 5.0  # the same without a backward half, for which norms inside repeat the ops before them
 _DIP = 0.95  # the most bytes that may leave a stage, as a share of the most inside it
 _RISE = 1.01  # of these bytes is a rise
 _FALL = 0.3  # of the most inside it: a cut with fewer bytes ends a stage, unless the next cut has fewer still
@@ -173,7 +174,8 @@ def _until_small(tried: Iterator[Tiled]) -> Iterator[Tiled]:
 
 
 def _is_worse(tiled: Tiled, whole: Tiled) -> bool:
-    return tiled.costs.forward_macs > (1 + _HALO) * whole.costs.forward_macs
+    most = _HALO if tiled.segment.graph.has_backward else _REPEATED
+    return tiled.costs.forward_macs > (1 + most) * whole.costs.forward_macs
 
 
 def _first_small(tried: Sequence[Tiled], small: int) -> Tiled | None:
