@@ -165,7 +165,7 @@ class Captured:
     forward half as they were dispatched. The step is that of arguments for which `answers` hold. `paths` tell
     which ops of backward run if gradients come in for some outputs only. `slices` are the tensors from
     outside that are a part of their storage, with its bytes; `containers` those in which forward may leave
-    tensors, by label.
+    tensors, by label. Unless it `records`, forward runs under torch.no_grad().
     """
 
     graph: Graph
@@ -177,6 +177,7 @@ class Captured:
     paths: Paths = field(default_factory=Paths)
     slices: Mapping[str, int] = field(default_factory=dict)
     containers: Mapping[str, Any] = field(default_factory=dict)
+    records: bool = True
 
 
 def is_same_step(one: Captured, other: Captured) -> bool:
@@ -202,6 +203,7 @@ def capture(
     know_values: bool = False,
     cuda: "CudaCalls | OwnBatchNorms | None" = None,
     containers: Mapping[str, Any] = MappingProxyType({}),
+    records: bool = True,
 ) -> Captured:
     """The training step of `model(*args, **kwargs)`: forward, loss and backward.
 
@@ -211,7 +213,8 @@ def capture(
     device are captured as if on `device`. A step that branches on data raises CaptureError. With
     `know_values` it may branch on small integer arguments; the caller then has to ask `answers` before each
     call. With `cuda`, forward calls other kernels: those of a CUDA device on tensors of the CPU give a
-    graph to plan on. In `containers`, by label, it may leave tensors that it makes.
+    graph to plan on. In `containers`, by label, it may leave tensors that it makes. Without `records`, or if
+    nothing requires a gradient, the step is forward alone.
     """
     step = Step(
         model,
@@ -224,6 +227,7 @@ def capture(
         know_values,
         cuda,
         containers,
+        records,
     )
     return alone(partial(_captured, step))
 
@@ -257,7 +261,16 @@ def _captured(step: Step) -> Captured:
     slices = {ids[e.view]: recording.slices.get(e.view.storage, 0) for e in recording.externals}
     parts = {name: nbytes for name, nbytes in slices.items() if nbytes}
     captured = Captured(
-        graph, program, eager, lowering.gradients, forward, answers, lowering.paths(), parts, step.containers
+        graph,
+        program,
+        eager,
+        lowering.gradients,
+        forward,
+        answers,
+        lowering.paths(),
+        parts,
+        step.containers,
+        step.records,
     )
     return with_states_on_host(captured)
 

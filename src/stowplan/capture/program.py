@@ -357,6 +357,11 @@ class Program:
     literals: frozenset[str] = frozenset()
     looks_at_values: bool = False
 
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether a gradient comes in; if not, the step is forward alone."""
+        return any(tangent is not None for tangent in self.tangents)
+
 
 def inputs_of(call: Call) -> Iterator[str]:
     """The ids of the tensors a call reads, in the order of its schema; lists are flattened."""

@@ -80,7 +80,8 @@ class Step:
     counted. Without them, they come in for the output that `loss` names, with `all_outputs` for every output
     that can have one, or else for the only scalar. With `know_values`, small integer arguments are captured
     with their values. With `cuda`, forward calls other kernels, as those of a CUDA device. `containers` are
-    those in which it may leave tensors, by label.
+    those in which it may leave tensors, by label. Without `records`, forward runs under torch.no_grad(), and
+    there is no backward half; nor is there one if no parameter and no argument requires a gradient.
     """
 
     model: nn.Module
@@ -93,6 +94,7 @@ class Step:
     know_values: bool = False
     cuda: "CudaCalls | OwnBatchNorms | None" = None
     containers: Mapping[str, Any] = field(default_factory=dict)
+    records: bool = True
 
     def modules(self) -> dict[str, nn.Module]:
         """The modules that hold parameters, by the prefix of their names."""
@@ -365,8 +367,12 @@ class _Recorder:
         replaced, turn = self._replaced(buffers), len(self._watch.events)
         outputs, output_spec = pytree.tree_flatten(returned)
         self._refuse_sharing(replaced, outputs)
-        tangents = self._backward(outputs, self._differentiated(returned, outputs))
-        self._refuse_no_gradient(tangents)
+        tangents: list[Tensor | None] = [None] * len(outputs)
+        if self._step.records and self._wanted:
+            tangents = self._backward(outputs, self._differentiated(returned, outputs))
+            self._refuse_no_gradient(tangents)
+        elif isinstance(self._step.loss, str | int):
+            output_named(unchecked(returned), self._step.loss)  # refuses a name that is none
         constants = self._watch.constants
         named = [(f"constants.{number}", tensor) for number, tensor in enumerate(constants.values())]
         self._enter(Kind.CONSTANT, named)
@@ -509,6 +515,7 @@ class _Recorder:
             cuda,
             outside,
             setters,
+            nullcontext() if self._step.records else torch.no_grad(),
         ):
             self._watch.drawing, self._watch.generator = self._drawing, generator
             self._watch.foreseeing = self._foreseeing

@@ -186,6 +186,11 @@ class Graph:
     name: str = ""
     _storages: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether there is a backward half."""
+        return any(op.phase is Phase.BACKWARD for op in self.ops)
+
     def storage_of(self, name: str) -> str:
         """The tensor that owns the storage of tensor `name`: the end of its chain of `alias_of`."""
         owner = self._storages.get(name)

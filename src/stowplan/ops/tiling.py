@@ -93,6 +93,7 @@ def whole_dims_stay_whole(site: Site) -> Refusal:
 
 
 _AS_IS = (
+    "_prelu_kernel "
     "mm bmm addmm baddbmm linear matmul permute t transpose.int _softmax _log_softmax native_layer_norm "
     "_fused_rms_norm cat _native_batch_norm_legit_no_training clone _to_copy alias detach "
     "mean.dim sum.dim_IntList amax rsub.Scalar"

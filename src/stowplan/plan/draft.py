@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from stowplan.ir import Graph, Op, Phase
+from stowplan.ir import Graph, Op
 from stowplan.ops.effects import FUSED, RELAID
 from stowplan.plan.judge.simulate import peaks_by_device
 from stowplan.plan.pricing import Pricing
@@ -126,7 +126,7 @@ class Schedule:
     @property
     def has_backward(self) -> bool:
         """Whether there is a backward half, for which values can be kept or recomputed."""
-        return any(op.phase is Phase.BACKWARD for op in self.graph.ops)
+        return self.graph.has_backward
 
     @property
     def projected_peak_bytes(self) -> int:

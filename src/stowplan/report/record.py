@@ -59,7 +59,8 @@ def show_record(record: Record, console: Console, *, title: str) -> None:
 def _agreement(record: Record) -> str:
     differing = [difference for difference in record.differences if difference.largest]
     which = "optimizer state" if updates_of(record.plan.graph) else "gradients"
-    compared = f"loss, {which}, parameters, buffers, draws: {len(record.differences)} compared"
+    results = f"loss, {which}, parameters" if record.plan.has_backward else "results, parameters"
+    compared = f"{results}, buffers, draws: {len(record.differences)} compared"
     if not differing:
         return f"{compared}, all equal"
     worst = record.worst

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from stowplan.ir import Kind
 from stowplan.ir.graph import collector_paused
 from stowplan.ops.table import shape_of
 from stowplan.plan.draft import AgainstEager, Draft, Verdict
-from stowplan.plan.options import PlanOptions
+from stowplan.plan.options import USUAL_EXECUTION, PlanOptions
 from stowplan.plan.plan import Plan
 from stowplan.plan.progress import showing_progress
 from stowplan.run.beside import constants_by_device
@@ -58,12 +58,16 @@ _MOST_LAYOUTS = 64  # that one step has wrong at first
 
 
 class KindOfCall(NamedTuple):
-    """The looks and structure of the leaves of a call, which of them share memory, and what autocast does."""
+    """The looks and structure of the leaves of a call, which of them share memory, and what autocast does.
+
+    Unless it `records`, it is under torch.no_grad() or torch.inference_mode().
+    """
 
     looks: tuple[object, ...]
     spec: str
     shared: tuple[Place, ...]
     casts: tuple[tuple[str, torch.dtype], ...]
+    records: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,11 @@ class Planned:
     step: PlannedStep
     dependencies: Dependencies
     taken_bytes: int  # by the step, beside other things that are alive
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is differentiated; otherwise it is forward alone."""
+        return self.step.captured.program.is_differentiated
 
     @property
     def fits_in_eager(self) -> bool:
@@ -133,6 +142,19 @@ class CallPlanner:
         """For a copy of the model, whose optimizer is another one and whose steps are priced anew."""
         return replace(self, priced=[], sizes=None, iteration=None, latest=None, said=set())
 
+    def for_evaluation(self, allowed_bytes: int) -> "CallPlanner":
+        """For calls of the same model without gradients, within these bytes and however slow."""
+        options = replace(self.options, execution=USUAL_EXECUTION, slowest=inf)
+        return replace(
+            self,
+            allowed_bytes=allowed_bytes,
+            options=options,
+            iteration=None,
+            priced=[],
+            sizes=None,
+            latest=None,
+        )
+
     def plan(self, call: ModelCall, given: Plan | None = None) -> Planned:
         """Capture a call and plan it, again for each kernel that lays out its result otherwise.
 
@@ -156,8 +178,8 @@ class CallPlanner:
         model, args, kwargs = call.model, call.args, call.kwargs
         begun = time.perf_counter()
         tell_phase("capturing ops")
-        observation, captured = self._observed(model, plain, args, kwargs)
-        if self.loss is None:
+        observation, captured = self._observed(model, plain, args, kwargs, call.kind.records)
+        if self.loss is None and captured.program.is_differentiated:
             _refuse_given_back(captured)
             if not self.all_outputs and not _has_a_loss(captured):
                 self.say_once(
@@ -208,10 +230,15 @@ class CallPlanner:
         return Planned(call.kind, step, dependencies, taken)
 
     def _observed(
-        self, model: nn.Module, plain: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+        self,
+        model: nn.Module,
+        plain: nn.Module,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+        records: bool,
     ) -> tuple[Observation, Captured]:
         """The captured step, and what it depends on. If other threads draw, it is captured twice."""
-        observed = partial(self._observed_once, model, plain, args, kwargs)
+        observed = partial(self._observed_once, model, plain, args, kwargs, records)
         try:
             return observed()
         except SomebodyDrew as found:
@@ -223,6 +250,7 @@ class CallPlanner:
         plain: nn.Module,
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
+        records: bool,
         unclear: Draws | None = None,
     ) -> tuple[Observation, Captured]:
         """The captured step, and what it depends on.
@@ -230,7 +258,9 @@ class CallPlanner:
         Forward may write plain values if it finds them at the next call, leaves them so, and does the same.
         They are then written now, as its first call would.
         """
-        how = partial(capture, plain, args, kwargs, loss=self.loss, all_outputs=self.all_outputs)
+        how = partial(
+            capture, plain, args, kwargs, loss=self.loss, all_outputs=self.all_outputs, records=records
+        )
         first: Captured | None = None
         observed = partial(Observation, plain, self.loss, flatten(args, kwargs)[0])
         observation = observed()
@@ -295,10 +325,10 @@ class CallPlanner:
                 " twice in each iteration, for the norm and for the updates"
             )
 
-    def say_once(self, sentence: str) -> None:
-        """Warn, if it was not said before."""
-        if sentence not in self.said:
-            self.said.add(sentence)
+    def say_once(self, sentence: str, topic: str = "") -> None:
+        """Warn, if it was not said before, or nothing of the same topic."""
+        if (topic or sentence) not in self.said:
+            self.said.add(topic or sentence)
             _LOGGER.warning(sentence)
 
 
@@ -340,7 +370,8 @@ def kind_of_call(leaves: list[object], spec: Spec) -> KindOfCall:
     devices = {leaf.device.type for leaf in tensors} | {"cpu"}
     casts = tuple((d, torch.get_autocast_dtype(d)) for d in sorted(devices) if torch.is_autocast_enabled(d))
     try:
-        return KindOfCall(tuple(map(look_of, leaves)), str(spec), sharing_of(tensors), casts)
+        looks = tuple(map(look_of, leaves))
+        return KindOfCall(looks, str(spec), sharing_of(tensors), casts, torch.is_grad_enabled())
     except RuntimeError as fault:  # there are tensors without strides or storages
         unlike = next(filter(None, map(unlike_plain, tensors)), None)
         if unlike is None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture.recording import Loss
-from stowplan.capture.stand_ins import bytes_read
+from stowplan.capture.stand_ins import bytes_read, flatten
 from stowplan.errors import BadUse
 from stowplan.plan.options import USUAL_EXECUTION, USUAL_SEARCH, Execution, PlanOptions, Search, Techniques
 from stowplan.plan.plan import Plan
@@ -28,7 +28,7 @@ from stowplan.run.beside import BesideWatch, Share, described, found_in_fit
 from stowplan.run.border.models import refuse_call, refuse_model
 from stowplan.run.call_planner import CallPlanner
 from stowplan.run.cost.machine import free_bytes
-from stowplan.run.fitting import Fitting, fitted_class_of, model_class
+from stowplan.run.fitting import Fitting, fitted_class_of, model_class, wants_gradient
 from stowplan.run.planning.constraint import BUDGETS_BY_DEVICE
 from stowplan.run.planning.iterations import iterations
 from stowplan.run.wrappers import (
@@ -198,6 +198,7 @@ def _fitted(model: Model, args: tuple[object, ...], kwargs: dict[str, object], r
     allowed_bytes = bytes_left(whole, reserved) - max(0, kept - reserved)
     loss = cast("Loss | None", request.loss)
     planner = CallPlanner(allowed_bytes, options, loss, request.outputs == "all", iteration, devices)
+    wanted = wants_gradient(model, flatten(args, kwargs)[0])
     fitting = Fitting(
         own_forward,
         planner,
@@ -206,6 +207,7 @@ def _fitted(model: Model, args: tuple[object, ...], kwargs: dict[str, object], r
         reserve_bytes=max(reserved, kept),
         reserved_for="the reserve" if reserved >= kept else described(own),
         keep_plans=request.shapes.keep_plans,
+        trains=wanted,
     )
     fitted: Model = seen_as(fitted_class_of(model_class(model)), model)
     fitted.__dict__.pop("forward", None)
@@ -214,14 +216,15 @@ def _fitted(model: Model, args: tuple[object, ...], kwargs: dict[str, object], r
         iteration.belongs_to(fitted)
     switch_checkpointing_off(model)
     leave_checkpointing_off(fitted)
-    with torch.enable_grad():
+    if iteration is not None and not wanted:
+        raise BadUse(
+            "nothing wants a gradient: no parameter and no argument has requires_grad, so optimizer= has"
+            " nothing to update; leave it out to plan forward alone"
+        )
+    with torch.set_grad_enabled(wanted or torch.is_grad_enabled()):
         if request.shapes.ranges is not None:
             fitting.declare(fitted, args, kwargs, request.shapes.ranges)
-        if fitting.step_for(fitted, *arguments_of_forward(model, args, kwargs)) is None:
-            raise BadUse(
-                "nothing wants a gradient: no parameter and no argument has requires_grad, so there is no"
-                " training step to plan"
-            )
+        fitting.step_for(fitted, *arguments_of_forward(model, args, kwargs))
     if kept > reserved:
         costs = any(made.time_ratio > 1 for made in fitting.plans)
         _LOGGER.log(

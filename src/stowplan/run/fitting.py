@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stowplan.alone import Lock, alone
 from stowplan.capture.recording import Step, after_loss, argument_names
 from stowplan.capture.sparse import opened
-from stowplan.capture.stand_ins import TensorLook, flatten
+from stowplan.capture.stand_ins import TensorLook, flatten, is_constant
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.plan.plan import Plan
 from stowplan.run.beside import BesideWatch
@@ -38,6 +38,7 @@ from stowplan.run.call_planner import (
     kind_of_call,
     refused_beside,
 )
+from stowplan.run.evaluations import Evaluations
 from stowplan.run.measure.agreement import written_tensors
 from stowplan.run.shapes import DeclaredShapes, Shapes
 from stowplan.run.step.straight import StraightStep
@@ -134,10 +135,13 @@ class Fitting:
     reserve_bytes: int = 0  # of the budget, beside what is allowed
     reserved_for: str = "the reserve"
     keep_plans: int = 128
+    trains: bool = True  # whether the call that was given to fit wanted gradients
     shapes: DeclaredShapes | None = None
     smaller: list[tuple[KindOfCall, Planned]] = field(default_factory=list)  # run as they are, and why
     refused: list[_Refused] = field(default_factory=list)
     twice: list[Planned] = field(default_factory=list)  # of which second derivatives were asked for
+    evaluations: Evaluations = field(default_factory=Evaluations)
+    evaluator: CallPlanner | None = None  # of calls without gradients, if others were asked for
     lock: Lock = field(default_factory=Lock)
 
     @property
@@ -153,6 +157,7 @@ class Fitting:
         planned = [] if self.planner.iteration else list(self.planned)
         lists: dict[str, Any] = {"bound": [], "refused": [], "smaller": [], "twice": []}
         planner, beside = self.planner.for_a_copy(), self.beside.for_a_copy()
+        lists |= {"evaluations": Evaluations(), "evaluator": None}
         return replace(self, planner=planner, beside=beside, planned=planned, lock=Lock(), **lists)
 
     def __reduce__(self) -> Any:
@@ -161,7 +166,7 @@ class Fitting:
         options = replace(own.options, search=replace(own.options.search, progress=None))
         how = (own.allowed_bytes, options, own.loss, own.all_outputs, None, own.devices)
         beside = self.beside.name, self.beside.budget_bytes
-        return _read_back, (self.own_forward, how, beside, self.reserve_bytes, self.keep_plans)
+        return _read_back, (self.own_forward, how, beside, self.reserve_bytes, self.keep_plans, self.trains)
 
     @property
     def allowed_bytes(self) -> int:
@@ -169,23 +174,27 @@ class Fitting:
         return self.planner.allowed_bytes
 
     def run(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        """Call the model: by a plan if a gradient is wanted, and as it is if not, or if it is exported."""
+        """Call the model: by a plan, or as it is if it is exported, or fits without gradients."""
         iteration = self.planner.iteration
         if iteration:
             iteration.refuse_between()
         if getattr(_HERE, "is_planning", False):
             return self.as_it_is(model, args, kwargs)  # as a part of the model that is planned
-        if not torch.is_grad_enabled() or is_exporting() or is_tracing():
+        if is_exporting() or is_tracing():
             return self._eager(model, args, kwargs)
-        if kind := another_derivative(_read_by(model, args, kwargs)):
+        kind = another_derivative(_read_by(model, args, kwargs))
+        if not torch.is_grad_enabled() and (kind or mode_in_the_way()):
+            return self._eager(model, args, kwargs)
+        if kind:
             raise BadUse(f"a plan has the ops of backward, and none for {kind}: call the model itself")
         step = self.step_for(model, args, kwargs)
-        if iteration:
+        if iteration and torch.is_grad_enabled():
             iteration.forward_begins()
-        if step is None:
+        if step is not None:
+            return step(*args, **kwargs)
+        if self.trains and torch.is_grad_enabled():
             self.planner.say_once("nothing wants a gradient: the model is run as it is, without a plan")
-            return self._eager(model, args, kwargs)
-        return step(*args, **kwargs)
+        return self._eager(model, args, kwargs)
 
     def _eager(self, model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         return after_loss(self.eager_forward(model)(*args, **kwargs), self.planner.loss)
@@ -206,7 +215,7 @@ class Fitting:
         may_run_as_it_is: bool = True,
         may_be_tried: bool = True,
     ) -> "StraightStep | _AsItIs | None":
-        """The step for this call, planned if none applies to it; None if nothing wants a gradient.
+        """The step for this call, planned if none applies to it; None for one without gradients that fits.
 
         A call that seems to fit as it is may be tried: it is planned after all if it turns out not to.
         """
@@ -246,8 +255,9 @@ class Fitting:
                         return _AsItIs(self, model, bound.planned)
                     self.bound.append(self.bound.pop(place))  # the one unused for longest comes first
                     return bound.step
-            if not _wants_gradient(model, leaves):
-                return None
+            if not kind.records or not wants_gradient(model, leaves):
+                call = ModelCall(kind, model, self._forward_of(model), args, kwargs)
+                return self._step_without_gradients(call, leaves, may_plan=may_plan)
             larger = self._smaller_than(kind, model, leaves)
             if larger is not None:
                 return _AsItIs(self, model, larger)
@@ -343,8 +353,12 @@ class Fitting:
         change: str | None,
     ) -> Planned:
         """Plan; a budget that is too small is remembered."""
-        self.planner.latest = None
-        leaves = flatten(args, kwargs)[0]
+        call = ModelCall(kind, model, self._forward_of(model), args, kwargs)
+        return self._planned_by(self.planner, call, change)
+
+    def _planned_by(self, planner: CallPlanner, call: ModelCall, change: str | None) -> Planned:
+        planner.latest = None
+        leaves = flatten(call.args, call.kwargs)[0]
         try:
             with (
                 own_saved_tensors(),
@@ -352,11 +366,10 @@ class Fitting:
                 _told_as_new(leaves, change, is_new=bool(self.planned)),
                 refused_beside(self.reserve_bytes, self.reserved_for),
             ):
-                call = ModelCall(kind, model, self._forward_of(model), args, kwargs)
-                return self.planner.plan(call, None if self.planned else self.given)
+                return planner.plan(call, None if self.planned else self.given)
         except BudgetTooSmall as refusal:
-            if self.planner.latest is not None:
-                known = _Refused(kind, self.planner.latest, refusal.again())
+            if planner.latest is not None:
+                known = _Refused(call.kind, planner.latest, refusal.again())
                 self.refused = [*self.refused, known][-_MOST_REFUSED:]
             raise
 
@@ -364,6 +377,80 @@ class Fitting:
         for known in self.refused:
             if known.kind == kind and Guard(known.dependencies, model).change(leaves) is None:
                 raise known.refusal.again()
+
+    def _step_without_gradients(
+        self, call: ModelCall, leaves: list[object], *, may_plan: bool
+    ) -> "StraightStep | _Unplanned | None":
+        """The step for a call without gradients that does not fit as it is; None for one that does.
+
+        What `fit` planned for training serves evaluation as well as it can: where no plan can be made, such a
+        call runs as it is, and that is said.
+        """
+        kind, model, change = call.kind, call.model, None
+        for planned in reversed(self.planned):
+            if planned.kind == kind:
+                guard = Guard(planned.dependencies, model)
+                change = guard.change(leaves)
+                if change is None:
+                    return self._bind(planned, guard, model)
+        own = not self.trains
+        planner = self.planner if own else self._evaluator(model)
+        if planner is None or (not own and kind in self.evaluations.refused):
+            return None
+        if self.evaluations.fit(kind, model, leaves, planner.allowed_bytes) and not (own and self._must_plan):
+            return None
+        if own:
+            self._refuse_again(kind, model, leaves)
+        if not may_plan:
+            return _Unplanned()
+        if change is not None and own:
+            _LOGGER.warning("planning %s again: %s", model_class(model).__name__, change)
+        try:
+            if not own and (opaque := next((v for v in leaves if not _may_be_planned(v)), None)) is not None:
+                raise BadUse(f"an argument is of type {type(opaque).__name__}")
+            planned = self._planned_by(planner, call, change)
+        except Exception as refusal:  # of a call that was never asked about: eager raises it, or can do it
+            if own:
+                raise
+            self.evaluations.add_refused(kind)
+            name, why = model_class(model).__name__, str(refusal).partition("\n")[0]
+            self.planner.say_once(
+                f"a call of {name} without gradients runs as it is, without a plan: {why}",
+                topic="unplanned without gradients",
+            )
+            return None
+        plan = planned.step.plan
+        self.evaluations.add(kind, model, plan.plain_peak_bytes, planned.dependencies)
+        if not own and plan.plain_peak_bytes <= planner.allowed_bytes:
+            return None
+        if not own:
+            name, ratio = model_class(model).__name__, plan.time_ratio
+            self.planner.say_once(
+                f"calls of {name} without gradients run by a plan where they would not fit: one takes"
+                f" {format_bytes(plan.plain_peak_bytes)}, or {format_bytes(plan.projected_peak_bytes)}"
+                f" by its plan, {plan.exactness}, in {ratio:.2f} times the time",
+                topic="planned without gradients",
+            )
+        self._make_room()
+        self.planned.append(planned)
+        guard = Guard(planned.dependencies, model)
+        change = guard.change(leaves)
+        assert change is None, change
+        return self._bind(planned, guard, model)
+
+    def _evaluator(self, model: nn.Module) -> CallPlanner | None:
+        """Plans evaluation beside what training leaves in memory: gradients, or the state of `optimizer=`."""
+        own = self.planner
+        if self.evaluator is not None or own.devices is not None:  # what is free of each budget is not known
+            return self.evaluator
+        if own.iteration is not None:
+            from stowplan.run.optimizers import optimizer_share  # most fits have none
+
+            left = optimizer_share(own.iteration.optimizer).state_bytes
+        else:
+            left = sum(p.nbytes for p in opened(model.parameters()) if p.requires_grad)
+        self.evaluator = own.for_evaluation(own.allowed_bytes - left)
+        return self.evaluator
 
     def _make_room(self) -> None:
         """Of the plans, the one unused for longest makes room for another."""
@@ -481,7 +568,7 @@ class Fitting:
     ) -> tuple[Plan, bool] | None:
         """The plan for a call, or that of a larger one if the call runs as it is, and which of the two.
 
-        None if nothing wants a gradient; raises BudgetTooSmall if the call does not fit.
+        None if no gradient is wanted and it runs as it is; raises BudgetTooSmall if the call does not fit.
         """
         step = self.step_for(model, args, kwargs, may_be_tried=False)
         if isinstance(step, _AsItIs):
@@ -495,12 +582,13 @@ class Fitting:
             step.bind(model, guard.places())
         else:
             beside = partial(self.beside.forward_begins, planned.taken_bytes)
+            is_twice = planned.is_trained and not self._must_plan
             step = planned.step.bound_to(
                 model,
                 places=guard.places(),
-                consumer=self.planner.iteration,
+                consumer=self.planner.iteration if planned.is_trained else None,
                 beside=beside,
-                again=None if self._must_plan else self._differentiable(planned, model),
+                again=self._differentiable(planned, model) if is_twice else None,
             )
         others = [b for b in self.bound if b is not known and any(b.planned is p for p in self.planned)]
         self.bound = [*others, _Bound(planned, guard, step)]
@@ -575,9 +663,12 @@ def _read_back(
     beside: tuple[str, int],
     reserve_bytes: int,
     keep_plans: int,
+    trains: bool,
 ) -> Fitting:
     planner, watch = CallPlanner(*how), BesideWatch(*beside)
-    return Fitting(own_forward, planner, watch, reserve_bytes=reserve_bytes, keep_plans=keep_plans)
+    return Fitting(
+        own_forward, planner, watch, reserve_bytes=reserve_bytes, keep_plans=keep_plans, trains=trains
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -633,6 +724,11 @@ def _told_as_new(leaves: Sequence[object], change: str | None, *, is_new: bool) 
         raise
 
 
-def _wants_gradient(model: nn.Module, leaves: Sequence[object]) -> bool:
+def _may_be_planned(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) or is_constant(leaf)
+
+
+def wants_gradient(model: nn.Module, leaves: Sequence[object]) -> bool:
+    """Whether a parameter or an argument requires a gradient."""
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
     return any(tensor.requires_grad for tensor in chain(model.parameters(), tensors))

@@ -62,7 +62,7 @@ class CallSizes:
                 return None
             sizes.append(look.shape)
             family.append(look._replace(shape=(len(look.shape),), stride=()))
-        return CallSizes((tuple(family), kind.spec, kind.casts), tuple(sizes))
+        return CallSizes((tuple(family), kind.spec, kind.casts, kind.records), tuple(sizes))
 
     def share_of(self, larger: "CallSizes") -> float:
         """The number of elements over that of the larger call, in the tensor where they are most alike."""

@@ -12,6 +12,7 @@ _UNARY = (
 )
 _BINARY = "add bitwise_and bitwise_or div eq ge gt le lt mul ne remainder rsub sub"
 _SAME_PLACE = (
+    "_prelu_kernel "
     "_to_copy addcdiv addcmul alias atan2 copy detach div.Scalar_mode div.Tensor_mode gelu_backward "
     "hardsigmoid_backward hardswish_backward leaky_relu_backward lerp.Scalar lerp.Tensor lift_fresh_copy "
     "logical_and logical_or masked_fill.Scalar masked_fill.Tensor maximum minimum native_dropout_backward "

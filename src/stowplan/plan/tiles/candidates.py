@@ -22,10 +22,12 @@ from stowplan.plan.tiles.rounds import rounds_of
 from stowplan.plan.tiles.segment import WHOLE_STEP, Segment, segment_of, stretch_of
 
 _SMALL = (4, 16)  # a tile that takes this much less than its stage is small enough
+_SMALLER = (*_SMALL, 64)  # the same without a backward half, where no gradients are beside a tile
 _EVEN = ((1.0, 8 << 20), (0.4, 4 << 20))  # of the largest tile that is small enough, where all are about as
 # large; and bytes of a part, which caches should hold: what is larger is read from memory by each op
 _GAIN = 0.9  # of the peak before: a grid that is finer for less is not worth it
 _HALO = 0.35  # a stage whose tiles compute this share twice is cut no finer
+_REPEATED = 5.0  # the same without a backward half, for which norms inside repeat the ops before them
 _DIP = 0.95  # the most bytes that may leave a stage, as a share of the most inside it
 _RISE = 1.01  # of these bytes is a rise
 _FALL = 0.3  # of the most inside it: a cut with fewer bytes ends a stage, unless the next cut has fewer still
@@ -49,7 +51,7 @@ def stage_tilings(graph: Graph, refusals: Refusals) -> Iterator[Tiling]:
     """Tilings of some stages, from the largest one alone to all that can be tiled, coarse and fine."""
     for stretches in _kinds_of_stretches(graph):
         stages = [list(_until_small(grids_tried(graph, stretch, refusals))) for stretch in stretches]
-        for small in _SMALL:
+        for small in _SMALL if graph.has_backward else _SMALLER:
             tiled = [found for tried in stages if (found := _first_small(tried, small))]
             sizes = sorted({_size(stage) for stage in tiled}, reverse=True)
             for size in sizes[:_STAGES]:
@@ -165,7 +167,8 @@ def _until_small(tried: Iterator[Tiled]) -> Iterator[Tiled]:
     for tiled in tried:
         yield tiled
         peaks.append(tiled.costs.backward_peak_bytes)
-        is_small = len(peaks) > 1 and peaks[-1] * max(_SMALL) <= peaks[0]
+        small = max(_SMALL if tiled.segment.graph.has_backward else _SMALLER)
+        is_small = len(peaks) > 1 and peaks[-1] * small <= peaks[0]
         if is_small and tiled.costs.part_bytes <= min(part for _, part in _EVEN):
             return
         if len(peaks) > 2 and peaks[-1] > _GAIN * peaks[-2]:
@@ -173,7 +176,8 @@ def _until_small(tried: Iterator[Tiled]) -> Iterator[Tiled]:
 
 
 def _is_worse(tiled: Tiled, whole: Tiled) -> bool:
-    return tiled.costs.forward_macs > (1 + _HALO) * whole.costs.forward_macs
+    most = _HALO if tiled.segment.graph.has_backward else _REPEATED
+    return tiled.costs.forward_macs > (1 + most) * whole.costs.forward_macs
 
 
 def _first_small(tried: Sequence[Tiled], small: int) -> Tiled | None:

@@ -173,6 +173,6 @@ def extra_macs_of(segment: Segment, costs: SweepCosts) -> int:
     ahead = sum(macs[op.id] * costs.work[op.id] for op in segment.ops)
     back = sum(macs[op.id] * costs.work[op.adjoint_of or ""] for op in adjoints)
     idle = sum(macs[op] * share for op, share in costs.idle.items())
-    again = 0.0 if segment.loss is not None else ahead - idle
+    again = 0.0 if segment.loss is not None or not graph.has_backward else ahead - idle
     covariances = 2 * sum(macs[op] * share for op, share in costs.gathered.items())
     return round(ahead + again + back + covariances - sum(macs.values()))

@@ -23,7 +23,8 @@ class SweepCosts:
     twice. `idle` is the part of that work that is not needed in backward. `gathered` is, by product, the work
     of gathering covariances of its input, relative to the product. Peaks are the memory of the largest tile,
     without the segment's inputs, outputs and their gradients: while it gathers statistics, runs forward only,
-    or runs forward and backward. `part_bytes` is the largest single part that a tile computes; `again_macs`
+    or runs forward and backward; in a step without a backward half, the last is the larger of the others.
+    `part_bytes` is the largest single part that a tile computes; `again_macs`
     are the multiply-accumulates of recomputing the segment when its statistics are known.
     """
 
@@ -63,19 +64,21 @@ def costs_of_sweep(segment: Segment, rounds: Sequence[Round]) -> SweepCosts:
     ]
     gathered = {product.op.id: product.work for each in rounds for product in each.products.values()}
     last, last_work = rounds[-1], of_rounds[-1]
+    is_differentiated = segment.graph.has_backward
+    backward_peaks = (
+        _largest_backward_peak(each.segment, tiles) for each, tiles in zip(rounds, unlike, strict=True)
+    )
     return SweepCosts(
         tiles=max(len(each.tiles) for each in rounds),
         work=work,
-        idle={op: last_work[op] for op in not_needed_in_backward(last.segment)},
+        idle={op: last_work[op] for op in not_needed_in_backward(last.segment)} if is_differentiated else {},
         gathered=gathered,
         forward_macs=round(sum(macs[op] * share for op, share in (*work.items(), *gathered.items()))),
         again_macs=round(sum(macs[op] * share for op, share in last_work.items())),
         untiled_macs=sum(macs.values()),
         gathering_peak_bytes=max(forward_peaks[:-1], default=0),
         forward_peak_bytes=forward_peaks[-1],
-        backward_peak_bytes=max(
-            _largest_backward_peak(each.segment, tiles) for each, tiles in zip(rounds, unlike, strict=True)
-        ),
+        backward_peak_bytes=max(backward_peaks if is_differentiated else forward_peaks),
         part_bytes=max(
             _largest_part(each.segment, tile)
             for each, tiles in zip(rounds, unlike, strict=True)

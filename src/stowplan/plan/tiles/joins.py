@@ -31,10 +31,10 @@ from stowplan.plan.tiles.collapse import extra_macs_of
 
 
 class BackwardFootprint:
-    """Finds the backward footprint of segments of one graph."""
+    """Finds the backward footprint of segments of one graph; without a backward half, that of forward."""
 
     def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+        self._graph, self._has_gradients = graph, graph.has_backward
         self._forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
         self._place = {op.id: place for place, op in enumerate(self._forward)}
         self._made = {name: place for place, op in enumerate(self._forward) for name in op.writes()}
@@ -49,7 +49,7 @@ class BackwardFootprint:
     def standing_bytes(self) -> int:
         """The bytes of all parameters and their gradients, and of the step's inputs."""
         outside = self._readers.keys() - self._made.keys() - self._parameters
-        return 2 * self._bytes(self._parameters) + self._bytes(outside)
+        return (1 + self._has_gradients) * self._bytes(self._parameters) + self._bytes(outside)
 
     def beside(self, ops: Sequence[str]) -> int:
         """The live bytes around these ops, without the tensors inside them."""
@@ -62,12 +62,14 @@ class BackwardFootprint:
     def _times(self, name: str, places: Sequence[int], first: int, last: int) -> int:
         """How many copies of a tensor's bytes are live: the tensor, its gradient, both or none."""
         if name in self._parameters:
-            return int(places[-1] >= first)
+            return int(self._has_gradients and places[-1] >= first)
         if name not in self._made:
             return 1
         made = self._made[name]
         if made >= first:
             return int(made <= last < places[-1])
+        if not self._has_gradients:
+            return int(places[-1] >= first)
         is_read = any(first <= place <= last for place in places)
         return is_read + int(is_read or places[-1] > last)
 

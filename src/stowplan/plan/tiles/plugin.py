@@ -14,7 +14,7 @@ from math import prod
 from stowplan.analyse.tile_costs import Levels, Read, TileOp
 from stowplan.errors import NotTileable
 from stowplan.geometry import Point, Rect
-from stowplan.ir import Document, Graph, Kind, Phase, TileSchedule, TileStep
+from stowplan.ir import Document, Graph, Kind, TileSchedule, TileStep
 from stowplan.ops.effects import macs_of
 from stowplan.ops.table import shape_of, site_of
 from stowplan.plan.level import Level as PartLevel
@@ -127,7 +127,7 @@ def graph_candidates(
     graph: Graph, pricing: Pricing, baseline: Baseline, options: PlanOptions, refusals: Refusals
 ) -> Iterator[Candidate]:
     """The whole step in tiles, then sample by sample, else stage by stage."""
-    if any(op.phase is Phase.BACKWARD for op in graph.ops):
+    if graph.has_backward:
         early = in_tiling_order(graph)
         yield from whole_candidates(early, pricing, baseline, options, refusals)
         by_sample = tuple(sample_candidates(early, pricing, baseline, options, refusals))

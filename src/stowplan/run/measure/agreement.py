@@ -12,7 +12,7 @@ At the first difference the run ends. So nothing runs but captured ops, and all 
 3. parameters, buffers and arguments in storages that the captured step writes to are replaced by copies
    (`Copies`), and draws come from copies of the generators (`_leaving_no_trace`);
 4. gradients are enabled, as in training, but autograd keeps nothing (`_keeping_nothing`), so that activations
-   end as they do in inference;
+   end as they do in inference; a call under torch.no_grad() is compared with one under torch.no_grad();
 5. before an op that would take memory above the budget the run ends, without a verdict (`_Comparison._room`).
 
 Products of matrices and ops such as softmax take most of the time, and their numbers are not needed. Their
@@ -149,7 +149,7 @@ def against_eager(plan: Schedule, subject: Subject) -> AgainstEager:
                 drawing = any(draws(e.target, e.args, e.kwargs) for e in captured.forward)
                 devices = {tensor.device for tensor in tensors} if drawing else set[torch.device]()
                 stack.enter_context(_leaving_no_trace(devices))
-                stack.enter_context(_keeping_nothing())
+                stack.enter_context(_keeping_nothing() if captured.records else torch.no_grad())
                 stack.enter_context(checkpoints_as_calls())
                 stack.enter_context(comparison)
                 if shortcut:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from stowplan.capture.recording import Loss, after_loss, output_named
 from stowplan.capture.sparse import opened_by_name
+from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse
 from stowplan.plan.draft import Exactness
 from stowplan.plan.plan import Plan
@@ -19,6 +21,7 @@ from stowplan.plan.record import Difference, Record
 from stowplan.request import Iteration
 from stowplan.run.cost.machine import free_bytes, rng_state
 from stowplan.run.fit import plans_of
+from stowplan.run.fitting import wants_gradient
 from stowplan.run.measure.agreement import compared
 from stowplan.run.measure.measure import Measurement, measure
 from stowplan.run.planning.planner import DraftedStep, Subject
@@ -36,10 +39,11 @@ _RATE = 1e-3  # of the update between two steps, so that each step starts from o
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the two: a model and the way its loss is computed."""
+    """One of the two: a model and how its loss is computed, or its results if nothing is differentiated."""
 
     model: nn.Module
-    loss: Callable[[], Tensor]
+    loss: Callable[[], Tensor] | None
+    results: Callable[[], object] = tuple
     optimizer: Optimizer | None = None
     clip_norm: float | None = None  # if it clips in its loop
     accumulate: int = 1  # backwards before each step of the optimizer
@@ -48,8 +52,13 @@ class _Side:
     def device(self) -> str:
         return next((str(parameter.device) for parameter in self.model.parameters()), "cpu")
 
-    def step(self) -> Tensor:
-        """Forward and backward from fresh gradients; with an optimizer, an iteration of the usual loop."""
+    def step(self) -> dict[str, Tensor]:
+        """Forward and backward from fresh gradients; with an optimizer, an iteration of the usual loop.
+
+        Returns the loss, or the results of a step that is forward alone.
+        """
+        if self.loss is None:
+            return dict(_tensors_in(self.results()))
         self.model.zero_grad(set_to_none=True)
         for _ in range(self.accumulate):
             loss = self.loss()
@@ -59,7 +68,7 @@ class _Side:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return loss.detach()
+        return {"loss": loss.detach()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors that both sides must agree on after a step."""
@@ -104,11 +113,15 @@ def check(
     subject = subject or subject_of(target)
     drafted = planning(subject)
     step = replace(drafted, draft=compared(drafted.draft, subject)).verified()
-    eager = _eager_side(_copied(target))
+    side_of = _eager_side if step.captured.program.is_differentiated else _eager_forward
+    eager = side_of(_copied(target))
     before = _kept(target, step.plan)
     straight = step.bound_to(target.model, loss=target.loss)
-    planned = _Side(target.model, lambda: _loss_in(straight(*target.args, **target.kwargs), target.loss))
-    return _recorded(step.plan, eager, planned, before, steps, rounds, _eager_side)
+    run = partial(straight, *target.args, **target.kwargs)
+    planned = _Side(target.model, None, run)
+    if step.captured.program.is_differentiated:
+        planned = _Side(target.model, lambda: _loss_in(run(), target.loss))
+    return _recorded(step.plan, eager, planned, before, steps, rounds, side_of)
 
 
 def check_iterations(
@@ -191,10 +204,13 @@ def _recorded(
 
 
 def eager_peak_bytes(target: Target, optimizer: Optimizer | None = None) -> int:
-    """Measured in one eager training step, from fresh gradients; or in the optimizer's second iteration.
+    """Measured in one eager step, from fresh gradients; or in the optimizer's second iteration.
 
     The model is trained meanwhile.
     """
+    leaves = flatten(target.args, target.kwargs)[0]
+    if optimizer is None and not wants_gradient(target.model, leaves):
+        return _measured(_eager_forward(target), target).measured_peak_bytes
     side = replace(_eager_side(target), optimizer=optimizer)
     if optimizer is not None:
         side.step()  # makes the state
@@ -209,6 +225,19 @@ def _eager_side(target: Target) -> _Side:
         return _loss_in(after_loss(output, target.loss), target.loss)
 
     return _Side(model, loss)
+
+
+def _eager_forward(target: Target) -> _Side:
+    return _Side(
+        target.model, None, lambda: after_loss(target.model(*target.args, **target.kwargs), target.loss)
+    )
+
+
+def _tensors_in(output: object) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a step returns, by name or place."""
+    for path, leaf in pytree.tree_flatten_with_path(output)[0]:
+        if isinstance(leaf, Tensor):
+            yield f"result{pytree.keystr(path)}", leaf.detach()
 
 
 def _loss_in(output: object, loss: Loss | None) -> Tensor:
@@ -288,10 +317,10 @@ def _allowing(difference: Difference, own: Mapping[str, float]) -> Difference:
 
 def _after_a_step(side: _Side, seed: int) -> list[tuple[str, Tensor]]:
     torch.manual_seed(seed)
-    loss = side.step()
+    results = side.step()
     places = {torch.device("cpu"), torch.device(side.device)}
     states = [(f"generator state of {place}", rng_state(place)) for place in sorted(places, key=str)]
-    return [("loss", loss), *side.tensors(), *states]
+    return [*results.items(), *side.tensors(), *states]
 
 
 def _difference(name: str, expected: Tensor, got: Tensor, roundings: int) -> Difference:
@@ -313,7 +342,7 @@ def _measured(side: _Side, target: Target) -> Measurement[None]:
     return measure(lambda: _discard(side.step()), device=side.device, before=there)
 
 
-def _discard(_: Tensor) -> None:
+def _discard(_: object) -> None:
     return None
 
 

@@ -78,7 +78,9 @@ def recapture(
     tangents = enumerate(captured.program.tangents)
     differentiated = tuple(position for position, tangent in tangents if tangent is not None)
     again = with_forward(model, forward)
-    found = capture(again, args, kwargs, differentiated=differentiated, know_values=True)
+    records = captured.records and captured.program.is_differentiated
+    found = capture(again, args, kwargs, differentiated=differentiated, know_values=True, records=records)
+    found = replace(found, records=captured.records)
     return replace(found, graph=_with_origins(found.graph, order))
 
 

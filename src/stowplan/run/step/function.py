@@ -112,20 +112,25 @@ def compiled(
     source: Source,
     tier: LiveTier | None = None,
     placing: object = None,
+    *,
+    records: bool = True,
 ) -> Halves:
-    """Run the text that defines the two functions. It is generated here, from ops of PyTorch and a tier."""
+    """Run the text that defines the two functions. It is generated here, from ops of PyTorch and a tier.
+
+    Kernels of forward find gradients enabled if the step `records`.
+    """
     scope: dict[str, object] = {"torch": torch, "ops": torch.ops, "aten": torch.ops.aten, "tier": tier}
     scope |= {"as_in_forward": as_in_forward, "placing": placing}
     scope |= {"copied": copied, "zeros": zeros}
     file = f"<stowplan step {next(_numbers)}>"
     code = compile(source.text, file, "exec")
     exec(code, scope)  # noqa: S102 -- the text is stowplan's own, made from op names, literals and its own counters
-    forward, backward = cast(Forward, scope["forward"]), cast(Backward, scope["backward"])
+    forward, backward = cast(Forward, scope["forward"]), cast("Backward | None", scope.get("backward"))
     places = _Places(file, source)
 
     def run_forward(primals: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """As kernels run in eager: some ask whether gradients are enabled, but none records anything."""
-        with places.noted(), below_autograd(), torch.enable_grad():
+        with places.noted(), below_autograd(), torch.set_grad_enabled(records):
             return forward(primals)
 
     def run_backward(
@@ -135,6 +140,7 @@ def compiled(
         handed: Gradients,
         looks: Looks,
     ) -> Generator[None, None, None]:
+        assert backward is not None, "nothing was differentiated"
         kinds = {each.device.type for each in (*primals, *tangents) if each is not None}
         pieces = backward(primals, saved, tangents, handed, looks)
         del primals, saved, tangents

@@ -44,6 +44,7 @@ class Source:
     generator: it runs one piece each time it is resumed, and leaves the piece's gradients in the list
     `handed` alone. It shows gradients of outputs that others are made of to the functions `looks`. The
     lists `saved` and `tangents` are emptied, so that backward alone decides how long their tensors live.
+    A step that is forward alone has no `backward`.
     Gradients that do not come in are None among the `tangents`, and so are those that only follow from them.
     With transfers, the code calls on a `tier`: `stored_bytes` are the sizes that it asks room for.
     """
@@ -105,7 +106,8 @@ def source_of(
     looked: dict[str, list[int]] = {}
     for position, gradient in inner.items():
         looked.setdefault(gradient, []).append(position)
-    backward = _Half(writer, steps[turn:], ends_of_pieces(graph, program, steps[turn:]), looked)
+    ends = ends_of_pieces(graph, program, steps[turn:]) if program.is_differentiated else ()
+    backward = _Half(writer, steps[turn:], ends, looked)
     shown = {*tangents, *(name for op in graph.ops for name in op.writes())}
     saved = tuple(name for name in backward.needed if name in forward.made and name not in outputs)
     primals = tuple(name for name in backward.needed if name not in {*saved, *tangents})
@@ -115,6 +117,8 @@ def source_of(
         *(_Line(f"    {name} = {made}") for name, made in placing.begun_with.items()),
         *forward.lines,
         _Line(f"    return {_tuple(names, outputs)}, [{_list(names, saved, kept)}]"),
+    )
+    way_back = (
         _Line(""),
         _Line(""),
         _Line("def backward(primals, saved, tangents, handed, looks):"),
@@ -125,6 +129,7 @@ def source_of(
         *(_Line(f"    {line}") for name in tangents for line in _looks(names[name], looked.get(name, ()))),
         *backward.lines,
     )
+    lines += way_back if program.is_differentiated else ()
     return Source(
         "".join(f"{line.text}\n" for line in lines),
         {names[tensor]: called(program, tensor) for tensor in graph.tensors},

@@ -240,14 +240,14 @@ class StraightStep:
         if source.stored_bytes:
             tier = tier or tier_for(self._device)
             tier.reserve(source.stored_bytes)
-        self._halves = compiled(source, tier, placing)
+        self._halves = compiled(source, tier, placing, records=captured.records)
         self._captured, self._loss = captured, loss
         self._changes = changes_of(captured.program.output_spec) or Changes()
         self.bind(model, places)
         self.source = source.annotated()
         self._primals = tuple(_primals_of(piece, captured.program) for piece in source.pieces)
         leaves = zip(captured.program.outputs, captured.program.attached, strict=True)
-        attached = {leaf for leaf, is_attached in leaves if is_attached}
+        attached = {leaf for leaf, is_attached in leaves if is_attached and source.pieces}
         self._attached = tuple(Ref(name) in attached for name in source.outputs)
         self._trained = [name for name in captured.program.gradients if name in captured.program.parameters]
 
@@ -280,6 +280,8 @@ class StraightStep:
             run.as_it_is = partial(call.gradients, differentiated)
         elif self._again:
             run.as_it_is = self._again.refused
+        if not self._primals:
+            outputs |= self._given_back(found)
         returned = pytree.tree_unflatten(self._leaves(outputs), self._program.output_spec)
         if isinstance(returned, Beside):
             self._changes.after(find, args, kwargs, returned.tensors, self._binding.holder_of)
@@ -300,6 +302,12 @@ class StraightStep:
     def _made(self, run: Run, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         with torch.autocast(self._device.type, enabled=False):
             return run_step(run, found)
+
+    def _given_back(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Results of a step without gradients that came in, and may have a graph of their own."""
+        leaves = zip(self._program.outputs, self._program.attached, strict=True)
+        names = (leaf.tensor for leaf, attached in leaves if attached and isinstance(leaf, Ref))
+        return {name: found[name] for name in names if name in found}
 
     def _leaves(self, outputs: Mapping[str, Tensor]) -> list[object]:
         """The results for the caller, detached where eager's are."""

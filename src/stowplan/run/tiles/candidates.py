@@ -262,7 +262,8 @@ def _tilings(graph: Graph, refusals: Refusals) -> Iterator[tuple[Tiling, Remater
     whole = ((tiled,) for tiled in whole_tilings(graph, refusals))
     for tiling in chain(stage_tilings(graph, refusals), divided_tilings(graph, refusals), whole):
         yield tiling, {}
-    yield from rematerialised_tilings(graph, refusals)
+    if graph.has_backward:
+        yield from rematerialised_tilings(graph, refusals)
 
 
 def _divided(graph: Graph, refusals: Refusals) -> Iterator[tuple[Tiling, Rematerialised]]:

@@ -331,7 +331,7 @@ class Sweep(Handle):
     def loss(
         self, inputs: Sequence[Tensor], wanted: Sequence[int], statistics: Sequence[Tensor] = ()
     ) -> list[Tensor]:
-        """The loss, then its gradients: each tile runs forward and backward at once."""
+        """The loss, then its gradients: each tile runs forward and backward at once, if any is wanted."""
         assert self._loss is not None, "the segment does not end in a loss"
         assert self.segment.loss is not None
         given = self._given(inputs, statistics)
@@ -341,7 +341,7 @@ class Sweep(Handle):
         total = torch.zeros((), dtype=torch.float64, device=inputs[0].device)
         weight = torch.zeros_like(total)
         cells = self._cells()
-        with differentiating():
+        with differentiating() if wanted else torch.no_grad():
             for tile in self._last.tiles:
                 parts = tile.run(sums.leaves(tile))
                 part, share = self._loss.of([parts[name] for name in operands])
@@ -350,7 +350,8 @@ class Sweep(Handle):
                 weight += share
                 differentiate({"loss": part}, [torch.full_like(part, 1 / cells)])
                 del part, share  # before the next tile makes its own
-            self._hand_on(given, sums)
+            if wanted:
+                self._hand_on(given, sums)
         scale = 1 / weight if self._loss.divides else torch.ones_like(weight)
         described = self.outputs[0]
         result = (total * scale).to(getattr(torch, str(described.dtype)))

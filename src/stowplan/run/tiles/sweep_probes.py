@@ -86,7 +86,8 @@ class SweepProbes:
         """Forward and backward, if tiles were as fast as the whole; backward recomputes all but a loss."""
         forward, backward = self._seconds_whole(tiled)
         ahead = forward * tiled.costs.forward_macs / max(1, tiled.costs.untiled_macs)
-        return ahead, backward + (ahead if tiled.segment.loss is None else 0.0)
+        is_again = tiled.segment.loss is None and self._graph.has_backward
+        return ahead, backward + (ahead if is_again else 0.0)
 
     def floor_beside(self, in_sweeps: Collection[str]) -> int:
         """The least memory of the ops outside all sweeps, where `in_sweeps` are the forward ops inside.
@@ -180,11 +181,14 @@ def signatures_of(sweep: Sweep) -> list[Signature]:
     gather = [_signature(sweep, _OPS.gather.default, looked_at)] if sweep.statistics else []
     if segment.loss is not None:
         return [*gather, _signature(sweep, _OPS.sweep_loss.default, given)]
-    incoming = _refs(gradients.get(name, name) for name in segment.outputs)
     ahead, back = tuple(sweep.over_inputs()), tuple(sweep.over_gradients(wanted))
+    forward = _signature(sweep, _OPS.sweep.default, {**given, "over": ahead})
+    if not segment.graph.has_backward:
+        return [*gather, forward]
+    incoming = _refs(gradients.get(name, name) for name in segment.outputs)
     return [
         *gather,
-        _signature(sweep, _OPS.sweep.default, {**given, "over": ahead}),
+        forward,
         _signature(sweep, _OPS.sweep_backward.default, {**given, "gradients": incoming, "over": back}),
     ]
 
