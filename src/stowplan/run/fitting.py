@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from threading import local
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ref
 
 import torch
@@ -71,7 +71,11 @@ _OTHER_CASTS = (
 )
 
 
-class _Fitted(nn.Module):
+Otherwise: TypeAlias = Callable[[StowplanError], None]
+"""Learns of a refusal, and returns if the call shall run as it is."""
+
+
+class FittedModule(nn.Module):
     """What a fitted module adds to its class: another way to run `forward`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +92,7 @@ class _Fitted(nn.Module):
 def fitted_class_of(kind: type[nn.Module]) -> type:
     """One class for each class of model."""
     found = _FITTED_CLASSES.get(kind)
-    return found or _FITTED_CLASSES.setdefault(kind, fitted_class(kind, _Fitted))
+    return found or _FITTED_CLASSES.setdefault(kind, fitted_class(kind, FittedModule))
 
 
 def _blank(kind: type[nn.Module]) -> object:
@@ -99,7 +103,8 @@ def _blank(kind: type[nn.Module]) -> object:
 
 def model_class(model: nn.Module) -> type[nn.Module]:
     """The class of the model itself, fitted or not, also under a wrapper's class such as FSDP's."""
-    fitted = (kind.__bases__[1] for kind in type(model).__mro__ if _Fitted in kind.__bases__)
+    found = (kind.__bases__ for kind in type(model).__mro__)
+    fitted = (bases[1] for bases in found if len(bases) == 2 and issubclass(bases[0], FittedModule))
     return next(fitted, type(model))
 
 
@@ -138,6 +143,7 @@ class Fitting:
     smaller: list[tuple[KindOfCall, Planned]] = field(default_factory=list)  # run as they are, and why
     refused: list[_Refused] = field(default_factory=list)
     twice: list[Planned] = field(default_factory=list)  # of which second derivatives were asked for
+    otherwise: Otherwise | None = None  # takes refusals in place of the caller, whose call then runs as it is
     lock: Lock = field(default_factory=Lock)
 
     @property
@@ -177,9 +183,15 @@ class Fitting:
             return self.as_it_is(model, args, kwargs)  # as a part of the model that is planned
         if not torch.is_grad_enabled() or is_exporting() or is_tracing():
             return self._eager(model, args, kwargs)
-        if kind := another_derivative(_read_by(model, args, kwargs)):
-            raise BadUse(f"a plan has the ops of backward, and none for {kind}: call the model itself")
-        step = self.step_for(model, args, kwargs)
+        try:
+            if kind := another_derivative(_read_by(model, args, kwargs)):
+                raise BadUse(f"a plan has the ops of backward, and none for {kind}: call the model itself")
+            step = self.step_for(model, args, kwargs)
+        except StowplanError as refusal:
+            if self.otherwise is None:
+                raise
+            self.otherwise(refusal)
+            return self.as_it_is(model, args, kwargs)
         if iteration:
             iteration.forward_begins()
         if step is None:
