@@ -71,8 +71,8 @@ _OTHER_CASTS = (
 )
 
 
-Otherwise: TypeAlias = Callable[[StowplanError], None]
-"""Learns of a refusal, and returns if the call shall run as it is."""
+Otherwise: TypeAlias = Callable[[Exception], None]
+"""Learns why a call is not planned, and returns if the call shall run as it is."""
 
 
 class FittedModule(nn.Module):
@@ -187,10 +187,10 @@ class Fitting:
             if kind := another_derivative(_read_by(model, args, kwargs)):
                 raise BadUse(f"a plan has the ops of backward, and none for {kind}: call the model itself")
             step = self.step_for(model, args, kwargs)
-        except StowplanError as refusal:
+        except Exception as fault:  # of capture too: the run as it is raises what is the model's own
             if self.otherwise is None:
                 raise
-            self.otherwise(refusal)
+            self.otherwise(fault)
             return self.as_it_is(model, args, kwargs)
         if iteration:
             iteration.forward_begins()

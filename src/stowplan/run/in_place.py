@@ -84,8 +84,8 @@ def install(fitted: nn.Module, model: nn.Module, *, otherwise: Otherwise | None 
     Args:
         fitted: what `fit` returned for this model. It can still be called.
         model: the module that was given to `fit`.
-        otherwise: called with the refusal if a later call cannot be planned. If it returns, that call runs
-            without a plan. By default the refusal is raised, as by `fitted`.
+        otherwise: called with the error if a later call cannot be planned. If it returns, that call runs
+            without a plan. By default the error is raised, as by `fitted`.
     """
     fitting = vars(fitted).get(_FITTING)
     if not isinstance(fitting, Fitting):
