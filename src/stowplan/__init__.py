@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from stowplan.plan.plan import Plan
     from stowplan.request import Iteration, Mesh, Shapes
     from stowplan.run.fit import fit, plans_of
+    from stowplan.run.in_place import Installed, install
     from stowplan.run.project import project
     from stowplan.run.shape_costs import scan, shape_costs
     from stowplan.run.shards.fit import choices_of, shards_of
@@ -46,6 +47,7 @@ __all__ = [
     "CaptureError",
     "Execution",
     "IllegalPlan",
+    "Installed",
     "InvalidGraph",
     "Iteration",
     "MalformedOp",
@@ -75,6 +77,7 @@ __all__ = [
     "explain",
     "fit",
     "inspect",
+    "install",
     "load_plan",
     "planner_for",
     "plans_of",
@@ -88,6 +91,7 @@ __all__ = [
 # Looked up when first asked for: importing stowplan is quick, and only what runs models brings torch.
 _HOMES = {
     "Execution": "stowplan.plan.options",
+    "Installed": "stowplan.run.in_place",
     "Iteration": "stowplan.request",
     "Mesh": "stowplan.request",
     "Plan": "stowplan.plan.plan",
@@ -95,6 +99,7 @@ _HOMES = {
     "Search": "stowplan.plan.options",
     "Shapes": "stowplan.request",
     "fit": "stowplan.run.fit",
+    "install": "stowplan.run.in_place",
     "plans_of": "stowplan.run.fit",
     "project": "stowplan.run.project",
     "choices_of": "stowplan.run.shards.fit",

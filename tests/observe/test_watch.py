@@ -204,7 +204,7 @@ def test_what_was_seen_is_read_as_it_was_written(tmp_path: Path) -> None:
         failure=Failure("E", "m", "op", alive),
     )
     record.write(str(tmp_path))
-    (read,) = records_in(str(tmp_path))
+    (read,) = records_in(str(tmp_path), WatchRecord)
     assert read == record
     assert json.loads(records_json([read]))["processes"][0]["peak"]["places"][0]["line"] == 3
 

@@ -37,8 +37,9 @@ VERBS = {
     "gpu-check": "measure on this device, in two minutes, what stowplan promises, as two files to send",
     "convert": "write what is in a file in another format",
     "watch": "run a training script as it is, and say where the memory of an iteration goes",
+    "run": "run a training script within a budget in bytes, no line of it changed",
 }
-IN_FRONT = ("watch",)
+IN_FRONT = ("watch", "run")
 """Verbs that stand in front of a command, whose words are not theirs."""
 
 
@@ -152,7 +153,7 @@ class _Parser(ArgumentParser):
 def _read(words: Sequence[str]) -> Namespace:
     command: Sequence[str] = ()
     if words and words[0] in IN_FRONT:
-        words, command = _before_command(words, import_module(f"stowplan.cli.{words[0]}").WITH_VALUE)
+        words, command = _before_command(words)
     parser, verb = _parsers(words)
     arguments, unknown = parser.parse_known_args(words, Namespace(command=list(command)))
     if unknown:
@@ -161,8 +162,10 @@ def _read(words: Sequence[str]) -> Namespace:
     return arguments
 
 
-def _before_command(words: Sequence[str], with_value: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+def _before_command(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """The words of the verb, and those of the command, which a script, -m, -c, - or -- begins."""
+    options = _parsers(words[:1])[1]._actions
+    with_value = {name for option in options if option.nargs is None for name in option.option_strings}
     at = 1
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "-m", "-c", "--"):
         at += 2 if words[at] in with_value else 1

@@ -7,10 +7,9 @@ from argparse import ArgumentParser, Namespace
 from stowplan.cli.options import refuse_unwritable, write_output
 from stowplan.errors import BadUse
 from stowplan.observe.launch import LaunchSettings, command_line, end_as, run_observed
-from stowplan.observe.record import records_in
+from stowplan.observe.record import WatchRecord, records_in
 from stowplan.units import parse_bytes
 
-WITH_VALUE = ("--iterations", "--limit", "--json")  # options that take the next word
 _FEWEST = 3
 
 
@@ -42,7 +41,7 @@ def run(arguments: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="stowplan-") as folder:
         settings = LaunchSettings(folder, arguments.iterations, limit, os.environ.get("PYTHONPATH"))
         code = run_observed(command, settings)
-        records = list(records_in(folder))
+        records = list(records_in(folder, WatchRecord))
     if arguments.json:
         from stowplan.report.watch import records_json
 

@@ -75,6 +75,7 @@ class Blocks:
     workspaces: list[LiveBlock] = field(default_factory=list)
     clock: int = 0
     alive_bytes: int = 0
+    most_bytes: int = 0  # that were alive at once, since whoever reads it has set it back
     phases: list[tuple[int, str]] = field(default_factory=list)  # from this clock on
     backwards: list[int] = field(default_factory=list)  # clocks at which one begins
     keeps: bool = True  # whether blocks that died are still asked for
@@ -86,6 +87,7 @@ class Blocks:
         self.clock += 1
         block = LiveBlock(nbytes, 0 if is_old else self.clock, origin, op, kind)
         self.alive_bytes += nbytes
+        self.most_bytes = max(self.most_bytes, self.alive_bytes)
         if self.keeps:
             self.all.append(block)
         return block
@@ -99,11 +101,13 @@ class Blocks:
     def resize(self, block: LiveBlock, nbytes: int) -> None:
         """The storage was changed in size."""
         self.alive_bytes += nbytes - block.nbytes
+        self.most_bytes = max(self.most_bytes, self.alive_bytes)
         block.nbytes = nbytes
 
     def within(self, nbytes: int, origin: BlockOrigin, op: str) -> None:
         """An op that has just ended took this much more while it ran."""
         self.clock += 1
+        self.most_bytes = max(self.most_bytes, self.alive_bytes + nbytes)
         if self.keeps:
             self.workspaces.append(LiveBlock(nbytes, self.clock, origin, op, KERNELS, self.clock + 1))
         self.clock += 1

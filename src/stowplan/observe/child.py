@@ -4,7 +4,6 @@ Nothing is imported here that the script may not have imported itself, for a scr
 allocators in its environment before it imports torch.
 """
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from stowplan.observe.awaiting import after_import
 from stowplan.observe.launch import VARIABLE, LaunchSettings
-from stowplan.observe.record import WatchRecord
+from stowplan.observe.record import RunRecord, WatchRecord
 
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _LAUNCHING = ("torchrun", "accelerate")
@@ -23,7 +22,7 @@ def begin() -> None:
     text = os.environ.get(VARIABLE)
     if text is None or is_launcher(sys.orig_argv):
         return
-    settings = LaunchSettings(**json.loads(text))
+    settings = LaunchSettings.of_text(text)
     del os.environ[VARIABLE]  # what the script starts is not observed
     if settings.path is None:
         os.environ.pop("PYTHONPATH", None)
@@ -32,13 +31,17 @@ def begin() -> None:
 
     def observe() -> None:
         try:
-            from stowplan.observe import observer
+            if settings.budgeted is not None:
+                from stowplan.observe import budgeted
 
-            observer.begin(settings)
+                budgeted.begin(settings, settings.budgeted)
+            else:
+                from stowplan.observe import observer
+
+                observer.begin(settings)
         except Exception as error:
-            WatchRecord(script=sys.argv[0], told=f"observing could not begin: {error!r}").write(
-                settings.folder
-            )
+            record = WatchRecord if settings.budgeted is None else RunRecord
+            record(script=sys.argv[0], told=f"this could not begin: {error!r}").write(settings.folder)
 
     after_import("torch", observe)
 

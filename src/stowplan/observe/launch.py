@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shutil import which
 
 from stowplan.errors import BadUse
+from stowplan.plan.options import Search, told
 
 VARIABLE = "STOWPLAN_OBSERVE"
 BOOT = str(Path(__file__).with_name("boot"))
@@ -24,17 +25,58 @@ _FROM_KERNEL = 0x80  # si_code of what a terminal sends: the script has it too
 
 
 @dataclass(frozen=True, slots=True)
+class BudgetedRun:
+    """What a script is run with: the budget of all its tensors, and how its modules are planned.
+
+    `allow` are the techniques, as for `fit`. With `strict`, what is refused ends the run.
+    """
+
+    budget_bytes: int
+    allow: str | None = None
+    strict: bool = field(
+        default=False,
+        metadata=told(
+            "end the run before an iteration that cannot be planned, or would exceed the budget; without it,"
+            " such a module runs as it is, which is said"
+        ),
+    )
+    search: Search = field(default_factory=Search)
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchSettings:
-    """What the observer in the script's process is asked.
+    """What is asked of the script's process.
 
     `folder` takes the records. After `iterations` the script ends; None lets it go on. `limit_bytes` is the
-    most that tensors may take. `path` is PYTHONPATH as the user has it, None if it is not set.
+    most that tensors may take. `path` is PYTHONPATH as the user has it, None if it is not set. With a
+    `budgeted` run, its modules are planned; else the script is observed.
     """
 
     folder: str
     iterations: int | None = None
     limit_bytes: int | None = None
     path: str | None = None
+    budgeted: BudgetedRun | None = None
+
+    def as_text(self) -> str:
+        """For the environment of the script's process."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def of_text(text: str) -> "LaunchSettings":
+        """What `as_text` wrote."""
+        found = json.loads(text)
+        if (run := found["budgeted"]) is not None:
+            found["budgeted"] = BudgetedRun(**{**run, "search": Search(**run["search"])})
+        return LaunchSettings(**found)
+
+
+def script_name() -> str:
+    """The script that this process runs, as the command line names it."""
+    words = sys.orig_argv[1:]
+    if "-m" in words:
+        return words[words.index("-m") + 1]
+    return sys.argv[0] if sys.argv else ""
 
 
 def command_line(words: Sequence[str]) -> list[str]:
@@ -68,7 +110,7 @@ def _program(name: str) -> str:
 def run_observed(command: Sequence[str], settings: LaunchSettings) -> int:
     """Run the command to its end; its exit code, or the negative number of the signal that ended it."""
     path = os.pathsep.join(part for part in (BOOT, settings.path) if part)
-    environment = {**os.environ, "PYTHONPATH": path, VARIABLE: json.dumps(asdict(settings))}
+    environment = {**os.environ, "PYTHONPATH": path, VARIABLE: settings.as_text()}
     if not hasattr(signal, "sigwaitinfo"):  # Linux has it, macOS has not: there Ctrl-C reaches both
         return _waited(subprocess.Popen(command, env=environment))
     return _forwarding(command, environment)

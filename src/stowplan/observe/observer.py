@@ -33,7 +33,8 @@ from stowplan.observe.blocks import (
     STEP,
     BlockOrigin,
 )
-from stowplan.observe.launch import LaunchSettings
+from stowplan.observe.frames import hide_own_frames
+from stowplan.observe.launch import LaunchSettings, script_name
 from stowplan.observe.loop import Loop, Token, described, in_order
 from stowplan.observe.memory import ObservedMemory, caller
 from stowplan.observe.record import BUFFERS, GRADIENTS, INPUTS, PARAMETERS, STATE, WatchRecord
@@ -43,11 +44,6 @@ from stowplan.torch_private import FakeTensor, dispatch_modes, gradient_of, pytr
 _MARK = "stowplan.observe"
 _MOST_NODES = 50_000  # of a graph that are looked at for the calls it is of
 _MOST_BLOCKS = 2_000_000
-_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-_BEFORE_MODE = tuple(
-    os.path.join("torch", name) for name in ("_compile.py", os.path.join("_dynamo", "eval_frame.py"))
-)
-_AFTER_MODE = os.path.join("torch", "_ops.py")
 _OUT = ("can't allocate memory", "out of memory", "not enough memory")
 
 Result = TypeVar("Result")
@@ -56,13 +52,6 @@ Result = TypeVar("Result")
 def begin(settings: LaunchSettings) -> None:
     """Observe this process from now on."""
     Observer(settings).begin()
-
-
-def _script() -> str:
-    words = sys.orig_argv[1:]
-    if "-m" in words:
-        return words[words.index("-m") + 1]
-    return sys.argv[0] if sys.argv else ""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -77,7 +66,9 @@ class Observer:
 
     def __init__(self, settings: LaunchSettings) -> None:
         self.settings, self.loop = settings, Loop()
-        self.record = WatchRecord(script=_script(), rank=os.environ.get("RANK", ""), torch=torch.__version__)
+        self.record = WatchRecord(
+            script=script_name(), rank=os.environ.get("RANK", ""), torch=torch.__version__
+        )
         self.memory = ObservedMemory(self, settings.limit_bytes)
         self.names: dict[int, str] = {}  # paths of modules
         self.roots: list[ref[nn.Module]] = []
@@ -110,7 +101,7 @@ class Observer:
         self._replace(torch.autograd, "backward", self._around("B"))
         self._replace(torch.autograd, "grad", self._around("g"))
         self._replace(torch, "compile", self._compiling)
-        self._hide_own_frames()
+        self._put_back.append(hide_own_frames())
         self._replace(torch.autograd.profiler.profile, "__init__", self._profiling)
         if "stowplan.run.fit" not in sys.modules:  # it imports torch, and so comes later in a script
             after_import("stowplan.run.fit", self.plans)
@@ -129,22 +120,6 @@ class Observer:
         def put_back() -> None:
             if getattr(owner, name) is stand_in:
                 setattr(owner, name, own)
-
-        self._put_back.append(put_back)
-
-    def _hide_own_frames(self) -> None:
-        """A traceback shows the script's frames as without an observer."""
-        if sys.excepthook is not sys.__excepthook__:
-            return
-
-        def show(kind: Any, error: BaseException, trace: Any) -> None:
-            sys.__excepthook__(kind, error.with_traceback(_without_own(trace)), trace)
-
-        sys.excepthook = show
-
-        def put_back() -> None:
-            if sys.excepthook is show:
-                sys.excepthook = sys.__excepthook__
 
         self._put_back.append(put_back)
 
@@ -561,30 +536,6 @@ class Observer:
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _without_own(trace: Any) -> Any:
-    """A traceback without the frames of this package."""
-    steps = list(_steps(trace))
-    files = [step.tb_frame.f_code.co_filename for step in steps]
-    hidden = {number for number, file in enumerate(files) if file.startswith(_OWN)}
-    for number in tuple(hidden):  # and of PyTorch's own around a dispatch mode
-        before, after = number - 1, number + 1
-        while before >= 0 and files[before].endswith(_BEFORE_MODE):
-            hidden.add(before)
-            before -= 1
-        if after < len(files) and files[after].endswith(_AFTER_MODE):
-            hidden.add(after)
-    kept = [step for number, step in enumerate(steps) if number not in hidden]
-    for step, following in zip(kept, [*kept[1:], None], strict=False):
-        step.tb_next = following
-    return kept[0] if kept else trace
-
-
-def _steps(trace: Any) -> Iterable[Any]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
 
 
 def _most_resident() -> int:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 PARAMETERS, BUFFERS, GRADIENTS = "parameters", "buffers", "gradients"
 STATE, INPUTS, ACTIVATIONS = "optimizer state", "inputs", "activations"
@@ -101,13 +102,66 @@ class WatchRecord:
 
     def write(self, folder: str) -> None:
         """Write it whole, or leave the last one."""
-        path = Path(folder, f"record-{self.rank or '0'}-{os.getpid()}.json")
-        beside = path.with_suffix(".new")
-        beside.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        beside.replace(path)
+        _write(asdict(self), self.rank, folder)
 
 
-def records_in(folder: str) -> Iterator[WatchRecord]:
+@dataclass(frozen=True, slots=True)
+class PlanFigures:
+    """One plan of a module. `shapes` are those of the tensors that the call was given."""
+
+    shapes: str
+    eager_peak_bytes: int
+    projected_peak_bytes: int
+    time_ratio: float
+    exactness: str
+
+
+@dataclass(slots=True)
+class ModuleFigures:
+    """One module that a script trains. `beside_bytes` of the budget were kept for all that is not its step.
+
+    `refusals` say what is not planned, and why.
+    """
+
+    name: str
+    beside_bytes: int = 0
+    plans: list[PlanFigures] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """One process of a script that ran under a budget.
+
+    `peaks` are the most bytes of tensors in each measured iteration, and `step_peaks` those within the steps
+    of optimizers alone. `notes` are the sentences that were said meanwhile. `told` is why nothing was done.
+    """
+
+    script: str = ""
+    rank: str = ""
+    budget_bytes: int = 0
+    told: str = ""
+    modules: list[ModuleFigures] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+    step_peaks: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def write(self, folder: str) -> None:
+        """Write it whole, or leave the last one."""
+        _write(asdict(self), self.rank, folder)
+
+
+def _write(record: dict[str, object], rank: str, folder: str) -> None:
+    path = Path(folder, f"record-{rank or '0'}-{os.getpid()}.json")
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(record), encoding="utf-8")
+    beside.replace(path)
+
+
+Record = TypeVar("Record", WatchRecord, RunRecord)
+
+
+def records_in(folder: str, kind: type[Record]) -> Iterator[Record]:
     """The records of a folder, by rank."""
     import msgspec  # the observed process does without
 
@@ -116,4 +170,4 @@ def records_in(folder: str) -> Iterator[WatchRecord]:
         return (int(rank) if rank.isdecimal() else 0, path.name)
 
     for path in sorted(Path(folder).glob("record-*.json"), key=order):
-        yield msgspec.json.decode(path.read_bytes(), type=WatchRecord)
+        yield msgspec.json.decode(path.read_bytes(), type=kind)

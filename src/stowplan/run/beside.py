@@ -248,7 +248,7 @@ class _Scan:
                 yield Share(f"state of another {name}", nbytes)
                 continue
             if not state and optimizer not in known and not self._counted:
-                known[optimizer] = _state_to_come(optimizer)
+                known[optimizer] = state_to_come(optimizer)
             to_come = known.setdefault(optimizer, 0)
             if state:
                 yield Share(f"state of {name}", nbytes, is_own=True)
@@ -287,7 +287,8 @@ class _Scan:
         return total
 
 
-def _state_to_come(optimizer: Optimizer) -> int:
+def state_to_come(optimizer: Optimizer) -> int:
+    """The bytes of state that an optimizer without any makes in its first step."""
     from stowplan.run.optimizers import optimizer_share  # most optimizers have their state
 
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from threading import local
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import ref
 
 import torch
@@ -72,7 +72,11 @@ _OTHER_CASTS = (
 )
 
 
-class _Fitted(nn.Module):
+Otherwise: TypeAlias = Callable[[Exception], None]
+"""Learns why a call is not planned, and returns if the call shall run as it is."""
+
+
+class FittedModule(nn.Module):
     """What a fitted module adds to its class: another way to run `forward`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +93,7 @@ class _Fitted(nn.Module):
 def fitted_class_of(kind: type[nn.Module]) -> type:
     """One class for each class of model."""
     found = _FITTED_CLASSES.get(kind)
-    return found or _FITTED_CLASSES.setdefault(kind, fitted_class(kind, _Fitted))
+    return found or _FITTED_CLASSES.setdefault(kind, fitted_class(kind, FittedModule))
 
 
 def _blank(kind: type[nn.Module]) -> object:
@@ -100,7 +104,8 @@ def _blank(kind: type[nn.Module]) -> object:
 
 def model_class(model: nn.Module) -> type[nn.Module]:
     """The class of the model itself, fitted or not, also under a wrapper's class such as FSDP's."""
-    fitted = (kind.__bases__[1] for kind in type(model).__mro__ if _Fitted in kind.__bases__)
+    found = (kind.__bases__ for kind in type(model).__mro__)
+    fitted = (bases[1] for bases in found if len(bases) == 2 and issubclass(bases[0], FittedModule))
     return next(fitted, type(model))
 
 
@@ -142,6 +147,7 @@ class Fitting:
     twice: list[Planned] = field(default_factory=list)  # of which second derivatives were asked for
     evaluations: Evaluations = field(default_factory=Evaluations)
     evaluator: CallPlanner | None = None  # of calls without gradients, if others were asked for
+    otherwise: Otherwise | None = None  # takes refusals in place of the caller, whose call then runs as it is
     lock: Lock = field(default_factory=Lock)
 
     @property
@@ -182,12 +188,18 @@ class Fitting:
             return self.as_it_is(model, args, kwargs)  # as a part of the model that is planned
         if is_exporting() or is_tracing():
             return self._eager(model, args, kwargs)
-        kind = another_derivative(_read_by(model, args, kwargs))
-        if not torch.is_grad_enabled() and (kind or mode_in_the_way()):
-            return self._eager(model, args, kwargs)
-        if kind:
-            raise BadUse(f"a plan has the ops of backward, and none for {kind}: call the model itself")
-        step = self.step_for(model, args, kwargs)
+        try:
+            kind = another_derivative(_read_by(model, args, kwargs))
+            if not torch.is_grad_enabled() and (kind or mode_in_the_way()):
+                return self._eager(model, args, kwargs)
+            if kind:
+                raise BadUse(f"a plan has the ops of backward, and none for {kind}: call the model itself")
+            step = self.step_for(model, args, kwargs)
+        except Exception as fault:  # of capture too: the run as it is raises what is the model's own
+            if self.otherwise is None:
+                raise
+            self.otherwise(fault)
+            return self.as_it_is(model, args, kwargs)
         if iteration and torch.is_grad_enabled():
             iteration.forward_begins()
         if step is not None:

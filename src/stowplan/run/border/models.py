@@ -15,6 +15,10 @@ from stowplan.torch_private import is_compiled
 
 def refuse_model(model: nn.Module) -> None:
     """BadUse for the first module or tensor of a model that no plan can run."""
+    if "_installed" in vars(model):
+        raise BadUse(
+            f"{type(model).__name__} has a plan in place: call remove() of what install returned, then fit"
+        )
     for path, module in model.named_modules():
         _refuse_module(path, module)
         if path:
