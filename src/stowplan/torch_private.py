@@ -101,6 +101,7 @@ __all__ = [
     "is_tracing",
     "is_view",
     "keeps_graph",
+    "mark_parameter",
     "mode_in_the_way",
     "neighbours_set_aside",
     "node_class",
@@ -275,6 +276,13 @@ def as_parameter(made: FakeTensor, *, requires_grad: bool) -> Tensor:
     """A stand-in that nothing else has, as `nn.Parameter` would make of it, without a dispatched detach."""
     made._is_param = True
     return made.requires_grad_(requires_grad)
+
+
+def mark_parameter(tensor: Tensor) -> Tensor:
+    """The same tensor, which `nn.Parameter` then takes for one of its own, as what it makes of a wrapper."""
+    marked: Any = tensor
+    marked._is_param = True
+    return tensor
 
 
 without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction

@@ -29,7 +29,7 @@ from stowplan.capture.foreseeing import MOST_FORESEEN
 from stowplan.capture.generators import WatchedGenerator, generator_watched
 from stowplan.capture.origins import OWN_BACKWARD, Origins, reads_values
 from stowplan.capture.program import leaves, written_arguments
-from stowplan.capture.sparse import opened_by_name
+from stowplan.capture.composite import is_wrapper, opened_by_name
 from stowplan.capture.stand_ins import (
     Lifetime,
     Spec,
@@ -364,6 +364,7 @@ class _Recorder:
         self._refuse_own_backward()
         replaced, turn = self._replaced(buffers), len(self._watch.events)
         outputs, output_spec = pytree.tree_flatten(returned)
+        self._refuse_wrappers(outputs)
         self._refuse_sharing(replaced, outputs)
         tangents = self._backward(outputs, self._differentiated(returned, outputs))
         self._refuse_no_gradient(tangents)
@@ -469,6 +470,15 @@ class _Recorder:
                     f"forward writes into {self._externals[view].names[0]}, which requires a gradient",
                     where=where,
                     advice="write into a copy of it, made with clone()",
+                )
+
+    def _refuse_wrappers(self, outputs: Sequence[object]) -> None:
+        """A step returns plain tensors: what a class makes of an op on others is not known at the next call."""
+        for leaf in outputs:
+            if isinstance(leaf, Tensor) and is_wrapper(type(leaf)):
+                raise CaptureError(
+                    f"forward returns or stores a {type(leaf).__name__} of shape {tuple(leaf.shape)}",
+                    advice="return what it unpacks to, a plain tensor",
                 )
 
     def _refuse_own_backward(self) -> None:

@@ -32,14 +32,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from stowplan.alone import undone
-from stowplan.capture.sparse import (
-    contents_of_sparse,
-    is_sparse,
-    look_of_sparse,
+from stowplan.capture.composite import (
+    composite_with,
+    contents_of,
+    is_composite,
+    is_divided,
+    is_wrapper,
     opened,
     parts_of,
-    sparse_with,
 )
+from stowplan.capture.sparse import is_sparse
 from stowplan.errors import CaptureError
 from stowplan.ir import DType
 from stowplan.ir import Tensor as GraphTensor
@@ -125,8 +127,8 @@ class TensorLook(NamedTuple):
 def look_of(leaf: object) -> object:
     """Equal for leaves that one captured step serves."""
     if isinstance(leaf, Tensor):
-        if is_sparse(leaf):
-            return look_of_sparse(leaf)
+        if is_composite(leaf):
+            return _look_of_composite(leaf)
         shape, stride = tuple(leaf.shape), leaf.stride()
         wants = leaf.requires_grad, leaf.is_leaf
         return TensorLook(type(leaf), shape, stride, leaf.dtype, leaf.device, *wants)
@@ -139,6 +141,11 @@ def look_of(leaf: object) -> object:
     if isinstance(leaf, (set, frozenset)):
         return type(leaf), frozenset(map(look_of, leaf))
     return type(leaf), leaf
+
+
+def _look_of_composite(tensor: Tensor) -> object:
+    leaves, spec = flattened(contents_of(tensor))
+    return type(tensor), tensor.requires_grad, str(spec), tuple(map(look_of, leaves))
 
 
 def unlike_plain(tensor: Tensor) -> str:
@@ -157,6 +164,8 @@ def unlike_plain(tensor: Tensor) -> str:
             if tensor.requires_grad
             else ""
         )
+    if is_wrapper(type(tensor)):
+        return _unlike_wrapper(tensor)
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         return (
@@ -164,6 +173,31 @@ def unlike_plain(tensor: Tensor) -> str:
             " of the"
             " model that read dense tensors alone"
         )
+    return ""
+
+
+def _unlike_wrapper(tensor: Tensor) -> str:
+    """The same for an object of a wrapper subclass."""
+    kind = type(tensor).__name__
+    if is_divided(type(tensor)):
+        return (
+            f"is a {kind}, of which this worker has a part: fit first, then divide what fit returns; or give"
+            " x.to_local() or x.full_tensor()"
+        )
+    if tensor.requires_grad:
+        return (
+            f"is a {kind} that requires a gradient, and plans have gradients for plain tensors alone: train"
+            " adapters beside it, with requires_grad_(False) on it, or give what it unpacks to"
+        )
+    leaves, _ = flattened(contents_of(tensor))
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if why := unlike_plain(leaf):
+                return f"is a {kind}, and a tensor inside {why}"
+            if type(leaf) not in (Tensor, nn.Parameter):
+                return f"is a {kind} around a {type(leaf).__name__}, which does not say what is inside"
+        elif not is_constant(leaf):
+            return f"is a {kind} that keeps a {_kind_name(leaf)}, which cannot be compared at the next call"
     return ""
 
 
@@ -201,8 +235,8 @@ def is_constant(value: object) -> bool:
 
 def contents_by_name(leaf: object) -> dict[Any, object] | None:
     """The contents of an object by name; None for a leaf."""
-    if isinstance(leaf, Tensor) and is_sparse(leaf):
-        return contents_of_sparse(leaf)
+    if isinstance(leaf, Tensor) and is_composite(leaf):
+        return contents_of(leaf)
     if isinstance(leaf, (Tensor, nn.Module, np.ndarray, *_PLAIN)):
         return None
     if isinstance(leaf, MutableMapping):
@@ -224,7 +258,7 @@ def _hides(kind: type) -> bool:
 def _rebuilt(kind: type, contents: dict[Any, object]) -> object:
     """An object of this kind with these contents. No code of a plain class runs, as a copy would."""
     if issubclass(kind, Tensor):
-        return sparse_with(contents)
+        return composite_with(contents)
     if issubclass(kind, MutableMapping):
         made_of: Callable[..., object] = kind
         return made_of(contents)
@@ -238,7 +272,7 @@ def _rebuilt(kind: type, contents: dict[Any, object]) -> object:
 def unopened(
     args: tuple[object, ...], kwargs: Mapping[str, object], positional: list[str]
 ) -> Iterator[tuple[str, object]]:
-    """The leaves of the arguments with their names, objects and sparse tensors as they are."""
+    """The leaves of the arguments with their names, objects and composite tensors as they are."""
     return ((".".join(path), leaf) for path, leaf in _outer_paths((args, dict(kwargs)), positional))
 
 
@@ -489,6 +523,9 @@ class StandIns:
         return stand_in in self.results and stand_in.grad_fn is not self.results[stand_in].node
 
     def _make(self, tensor: Tensor) -> Tensor:
+        if is_composite(tensor) and not unlike_plain(tensor):
+            held = {name: self.of(part) for name, part in parts_of(tensor).items()}
+            return composite_with({**contents_of(tensor), **held})
         if not _is_plain(tensor):
             shape = "x".join(map(str, tensor.shape)) if tensor.layout is torch.strided else "any shape"
             why = (
@@ -497,9 +534,6 @@ class StandIns:
                 " x.as_subclass(torch.Tensor), if its ops are those of tensors"
             )
             raise CaptureError(f"a tensor of {shape} {why}")
-        if is_sparse(tensor):
-            held = {name: self.of(part) for name, part in parts_of(tensor).items()}
-            return sparse_with({**contents_of_sparse(tensor), **held})
         device = self._device if tensor.is_meta else tensor.device
         if storage_id(tensor.untyped_storage()) in self._known:
             return self._copy_of(tensor)

@@ -46,6 +46,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stowplan.capture.composite import PartsIn, is_wrapper, parts_of
 from stowplan.capture.stand_ins import look_of
 
 Frozen: TypeAlias = Hashable
@@ -230,7 +231,11 @@ class Picture:
 
     def _frozen(self, value: object, label: str, owner: Owner, key: object) -> Frozen:
         if isinstance(value, Tensor):
-            self.tensors[label] = owner, key
+            places = [(label, owner, key, value)]
+            for name, at, its_key, tensor in places:
+                self.tensors[name] = at, its_key
+                held = parts_of(tensor) if is_wrapper(type(tensor)) else {}
+                places += [(f"{name}.{part}", PartsIn(at, its_key), part, t) for part, t in held.items()]
             return look_of(value)
         if isinstance(value, (*_PLAIN, np.generic)):
             return look_of(value)

@@ -38,7 +38,7 @@ from stowplan.capture.answers import NO_ANSWERS, Answers
 from stowplan.capture.changes import changes_of
 from stowplan.capture.origins import BY_PARTS
 from stowplan.capture.program import inputs_of
-from stowplan.capture.sparse import is_sparse, opened
+from stowplan.capture.composite import is_composite, opened
 from stowplan.capture.stand_ins import look_of
 from stowplan.errors import CaptureError
 from stowplan.run.border.draws import Draws
@@ -604,13 +604,14 @@ class Guard:
         self._attributes = list(picture.tensors.values())
         self._unique = self._tensors()
         self._look = TensorLooks(self._unique)
-        self._sparse = [(held, look_of(held)) for held in self._held if held is not None and is_sparse(held)]
+        composite = (held for held in self._held if held is not None and is_composite(held))
+        self._composite = [(held, look_of(held)) for held in composite]
         self._storages = storages_of(self._model)
 
     def _tensors(self) -> list[Tensor]:
         """Parameters, buffers and tensors that are plain attributes, each once."""
         others = (owner[key] for owner, key in self._attributes)
-        dense = (t for t in chain(self._held, others) if t is not None and not is_sparse(t))
+        dense = (t for t in chain(self._held, others) if t is not None and not is_composite(t))
         return list({id(tensor): tensor for tensor in dense}.values())
 
     def is_untouched(self, leaves: Sequence[object]) -> bool:
@@ -640,5 +641,5 @@ class Guard:
 
     def _are_tensors_alike(self) -> bool:
         same = all(map(is_, map(getitem, *self._held_in), self._held))
-        same = same and all(look_of(tensor) == look for tensor, look in self._sparse)
+        same = same and all(look_of(tensor) == look for tensor, look in self._composite)
         return same and self._look.holds(self._tensors() if self._attributes else self._unique)

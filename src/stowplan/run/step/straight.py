@@ -20,7 +20,7 @@ from stowplan.analyse.facts import Storages, is_resident, storages_of
 from stowplan.capture import Captured, Program, Ref
 from stowplan.capture.answers import Checked
 from stowplan.capture.changes import Beside, Changes, Place, Stored, changes_of
-from stowplan.capture.sparse import PartsIn
+from stowplan.capture.composite import PartsIn
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Op

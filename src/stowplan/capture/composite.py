@@ -1,0 +1,140 @@
+"""Composite tensors: sparse ones and wrapper subclasses, opened into the plain tensors that they are made of.
+
+A quantised weight is an object with scales and packed numbers inside: a wrapper subclass. Its class says by
+`__tensor_flatten__` which tensors are inside, and by `__tensor_unflatten__` how they make another one. A plan
+counts these inner tensors, tells where their bytes lie, and reads them anew at each call. What else
+`__tensor_flatten__` gives belongs to the form of the call, as do size, strides and dtype.
+
+While a step is captured, a wrapper is an object of the same class around stand-ins. Its class then does what
+it does in eager: it runs ops on the inner tensors, and these are the ops of the captured step. So the copy
+that it unpacks is a tensor like any other, which a plan may free and compute again.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stowplan.capture.sparse import contents_of_sparse, is_sparse, sparse_with
+from stowplan.torch_private import FakeTensor, OpOverload, mark_parameter
+
+_FORM = "(form)"  # among the contents of a wrapper, beside the names of its inner tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a wrapper is beside its inner tensors. `metadata` is what its class gives with their names."""
+
+    kind: type[Any]
+    metadata: object
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    is_parameter: bool
+
+
+def is_wrapper(kind: type) -> bool:
+    """Whether tensors of a class are made of others, and the class says how."""
+    return callable(getattr(kind, "__tensor_flatten__", None)) and hasattr(kind, "__tensor_unflatten__")
+
+
+def is_divided(kind: type) -> bool:
+    """Whether tensors of a class are in parts on several workers."""
+    return kind.__module__.startswith("torch.distributed.")
+
+
+def is_composite(tensor: Tensor) -> bool:
+    """Whether a tensor is opened into others."""
+    return is_sparse(tensor) or is_wrapper(type(tensor))
+
+
+def contents_of(tensor: Tensor) -> dict[str, object]:
+    """The form and the parts of a composite tensor, by name; the parts of a stand-in are stand-ins."""
+    if is_sparse(tensor):
+        return contents_of_sparse(tensor)
+    wrapper: Any = tensor
+    names, metadata = wrapper.__tensor_flatten__()
+    look = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+    form = _Form(type(tensor), metadata, *look, isinstance(tensor, nn.Parameter))
+    return {_FORM: form} | {name: getattr(wrapper, name) for name in names}
+
+
+def composite_with(contents: Mapping[str, Any]) -> Tensor:
+    """The composite tensor of this form with these parts; without data if they are."""
+    form = contents.get(_FORM)
+    if form is None:
+        return sparse_with(contents)
+    parts = {name: part for name, part in contents.items() if name != _FORM}
+    with torch.no_grad():
+        made: Tensor = form.kind.__tensor_unflatten__(parts, form.metadata, form.size, form.stride)
+    return mark_parameter(made) if form.is_parameter else made
+
+
+def parts_of(tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors that a composite one is made of, by name."""
+    return {name: part for name, part in contents_of(tensor).items() if isinstance(part, Tensor)}
+
+
+def opened(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors, with the parts of composite ones in their place."""
+    for tensor in tensors:
+        if is_composite(tensor):
+            yield from opened(parts_of(tensor).values())
+        else:
+            yield tensor
+
+
+def opened_by_name(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same for tensors by name: `adjacency.indices` and `adjacency.values` for a sparse `adjacency`."""
+    found = dict[str, Tensor]()
+    for name, tensor in named.items():
+        if is_composite(tensor):
+            found.update(opened_by_name({f"{name}.{part}": held for part, held in parts_of(tensor).items()}))
+        else:
+            found[name] = tensor
+    return found
+
+
+def buffer_named(model: nn.Module, name: str) -> Tensor:
+    """A buffer of a model, or a part of a composite one."""
+    path, _, last = name.rpartition(".")
+    held: Any = attrgetter(path)(model) if path else model
+    found: Tensor = parts_of(held)[last] if isinstance(held, Tensor) else held._buffers[last]
+    return found
+
+
+def in_charge(types: Iterable[type]) -> list[type]:
+    """The classes, among those of an op's operands, that do ops in their own way: none of them a stand-in."""
+    return [kind for kind in types if kind is not FakeTensor]
+
+
+def dispatched_by_class(
+    func: OpOverload, types: Iterable[type], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> object:
+    """What the classes of the operands make of an op, as PyTorch would ask them."""
+    for kind in in_charge(types):
+        result: object = kind.__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    raise TypeError(f"no class among {', '.join(kind.__name__ for kind in types)} does {func}")
+
+
+@dataclass(frozen=True, slots=True)
+class PartsIn(Mapping[str, Tensor]):
+    """The parts of the composite tensor that a table has under a name, looked up each time."""
+
+    table: Any  # a mapping or a sequence
+    name: Any
+
+    def __getitem__(self, part: str) -> Tensor:
+        return parts_of(self.table[self.name])[part]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(parts_of(self.table[self.name]))
+
+    def __len__(self) -> int:
+        return len(parts_of(self.table[self.name]))
