@@ -11,8 +11,9 @@ that it unpacks is a tensor like any other, which a plan may free and compute ag
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class _Form:
     dtype: torch.dtype
     device: torch.device
     is_parameter: bool
+    requires_grad: bool
 
 
 def is_wrapper(kind: type) -> bool:
@@ -59,7 +61,7 @@ def contents_of(tensor: Tensor) -> dict[str, object]:
     wrapper: Any = tensor
     names, metadata = wrapper.__tensor_flatten__()
     look = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-    form = _Form(type(tensor), metadata, *look, isinstance(tensor, nn.Parameter))
+    form = _Form(type(tensor), metadata, *look, isinstance(tensor, nn.Parameter), tensor.requires_grad)
     return {_FORM: form} | {name: getattr(wrapper, name) for name in names}
 
 
@@ -123,6 +125,22 @@ def dispatched_by_class(
     raise TypeError(f"no class among {', '.join(kind.__name__ for kind in types)} does {func}")
 
 
+class SameWrapper:
+    """A wrapper as it is now, to ask later whether it has the same form and the same tensors inside."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self.parts = tensor, parts_of(tensor)
+        self._form = deepcopy(contents_of(tensor)[_FORM])
+        self._inside = [SameWrapper(part) for part in self.parts.values() if is_wrapper(type(part))]
+
+    def holds(self) -> bool:
+        """Whether nothing about it is another; its class may keep lists that others change."""
+        contents = contents_of(self._tensor)
+        same = contents.pop(_FORM) == self._form and contents.keys() == self.parts.keys()
+        same = same and all(map(is_, contents.values(), self.parts.values()))
+        return same and all(wrapper.holds() for wrapper in self._inside)
+
+
 @dataclass(frozen=True, slots=True)
 class PartsIn(Mapping[str, Tensor]):
     """The parts of the composite tensor that a table has under a name, looked up each time."""
@@ -131,7 +149,9 @@ class PartsIn(Mapping[str, Tensor]):
     name: Any
 
     def __getitem__(self, part: str) -> Tensor:
-        return parts_of(self.table[self.name])[part]
+        whole = self.table[self.name]
+        found: Tensor = getattr(whole, part) if is_wrapper(type(whole)) else parts_of(whole)[part]
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(parts_of(self.table[self.name]))

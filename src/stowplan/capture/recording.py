@@ -25,11 +25,11 @@ from stowplan.capture.changes import (
     Stores,
     changes_of,
 )
+from stowplan.capture.composite import is_wrapper, opened_by_name
 from stowplan.capture.foreseeing import MOST_FORESEEN
 from stowplan.capture.generators import WatchedGenerator, generator_watched
 from stowplan.capture.origins import OWN_BACKWARD, Origins, reads_values
 from stowplan.capture.program import leaves, written_arguments
-from stowplan.capture.composite import is_wrapper, opened_by_name
 from stowplan.capture.stand_ins import (
     Lifetime,
     Spec,
@@ -368,6 +368,7 @@ class _Recorder:
         self._refuse_sharing(replaced, outputs)
         tangents = self._backward(outputs, self._differentiated(returned, outputs))
         self._refuse_no_gradient(tangents)
+        self._refuse_changed_wrapper()
         constants = self._watch.constants
         named = [(f"constants.{number}", tensor) for number, tensor in enumerate(constants.values())]
         self._enter(Kind.CONSTANT, named)
@@ -472,8 +473,17 @@ class _Recorder:
                     advice="write into a copy of it, made with clone()",
                 )
 
+    def _refuse_changed_wrapper(self) -> None:
+        """Refuse what Python does to an object of a wrapper subclass: a planned step runs no such code."""
+        if (changed := self._stand_ins.changed_wrapper()) is not None:
+            wrapper, what = changed
+            raise CaptureError(
+                f"the step changes {what} of a {type(wrapper).__name__} of shape {tuple(wrapper.shape)}",
+                advice="write into the tensors inside it, in place, or change it outside of the step",
+            )
+
     def _refuse_wrappers(self, outputs: Sequence[object]) -> None:
-        """A step returns plain tensors: what a class makes of an op on others is not known at the next call."""
+        """Refuse results that a planned step would have to make objects of a class of."""
         for leaf in outputs:
             if isinstance(leaf, Tensor) and is_wrapper(type(leaf)):
                 raise CaptureError(

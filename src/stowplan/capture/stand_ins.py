@@ -496,6 +496,7 @@ class StandIns:
         self._begins: dict[int, int] = {}  # by storage, the first byte in use
         self._known: set[int] = set()  # storages whose stand-ins have values
         self.results: dict[Tensor, _Gradient] = {}  # of the stand-ins that are no leaves
+        self._wrappers: list[tuple[Tensor, dict[str, object], object]] = []  # as they were made
         self.origins: list[Tensor] = []  # what autograd takes them to be computed from
         values = {id(tensor) for tensor in known if is_small_integer(tensor)}
         unknown: set[int] = set()
@@ -518,6 +519,17 @@ class StandIns:
         """What backward left for a stand-in that requires a gradient."""
         return self.results[stand_in].arrived if stand_in in self.results else stand_in.grad
 
+    def changed_wrapper(self) -> tuple[Tensor, str] | None:
+        """A stand-in of a wrapper subclass that is not as it was made, and what is another about it."""
+        for made, held, look in self._wrappers:
+            now = vars(made)
+            for name in (*held, *now):
+                if name not in now or name not in held or now[name] is not held[name]:
+                    return made, repr(name)
+            if look_of(made) != look:
+                return made, "shape, strides, requires_grad or what its class says"
+        return None
+
     def has_new_history(self, stand_in: Tensor) -> bool:
         """Whether the step wrote into a tensor that autograd then follows as the result of that write."""
         return stand_in in self.results and stand_in.grad_fn is not self.results[stand_in].node
@@ -525,7 +537,10 @@ class StandIns:
     def _make(self, tensor: Tensor) -> Tensor:
         if is_composite(tensor) and not unlike_plain(tensor):
             held = {name: self.of(part) for name, part in parts_of(tensor).items()}
-            return composite_with({**contents_of(tensor), **held})
+            made = composite_with({**contents_of(tensor), **held})
+            if is_wrapper(type(tensor)):
+                self._wrappers.append((made, dict(vars(made)), look_of(made)))
+            return made
         if not _is_plain(tensor):
             shape = "x".join(map(str, tensor.shape)) if tensor.layout is torch.strided else "any shape"
             why = (

@@ -231,11 +231,9 @@ class Picture:
 
     def _frozen(self, value: object, label: str, owner: Owner, key: object) -> Frozen:
         if isinstance(value, Tensor):
-            places = [(label, owner, key, value)]
-            for name, at, its_key, tensor in places:
-                self.tensors[name] = at, its_key
-                held = parts_of(tensor) if is_wrapper(type(tensor)) else {}
-                places += [(f"{name}.{part}", PartsIn(at, its_key), part, t) for part, t in held.items()]
+            self.tensors[label] = owner, key
+            if is_wrapper(type(value)):
+                return look_of(value), self._inside(value, label, owner, key)
             return look_of(value)
         if isinstance(value, (*_PLAIN, np.generic)):
             return look_of(value)
@@ -248,6 +246,15 @@ class Picture:
             return self._seen[id(value)][1]
         self._seen[id(value)] = value, ("what stands at", label)
         return type(value), self._opened(value, label)
+
+    def _inside(self, wrapper: Tensor, label: str, owner: Owner, key: object) -> Frozen:
+        """Of a tensor made of others: the places of these, and what else it holds."""
+        parts = parts_of(wrapper)
+        for name in parts:
+            self._frozen(parts[name], f"{label}.{name}", PartsIn(owner, key), name)
+        self._keep(vars(wrapper), dict(vars(wrapper)), label)
+        others = [item for item in vars(wrapper).items() if not isinstance(item[1], Tensor)]
+        return self._items(vars(wrapper), label, others)
 
     def _opened(self, value: object, label: str) -> Frozen:
         match value:
