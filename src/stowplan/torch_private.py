@@ -82,6 +82,7 @@ __all__ = [
     "allocations_within",
     "another_derivative",
     "autograd_in_kernels",
+    "below",
     "below_autograd",
     "check_version",
     "checkpoints_as_calls",
@@ -283,6 +284,12 @@ def mark_parameter(tensor: Tensor) -> Tensor:
     marked: Any = tensor
     marked._is_param = True
     return tensor
+
+
+def below(made: FakeTensor) -> Tensor:
+    """The tensor on the meta device that a stand-in is a face of."""
+    with in_kernel_invocation_manager(made.fake_mode):
+        return made.detach()
 
 
 without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction

@@ -13,6 +13,8 @@ that it unpacks is a tensor like any other, which a plan may free and compute ag
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from enum import Enum
+from functools import cache
 from operator import attrgetter, is_
 from typing import Any
 
@@ -20,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture.sparse import contents_of_sparse, is_sparse, sparse_with
-from stowplan.torch_private import FakeTensor, OpOverload, mark_parameter
+from stowplan.torch_private import FakeTensor, OpOverload, below, mark_parameter
 
+_NAMES = "_stowplan_names"  # of a stand-in's attributes that are the user's
 _FORM = "(form)"  # among the contents of a wrapper, beside the names of its inner tensors
 
 
@@ -52,6 +55,42 @@ def is_divided(kind: type) -> bool:
 def is_composite(tensor: Tensor) -> bool:
     """Whether a tensor is opened into others."""
     return is_sparse(tensor) or is_wrapper(type(tensor))
+
+
+def has_attachments(kind: type) -> bool:
+    """Whether parameters of a class may hold tensors in attributes: packages keep scales of weights there."""
+    own = issubclass(kind, nn.Parameter) and kind is not nn.Parameter
+    return own and not kind.__module__.startswith("torch.")
+
+
+def attributes_of(tensor: Tensor) -> dict[str, object]:
+    """What a class of the user's keeps in attributes of a parameter; the same for a stand-in."""
+    held = vars(tensor)
+    return {name: held[name] for name in held.get(_NAMES, held)}
+
+
+def stand_in_with(made: FakeTensor, kind: type, attributes: Mapping[str, object]) -> Tensor:
+    """A stand-in that is of the user's class too, with these attributes."""
+    fake: Any = FakeTensor
+    seen: Tensor = fake.__new__(_stand_in_class(kind), made.fake_mode, below(made), made.device)
+    for name, value in (*attributes.items(), (_NAMES, tuple(attributes))):
+        vars(seen)[name] = value
+    return seen
+
+
+@cache
+def _stand_in_class(kind: type) -> type:
+    return type(kind.__name__, (kind, FakeTensor), {"__module__": kind.__module__})
+
+
+def attached_to(holder: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in attributes of a parameter and of plain objects there, each with its path."""
+    held = attributes_of(holder) if isinstance(holder, Tensor) else vars(holder)
+    for name, value in held.items():
+        if isinstance(value, Tensor):
+            yield f"{path}{name}", value
+        elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type, Enum)):
+            yield from attached_to(value, f"{path}{name}.")
 
 
 def contents_of(tensor: Tensor) -> dict[str, object]:
@@ -88,6 +127,8 @@ def opened(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             yield from opened(parts_of(tensor).values())
         else:
             yield tensor
+        if has_attachments(type(tensor)):
+            yield from opened(held for _, held in attached_to(tensor))
 
 
 def opened_by_name(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,6 +139,8 @@ def opened_by_name(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found.update(opened_by_name({f"{name}.{part}": held for part, held in parts_of(tensor).items()}))
         else:
             found[name] = tensor
+        if has_attachments(type(tensor)):
+            found.update(opened_by_name({f"{name}.{path}": held for path, held in attached_to(tensor)}))
     return found
 
 
@@ -111,7 +154,7 @@ def buffer_named(model: nn.Module, name: str) -> Tensor:
 
 def in_charge(types: Iterable[type]) -> list[type]:
     """The classes, among those of an op's operands, that do ops in their own way: none of them a stand-in."""
-    return [kind for kind in types if kind is not FakeTensor]
+    return [kind for kind in types if not issubclass(kind, FakeTensor)]
 
 
 def dispatched_by_class(
@@ -150,7 +193,8 @@ class PartsIn(Mapping[str, Tensor]):
 
     def __getitem__(self, part: str) -> Tensor:
         whole = self.table[self.name]
-        found: Tensor = getattr(whole, part) if is_wrapper(type(whole)) else parts_of(whole)[part]
+        is_layout = isinstance(whole, Tensor) and is_sparse(whole)
+        found: Tensor = parts_of(whole)[part] if is_layout else getattr(whole, part)
         return found
 
     def __iter__(self) -> Iterator[str]:

@@ -33,13 +33,17 @@ from torch.autograd.graph import Node
 
 from stowplan.alone import undone
 from stowplan.capture.composite import (
+    attached_to,
+    attributes_of,
     composite_with,
     contents_of,
+    has_attachments,
     is_composite,
     is_divided,
     is_wrapper,
     opened,
     parts_of,
+    stand_in_with,
 )
 from stowplan.capture.sparse import is_sparse
 from stowplan.errors import CaptureError
@@ -129,6 +133,8 @@ def look_of(leaf: object) -> object:
     if isinstance(leaf, Tensor):
         if is_composite(leaf):
             return _look_of_composite(leaf)
+        if has_attachments(type(leaf)):
+            return _look_of_attachments(leaf)
         shape, stride = tuple(leaf.shape), leaf.stride()
         wants = leaf.requires_grad, leaf.is_leaf
         return TensorLook(type(leaf), shape, stride, leaf.dtype, leaf.device, *wants)
@@ -146,6 +152,28 @@ def look_of(leaf: object) -> object:
 def _look_of_composite(tensor: Tensor) -> object:
     leaves, spec = flattened(contents_of(tensor))
     return type(tensor), tensor.requires_grad, str(spec), tuple(map(look_of, leaves))
+
+
+def _look_of_attachments(tensor: Tensor) -> object:
+    leaves, spec = flattened(attributes_of(tensor))
+    held = (type(leaf) if isinstance(leaf, nn.Module) else look_of(leaf) for leaf in leaves)
+    return look_of(tensor.detach()), type(tensor), tensor.requires_grad, str(spec), tuple(held)
+
+
+def _unlike_attachments(tensor: Tensor) -> str:
+    """The same for a parameter of a class of the user's, which may hold tensors in attributes."""
+    kind, known = type(tensor).__name__, {id(held) for _, held in attached_to(tensor)}
+    if tensor.requires_grad:
+        return f"is a {kind} that requires a gradient, which plans have for nn.Parameter itself alone"
+    for leaf in flattened(attributes_of(tensor))[0]:
+        if isinstance(leaf, Tensor):
+            if why := unlike_plain(leaf):
+                return f"is a {kind}, and a tensor in an attribute {why}"
+            if id(leaf) not in known:
+                return f"is a {kind} with tensors in lists or dicts: keep each in an attribute"
+        elif not is_constant(leaf) and not isinstance(leaf, nn.Module):
+            return f"is a {kind} that keeps a {_kind_name(leaf)}, which cannot be compared at the next call"
+    return ""
 
 
 def unlike_plain(tensor: Tensor) -> str:
@@ -166,6 +194,8 @@ def unlike_plain(tensor: Tensor) -> str:
         )
     if is_wrapper(type(tensor)):
         return _unlike_wrapper(tensor)
+    if has_attachments(type(tensor)):
+        return _unlike_attachments(tensor)
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         return (
@@ -557,6 +587,12 @@ class StandIns:
             meta = torch.empty(0, dtype=tensor.dtype, device="meta")
             meta.set_(storage, offset, tensor.shape, tensor.stride())
         made = FakeTensor(self.fakes, meta, device)
+        if has_attachments(type(tensor)):
+            leaves, spec = flattened(attributes_of(tensor))
+            again = [self.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            seen = stand_in_with(made, type(tensor), spec.unflatten(again))
+            self._wrappers.append((seen, dict(vars(seen)), look_of(seen)))
+            return seen
         if isinstance(tensor, nn.Parameter):
             return as_parameter(made, requires_grad=tensor.requires_grad)
         if tensor.is_leaf:
@@ -660,7 +696,8 @@ def is_small_integer(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and not unlike_plain(tensor)
+    known = type(tensor) in (Tensor, nn.Parameter) or has_attachments(type(tensor))
+    return known and not unlike_plain(tensor)
 
 
 def _first_byte(tensor: Tensor) -> int:

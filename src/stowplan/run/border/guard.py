@@ -36,7 +36,7 @@ from stowplan.alone import undone
 from stowplan.capture import Program
 from stowplan.capture.answers import NO_ANSWERS, Answers
 from stowplan.capture.changes import changes_of
-from stowplan.capture.composite import SameWrapper, is_composite, is_wrapper, opened
+from stowplan.capture.composite import SameWrapper, has_attachments, is_composite, is_wrapper, opened
 from stowplan.capture.origins import BY_PARTS
 from stowplan.capture.program import inputs_of
 from stowplan.capture.stand_ins import look_of
@@ -272,7 +272,9 @@ def _wrappers_among(model: nn.Module, leaves: Iterable[object]) -> list[type]:
     """The classes of parameters, buffers and arguments that are made of other tensors."""
     held = (type(tensor) for tensor in chain(model.parameters(), model.buffers()))
     given = (leaf for leaf in leaves if isinstance(leaf, type))
-    return list(dict.fromkeys(kind for kind in chain(held, given) if is_wrapper(kind)))
+    return list(
+        dict.fromkeys(kind for kind in chain(held, given) if is_wrapper(kind) or has_attachments(kind))
+    )
 
 
 def _plain_writes(contents: Iterable[tuple[Any, Any]]) -> Writes | None:
@@ -614,8 +616,12 @@ class Guard:
         inside = opened(part for wrapper in self._wrappers for part in wrapper.parts.values())
         self._plain = [*filterfalse(is_composite, (held for held in self._held if held is not None)), *inside]
         loose = [(place, place[0][place[1]]) for place in self._attributes]
-        others = [(([held], 0), held) for held in composite if not is_wrapper(type(held))]
-        self._composite = [(place, look_of(t)) for place, t in (*loose, *others) if is_composite(t)]
+        others = [(([t], 0), t) for t in self._held if t is not None and not is_wrapper(type(t))]
+        self._composite = [
+            (place, look_of(t))
+            for place, t in (*loose, *others)
+            if has_attachments(type(t)) or is_composite(t)
+        ]
         self._unique = self._tensors()
         self._look = TensorLooks(self._unique)
         self._storages = storages_of(self._model)

@@ -189,7 +189,7 @@ def _home(name: str, model: nn.Module, loss: object) -> tuple[Mapping[str, Any],
     root, name = _root(name, model, loss)
     path, _, attribute = name.rpartition(".")
     module: Any = attrgetter(path)(root) if path else root
-    if isinstance(module, Tensor):  # a part of a sparse buffer
+    if not isinstance(module, nn.Module):  # a part of a composite tensor, or attached to one
         return PartsIn(*_home(path, root, None)), attribute
     return module._parameters if attribute in module._parameters else module._buffers, attribute
 
