@@ -83,6 +83,7 @@ __all__ = [
     "allocations_within",
     "another_derivative",
     "autograd_in_kernels",
+    "below",
     "below_autograd",
     "check_version",
     "checkpoints_as_calls",
@@ -102,6 +103,7 @@ __all__ = [
     "is_tracing",
     "is_view",
     "keeps_graph",
+    "mark_parameter",
     "mode_in_the_way",
     "neighbours_set_aside",
     "node_class",
@@ -276,6 +278,19 @@ def as_parameter(made: FakeTensor, *, requires_grad: bool) -> Tensor:
     """A stand-in that nothing else has, as `nn.Parameter` would make of it, without a dispatched detach."""
     made._is_param = True
     return made.requires_grad_(requires_grad)
+
+
+def mark_parameter(tensor: Tensor) -> Tensor:
+    """The same tensor, which `nn.Parameter` then takes for one of its own, as what it makes of a wrapper."""
+    marked: Any = tensor
+    marked._is_param = True
+    return tensor
+
+
+def below(made: FakeTensor) -> Tensor:
+    """The tensor on the meta device that a stand-in is a face of."""
+    with in_kernel_invocation_manager(made.fake_mode):
+        return made.detach()
 
 
 without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.capture.changes import Beside
+from stowplan.capture.composite import buffer_named
 from stowplan.capture.layouts import run_on_zeros
 from stowplan.capture.program import Call, copies_of_written, draws, filled, inputs_of, outputs_by_name
-from stowplan.capture.sparse import buffer_named
 from stowplan.capture.stand_ins import StorageView
 from stowplan.torch_private import OpOverload, pytree
 

@@ -25,11 +25,11 @@ from stowplan.capture.changes import (
     Stores,
     changes_of,
 )
+from stowplan.capture.composite import is_wrapper, opened_by_name
 from stowplan.capture.foreseeing import MOST_FORESEEN
 from stowplan.capture.generators import WatchedGenerator, generator_watched
 from stowplan.capture.origins import OWN_BACKWARD, Origins, reads_values
 from stowplan.capture.program import leaves, written_arguments
-from stowplan.capture.sparse import opened_by_name
 from stowplan.capture.stand_ins import (
     Lifetime,
     Spec,
@@ -366,6 +366,7 @@ class _Recorder:
         self._refuse_own_backward()
         replaced, turn = self._replaced(buffers), len(self._watch.events)
         outputs, output_spec = pytree.tree_flatten(returned)
+        self._refuse_wrappers(outputs)
         self._refuse_sharing(replaced, outputs)
         tangents: list[Tensor | None] = [None] * len(outputs)
         if self._step.records and self._wanted:
@@ -373,6 +374,7 @@ class _Recorder:
             self._refuse_no_gradient(tangents)
         elif isinstance(self._step.loss, str | int):
             output_named(unchecked(returned), self._step.loss)  # refuses a name that is none
+        self._refuse_changed_wrapper()
         constants = self._watch.constants
         named = [(f"constants.{number}", tensor) for number, tensor in enumerate(constants.values())]
         self._enter(Kind.CONSTANT, named)
@@ -475,6 +477,24 @@ class _Recorder:
                     f"forward writes into {self._externals[view].names[0]}, which requires a gradient",
                     where=where,
                     advice="write into a copy of it, made with clone()",
+                )
+
+    def _refuse_changed_wrapper(self) -> None:
+        """Refuse what Python does to an object of a wrapper subclass: a planned step runs no such code."""
+        if (changed := self._stand_ins.changed_wrapper()) is not None:
+            wrapper, what = changed
+            raise CaptureError(
+                f"the step changes {what} of a {type(wrapper).__name__} of shape {tuple(wrapper.shape)}",
+                advice="write into the tensors inside it, in place, or change it outside of the step",
+            )
+
+    def _refuse_wrappers(self, outputs: Sequence[object]) -> None:
+        """Refuse results that a planned step would have to make objects of a class of."""
+        for leaf in outputs:
+            if isinstance(leaf, Tensor) and is_wrapper(type(leaf)):
+                raise CaptureError(
+                    f"forward returns or stores a {type(leaf).__name__} of shape {tuple(leaf.shape)}",
+                    advice="return what it unpacks to, a plain tensor",
                 )
 
     def _refuse_own_backward(self) -> None:

@@ -14,11 +14,10 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from operator import attrgetter
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stowplan.errors import CaptureError
 from stowplan.torch_private import FakeTensor, OpOverload
@@ -84,63 +83,6 @@ def sparse_with(contents: Mapping[str, Any]) -> Tensor:
         made = FakeTensor(fake.fake_mode, form.together(looks), parts[-1].device)
     setattr(made, _FORM, form)
     return made
-
-
-def opened(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors, with the parts of sparse ones in their place."""
-    for tensor in tensors:
-        if is_sparse(tensor):
-            yield from parts_of(tensor).values()
-        else:
-            yield tensor
-
-
-def look_of_sparse(tensor: Tensor) -> object:
-    """Equal for sparse tensors that one captured step serves."""
-    form = {name: part for name, part in contents_of_sparse(tensor).items() if not isinstance(part, Tensor)}
-    looks = ((p.shape, p.stride(), p.dtype, p.device) for p in parts_of(tensor).values())
-    return type(tensor), tuple(form.items()), tuple(looks), tensor.requires_grad
-
-
-def parts_of(tensor: Tensor) -> dict[str, Tensor]:
-    """The indices and values of a sparse tensor by name."""
-    return {name: part for name, part in contents_of_sparse(tensor).items() if isinstance(part, Tensor)}
-
-
-def opened_by_name(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same for tensors by name: `adjacency.indices` and `adjacency.values` for a sparse `adjacency`."""
-    found = dict[str, Tensor]()
-    for name, tensor in named.items():
-        if is_sparse(tensor):
-            found.update((f"{name}.{part}", held) for part, held in parts_of(tensor).items())
-        else:
-            found[name] = tensor
-    return found
-
-
-def buffer_named(model: nn.Module, name: str) -> Tensor:
-    """A buffer of a model, or a part of a sparse one."""
-    path, _, last = name.rpartition(".")
-    held: Any = attrgetter(path)(model) if path else model
-    found: Tensor = parts_of(held)[last] if isinstance(held, Tensor) else held._buffers[last]
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class PartsIn(Mapping[str, Tensor]):
-    """The parts of the sparse tensor that a table has under a name, looked up each time."""
-
-    table: Mapping[str, Any]
-    name: str
-
-    def __getitem__(self, part: str) -> Tensor:
-        return parts_of(self.table[self.name])[part]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(parts_of(self.table[self.name]))
-
-    def __len__(self) -> int:
-        return len(parts_of(self.table[self.name]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,14 +32,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from stowplan.alone import undone
-from stowplan.capture.sparse import (
-    contents_of_sparse,
-    is_sparse,
-    look_of_sparse,
+from stowplan.capture.composite import (
+    attached_to,
+    attributes_of,
+    composite_with,
+    contents_of,
+    has_attachments,
+    is_composite,
+    is_divided,
+    is_wrapper,
     opened,
     parts_of,
-    sparse_with,
+    stand_in_with,
 )
+from stowplan.capture.sparse import is_sparse
 from stowplan.errors import CaptureError
 from stowplan.ir import DType
 from stowplan.ir import Tensor as GraphTensor
@@ -125,8 +131,10 @@ class TensorLook(NamedTuple):
 def look_of(leaf: object) -> object:
     """Equal for leaves that one captured step serves."""
     if isinstance(leaf, Tensor):
-        if is_sparse(leaf):
-            return look_of_sparse(leaf)
+        if is_composite(leaf):
+            return _look_of_composite(leaf)
+        if has_attachments(type(leaf)):
+            return _look_of_attachments(leaf)
         shape, stride = tuple(leaf.shape), leaf.stride()
         wants = leaf.requires_grad, leaf.is_leaf
         return TensorLook(type(leaf), shape, stride, leaf.dtype, leaf.device, *wants)
@@ -139,6 +147,33 @@ def look_of(leaf: object) -> object:
     if isinstance(leaf, (set, frozenset)):
         return type(leaf), frozenset(map(look_of, leaf))
     return type(leaf), leaf
+
+
+def _look_of_composite(tensor: Tensor) -> object:
+    leaves, spec = flattened(contents_of(tensor))
+    return type(tensor), tensor.requires_grad, str(spec), tuple(map(look_of, leaves))
+
+
+def _look_of_attachments(tensor: Tensor) -> object:
+    leaves, spec = flattened(attributes_of(tensor))
+    held = (type(leaf) if isinstance(leaf, nn.Module) else look_of(leaf) for leaf in leaves)
+    return look_of(tensor.detach()), type(tensor), tensor.requires_grad, str(spec), tuple(held)
+
+
+def _unlike_attachments(tensor: Tensor) -> str:
+    """The same for a parameter of a class of the user's, which may hold tensors in attributes."""
+    kind, known = type(tensor).__name__, {id(held) for _, held in attached_to(tensor)}
+    if tensor.requires_grad:
+        return f"is a {kind} that requires a gradient, which plans have for nn.Parameter itself alone"
+    for leaf in flattened(attributes_of(tensor))[0]:
+        if isinstance(leaf, Tensor):
+            if why := unlike_plain(leaf):
+                return f"is a {kind}, and a tensor in an attribute {why}"
+            if id(leaf) not in known:
+                return f"is a {kind} with tensors in lists or dicts: keep each in an attribute"
+        elif not is_constant(leaf) and not isinstance(leaf, nn.Module):
+            return f"is a {kind} that keeps a {_kind_name(leaf)}, which cannot be compared at the next call"
+    return ""
 
 
 def unlike_plain(tensor: Tensor) -> str:
@@ -157,6 +192,10 @@ def unlike_plain(tensor: Tensor) -> str:
             if tensor.requires_grad
             else ""
         )
+    if is_wrapper(type(tensor)):
+        return _unlike_wrapper(tensor)
+    if has_attachments(type(tensor)):
+        return _unlike_attachments(tensor)
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         return (
@@ -164,6 +203,31 @@ def unlike_plain(tensor: Tensor) -> str:
             " of the"
             " model that read dense tensors alone"
         )
+    return ""
+
+
+def _unlike_wrapper(tensor: Tensor) -> str:
+    """The same for an object of a wrapper subclass."""
+    kind = type(tensor).__name__
+    if is_divided(type(tensor)):
+        return (
+            f"is a {kind}, of which this worker has a part: fit first, then divide what fit returns; or give"
+            " x.to_local() or x.full_tensor()"
+        )
+    if tensor.requires_grad:
+        return (
+            f"is a {kind} that requires a gradient, and plans have gradients for plain tensors alone: train"
+            " adapters beside it, with requires_grad_(False) on it, or give what it unpacks to"
+        )
+    leaves, _ = flattened(contents_of(tensor))
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if why := unlike_plain(leaf):
+                return f"is a {kind}, and a tensor inside {why}"
+            if type(leaf) not in (Tensor, nn.Parameter):
+                return f"is a {kind} around a {type(leaf).__name__}, which does not say what is inside"
+        elif not is_constant(leaf):
+            return f"is a {kind} that keeps a {_kind_name(leaf)}, which cannot be compared at the next call"
     return ""
 
 
@@ -201,8 +265,8 @@ def is_constant(value: object) -> bool:
 
 def contents_by_name(leaf: object) -> dict[Any, object] | None:
     """The contents of an object by name; None for a leaf."""
-    if isinstance(leaf, Tensor) and is_sparse(leaf):
-        return contents_of_sparse(leaf)
+    if isinstance(leaf, Tensor) and is_composite(leaf):
+        return contents_of(leaf)
     if isinstance(leaf, (Tensor, nn.Module, np.ndarray, *_PLAIN)):
         return None
     if isinstance(leaf, MutableMapping):
@@ -224,7 +288,7 @@ def _hides(kind: type) -> bool:
 def _rebuilt(kind: type, contents: dict[Any, object]) -> object:
     """An object of this kind with these contents. No code of a plain class runs, as a copy would."""
     if issubclass(kind, Tensor):
-        return sparse_with(contents)
+        return composite_with(contents)
     if issubclass(kind, MutableMapping):
         made_of: Callable[..., object] = kind
         return made_of(contents)
@@ -238,7 +302,7 @@ def _rebuilt(kind: type, contents: dict[Any, object]) -> object:
 def unopened(
     args: tuple[object, ...], kwargs: Mapping[str, object], positional: list[str]
 ) -> Iterator[tuple[str, object]]:
-    """The leaves of the arguments with their names, objects and sparse tensors as they are."""
+    """The leaves of the arguments with their names, objects and composite tensors as they are."""
     return ((".".join(path), leaf) for path, leaf in _outer_paths((args, dict(kwargs)), positional))
 
 
@@ -462,6 +526,7 @@ class StandIns:
         self._begins: dict[int, int] = {}  # by storage, the first byte in use
         self._known: set[int] = set()  # storages whose stand-ins have values
         self.results: dict[Tensor, _Gradient] = {}  # of the stand-ins that are no leaves
+        self._wrappers: list[tuple[Tensor, dict[str, object], object]] = []  # as they were made
         self.origins: list[Tensor] = []  # what autograd takes them to be computed from
         values = {id(tensor) for tensor in known if is_small_integer(tensor)}
         unknown: set[int] = set()
@@ -484,11 +549,28 @@ class StandIns:
         """What backward left for a stand-in that requires a gradient."""
         return self.results[stand_in].arrived if stand_in in self.results else stand_in.grad
 
+    def changed_wrapper(self) -> tuple[Tensor, str] | None:
+        """A stand-in of a wrapper subclass that is not as it was made, and what is another about it."""
+        for made, held, look in self._wrappers:
+            now = vars(made)
+            for name in (*held, *now):
+                if name not in now or name not in held or now[name] is not held[name]:
+                    return made, repr(name)
+            if look_of(made) != look:
+                return made, "shape, strides, requires_grad or what its class says"
+        return None
+
     def has_new_history(self, stand_in: Tensor) -> bool:
         """Whether the step wrote into a tensor that autograd then follows as the result of that write."""
         return stand_in in self.results and stand_in.grad_fn is not self.results[stand_in].node
 
     def _make(self, tensor: Tensor) -> Tensor:
+        if is_composite(tensor) and not unlike_plain(tensor):
+            held = {name: self.of(part) for name, part in parts_of(tensor).items()}
+            made = composite_with({**contents_of(tensor), **held})
+            if is_wrapper(type(tensor)):
+                self._wrappers.append((made, dict(vars(made)), look_of(made)))
+            return made
         if not _is_plain(tensor):
             shape = "x".join(map(str, tensor.shape)) if tensor.layout is torch.strided else "any shape"
             why = (
@@ -497,9 +579,6 @@ class StandIns:
                 " x.as_subclass(torch.Tensor), if its ops are those of tensors"
             )
             raise CaptureError(f"a tensor of {shape} {why}")
-        if is_sparse(tensor):
-            held = {name: self.of(part) for name, part in parts_of(tensor).items()}
-            return sparse_with({**contents_of_sparse(tensor), **held})
         device = self._device if tensor.is_meta else tensor.device
         if storage_id(tensor.untyped_storage()) in self._known:
             return self._copy_of(tensor)
@@ -508,6 +587,12 @@ class StandIns:
             meta = torch.empty(0, dtype=tensor.dtype, device="meta")
             meta.set_(storage, offset, tensor.shape, tensor.stride())
         made = FakeTensor(self.fakes, meta, device)
+        if has_attachments(type(tensor)):
+            leaves, spec = flattened(attributes_of(tensor))
+            again = [self.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            seen = stand_in_with(made, type(tensor), spec.unflatten(again))
+            self._wrappers.append((seen, dict(vars(seen)), look_of(seen)))
+            return seen
         if isinstance(tensor, nn.Parameter):
             return as_parameter(made, requires_grad=tensor.requires_grad)
         if tensor.is_leaf:
@@ -611,7 +696,8 @@ def is_small_integer(tensor: Tensor) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and not unlike_plain(tensor)
+    known = type(tensor) in (Tensor, nn.Parameter) or has_attachments(type(tensor))
+    return known and not unlike_plain(tensor)
 
 
 def _first_byte(tensor: Tensor) -> int:

@@ -7,7 +7,7 @@ no stand-in without data are computed for real, because models branch on them; w
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import ge, gt, le, lt
 from typing import Any, cast
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from stowplan.alone import interruptible
 from stowplan.capture.answers import Check, IsBelow, Question, contents_of, count_of, shape_of
+from stowplan.capture.composite import dispatched_by_class, in_charge, is_wrapper, opened
 from stowplan.capture.foreseeing import value_at
 from stowplan.capture.generators import WatchedGenerator, moves_generator
 from stowplan.capture.layouts import ShapeFunctions, as_made, call_like, run_on_zeros
@@ -284,6 +285,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
         self._rehearsal, self._origins, self._unknown = rehearsal, origins, unknown
         self._made_at: dict[int, str] = {}  # by storage: the line, or the name of the argument
         self._nodes_made = nodes_made()
+        self._by_classes = False  # while the class of a wrapper does an op
         self.generator: WatchedGenerator | None = None  # while forward runs
         self.drawing = False  # while numbers that are drawn are known
         self._numbers: set[int] = set()  # their storages
@@ -303,10 +305,36 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
                 f"{func} branches or loops while the step runs",
                 advice="branch in Python before the step, or unroll it",
             )
+        if in_charge(types):
+            return self._by_class(func, types, args, dict(kwargs or {}))
         if func is _DEVICE and isinstance(args[0], Tensor):
             return args[0].device  # asked more often than there are ops
         with without_functions():  # looking at tensors is no call of the user's
             return self._dispatched(func, args, dict(kwargs or {}))
+
+    def _by_class(
+        self, func: OpOverload, types: Iterable[type], args: tuple[object, ...], given: dict[str, object]
+    ) -> object:
+        """An op on wrappers, which their class does by other ops.
+
+        Autograd differentiates the whole. If the class unpacks operands and then does this op, that is what
+        the last of its ops is for autograd; else none of them is what autograd differentiates.
+        """
+        if self._by_classes:
+            with self:
+                return dispatched_by_class(func, types, args, given)
+        first, begun = len(self.events), self._nodes_made
+        self._by_classes, self._nodes_made = True, nodes_made()
+        nodes = range(begun, self._nodes_made)
+        try:
+            with self:
+                result = dispatched_by_class(func, types, args, given)
+        finally:
+            self._by_classes = False
+        last = self.events[-1] if len(self.events) > first else None
+        if last is not None and last.target is func:
+            self.events[-1] = replace(last, nodes=nodes)
+        return result
 
     def _dispatched(self, func: OpOverload, args: tuple[object, ...], given: dict[str, object]) -> object:
         interruptible()
@@ -513,8 +541,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leav
     def enter_node(self, node: int, gradients: Sequence[Tensor | None]) -> None:
         """Autograd is about to differentiate the op of this node."""
         self.between_nodes = False
+        wrapped = [g for g in gradients if g is not None and is_wrapper(type(g))]
         with without_functions():
-            views = tuple(None if gradient is None else self.book.view_of(gradient) for gradient in gradients)
+            whole = (None if g is None or is_wrapper(type(g)) else self.book.view_of(g) for g in gradients)
+            views = *whole, *map(self.book.view_of, opened(wrapped))
         self.incoming.append(Incoming(node, len(self.events), views))
 
     def accumulate(self, leaf: int, _gradients: Sequence[Tensor | None]) -> None:

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from stowplan.analyse.facts import is_resident
 from stowplan.capture import Captured
 from stowplan.capture.changes import changes_of
-from stowplan.capture.sparse import opened
+from stowplan.capture.composite import opened
 from stowplan.capture.stand_ins import bytes_read
 from stowplan.errors import StowplanError
 from stowplan.ir import Tensor as GraphTensor

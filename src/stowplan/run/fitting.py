@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from stowplan.alone import Lock, alone
+from stowplan.capture.composite import opened
 from stowplan.capture.recording import Step, after_loss, argument_names
-from stowplan.capture.sparse import opened
 from stowplan.capture.stand_ins import TensorLook, flatten, is_constant
 from stowplan.errors import BadUse, BudgetTooSmall, CaptureError, StowplanError
 from stowplan.plan.plan import Plan

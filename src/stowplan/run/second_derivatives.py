@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from stowplan.capture.capture import Captured
 from stowplan.capture.changes import AsBefore, Stores
+from stowplan.capture.composite import opened
 from stowplan.capture.program import Ref, draws
-from stowplan.capture.sparse import opened
 from stowplan.capture.stand_ins import flatten, with_tensors
 from stowplan.errors import BadUse
 from stowplan.run.cost.machine import rng_state, set_rng_state

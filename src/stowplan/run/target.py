@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stowplan.capture import capture
+from stowplan.capture.composite import opened
 from stowplan.capture.origins import line_of
 from stowplan.capture.recording import Loss
-from stowplan.capture.sparse import opened
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse, nearest
 from stowplan.request import Iteration

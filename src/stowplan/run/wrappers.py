@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from stowplan.capture.composite import has_attachments, is_divided, is_wrapper
 from stowplan.errors import BadUse
 from stowplan.torch_private import tell_of_checkpoints
 
@@ -123,7 +124,8 @@ def refuse_shards(model: nn.Module) -> None:
     """Parameters must be there as a whole while the step runs, which only a wrapper around it can see to."""
     named = (*model.named_parameters(), *model.named_buffers())
     for name, tensor in named:
-        if type(tensor) not in _PLAIN:
+        kind = type(tensor)
+        if kind not in _PLAIN and (is_divided(kind) or not (is_wrapper(kind) or has_attachments(kind))):
             raise BadUse(
                 f"{name} is a {type(tensor).__name__} of shape {tuple(tensor.shape)} when the step runs: only"
                 " a part of it is on this worker. Inner modules are not called in a planned step and do not"

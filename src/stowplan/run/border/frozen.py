@@ -46,6 +46,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stowplan.capture.composite import PartsIn, is_wrapper, parts_of
 from stowplan.capture.stand_ins import look_of
 
 Frozen: TypeAlias = Hashable
@@ -231,6 +232,8 @@ class Picture:
     def _frozen(self, value: object, label: str, owner: Owner, key: object) -> Frozen:
         if isinstance(value, Tensor):
             self.tensors[label] = owner, key
+            if is_wrapper(type(value)):
+                return look_of(value), self._inside(value, label, owner, key)
             return look_of(value)
         if isinstance(value, (*_PLAIN, np.generic)):
             return look_of(value)
@@ -243,6 +246,15 @@ class Picture:
             return self._seen[id(value)][1]
         self._seen[id(value)] = value, ("what stands at", label)
         return type(value), self._opened(value, label)
+
+    def _inside(self, wrapper: Tensor, label: str, owner: Owner, key: object) -> Frozen:
+        """Of a tensor made of others: the places of these, and what else it holds."""
+        parts = parts_of(wrapper)
+        for name in parts:
+            self._frozen(parts[name], f"{label}.{name}", PartsIn(owner, key), name)
+        self._keep(vars(wrapper), dict(vars(wrapper)), label)
+        others = [item for item in vars(wrapper).items() if not isinstance(item[1], Tensor)]
+        return self._items(vars(wrapper), label, others)
 
     def _opened(self, value: object, label: str) -> Frozen:
         match value:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, filterfalse
 from operator import contains, getitem, is_
 from typing import Any
 
@@ -36,9 +36,9 @@ from stowplan.alone import undone
 from stowplan.capture import Program
 from stowplan.capture.answers import NO_ANSWERS, Answers
 from stowplan.capture.changes import changes_of
+from stowplan.capture.composite import SameWrapper, has_attachments, is_composite, is_wrapper, opened
 from stowplan.capture.origins import BY_PARTS
 from stowplan.capture.program import inputs_of
-from stowplan.capture.sparse import is_sparse, opened
 from stowplan.capture.stand_ins import look_of
 from stowplan.errors import CaptureError
 from stowplan.run.border.draws import Draws
@@ -165,7 +165,7 @@ class Observation:
     def __init__(self, model: nn.Module, loss: object = None, leaves: Sequence[object] = ()) -> None:
         """`leaves` are of the arguments."""
         self._model, self._reads = model, Reads()
-        self._roots = model, loss, leaves
+        self._roots = model, loss, leaves, _wrappers_among(model, leaves)
         self._reach = Reach.of(*self._roots)  # of all that forward may come to
         self.writes: Writes | None = None
         self.containers: Mapping[str, Any] = {}  # in which forward may leave tensors, by label
@@ -266,6 +266,15 @@ class Observation:
                 )
             found[stored.label] = now[identity]
         return found
+
+
+def _wrappers_among(model: nn.Module, leaves: Iterable[object]) -> list[type]:
+    """The classes of parameters, buffers and arguments that are made of other tensors."""
+    held = (type(tensor) for tensor in chain(model.parameters(), model.buffers()))
+    given = (leaf for leaf in leaves if isinstance(leaf, type))
+    return list(
+        dict.fromkeys(kind for kind in chain(held, given) if is_wrapper(kind) or has_attachments(kind))
+    )
 
 
 def _plain_writes(contents: Iterable[tuple[Any, Any]]) -> Writes | None:
@@ -602,16 +611,26 @@ class Guard:
         self._held_in = [table for table, _ in places], [name for _, name in places]
         self._held = list(map(getitem, *self._held_in))
         self._attributes = list(picture.tensors.values())
+        composite = [held for held in self._held if held is not None and is_composite(held)]
+        self._wrappers = [SameWrapper(held) for held in composite if is_wrapper(type(held))]
+        inside = opened(part for wrapper in self._wrappers for part in wrapper.parts.values())
+        self._plain = [*filterfalse(is_composite, (held for held in self._held if held is not None)), *inside]
+        loose = [(place, place[0][place[1]]) for place in self._attributes]
+        others = [(([t], 0), t) for t in self._held if t is not None and not is_wrapper(type(t))]
+        self._composite = [
+            (place, look_of(t))
+            for place, t in (*loose, *others)
+            if has_attachments(type(t)) or is_composite(t)
+        ]
         self._unique = self._tensors()
         self._look = TensorLooks(self._unique)
-        self._sparse = [(held, look_of(held)) for held in self._held if held is not None and is_sparse(held)]
         self._storages = storages_of(self._model)
 
     def _tensors(self) -> list[Tensor]:
-        """Parameters, buffers and tensors that are plain attributes, each once."""
+        """The plain tensors among parameters, buffers and attributes, and inside wrappers, each once."""
         others = (owner[key] for owner, key in self._attributes)
-        dense = (t for t in chain(self._held, others) if t is not None and not is_sparse(t))
-        return list({id(tensor): tensor for tensor in dense}.values())
+        plain = chain(self._plain, filterfalse(is_composite, others))
+        return list({id(tensor): tensor for tensor in plain}.values())
 
     def is_untouched(self, leaves: Sequence[object]) -> bool:
         """Whether all that the step depends on is in its place, the same objects as at the last full look."""
@@ -640,5 +659,6 @@ class Guard:
 
     def _are_tensors_alike(self) -> bool:
         same = all(map(is_, map(getitem, *self._held_in), self._held))
-        same = same and all(look_of(tensor) == look for tensor, look in self._sparse)
+        same = same and all(wrapper.holds() for wrapper in self._wrappers)
+        same = same and all(look_of(owner[key]) == look for (owner, key), look in self._composite)
         return same and self._look.holds(self._tensors() if self._attributes else self._unique)

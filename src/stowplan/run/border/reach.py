@@ -91,6 +91,8 @@ _SPECIAL = (
     "__contains__",
 )
 
+_OF_WRAPPERS = ("__torch_function__", "__torch_dispatch__", "__tensor_flatten__", "__tensor_unflatten__")
+
 
 @dataclass(slots=True)
 class Reach:
@@ -102,8 +104,13 @@ class Reach:
     _kinds: dict[type, None] = field(default_factory=dict)
 
     @staticmethod
-    def of(model: nn.Module, loss: object = None, leaves: Iterable[object] = ()) -> "Reach":
-        """What forward of the model's classes, a loss function and functions in arguments can come to."""
+    def of(
+        model: nn.Module, loss: object = None, leaves: Iterable[object] = (), kinds: Iterable[type] = ()
+    ) -> "Reach":
+        """What forward of the model's classes, a loss function and functions in arguments can come to.
+
+        `kinds` are classes of tensors that do ops in their own way.
+        """
         found = Reach()
         for kind in dict.fromkeys(type(module) for module in model.modules()):
             found._named(kind, "forward")
@@ -115,6 +122,10 @@ class Reach:
                 for number, hook in enumerate(getattr(module, table).values()):
                     what = table.strip("_").removesuffix("s").replace("_", " ")
                     found._hook(hook, f"{what} {number} of {path}" if number else f"{what} of {path}")
+        for kind in kinds:
+            found._kinds[kind] = None
+            for name in _OF_WRAPPERS:
+                found._named(kind, name)
         found._value(loss)
         for number, leaf in enumerate(leaves):
             if isinstance(leaf, (FunctionType, MethodType, type)) and not is_library(leaf.__module__):

@@ -40,6 +40,16 @@ from torch.overrides import TorchFunctionMode
 
 from stowplan.capture import Program
 from stowplan.capture.changes import AsBefore, Stores
+from stowplan.capture.composite import (
+    composite_with,
+    contents_of,
+    dispatched_by_class,
+    in_charge,
+    is_composite,
+    opened,
+    opened_by_name,
+    parts_of,
+)
 from stowplan.capture.generators import moves_generator
 from stowplan.capture.layouts import call_like, learn, row_major_sizes
 from stowplan.capture.program import (
@@ -51,16 +61,7 @@ from stowplan.capture.program import (
     written_names,
 )
 from stowplan.capture.recording import after_loss
-from stowplan.capture.sparse import (
-    READ_SPARSE,
-    contents_of_sparse,
-    has_sparse,
-    is_sparse,
-    opened,
-    opened_by_name,
-    reading_of,
-    sparse_with,
-)
+from stowplan.capture.sparse import READ_SPARSE, has_sparse, is_sparse, reading_of
 from stowplan.capture.stand_ins import StorageBook, StorageView, contiguous_stride, flatten, with_tensors
 from stowplan.capture.watching import TAKING_VALUES, Event
 from stowplan.plan.draft import AgainstEager, Draft, Schedule, Verdict
@@ -200,9 +201,10 @@ class Copies:
 
         These are put together again, so that ops on them are known by their parts.
         """
-        if isinstance(leaf, Tensor) and is_sparse(leaf):
-            contents = contents_of_sparse(leaf)
-            return sparse_with({name: self.of(held) for name, held in contents.items()})
+        if isinstance(leaf, Tensor) and is_composite(leaf):
+            parts = {name: self.of(held) for name, held in parts_of(leaf).items()}
+            is_copied = any(parts[name] is not held for name, held in parts_of(leaf).items())
+            return composite_with({**contents_of(leaf), **parts}) if is_copied or is_sparse(leaf) else leaf
         if not isinstance(leaf, Tensor) or storage_id(leaf.untyped_storage()) not in self._copies:
             return leaf
         return self._made.setdefault(id(leaf), self._copy_of(leaf))
@@ -378,6 +380,9 @@ class _Comparison(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorc
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
+        if isinstance(func, OpOverload) and in_charge(types):
+            with self:
+                return dispatched_by_class(func, types, args, dict(kwargs or {}))
         self.is_running = True
         try:
             return self._run(func, args, dict(kwargs or {}))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from stowplan.capture.composite import opened_by_name
 from stowplan.capture.recording import Loss, after_loss, output_named
-from stowplan.capture.sparse import opened_by_name
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse
 from stowplan.plan.draft import Exactness

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from stowplan.capture import Captured, Ref, capture
 from stowplan.capture.changes import changes_of
+from stowplan.capture.composite import buffer_named
 from stowplan.capture.cuda_calls import OwnBatchNorms
-from stowplan.capture.sparse import buffer_named
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse, NotTileable
 from stowplan.ir import Graph, Kind

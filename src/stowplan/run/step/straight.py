@@ -20,7 +20,7 @@ from stowplan.analyse.facts import Storages, is_resident, storages_of
 from stowplan.capture import Captured, Program, Ref
 from stowplan.capture.answers import Checked
 from stowplan.capture.changes import Beside, Changes, Place, Stored, changes_of
-from stowplan.capture.sparse import PartsIn
+from stowplan.capture.composite import PartsIn
 from stowplan.capture.stand_ins import flatten
 from stowplan.errors import BadUse
 from stowplan.ir import Graph, Op
@@ -187,7 +187,7 @@ def _home(name: str, model: nn.Module, loss: object) -> tuple[Mapping[str, Any],
     root, name = _root(name, model, loss)
     path, _, attribute = name.rpartition(".")
     module: Any = attrgetter(path)(root) if path else root
-    if isinstance(module, Tensor):  # a part of a sparse buffer
+    if not isinstance(module, nn.Module):  # a part of a composite tensor, or attached to one
         return PartsIn(*_home(path, root, None)), attribute
     return module._parameters if attribute in module._parameters else module._buffers, attribute
 

@@ -8,7 +8,8 @@ from itertools import chain
 from math import inf
 
 from stowplan.capture import Captured
-from stowplan.capture.sparse import READ_SPARSE, opened_by_name
+from stowplan.capture.composite import opened_by_name
+from stowplan.capture.sparse import READ_SPARSE
 from stowplan.errors import NotTileable
 from stowplan.ir import Graph, Kind, Op, Phase, Tensor
 from stowplan.plan.draft import Draft, Exactness
