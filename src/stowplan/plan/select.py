@@ -17,8 +17,9 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from stowplan.errors import BudgetTooSmall, NotTileable, PlanTooSlow
 from stowplan.ir import Graph
+from stowplan.plan.bound import relaxed_bound_of
 from stowplan.plan.draft import Draft, Exactness, Schedule
-from stowplan.plan.frontier import Frontier, floor_of, relaxed_bound_of
+from stowplan.plan.frontier import Frontier, floor_of
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions, Preference
 from stowplan.plan.plan import Plan
@@ -199,7 +200,6 @@ class GraphCandidate:
                 self.baseline.peak_bytes,
                 allowed_bytes,
                 self.options,
-                descents=self._is_one_of_many,
             )
         return self._alone[allowed_bytes]
 
