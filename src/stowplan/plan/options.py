@@ -66,9 +66,9 @@ class Search:
         ),
     )
     gap: float = field(
-        default=0.01,
+        default=0.005,
         metadata=told(
-            "end the search when the plan's time is at most this share above the lower bound (default 0.01; 0"
+            "end the search when the plan's time is at most this share above the lower bound (default 0.005; 0"
             " searches to the end)",
             "SHARE",
         ),
