@@ -45,6 +45,7 @@ _HEATS = (-1.5, -1.0, -0.5)  # cooling of the last sweeps: so hot that a higher 
 _RUNS = 3
 _OF_A_START, _OF_A_SWEEP = 0.3 / _ANCHORS, 0.6 / _RUNS / (_SWEEPS + len(_HEATS))  # of the time, roughly
 _DESCENTS = ((0, 1.0, 2000), (0, 0.5, 2000), (1, 1.0, 4000), (1, 0.5, 4000))  # seed, cooling, moves each way
+_LONG_DESCENT = 8000  # moves each way of further descents
 _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
 _HOT, _COLD = 0.1, 0.007  # temperatures, in times of an average droppable value's op
 _PENALTY = 4.0  # price of exceeding the budget by the baseline's whole peak, in times of the baseline
@@ -105,17 +106,19 @@ def _search_all(search: "_Search", total: int) -> None:
 
 
 def focus_on(
-    problem: Problem, allowed_bytes: int, moves: int | None = None, *, gap: float = 0.0
+    problem: Problem, allowed_bytes: int, moves: int | None = None, *, gap: float = 0.0, further: int = 0
 ) -> tuple[Frontier, float]:
     """Schedules near one budget, and a lower bound on the extra seconds of all schedules within it.
 
-    The search ends when the best is at most this share above the bound.
+    The search ends when the best is at most the share `gap` above the bound, and goes on with as many other
+    seeds as `further` says.
     """
+    beyond = [(seed, cooling, _LONG_DESCENT) for seed in range(2, 2 + further) for cooling in (0.5, 0.25)]
     search = _Search(problem)
     total = default_moves(problem) if moves is None else moves
     with suppress(_Over):  # whoever asks sees the gap, and that there is no time for more
         settled, seed = search.start(allowed_bytes, total // _ANCHORS, gap), 0
-        for other_seed, cooling, of_a_descent in _DESCENTS:
+        for other_seed, cooling, of_a_descent in (*_DESCENTS, *beyond):
             if settled:
                 break
             if other_seed != seed:

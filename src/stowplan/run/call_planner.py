@@ -47,11 +47,17 @@ from stowplan.watch import limited_to, tell_phase
 if TYPE_CHECKING:
     from stowplan.run.iteration.iteration import RunningIteration
     from stowplan.run.iteration.planner import Variant
+    from stowplan.run.planning.improver import Improver
     from stowplan.run.planning.on_devices import DeviceBudgets
     from stowplan.run.planning.sizes import PlannedSizes
 
 _LOGGER = logging.getLogger("stowplan")
 
+_WAITED = (
+    "wait=False is for plans that recompute, in one process that may have children; with an optimizer, a"
+    ' budget for each device, offload, compiled kernels, an arena, held blocks or prefer="time" fit waits for'
+    " the plan"
+)
 _SLOW = 3.0  # times of eager from which on a plan is a warning
 _COMPARED_SIZES = 3  # carried plans of one module that are compared with eager
 _MOST_LAYOUTS = 64  # that one step has wrong at first
@@ -74,6 +80,16 @@ class Planned:
     step: PlannedStep
     dependencies: Dependencies
     taken_bytes: int  # by the step, beside other things that are alive
+    improver: "Improver | None" = None  # which looks for a better plan meanwhile
+
+    def improved(self) -> "Planned":
+        """The same step by the better plan, if one was found."""
+        better, plan = self.improver.better() if self.improver else None, self.step.plan
+        if better is None:
+            return replace(self, improver=None)
+        taken = self.taken_bytes - plan.projected_peak_bytes - replayed_bytes(plan)
+        taken += better.projected_peak_bytes + replayed_bytes(better)
+        return replace(self, step=replace(self.step, plan=better), taken_bytes=taken, improver=None)
 
     @property
     def fits_in_eager(self) -> bool:
@@ -197,7 +213,15 @@ class CallPlanner:
         how = "carried a plan over for" if found.is_carried else "planned"
         _LOGGER.log(level, "%s %s: %r, in %.1f s%s", how, name, plan, seconds, slow if is_slow else "")
         taken = plan.projected_peak_bytes + replayed_bytes(plan) + constants
-        return Planned(call.kind, step, dependencies, taken)
+        return Planned(call.kind, step, dependencies, taken, self._improver(found, step))
+
+    def _improver(self, found: DraftedStep, step: PlannedStep) -> "Improver | None":
+        """Who looks for a better plan than a first one."""
+        if found.keep is None:
+            return None
+        from stowplan.run.planning.improver import Improver  # most steps wait for their plan
+
+        return Improver.of(step.plan, step.captured, self.options, found.keep)
 
     def _observed(
         self, model: nn.Module, plain: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -264,7 +288,22 @@ class CallPlanner:
         if given is not None:
             return saved_step(given, subject, allowed_bytes)
         carried = self._carried_step(subject, allowed_bytes)
+        if carried is None and not self.options.search.wait and self._may_improve():
+            carried = self.cache.first_step_for(subject, allowed_bytes, self.options)
         return carried or self.cache.step_for(subject, allowed_bytes, self.options)
+
+    def _may_improve(self) -> bool:
+        """Whether the plan can be exchanged while training runs; one that cannot is waited for."""
+        from stowplan.run.planning.improver import may_have_children  # most steps wait for their plan
+
+        options, execution = self.options, self.options.execution
+        is_other = execution.is_compiled or execution.arena or execution.held_blocks or options.offloads
+        beside = self.iteration is not None or self.devices is not None
+        is_plain = "recompute" in options.allow and options.prefer == "exactness"
+        may_improve = is_plain and not is_other and not beside and may_have_children()
+        if not may_improve:
+            self.say_once(_WAITED)
+        return may_improve
 
     def _carried_step(self, subject: Subject, allowed_bytes: int) -> DraftedStep | None:
         """The step with decisions of another size of the same program, if they are good enough."""
