@@ -12,7 +12,7 @@ from stowplan import Search
 from stowplan.errors import BudgetTooSmall
 from stowplan.formats import chainer
 from stowplan.plan import frontier
-from stowplan.plan.frontier import bound_of
+from stowplan.plan.bound import bound_of
 from stowplan.plan.native.build import SWITCH
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner

@@ -30,7 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stowplan.ir import Attribute, Graph
-from stowplan.plan.frontier import Point, relaxed_bound_of
+from stowplan.plan.bound import relaxed_bound_of
+from stowplan.plan.frontier import Point
 from stowplan.plan.ledger import Gaps, Ledger, Policy, State, gaps_of, states_of
 from stowplan.plan.prices import price_by_roofline
 from stowplan.plan.pricing import Basis, Machine, Pricing

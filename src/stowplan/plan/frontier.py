@@ -4,17 +4,6 @@ Every schedule met during the search is offered to an archive that keeps those n
 seconds. A budget is answered by looking it up, so larger budgets never cost more time, smaller ones never
 more memory, and the same graph always gives the same plans.
 
-The bound: cut the order at one op s after the turn and consider only the values that cross the cut. Let k_v
-be the share of forward value v that crosses it, and r_o the share of forward op o that is recomputed after:
-
-    minimise    sum of seconds_o * r_o
-    subject to  k_v + r_maker(v) >= 1          v is read by an op after s           (_needed_later)
-                k_u + r_maker(u) >= r_o        u is read by o                       (_needed_again)
-                sum of bytes_v * k_v <= room   what the budget leaves at s          (_room_at)
-
-Every schedule within the budget gives such k and r for every s, so the largest optimum over some cuts is a
-bound. The operands and results of s are in memory at s in any case and take no room.
-
 The search: for each of some budgets it starts from the values that cross the baseline's peak in the optimum
 of the bound, and continues by simulated annealing on the Ledger. Then the budget moves slowly between the
 baseline's peak and the floor, through the ranges where the start did not meet its bound: a good schedule for
@@ -22,12 +11,12 @@ one budget is a few changes away from a good one for the next. The range just ab
 higher temperature. If the current peak is over the current budget, a move changes a value that is in memory
 at the peak; otherwise any value. In networks of repeated blocks the same change may be applied to a value's
 twins in other blocks. At points along the archive, every value that can be kept within the point's peak is
-then kept. A second run, from the baseline and with other random numbers, adds to the archive: near the floor
+then kept. Further runs, from the baseline and with other random numbers, add to the archive: near the floor
 one run alone may miss a few per cent.
 
-`focus_on` is the start for one budget alone. If its best is near enough to the bound, nobody needs the rest.
-For one of many graphs the search then starts again from the baseline: the budget falls slowly to the floor,
-and stays at the one that is asked for.
+`focus_on` searches for one budget alone: after the start it begins again from the baseline, the budget falls
+slowly to the floor, and stays at the one that is asked for; a few times, with other random numbers. If its
+best is near enough to the bound, nobody needs the rest.
 """
 
 from bisect import bisect_right
@@ -36,151 +25,27 @@ from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf
 from re import sub
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stowplan.plan.annealing import whole_value
+from stowplan.plan.bound import Cut
 from stowplan.plan.ledger import Ledger, State, gaps_of, states_of, steps_of
 from stowplan.plan.native.annealer import annealer_of
 from stowplan.plan.problem import Problem, ticks_of
 from stowplan.plan.steps import Step
 from stowplan.watch import Searching, patience, tell
 
-if TYPE_CHECKING:
-    from scipy.sparse import csr_array
-
-_CUTS = 8
-_FRACTIONAL = 1500  # droppable values from which on the bound stays fractional
-_NODES = 200  # of the branching: a limit in seconds would make plans differ from run to run
-
-
-def bound_of(problem: Problem, allowed_bytes: int, *, enough: float = inf) -> float:
-    """Extra seconds that no schedule in this order can avoid under `allowed_bytes`.
-
-    A bound that is at least `enough` seconds is not made closer.
-    """
-    curve = Ledger(problem).curve_bytes()
-    over = [op for op in range(problem.turn, len(curve)) if curve[op] > allowed_bytes]
-    highest = sorted(over, key=lambda op: -curve[op])
-    cuts = sorted({*highest[:2], *highest[:: max(1, len(over) // _CUTS)]})
-    relaxed: dict[int, float] = {}
-    for cut in cuts:
-        relaxed[cut] = crossing_at(problem, cut, allowed_bytes).seconds
-        if relaxed[cut] >= enough:
-            return relaxed[cut]
-    best = max(relaxed.values(), default=0.0)
-    if sum(problem.droppable) <= _FRACTIONAL:
-        for cut in sorted(cuts, key=lambda cut: -relaxed[cut])[:2]:
-            best = max(best, crossing_at(problem, cut, allowed_bytes, whole=True).seconds)
-            if best >= enough:
-                break
-    return best
-
-
-def relaxed_bound_of(problem: Problem, allowed_bytes: int) -> float:
-    """A weaker bound in a fraction of the time: at few cuts, and fractions are let be."""
-    curve = Ledger(problem).curve_bytes()
-    over = [op for op in range(problem.turn, len(curve)) if curve[op] > allowed_bytes]
-    highest = sorted(over, key=lambda op: -curve[op])
-    cuts = {*highest[:1], *highest[:: max(1, len(over) // 2)][:2]}
-    return max((crossing_at(problem, cut, allowed_bytes).seconds for cut in sorted(cuts)), default=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Crossing:
-    """The best at one cut: a lower bound on its seconds, and the forward values that cross it."""
-
-    seconds: float
-    kept: frozenset[int]
-
-
-def crossing_at(problem: Problem, cut: int, allowed_bytes: int, *, whole: bool = False) -> Crossing:
-    """The cheapest way across one cut; `whole` forbids fractions, as far as some branching gets."""
-    from scipy.optimize import Bounds, LinearConstraint, milp  # here: half a second that only planning needs
-
-    values = [value for value, droppable in enumerate(problem.droppable) if droppable]
-    column = {value: index for index, value in enumerate(values)}
-    ops = len(values)  # the columns after the values are the forward ops
-    weight = np.array([0 if value in problem.reads[cut] else problem.nbytes[value] for value in values])
-    rows = [*_needed_later(problem, cut, column, ops), *_needed_again(problem, column, ops)]
-    unit_bytes = max(1, int(weight.max(initial=1)))
-    rows.append(
-        (
-            [(col, -float(w) / unit_bytes) for col, w in enumerate(weight) if w],
-            -max(0, _room_at(problem, cut, allowed_bytes)) / unit_bytes,
-        )
-    )
-    seconds = np.concatenate([np.zeros(ops), problem.seconds[: problem.turn]])
-    unit_seconds = float(seconds.max(initial=0.0)) or 1.0
-    found = milp(
-        seconds / unit_seconds,
-        constraints=LinearConstraint(_matrix(rows, len(seconds)), lb=np.array([least for _, least in rows])),
-        bounds=Bounds(0, 1),
-        integrality=np.full(len(seconds), int(whole)),
-        options={"node_limit": _NODES, "mip_rel_gap": 0.001},
-    )
-    least = found.mip_dual_bound if whole else found.fun
-    crossing = found.x if found.x is not None else np.zeros(len(seconds))
-    kept = frozenset(value for value, col in column.items() if crossing[col] > 0.5)
-    return Crossing(max(0.0, least or 0.0) * unit_seconds, kept)
-
-
-Row = tuple[list[tuple[int, float]], float]  # terms and the least their sum may be
-
-
-def _matrix(rows: list[Row], columns: int) -> "csr_array":
-    from scipy.sparse import csr_array
-
-    starts = np.cumsum([0, *(len(terms) for terms, _ in rows)])
-    terms = [term for row, _ in rows for term in row]
-    data, cols = np.array([sign for _, sign in terms]), np.array([col for col, _ in terms])
-    return csr_array((data, cols, starts), shape=(len(rows), columns))
-
-
-def _needed_later(problem: Problem, cut: int, column: dict[int, int], ops: int) -> list[Row]:
-    later = {value for op in range(cut + 1, len(problem.reads)) for value in problem.reads[op]}
-    return [([(column[v], 1.0), (ops + problem.producer[v], 1.0)], 1.0) for v in sorted(later) if v in column]
-
-
-def _needed_again(problem: Problem, column: dict[int, int], ops: int) -> list[Row]:
-    return [
-        ([(column[u], 1.0), (ops + problem.producer[u], 1.0), (ops + op, -1.0)], 0.0)
-        for op in range(problem.turn)
-        for u in problem.reads[op]
-        if u in column
-    ]
-
-
-def _room_at(problem: Problem, cut: int, allowed_bytes: int) -> int:
-    """Bytes left at the cut beside what is there in every schedule."""
-    fixed = set(problem.reads[cut]) | set(problem.writes[cut])
-    later = {value for op in range(cut + 1, len(problem.reads)) for value in problem.reads[op]}
-    for value, droppable in enumerate(problem.droppable):
-        made_before = problem.producer[value] < cut
-        if not droppable and made_before and (problem.held[value] or value in later):
-            fixed.add(value)
-    spared = sum(problem.nbytes[target] for target, _ in problem.in_place[cut])
-    return (
-        allowed_bytes
-        - problem.standing_bytes
-        - sum(problem.nbytes[value] for value in fixed)
-        - problem.temporary_bytes[cut]
-        + spared
-    )
-
-
 _ANCHORS = 16  # budgets that get a start of their own
-_LARGE = 1500  # gaps from which on starts are rounded from a fractional optimum
-_TIGHTENED = 4  # how often such a start is asked for less
+_SMALL = 50  # droppable values up to which starts are optima in whole numbers, which take no time
 _SETTLED = 0.001  # of the baseline's seconds: a budget this near to its bound needs no further search
 _SWEEPS = 6
 _HEATS = (-1.5, -1.0, -0.5)  # cooling of the last sweeps: so hot that a higher peak may come before a lower
-_RUNS = 2
+_RUNS = 3
 _OF_A_START, _OF_A_SWEEP = 0.3 / _ANCHORS, 0.6 / _RUNS / (_SWEEPS + len(_HEATS))  # of the time, roughly
-_DESCENTS, _OF_A_DESCENT = (1.0, 0.5), 2000  # their cooling, and moves on each half of the way
+_DESCENTS = ((0, 1.0, 2000), (0, 0.5, 2000), (1, 1.0, 4000), (1, 0.5, 4000))  # seed, cooling, moves each way
+_LONG_DESCENT = 8000  # moves each way of further descents
 _CHEAP = 0.05  # of an average op: cheap enough to run for every reader
 _HOT, _COLD = 0.1, 0.007  # temperatures, in times of an average droppable value's op
 _PENALTY = 4.0  # price of exceeding the budget by the baseline's whole peak, in times of the baseline
@@ -241,18 +106,25 @@ def _search_all(search: "_Search", total: int) -> None:
 
 
 def focus_on(
-    problem: Problem, allowed_bytes: int, moves: int | None = None, *, descents: bool = False
+    problem: Problem, allowed_bytes: int, moves: int | None = None, *, gap: float = 0.0, further: int = 0
 ) -> tuple[Frontier, float]:
     """Schedules near one budget, and a lower bound on the extra seconds of all schedules within it.
 
-    With `descents` the search also goes down to the floor from the baseline, twice.
+    The search ends when the best is at most the share `gap` above the bound, and goes on with as many other
+    seeds as `further` says.
     """
+    beyond = [(seed, cooling, _LONG_DESCENT) for seed in range(2, 2 + further) for cooling in (0.5, 0.25)]
     search = _Search(problem)
     total = default_moves(problem) if moves is None else moves
     with suppress(_Over):  # whoever asks sees the gap, and that there is no time for more
-        settled = search.start(allowed_bytes, total // _ANCHORS)
-        for cooling in _DESCENTS if descents and not settled else ():
-            search.descend(allowed_bytes, min(_OF_A_DESCENT, total // 8), cooling)
+        settled, seed = search.start(allowed_bytes, total // _ANCHORS, gap), 0
+        for other_seed, cooling, of_a_descent in (*_DESCENTS, *beyond):
+            if settled:
+                break
+            if other_seed != seed:
+                search.restart(seed := other_seed)
+            search.descend(allowed_bytes, min(of_a_descent, total // 8), cooling)
+            settled = search.is_settled(allowed_bytes, gap)
     return search.frontier(), search.bound_within(allowed_bytes)
 
 
@@ -294,7 +166,7 @@ class _Search:
         self._share = 0.0
         self._plain_bytes, self._plain_ticks = self._annealer.peak_bytes(), sum(self._ticks)
         backward = self._annealer.curve_bytes()[problem.turn :]
-        self._cut = problem.turn + (int(backward.argmax()) if len(backward) else 0)
+        self._cut = Cut(problem, problem.turn + (int(backward.argmax()) if len(backward) else 0))
         self._penalty = _PENALTY * (self._plain_ticks or 1) / max(1, self._plain_bytes)
 
     def frontier(self) -> Frontier:
@@ -320,29 +192,24 @@ class _Search:
         """Whether the peak is above the floor, and so can be lowered at all."""
         return self._floor_bytes < self._plain_bytes and any(self._problem.droppable)
 
-    def is_large(self) -> bool:
-        """Whether optima in whole numbers would take too long."""
-        return len(self._gaps.value_of) > _LARGE
-
     def start_at(self, share: float, moves: int) -> bool:
         """Start from a budget this far down; whether the result met the bound, so that nothing is to gain."""
         return self.start(self._budget_at(share), moves)
 
-    def start(self, budget: float, moves: int) -> bool:
+    def start(self, budget: float, moves: int, gap: float = 0.0) -> bool:
         """Take the best crossing of the baseline's peak for a budget, and anneal from there.
 
-        Returns whether the result met the bound.
+        Returns whether the result met the bound, or is at most `gap` above it.
         """
-        crossing = crossing_at(self._problem, self._cut, int(budget), whole=not self.is_large())
+        crossing = self._cut.crossing(int(budget), whole=sum(self._problem.droppable) <= _SMALL)
         self._bounds.append((budget, crossing.seconds))
         self._advance(_OF_A_START)
         self._cross_with(crossing.kept)
-        self._tighten(budget)
         for _ in range(_CHUNKS):
-            if self._is_settled(budget, crossing.seconds):
+            if self.is_settled(budget, gap):
                 return True
             self._anneal([budget] * (moves // _CHUNKS), cooling=0.5)
-        return self._is_settled(budget, crossing.seconds)
+        return self.is_settled(budget, gap)
 
     def restart(self, seed: int) -> None:
         """Go back to the baseline, with other random numbers; the archive stays."""
@@ -359,7 +226,7 @@ class _Search:
             self._annealer.load(self._annealer.policy_at(place))
             self._annealer.keep_what_fits(budget, self._refuse_if_over)
 
-    def bound_within(self, allowed_bytes: int) -> float:
+    def bound_within(self, allowed_bytes: float) -> float:
         """Extra seconds that no schedule within a budget can avoid, as far as it is known."""
         return max((seconds for budget, seconds in self._bounds if budget >= allowed_bytes), default=0.0)
 
@@ -367,27 +234,18 @@ class _Search:
         """Let of all values only these be in memory across the cut."""
         states = [State.KEEP] * len(self._gaps.value_of)
         for value in set(self._gaps.value_of):
-            crossed = self._gaps.at(value, self._cut + 1)
+            crossed = self._gaps.at(value, self._cut.place + 1)
             if value not in kept and crossed + 1 < self._gaps.first[value + 1]:
                 for gap, state in whole_value(self._gaps, crossed, self._dropped(value, kept)):
                     states[gap] = state
         self._annealer.load(bytes(states))
 
-    def _tighten(self, budget: float) -> None:
-        """Ask for less at the cut, by what the whole schedule is over the budget, until it no longer is."""
-        asked = budget
-        for _ in range(_TIGHTENED):
-            peak = self._annealer.peak_bytes()
-            if peak <= budget:
-                return
-            asked -= peak - budget
-            whole = not self.is_large()
-            self._cross_with(crossing_at(self._problem, self._cut, int(asked), whole=whole).kept)
-
-    def _is_settled(self, budget: float, bound_seconds: float) -> bool:
+    def is_settled(self, budget: float, gap: float = 0.0) -> bool:
+        """Whether a schedule within the budget is as fast as the bound on it, or at most `gap` above."""
         self._annealer.peak_bytes()
         place = self._annealer.place_within(budget)
-        near = bound_seconds / self._tick_seconds + _SETTLED * self._plain_ticks
+        bound = self.bound_within(budget) / self._tick_seconds
+        near = bound + max(_SETTLED * self._plain_ticks, gap * (self._plain_ticks + bound))
         return place is not None and self._annealer.offers()[place][1] <= near
 
     def sweep(self, stretches: list[tuple[float, float]], moves: int, cooling: float, down: bool) -> None:

@@ -56,6 +56,11 @@ class Search:
         gap: the search ends when the plan's time is at most this share above the lower bound.
         time_limit: after these seconds the search ends with the best plan so far, which then says so.
         moves: limits the search of each candidate in a way that does not depend on the machine.
+        wait: False lets training start with a first plan, which takes little longer than capture: ops run
+            once for their prices, and only the asked budget is searched. A child process looks for a better
+            plan meanwhile, and a later call runs by it. The bits stay the same and the budget holds; which
+            call that is depends on the machine. True waits for the best plan, and gives the same one to
+            everybody with the same prices.
         progress: called with the number of probed ops and their total.
     """
 
@@ -66,10 +71,10 @@ class Search:
         ),
     )
     gap: float = field(
-        default=0.01,
+        default=0.005,
         metadata=told(
-            "end the search when the plan's time is at most this share above the lower bound (default 0.01; 0"
-            " searches to the end)",
+            "end the search when the plan's time is at most this share above the lower bound (default 0.005;"
+            " 0 searches to the end)",
             "SHARE",
         ),
     )
@@ -84,6 +89,7 @@ class Search:
     moves: int | None = field(
         default=None, metadata=told("limit the search for each plan, for a quick answer")
     )
+    wait: bool = True
     progress: Progress | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +107,8 @@ class Search:
             raise BadUse(
                 f"moves is {self.moves!r}; it is a number of moves of the search, or None for no limit"
             )
+        if not isinstance(self.wait, bool):
+            raise BadUse(f"wait is {self.wait!r}; it is True to wait for the best plan, or False")
         if self.progress is not None and not callable(self.progress):
             raise BadUse(
                 f"progress is {self.progress!r}; it is a function of two numbers, ops probed and all ops"
@@ -177,13 +185,14 @@ class PlanOptions:
     """What the search gets of a request.
 
     `allow` names the techniques that may be used. A plan that takes more than `slowest` times eager's time is
-    refused.
+    refused. A plan that `is_first` is wanted soon, for a longer search may find a better one later.
     """
 
     allow: Collection[str] = TECHNIQUES
     search: Search = USUAL_SEARCH
     execution: Execution = USUAL_EXECUTION
     slowest: float = inf
+    is_first: bool = False
 
     @staticmethod
     def of_call(

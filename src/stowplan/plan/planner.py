@@ -12,8 +12,9 @@ from stowplan.analyse.facts import costs_of, liveness_of, memory_curve
 from stowplan.errors import BadUse, BudgetTooSmall
 from stowplan.ir import Graph, Kind
 from stowplan.ir.text import Labels
+from stowplan.plan.bound import bound_of
 from stowplan.plan.draft import Draft
-from stowplan.plan.frontier import Frontier, Point, baseline_of, bound_of, focus_on, frontier_of
+from stowplan.plan.frontier import Frontier, Point, baseline_of, focus_on, frontier_of
 from stowplan.plan.judge.simulate import alive_at, simulate
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.ledger import State, gaps_of
@@ -60,14 +61,9 @@ class Planner:
         plain_peak_bytes: int,
         allowed_bytes: int,
         options: PlanOptions,
-        *,
-        descents: bool = False,
     ) -> "Planner":
-        """A planner for one budget, in a small part of the time that all budgets take.
-
-        `descents` is the option of `focus_on`.
-        """
-        frontier, bound = focus_on(problem, allowed_bytes, options.search.moves, descents=descents)
+        """A planner for one budget, in a small part of the time that all budgets take."""
+        frontier, bound = focus_on(problem, allowed_bytes, options.search.moves, gap=options.search.gap)
         point, plain = frontier.at(allowed_bytes), sum(problem.seconds)
         if point is not None:
             enough = (plain + point.extra_seconds) / (1 + options.search.gap) - plain

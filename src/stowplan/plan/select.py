@@ -18,8 +18,9 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from stowplan.errors import BudgetTooSmall, NotTileable, PlanTooSlow
 from stowplan.ir import Graph
+from stowplan.plan.bound import relaxed_bound_of
 from stowplan.plan.draft import Draft, Exactness, Schedule
-from stowplan.plan.frontier import Frontier, floor_of, relaxed_bound_of
+from stowplan.plan.frontier import Frontier, floor_of
 from stowplan.plan.judge.verify import verify
 from stowplan.plan.options import PlanOptions, Preference
 from stowplan.plan.plan import Plan
@@ -174,7 +175,7 @@ class GraphCandidate:
         focused = self._focused(allowed_bytes)
         self.searched = focused.frontier if focused else self.searched
         near = _asked(focused, allowed_bytes, ask)
-        if near is not None and (self._is_one_of_many or near.gap <= self.options.search.gap):
+        if near is not None and (self._is_one_of_many or self._is_near_enough(near)):
             return near
         self.searched = self.planner.frontier
         try:
@@ -186,6 +187,11 @@ class GraphCandidate:
         if near is not None and near.projected_seconds < found.projected_seconds:
             found = near
         return replace(found, cut_short=self.planner.frontier.ended)
+
+    def _is_near_enough(self, near: Draft) -> bool:
+        """Whether the draft of a search for one budget is the answer, or the first one."""
+        is_soon = self.options.is_first and near.time_ratio <= self.options.slowest
+        return is_soon or near.gap <= self.options.search.gap
 
     def _focused(self, allowed_bytes: int) -> Planner | None:
         """A search for this budget alone; None where it cannot know how near it is to the bound."""
@@ -200,7 +206,6 @@ class GraphCandidate:
                 self.baseline.peak_bytes,
                 allowed_bytes,
                 self.options,
-                descents=self._is_one_of_many,
             )
         return self._alone[allowed_bytes]
 

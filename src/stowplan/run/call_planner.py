@@ -48,10 +48,16 @@ if TYPE_CHECKING:
     from stowplan.run.iteration.iteration import RunningIteration
     from stowplan.run.iteration.planner import Variant
     from stowplan.run.planning.constraint import Constraint
+    from stowplan.run.planning.improver import Improver
     from stowplan.run.planning.sizes import PlannedSizes
 
 _LOGGER = logging.getLogger("stowplan")
 
+_WAITED = (
+    "wait=False is for plans that recompute, in one process that may have children; with an optimizer, a"
+    ' budget for each device, offload, compiled kernels, an arena, held blocks or prefer="time" fit waits for'
+    " the plan"
+)
 _SLOW = 3.0  # times of eager from which on a plan is a warning
 _COMPARED_SIZES = 3  # carried plans of one module that are compared with eager
 _MOST_LAYOUTS = 64  # that one step has wrong at first
@@ -78,6 +84,16 @@ class Planned:
     step: PlannedStep
     dependencies: Dependencies
     taken_bytes: int  # by the step, beside other things that are alive
+    improver: "Improver | None" = None  # which looks for a better plan meanwhile
+
+    def improved(self) -> "Planned":
+        """The same step by the better plan, if one was found."""
+        better, plan = self.improver.better() if self.improver else None, self.step.plan
+        if better is None:
+            return replace(self, improver=None)
+        taken = self.taken_bytes - plan.projected_peak_bytes - replayed_bytes(plan)
+        taken += better.projected_peak_bytes + replayed_bytes(better)
+        return replace(self, step=replace(self.step, plan=better), taken_bytes=taken, improver=None)
 
     @property
     def is_trained(self) -> bool:
@@ -202,7 +218,7 @@ class CallPlanner:
                 allowed_bytes=self.allowed_bytes - beside,
                 options=self.options,
                 given=given,
-                carried=self._carried_step,
+                unsearched=self._unsearched_step,
                 cache=self.cache,
                 constraint=self.devices,
             )
@@ -227,7 +243,15 @@ class CallPlanner:
         how = "carried a plan over for" if found.is_carried else "planned"
         _LOGGER.log(level, "%s %s: %r, in %.1f s%s", how, name, plan, seconds, slow if is_slow else "")
         taken = plan.projected_peak_bytes + replayed_bytes(plan) + constants
-        return Planned(call.kind, step, dependencies, taken)
+        return Planned(call.kind, step, dependencies, taken, self._improver(found, step))
+
+    def _improver(self, found: DraftedStep, step: PlannedStep) -> "Improver | None":
+        """Who looks for a better plan than a first one."""
+        if found.keep is None:
+            return None
+        from stowplan.run.planning.improver import Improver  # most steps wait for their plan
+
+        return Improver.of(step.plan, step.captured, self.options, found.keep)
 
     def _observed(
         self,
@@ -281,6 +305,27 @@ class CallPlanner:
         writes.repeat({id(vars(plain)): vars(model)})
         observation.note_writes(writes)
         return observation, second
+
+    def _unsearched_step(self, subject: Subject, allowed_bytes: int) -> DraftedStep | None:
+        """The step with carried decisions, or with a first plan that is improved later."""
+        carried = self._carried_step(subject, allowed_bytes)
+        if carried is None and not self.options.search.wait and self._may_improve(subject):
+            return self.cache.first_step_for(subject, allowed_bytes, self.options)
+        return carried
+
+    def _may_improve(self, subject: Subject) -> bool:
+        """Whether the plan can be exchanged while training runs; one that cannot is waited for."""
+        from stowplan.run.planning.improver import may_have_children  # most steps wait for their plan
+
+        options, execution = self.options, self.options.execution
+        is_other = execution.is_compiled or execution.constraints or options.offloads
+        beside = self.iteration is not None or self.devices is not None
+        is_plain = "recompute" in options.allow and options.prefer == "exactness"
+        is_trained = subject.captured.program.is_differentiated
+        may_improve = is_plain and is_trained and not is_other and not beside and may_have_children()
+        if not may_improve:
+            self.say_once(_WAITED)
+        return may_improve
 
     def _carried_step(self, subject: Subject, allowed_bytes: int) -> DraftedStep | None:
         """The step with decisions of another size of the same program, if they are good enough."""

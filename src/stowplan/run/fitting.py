@@ -41,6 +41,7 @@ from stowplan.run.call_planner import (
 from stowplan.run.evaluations import Evaluations
 from stowplan.run.measure.agreement import written_tensors
 from stowplan.run.shapes import DeclaredShapes, Shapes
+from stowplan.run.step.function import waiting_of
 from stowplan.run.step.straight import StraightStep
 from stowplan.run.wrappers import (
     fitted_class,
@@ -266,7 +267,7 @@ class Fitting:
                     if may_run_as_it_is and any(bound.planned is each for each in self.twice):
                         return _AsItIs(self, model, bound.planned)
                     self.bound.append(self.bound.pop(place))  # the one unused for longest comes first
-                    return bound.step
+                    return bound.step if bound.planned.improver is None else self._improved(bound, model)
             if not kind.records or not wants_gradient(model, leaves):
                 call = ModelCall(kind, model, self._forward_of(model), args, kwargs)
                 return self._step_without_gradients(call, leaves, may_plan=may_plan)
@@ -604,6 +605,34 @@ class Fitting:
             )
         others = [b for b in self.bound if b is not known and any(b.planned is p for p in self.planned)]
         self.bound = [*others, _Bound(planned, guard, step)]
+        return step
+
+    def _improved(self, bound: _Bound, model: nn.Module) -> StraightStep:
+        """The step of this call: by a better plan from now on, if one was found since the last.
+
+        It is taken over between two iterations alone: while a forward or backward of the model is under way,
+        in any thread, or a backward can still come, the step stays as it is.
+        """
+        planned, improver = bound.planned, bound.planned.improver
+        assert improver is not None, "somebody looks for a better plan"
+        improver.calls += 1
+        if not improver.is_done or not waiting_of(model).are_done:
+            return bound.step
+        better = planned.improved()
+        step = bound.step
+        if better.step is not planned.step:
+            step = self._bind(better, bound.guard, model)
+            _LOGGER.info(
+                "iteration %d: a plan at %.2f in place of %.2f of eager's time",
+                improver.calls,
+                better.step.plan.time_ratio,
+                planned.step.plan.time_ratio,
+            )
+        self.planned = [better if each is planned else each for each in self.planned]
+        self.smaller = [(kind, better if each is planned else each) for kind, each in self.smaller]
+        self.twice = [better if each is planned else each for each in self.twice]
+        others = [each for each in self.bound if each.planned is not planned and each.planned is not better]
+        self.bound = [*others, _Bound(better, bound.guard, step)]
         return step
 
     def _differentiable(self, planned: Planned, model: nn.Module) -> "Differentiable":

@@ -11,7 +11,7 @@ import pytest
 from stowplan.formats import chainer
 from stowplan.plan import frontier
 from stowplan.plan.annealing import Annealer, Twins
-from stowplan.plan.frontier import Frontier, crossing_at, frontier_of, twins_of
+from stowplan.plan.frontier import Frontier, frontier_of, twins_of
 from stowplan.plan.ledger import Ledger, State
 from stowplan.plan.native.annealer import NativeAnnealer, NativeLedger, Refused, annealer_of, loaded
 from stowplan.plan.native.build import compiler
@@ -70,26 +70,17 @@ Searches = Callable[[Problem, int], tuple[Frontier, Frontier]]
 
 @pytest.fixture
 def searches(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Searches:
-    """The frontiers by both, which share the integer programs of their starts."""
-    solved: dict[tuple[int, int, bool], frontier.Crossing] = {}
-
-    def crossing(problem: Problem, cut: int, allowed_bytes: int, *, whole: bool = False) -> frontier.Crossing:
-        key = (cut, allowed_bytes, whole)
-        if key not in solved:
-            solved[key] = crossing_at(problem, cut, allowed_bytes, whole=whole)
-        return solved[key]
+    """The frontiers by both."""
 
     def native(problem: Problem, twins: Twins) -> NativeAnnealer:
         return NativeAnnealer(problem, twins, library)  # which no refusal sends back to Python
 
     def search(problem: Problem, moves: int) -> tuple[Frontier, Frontier]:
-        solved.clear()
         monkeypatch.setattr(frontier, "annealer_of", Annealer)
         reference = frontier_of(problem, moves)
         monkeypatch.setattr(frontier, "annealer_of", native)
         return reference, frontier_of(problem, moves)
 
-    monkeypatch.setattr(frontier, "crossing_at", crossing)
     return search
 
 

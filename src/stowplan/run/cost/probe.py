@@ -462,7 +462,7 @@ def _is_shorter(part: Sequence[int], whole: Sequence[int], parts: int) -> bool:
 
 
 CLOCK = "probe"
-_LIMIT_SECONDS = 120.0  # after which further ops run once
+PROBING_SECONDS = 120.0  # after which further ops run once
 _RELEASED_BYTES = 2**25  # of operands, after which memory that probes have freed goes back to the system
 
 
@@ -483,7 +483,7 @@ def probe(
     captured: Captured,
     *,
     repeats: int = 5,
-    limit_seconds: float = _LIMIT_SECONDS,
+    limit_seconds: float = PROBING_SECONDS,
     progress: Progress | None = None,
     cache: ProbeCache | None = USER_CACHE,
 ) -> Probed:
@@ -524,7 +524,7 @@ def probe_memory(
         return None
     known = {signature.text: known_workspace(signature) for signature in signatures.values()}
     unknown = {s.text: s for s in signatures.values() if s.text not in book.costs and known[s.text] is None}
-    book.fill(list(unknown.values()), 0, _LIMIT_SECONDS, None, keep=False)
+    book.fill(list(unknown.values()), 0, PROBING_SECONDS, None, keep=False)
     costs = {op: book.costs.get(s.text) for op, s in signatures.items() if known[s.text] is None}
     workspaces = dict(_probed(captured, costs, Machine).workspace_bytes)
     workspaces.update((op, known[s.text] or 0) for op, s in signatures.items() if op not in costs)
@@ -544,7 +544,7 @@ def costs_of_calls(
     device: torch.device,
     *,
     repeats: int = 5,
-    limit_seconds: float = _LIMIT_SECONDS,
+    limit_seconds: float = PROBING_SECONDS,
     progress: Progress | None = None,
     cache: ProbeCache | None = USER_CACHE,
 ) -> Mapping[str, Cost | None]:

@@ -3,14 +3,14 @@
 What is damaged, or from another version, is no error: the step is planned again.
 """
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stowplan import __version__
-from stowplan.errors import StowplanError
+from stowplan.errors import BudgetTooSmall, StowplanError
 from stowplan.ir import Graph
 from stowplan.ir.text import format_graph
 from stowplan.ops.table import registered_types
@@ -62,6 +62,34 @@ class PlanCache:
             self.add(key, found.draft)
         return found
 
+    def first_step_for(
+        self, subject: Subject, allowed_bytes: int, options: PlanOptions
+    ) -> DraftedStep | None:
+        """The best step that is kept, or a first one without tiles; None if that takes a longer search.
+
+        Plans that were waited for are better than others. A first plan is not kept before the search for a
+        better one is over.
+        """
+        graph, soon = subject.captured.graph, replace(options, is_first=True)
+        key, own_key = (_key_of(graph, allowed_bytes, each) for each in (options, soon))
+        known = self.read(key, subject, allowed_bytes) or self.read(own_key, subject, allowed_bytes)
+        if known is not None:
+            return known
+        refuse_hopeless(graph, allowed_bytes, options, lambda: step_planner(subject, options).smallest)
+        with limited_to(options.search.time_limit):
+            if (whole := _kept_whole(subject, allowed_bytes, options)) is not None:
+                self.add(key, whole.draft)
+                return whole
+            try:
+                first = draft_step(subject, allowed_bytes, replace(soon, allow=("recompute",)))
+            except BudgetTooSmall:
+                return None
+        keep = partial(self.add, own_key)
+        if first.draft.gap > options.search.gap and not first.draft.cut_short:
+            return replace(first, keep=keep)
+        keep(first.draft)
+        return first
+
     def read(self, key: str, subject: Subject, allowed_bytes: int) -> DraftedStep | None:
         """The step with the draft under this key, held to all that a plan from elsewhere is held to."""
         try:
@@ -101,7 +129,7 @@ def _key_of(graph: Graph, allowed_bytes: int, options: PlanOptions) -> str:
     """A file name from everything that a plan depends on."""
     device = device_of(graph)
     choices = sorted(options.allow), options.prefer, options.execution.kernels
-    limits = options.search.moves, options.search.gap, options.slowest
+    limits = options.search.moves, options.search.gap, options.slowest, options.is_first
     rules = sorted(registered_types & {op.type for op in graph.ops})
     parts = (
         format_graph(graph),

@@ -32,7 +32,7 @@ from stowplan.plan.sockets import Socket
 from stowplan.plan.steps import RecomputeOp, Step
 from stowplan.run.border.frozen import NOWHERE, OutsidePlaces
 from stowplan.run.cost.machine import device_of
-from stowplan.run.cost.probe import probe
+from stowplan.run.cost.probe import PROBING_SECONDS, probe
 from stowplan.run.planning.recapture import Replacement, forward_ops, recapture
 from stowplan.run.step.function import Consumer, tier_for, waiting_of
 from stowplan.run.step.placing import BY_ALLOCATOR, Placing
@@ -115,7 +115,8 @@ class DraftedStep:
     """A draft and its step, on the way to a planned step: whoever has to change the draft replaces it here.
 
     `points` are the frontier of the step, if it was searched. The decisions of a draft that is `carried` come
-    from a plan of the same program at another size.
+    from a plan of the same program at another size. A first draft, which a longer search may improve, has
+    `keep`: it takes what is kept for the next time.
     """
 
     draft: Draft
@@ -123,6 +124,7 @@ class DraftedStep:
     points: tuple[Point, ...] = ()
     is_carried: bool = False
     placement: StepPlacement | None = None
+    keep: Callable[[Draft], None] | None = None
 
     def verified(self) -> PlannedStep:
         """The end of the road: the planned step; IllegalPlan if the draft is not legal."""
@@ -170,9 +172,11 @@ def _replayed_bytes(graph: Graph, steps: Iterable[Step]) -> int:
 def price_captured(captured: Captured, options: PlanOptions = DEFAULT_OPTIONS) -> Pricing:
     """Seconds and workspace of every op, probed on this machine or read from the cache.
 
-    If offloading is allowed, the tier of the step's device is priced as well.
+    For a first plan, ops that the cache does not know run once. If offloading is allowed, the tier of the
+    step's device is priced as well.
     """
-    probed = probe(captured, progress=options.search.progress)
+    limit_seconds = 0.0 if options.is_first else PROBING_SECONDS
+    probed = probe(captured, limit_seconds=limit_seconds, progress=options.search.progress)
     pricing = price_by_profile(captured.graph, probed.profile, probed.workspace_bytes)
     if _runs_twice(captured.graph):
         twice = _seconds_of_step(captured.graph, pricing, times=2)

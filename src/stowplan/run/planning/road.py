@@ -20,20 +20,20 @@ def draft_for(
     options: PlanOptions,
     *,
     given: Plan | None = None,
-    carried: Callable[[Subject, int], DraftedStep | None] | None = None,
+    unsearched: Callable[[Subject, int], DraftedStep | None] | None = None,
     cache: PlanCache = USER_PLANS,
     constraint: Constraint | None = None,
 ) -> DraftedStep:
     """The best draft of a step within the budget; raises BudgetTooSmall with the smallest that was found.
 
-    A plan that is `given` is held to be one of this step. `carried` takes over decisions of another size, if
-    they are good enough. A `constraint` of the budget stands in for those of the execution.
+    A plan that is `given` is held to be one of this step. `unsearched` has a draft without a search, if that
+    is good enough, as with decisions of another size. A `constraint` of the budget stands in for those of the execution.
     """
 
     def drafted(room: int) -> DraftedStep:
         if given is not None:
             return saved_step(given, subject, room)
-        known = carried(subject, room) if carried else None
+        known = unsearched(subject, room) if unsearched else None
         return known or cache.step_for(subject, room, options)
 
     constraint = constraint or constraint_of(options.execution)

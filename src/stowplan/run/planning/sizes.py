@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from math import log
 
 from stowplan.errors import BudgetTooSmall
+from stowplan.plan.bound import relaxed_bound_of
 from stowplan.plan.carry import GAP, PlannedSize, carried_point, carried_pricing, nbytes_of, outline_of
-from stowplan.plan.frontier import Frontier, relaxed_bound_of
+from stowplan.plan.frontier import Frontier
 from stowplan.plan.options import PlanOptions
 from stowplan.plan.planner import Planner
 from stowplan.plan.pricing import Basis

@@ -298,6 +298,12 @@ class Run:
     _made: dict[str, Tensor | None] = field(default_factory=dict)  # gradients of the last piece, by id
     _leaving: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
     _again: Mapping[str, Tensor | None] | None = None  # gradients of a backward that is differentiated itself
+    _is_ahead: bool = True  # of the end of its forward half
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether its forward or backward half runs, or a backward can still come."""
+        return self._is_ahead or self.saved is not None or self._backward is not None
 
     def forward(self, found: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """The outputs, none of which is a tensor that came in."""
@@ -310,6 +316,7 @@ class Run:
         # Detached, so that what waits for backward does not hold on to the node that it waits in.
         given.update((name, o.detach()) for name, o in zip(source.outputs, outputs, strict=True))
         self.saved, self._given = saved, [given[name] for name in source.backward_primals]
+        self._is_ahead = False
         read = dict.fromkeys(name for piece in source.pieces for name in piece.read)
         self._watched = {name: _Watched(given[name], version_of(given[name])) for name in read}
         if self.consumer:
@@ -657,6 +664,11 @@ class WaitingRuns:
                 self._name,
                 format_bytes(nbytes),
             )
+
+    @property
+    def are_done(self) -> bool:
+        """Whether no forward or backward of the model is under way in any thread, and none waits."""
+        return not any(run.is_under_way for run in list(self._runs))
 
     def add(self, run: Run) -> None:
         """The run waits from now on, until its backward is done or nobody can call it any more."""
