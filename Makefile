@@ -77,6 +77,10 @@ docs: ## the documentation as a site, build/site, with the reference from the co
 wheel-test: ## the built wheel in clean environments: without torch on files, beside torch through the tutorial
 	PYTHON=$(PYTHON) tools/wheel_test.sh
 
+.PHONY: wheels
+wheels: ## what goes to an index, in dist: the source and this system's wheel, tried in a clean environment
+	$(PYTHON) -m tools.wheels
+
 VERSIONS ?= 2.6 2.8 2.10 2.12 2.13 2.14 2.15
 
 .PHONY: compatibility

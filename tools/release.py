@@ -13,9 +13,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
+_RELEASED = re.compile(r'^date-released: "(.*)"$', re.MULTILINE)
 _PLACES = {
     "pyproject.toml": re.compile(r'^version = "(.*)"$', re.MULTILINE),
     "src/stowplan/__init__.py": re.compile(r'^__version__ = "(.*)"$', re.MULTILINE),
+    "CITATION.cff": re.compile(r"^version: (.*)$", re.MULTILINE),
 }
 
 
