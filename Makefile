@@ -124,6 +124,10 @@ hunt: ## look for faults by chance for MINUTES: random training loops against ea
 	$(PYTHON) -m tests.hunt.files --seconds $$(( $(MINUTES) * 30 )) --seed $(FROM) || status=1; \
 	exit $$status
 
+.PHONY: news
+news: ## what changes/ will add to the changelog
+	$(PYTHON) -m towncrier build --draft --version next
+
 .PHONY: release
 release: ## check everything, set VERSION, date the changelog, commit and tag; pushes nothing
 	$(MAKE) check wheel-test
