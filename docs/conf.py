@@ -30,7 +30,7 @@ CONTENTS = {
     "How-to": ("how-to", "iteration", "shards", "devices", "files", "report"),
     "Reference": ("reference", "limits", "compatibility", "glossary", "public-names", "dependencies"),
     "Explanation": ("concepts", "tour", "design", "allocator", "security", "decisions/index"),
-    "Measurements": ("benchmarks", "zoo", "repositories"),
+    "Measurements": ("benchmarks", "measured", "zoo", "repositories"),
     "Work on it": (
         "repository/CONTRIBUTING",
         "adding-a-reader",
@@ -39,6 +39,7 @@ CONTENTS = {
         "repository/CHANGELOG",
         "repository/SECURITY",
         "repository/SUPPORT",
+        "repository/CODE_OF_CONDUCT",
     ),
 }
 NOTES = sorted(note.stem for note in Path(__file__).parent.glob("decisions/0*.md"))
